@@ -1,0 +1,1 @@
+"""The floor of the house: errors, the injected world, ids, telemetry. Standard library only."""

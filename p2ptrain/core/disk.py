@@ -1,0 +1,127 @@
+"""The disk, reduced to the calls whose order decides whether a file survives a power cut.
+
+Everything durable is written the same way: to a temporary name beside its place, flushed, renamed over the place, and the
+directory flushed. A reader therefore sees the old or the new content, never a mixture.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Protocol
+
+from p2ptrain.core.errors import StorageError
+
+
+class Disk(Protocol):
+    """The file operations that the project uses for durable state. Raises ``StorageError``."""
+
+    def read(self, path: Path, *, max_bytes: int) -> bytes: ...
+    def write_file(self, path: Path, data: bytes) -> None: ...
+    def sync_file(self, path: Path) -> None: ...
+    def sync_dir(self, path: Path) -> None: ...
+    def make_dir(self, path: Path, *, mode: int = 0o755) -> None: ...
+    def rename(self, source: Path, target: Path) -> None: ...
+    def list_dir(self, path: Path) -> list[str]: ...
+    def is_dir(self, path: Path) -> bool: ...
+    def size(self, path: Path) -> int: ...
+    def remove_tree(self, path: Path) -> None: ...
+    def free_bytes(self, path: Path) -> int: ...
+
+
+class RealDisk:
+    """The operating system's disk."""
+
+    def read(self, path: Path, *, max_bytes: int) -> bytes:
+        """The whole file, refused (before reading) where it is larger than ``max_bytes``."""
+        try:
+            if path.stat().st_size > max_bytes:
+                raise StorageError(f"{path} is larger than the {max_bytes} bytes it may have")
+            return path.read_bytes()
+        except OSError as error:
+            raise _translated("read", path, error) from error
+
+    def write_file(self, path: Path, data: bytes) -> None:
+        try:
+            path.write_bytes(data)
+        except OSError as error:
+            raise _translated("write", path, error) from error
+
+    def sync_file(self, path: Path) -> None:
+        self._sync(path, os.O_RDWR)
+
+    def sync_dir(self, path: Path) -> None:
+        if os.name == "posix":  # Windows has no handle on a directory; its rename is durable with the journal
+            self._sync(path, os.O_RDONLY)
+
+    def _sync(self, path: Path, flags: int) -> None:
+        try:
+            descriptor = os.open(path, flags)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise _translated("flush", path, error) from error
+
+    def make_dir(self, path: Path, *, mode: int = 0o755) -> None:
+        try:
+            path.mkdir(mode=mode, parents=True, exist_ok=True)
+        except OSError as error:
+            raise _translated("make the directory", path, error) from error
+
+    def rename(self, source: Path, target: Path) -> None:
+        try:
+            os.replace(source, target)
+        except OSError as error:
+            raise _translated("rename", source, error) from error
+
+    def list_dir(self, path: Path) -> list[str]:
+        """Names in ``path``, sorted; empty where the directory does not exist."""
+        try:
+            return sorted(os.listdir(path))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise _translated("list", path, error) from error
+
+    def is_dir(self, path: Path) -> bool:
+        return path.is_dir()
+
+    def size(self, path: Path) -> int:
+        try:
+            return path.stat().st_size
+        except OSError as error:
+            raise _translated("stat", path, error) from error
+
+    def remove_tree(self, path: Path) -> None:
+        try:
+            shutil.rmtree(path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise _translated("remove", path, error) from error
+
+    def free_bytes(self, path: Path) -> int:
+        try:
+            return shutil.disk_usage(path).free
+        except OSError as error:
+            raise _translated("measure the free space of", path, error) from error
+
+
+def write_atomic(disk: Disk, path: Path, data: bytes) -> None:
+    """Replace ``path`` by ``data`` so that a crash at any moment leaves the old or the new file, whole."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    disk.write_file(temporary, data)
+    disk.sync_file(temporary)
+    disk.rename(temporary, path)
+    disk.sync_dir(path.parent)
+
+
+def _translated(verb: str, path: Path, error: OSError) -> StorageError:
+    remedy = {
+        28: "free some space, or choose another place with --state",  # ENOSPC
+        13: "check the owner and the permissions, or choose another place with --state",  # EACCES
+    }.get(error.errno or 0, "")
+    return StorageError(f"cannot {verb} {path}: {error.strerror or error}", remedy=remedy)

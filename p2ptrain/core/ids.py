@@ -1,0 +1,18 @@
+"""Identifiers: short, printable, unguessable enough not to collide by accident."""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+_ID = re.compile(r"[0-9a-z][0-9a-z-]{0,62}")
+
+
+def new_id() -> str:
+    """A fresh 48-bit identifier in hex, for peers, jobs and clusters."""
+    return secrets.token_hex(6)
+
+
+def is_id(text: str) -> bool:
+    """Whether ``text`` may be used as an identifier (and so as part of a file name)."""
+    return _ID.fullmatch(text) is not None

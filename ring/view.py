@@ -1,0 +1,91 @@
+"""A view: who trains together, in which order, with which share of the work, from which step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from p2ptrain.core.errors import ProtocolError
+from wire.messages import MemberRecord, ViewAnnounced
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One generation of a job's membership. Immutable: any change is a new generation.
+
+    Attributes:
+        generation: grows by at least one with every view of the job; it stands in every frame that members exchange.
+        step: steps already applied when the view begins.
+        lineage: lineage at ``step``, hex.
+        members: in rank order; the right neighbour of rank r is rank (r + 1) mod n.
+    """
+
+    job: str
+    generation: int
+    step: int
+    lineage: str
+    members: tuple[MemberRecord, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    def rank_of(self, peer_id: str) -> int | None:
+        """The rank of a peer, None where it is not a member."""
+        for rank, member in enumerate(self.members):
+            if member.peer_id == peer_id:
+                return rank
+        return None
+
+    def right_of(self, rank: int) -> MemberRecord:
+        return self.members[(rank + 1) % self.size]
+
+    def left_of(self, rank: int) -> MemberRecord:
+        return self.members[(rank - 1) % self.size]
+
+    def donors(self) -> tuple[MemberRecord, ...]:
+        """Members that hold the state of the view's start."""
+        return tuple(member for member in self.members if member.healthy)
+
+    def to_message(self) -> ViewAnnounced:
+        return ViewAnnounced(self.job, self.generation, self.step, self.lineage, list(self.members))
+
+    @classmethod
+    def from_message_untrusted(cls, message: ViewAnnounced) -> View:
+        """The view in a message. Raises ``ProtocolError`` where it is not one."""
+        members = tuple(message.members)
+        if not members:
+            raise ProtocolError("a view without members")
+        if len({member.peer_id for member in members}) != len(members):
+            raise ProtocolError("a view that names a member twice")
+        if message.generation < 1 or message.step < 0:
+            raise ProtocolError(f"a view of generation {message.generation} at step {message.step}")
+        covered = 0
+        for member in members:
+            if member.first != covered or member.count < 0:
+                raise ProtocolError("a view whose shares do not cover the micro-batches in order")
+            covered += member.count
+        return cls(message.job, message.generation, message.step, message.lineage, members)
+
+
+def shares(micro_batches: int, weights: list[float]) -> list[tuple[int, int]]:
+    """Cut ``range(micro_batches)`` into contiguous (first, count) runs in proportion to ``weights``, whole micro-batches.
+
+    Largest-remainder rounding; ties go to the lower rank. A member may get none when there are more members than
+    micro-batches.
+
+    Raises:
+        ValueError: no weight, or a weight that is not positive.
+    """
+    if not weights or min(weights) <= 0:
+        raise ValueError("every member needs a positive weight")
+    total = sum(weights)
+    exact = [micro_batches * weight / total for weight in weights]
+    counts = [int(value) for value in exact]
+    by_remainder = sorted(range(len(weights)), key=lambda rank: (counts[rank] - exact[rank], rank))
+    for rank in by_remainder[: micro_batches - sum(counts)]:
+        counts[rank] += 1
+    result, first = [], 0
+    for count in counts:
+        result.append((first, count))
+        first += count
+    return result

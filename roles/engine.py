@@ -1,0 +1,105 @@
+"""What a worker needs of whatever computes. ``compute.trainer.Trainer`` is the real one; simulation and tests bring a
+stand-in without torch. The interface is the seam between the ring (bytes) and the model (tensors).
+
+All methods block and are called on one dedicated compute thread (``roles.compute_thread``), never on the event loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """A named, writable, C-contiguous run of bytes of the live training state. Healing reads and writes it in place."""
+
+    name: str
+    view: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What one optimizer step did. ``loss`` is the global batch's mean in nats per token; ``grad_norm`` is before clipping."""
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+
+
+class Engine(Protocol):
+    """A model, its optimizer and its data, ready to train.
+
+    Attributes:
+        corpus_digest: SHA-256 of the tokenized corpus, hex; members of a job must agree on it.
+        tokens_per_micro_batch: targets in one micro-batch.
+        device: for people, such as ``"cpu (2 threads)"`` or ``"cuda:0 NVIDIA H100"``.
+        reduce_buffer: flat host array of the computing dtype, shape (numel + 1,): the gradients, then one slot for the sum
+            of the micro-batches' losses. Reduced in place by the ring (sum over members). It stays untouched from
+            ``finish_gradients`` until the next ``begin_step``: it is the redo buffer.
+    """
+
+    corpus_digest: str
+    tokens_per_micro_batch: int
+    device: str
+    reduce_buffer: npt.NDArray[np.generic]
+
+    def begin_step(self, step: int) -> None:
+        """Zero the gradients. ``step`` counts from 0: it is the number of steps applied so far."""
+        ...
+
+    def micro_batch(self, step: int, index: int) -> None:
+        """Forward and backward of micro-batch ``index`` of the global batch of ``step``; adds (its mean loss' gradient) / M.
+
+        M is the number of micro-batches in a global batch, whoever computes them.
+        """
+        ...
+
+    def finish_gradients(self) -> None:
+        """Bring the gradients and the loss into ``reduce_buffer``."""
+        ...
+
+    def partial_square_sum(self, start: int, stop: int) -> float:
+        """Sum of squares, in fp64, of ``reduce_buffer[start:stop]`` without the loss slot. Deterministic: independent of threads."""
+        ...
+
+    def apply(self, step: int, square_sum: float) -> Applied:
+        """Clip by the global norm sqrt(``square_sum``), then one optimizer step from ``reduce_buffer``.
+
+        Raises:
+            JobFailed: the loss or the norm is not finite; parameters are unchanged.
+        """
+        ...
+
+    def validate(self, first: int, count: int) -> tuple[float, int]:
+        """Sum of the losses (nats) and number of targets over validation micro-batches ``range(first, first + count)``."""
+        ...
+
+    def validation_batches(self) -> int:
+        """Number of validation micro-batches, the same on every member."""
+        ...
+
+    def state(self) -> list[Blob]:
+        """Every byte that decides the future of the run: parameters, optimizer moments. Same names and sizes on every member."""
+        ...
+
+    def load_initial(self) -> None:
+        """The state of step 0: a pure function of the job's seed and model (or the model directory's weights)."""
+        ...
+
+    def state_loaded(self, step: int) -> None:
+        """The bytes of ``state()`` were replaced by those of ``step``: refresh whatever derives from them."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write a checkpoint of the current state into the existing, empty ``directory``: a Hugging Face model, and the optimizer."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Restore what ``save`` wrote. Raises ``StorageError`` where it does not fit this model."""
+        ...

@@ -1,0 +1,370 @@
+"""Every message of the protocol, as a frozen dataclass. This file *is* the protocol; ``PROTOCOL_VERSION`` is its version.
+
+Who says what to whom::
+
+    anyone → anyone    Hello → Welcome | Refuse                       (handshake; 4 KiB, 5 s)
+    peer   → seed      Heartbeat, Report, StepMetrics, EventNotice, CheckpointSaved, Leave
+    seed   → peer      HeartbeatAck, Assign, ViewAnnounced, Hold, Release
+    operator ↔ seed    Request ↔ Response; after ``subscribe``: seed → operator Update
+    seed   → peer      Request → Response                             (delete a checkpoint, dial-back, ...)
+    member → member    bulk frames only (see ``ring.session``); heal: HealRequest → HealOffer, ChunkRequest → bulk frame
+
+A message is encoded as a msgpack map of its fields in the frame's header; the frame's ``kind`` names the class. Decoding
+checks every type and bound (``wire.codec``); an unknown, missing or ill-typed field is a ``ProtocolError``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+PROTOCOL_VERSION = 1
+
+Scalar = str | int | float | bool | None
+"""What a free-form map may hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Base of all messages. ``KIND`` is the frame kind, unique per class; 1 to 15 may be sent before the handshake ended."""
+
+    KIND: ClassVar[int]
+
+
+# ---------------------------------------------------------------------------------------------------------- handshake
+
+
+@dataclass(frozen=True, slots=True)
+class Hello(Message):
+    """First frame of whoever dials.
+
+    Attributes:
+        purpose: ``peer`` (a worker to its seed), ``operator`` (a command line or TUI), ``ring`` (a member to its right
+            neighbour), ``heal`` (to a donor), ``probe`` (only to see whether somebody answers).
+        job, generation: the view that the caller believes in; empty and 0 where there is none.
+        port: where this peer listens for other peers, 0 where it does not.
+        host: the address under which others reach this peer; empty to let the other side use the one it sees.
+    """
+
+    KIND: ClassVar[int] = 1
+    version: int
+    software: str
+    peer_id: str
+    name: str
+    roles: list[str]
+    purpose: str
+    capabilities: dict[str, Scalar] = field(default_factory=dict)
+    job: str = ""
+    generation: int = 0
+    host: str = ""
+    port: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome(Message):
+    """The answer that lets the caller in.
+
+    Attributes:
+        heartbeat_s, death_s: beat interval and silence after which the caller counts as dead; 0 where no beats are wanted.
+        wall: the answerer's wall clock in Unix seconds, to show a skew.
+    """
+
+    KIND: ClassVar[int] = 2
+    version: int
+    software: str
+    peer_id: str
+    name: str
+    cluster_id: str
+    heartbeat_s: float
+    death_s: float
+    wall: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse(Message):
+    """The answer that does not, or the last word before a connection is closed for cause."""
+
+    KIND: ClassVar[int] = 3
+    code: str
+    message: str
+    remedy: str = ""
+
+
+# --------------------------------------------------------------------------------------------------- peer and its seed
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat(Message):
+    """I am alive, and this far.
+
+    Attributes:
+        progress: grows with every micro-batch and sub-chunk handled; a beat without progress tells a stuck peer.
+        loop_lag_ms: by how much the peer's own event loop was late; a peer that lags doubts itself first.
+        stats: gauges for people: ``rtt_ms``, ``in_bps``, ``out_bps``, ``tokens_per_s``, ``memory_bytes``,
+            ``memory_total_bytes``, ``gpu_load`` (0 to 1, absent where there is none), ``compute_ms``,
+            ``communicate_ms``, ``wait_ms``.
+    """
+
+    KIND: ClassVar[int] = 16
+    seq: int
+    progress: int
+    step: int
+    state: str
+    loop_lag_ms: float
+    stats: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatAck(Message):
+    """The seed heard beat ``seq``."""
+
+    KIND: ClassVar[int] = 17
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Assign(Message):
+    """Seed to peer: build what this job needs, then say ``Report(status="ready")``.
+
+    Attributes:
+        spec: the job's effective profile as JSON (at most 32 KiB), as ``configs`` wrote it.
+        corpus: SHA-256 of the tokenized corpus that the job began with; empty where no member has named it yet.
+        restore_step: the step to go back to from a checkpoint; -1 to use the newest state that any member has.
+    """
+
+    KIND: ClassVar[int] = 18
+    job: str
+    spec: str
+    corpus: str = ""
+    restore_step: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Report(Message):
+    """Peer to seed: where I stand in a job. The seed mints views from nothing else.
+
+    Attributes:
+        status: ``ready`` (built, may be put into a view), ``held`` (stopped at a step boundary as asked),
+            ``broken`` (a neighbour was lost, the step was aborted), ``healed`` (state fetched, as the view asked),
+            ``done`` (the last step is committed and saved), ``failed`` (cannot go on; ``reason`` says why).
+        generation: the view that this reports on; 0 for ``ready``.
+        applied: steps applied to the parameters.
+        prepared: ``applied + 1`` where a fully reduced, not yet committed step is kept as the redo buffer, else ``applied``.
+        lineage: hex digest of the chain of applied reductions; two members with equal ``applied`` and ``lineage`` hold
+            the same bits.
+        prepared_lineage: what ``lineage`` becomes if the prepared step is committed; empty where none is prepared.
+        suspect: peer id of the neighbour that was lost, for ``broken``.
+    """
+
+    KIND: ClassVar[int] = 19
+    job: str
+    generation: int
+    status: str
+    applied: int
+    prepared: int
+    lineage: str
+    prepared_lineage: str = ""
+    corpus: str = ""
+    suspect: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRecord:
+    """One member of a view, in rank order.
+
+    Attributes:
+        host: where its data port is reached; empty means: on the seed's own machine, dial the host that you dialled for it.
+        first, count: its share of the step's micro-batches, ``range(first, first + count)``.
+        healthy: it holds the state of the view's start (it applied ``step``, or can redo it from its redo buffer).
+    """
+
+    peer_id: str
+    name: str
+    host: str
+    port: int
+    first: int
+    count: int
+    healthy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ViewAnnounced(Message):
+    """Seed to members: the membership from now on (``ring.view.View``). Minted durably before it is sent.
+
+    Attributes:
+        step: steps already applied when this view begins.
+        lineage: lineage at ``step``; members that differ fetch the state from a healthy member first.
+    """
+
+    KIND: ClassVar[int] = 20
+    job: str
+    generation: int
+    step: int
+    lineage: str
+    members: list[MemberRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class Hold(Message):
+    """Seed to members: stop together at the next step boundary and say ``Report(status="held")``."""
+
+    KIND: ClassVar[int] = 21
+    job: str
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Release(Message):
+    """Seed to peer: drop this job (it was cancelled, paused for good, or given to others)."""
+
+    KIND: ClassVar[int] = 22
+    job: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SaveNow(Message):
+    """Seed to members: write a checkpoint at the next step boundary."""
+
+    KIND: ClassVar[int] = 23
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics(Message):
+    """Rank 0 to seed, after a commit. ``values`` are the columns of ``wire.records.MetricRow`` that are known."""
+
+    KIND: ClassVar[int] = 24
+    job: str
+    generation: int
+    step: int
+    values: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class EventNotice(Message):
+    """Something a person should be able to read later. ``level`` is ``info``, ``warning`` or ``error``."""
+
+    KIND: ClassVar[int] = 25
+    level: str
+    kind: str
+    text: str
+    job: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSaved(Message):
+    """A checkpoint is durable on this peer's disk."""
+
+    KIND: ClassVar[int] = 26
+    job: str
+    step: int
+    path: str
+    digest: str
+    size_bytes: int
+    val_loss: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Leave(Message):
+    """I go, on purpose. The connection is closed after this."""
+
+    KIND: ClassVar[int] = 27
+    reason: str
+
+
+# ------------------------------------------------------------------------------------------------- requests, updates
+
+
+@dataclass(frozen=True, slots=True)
+class Request(Message):
+    """A call. ``params`` and results are JSON-like: maps with string keys, lists, scalars; at most 8 levels deep."""
+
+    KIND: ClassVar[int] = 32
+    id: int
+    method: str
+    params: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Response(Message):
+    """The answer to ``Request`` ``id``: ``error_code`` is empty when it went well."""
+
+    KIND: ClassVar[int] = 33
+    id: int
+    result: dict[str, Any] = field(default_factory=dict)
+    error_code: str = ""
+    error_message: str = ""
+    error_remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Update(Message):
+    """Seed to subscriber: what changed since the last update, coalesced, at most ten a second.
+
+    Attributes:
+        topic: ``cluster``, ``peers``, ``peers-gone`` (items hold ``id`` only), ``jobs``, ``metrics``, ``events``, ``checkpoints``.
+        items: maps as made by ``to_map`` of the topic's record in ``wire.records``; metrics carry ``job`` besides.
+    """
+
+    KIND: ClassVar[int] = 34
+    topic: str
+    items: list[dict[str, Any]]
+
+
+# ---------------------------------------------------------------------------------------------------- member to member
+
+
+@dataclass(frozen=True, slots=True)
+class HealRequest(Message):
+    """Give me the state of ``job`` at ``step`` with ``lineage``."""
+
+    KIND: ClassVar[int] = 48
+    job: str
+    step: int
+    lineage: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlobRecord:
+    """One named run of bytes of the state, such as the flat parameters or the first Adam moment."""
+
+    name: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class HealOffer(Message):
+    """The donor's answer: what there is to fetch. It keeps the state unchanged until the connection ends."""
+
+    KIND: ClassVar[int] = 49
+    step: int
+    lineage: str
+    blobs: list[BlobRecord]
+    chunk_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRequest(Message):
+    """Send ``size_bytes`` of ``blob`` from ``offset``, as one bulk frame on stream ``stream``, whose header is ``ChunkDigest``."""
+
+    KIND: ClassVar[int] = 50
+    blob: str
+    offset: int
+    size_bytes: int
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkDigest(Message):
+    """xxh3-128 of the chunk whose bulk frame follows on ``stream``; checked before the chunk counts as received."""
+
+    KIND: ClassVar[int] = 51
+    stream: int
+    digest: bytes
+
+
+BULK_KIND = 64
+"""Frame kind of raw payload: empty header, length exactly as the receiver planned, on the stream it planned."""
