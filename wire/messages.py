@@ -145,6 +145,7 @@ class Report(Message):
 
     Attributes:
         status: ``ready`` (built, may be put into a view), ``held`` (stopped at a step boundary as asked),
+            ``training`` (after the control link was lost and found again: the view still runs),
             ``broken`` (a neighbour was lost, the step was aborted), ``healed`` (state fetched, as the view asked),
             ``done`` (the last step is committed and saved), ``failed`` (cannot go on; ``reason`` says why).
         generation: the view that this reports on; 0 for ``ready``.
