@@ -17,6 +17,7 @@ class View:
         step: steps already applied when the view begins.
         lineage: lineage at ``step``, hex.
         members: in rank order; the right neighbour of rank r is rank (r + 1) mod n.
+        square_sum: squared gradient norm that step ``step`` was committed with; whoever redoes the step clips with it.
     """
 
     job: str
@@ -24,6 +25,7 @@ class View:
     step: int
     lineage: str
     members: tuple[MemberRecord, ...]
+    square_sum: float = 0.0
 
     @property
     def size(self) -> int:
@@ -47,7 +49,9 @@ class View:
         return tuple(member for member in self.members if member.healthy)
 
     def to_message(self) -> ViewAnnounced:
-        return ViewAnnounced(self.job, self.generation, self.step, self.lineage, list(self.members))
+        return ViewAnnounced(
+            self.job, self.generation, self.step, self.lineage, list(self.members), self.square_sum
+        )
 
     @classmethod
     def from_message_untrusted(cls, message: ViewAnnounced) -> View:
@@ -64,7 +68,7 @@ class View:
             if member.first != covered or member.count < 0:
                 raise ProtocolError("a view whose shares do not cover the micro-batches in order")
             covered += member.count
-        return cls(message.job, message.generation, message.step, message.lineage, members)
+        return cls(message.job, message.generation, message.step, message.lineage, members, message.square_sum)
 
 
 def shares(micro_batches: int, weights: list[float]) -> list[tuple[int, int]]:

@@ -154,6 +154,7 @@ class Report(Message):
         lineage: hex digest of the chain of applied reductions; two members with equal ``applied`` and ``lineage`` hold
             the same bits.
         prepared_lineage: what ``lineage`` becomes if the prepared step is committed; empty where none is prepared.
+        square_sum: the squared gradient norm that step ``applied`` was committed with; 0 where it is not known.
         suspect: peer id of the neighbour that was lost, for ``broken``.
     """
 
@@ -165,6 +166,7 @@ class Report(Message):
     prepared: int
     lineage: str
     prepared_lineage: str = ""
+    square_sum: float = 0.0
     corpus: str = ""
     suspect: str = ""
     reason: str = ""
@@ -196,6 +198,7 @@ class ViewAnnounced(Message):
     Attributes:
         step: steps already applied when this view begins.
         lineage: lineage at ``step``; members that differ fetch the state from a healthy member first.
+        square_sum: the squared gradient norm that step ``step`` was committed with, for members that redo it.
     """
 
     KIND: ClassVar[int] = 20
@@ -204,6 +207,7 @@ class ViewAnnounced(Message):
     step: int
     lineage: str
     members: list[MemberRecord]
+    square_sum: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
