@@ -1,0 +1,534 @@
+"""The step transaction: how the members of a view apply a step all together, exactly once, or not at all.
+
+Rules
+-----
+1. A step is applied only after one token from *every* member of the view was seen, and all tokens name the same
+   generation, step, lineage and digest of the reduced bytes.
+2. Between the moment a member has sent its token and the moment it knows the outcome, it keeps the reduced bytes (the
+   redo buffer) and neither computes nor forgets.
+3. After a break, the next view's (step, lineage) decides: a member whose prepared step is exactly that one redoes it
+   from its buffer; one that applied it goes on; everyone else fetches the state from a healthy member. Anything that is
+   prepared and not named by the view is discarded.
+4. Ring-wide wishes (hold, save, leave) travel as flags inside the tokens. All members see the same set of tokens, so
+   all stop, or save, after the same step.
+5. An optimizer step cannot be interrupted: a break that arrives during it is dealt with after it.
+6. A state that is being replaced is *torn* until the last byte is there. A torn state is never reported, trained on or
+   given to others: it is healed again, or loaded anew from the disk.
+
+Theory of operation
+-------------------
+The core has one *activity* at a time: redo, form the session, heal, compute, reduce, vote, apply, boundary work.
+``handle`` takes one event and returns instructions for the shell. The event that ends an activity carries the ticket
+that was given out with it, so the late result of an abandoned activity changes nothing. Rule 1 gives rule 3 its force:
+if any member applied step s, every member had sent its token for s, hence holds the reduced bytes of s.
+
+The core is strategy-agnostic: what "compute" and "reduce" do is the strategy's affair; it gets back a digest and a
+partial squared norm.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ring.token import Flag, Token, difference, next_lineage
+from ring.view import View
+from wire.messages import Report
+
+# ------------------------------------------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Base of all events."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded(Event):
+    """The engine holds a state: the initial one or a checkpoint's."""
+
+    applied: int
+    lineage: str
+
+
+@dataclass(frozen=True, slots=True)
+class ViewArrived(Event):
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Finished(Event):
+    """The activity with ``ticket`` ended well."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced(Event):
+    """The reduce with ``ticket`` ended well. ``part``: this member's share of the squared norm."""
+
+    ticket: int
+    digest: bytes
+    part: float
+
+
+@dataclass(frozen=True, slots=True)
+class Voted(Event):
+    """The tokens of all members, in rank order."""
+
+    ticket: int
+    tokens: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Broken(Event):
+    """The ring of ``generation`` cannot go on: a neighbour is gone, or a collective failed."""
+
+    generation: int
+    suspect: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed(Event):
+    """This member cannot go on at all: out of memory, a loss that is not finite, a disk that is full."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wish(Event):
+    """Ask the ring for something at the next step boundary. ``generation`` 0 means: whichever view runs."""
+
+    flag: Flag
+    generation: int = 0
+
+
+# ------------------------------------------------------------------------------------------------------- instructions
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """Base of all instructions. Activities carry a ticket that their closing event repeats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form(Instruction):
+    ticket: int
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Heal(Instruction):
+    """Fetch the state of ``view.step`` from one of ``view.donors()``."""
+
+    ticket: int
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Compute(Instruction):
+    """Gradients of micro-batches ``range(first, first + count)`` of step ``step`` (steps applied so far)."""
+
+    ticket: int
+    step: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce(Instruction):
+    ticket: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Vote(Instruction):
+    ticket: int
+    token: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Apply(Instruction):
+    """One optimizer step from the reduced bytes. ``redo``: the commit was another view's."""
+
+    ticket: int
+    step: int
+    square_sum: float
+    redo: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary(Instruction):
+    """Between two steps: validate and save as the job's calendar, or ``save``, asks. ``last``: the job is complete."""
+
+    ticket: int
+    applied: int
+    save: bool
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Disband(Instruction):
+    """Close the session of the current view, and abandon its activity."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reload(Instruction):
+    """The state in memory is torn: load the newest good one from the disk, then say ``Loaded``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Say(Instruction):
+    """Send this to the seed."""
+
+    report: Report
+
+
+# --------------------------------------------------------------------------------------------------------------- core
+
+
+class Phase(StrEnum):
+    """Where a member stands."""
+
+    EMPTY = "building"  # no state yet
+    IDLE = "waiting"  # has a state, no view
+    REDOING = "redoing"
+    FORMING = "forming"
+    HEALING = "healing"
+    COMPUTING = "computing"
+    REDUCING = "reducing"
+    VOTING = "voting"
+    APPLYING = "applying"
+    BOUNDARY = "boundary"
+    HELD = "held"
+    DONE = "done"
+    FAILED = "failed"
+
+
+# What may follow what. A break leads to IDLE from every phase of a running view; a failure to FAILED from everywhere.
+NEXT: dict[Phase, frozenset[Phase]] = {
+    Phase.EMPTY: frozenset({Phase.IDLE}),
+    Phase.IDLE: frozenset({Phase.REDOING, Phase.FORMING, Phase.EMPTY}),
+    Phase.REDOING: frozenset({Phase.FORMING, Phase.IDLE}),
+    Phase.FORMING: frozenset({Phase.HEALING, Phase.COMPUTING, Phase.BOUNDARY, Phase.IDLE}),
+    Phase.HEALING: frozenset({Phase.COMPUTING, Phase.BOUNDARY, Phase.IDLE}),
+    Phase.COMPUTING: frozenset({Phase.REDUCING, Phase.IDLE}),
+    Phase.REDUCING: frozenset({Phase.VOTING, Phase.IDLE}),
+    Phase.VOTING: frozenset({Phase.APPLYING, Phase.IDLE}),
+    Phase.APPLYING: frozenset({Phase.BOUNDARY, Phase.IDLE}),
+    Phase.BOUNDARY: frozenset({Phase.COMPUTING, Phase.HELD, Phase.DONE, Phase.IDLE}),
+    Phase.HELD: frozenset({Phase.REDOING, Phase.FORMING, Phase.IDLE}),
+    Phase.DONE: frozenset({Phase.REDOING, Phase.FORMING, Phase.IDLE}),
+    Phase.FAILED: frozenset({Phase.IDLE}),
+}
+
+_RUNNING = frozenset(
+    {
+        Phase.REDOING,
+        Phase.FORMING,
+        Phase.HEALING,
+        Phase.COMPUTING,
+        Phase.REDUCING,
+        Phase.VOTING,
+        Phase.APPLYING,
+        Phase.BOUNDARY,
+    }
+)
+_UNINTERRUPTIBLE = frozenset({Phase.REDOING, Phase.APPLYING})
+
+
+class InvalidTransition(RuntimeError):
+    """A defect of this program: carries the recent history."""
+
+
+class Transaction:
+    """One member's side of the step transaction, for one job.
+
+    Args:
+        job, peer_id: whose.
+        steps_total: the job is complete when so many steps are applied.
+    """
+
+    def __init__(self, *, job: str, peer_id: str, steps_total: int) -> None:
+        self.job = job
+        self.peer_id = peer_id
+        self.steps_total = steps_total
+        self.phase = Phase.EMPTY
+        self.applied = 0
+        self.lineage = ""
+        self.square_sum = 0.0
+        self.prepared_lineage = ""  # non-empty: the redo buffer holds step ``applied + 1``
+        self.view: View | None = None
+        self.torn = False  # the state in memory is half replaced
+        self.history: deque[str] = deque(maxlen=40)
+        self._rank = 0
+        self._ticket = 0
+        self._wishes = Flag(0)
+        self._asked = Flag(0)  # the wishes that went out with this member's token
+        self._granted = Flag(0)  # what the tokens of the last committed step asked for
+        self._pending_break: Broken | None = None
+        self._pending_view: View | None = None
+
+    # ------------------------------------------------------------------------------------------------ the one mutator
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Take one event, give the instructions that follow. Raises ``ProtocolError`` for tokens that are none."""
+        self.history.append(f"{self.phase} ← {event}"[:200])
+        match event:
+            case Loaded():
+                return self._loaded(event)
+            case ViewArrived(view):
+                return self._view_arrived(view)
+            case Broken():
+                return self._broken(event)
+            case Failed(reason):
+                return self._failed(reason)
+            case Wish():
+                return self._wish(event)
+            case Finished(ticket) if ticket == self._ticket:
+                return self._finished()
+            case Reduced(ticket, digest, part) if ticket == self._ticket:
+                return self._reduced(digest, part)
+            case Voted(ticket, tokens) if ticket == self._ticket:
+                return self._voted(tokens)
+        return []  # the late end of an abandoned activity
+
+    def report(self, status: str, *, suspect: str = "", reason: str = "") -> Report:
+        """Where this member stands, for the seed."""
+        generation = self.view.generation if self.view else 0
+        return Report(
+            job=self.job,
+            generation=generation,
+            status=status,
+            applied=self.applied,
+            prepared=self.applied + bool(self.prepared_lineage),
+            lineage=self.lineage,
+            prepared_lineage=self.prepared_lineage,
+            square_sum=self.square_sum,
+            suspect=suspect,
+            reason=reason,
+        )
+
+    @property
+    def running(self) -> bool:
+        """Whether a view is being worked on."""
+        return self.phase in _RUNNING
+
+    def validate(self) -> None:
+        """Raise ``AssertionError`` where an invariant does not hold."""
+        assert self.applied >= 0
+        assert self.lineage or self.phase in (Phase.EMPTY, Phase.FAILED)
+        assert not self.torn or self.phase in (Phase.EMPTY, Phase.FORMING, Phase.HEALING, Phase.FAILED)
+        assert not self.running or self.view is not None
+        if self.phase in (Phase.FORMING, Phase.COMPUTING, Phase.REDUCING):
+            assert not self.prepared_lineage, "computing would overwrite the redo buffer"
+        if self.phase in (Phase.VOTING, Phase.APPLYING, Phase.REDOING):
+            assert self.prepared_lineage, "nothing to apply"
+        assert self._pending_break is None or self.phase in _UNINTERRUPTIBLE
+        assert self._pending_view is None or self.phase in (*_UNINTERRUPTIBLE, Phase.EMPTY)
+
+    # --------------------------------------------------------------------------------------------------------- events
+
+    def _loaded(self, event: Loaded) -> list[Instruction]:
+        instructions = self._leave_view("the state was replaced") if self.running else []
+        view, self._pending_view = self._pending_view, None
+        self.applied, self.lineage, self.torn = event.applied, event.lineage, False
+        self.square_sum, self.prepared_lineage, self._pending_break = 0.0, "", None
+        self.phase = Phase.IDLE  # from everywhere
+        return [*instructions, Say(self.report("ready")), *(self._enter(view) if view else [])]
+
+    def _view_arrived(self, view: View) -> list[Instruction]:
+        newest = self._pending_view or self.view
+        if self.phase is Phase.FAILED or (newest is not None and view.generation <= newest.generation):
+            return []  # an old view changes nothing
+        if self.phase in (*_UNINTERRUPTIBLE, Phase.EMPTY):
+            self._pending_view = view
+            return []
+        instructions = self._leave_view("a new view was announced") if self.running else []
+        return instructions + self._enter(view)
+
+    def _enter(self, view: View) -> list[Instruction]:
+        rank = view.rank_of(self.peer_id)
+        if rank is None:
+            self.view = None
+            self._go(Phase.EMPTY if self.torn else Phase.IDLE)
+            return [Reload()] if self.torn else []
+        self.view, self._rank = view, rank
+        redo = bool(self.prepared_lineage) and self.applied + 1 == view.step and self.prepared_lineage == view.lineage
+        if redo:
+            self._go(Phase.REDOING)
+            return [Apply(self._next_ticket(), self.applied, view.square_sum, redo=True)]
+        self.prepared_lineage = ""
+        self._go(Phase.FORMING)
+        return [Form(self._next_ticket(), view)]
+
+    def _broken(self, event: Broken) -> list[Instruction]:
+        if self.view is None or event.generation != self.view.generation:
+            return []
+        if self.phase in _UNINTERRUPTIBLE:
+            self._pending_break = self._pending_break or event
+            return []
+        if not self.running:
+            return []  # held, done or waiting: nothing was under way
+        return self._break_off(event)
+
+    def _break_off(self, event: Broken) -> list[Instruction]:
+        instructions = self._leave_view(event.reason)
+        if self.torn:
+            self._go(Phase.EMPTY)
+            return [*instructions, Reload()]
+        return [*instructions, Say(self.report("broken", suspect=event.suspect, reason=event.reason))]
+
+    def _failed(self, reason: str) -> list[Instruction]:
+        instructions: list[Instruction] = [Disband(reason)] if self.running else []
+        report = self.report("failed", reason=reason)
+        self._pending_break = self._pending_view = None
+        self._ticket += 1
+        self.phase = Phase.FAILED  # from everywhere
+        return [*instructions, Say(report)]
+
+    def _wish(self, event: Wish) -> list[Instruction]:
+        generation = self.view.generation if self.view else 0
+        if event.generation not in (0, generation):
+            return []
+        if self.running:
+            self._wishes |= event.flag
+            return []
+        if event.flag is Flag.HOLD:
+            match self.phase:
+                case Phase.HELD:
+                    return [Say(self.report("held"))]
+                case Phase.DONE:
+                    return [Say(self.report("done"))]
+        return []
+
+    # -------------------------------------------------------------------------------------------- ends of activities
+
+    def _finished(self) -> list[Instruction]:
+        match self.phase:
+            case Phase.REDOING | Phase.APPLYING:
+                return self._applied()
+            case Phase.FORMING:
+                return self._formed()
+            case Phase.HEALING:
+                return self._healed()
+            case Phase.COMPUTING:
+                self._go(Phase.REDUCING)
+                return [Reduce(self._next_ticket(), self.applied)]
+            case Phase.BOUNDARY:
+                return self._boundary_done()
+        raise self._invalid("an activity ended that cannot end so")
+
+    def _formed(self) -> list[Instruction]:
+        view = self._current_view()
+        if self.torn or (self.applied, self.lineage) != (view.step, view.lineage):
+            self._go(Phase.HEALING)
+            self.torn = True
+            return [Heal(self._next_ticket(), view)]
+        return self._start_step()
+
+    def _healed(self) -> list[Instruction]:
+        view = self._current_view()
+        self.applied, self.lineage, self.square_sum = view.step, view.lineage, view.square_sum
+        self.torn = False
+        return [Say(self.report("healed")), *self._start_step()]
+
+    def _start_step(self) -> list[Instruction]:
+        if self.applied >= self.steps_total:
+            self._go(Phase.BOUNDARY)
+            return [Boundary(self._next_ticket(), self.applied, save=False, last=True)]
+        member = self._current_view().members[self._rank]
+        self._go(Phase.COMPUTING)
+        return [Compute(self._next_ticket(), self.applied, member.first, member.count)]
+
+    def _reduced(self, digest: bytes, part: float) -> list[Instruction]:
+        self.prepared_lineage = next_lineage(self.lineage, digest)
+        self._go(Phase.VOTING)
+        self._asked = self._wishes
+        generation = self._current_view().generation
+        token = Token(generation, self.applied, self._asked, part, digest, bytes.fromhex(self.lineage))
+        return [Vote(self._next_ticket(), token.encode())]
+
+    def _voted(self, tokens: tuple[bytes, ...]) -> list[Instruction]:
+        decoded = [Token.decode_untrusted(token) for token in tokens]
+        mine = decoded[self._rank]
+        for rank, token in enumerate(decoded):
+            what = difference(mine, token)
+            if what:
+                suspect = self._current_view().members[rank]
+                # What is prepared here cannot be trusted any more than what is prepared there: nobody commits it.
+                self.prepared_lineage = ""
+                return self._broken(
+                    Broken(mine.generation, suspect.peer_id, f"{suspect.name} (rank {rank}) has another {what}")
+                )
+        self._granted = Flag(0)
+        for token in decoded:
+            self._granted |= token.flags
+        self._wishes &= ~self._asked  # a wish that came after the token waits for the next one
+        # The same numbers summed in the same order on every member: clipping is bit-equal.
+        self.square_sum = sum((token.part for token in decoded), start=0.0)
+        self._go(Phase.APPLYING)
+        return [Apply(self._next_ticket(), self.applied, self.square_sum, redo=False)]
+
+    def _applied(self) -> list[Instruction]:
+        redone = self.phase is Phase.REDOING
+        if redone:
+            self.square_sum = self._current_view().square_sum
+        self.applied += 1
+        self.lineage, self.prepared_lineage = self.prepared_lineage, ""
+        view, broken = self._pending_view, self._pending_break
+        self._pending_view = self._pending_break = None
+        if view is not None:
+            return self._leave_view("a new view was announced") + self._enter(view)
+        if broken is not None:
+            return self._break_off(broken)
+        if redone:
+            self._go(Phase.FORMING)
+            return [Form(self._next_ticket(), self._current_view())]
+        self._go(Phase.BOUNDARY)
+        last = self.applied >= self.steps_total
+        return [Boundary(self._next_ticket(), self.applied, save=Flag.SAVE in self._granted, last=last)]
+
+    def _boundary_done(self) -> list[Instruction]:
+        if self.applied >= self.steps_total:
+            return self._stop(Phase.DONE, "done", "the last step is applied")
+        if self._granted & (Flag.HOLD | Flag.LEAVE):
+            return self._stop(Phase.HELD, "held", "the ring was asked to hold")
+        return self._start_step()
+
+    # -------------------------------------------------------------------------------------------------------- helpers
+
+    def _stop(self, phase: Phase, status: str, reason: str) -> list[Instruction]:
+        self._go(phase)
+        self._wishes = self._granted = Flag(0)
+        self._ticket += 1
+        return [Disband(reason), Say(self.report(status))]
+
+    def _leave_view(self, reason: str) -> list[Instruction]:
+        """Abandon what is under way; the view stays known, so that the report and late frames can be told apart."""
+        self._wishes &= Flag.SAVE  # a hold or a leave has happened with this; a save is still wanted
+        self._granted = Flag(0)
+        self._ticket += 1
+        self._go(Phase.IDLE)
+        return [Disband(reason)]
+
+    def _next_ticket(self) -> int:
+        self._ticket += 1
+        return self._ticket
+
+    def _current_view(self) -> View:
+        if self.view is None:
+            raise self._invalid("no view")
+        return self.view
+
+    def _go(self, phase: Phase) -> None:
+        if phase is not self.phase and phase not in NEXT[self.phase]:
+            raise self._invalid(f"to {phase}")
+        self.phase = phase
+
+    def _invalid(self, what: str) -> InvalidTransition:
+        return InvalidTransition(f"{self.phase}: {what}\n" + "\n".join(self.history))
