@@ -6,30 +6,15 @@ All methods block and are called on one dedicated compute thread (``roles.comput
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from p2ptrain.core.training import Applied, Blob
 
-@dataclass(frozen=True, slots=True)
-class Blob:
-    """A named, writable, C-contiguous run of bytes of the live training state. Healing reads and writes it in place."""
-
-    name: str
-    view: memoryview
-
-
-@dataclass(frozen=True, slots=True)
-class Applied:
-    """What one optimizer step did. ``loss`` is the global batch's mean in nats per token; ``grad_norm`` is before clipping."""
-
-    step: int
-    loss: float
-    lr: float
-    grad_norm: float
+__all__ = ["Applied", "Blob", "Engine"]
 
 
 class Engine(Protocol):
