@@ -1,0 +1,283 @@
+"""Profiles in layers, each one stronger than the last::
+
+    defaults < shipped profile < file < environment (P2PTRAIN__OPTIMIZER__LR=3e-3) < --set optimizer.lr=3e-3
+
+A file may name the shipped profile that it stands on with ``base = "tiny"``. Every key remembers where its value
+came from, so that a wrong one is refused with the file and line, the variable, or the override that holds it, and what
+would be right.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import tomli
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from configs.schema import Conflict, Profile, fields, tables
+from p2ptrain.core.errors import ConfigError
+
+PROFILES_DIR = Path(__file__).parent / "profiles"
+ENVIRONMENT_PREFIX = "P2PTRAIN__"
+DEFAULT_SOURCE = "default"
+_FILE_LIMIT_BYTES = 1024 * 1024
+
+_FIELDS: dict[str, FieldInfo] = dict(fields())
+_TABLES = tuple(name for name, _ in tables())
+_TABLE_LINE = re.compile(r"\s*\[\s*([^\[\]]+?)\s*\]")
+_KEY_LINE = re.compile(r"""\s*([\w."'-]+(?:\s*\.\s*[\w"'-]+)*)\s*=""")
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """An effective profile.
+
+    Attributes:
+        sources: for every dotted key, where its value came from: ``default``, ``profile tiny``, a path with a line, the
+            name of a variable, or the override.
+    """
+
+    profile: Profile
+    sources: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """One value that somebody wrote, how to name the place in an error, and how to name it in a list."""
+
+    value: object
+    place: str
+    source: str
+
+
+def shipped() -> dict[str, Path]:
+    """The profiles that ship, by name."""
+    return {path.stem: path for path in sorted(PROFILES_DIR.glob("*.toml"))}
+
+
+def describe(path: Path) -> str:
+    """What a profile is for: its first line, which is a comment."""
+    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    return first.removeprefix("#").strip() if first.startswith("#") else ""
+
+
+def load(profile: str, environ: Mapping[str, str], sets: Sequence[str]) -> Loaded:
+    """The effective profile and where each value came from.
+
+    Args:
+        profile: name of a shipped profile, or the path of a TOML file (recognised by its suffix or a separator).
+        environ: variables; only those that begin with ``P2PTRAIN__`` count.
+        sets: overrides, ``table.key=value``.
+
+    Raises:
+        ConfigError: unknown profile, unreadable file, unknown key, bad value, or values that contradict each other.
+    """
+    layers = chain(_profile_layers(profile), _environment_layer(environ), _override_layer(sets))
+    settings: dict[str, _Setting] = {}
+    for key, setting in layers:
+        settings.pop(key, None)  # inserted anew, so that the order of the map is the order of strength
+        settings[key] = setting
+    sources = {key: settings[key].source if key in settings else DEFAULT_SOURCE for key in _FIELDS}
+    return Loaded(_validated(settings), sources)
+
+
+# ------------------------------------------------------------------------------------------------------------- layers
+
+
+def _profile_layers(profile: str) -> Iterator[tuple[str, _Setting]]:
+    names = shipped()
+    if profile in names:
+        yield from _file_layers(names[profile], f"profile {profile}")
+    elif profile.endswith(".toml") or "/" in profile or "\\" in profile:
+        yield from _file_layers(Path(profile), "")
+    else:
+        raise ConfigError(
+            f"no profile named {profile!r} ships with p2ptrain",
+            remedy=_remedy(profile, names, "these ship") + "; a file of your own is given as a path, such as ./my.toml",
+        )
+
+
+def _file_layers(path: Path, source: str) -> Iterator[tuple[str, _Setting]]:
+    """Settings of the file's base, then its own. ``source`` is empty where each line is to be named instead."""
+    text = _read(path)
+    try:
+        document = tomli.loads(text)
+    except tomli.TOMLDecodeError as error:
+        raise ConfigError(
+            f"{path}:{error.lineno}: not TOML: {error.msg}", remedy="see https://toml.io for the syntax"
+        ) from None
+    lines = _key_lines(text)
+    if "base" in document:
+        yield from _base_layers(document.pop("base"), f"{path}:{lines.get('base', 1)}")
+    for key, value in _flatten(document):
+        place = f"{path}:{lines.get(key, lines.get(key.partition('.')[0], 1))}"
+        _check_key(key, place)
+        yield key, _Setting(value, place, source or place)
+
+
+def _base_layers(base: object, place: str) -> Iterator[tuple[str, _Setting]]:
+    names = shipped()
+    if not isinstance(base, str) or base not in names:
+        raise ConfigError(
+            f"{place}: base = {_shown(base)}: not a shipped profile", remedy=_remedy(str(base), names, "these ship")
+        )
+    yield from _file_layers(names[base], f"profile {base}")
+
+
+def _environment_layer(environ: Mapping[str, str]) -> Iterator[tuple[str, _Setting]]:
+    for name in sorted(environ):
+        if name.startswith(ENVIRONMENT_PREFIX):
+            key = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
+            _check_key(key, name, spell=lambda near: ENVIRONMENT_PREFIX + near.upper().replace(".", "__"))
+            yield key, _Setting(_parsed(key, environ[name]), f"the variable {name}", name)
+
+
+def _override_layer(sets: Sequence[str]) -> Iterator[tuple[str, _Setting]]:
+    for override in sets:
+        key, equals, text = override.partition("=")
+        key, place = key.strip(), f"--set {override}"
+        if not equals:
+            raise ConfigError(
+                f"{place}: no value", remedy="write --set table.key=value, such as --set optimizer.lr=3e-3"
+            )
+        _check_key(key, place)
+        yield key, _Setting(_parsed(key, text.strip()), place, place)
+
+
+def _read(path: Path) -> str:
+    try:
+        if path.stat().st_size > _FILE_LIMIT_BYTES:
+            raise ConfigError(
+                f"{path} is larger than a profile may be ({_FILE_LIMIT_BYTES} bytes)", remedy="is this the right file?"
+            )
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8 text", remedy="is this the right file?") from None
+    except OSError as error:
+        remedy = "check the path, or name a profile that ships: " + ", ".join(shipped())
+        raise ConfigError(f"cannot read the profile {path}: {error.strerror or error}", remedy=remedy) from None
+
+
+def _flatten(document: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of two levels: the schema has no deeper ones."""
+    for table, content in document.items():
+        if isinstance(content, dict) and table in _TABLES:
+            for name, value in content.items():
+                yield f"{table}.{name}", value
+        else:
+            yield table, content
+
+
+def _key_lines(text: str) -> dict[str, int]:
+    """Line, from 1, on which each key or table of a TOML text first stands.
+
+    A scan of lines, because the parser keeps no positions: enough for keys in tables, dotted keys and heads of inline tables.
+    """
+    found: dict[str, int] = {}
+    table = ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := _TABLE_LINE.match(line):
+            table = _bare(header[1])
+            found.setdefault(table, number)
+        elif key := _KEY_LINE.match(line):
+            found.setdefault(f"{table}.{_bare(key[1])}" if table else _bare(key[1]), number)
+    return found
+
+
+def _bare(key: str) -> str:
+    return re.sub(r"""[\s"']""", "", key)
+
+
+def _parsed(key: str, text: str) -> object:
+    """The text of a variable or override as the type that its key wants; the text itself where it is none."""
+    kind = _FIELDS[key].annotation
+    if kind is bool:
+        return {"true": True, "false": False}.get(text.lower(), text)
+    if kind not in (int, float):
+        return text[1:-1] if len(text) >= 2 and text[0] == text[-1] and text[0] in "\"'" else text
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)  # also for a key that wants a whole number: the schema then says so
+    except ValueError:
+        return text
+
+
+# -------------------------------------------------------------------------------------------------------------- checks
+
+
+def _check_key(key: str, place: str, spell: Callable[[str], str] = str) -> None:
+    """Raise ``ConfigError`` where the schema has no such key. ``spell`` writes a key the way that this layer does."""
+    if key in _FIELDS:
+        return
+    if key in _TABLES:
+        example = next(name for name in _FIELDS if name.startswith(f"{key}."))
+        raise ConfigError(f"{place}: {key} is a table", remedy=f"set one of its keys, such as {spell(example)}")
+    table, _, name = key.partition(".")
+    if not name and table in (inside := {field.partition(".")[2]: field for field in reversed(_FIELDS)}):
+        raise ConfigError(f"{place}: unknown key {key}", remedy=f"it belongs to a table: {spell(inside[table])}")
+    if table in _TABLES:
+        candidates = {field.partition(".")[2]: field for field in _FIELDS if field.startswith(f"{table}.")}
+        near = difflib.get_close_matches(name, candidates, n=1, cutoff=0.5)
+        listed = f"[{table}] has " + ", ".join(candidates)
+        remedy = f"did you mean {spell(candidates[near[0]])}? " + listed if near else listed
+    else:
+        near = difflib.get_close_matches(key, _FIELDS, n=1) or difflib.get_close_matches(table, _TABLES, n=1)
+        listed = "the tables are " + ", ".join(_TABLES)
+        remedy = f"did you mean {spell(near[0])}? " + listed if near else listed
+    raise ConfigError(f"{place}: unknown key {key}", remedy=remedy)
+
+
+def _validated(settings: dict[str, _Setting]) -> Profile:
+    document: dict[str, dict[str, object]] = {}
+    for key, setting in settings.items():
+        table, _, name = key.partition(".")
+        document.setdefault(table, {})[name] = setting.value
+    try:
+        return Profile.model_validate(document)
+    except ValidationError as error:
+        details: Any = error.errors(include_url=False)[0]
+    conflict = details.get("ctx", {}).get("error")
+    if isinstance(conflict, Conflict):
+        place = next((settings[key].place for key in reversed(settings) if key in conflict.keys), "the profile")
+        raise ConfigError(f"{place}: {conflict.problem}", remedy=conflict.remedy)
+    key = ".".join(str(part) for part in details["loc"][:2])
+    problem = f"{key} = {_shown(details['input'])} {_complaint(details)}"
+    raise ConfigError(f"{settings[key].place}: {problem}", remedy=f"{key}: {_FIELDS[key].description}")
+
+
+_COMPLAINTS = {
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "string_type": "must be text",
+    "string_pattern_mismatch": "is not one of the forms it may have",
+}
+
+
+def _complaint(details: Mapping[str, Any]) -> str:
+    """pydantic's complaint in the words of this project."""
+    message = str(details["msg"]).removeprefix("Input ").removeprefix("String ").replace("should ", "must ")
+    return _COMPLAINTS.get(details["type"], message)
+
+
+def _remedy(text: str, names: Mapping[str, object], listed: str) -> str:
+    near = difflib.get_close_matches(text, names, n=1)
+    return (f"did you mean {near[0]}? " if near else "") + f"{listed}: " + ", ".join(names)
+
+
+def _shown(value: object) -> str:
+    """A value as a person would write it in TOML, shortened."""
+    text = str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,303 @@
+"""The typed schema of a profile. The description under each field is its documentation: ``profiles/example.toml`` and
+``p2ptrain profiles show`` are made from it.
+
+A profile says what a job is, never where it runs: every member of a job gets the same one, as JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+from p2ptrain.core.errors import ProtocolError
+
+LinkPresetName = Literal["", "lan", "wifi", "metro", "wan", "transcontinental", "satellite", "lossy"]
+LINK_PRESETS = tuple(name for name in get_args(LinkPresetName) if name)
+"""Names of ``wire.shaper.PRESETS``; a test keeps the two equal, because configs may not import wire."""
+
+SPEC_LIMIT_BYTES = 32 * 1024
+_TEXT_LIMIT = 1024  # characters of a path; three of them stay far below SPEC_LIMIT_BYTES
+
+Text = Annotated[str, Field(max_length=_TEXT_LIMIT)]
+
+
+class Conflict(ValueError):
+    """Settings that cannot all hold.
+
+    Args:
+        keys: the dotted keys that take part, such as ``model.heads``.
+        problem: what is wrong, naming keys and values.
+        remedy: what would be right.
+    """
+
+    def __init__(self, *keys: str, problem: str, remedy: str) -> None:
+        super().__init__(problem)
+        self.keys, self.problem, self.remedy = keys, problem, remedy
+
+
+class Table(BaseModel):
+    """Base of all tables: no unknown keys, no silent conversions, no change after the checks."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class Job(Table):
+    """The run as a whole."""
+
+    strategy: Literal["sync"] = Field(
+        default="sync", description="What members exchange: 'sync' reduces the gradients of every step."
+    )
+    steps: int = Field(default=400, ge=1, le=10**9, description="Optimizer steps of the whole run.")
+    seed: int = Field(
+        default=1337, ge=0, lt=2**63, description="Seed of the initial weights and of the order of the samples."
+    )
+    workers: int = Field(
+        default=2,
+        ge=1,
+        le=1024,
+        description="The run starts when so many workers are ready; it goes on with fewer or more.",
+    )
+
+
+class Model(Table):
+    """The model: a transformers architecture with these sizes, or a local directory."""
+
+    architecture: str = Field(
+        default="llama",
+        pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$",
+        description="Model type as transformers names it: llama, qwen2, qwen3, mistral, gpt2, ...",
+    )
+    path: Text = Field(
+        default="",
+        description="Directory of a model to go on from, on every worker; it brings its own sizes. Empty: a new model.",
+    )
+    hidden_size: int = Field(
+        default=128, ge=8, le=65536, description="Width of the residual stream; a multiple of heads."
+    )
+    layers: int = Field(default=4, ge=1, le=1024, description="Number of transformer blocks.")
+    heads: int = Field(default=4, ge=1, le=1024, description="Attention heads; a multiple of kv_heads.")
+    kv_heads: int = Field(
+        default=4, ge=1, le=1024, description="Heads of keys and values (fewer than heads: grouped-query attention)."
+    )
+    intermediate_size: int = Field(default=344, ge=8, le=2**20, description="Width of the feed-forward layer.")
+    context: int = Field(default=256, ge=2, le=2**20, description="Longest sequence that the model can see, in tokens.")
+    tie_embeddings: bool = Field(default=True, description="Use one matrix for the input embedding and the output.")
+
+
+class Data(Table):
+    """The text to learn from. Every worker needs the same text: members compare its SHA-256."""
+
+    path: Text = Field(
+        default="stdlib",
+        min_length=1,
+        description="'stdlib' (Python's standard library), a text file, a directory, a glob, or a .jsonl file.",
+    )
+    text_key: str = Field(
+        default="text", min_length=1, max_length=128, description="Key of the text in each line of a .jsonl file."
+    )
+    limit_bytes: int = Field(default=0, ge=0, le=2**50, description="Use at most so many bytes of text; 0: all of it.")
+    sequence_tokens: int = Field(
+        default=128, ge=2, le=2**20, description="Tokens of a training sequence; at most model.context."
+    )
+    validation_fraction: float = Field(
+        default=0.05, gt=0, le=0.5, description="Share of the sequences held out for validation."
+    )
+
+
+class Batch(Table):
+    """The global batch of a step: fixed, whoever takes part. Members share its micro-batches."""
+
+    micro_batches: int = Field(
+        default=8, ge=1, le=65536, description="Micro-batches in a step: the most workers that can share one."
+    )
+    micro_batch_sequences: int = Field(
+        default=4, ge=1, le=65536, description="Sequences in a micro-batch; memory grows with it."
+    )
+
+
+class Optimizer(Table):
+    """AdamW, with a linear warm-up and then a cosine decay of the learning rate."""
+
+    lr: float = Field(default=3e-3, gt=0, le=10, description="Highest learning rate, reached after the warm-up.")
+    min_lr_ratio: float = Field(
+        default=0.1, ge=0, le=1, description="Learning rate of the last step, as a share of lr."
+    )
+    warmup_steps: int = Field(
+        default=40, ge=0, le=10**9, description="Steps in which the learning rate grows from 0 to lr."
+    )
+    weight_decay: float = Field(
+        default=0.1, ge=0, le=10, description="Decoupled weight decay of matrices (norms and biases have none)."
+    )
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the mean of the gradients.")
+    beta2: float = Field(default=0.95, ge=0, lt=1, description="Decay of the mean of the squared gradients.")
+    eps: float = Field(default=1e-8, gt=0, le=1, description="Added to the root of the squared gradients' mean.")
+    clip_norm: float = Field(
+        default=1.0, ge=0, description="Longest global gradient (L2 norm); longer ones are scaled down. 0: never."
+    )
+
+
+class Validation(Table):
+    """How often the held-out text is looked at. Members share this work too."""
+
+    every: int = Field(
+        default=50, ge=0, le=10**9, description="Steps between two validations; 0: only after the last step."
+    )
+    batches: int = Field(
+        default=8, ge=1, le=65536, description="Micro-batches of held-out text in a validation, at most all there are."
+    )
+
+
+class Checkpoint(Table):
+    """What is kept on disk, and by whom."""
+
+    every: int = Field(
+        default=100, ge=0, le=10**9, description="Steps between two checkpoints; 0: only after the last step."
+    )
+    keep: int = Field(
+        default=3, ge=2, le=1000, description="Newest checkpoints that each writer keeps; older ones are deleted."
+    )
+    copies: int = Field(
+        default=2, ge=1, le=1024, description="Members that write one (the lowest ranks), each on its own disk."
+    )
+
+
+class Device(Table):
+    """What each worker computes on. The first fitting device is found where kind is 'auto'."""
+
+    kind: str = Field(
+        default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d{1,2})?)$", description="auto, cpu, cuda, cuda:1, ... or mps."
+    )
+    threads: int = Field(
+        default=0,
+        ge=0,
+        le=1024,
+        description="CPU threads of a worker; 0: the cores, shared by the workers of a machine.",
+    )
+    precision: Literal["fp32", "bf16"] = Field(
+        default="fp32", description="Arithmetic of the forward and backward pass: fp32 or bf16."
+    )
+
+
+class Ring(Table):
+    """The exchange between members."""
+
+    sub_chunk_bytes: int = Field(
+        default=256 * 1024,
+        ge=4096,
+        le=16 * 1024 * 1024,
+        multiple_of=1024,
+        description="Bytes reduced and passed on as one piece: small ones overlap better, large ones cost less.",
+    )
+
+
+class Link(Table):
+    """Emulation of a slow network between members on a fast one, for trying things out."""
+
+    preset: LinkPresetName = Field(
+        default="", description=f"Kind of link: {', '.join(LINK_PRESETS)}. Empty: the network as it is."
+    )
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of the emulated jitter, loss and stalls.")
+
+
+class Membership(Table):
+    """How a silent member is told from a slow one. A closed connection counts at once, whatever stands here."""
+
+    heartbeat_s: float = Field(
+        default=0.0, ge=0, le=3600, description="Seconds between two heartbeats; 0: from the measured round trip."
+    )
+    death_s: float = Field(
+        default=0.0,
+        ge=0,
+        le=86400,
+        description="Seconds of silence that count as death; 0: from the measured round trip.",
+    )
+
+
+class Profile(Table):
+    """Everything that defines a job. Immutable; equal profiles mean equal results."""
+
+    job: Job = Job()
+    model: Model = Model()
+    data: Data = Data()
+    batch: Batch = Batch()
+    optimizer: Optimizer = Optimizer()
+    validation: Validation = Validation()
+    checkpoint: Checkpoint = Checkpoint()
+    device: Device = Device()
+    ring: Ring = Ring()
+    link: Link = Link()
+    membership: Membership = Membership()
+
+    @model_validator(mode="after")
+    def _cross_check(self) -> Profile:
+        if not self.model.path:  # a directory brings its own sizes; compute checks those
+            self._check_divides("model.hidden_size", "model.heads")
+            self._check_divides("model.heads", "model.kv_heads")
+            self._check_at_most("data.sequence_tokens", "model.context")
+        self._check_at_most("job.workers", "batch.micro_batches", why=": some would have nothing to do")
+        self._check_beats()
+        return self
+
+    def _check_divides(self, key: str, by_key: str) -> None:
+        value, by = self.value(key), self.value(by_key)
+        if value % by:
+            below = value // by * by or by
+            problem = f"{key} = {value} is not a multiple of {by_key} = {by}"
+            raise Conflict(key, by_key, problem=problem, remedy=f"{key} could be {below} or {below + by}")
+
+    def _check_at_most(self, key: str, most_key: str, *, why: str = "") -> None:
+        value, most = self.value(key), self.value(most_key)
+        if value > most:
+            problem = f"{key} = {value} is more than {most_key} = {most}{why}"
+            raise Conflict(
+                key, most_key, problem=problem, remedy=f"{key} at most {most}, or {most_key} at least {value}"
+            )
+
+    def _check_beats(self) -> None:
+        keys = ("membership.heartbeat_s", "membership.death_s")
+        beat, death = self.membership.heartbeat_s, self.membership.death_s
+        both = f"{keys[0]} = {beat} and {keys[1]} = {death}"
+        if (beat == 0) != (death == 0):
+            raise Conflict(*keys, problem=f"{both}: one is measured, one is set", remedy="set both, or neither")
+        if death < 2 * beat:
+            remedy = f"{keys[1]} at least {2 * beat}, so that one late beat is no death"
+            raise Conflict(*keys, problem=f"{both}: death comes within two beats", remedy=remedy)
+
+    def value(self, key: str) -> Any:
+        """The value of a dotted key, such as ``optimizer.lr``."""
+        table, _, name = key.partition(".")
+        return getattr(getattr(self, table), name)
+
+    def to_spec(self) -> str:
+        """The profile as JSON, at most ``SPEC_LIMIT_BYTES`` long: what a job carries to its workers."""
+        return self.model_dump_json()
+
+    @classmethod
+    def from_spec_untrusted(cls, text: str) -> Profile:
+        """The profile in a peer's JSON. Raises ``ProtocolError``."""
+        if len(text) > SPEC_LIMIT_BYTES or len(text.encode(errors="replace")) > SPEC_LIMIT_BYTES:
+            raise ProtocolError(f"a job's profile of more than {SPEC_LIMIT_BYTES} bytes")
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(str(part) for part in first["loc"]) or "the whole"
+            raise ProtocolError(f"a job's profile is not valid: {where}: {first['msg']}") from error
+
+
+def fields() -> Iterator[tuple[str, FieldInfo]]:
+    """Every setting as (dotted key, field), in the order of the schema."""
+    for table, field in tables():
+        for name, item in field.model_fields.items():
+            yield f"{table}.{name}", item
+
+
+def tables() -> Iterator[tuple[str, type[Table]]]:
+    """Every table as (name, class), in the order of the schema."""
+    for name, field in Profile.model_fields.items():
+        assert isinstance(field.annotation, type)
+        assert issubclass(field.annotation, Table)
+        yield name, field.annotation
