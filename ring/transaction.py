@@ -299,7 +299,7 @@ class Transaction:
 
     def report(self, status: str, *, suspect: str = "", reason: str = "") -> Report:
         """Where this member stands, for the seed."""
-        generation = self.view.generation if self.view else 0
+        generation = self.view.generation if self.view and status != "ready" else 0
         return Report(
             job=self.job,
             generation=generation,
@@ -358,17 +358,20 @@ class Transaction:
             self._go(Phase.EMPTY if self.torn else Phase.IDLE)
             return [Reload()] if self.torn else []
         self.view, self._rank = view, rank
+        old = [Disband("a new view was announced")] if self.phase in (Phase.HELD, Phase.DONE) else []
         redo = bool(self.prepared_lineage) and self.applied + 1 == view.step and self.prepared_lineage == view.lineage
         if redo:
             self._go(Phase.REDOING)
-            return [Apply(self._next_ticket(), self.applied, view.square_sum, redo=True)]
+            return [*old, Apply(self._next_ticket(), self.applied, view.square_sum, redo=True)]
         self.prepared_lineage = ""
         self._go(Phase.FORMING)
-        return [Form(self._next_ticket(), view)]
+        return [*old, Form(self._next_ticket(), view)]
 
     def _broken(self, event: Broken) -> list[Instruction]:
         if self.view is None or event.generation != self.view.generation:
             return []
+        if self.phase in (Phase.APPLYING, Phase.BOUNDARY) and self._stopping():
+            return []  # all have voted to stop after this step: whoever was faster may be gone
         if self.phase in _UNINTERRUPTIBLE:
             self._pending_break = self._pending_break or event
             return []
@@ -493,20 +496,26 @@ class Transaction:
         last = self.applied >= self.steps_total
         return [Boundary(self._next_ticket(), self.applied, save=Flag.SAVE in self._granted, last=last)]
 
+    def _stopping(self) -> bool:
+        """Whether the ring stands still after the step that is being applied, or was applied last."""
+        applied = self.applied + (self.phase is Phase.APPLYING)
+        return bool(self._granted & (Flag.HOLD | Flag.LEAVE)) or applied >= self.steps_total
+
     def _boundary_done(self) -> list[Instruction]:
         if self.applied >= self.steps_total:
-            return self._stop(Phase.DONE, "done", "the last step is applied")
-        if self._granted & (Flag.HOLD | Flag.LEAVE):
-            return self._stop(Phase.HELD, "held", "the ring was asked to hold")
+            return self._stop(Phase.DONE, "done")
+        if self._stopping():
+            return self._stop(Phase.HELD, "held")
         return self._start_step()
 
     # -------------------------------------------------------------------------------------------------------- helpers
 
-    def _stop(self, phase: Phase, status: str, reason: str) -> list[Instruction]:
+    def _stop(self, phase: Phase, status: str) -> list[Instruction]:
+        """Stand still together. The session stays open until the next view: a slower member may still need it."""
         self._go(phase)
         self._wishes = self._granted = Flag(0)
         self._ticket += 1
-        return [Disband(reason), Say(self.report(status))]
+        return [Say(self.report(status))]
 
     def _leave_view(self, reason: str) -> list[Instruction]:
         """Abandon what is under way; the view stays known, so that the report and late frames can be told apart."""
