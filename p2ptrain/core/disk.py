@@ -1,11 +1,12 @@
 """The disk, reduced to the calls whose order decides whether a file survives a power cut.
 
-Everything durable is written the same way: to a temporary name beside its place, flushed, renamed over the place, and the
-directory flushed. A reader therefore sees the old or the new content, never a mixture.
+Everything durable is written the same way: to a temporary name beside its place, flushed, renamed over the place, and
+the directory flushed. A reader therefore sees the old or the new content, never a mixture.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from pathlib import Path
@@ -18,6 +19,7 @@ class Disk(Protocol):
     """The file operations that the project uses for durable state. Raises ``StorageError``."""
 
     def read(self, path: Path, *, max_bytes: int) -> bytes: ...
+    def hash_file(self, path: Path) -> str: ...
     def write_file(self, path: Path, data: bytes) -> None: ...
     def sync_file(self, path: Path) -> None: ...
     def sync_dir(self, path: Path) -> None: ...
@@ -39,6 +41,14 @@ class RealDisk:
             if path.stat().st_size > max_bytes:
                 raise StorageError(f"{path} is larger than the {max_bytes} bytes it may have")
             return path.read_bytes()
+        except OSError as error:
+            raise _translated("read", path, error) from error
+
+    def hash_file(self, path: Path) -> str:
+        """SHA-256 of the file, hex, read in pieces: the file may be larger than memory."""
+        try:
+            with path.open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             raise _translated("read", path, error) from error
 

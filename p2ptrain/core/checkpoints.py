@@ -1,0 +1,273 @@
+"""Checkpoints on disk: directories that are whole or are not there.
+
+How one comes to be, and why a crash at any moment leaves the old ones or the new one, never half of one::
+
+    begin     .new-00000100-<random>/      the caller writes its files here
+    commit    every file flushed           else a power cut could keep the name and lose the content
+              manifest.json written last   size and SHA-256 of every file, step, what the caller says about it; flushed
+              directory flushed            now the temporary directory is durable as a whole
+              renamed to step-00000100/    the one atomic moment
+              parent flushed
+              older ones pruned            moved aside first: a half-removed directory never bears a checkpoint's name
+
+A checkpoint of the same step is moved aside (``.old-step-00000100``) for the moment between two renames; a crash in
+that moment is undone when the store is opened again. Reading trusts nothing: names, sizes and sums are checked first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from p2ptrain.core.disk import Disk
+from p2ptrain.core.errors import ResourceError, StorageError
+
+MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 1 << 20
+MIN_KEEP = 2
+"""The newest may turn out damaged; then there must be one before it."""
+
+_STEP_DIR = re.compile(r"step-(\d{8,12})")
+_NEW, _OLD, _DEAD = ".new-", ".old-", ".dead-"
+
+Meta = dict[str, str | int | float | bool | None]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointEntry:
+    """One committed checkpoint.
+
+    Attributes:
+        size_bytes: of all files, the manifest not counted.
+        digest: SHA-256 of the manifest, hex; it names every other file's sum, so it stands for the whole.
+        meta: what the caller said of it: lineage, job, generation, corpus, val_loss, ...
+        files: name → (size in bytes, SHA-256 hex).
+    """
+
+    step: int
+    path: Path
+    size_bytes: int
+    digest: str
+    meta: Meta
+    files: dict[str, tuple[int, str]]
+
+
+class CheckpointStore:
+    """The checkpoints of one job under one directory. Calls block; one process owns the directory.
+
+    Args:
+        keep: how many to keep; raised to 2 where it is less.
+
+    Raises:
+        StorageError: ``root`` cannot be made, or what a crash left there cannot be cleared.
+    """
+
+    def __init__(self, disk: Disk, root: Path, keep: int) -> None:
+        self._disk = disk
+        self._root = root
+        self._keep = max(keep, MIN_KEEP)
+        disk.make_dir(root)
+        self._recover()
+
+    def begin(self, step: int, *, need_bytes: int = 0) -> Path:
+        """An empty directory to write the checkpoint of ``step`` into; then ``commit`` or ``discard`` it.
+
+        Raises:
+            ResourceError: less than ``need_bytes`` are free.
+            StorageError: the directory cannot be made.
+        """
+        free = self._disk.free_bytes(self._root) if need_bytes else 0
+        if free < need_bytes:
+            raise ResourceError(
+                f"a checkpoint needs {need_bytes / 1e6:.1f} MB and {self._root} has {free / 1e6:.1f} MB free",
+                remedy="free some space, keep fewer checkpoints, or choose another place with --state",
+            )
+        temporary = self._root / f"{_NEW}{step:08d}-{secrets.token_hex(4)}"
+        self._disk.make_dir(temporary)
+        return temporary
+
+    def discard(self, temporary: Path) -> None:
+        """Remove what ``begin`` made. Raises ``StorageError``."""
+        self._disk.remove_tree(temporary)
+
+    def commit(self, temporary: Path, step: int, meta: Meta) -> CheckpointEntry:
+        """Make what lies in ``temporary`` the durable checkpoint of ``step``, then prune older ones.
+
+        An existing checkpoint of the same step is replaced.
+
+        Raises:
+            StorageError: a file cannot be read or flushed, the disk is full. The older checkpoints are unharmed and
+                ``temporary`` may still be there: ``discard`` it.
+        """
+        disk = self._disk
+        files = {name: self._seal(temporary / name) for name in disk.list_dir(temporary)}
+        if not files:
+            raise StorageError(f"the checkpoint of step {step} in {temporary} has no files")
+        manifest = {
+            "format": 1,
+            "step": step,
+            "meta": meta,
+            "files": {name: {"size_bytes": size, "sha256": digest} for name, (size, digest) in files.items()},
+        }
+        encoded = json.dumps(manifest, indent=1, sort_keys=True).encode()
+        disk.write_file(temporary / MANIFEST, encoded)
+        disk.sync_file(temporary / MANIFEST)
+        disk.sync_dir(temporary)
+        target = self._path(step)
+        self._publish(temporary, target)
+        self._prune(step)
+        return _entry(target, step, encoded, meta, files)
+
+    def entries(self) -> list[CheckpointEntry]:
+        """Checkpoints with a readable manifest, newest first. Sizes and sums are not checked: see ``verify``."""
+        found = []
+        for _, path in self._directories():
+            try:
+                found.append(self.read(path))
+            except StorageError:
+                continue  # newest_good names the damaged ones
+        return found
+
+    def newest_good(self, on_damaged: Callable[[Path, str], None]) -> CheckpointEntry | None:
+        """The newest checkpoint whose every byte is as it was written.
+
+        Args:
+            on_damaged: told the path and the cause of each damaged one passed over; they are left in place.
+        """
+        for _, path in self._directories():
+            try:
+                entry = self.read(path)
+                self.verify(entry)
+            except StorageError as error:
+                on_damaged(path, error.message)
+            else:
+                return entry
+        return None
+
+    def find(self, step: int) -> CheckpointEntry | None:
+        """The checkpoint of ``step``, None where there is none. Raises ``StorageError`` where it is damaged."""
+        path = self._path(step)
+        if not self._disk.is_dir(path):
+            return None
+        entry = self.read(path)
+        self.verify(entry)
+        return entry
+
+    def read(self, path: Path) -> CheckpointEntry:
+        """The entry that the manifest in ``path`` describes. Raises ``StorageError`` where there is no sane one."""
+        encoded = self._disk.read(path / MANIFEST, max_bytes=MAX_MANIFEST_BYTES)
+        step, meta, files = _parse_manifest(encoded, path / MANIFEST)
+        if path.name != self._path(step).name:
+            raise StorageError(f"{path / MANIFEST} is of step {step}, not of {path.name}")
+        return _entry(path, step, encoded, meta, files)
+
+    def verify(self, entry: CheckpointEntry) -> None:
+        """Compare every file with the manifest, sizes first. Raises ``StorageError`` naming the first that differs."""
+        for name, (size_bytes, _) in entry.files.items():
+            actual = self._disk.size(entry.path / name)
+            if actual != size_bytes:
+                raise StorageError(f"{entry.path / name} has {actual} bytes, {size_bytes} were written")
+        for name, (_, digest) in entry.files.items():
+            if self._disk.hash_file(entry.path / name) != digest:
+                raise StorageError(f"{entry.path / name} differs from what was written (SHA-256)")
+
+    def delete(self, step: int) -> bool:
+        """Remove the checkpoint of ``step``; whether there was one. Raises ``StorageError``."""
+        path = self._path(step)
+        if not self._disk.is_dir(path):
+            return False
+        self._remove(path)
+        return True
+
+    # ------------------------------------------------------------------------------------------------------- inside
+
+    def _path(self, step: int) -> Path:
+        return self._root / f"step-{step:08d}"
+
+    def _directories(self) -> list[tuple[int, Path]]:
+        """Step and path of everything that bears a checkpoint's name, newest first."""
+        matches = ((_STEP_DIR.fullmatch(name), name) for name in self._disk.list_dir(self._root))
+        return sorted(((int(match[1]), self._root / name) for match, name in matches if match), reverse=True)
+
+    def _seal(self, path: Path) -> tuple[int, str]:
+        """Flush one file and take its size and sum."""
+        if self._disk.is_dir(path):
+            raise StorageError(f"a checkpoint is a flat directory, and {path} is a directory inside one")
+        self._disk.sync_file(path)
+        return self._disk.size(path), self._disk.hash_file(path)
+
+    def _publish(self, temporary: Path, target: Path) -> None:
+        aside = self._root / f"{_OLD}{target.name}"
+        if self._disk.is_dir(target):
+            self._disk.remove_tree(aside)
+            self._disk.rename(target, aside)
+        self._disk.rename(temporary, target)
+        self._disk.sync_dir(self._root)
+        self._disk.remove_tree(aside)
+
+    def _prune(self, written: int) -> None:
+        """Keep the newest ``keep`` and, whatever its step, the one just written (a restored run writes older steps)."""
+        for step, path in self._directories()[self._keep :]:
+            if step != written:
+                self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        dead = self._root / f"{_DEAD}{path.name}-{secrets.token_hex(4)}"
+        self._disk.rename(path, dead)
+        self._disk.sync_dir(self._root)
+        self._disk.remove_tree(dead)
+
+    def _recover(self) -> None:
+        """Undo or finish what a crash interrupted."""
+        for name in self._disk.list_dir(self._root):
+            path = self._root / name
+            original = self._root / name.removeprefix(_OLD)
+            if name.startswith(_OLD) and not self._disk.is_dir(original):
+                self._disk.rename(path, original)
+            elif name.startswith((_NEW, _OLD, _DEAD)):
+                self._disk.remove_tree(path)
+
+
+def _entry(path: Path, step: int, encoded: bytes, meta: Meta, files: dict[str, tuple[int, str]]) -> CheckpointEntry:
+    size_bytes = sum(size for size, _ in files.values())
+    return CheckpointEntry(step, path, size_bytes, hashlib.sha256(encoded).hexdigest(), meta, files)
+
+
+def _parse_manifest(encoded: bytes, path: Path) -> tuple[int, Meta, dict[str, tuple[int, str]]]:
+    """Step, meta and files of a manifest. Raises ``StorageError`` on anything that ``commit`` does not write."""
+    try:
+        manifest = json.loads(encoded)
+        step, meta = manifest["step"], manifest["meta"]
+        files = {name: (item["size_bytes"], item["sha256"]) for name, item in manifest["files"].items()}
+        known = manifest["format"] == 1
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise StorageError(f"{path} is not a checkpoint's manifest ({type(error).__name__})") from error
+    if not known:
+        raise StorageError(f"{path} has a format that this version does not read", remedy="update p2ptrain")
+    sane = (
+        type(step) is int
+        and step >= 0
+        and isinstance(meta, dict)
+        and all(value is None or isinstance(value, str | int | float) for value in meta.values())
+        and bool(files)
+        and all(_sane_file(name, size, digest) for name, (size, digest) in files.items())
+    )
+    if not sane:
+        raise StorageError(f"{path} is not a checkpoint's manifest (ill-typed)")
+    return step, meta, files
+
+
+def _sane_file(name: str, size: object, digest: object) -> bool:
+    """A plain file name (never a way out of the directory), a size and a sum."""
+    return (
+        re.fullmatch(r"[\w][\w.-]*", name) is not None
+        and type(size) is int
+        and size >= 0
+        and isinstance(digest, str)
+        and re.fullmatch(r"[0-9a-f]{64}", digest) is not None
+    )
