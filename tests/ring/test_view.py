@@ -1,0 +1,87 @@
+"""Views: ranks, neighbours, shares, and what a peer may not pass off as one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2ptrain.core.errors import ProtocolError
+from ring.view import View, shares
+from wire.messages import MemberRecord, ViewAnnounced
+
+
+def make_view(*names: str) -> View:
+    members = tuple(
+        MemberRecord(name, name.upper(), "", 7000 + rank, 2 * rank, 2, healthy=rank > 0)
+        for rank, name in enumerate(names)
+    )
+    return View("job", 3, 10, "ab" * 16, members)
+
+
+def test_ranks_and_neighbours_go_round():
+    view = make_view("a", "b", "c")
+    assert view.size == 3
+    assert [view.rank_of(name) for name in ("a", "b", "c", "x")] == [0, 1, 2, None]
+    assert view.right_of(2).peer_id == "a"
+    assert view.left_of(0).peer_id == "c"
+    assert [member.peer_id for member in view.donors()] == ["b", "c"]
+
+
+def test_alone_a_member_is_its_own_neighbour():
+    view = make_view("a")
+    assert view.right_of(0) == view.left_of(0) == view.members[0]
+
+
+def test_a_view_survives_its_message():
+    view = make_view("a", "b")
+    assert View.from_message_untrusted(view.to_message()) == view
+
+
+def spoiled(**changes: object) -> ViewAnnounced:
+    return dataclasses.replace(make_view("a", "b").to_message(), **changes)
+
+
+def member(peer_id: str, first: int, count: int) -> MemberRecord:
+    return MemberRecord(peer_id, peer_id, "", 7000, first, count, healthy=True)
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        (spoiled(members=[]), "without members"),
+        (spoiled(members=[member("a", 0, 2), member("a", 2, 2)]), "names a member twice"),
+        (spoiled(generation=0), "generation 0"),
+        (spoiled(step=-1), "step -1"),
+        (spoiled(members=[member("a", 0, 2), member("b", 3, 2)]), "do not cover"),
+        (spoiled(members=[member("a", 0, 2), member("b", 2, -1)]), "do not cover"),
+    ],
+)
+def test_what_is_no_view_is_refused(message, why):
+    with pytest.raises(ProtocolError, match=why):
+        View.from_message_untrusted(message)
+
+
+@given(st.integers(0, 300), st.lists(st.floats(0.01, 100), min_size=1, max_size=9))
+def test_shares_cover_the_micro_batches_in_proportion(micro_batches, weights):
+    cut = shares(micro_batches, weights)
+    covered = 0
+    for (first, count), weight in zip(cut, weights, strict=True):
+        assert first == covered
+        assert abs(count - micro_batches * weight / sum(weights)) < 1 + 1e-6
+        covered += count
+    assert covered == micro_batches
+
+
+def test_equal_weights_share_equally_and_the_first_takes_the_rest():
+    assert shares(8, [1, 1, 1, 1]) == [(0, 2), (2, 2), (4, 2), (6, 2)]
+    assert shares(3, [1, 1]) == [(0, 2), (2, 1)]
+    assert shares(1, [1, 1, 1]) == [(0, 1), (1, 0), (1, 0)]
+
+
+@pytest.mark.parametrize("weights", [[], [1, 0], [-1.0]])
+def test_a_weight_that_is_not_positive_is_refused(weights):
+    with pytest.raises(ValueError, match="positive weight"):
+        shares(4, weights)
