@@ -126,7 +126,7 @@ def _base_layers(base: object, place: str) -> Iterator[tuple[str, _Setting]]:
     names = shipped()
     if not isinstance(base, str) or base not in names:
         raise ConfigError(
-            f"{place}: base = {_shown(base)}: not a shipped profile", remedy=_remedy(str(base), names, "these ship")
+            f"{place}: base = {_shown(base)} is not a shipped profile", remedy=_remedy(str(base), names, "these ship")
         )
     yield from _file_layers(names[base], f"profile {base}")
 
@@ -178,7 +178,7 @@ def _flatten(document: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _key_lines(text: str) -> dict[str, int]:
     """Line, from 1, on which each key or table of a TOML text first stands.
 
-    A scan of lines, because the parser keeps no positions: enough for keys in tables, dotted keys and heads of inline tables.
+    A scan of lines, because the parser keeps no positions: enough for tables, dotted keys and heads of inline tables.
     """
     found: dict[str, int] = {}
     table = ""

@@ -1,0 +1,260 @@
+"""The loader: which layer wins, and what a person reads where one is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from configs.loader import load
+from p2ptrain.core.errors import ConfigError
+
+TINY_STEPS = load("tiny", {}, []).profile.job.steps
+LR_KEYS = "[optimizer] has lr, min_lr_ratio, warmup_steps, weight_decay, beta1, beta2, eps, clip_norm"
+TABLES = "the tables are job, model, data, batch, optimizer, validation, checkpoint, device, ring, link, membership"
+SHIPPED = "these ship: example, small, tiny, wan"
+
+
+def _file(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "my.toml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+# -------------------------------------------------------------------------------------------------------------- layers
+
+
+def test_each_layer_is_stronger_than_the_last(tmp_path: Path) -> None:
+    path = _file(
+        tmp_path,
+        'base = "tiny"\n\n[job]\nseed = 7\nworkers = 3\n\n[optimizer]\nbeta1 = 0.8\nbeta2 = 0.9\n',
+    )
+    environ = {
+        "P2PTRAIN__JOB__WORKERS": "4",
+        "P2PTRAIN__OPTIMIZER__BETA1": ".7",
+        "P2PTRAIN_SEED": "no setting",
+        "HOME": "/",
+    }
+    loaded = load(path, environ, ["optimizer.beta1=0.6"])
+    assert loaded.profile.job.steps == TINY_STEPS
+    assert loaded.profile.job.seed == 7
+    assert loaded.profile.job.workers == 4
+    assert loaded.profile.optimizer.beta1 == 0.6
+    assert loaded.profile.optimizer.beta2 == 0.9
+    assert loaded.sources["device.kind"] == "default"
+    assert loaded.sources["job.steps"] == "profile tiny"
+    assert loaded.sources["job.seed"] == f"{path}:4"
+    assert loaded.sources["optimizer.beta2"] == f"{path}:9"
+    assert loaded.sources["job.workers"] == "P2PTRAIN__JOB__WORKERS"
+    assert loaded.sources["optimizer.beta1"] == "--set optimizer.beta1=0.6"
+
+
+def test_the_last_override_wins() -> None:
+    assert load("tiny", {}, ["job.seed=1", "job.seed=2"]).profile.job.seed == 2
+
+
+def test_a_file_without_a_base_stands_on_the_defaults(tmp_path: Path) -> None:
+    loaded = load(_file(tmp_path, "job.seed = 5"), {}, [])
+    assert loaded.profile.job.seed == 5
+    assert set(loaded.sources.values()) == {"default", f"{tmp_path / 'my.toml'}:1"}
+
+
+def test_wan_stands_on_tiny() -> None:
+    loaded = load("wan", {}, [])
+    assert loaded.profile.model == load("tiny", {}, []).profile.model
+    assert (loaded.sources["job.steps"], loaded.sources["link.preset"]) == ("profile tiny", "profile wan")
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("job.steps=1_000", 1000),
+        ("optimizer.lr=3e-4", 3e-4),
+        ("optimizer.lr=1", 1),
+        ("optimizer.lr = 0.5 ", 0.5),
+        ("model.tie_embeddings=false", False),
+        ("model.tie_embeddings=True", True),
+        ("data.path=12", "12"),
+        ("data.path=a=b", "a=b"),
+        ('data.path="with space"', "with space"),
+        ("link.preset=", ""),
+        ("link.preset=wan", "wan"),
+    ],
+)
+def test_text_becomes_what_the_key_wants(override: str, value: object) -> None:
+    key = override.partition("=")[0].strip()
+    assert load("tiny", {}, [override]).profile.value(key) == value
+    variable = "P2PTRAIN__" + key.upper().replace(".", "__")
+    assert load("tiny", {variable: override.partition("=")[2]}, []).profile.value(key) == value
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
+def _refusal(profile: str, environ: dict[str, str] | None = None, sets: list[str] | None = None) -> tuple[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        load(profile, environ or {}, sets or [])
+    return caught.value.message, caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("override", "message", "remedy"),
+    [
+        ("job.steps", "no value", "write --set table.key=value, such as --set optimizer.lr=3e-3"),
+        ("optimizer.lrr=1", "unknown key optimizer.lrr", f"did you mean optimizer.lr? {LR_KEYS}"),
+        ("optimizer.zzz=1", "unknown key optimizer.zzz", LR_KEYS),
+        ("optim.lr=1", "unknown key optim.lr", f"did you mean optimizer.lr? {TABLES}"),
+        ("modle.zzz=1", "unknown key modle.zzz", f"did you mean model? {TABLES}"),
+        ("zzz=1", "unknown key zzz", TABLES),
+        ("lr=1", "unknown key lr", "it belongs to a table: optimizer.lr"),
+        ("model=1", "model is a table", "set one of its keys, such as model.architecture"),
+        ("job.steps=many", 'job.steps = "many" must be a whole number', "job.steps: Optimizer steps of the whole run."),
+        ("job.steps=1.5", "job.steps = 1.5 must be a whole number", "job.steps: Optimizer steps of the whole run."),
+        (
+            "job.steps=0",
+            "job.steps = 0 must be greater than or equal to 1",
+            "job.steps: Optimizer steps of the whole run.",
+        ),
+        (
+            "checkpoint.keep=1",
+            "checkpoint.keep = 1 must be greater than or equal to 2",
+            "checkpoint.keep: Newest checkpoints that each writer keeps; older ones are deleted.",
+        ),
+        (
+            "optimizer.lr=fast",
+            'optimizer.lr = "fast" must be a number',
+            "optimizer.lr: Highest learning rate, reached after the warm-up.",
+        ),
+        (
+            "optimizer.lr=nan",
+            "optimizer.lr = nan must be a finite number",
+            "optimizer.lr: Highest learning rate, reached after the warm-up.",
+        ),
+        (
+            "model.tie_embeddings=maybe",
+            'model.tie_embeddings = "maybe" must be true or false',
+            "model.tie_embeddings: Use one matrix for the input embedding and the output.",
+        ),
+        (
+            "link.preset=wann",
+            'link.preset = "wann" must be '
+            "'', 'lan', 'wifi', 'metro', 'wan', 'transcontinental', 'satellite' or 'lossy'",
+            "link.preset: Kind of link: lan, wifi, metro, wan, transcontinental, satellite, lossy. "
+            "Empty: the network as it is.",
+        ),
+        (
+            "device.kind=gpu",
+            'device.kind = "gpu" is not one of the forms it may have',
+            "device.kind: auto, cpu, cuda, cuda:1, ... or mps.",
+        ),
+        (
+            "ring.sub_chunk_bytes=5000",
+            "ring.sub_chunk_bytes = 5000 must be a multiple of 1024",
+            "ring.sub_chunk_bytes: Bytes reduced and passed on as one piece: small ones overlap better, "
+            "large ones cost less.",
+        ),
+        (
+            "model.hidden_size=130",
+            "model.hidden_size = 130 is not a multiple of model.heads = 4",
+            "model.hidden_size could be 128 or 132",
+        ),
+        (
+            "model.kv_heads=8",
+            "model.heads = 4 is not a multiple of model.kv_heads = 8",
+            "model.heads could be 8 or 16",
+        ),
+        (
+            "data.sequence_tokens=1024",
+            "data.sequence_tokens = 1024 is more than model.context = 256",
+            "data.sequence_tokens at most 256, or model.context at least 1024",
+        ),
+        (
+            "job.workers=20",
+            "job.workers = 20 is more than batch.micro_batches = 8: some would have nothing to do",
+            "job.workers at most 8, or batch.micro_batches at least 20",
+        ),
+        (
+            "membership.death_s=3",
+            "membership.heartbeat_s = 0.0 and membership.death_s = 3.0: one is measured, one is set",
+            "set both, or neither",
+        ),
+    ],
+)
+def test_a_wrong_override_is_named_with_what_would_be_right(override: str, message: str, remedy: str) -> None:
+    defaults = "example"  # its values are those of the schema, so tuning a profile does not touch these messages
+    assert _refusal(defaults, sets=[override]) == (f"--set {override}: {message}", remedy)
+
+
+def test_death_takes_two_beats() -> None:
+    message, remedy = _refusal("tiny", sets=["membership.heartbeat_s=5", "membership.death_s=9"])
+    assert message == (
+        "--set membership.death_s=9: membership.heartbeat_s = 5.0 and membership.death_s = 9.0: "
+        "death comes within two beats"
+    )
+    assert remedy == "membership.death_s at least 10.0, so that one late beat is no death"
+
+
+def test_a_conflict_is_blamed_on_the_strongest_layer() -> None:
+    message, _ = _refusal("example", {"P2PTRAIN__MODEL__HEADS": "3"})
+    assert (
+        message == "the variable P2PTRAIN__MODEL__HEADS: model.hidden_size = 128 is not a multiple of model.heads = 3"
+    )
+
+
+def test_a_wrong_variable_is_named() -> None:
+    message, remedy = _refusal("tiny", {"P2PTRAIN__OPTIMIZER__LRR": "1"})
+    assert message == "P2PTRAIN__OPTIMIZER__LRR: unknown key optimizer.lrr"
+    assert remedy == f"did you mean P2PTRAIN__OPTIMIZER__LR? {LR_KEYS}"
+    message, _ = _refusal("tiny", {"P2PTRAIN__JOB__STEPS": "many"})
+    assert message == 'the variable P2PTRAIN__JOB__STEPS: job.steps = "many" must be a whole number'
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        ("[optimizer]\n# lr = 1\nlr = 'fast'\n", 3, 'optimizer.lr = "fast" must be a number'),
+        ("[job]\nsteps = 3\n\n[optimizer]\n\n  lrr = 1\n", 6, "unknown key optimizer.lrr"),
+        ("[job]\nsteps = 3\n[ optimizer ]\n'lr' = -1\n", 4, "optimizer.lr = -1 must be greater than 0"),
+        ("\noptimizer.lr = true\n", 2, "optimizer.lr = true must be a number"),
+        ("\n\noptimizer = { lr = -1 }\n", 3, "optimizer.lr = -1 must be greater than 0"),
+        ("[data]\npath = 3\n", 2, "data.path = 3 must be text"),
+        ("[job]\nsteps = 3\n[modle]\nheads = 3\n", 3, "unknown key modle"),
+        ("model = 3\n", 1, "model is a table"),
+        ("[[model]]\n", 1, "model is a table"),
+        ("[model.heads]\nx = 1\n", 1, "model.heads = {'x': 1} must be a whole number"),
+        ("[job]\nsteps = 3\nsteps = 4\n", 3, "not TOML: Cannot overwrite a value"),
+        ("[job]\nsteps = \n", 2, "not TOML: Invalid value"),
+        ("\nbase = 'tinny'\n", 2, 'base = "tinny" is not a shipped profile'),
+        ("\nbase = 3\n", 2, "base = 3 is not a shipped profile"),
+        ("[model]\nlayers = 2\nheads = 3\n", 3, "model.hidden_size = 128 is not a multiple of model.heads = 3"),
+    ],
+)
+def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, text: str, line: int, message: str) -> None:
+    path = _file(tmp_path, text)
+    assert _refusal(path)[0] == f"{path}:{line}: {message}"
+
+
+def test_an_unknown_profile_lists_those_that_ship() -> None:
+    own = "; a file of your own is given as a path, such as ./my.toml"
+    assert _refusal("tinny") == (
+        "no profile named 'tinny' ships with p2ptrain",
+        f"did you mean tiny? {SHIPPED}{own}",
+    )
+    assert _refusal("zzz")[1] == SHIPPED + own
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    missing = tmp_path / "none.toml"
+    assert _refusal(str(missing)) == (
+        f"cannot read the profile {missing}: No such file or directory",
+        "check the path, or name a profile that ships: example, small, tiny, wan",
+    )
+    directory = tmp_path / "directory.toml"
+    directory.mkdir()
+    assert _refusal(str(directory))[0] == f"cannot read the profile {directory}: Is a directory"
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    assert _refusal(str(binary)) == (f"{binary} is not UTF-8 text", "is this the right file?")
+    large = tmp_path / "large.toml"
+    large.write_bytes(b"#" * (1024 * 1024 + 1))
+    assert _refusal(str(large))[0] == f"{large} is larger than a profile may be (1048576 bytes)"

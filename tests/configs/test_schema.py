@@ -1,0 +1,98 @@
+"""The schema: what it accepts, what it documents, and that a peer's JSON cannot hurt."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from configs import example
+from configs.loader import PROFILES_DIR, describe, load, shipped
+from configs.schema import LINK_PRESETS, SPEC_LIMIT_BYTES, Profile, fields
+from p2ptrain.core.errors import ProtocolError
+
+
+def test_defaults_are_valid_and_every_field_is_documented() -> None:
+    Profile.model_validate({})
+    for key, field in fields():
+        assert field.description, key
+        assert field.description.endswith("."), key
+        assert not field.is_required(), key
+
+
+def test_example_is_up_to_date() -> None:
+    written = (PROFILES_DIR / "example.toml").read_text(encoding="utf-8")
+    assert written == example.render(), "run: python -m configs.example > configs/profiles/example.toml"
+
+
+def test_example_holds_every_default() -> None:
+    loaded = load("example", {}, [])
+    assert loaded.profile == Profile()
+    assert set(loaded.sources.values()) == {"profile example"}
+
+
+@pytest.mark.parametrize("name", ["example", "small", "tiny", "wan"])
+def test_every_shipped_profile_loads_and_says_what_it_is_for(name: str) -> None:
+    assert name in shipped()
+    profile = load(name, {}, []).profile
+    assert Profile.from_spec_untrusted(profile.to_spec()) == profile
+    assert describe(shipped()[name])
+
+
+def test_link_presets_are_those_of_the_shaper() -> None:
+    from wire.shaper import PRESETS
+
+    assert sorted(PRESETS) == sorted(LINK_PRESETS)
+
+
+def test_the_longest_profile_fits_a_spec() -> None:
+    longest = "\x01" * 1024  # six bytes each in JSON
+    profile = Profile.model_validate({"model": {"path": longest}, "data": {"path": longest}})
+    assert len(profile.to_spec().encode()) <= SPEC_LIMIT_BYTES
+    assert Profile.from_spec_untrusted(profile.to_spec()) == profile
+
+
+def test_profiles_do_not_change() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        Profile().job.steps = 3
+
+
+def _spec(**tables: object) -> str:
+    return json.dumps(json.loads(Profile().to_spec()) | tables)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the whole: Invalid JSON"),
+        ("[]", "the whole"),
+        ("null", "the whole"),
+        ("{" * 5000, "the whole"),
+        ("[" * 20000, "the whole"),
+        (_spec(job={"steps": "400"}), "job.steps"),
+        (_spec(job={"steps": True}), "job.steps"),
+        (_spec(job={"steps": 0}), "job.steps"),
+        (_spec(job={"stepz": 4}), "job.stepz"),
+        (_spec(extra={}), "extra"),
+        (_spec(optimizer={"lr": float("nan")}), "optimizer.lr"),
+        (_spec(model={"heads": 3}), "model.hidden_size = 128 is not a multiple of model.heads = 3"),
+        ('{"job": {"seed": 1e400}}', "job.seed"),
+        ("\ud800", "the whole"),
+        (" " * (SPEC_LIMIT_BYTES + 1), "more than 32768 bytes"),
+        ("é" * (SPEC_LIMIT_BYTES // 2 + 1), "more than 32768 bytes"),
+    ],
+)
+def test_a_bad_spec_is_a_protocol_error(text: str, message: str) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        Profile.from_spec_untrusted(text)
+    assert message in caught.value.message
+
+
+def test_a_spec_cut_anywhere_is_a_protocol_error() -> None:
+    text = Profile().to_spec()
+    for length in range(len(text)):
+        with pytest.raises(ProtocolError):
+            Profile.from_spec_untrusted(text[:length])
+    with pytest.raises(ProtocolError):
+        Profile.from_spec_untrusted(text + "{}")
