@@ -1,0 +1,64 @@
+"""One thread for everything that computes, so that the event loop answers heartbeats whatever the model does.
+
+A thread of its own rather than an executor's: it must be the same one for the life of the process (CUDA contexts, thread
+counts), and a long kernel must not keep the process from leaving, so it is a daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_Job = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", Callable[[], Any]]
+
+
+class ComputeThread:
+    """Runs blocking calls one after another. Every caller waits for its own, so at most one call a task is queued."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._loop, name="compute", daemon=True)
+        self._thread.start()
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call ``function`` on the thread and give its result.
+
+        A cancelled caller stops waiting; a call that has not begun is then skipped, one that has runs to its end.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        self._jobs.put((loop, future, lambda: function(*args, **kwargs)))
+        return await future
+
+    def close(self) -> None:
+        """Let the thread end after what is queued."""
+        self._jobs.put(None)
+
+    def _loop(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            loop, future, call = job
+            if future.cancelled():
+                continue
+            try:
+                result, error = call(), None
+            except BaseException as raised:  # noqa: BLE001 - carried to the caller, who decides
+                result, error = None, raised
+            try:
+                loop.call_soon_threadsafe(_settle, future, result, error)
+            except RuntimeError:
+                return  # the loop is closed: nobody waits any more
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

@@ -1,0 +1,88 @@
+"""Who a peer is, and where it keeps what must survive it.
+
+A peer's identity lives in a *slot* of the state directory. A slot is locked while its process lives; a second worker
+on the same machine takes the next one, and a restarted worker finds its old slot, and so its checkpoints, again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from p2ptrain.core.disk import Disk, write_atomic
+from p2ptrain.core.errors import StorageError, UserError
+from p2ptrain.core.ids import is_id, new_id
+
+MAX_SLOTS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A claimed slot. ``lock`` keeps it while it is open."""
+
+    peer_id: str
+    name: str
+    directory: Path
+    lock: IO[str]
+
+    def release(self) -> None:
+        self.lock.close()
+
+
+def claim(disk: Disk, root: Path, *, role: str, name: str = "", slot: int | None = None) -> Identity:
+    """Claim slot ``slot`` of ``root``, or the first free one.
+
+    Raises:
+        UserError: the slot asked for, or every slot, is in use.
+        StorageError: the directory cannot be written.
+    """
+    for number in [slot] if slot is not None else range(1, MAX_SLOTS + 1):
+        directory = root / f"{role}-{number}"
+        disk.make_dir(directory, mode=0o700)
+        lock = try_lock(directory / "lock")
+        if lock is not None:
+            peer_id = _peer_id(disk, directory / "peer-id")
+            host = socket.gethostname().split(".")[0] or "peer"
+            return Identity(peer_id, name or f"{host}-{number}", directory, lock)
+    if slot is not None:
+        raise UserError(
+            f"{role}-{slot} in {root} is in use by another process", remedy="stop it, or use another --state"
+        )
+    raise UserError(f"all {MAX_SLOTS} {role} slots in {root} are in use", remedy="use another --state")
+
+
+def _peer_id(disk: Disk, path: Path) -> str:
+    with contextlib.suppress(StorageError, UnicodeDecodeError):
+        found = disk.read(path, max_bytes=64).decode().strip()
+        if is_id(found):
+            return found
+    fresh = new_id()
+    write_atomic(disk, path, fresh.encode())
+    return fresh
+
+
+def try_lock(path: Path) -> IO[str] | None:
+    """An open, locked file, or None where another process holds the lock. The lock ends with the process, however it ends."""
+    try:
+        handle = path.open("a+")
+    except OSError as error:
+        raise StorageError(
+            f"cannot open {path}: {error.strerror}", remedy="check the permissions of --state"
+        ) from error
+    try:
+        if os.name == "nt":
+            import msvcrt
+
+            msvcrt.locking(handle.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined,unused-ignore]
+        else:
+            import fcntl
+
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        handle.close()
+        return None
+    return handle

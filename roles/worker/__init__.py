@@ -1,0 +1,1 @@
+"""The worker role: registers, forms the ring, trains, leaves cleanly."""

@@ -1,0 +1,187 @@
+"""The control link of a worker to its seed: registers, beats, and finds the seed again after either side was away.
+
+Training never waits for this link. What must not be lost while it is down (metrics of committed steps, checkpoints, events)
+is kept, bounded, and sent when the link is back; where the ring stands is reported anew by the owner (``on_up``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NetworkError, P2PTrainError, Refused
+from p2ptrain.core.world import World
+from wire.connection import Connection
+from wire.handshake import RefusalCode, dial
+from wire.messages import (
+    CheckpointSaved,
+    EventNotice,
+    Heartbeat,
+    HeartbeatAck,
+    Hello,
+    Leave,
+    Message,
+    StepMetrics,
+    Welcome,
+)
+
+DIAL_TIMEOUT_S = 10.0  # dial, handshake (5 s) and the seed's dial-back (3 s) fit
+FIRST_DELAY_S = 0.1
+MAX_DELAY_S = 5.0
+KEPT_MESSAGES = 20_000
+"""Metrics rows kept while the seed is away: about half a day at two seconds a step, 10 MB at most."""
+
+# Refusals that time mends: the seed has not yet noticed that the old connection is dead, is full, or is going down.
+_PASSING = frozenset({RefusalCode.DUPLICATE_PEER, RefusalCode.BUSY, RefusalCode.FULL, RefusalCode.SHUTTING_DOWN})
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """What a beat says of this worker."""
+
+    progress: int
+    step: int
+    state: str
+    stats: dict[str, float]
+
+
+class SeedLink:
+    """One worker's link to one seed.
+
+    Args:
+        hello: makes the greeting of the moment (it names the view that runs).
+        pulse: makes the next beat's content.
+        on_message: called with every message that is not about beats.
+        on_up, on_down: called when the link is there, and when it is lost.
+    """
+
+    def __init__(
+        self,
+        *,
+        world: World,
+        host: str,
+        port: int,
+        hello: Callable[[], Hello],
+        pulse: Callable[[], Pulse],
+        on_message: Callable[[Message], None],
+        on_up: Callable[[Welcome], None],
+        on_down: Callable[[P2PTrainError], None],
+    ) -> None:
+        self._world = world
+        self._address = (host, port)
+        self._hello, self._pulse = hello, pulse
+        self._on_message, self._on_up, self._on_down = on_message, on_up, on_down
+        self._connection: Connection | None = None
+        self._kept: deque[Message] = deque(maxlen=KEPT_MESSAGES)
+        self.rtt_ms: float | None = None
+        self._sent_at: dict[int, float] = {}
+
+    @property
+    def up(self) -> bool:
+        return self._connection is not None
+
+    def send(self, message: Message) -> None:
+        """Say it to the seed: now, or, for what must not be lost, when it is back."""
+        if self._connection is not None:
+            try:
+                self._connection.send(message)
+                return
+            except ConnectionLost:
+                pass  # the reader sees it too, and reconnects
+        if isinstance(message, StepMetrics | CheckpointSaved | EventNotice):
+            self._kept.append(message)
+
+    async def run(self) -> None:
+        """Stay connected until cancelled.
+
+        Raises:
+            NetworkError, Refused: the *first* connection could not be made, or the seed refuses for a reason that time
+                does not mend. Later losses of the link are only told to ``on_down``.
+        """
+        connection, welcome = await self._dial()
+        while True:
+            problem = await self._live(connection, welcome)
+            self._on_down(problem)
+            connection, welcome = await self._find_again()
+
+    async def leave(self, reason: str) -> None:
+        """Say goodbye and close."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            try:
+                connection.send(Leave(reason))
+            except ConnectionLost:
+                return
+            await connection.close(timeout_s=0.5)
+
+    # -------------------------------------------------------------------------------------------------------- helpers
+
+    async def _dial(self) -> tuple[Connection, Welcome]:
+        host, port = self._address
+        return await dial(self._world.network, host, port, self._hello(), timeout_s=DIAL_TIMEOUT_S)
+
+    async def _find_again(self) -> tuple[Connection, Welcome]:
+        delay_s = FIRST_DELAY_S
+        while True:
+            await asyncio.sleep(delay_s * (0.5 + self._world.random.random()))
+            try:
+                return await self._dial()
+            except Refused as refusal:
+                if refusal.code not in _PASSING:
+                    raise
+            except P2PTrainError:
+                pass  # not back yet: on_down has told the person, and the next try tells more
+            delay_s = min(2 * delay_s, MAX_DELAY_S)
+
+    async def _live(self, connection: Connection, welcome: Welcome) -> P2PTrainError:
+        """Serve one connection until it ends; the reason it ended is returned."""
+        self._connection = connection
+        self._sent_at.clear()
+        beats = asyncio.create_task(self._beat(connection, welcome.heartbeat_s), name="beats")
+        try:
+            self._on_up(welcome)
+            while self._kept:
+                connection.send(self._kept.popleft())
+                if len(self._kept) % 256 == 0:
+                    await connection.flush(timeout_s=welcome.death_s)
+            while True:
+                received = await connection.receive(timeout_s=welcome.death_s)
+                if isinstance(received.message, HeartbeatAck):
+                    self._acknowledged(received.message)
+                else:
+                    self._on_message(received.message)
+        except DeadlineExceeded:
+            return DeadlineExceeded(f"the seed was silent for {welcome.death_s:.0f} s")
+        except (NetworkError, Refused) as problem:
+            return problem
+        except P2PTrainError as problem:  # it speaks nonsense: a fresh connection may not
+            return problem
+        finally:
+            self._connection = None
+            beats.cancel()
+            connection.abort()
+
+    async def _beat(self, connection: Connection, interval_s: float) -> None:
+        clock = self._world.clock
+        due, seq = clock.now(), 0
+        while True:
+            lag_ms = max(0.0, clock.now() - due) * 1e3
+            pulse = self._pulse()
+            seq += 1
+            self._sent_at[seq] = clock.now()
+            try:
+                connection.send(Heartbeat(seq, pulse.progress, pulse.step, pulse.state, lag_ms, pulse.stats))
+            except ConnectionLost:
+                return
+            due = clock.now() + interval_s
+            await asyncio.sleep(interval_s)
+
+    def _acknowledged(self, ack: HeartbeatAck) -> None:
+        sent_at = self._sent_at.pop(ack.seq, None)
+        for seq in [seq for seq in self._sent_at if seq < ack.seq]:
+            del self._sent_at[seq]
+        if sent_at is not None:
+            sample_ms = (self._world.clock.now() - sent_at) * 1e3
+            self.rtt_ms = sample_ms if self.rtt_ms is None else 0.8 * self.rtt_ms + 0.2 * sample_ms

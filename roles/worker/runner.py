@@ -1,0 +1,489 @@
+"""The shell around the step transaction: carries out its instructions for one job, and feeds back what came of them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import struct
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
+from typing import Any
+
+from configs.schema import Profile
+from p2ptrain.core.checkpoints import CheckpointEntry, CheckpointStore
+from p2ptrain.core.errors import JobFailed, NetworkError, P2PTrainError, PeerError, StorageError
+from p2ptrain.core.world import World
+from ring.session import Inbound, RingBroken, RingSession
+from ring.token import Flag, first_lineage
+from ring.transaction import (
+    Apply,
+    Boundary,
+    Broken,
+    Compute,
+    Disband,
+    Event,
+    Failed,
+    Finished,
+    Form,
+    Heal,
+    Instruction,
+    Loaded,
+    Phase,
+    Reduce,
+    Reduced,
+    Reload,
+    Say,
+    Transaction,
+    ViewArrived,
+    Vote,
+    Voted,
+    Wish,
+)
+from ring.view import View, shares
+from roles.compute_thread import ComputeThread
+from roles.engine import Applied, Engine
+from roles.strategies import Strategy, strategy_named
+from roles.worker import heal
+from roles.worker.timing import StepClock
+from wire.connection import Connection
+from wire.messages import CheckpointSaved, Message, StepMetrics
+
+FORM_TIMEOUT_S = 20.0  # a neighbour may still be aborting a long micro-batch before it turns to the new view
+_VALIDATION = struct.Struct("!dQ")  # sum of losses in nats, number of targets
+
+Notify = Callable[[str, str, str], None]  # level, kind, text
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a runner needs of its worker.
+
+    Attributes:
+        say: sends to the seed, now or when it is back.
+        notify: tells the person, here and at the seed.
+        beats: (heartbeat_s, death_s) between neighbours.
+        build_engine: blocking; called on the compute thread.
+        on_step: called after every commit with the metrics of the step.
+    """
+
+    world: World
+    peer_id: str
+    name: str
+    seed_host: str
+    beats: Callable[[], tuple[float, float]]
+    inbound: Inbound
+    compute: ComputeThread
+    say: Callable[[Message], None]
+    notify: Notify
+    build_engine: Callable[[Profile], Engine]
+    on_step: Callable[[int, int, dict[str, float]], None]
+
+
+class JobRunner:
+    """One worker's part in one job, from ``Assign`` to ``Release``."""
+
+    def __init__(
+        self, around: Surroundings, *, job: str, profile: Profile, spec: str, store: CheckpointStore, restore_step: int
+    ) -> None:
+        self.job = job
+        self.profile = profile
+        self.progress = 0
+        self.core = Transaction(job=job, peer_id=around.peer_id, steps_total=profile.job.steps)
+        self.clock = StepClock(around.world.clock.now)
+        self.bytes_in = self.bytes_out = self.tokens = 0
+        self._around = around
+        self._lineage_of_nothing = first_lineage(spec)
+        self._store = store
+        self._restore_step = restore_step
+        self._engine: Engine | None = None
+        self._strategy: Strategy | None = None
+        self._session: RingSession | None = None
+        self._activity: asyncio.Task[None] | None = None
+        self._donations: set[Connection] = set()
+        self._tasks = asyncio.TaskGroup()
+        self._released = asyncio.Event()
+        self._standing = asyncio.Event()
+        self._last: Applied | None = None
+        self._val_loss: float | None = None
+        self._saved_step = -1
+
+    # ------------------------------------------------------------------------------------------- what the worker calls
+
+    async def run(self) -> None:
+        """Work until ``release``."""
+        async with self._tasks:
+            self._start(self._load())
+            await self._released.wait()
+            self._disband("the job was released")
+
+    def release(self) -> None:
+        """Drop the job: close the session, give up the activity, end ``run``."""
+        self._released.set()
+
+    def view_announced(self, view: View) -> None:
+        self._around.inbound.expect(self.job, view.generation)
+        self._handle(ViewArrived(view))
+
+    def wish(self, flag: Flag, generation: int = 0) -> None:
+        """Hold, save or leave at the next step boundary."""
+        self._handle(Wish(flag, generation))
+
+    def restore(self, step: int) -> None:
+        """Go back to the checkpoint of ``step``, or, where this member does not have it, to nothing (it will be healed)."""
+        self._restore_step = step
+        self._disband("the job goes back to a checkpoint")
+        self._start(self._load())
+
+    def seed_is_back(self) -> None:
+        """Tell a seed that was away where this member stands."""
+        match self.core.phase:
+            case Phase.EMPTY:
+                return  # the report follows when the state is loaded
+            case Phase.HELD:
+                status = "held"
+            case Phase.DONE:
+                status = "done"
+            case Phase.IDLE:
+                status = "broken" if self.core.view else "ready"
+            case Phase.FAILED:
+                status = "failed"
+            case _:
+                status = "training"
+        self._say_report(status)
+
+    async def stand_still(self) -> None:
+        """Wait until no step is under way."""
+        while self.core.running:
+            self._standing.clear()
+            await self._standing.wait()
+
+    async def give_state(self, connection: Connection, generation: int) -> None:
+        """Be a donor for a member of the current view that heals."""
+        core, view = self.core, self.core.view
+        if self._engine is None or view is None or view.generation != generation or core.torn or not core.running:
+            raise PeerError("this member has no state to give in that view")
+        self._donations.add(connection)
+        try:
+            await heal.give(connection, self._engine.state(), step=core.applied, lineage=core.lineage)
+        finally:
+            self._donations.discard(connection)
+
+    def checkpoint_entries(self) -> list[CheckpointEntry]:
+        return self._store.entries()
+
+    def delete_checkpoint(self, step: int) -> bool:
+        return self._store.delete(step)
+
+    # ------------------------------------------------------------------------------------------------ core and shell
+
+    def _handle(self, event: Event) -> None:
+        try:
+            instructions = self.core.handle(event)
+        except PeerError as problem:  # a token that is none
+            generation = self.core.view.generation if self.core.view else 0
+            instructions = self.core.handle(Broken(generation, "", problem.message))
+        for instruction in instructions:
+            self._carry_out(instruction)
+        if not self.core.running:
+            self._standing.set()
+
+    def _carry_out(self, instruction: Instruction) -> None:
+        match instruction:
+            case Say(report):
+                self._say_report(report.status, suspect=report.suspect, reason=report.reason)
+            case Disband(reason):
+                self._disband(reason)
+            case Reload():
+                self._start(self._load())
+            case Form():
+                self._start(self._form(instruction))
+            case Heal():
+                self._start(self._heal(instruction))
+            case Compute():
+                self._start(self._compute(instruction))
+            case Reduce():
+                self._start(self._reduce(instruction))
+            case Vote():
+                self._start(self._vote(instruction))
+            case Apply():
+                self._start(self._apply(instruction))
+            case Boundary():
+                self._start(self._boundary(instruction))
+
+    def _say_report(self, status: str, *, suspect: str = "", reason: str = "") -> None:
+        report = self.core.report(status, suspect=suspect, reason=reason)
+        corpus = self._engine.corpus_digest if self._engine else ""
+        self._around.say(replace(report, corpus=corpus))
+        if status == "broken":
+            self._around.notify("warning", "ring-broken", f"step {report.applied + 1} aborted: {reason}")
+
+    def _start(self, activity: Coroutine[Any, Any, None]) -> None:
+        self._activity = self._tasks.create_task(self._guarded(activity), name=f"{self.job}:{activity.__name__}")
+
+    async def _guarded(self, activity: Coroutine[Any, Any, None]) -> None:
+        """Run one activity. What the ring did is a break; what this member cannot do is a failure."""
+        generation = self.core.view.generation if self.core.view else 0
+        try:
+            await activity
+        except (NetworkError, PeerError) as problem:
+            broken = self._session.broken_by if self._session else None
+            suspect = broken.suspect if broken else ""
+            self._handle(Broken(generation, suspect, problem.message))
+        except P2PTrainError as problem:
+            text = f"{problem.message}; {problem.remedy}" if problem.remedy else problem.message
+            self._around.notify("error", "worker-failed", text)
+            self._handle(Failed(text))
+
+    def _disband(self, reason: str) -> None:
+        if self._activity is not None:
+            self._activity.cancel()
+            self._activity = None
+        for connection in list(self._donations):
+            connection.abort(PeerError(f"the donor's view ended: {reason}"))
+        session, self._session = self._session, None
+        if session is not None:
+            self.bytes_in += session.bytes_in
+            self.bytes_out += session.bytes_out
+            session.close()
+
+    def totals(self) -> tuple[int, int]:
+        """Bytes received and sent over the ring so far."""
+        session = self._session
+        return (
+            self.bytes_in + (session.bytes_in if session else 0),
+            self.bytes_out + (session.bytes_out if session else 0),
+        )
+
+    def _did_something(self) -> None:
+        self.progress += 1
+
+    # ----------------------------------------------------------------------------------------------------- activities
+
+    async def _load(self) -> None:
+        """Build the engine if there is none, then load the state to begin with."""
+        around = self._around
+        if self._engine is None:
+            self._engine = await around.compute.run(around.build_engine, self.profile)
+            factory = strategy_named(self.profile.job.strategy)
+            self._strategy = factory(self._engine, around.compute, self._did_something)
+        entry = await around.compute.run(self._entry_to_load)
+        if entry is None:
+            await around.compute.run(self._engine.load_initial)
+            self._handle(Loaded(0, self._lineage_of_nothing))
+            return
+        await around.compute.run(self._engine.load, entry.path)
+        self._saved_step = entry.step
+        around.notify("info", "checkpoint-loaded", f"resuming from {entry.path} (step {entry.step})")
+        self._handle(Loaded(entry.step, str(entry.meta["lineage"])))
+
+    def _entry_to_load(self) -> CheckpointEntry | None:
+        def damaged(path: Any, problem: str) -> None:
+            text = f"checkpoint {path} is damaged ({problem}); falling back to the one before it"
+            self._around.notify("warning", "checkpoint-damaged", text)
+
+        if self._restore_step >= 0:
+            step, self._restore_step = self._restore_step, -1
+            self._store.set_aside_after(step)
+        while (entry := self._store.newest_good(damaged)) is not None:
+            if isinstance(entry.meta.get("lineage"), str) and entry.meta.get("job") == self.job:
+                return entry
+            damaged(entry.path, "its manifest is not of this job")
+            self._store.set_aside_after(entry.step - 1)
+        return None
+
+    async def _form(self, form: Form) -> None:
+        around = self._around
+        heartbeat_s, death_s = around.beats()
+        session = await RingSession.form(
+            world=around.world,
+            view=form.view,
+            peer_id=around.peer_id,
+            name=around.name,
+            seed_host=around.seed_host,
+            inbound=around.inbound,
+            heartbeat_s=heartbeat_s,
+            death_s=death_s,
+            sub_chunk_bytes=self.profile.ring.sub_chunk_bytes,
+            timeout_s=FORM_TIMEOUT_S,
+        )
+        self._session = session
+        session.broken.add_done_callback(lambda _: self._session_broke(session, form.view.generation))
+        self.clock.view_began()
+        around.notify("info", "view", _described(form.view, around.peer_id))
+        self._handle(Finished(form.ticket))
+
+    def _session_broke(self, session: RingSession, generation: int) -> None:
+        broken: RingBroken | None = session.broken_by
+        if session is self._session and broken is not None:
+            self._handle(Broken(generation, broken.suspect, broken.cause.message))
+
+    async def _heal(self, instruction: Heal) -> None:
+        around, engine, view = self._around, self._ready_engine(), instruction.view
+        await around.compute.run(lambda: None)  # an abandoned micro-batch may still be using the state
+        began = around.world.clock.now()
+
+        def progress(done_bytes: int, total_bytes: int) -> None:
+            self._did_something()
+
+        donor = await heal.fetch(
+            around.world,
+            view,
+            engine.state(),
+            peer_id=around.peer_id,
+            name=around.name,
+            seed_host=around.seed_host,
+            on_progress=progress,
+        )
+        await around.compute.run(engine.state_loaded, view.step)
+        seconds = around.world.clock.now() - began
+        around.notify("info", "healed", f"fetched the state of step {view.step} from {donor} in {seconds:.1f} s")
+        self._handle(Finished(instruction.ticket))
+
+    async def _compute(self, instruction: Compute) -> None:
+        with self.clock.phase("compute"):
+            await self._ready_strategy().compute(instruction.step, instruction.first, instruction.count)
+        self.tokens += instruction.count * self._ready_engine().tokens_per_micro_batch
+        self._handle(Finished(instruction.ticket))
+
+    async def _reduce(self, instruction: Reduce) -> None:
+        session = self._ready_session()
+        with self.clock.phase("communicate"):
+            contribution = await self._ready_strategy().reduce(session, patience_s=self._patience_s())
+        self.clock.waited(session.waited_s)
+        self._handle(Reduced(instruction.ticket, contribution.digest, contribution.part))
+
+    async def _vote(self, instruction: Vote) -> None:
+        session = self._ready_session()
+        with self.clock.phase("communicate"):
+            tokens = await session.all_gather(instruction.token, patience_s=self._patience_s())
+        self.clock.waited(session.waited_s)
+        self._handle(Voted(instruction.ticket, tuple(tokens)))
+
+    async def _apply(self, instruction: Apply) -> None:
+        with self.clock.phase("compute"):
+            self._last = await self._ready_strategy().commit(instruction.step, instruction.square_sum)
+        self._did_something()
+        if instruction.redo:
+            self._around.notify("info", "redo", f"redid step {instruction.step + 1} from the redo buffer")
+        self._handle(Finished(instruction.ticket))
+
+    async def _boundary(self, instruction: Boundary) -> None:
+        profile, applied, last = self.profile, instruction.applied, instruction.last
+        rank, session = self._rank(), self._ready_session()
+        timing = self.clock.step_done()
+        if last or (profile.validation.every and applied % profile.validation.every == 0):
+            try:
+                self._val_loss = await self._validate(session, rank)
+            except NetworkError as problem:  # whoever was faster may be gone: the step itself is safe
+                self._around.notify("warning", "validation", f"validation after step {applied} skipped: {problem}")
+        self._tell_metrics(applied, rank, session.size, timing)
+        due = instruction.save or last or (profile.checkpoint.every and applied % profile.checkpoint.every == 0)
+        if due and rank < profile.checkpoint.copies and applied != self._saved_step:
+            await self._save(applied)
+        self._handle(Finished(instruction.ticket))
+
+    async def _validate(self, session: RingSession, rank: int) -> float:
+        """Mean loss over the held-out micro-batches, in nats a token; the members share them."""
+        engine = self._ready_engine()
+        first, count = shares(engine.validation_batches(), [1.0] * session.size)[rank]
+        total, targets = 0.0, 0
+        for index in range(first, first + count):
+            part, number = await self._around.compute.run(engine.validate, index, 1)
+            total, targets = total + part, targets + number
+            self._did_something()
+        gathered = await session.all_gather(_VALIDATION.pack(total, targets), patience_s=self._patience_s())
+        parts = [_VALIDATION.unpack(item) for item in gathered]
+        return math.fsum(part for part, _ in parts) / max(1, sum(number for _, number in parts))
+
+    async def _save(self, applied: int) -> None:
+        around, engine, lineage = self._around, self._ready_engine(), self.core.lineage
+        view = self.core.view
+        meta: dict[str, str | int | float | bool | None] = {
+            "job": self.job,
+            "lineage": lineage,
+            "generation": view.generation if view else 0,
+            "corpus": engine.corpus_digest,
+            "val_loss": self._val_loss,
+            "loss": self._last.loss if self._last else None,
+        }
+
+        def write() -> CheckpointEntry:
+            need_bytes = sum(blob.view.nbytes for blob in engine.state())
+            temporary = self._store.begin(applied, need_bytes=need_bytes)
+            try:
+                engine.save(temporary)
+                return self._store.commit(temporary, applied, meta)
+            except BaseException:
+                self._store.discard(temporary)
+                raise
+
+        try:
+            entry = await around.compute.run(write)
+        except (StorageError, P2PTrainError) as problem:
+            # A full disk must not end the run: the state is in memory, here and at every member.
+            text = f"no checkpoint at step {applied}: {problem.message}. {problem.remedy}".rstrip(". ")
+            around.notify("error", "checkpoint-failed", text)
+            return
+        self._saved_step = applied
+        around.say(CheckpointSaved(self.job, applied, str(entry.path), entry.digest, entry.size_bytes, self._val_loss))
+        around.notify("info", "checkpoint-saved", f"step {applied} saved to {entry.path}")
+
+    # -------------------------------------------------------------------------------------------------------- helpers
+
+    def _tell_metrics(self, applied: int, rank: int, size: int, timing: dict[str, float]) -> None:
+        if self._last is None or self._last.step + 1 != applied:
+            return  # this member was healed to here: it did not see the step
+        tokens = self.profile.batch.micro_batches * self._ready_engine().tokens_per_micro_batch
+        values = {
+            "loss": self._last.loss,
+            "lr": self._last.lr,
+            "grad_norm": self._last.grad_norm,
+            "members": float(size),
+            **timing,
+        }
+        if timing.get("step_ms"):
+            values["tokens_per_s"] = tokens / timing["step_ms"] * 1e3
+        validated = self.profile.validation.every and applied % self.profile.validation.every == 0
+        if self._val_loss is not None and (validated or applied >= self.core.steps_total):
+            values["val_loss"] = self._val_loss
+        view = self.core.view
+        if rank == 0 and view is not None:
+            self._around.say(StepMetrics(self.job, view.generation, applied, values))
+        self._around.on_step(applied, self.core.steps_total, values)
+
+    def _patience_s(self) -> float:
+        """How long a collective may stand still. Neighbours that beat are alive; this bounds one that is stuck.
+
+        The slowest honest reasons: it computes (20 times this member's longest step), it heals (the state at 1 MB/s).
+        """
+        state_bytes = sum(blob.view.nbytes for blob in self._ready_engine().state())
+        return 60.0 + 20.0 * self.clock.longest_s + state_bytes / 1e6
+
+    def _rank(self) -> int:
+        view = self.core.view
+        rank = view.rank_of(self._around.peer_id) if view else None
+        if rank is None:
+            raise JobFailed("this member is not in the view that it works in")
+        return rank
+
+    def _ready_engine(self) -> Engine:
+        if self._engine is None:
+            raise JobFailed("a view came before the model was built")
+        return self._engine
+
+    def _ready_strategy(self) -> Strategy:
+        if self._strategy is None:
+            raise JobFailed("a view came before the model was built")
+        return self._strategy
+
+    def _ready_session(self) -> RingSession:
+        if self._session is None:
+            raise NetworkError("the ring is gone")
+        return self._session
+
+
+def _described(view: View, peer_id: str) -> str:
+    names = " → ".join(member.name for member in view.members)
+    rank = view.rank_of(peer_id)
+    share = view.members[rank].count if rank is not None else 0
+    return f"generation {view.generation}: rank {rank} of {view.size}, {share} micro-batches a step, from step {view.step} ({names})"

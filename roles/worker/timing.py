@@ -1,0 +1,57 @@
+"""Where the time of a step goes: compute, communicate, wait for others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class StepClock:
+    """Adds up the phases of the step under way.
+
+    Args:
+        now: monotonic seconds.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._spent: dict[str, float] = {}
+        self._waited_s = 0.0
+        self._began = now()
+        self.longest_s = 0.0
+        self.last_ms: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time spent inside counts as ``name``: ``compute`` or ``communicate``."""
+        start = self._now()
+        try:
+            yield
+        finally:
+            self._spent[name] = self._spent.get(name, 0.0) + self._now() - start
+
+    def waited(self, seconds: float) -> None:
+        """So much of the communication was waiting for a neighbour that had nothing to send yet."""
+        self._waited_s += seconds
+
+    def view_began(self) -> None:
+        """A step that spans two views is not a measurement."""
+        self._spent.clear()
+        self._waited_s = 0.0
+        self._began = self._now()
+
+    def step_done(self) -> dict[str, float]:
+        """Milliseconds of the step just applied: ``step_ms``, ``compute_ms``, ``communicate_ms``, ``wait_ms``."""
+        now = self._now()
+        step_s = now - self._began
+        communicate_s = self._spent.get("communicate", 0.0)
+        wait_s = min(self._waited_s, communicate_s)
+        self.last_ms = {
+            "step_ms": step_s * 1e3,
+            "compute_ms": self._spent.get("compute", 0.0) * 1e3,
+            "communicate_ms": (communicate_s - wait_s) * 1e3,
+            "wait_ms": wait_s * 1e3,
+        }
+        self.longest_s = max(self.longest_s, step_s)
+        self.view_began()
+        return self.last_ms

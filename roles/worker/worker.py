@@ -1,0 +1,326 @@
+"""A worker: one process that registers with a seed, computes its part of the jobs it is given, and leaves cleanly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import p2ptrain
+from configs.schema import Profile
+from p2ptrain.core.checkpoints import CheckpointStore
+from p2ptrain.core.errors import P2PTrainError, PeerError, ProtocolError, Refused, UserError
+from p2ptrain.core.ids import is_id
+from p2ptrain.core.world import World
+from ring.session import Inbound
+from ring.token import Flag
+from ring.view import View
+from roles.compute_thread import ComputeThread
+from roles.engine import Engine
+from roles.identity import Identity
+from roles.worker.control import Pulse, SeedLink
+from roles.worker.gauges import Gauges
+from roles.worker.runner import JobRunner, Notify, Surroundings
+from wire.connection import Connection
+from wire.handshake import RefusalCode, local_hello, serve
+from wire.messages import (
+    PROTOCOL_VERSION,
+    Assign,
+    EventNotice,
+    Hello,
+    Hold,
+    Message,
+    Refuse,
+    Release,
+    Request,
+    Response,
+    SaveNow,
+    Scalar,
+    ViewAnnounced,
+    Welcome,
+)
+
+LEAVE_S = 1.2  # how long a leaving worker waits for the step boundary; with closing, Ctrl+C takes less than 2 s
+IDLE_BEATS_S = (0.5, 2.0)  # between neighbours before the seed has said how far apart they are
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """What the person chose.
+
+    Attributes:
+        seed: host and port to join.
+        listen: host and port on which other members reach this one (port 0: any free one).
+        advertise: the address told to others, where it differs from what the seed sees; ("", 0) where it does not.
+        capabilities: shown to people and used for placement: device, memory.
+    """
+
+    seed: tuple[str, int]
+    listen: tuple[str, int]
+    advertise: tuple[str, int]
+    capabilities: dict[str, Scalar]
+
+
+class Worker:
+    """See the module's docstring.
+
+    Args:
+        build_engine: makes the engine of a profile; blocking, called on the compute thread.
+        notify: (level, kind, text) for the person at this terminal.
+        on_step: (applied, total, values) after every commit.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        identity: Identity,
+        options: WorkerOptions,
+        *,
+        build_engine: Callable[[Profile], Engine],
+        notify: Notify,
+        on_step: Callable[[int, int, dict[str, float]], None],
+    ) -> None:
+        self._world = world
+        self._identity = identity
+        self._options = options
+        self._build_engine = build_engine
+        self._notify_person = notify
+        self._on_step = on_step
+        self._inbound = Inbound()
+        self._compute = ComputeThread()
+        self._gauges = Gauges(world.clock.now)
+        self._beats = IDLE_BEATS_S
+        self._runner: JobRunner | None = None
+        self._tasks = asyncio.TaskGroup()
+        self._port = options.listen[1]
+        self._link = SeedLink(
+            world=world,
+            host=options.seed[0],
+            port=options.seed[1],
+            hello=self._hello,
+            pulse=self._pulse,
+            on_message=self._message,
+            on_up=self._seed_up,
+            on_down=self._seed_down,
+        )
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Work until ``stop`` is set, then leave within two seconds.
+
+        Raises:
+            NetworkError, Refused: the seed is not there, or does not want this worker.
+            UserError: the port is in use.
+        """
+        host, port = self._options.listen
+        server = await serve(
+            self._world.network, host, port, decide=self._decide, serve=self._serve, on_problem=self._stranger
+        )
+        self._port = server.address[1]
+        try:
+            async with self._tasks:
+                link = self._tasks.create_task(self._link.run(), name="seed link")
+                stopped = self._tasks.create_task(stop.wait(), name="stop")
+                await asyncio.wait({link, stopped}, return_when=asyncio.FIRST_COMPLETED)
+                if stopped.done():
+                    await self._leave()
+                    link.cancel()
+                else:
+                    stopped.cancel()  # the link raised: the group ends with its error
+        except* P2PTrainError as group:
+            raise _first(group) from None
+        finally:
+            await server.close()
+            self._compute.close()
+
+    # -------------------------------------------------------------------------------------------------- the seed link
+
+    def _hello(self) -> Hello:
+        view = self._runner.core.view if self._runner else None
+        return local_hello(
+            peer_id=self._identity.peer_id,
+            name=self._identity.name,
+            roles=["worker"],
+            purpose="peer",
+            capabilities=self._options.capabilities,
+            job=self._runner.job if self._runner else "",
+            generation=view.generation if view else 0,
+            host=self._options.advertise[0],
+            port=self._options.advertise[1] or self._port,
+        )
+
+    def _pulse(self) -> Pulse:
+        runner, stats = self._runner, self._gauges.machine()
+        bytes_in, bytes_out = runner.totals() if runner else (0, 0)
+        stats["in_bps"] = 8 * self._gauges.rate("in", bytes_in)
+        stats["out_bps"] = 8 * self._gauges.rate("out", bytes_out)
+        if self._link.rtt_ms is not None:
+            stats["rtt_ms"] = self._link.rtt_ms
+        if runner is None:
+            return Pulse(0, 0, "idle", stats)
+        stats["tokens_per_s"] = self._gauges.rate("tokens", runner.tokens)
+        stats.update(runner.clock.last_ms)
+        return Pulse(runner.progress, runner.core.applied, runner.core.phase.value, stats)
+
+    def _seed_up(self, welcome: Welcome) -> None:
+        self._beats = (welcome.heartbeat_s, welcome.death_s)
+        self._notify("info", "joined", f"joined {welcome.name} ({welcome.cluster_id})")
+        if self._runner is not None:
+            self._runner.seed_is_back()
+
+    def _seed_down(self, problem: P2PTrainError) -> None:
+        going_on = "; training goes on" if self._runner and self._runner.core.running else ""
+        self._notify("warning", "seed-lost", f"lost the seed: {problem.message}; trying to find it again{going_on}")
+
+    def _message(self, message: Message) -> None:
+        match message:
+            case Assign():
+                self._assigned(message)
+            case ViewAnnounced() if self._runner is not None and message.job == self._runner.job:
+                self._runner.view_announced(View.from_message_untrusted(message))
+            case Hold() if self._runner is not None and message.job == self._runner.job:
+                self._runner.wish(Flag.HOLD, message.generation)
+            case SaveNow() if self._runner is not None and message.job == self._runner.job:
+                self._runner.wish(Flag.SAVE)
+            case Release() if self._runner is not None and message.job == self._runner.job:
+                self._notify("info", "released", f"released from the job: {message.reason}")
+                self._runner.release()
+                self._runner = None
+            case Request():
+                self._tasks.create_task(self._answer(message), name=f"answer {message.method}")
+            case Refuse():
+                raise Refused(message.code, message.message, remedy=message.remedy)
+            case Welcome() | Hello():
+                raise ProtocolError("a handshake message after the handshake")
+
+    def _assigned(self, message: Assign) -> None:
+        if not is_id(message.job):
+            raise ProtocolError("a job whose id is none")
+        if self._runner is not None and self._runner.job == message.job:
+            if message.restore_step >= 0:
+                self._runner.restore(message.restore_step)
+            else:
+                self._runner.seed_is_back()
+            return
+        if self._runner is not None:
+            self._runner.release()
+        profile = Profile.from_spec_untrusted(message.spec)
+        directory = self._identity.directory / "jobs" / message.job / "checkpoints"
+        self._runner = JobRunner(
+            self._surroundings(),
+            job=message.job,
+            profile=profile,
+            spec=message.spec,
+            store=CheckpointStore(self._world.disk, directory, profile.checkpoint.keep),
+            restore_step=message.restore_step,
+        )
+        self._notify("info", "building", f"building the model of job {message.job}")
+        self._tasks.create_task(self._runner.run(), name=f"job {message.job}")
+
+    def _surroundings(self) -> Surroundings:
+        return Surroundings(
+            world=self._world,
+            peer_id=self._identity.peer_id,
+            name=self._identity.name,
+            seed_host=self._options.seed[0],
+            beats=lambda: self._beats,
+            inbound=self._inbound,
+            compute=self._compute,
+            say=self._link.send,
+            notify=self._notify,
+            build_engine=self._build_engine,
+            on_step=self._on_step,
+        )
+
+    async def _answer(self, request: Request) -> None:
+        try:
+            result = await self._requested(request)
+            self._link.send(Response(request.id, result))
+        except P2PTrainError as problem:
+            code = problem.code if isinstance(problem, Refused) else "failed"
+            self._link.send(Response(request.id, {}, code, problem.message, problem.remedy))
+
+    async def _requested(self, request: Request) -> dict[str, Any]:
+        job, step = request.params.get("job"), request.params.get("step")
+        if request.method != "checkpoint.delete":
+            raise Refused("unknown-method", f"a worker does not know {request.method[:80]!r}")
+        if not isinstance(job, str) or not is_id(job) or not isinstance(step, int):
+            raise ProtocolError("checkpoint.delete needs job and step")
+        root = self._identity.directory / "jobs" / job / "checkpoints"
+        store = CheckpointStore(self._world.disk, root, 2)
+        if not await asyncio.to_thread(store.delete, step):
+            raise UserError(f"no checkpoint of step {step} in {root}")
+        return {"deleted": step}
+
+    def _notify(self, level: str, kind: str, text: str) -> None:
+        self._notify_person(level, kind, text)
+        self._link.send(EventNotice(level, kind, text, self._runner.job if self._runner else ""))
+
+    # --------------------------------------------------------------------------------------------------- other peers
+
+    async def _decide(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
+        refusal: Refuse | None = None
+        match hello.purpose:
+            case "probe":
+                pass
+            case "ring":
+                refusal = self._inbound.decide(hello)
+            case "heal":
+                view = self._runner.core.view if self._runner and self._runner.job == hello.job else None
+                if view is None or view.generation != hello.generation:
+                    refusal = Refuse(RefusalCode.STALE_GENERATION, "this member is not in that view")
+                elif view.rank_of(hello.peer_id) is None:
+                    refusal = Refuse(RefusalCode.NOT_A_MEMBER, "only members of the view are given its state")
+            case _:
+                refusal = Refuse(
+                    RefusalCode.ROLE,
+                    f"this is a worker: it does not answer {hello.purpose[:40]!r}",
+                    "use the seed's address",
+                )
+        return refusal or Welcome(
+            version=PROTOCOL_VERSION,
+            software=p2ptrain.__version__,
+            peer_id=self._identity.peer_id,
+            name=self._identity.name,
+            cluster_id="",
+            heartbeat_s=self._beats[0],
+            death_s=self._beats[1],
+            wall=self._world.clock.wall(),
+        )
+
+    async def _serve(self, connection: Connection, hello: Hello) -> None:
+        match hello.purpose:
+            case "ring":
+                await self._inbound.offer(connection, hello)
+            case "heal" if self._runner is not None:
+                await self._runner.give_state(connection, hello.generation)
+
+    def _stranger(self, problem: P2PTrainError, address: tuple[str, int]) -> None:
+        self._notify_person("warning", "stranger", f"{address[0]}:{address[1]}: {problem.message}")
+
+    # -------------------------------------------------------------------------------------------------------- leaving
+
+    async def _leave(self) -> None:
+        runner = self._runner
+        if runner is not None and runner.core.running:
+            self._notify("info", "leaving", "leaving at the next step boundary")
+            runner.wish(Flag.LEAVE | Flag.SAVE)
+            try:
+                async with asyncio.timeout(LEAVE_S):
+                    await runner.stand_still()
+            except TimeoutError:
+                pass  # the step is long: the others abort it and go on without this member
+        await self._link.leave("the person stopped it")
+        if runner is not None:
+            runner.release()
+
+
+def _first(group: BaseExceptionGroup[P2PTrainError]) -> P2PTrainError:
+    """One error to show: the first, which made the others."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if not isinstance(error, P2PTrainError):
+        raise PeerError(f"an unexpected {type(error).__name__}")
+    return error
