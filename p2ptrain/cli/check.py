@@ -1,0 +1,300 @@
+"""``p2ptrain check``: from the name of a seed to a working worker, one line per thing that can go wrong.
+
+The first three probes carry all others: where one of them fails the rest is skipped, because its answer would mean
+nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from p2ptrain.cli.output import checked, human_bytes, print_json, printable
+from p2ptrain.cli.runtime import (
+    CONNECT_TIMEOUT_S,
+    DEFAULT_SEED,
+    REQUEST_TIMEOUT_S,
+    SEED_VARIABLE,
+    JsonOption,
+    operator_name,
+    run,
+    seed_address,
+)
+from p2ptrain.core.errors import P2PTrainError, Unreachable, UserError
+
+if TYPE_CHECKING:
+    from p2ptrain.core.world import Clock, Network
+    from wire.client import SeedClient
+    from wire.connection import Connection
+    from wire.handshake import Server
+    from wire.messages import Hello, Refuse, Welcome
+
+PINGS = 10
+SINK_BYTES = 4 * 1024 * 1024
+SINK_STREAM = 1
+SINK_TIMEOUT_S = 60.0  # 4 MiB at half a megabit a second: slower than that is no link to train over
+SKEW_LIMIT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The outcome of one probe. ``ok`` is None where it was skipped."""
+
+    name: str
+    ok: bool | None
+    detail: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One thing that can go wrong. ``work`` returns what it saw, or raises; without an ``essential`` one the rest is moot."""
+
+    name: str
+    work: Callable[[], Awaitable[str]]
+    essential: bool = False
+
+
+def check(
+    address: Annotated[
+        str, typer.Argument(envvar=SEED_VARIABLE, metavar="[HOST[:PORT]]", help="Address of the seed.")
+    ] = DEFAULT_SEED,
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="Port to be dialled back on; 0 picks a free one.")
+    ] = 0,
+    once: Annotated[bool, typer.Option("--once", help="Also join as a worker, and leave at once.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Find out why this machine cannot join a seed: one line for each thing that can go wrong.
+
+    \b
+    Examples:
+      p2ptrain check 192.168.1.20
+      p2ptrain check 192.168.1.20 --port 7400 --once
+    """
+    from p2ptrain.core.world import LoopClock
+    from wire.transport import TcpNetwork
+
+    host, seed_port = seed_address(address)
+    lines: list[Line] = []
+
+    def report(line: Line) -> None:
+        lines.append(line)
+        if not as_json:
+            _print(line)
+
+    async def probe_all() -> P2PTrainError | None:
+        visit = Visit(TcpNetwork(), LoopClock(), host, seed_port, port)
+        try:
+            return await run_probes(visit.probes(join=once), report)
+        finally:
+            await visit.close()
+
+    failure = run(probe_all())
+    if as_json:
+        print_json({"address": address, "ok": failure is None, "checks": [asdict(line) for line in lines]})
+    if failure is not None:
+        raise typer.Exit(failure.exit_code)
+
+
+def _print(line: Line) -> None:
+    mark, colour = {True: ("✓", "green"), False: ("✗", "red"), None: ("–", "bright_black")}[line.ok]
+    typer.secho(mark, fg=colour, nl=False)
+    typer.echo(f" {line.name:<10}  {printable(line.detail)}")
+    if line.remedy:
+        typer.echo(f"  → {printable(line.remedy)}")
+
+
+async def run_probes(probes: list[Probe], report: Callable[[Line], None]) -> P2PTrainError | None:
+    """Run the probes in order, a line for each. Returns the first failure."""
+    failure: P2PTrainError | None = None
+    blocked = False
+    for probe in probes:
+        if blocked:
+            report(Line(probe.name, None, "skipped"))
+            continue
+        try:
+            report(Line(probe.name, True, await probe.work()))
+        except P2PTrainError as error:
+            report(Line(probe.name, False, error.message, error.remedy))
+            failure, blocked = failure or error, probe.essential
+    return failure
+
+
+class Visit:
+    """What one run of the probes holds open: a connection to the seed, and a port to be dialled back on."""
+
+    def __init__(self, network: Network, clock: Clock, host: str, port: int, dialback_port: int) -> None:
+        self._network, self._clock = network, clock
+        self._host, self._port, self._dialback_port = host, port, dialback_port
+        self._client: SeedClient | None = None
+        self._server: Server | None = None
+        self._pings: list[tuple[float, float]] = []
+
+    def probes(self, *, join: bool) -> list[Probe]:
+        """The probes, in the order in which each needs the ones before it."""
+        probes = [
+            Probe("DNS", self.resolve, essential=True),
+            Probe("TCP", self.reach, essential=True),
+            Probe("handshake", self.shake_hands, essential=True),
+            Probe("clock", self.compare_clocks),
+            Probe("round trip", self.measure_round_trip),
+            Probe("bandwidth", self.measure_bandwidth),
+            Probe("dial-back", self.be_dialled_back),
+        ]
+        return [*probes, Probe("join", self.join_and_leave)] if join else probes
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+        if self._server is not None:
+            await self._server.close()
+
+    async def resolve(self) -> str:
+        """Name → addresses."""
+        import socket
+
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        except TimeoutError:
+            problem = f"the name server did not answer for {self._host!r} within {CONNECT_TIMEOUT_S:g} s"
+            raise Unreachable(problem, remedy="use the seed's IP address, which it prints when it starts") from None
+        except OSError as error:
+            problem = f"{self._host!r} is not known: {error.strerror or error}"
+            raise Unreachable(problem, remedy="check the spelling, or use the seed's IP address") from None
+        return f"{self._host} is " + ", ".join(dict.fromkeys(str(item[4][0]) for item in found))
+
+    async def reach(self) -> str:
+        """A TCP connection, closed at once."""
+        started = self._clock.now()
+        await self._network.connect(self._host, self._port, _HangUp, timeout_s=CONNECT_TIMEOUT_S)
+        return f"port {self._port} answered in {1000 * (self._clock.now() - started):.1f} ms"
+
+    async def shake_hands(self) -> str:
+        """Hello and Welcome, as an operator."""
+        from wire.client import SeedClient
+
+        self._client = await SeedClient.connect(
+            self._network, self._host, self._port, name=operator_name(), timeout_s=CONNECT_TIMEOUT_S
+        )
+        welcome = self._client.welcome
+        return f"{welcome.name} runs {welcome.software} (protocol {welcome.version}), cluster {welcome.cluster_id}"
+
+    async def compare_clocks(self) -> str:
+        """The seed's wall clock against ours, at the middle of the quickest round trip."""
+        trip_s, skew_s = min(await self._ping())
+        seen = f"{abs(skew_s):.2f} s {'ahead of' if skew_s > 0 else 'behind'} this machine (± {trip_s / 2:.3f} s)"
+        if abs(skew_s) > SKEW_LIMIT_S:
+            raise UserError(f"the seed's clock is {seen}", remedy="set both clocks by NTP: times in logs will mislead")
+        return f"the seed's is {seen}"
+
+    async def measure_round_trip(self) -> str:
+        trips_ms = [1000 * trip_s for trip_s, _ in await self._ping()]
+        middle = statistics.median(trips_ms)
+        return f"{middle:.2f} ms (median of {PINGS}; {min(trips_ms):.2f} to {max(trips_ms):.2f})"
+
+    async def _ping(self) -> list[tuple[float, float]]:
+        """(round trip, skew) in seconds of ``PINGS`` requests; measured once."""
+        while len(self._pings) < PINGS:
+            started, wall = self._clock.now(), self._clock.wall()
+            answer = await self._connected().request("probe.clock", {}, timeout_s=REQUEST_TIMEOUT_S)
+            trip_s = self._clock.now() - started
+            self._pings.append((trip_s, checked(answer, "wall", float) - (wall + trip_s / 2)))
+        return self._pings
+
+    async def measure_bandwidth(self) -> str:
+        """One bulk frame to the seed, which answers when it has it all."""
+        client, payload = self._connected(), memoryview(bytes(SINK_BYTES))
+        started = self._clock.now()
+        params = {"size_bytes": SINK_BYTES, "stream": SINK_STREAM}
+        async with asyncio.TaskGroup() as group:  # tasks start in order: the request is on its way before the payload
+            group.create_task(client.request("probe.sink", params, timeout_s=SINK_TIMEOUT_S))
+            group.create_task(self._push(client.connection, payload))
+        seconds = max(self._clock.now() - started, 1e-9)
+        return (
+            f"{SINK_BYTES * 8 / seconds / 1e6:,.0f} Mbit/s to the seed ({human_bytes(SINK_BYTES)} in {seconds:.2f} s)"
+        )
+
+    async def _push(self, connection: Connection, payload: memoryview) -> None:
+        connection.send_bulk(payload, generation=0, stream=SINK_STREAM)
+        await connection.flush(timeout_s=SINK_TIMEOUT_S)
+
+    async def be_dialled_back(self) -> str:
+        """The seed dials a port of ours, as other workers would."""
+        _, port = (await self._listen()).address
+        await self._connected().request("probe.dialback", {"port": port}, timeout_s=REQUEST_TIMEOUT_S)
+        return f"the seed reached port {port} here"
+
+    async def join_and_leave(self) -> str:
+        """Register as a worker, and leave before there is anything to do."""
+        from p2ptrain.core.ids import new_id
+        from wire.handshake import dial, local_hello
+        from wire.messages import Leave
+
+        _, port = (await self._listen()).address
+        hello = local_hello(peer_id=new_id(), name=operator_name(), roles=["worker"], purpose="peer", port=port)
+        connection, welcome = await dial(self._network, self._host, self._port, hello, timeout_s=REQUEST_TIMEOUT_S)
+        connection.send(Leave("it was only a check"))
+        await connection.close()
+        return f"joined {welcome.name} as a worker and left again"
+
+    async def _listen(self) -> Server:
+        """Our own port, bound to the address from which the seed is reached; opened once."""
+        from wire.handshake import serve
+
+        if self._server is None:
+            self._server = await serve(
+                self._network,
+                self._connected().connection.local[0],
+                self._dialback_port,
+                decide=partial(_welcome, self._clock),
+                serve=_hold_until_closed,
+                on_problem=_not_ours,
+            )
+        return self._server
+
+    def _connected(self) -> SeedClient:
+        assert self._client is not None, "the handshake is essential: nothing runs without it"
+        return self._client
+
+
+class _HangUp(asyncio.BufferedProtocol):
+    """A connection that is only there to see whether there can be one."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return bytearray(1)
+
+
+async def _welcome(clock: Clock, hello: Hello, connection: Connection) -> Welcome | Refuse:
+    """Our answer to the seed's dial-back; any other caller has no business here."""
+    import p2ptrain
+    from wire.messages import PROTOCOL_VERSION, Refuse, Welcome
+
+    if hello.purpose != "probe":
+        return Refuse("role", "this is only a check, no worker")
+    software = f"p2ptrain {p2ptrain.__version__}"
+    return Welcome(PROTOCOL_VERSION, software, "", operator_name(), "", 0.0, 0.0, clock.wall())
+
+
+async def _hold_until_closed(connection: Connection, hello: Hello) -> None:
+    """The caller hangs up when it has seen enough."""
+    try:
+        async with asyncio.timeout(REQUEST_TIMEOUT_S):
+            await connection.closed.wait()
+    except TimeoutError:
+        return
+
+
+def _not_ours(error: P2PTrainError, remote: tuple[str, int]) -> None:
+    """A stranger that knocked on our port: nothing that this check is about."""

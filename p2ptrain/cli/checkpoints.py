@@ -1,0 +1,82 @@
+"""``p2ptrain checkpoints ...``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from p2ptrain.cli.lazy import new_typer
+from p2ptrain.cli.output import checked, confirm, human_bytes, human_time, number, print_json, print_table, printable
+from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, YesOption, ask
+
+app = new_typer(help="List, restore and delete checkpoints.")
+
+CheckpointArgument = Annotated[str, typer.Argument(metavar="ID", help="As `p2ptrain checkpoints list` shows it.")]
+
+
+@app.command("list")
+def list_checkpoints(
+    job: Annotated[str, typer.Option("--job", help="Only those of this job.")] = "",
+    seed: SeedOption = DEFAULT_SEED,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the checkpoints that exist, and on which machine each one lies.
+
+    \b
+    Examples:
+      p2ptrain checkpoints list
+      p2ptrain checkpoints list --job tiny --json
+    """
+    from wire.records import CheckpointInfo
+
+    answer = ask(seed, "checkpoints.list", **({"job": job} if job else {}))
+    found = [CheckpointInfo.from_map_untrusted(item) for item in checked(answer, "checkpoints", list)]
+    if as_json:
+        print_json({"checkpoints": [item.to_map() for item in found]})
+        return
+    rows = [
+        (
+            item.id,
+            str(item.step),
+            number(item.val_loss),
+            human_bytes(item.size_bytes),
+            human_time(item.created_at),
+            item.peer_name,
+            item.path,
+        )
+        for item in found
+    ]
+    print_table(("ID", "STEP", "VAL LOSS", "SIZE", "CREATED", "ON", "PATH"), rows, right=("STEP", "VAL LOSS", "SIZE"))
+    if not found:
+        typer.echo("No checkpoints yet: p2ptrain jobs save JOB", err=True)
+
+
+@app.command()
+def restore(
+    checkpoint: CheckpointArgument, yes: YesOption = False, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False
+) -> None:
+    """Take a job back to a checkpoint. The steps after it are run again.
+
+    \b
+    Example:
+      p2ptrain checkpoints restore 3f9a12bc04de@200@5c1be07a9f3d
+    """
+    confirm(f"Go back to {checkpoint}? Later steps are run again.", yes=yes)
+    job = checked(ask(seed, "checkpoints.restore", id=checkpoint), "job", str)
+    print_json({"job": job}) if as_json else typer.echo(f"job {printable(job)} goes back to {checkpoint}")
+
+
+@app.command()
+def delete(
+    checkpoint: CheckpointArgument, yes: YesOption = False, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False
+) -> None:
+    """Delete a checkpoint from the machine that holds it.
+
+    \b
+    Example:
+      p2ptrain checkpoints delete 3f9a12bc04de@200@5c1be07a9f3d --yes
+    """
+    confirm(f"Delete {checkpoint} for good?", yes=yes)
+    ask(seed, "checkpoints.delete", id=checkpoint)
+    print_json({"deleted": checkpoint}) if as_json else typer.echo(f"{checkpoint} is deleted")

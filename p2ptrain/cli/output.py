@@ -1,0 +1,96 @@
+"""What commands write: tables for people, one JSON document for programs, and nothing that a terminal would obey."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+
+_PIPE_COLUMNS = 240  # a table that is piped into a file or `grep` is not folded at 80 columns
+
+
+def printable(text: str) -> str:
+    """``text`` without control characters: names and messages come from other machines."""
+    return "".join(letter if letter.isprintable() else "�" for letter in text)
+
+
+def print_json(document: object) -> None:
+    """One JSON document on standard output."""
+    typer.echo(json.dumps(document, indent=2, ensure_ascii=True))
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
+    """A table with a header line; the columns named in ``right`` are aligned to the right."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(printable(cell)) for cell in row))
+    Console(file=sys.stdout, width=None if sys.stdout.isatty() else _PIPE_COLUMNS, highlight=False).print(table)
+
+
+def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
+    """Lines of name and value."""
+    width = max(len(name) for name, _ in pairs)
+    for name, value in pairs:
+        typer.echo(f"{name:<{width}}  {printable(value)}")
+
+
+def human_bytes(size_bytes: float) -> str:
+    """A size with a binary unit: ``3.4 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size_bytes < 1024:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.1f} TiB"
+
+
+def human_seconds(seconds: float) -> str:
+    """A duration in its two largest units: ``2 h 5 min``."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def human_time(wall: float) -> str:
+    """A moment in this machine's zone. ``wall`` is Unix seconds, from another machine: any number."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(wall))
+    except (ValueError, OverflowError, OSError):
+        return "?"
+
+
+def number(value: float | None, form: str = ".4f") -> str:
+    """A number, or a dash where it is not known."""
+    return "-" if value is None else format(value, form)
+
+
+def confirm(question: str, *, yes: bool) -> None:
+    """Ask before what cannot be undone; a program (no terminal) is not asked. Raises ``typer.Abort`` on a no."""
+    if not yes and sys.stdin.isatty():
+        typer.confirm(question, abort=True, err=True)
+
+
+def checked(result: dict[str, Any], key: str, kind: type) -> Any:
+    """``result[key]`` of a seed's answer. Raises ``ProtocolError`` where it is not a ``kind``."""
+    from p2ptrain.core.errors import ProtocolError
+
+    value = result.get(key)
+    if not isinstance(value, kind):
+        raise ProtocolError(
+            f"the seed's answer has no {key!r} of type {kind.__name__}", remedy="do both sides run the same version?"
+        )
+    return value

@@ -1,0 +1,93 @@
+"""What commands share: the event loop, the seed's address, and a request to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+if TYPE_CHECKING:
+    from wire.client import SeedClient
+
+T = TypeVar("T")
+
+DEFAULT_SEED = "127.0.0.1:7337"
+SEED_VARIABLE = "P2PTRAIN_SEED"
+CONNECT_TIMEOUT_S = 5.0
+REQUEST_TIMEOUT_S = 20.0  # longer than the seed waits for a worker that it asks on our behalf
+
+SeedOption = Annotated[
+    str, typer.Option("--seed", envvar=SEED_VARIABLE, metavar="HOST[:PORT]", help="Address of the seed.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Write one JSON document, for programs.")]
+YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+ProfileOption = Annotated[
+    str, typer.Option("--profile", "-p", metavar="NAME|PATH", help="A profile that ships, or a TOML file.")
+]
+SetOption = Annotated[
+    list[str], typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Override one setting; may be repeated.")
+]
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run a command's coroutine to its end, on uvloop where it exists. The only place that chooses a loop."""
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(main)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # Windows, or an interpreter without a build: asyncio's own loop does the same, slower
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+def default_state_dir() -> Path:
+    """Where this operating system keeps the state of a program."""
+    from platformdirs import user_state_path
+
+    return user_state_path("p2ptrain", appauthor=False)
+
+
+def seed_address(text: str) -> tuple[str, int]:
+    """Host and port of a seed. Raises ``UserError``."""
+    from wire.client import parse_address
+
+    return parse_address(text)
+
+
+@asynccontextmanager
+async def connected(seed: str) -> AsyncIterator[SeedClient]:
+    """An operator's connection to the seed, closed at the end."""
+    from wire.client import SeedClient
+    from wire.transport import TcpNetwork
+
+    host, port = seed_address(seed)
+    client = await SeedClient.connect(TcpNetwork(), host, port, name=operator_name(), timeout_s=CONNECT_TIMEOUT_S)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+def ask(seed: str, method: str, **params: Any) -> dict[str, Any]:
+    """One request to the seed, from connecting to its answer. Raises what ``SeedClient`` raises."""
+
+    async def once() -> dict[str, Any]:
+        async with connected(seed) as client:
+            return await client.request(method, params, timeout_s=REQUEST_TIMEOUT_S)
+
+    return run(once())
+
+
+def operator_name() -> str:
+    """How this command line introduces itself: the machine's name."""
+    import socket
+
+    return f"cli@{socket.gethostname()}"
