@@ -1,0 +1,258 @@
+"""Link emulation: any ``Network``, made as slow and unsteady as a ``LinkPreset`` says.
+
+``EmulatedNetwork`` wraps the transport of each connection, dialled or accepted, and shapes **what this side sends**; what it
+receives is passed through untouched. Where both ends are emulated each direction is shaped once; where only one end
+is, only the direction from it is. Dialling costs one round trip of the preset before the inner network is asked.
+Connections do not compete: each has the preset's rate for itself.
+
+A written buffer is not copied. It is cut into views of at most ``PIECE_BYTES``; each is handed to the inner transport when
+the shaper says that its last byte arrives. Until then it counts as unsent: ``get_write_buffer_size`` includes it, the
+writer must not change it, and ``pause_writing`` is called beyond the high-water mark. That mark is therefore about twice
+the bandwidth-delay product by default; a protocol that lowers it and heeds it will not fill the link, as with a small TCP
+window. Setting it to 0 and waiting for ``resume_writing`` means "all of it has gone", as everywhere.
+
+``close()`` and ``write_eof()`` reach the other side after what was written before, and no sooner than the link's delay;
+``abort()`` is at once. A cut aborts the connection; its protocol's ``connection_lost`` is given a ``ConnectionResetError``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import math
+import random
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from p2ptrain.core.world import Listener, Network, ProtocolFactory
+from wire.shaper import LinkPreset, LinkShaper
+from wire.transport_base import FlowControl, WriteData, bytes_view, unreachable
+
+PIECE_BYTES = 16 << 10
+LEAST_WINDOW_BYTES = 256 << 10
+MOST_WINDOW_BYTES = 16 << 20
+UNLIMITED_BPS = 1e9  # what an unlimited rate counts as when the high-water mark is chosen
+
+
+class EmulatedNetwork:
+    """A ``Network`` over another one, each of whose connections sends through its own ``LinkShaper``.
+
+    Args:
+        seed: fixes jitter, losses and stalls of the n-th connection of this network.
+    """
+
+    def __init__(self, inner: Network, preset: LinkPreset, seed: int) -> None:
+        self._inner = inner
+        self._preset = preset
+        self._seeds = random.Random(seed)  # noqa: S311 - the weather of a link is no secret
+
+    async def connect(self, host: str, port: int, factory: ProtocolFactory, *, timeout_s: float) -> None:
+        """Dial ``host:port``, one round trip later. Raises ``Unreachable``."""
+        round_trip_s = self._preset.rtt_s
+        await asyncio.sleep(min(round_trip_s, timeout_s))
+        if round_trip_s >= timeout_s:
+            raise unreachable(host, port, TimeoutError(), timeout_s)
+        await self._inner.connect(host, port, self._emulated(factory), timeout_s=timeout_s - round_trip_s)
+
+    async def listen(self, host: str, port: int, factory: ProtocolFactory) -> Listener:
+        """Accept connections on ``host:port``. Raises ``UserError`` where it cannot be bound."""
+        return await self._inner.listen(host, port, self._emulated(factory))
+
+    def _emulated(self, factory: ProtocolFactory) -> ProtocolFactory:
+        def wrapped() -> asyncio.BufferedProtocol:
+            rng = random.Random(self._seeds.getrandbits(64))  # noqa: S311
+            opened_at = asyncio.get_running_loop().time()
+            return _InnerProtocol(factory(), LinkShaper(self._preset, rng, opened_at=opened_at))
+
+        return wrapped
+
+
+class _InnerProtocol(asyncio.BufferedProtocol):
+    """Stands between the inner transport and the real protocol: passes reading through, keeps writing for itself."""
+
+    def __init__(self, protocol: asyncio.BufferedProtocol, shaper: LinkShaper) -> None:
+        self._protocol = protocol
+        self._shaper = shaper
+        self._transport: EmulatedTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = EmulatedTransport(transport, self._protocol, self._shaper)
+        self._protocol.connection_made(self._transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._transport is not None:
+            self._transport.inner_lost(exc)
+
+    def get_buffer(self, sizehint: int) -> Any:
+        return self._protocol.get_buffer(sizehint)
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._protocol.buffer_updated(nbytes)
+
+    def eof_received(self) -> bool:
+        # The inner transport is always kept open: it knows nothing of what is still on the emulated link.
+        if not self._protocol.eof_received() and self._transport is not None:
+            self._transport.close()
+        return True
+
+    def pause_writing(self) -> None:
+        if self._transport is not None:
+            self._transport.inner_full()
+
+    def resume_writing(self) -> None:
+        if self._transport is not None:
+            self._transport.inner_drained()
+
+
+class _Mark(enum.Enum):
+    """What else than bytes travels in order."""
+
+    EOF = enum.auto()
+    CLOSE = enum.auto()
+
+
+class EmulatedTransport(FlowControl):
+    """One side of an emulated connection: a queue of (deliver_at, view or mark) before the inner transport."""
+
+    def __init__(self, inner: asyncio.Transport, protocol: asyncio.BufferedProtocol, shaper: LinkShaper) -> None:
+        super().__init__(protocol, high_bytes=_window_bytes(shaper.preset))
+        self._inner = inner
+        self._shaper = shaper
+        self._loop = asyncio.get_running_loop()
+        self._queue: deque[tuple[float, memoryview | _Mark]] = deque()
+        self._queued_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._inner_full = False
+        self._eof = self._closing = self._lost = False
+        self._cut_error: ConnectionResetError | None = None
+        # The inner transport reports each time it is empty, so that flow control here can count down to 0.
+        inner.set_write_buffer_limits(high=0)
+        self._cut_timer = self._loop.call_at(shaper.cut_at, self._cut) if math.isfinite(shaper.cut_at) else None
+
+    # What the protocol calls.
+
+    def write(self, data: WriteData) -> None:
+        if self._eof:
+            raise RuntimeError("Cannot call write() after write_eof()")
+        view = bytes_view(data)
+        if self._closing or not view.nbytes:
+            return
+        now = self._loop.time()
+        for start in range(0, view.nbytes, PIECE_BYTES):
+            piece = view[start : start + PIECE_BYTES]
+            self._queue.append((self._shaper.send(now, piece.nbytes), piece))
+        self._queued_bytes += view.nbytes
+        self._arm()
+        self._maybe_pause()
+
+    def writelines(self, list_of_data: Iterable[WriteData]) -> None:
+        for data in list_of_data:
+            self.write(data)
+
+    def can_write_eof(self) -> bool:
+        return self._inner.can_write_eof()
+
+    def write_eof(self) -> None:
+        if not (self._eof or self._closing):
+            self._eof = True
+            self._send_mark(_Mark.EOF)
+
+    def close(self) -> None:
+        if not self._closing:
+            self._closing = True
+            self._inner.pause_reading()  # as asyncio: a closed transport delivers nothing more
+            self._send_mark(_Mark.CLOSE)
+
+    def abort(self) -> None:
+        if not self._lost:
+            self._closing = True
+            self._drop()
+            self._inner.abort()
+
+    def is_closing(self) -> bool:
+        return self._closing
+
+    def pause_reading(self) -> None:
+        if not self._closing:
+            self._inner.pause_reading()
+
+    def resume_reading(self) -> None:
+        if not self._closing:
+            self._inner.resume_reading()
+
+    def is_reading(self) -> bool:
+        return not self._closing and self._inner.is_reading()
+
+    def get_write_buffer_size(self) -> int:
+        # A closing inner transport holds nothing of ours: CLOSE is acted on when it is empty.
+        return self._queued_bytes + (0 if self._inner.is_closing() else self._inner.get_write_buffer_size())
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._inner.get_extra_info(name, default)
+
+    # What the inner transport reports.
+
+    def inner_lost(self, exc: Exception | None) -> None:
+        self._lost = self._closing = True
+        self._drop()
+        self._protocol.connection_lost(self._cut_error or exc)
+
+    def inner_full(self) -> None:
+        self._inner_full = True
+
+    def inner_drained(self) -> None:
+        self._inner_full = False
+        self._release(self._loop.time())
+
+    # The link.
+
+    def _send_mark(self, mark: _Mark) -> None:
+        self._queue.append((self._shaper.send(self._loop.time(), 0), mark))
+        self._arm()
+
+    def _arm(self) -> None:
+        if self._timer is None and self._queue and not self._inner_full:
+            due_at = self._queue[0][0]
+            self._timer = self._loop.call_at(due_at, self._on_timer, due_at)
+
+    def _on_timer(self, due_at: float) -> None:
+        self._timer = None
+        # A loop with a coarse clock fires a little early; what it fired for is due all the same.
+        self._release(max(due_at, self._loop.time()))
+
+    def _release(self, now: float) -> None:
+        if self._inner.is_closing():  # it failed by itself, and is about to say so
+            return self._drop()
+        while self._queue and self._queue[0][0] <= now and not self._inner_full:
+            _, item = self._queue.popleft()
+            if isinstance(item, memoryview):
+                self._queued_bytes -= item.nbytes
+                self._inner.write(item)
+            elif item is _Mark.EOF:
+                self._inner.write_eof()
+            else:
+                self._inner.close()
+        self._maybe_resume()
+        return self._arm()
+
+    def _cut(self) -> None:
+        age_s = self._shaper.preset.cut_after_s
+        self._cut_error = ConnectionResetError(
+            f"the emulated link {self._shaper.preset.name} was cut after {age_s:g} s"
+        )
+        self.abort()
+
+    def _drop(self) -> None:
+        self._queue.clear()
+        self._queued_bytes = 0
+        for timer in (self._timer, self._cut_timer):
+            if timer is not None:
+                timer.cancel()
+        self._timer = None
+
+
+def _window_bytes(preset: LinkPreset) -> int:
+    in_flight_bytes = (preset.rate_bps or UNLIMITED_BPS) / 8 * (preset.delay_s + preset.jitter_s)
+    return int(min(max(2 * in_flight_bytes, LEAST_WINDOW_BYTES), MOST_WINDOW_BYTES))

@@ -1,0 +1,338 @@
+"""A network inside one process, for tests and simulations: the fake that ships beside ``wire.transport.TcpNetwork``."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import errno
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from p2ptrain.core.world import Listener, ProtocolFactory
+from wire.transport_base import Address, FlowControl, WriteData, bytes_view, cannot_listen, check_port, unreachable
+
+EVERY_INTERFACE = frozenset({"", "0.0.0.0", "::"})  # noqa: S104 - recognised, not bound
+DEFAULT_HOST = "127.0.0.1"
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+ANY_NAME = ""
+
+
+class MemoryNetwork:
+    """A network inside one process and one event loop; works on virtual time.
+
+    Any host name exists. ``at(host)`` is the same network as seen from another host: what is dialled there comes from
+    that name, and what listens there on every interface is found under it. Listening on every interface of the default
+    host is found under any name.
+
+    A pipe has no buffer of its own: bytes stay in the writer's memory, uncopied and counted as unsent, until they are in
+    the reader's buffer. Unlike with a kernel between, what was not read has not gone.
+
+    Args:
+        pipe_bytes: the default high-water mark of a connection, and the most that one delivery moves.
+    """
+
+    def __init__(self, *, pipe_bytes: int = 256 << 10) -> None:
+        self._host = DEFAULT_HOST
+        self._hub = _Hub(pipe_bytes)
+
+    def at(self, host: str) -> MemoryNetwork:
+        """This network, as seen from ``host``."""
+        view = copy.copy(self)
+        view._host = host
+        return view
+
+    async def connect(self, host: str, port: int, factory: ProtocolFactory, *, timeout_s: float) -> None:
+        """Dial ``host:port``. Raises ``Unreachable``; between silenced hosts only when ``timeout_s`` passed."""
+        target = self._host if host in LOOPBACK else host
+        path = frozenset((self._host, target))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._hub.passable(path)
+        except TimeoutError as error:
+            raise unreachable(host, port, error, timeout_s) from error
+        listener = self._hub.listener_at(target, port)
+        if listener is None or path in self._hub.cut:
+            raise unreachable(host, port, ConnectionRefusedError(), timeout_s)
+        here, there = (self._host, self._hub.free_port()), (target, port)
+        dialler = _MemoryTransport(self._hub, path, factory(), sockname=here, peername=there)
+        acceptor = _MemoryTransport(self._hub, path, listener.factory(), sockname=there, peername=here)
+        dialler.open(acceptor)
+        acceptor.open(dialler)
+        try:
+            await asyncio.sleep(0)  # one turn: both protocols have their transports
+        except asyncio.CancelledError:
+            dialler.abort()
+            raise
+
+    async def listen(self, host: str, port: int, factory: ProtocolFactory) -> Listener:
+        """Accept connections on ``host:port``. Raises ``UserError`` where it is taken."""
+        check_port(port, least=0)
+        port = port or self._hub.free_port()
+        found_at = self._host if host in LOOPBACK else host
+        if host in EVERY_INTERFACE:
+            found_at = ANY_NAME if self._host == DEFAULT_HOST else self._host
+        listener = _MemoryListener(self._hub, (host, port), (found_at, port), factory)
+        if self._hub.listeners.setdefault(listener.key, listener) is not listener:
+            raise cannot_listen(host, port, OSError(errno.EADDRINUSE, ""))
+        return listener
+
+    def cut(self, a: str, b: str) -> None:
+        """Reset every connection between two hosts, and refuse new ones until ``mend``."""
+        path = frozenset((a, b))
+        self._hub.cut.add(path)
+        for transport in [t for t in self._hub.transports if t.path == path]:
+            transport.lose(ConnectionResetError(f"the link between {a} and {b} was cut"))
+
+    def silence(self, a: str, b: str) -> None:
+        """Deliver nothing between two hosts, no end of a connection either, until ``mend``: a pulled cable."""
+        self._hub.silent.add(frozenset((a, b)))
+
+    def mend(self, a: str, b: str) -> None:
+        """End ``cut`` and ``silence``; what was held back is delivered."""
+        path = frozenset((a, b))
+        self._hub.cut.discard(path)
+        self._hub.silent.discard(path)
+        self._hub.wake()
+
+
+class _Hub:
+    """What all views of one ``MemoryNetwork`` share."""
+
+    def __init__(self, pipe_bytes: int) -> None:
+        self.pipe_bytes = pipe_bytes
+        self.listeners: dict[Address, _MemoryListener] = {}
+        self.transports: dict[_MemoryTransport, None] = {}  # a set that keeps the order of opening
+        self.cut: set[frozenset[str]] = set()
+        self.silent: set[frozenset[str]] = set()
+        self._mended = asyncio.Event()
+        self._last_port = 49151
+
+    def free_port(self) -> int:
+        taken = {port for _, port in self.listeners}
+        while True:
+            self._last_port += 1
+            if self._last_port not in taken:
+                return self._last_port
+
+    def listener_at(self, host: str, port: int) -> _MemoryListener | None:
+        return self.listeners.get((host, port)) or self.listeners.get((ANY_NAME, port))
+
+    async def passable(self, path: frozenset[str]) -> None:
+        while path in self.silent:
+            await self._mended.wait()
+
+    def wake(self) -> None:
+        self._mended.set()
+        self._mended.clear()
+        for transport in self.transports:
+            transport.pump_soon()
+            transport.other.pump_soon()  # which may be gone already, its end of stream held back
+
+
+class _MemoryListener:
+    def __init__(self, hub: _Hub, address: Address, key: Address, factory: ProtocolFactory) -> None:
+        self.key = key
+        self.factory = factory
+        self._hub = hub
+        self._address = address
+
+    @property
+    def address(self) -> Address:
+        return self._address
+
+    async def close(self) -> None:
+        if self._hub.listeners.get(self.key) is self:
+            del self._hub.listeners[self.key]
+
+
+class _MemoryTransport(FlowControl):
+    """One end of a connection. Its queue holds what it wrote and the other end has not read.
+
+    All that reaches the other end goes through ``_pump``, which runs as a callback of the loop, never inside a call of
+    a protocol: bytes and the end of the stream wait until the other end reads, a reset until it reads or writes
+    (nobody polls a socket for less). A closed end has stopped reading; what arrives there is lost.
+    """
+
+    def __init__(
+        self,
+        hub: _Hub,
+        path: frozenset[str],
+        protocol: asyncio.BufferedProtocol,
+        *,
+        sockname: Address,
+        peername: Address,
+    ) -> None:
+        super().__init__(protocol, high_bytes=hub.pipe_bytes)
+        self.path = path
+        self._hub = hub
+        self._extra = {"sockname": sockname, "peername": peername}
+        self._loop = asyncio.get_running_loop()
+        self._queue: deque[memoryview] = deque()
+        self._queued_bytes = 0
+        self._reading = True
+        self._eof = self._eof_delivered = False
+        self._closing = self._lost = False
+        self._reset: ConnectionResetError | None = None  # sent by the other end, not seen yet
+        self._pump_scheduled = False
+
+    def open(self, other: _MemoryTransport) -> None:
+        """Join the two ends; ``connection_made`` follows."""
+        self.other = other
+        self._hub.transports[self] = None
+        self._loop.call_soon(self._protocol.connection_made, self)
+
+    # What the protocol calls.
+
+    def write(self, data: WriteData) -> None:
+        if self._eof and not self._closing:
+            raise RuntimeError("Cannot call write() after write_eof()")
+        view = bytes_view(data)
+        if self._closing or not view.nbytes:
+            return
+        self._queue.append(view)
+        self._queued_bytes += view.nbytes
+        self.pump_soon()
+        self._maybe_pause()
+
+    def writelines(self, list_of_data: Iterable[WriteData]) -> None:
+        for data in list_of_data:
+            self.write(data)
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        self._eof = True
+        self.pump_soon()
+
+    def close(self) -> None:
+        self._closing = self._eof = True
+        self.pump_soon()
+        self.other.pump_soon()  # what it still sends is lost now
+
+    def abort(self) -> None:
+        if not self._lost:
+            self._eof_delivered = True  # none follows: the other end is reset
+            self.lose(None)
+            self.other.be_reset()
+
+    def is_closing(self) -> bool:
+        return self._closing
+
+    def pause_reading(self) -> None:
+        self._reading = False
+
+    def resume_reading(self) -> None:
+        self._reading = True
+        self.pump_soon()
+        self.other.pump_soon()
+
+    def is_reading(self) -> bool:
+        return self._reading and not self._closing
+
+    def get_write_buffer_size(self) -> int:
+        return self._queued_bytes
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._extra.get(name, default)
+
+    # The pipe.
+
+    def pump_soon(self) -> None:
+        if not self._pump_scheduled:
+            self._pump_scheduled = True
+            self._loop.call_soon(self._pump)
+
+    def be_reset(self) -> None:
+        self._reset = _connection_reset()
+        self.pump_soon()
+
+    def lose(self, error: Exception | None) -> None:
+        """Drop what is queued and end: ``connection_lost`` follows, once."""
+        if self._lost:
+            return
+        self._lost = self._closing = True
+        self._drop()
+        self._hub.transports.pop(self, None)
+        self._loop.call_soon(self._protocol.connection_lost, error)
+
+    def _pump(self) -> None:
+        self._pump_scheduled = False
+        if self.path not in self._hub.silent:
+            self._meet_reset()
+            self._move_bytes()
+            self._move_eof()
+        if self._closing and not self._queue:
+            self.lose(None)
+
+    def _meet_reset(self) -> None:
+        if self._reset is not None and (self._reading or self._queue or self._closing):
+            self.lose(self._reset)
+
+    def _move_bytes(self) -> None:
+        if self.other._closing:
+            if self._queue and self.other._eof_delivered and not self._closing:
+                self.lose(_connection_reset())
+            self._drop()
+        elif self._queue and self.other._reading:
+            self._deliver()
+            if self._queue:
+                self.pump_soon()
+        if not self._lost:
+            self._maybe_resume()
+
+    def _move_eof(self) -> None:
+        if self._eof and not self._eof_delivered and not self._queue and self.other.is_reading():
+            self._eof_delivered = True
+            self.other._receive_eof()
+
+    def _deliver(self) -> None:
+        """One read of the other end: fills its buffer as far as the queue and ``pipe_bytes`` go."""
+        reader = self.other._protocol
+        try:
+            # Both views are released before the protocol is told: it may resize a bytearray then.
+            with memoryview(reader.get_buffer(-1)) as buffer, buffer.cast("B") as into:
+                if not into.nbytes:
+                    raise RuntimeError("get_buffer() returned an empty buffer")
+                nbytes = self._take(into)
+            if nbytes:
+                reader.buffer_updated(nbytes)
+        except Exception as error:  # noqa: BLE001 - reported to the loop, as every transport of asyncio does
+            self.other._fail(error)
+
+    def _take(self, into: memoryview) -> int:
+        room = min(into.nbytes, self._hub.pipe_bytes)
+        taken = 0
+        while self._queue and taken < room:
+            head = self._queue.popleft()
+            nbytes = min(head.nbytes, room - taken)
+            into[taken : taken + nbytes] = head[:nbytes]
+            if nbytes < head.nbytes:
+                self._queue.appendleft(head[nbytes:])
+            taken += nbytes
+        self._queued_bytes -= taken
+        return taken
+
+    def _receive_eof(self) -> None:
+        try:
+            keep_open = self._protocol.eof_received()
+        except Exception as error:  # noqa: BLE001 - as above
+            return self._fail(error)
+        if not keep_open:
+            self.close()
+        return None
+
+    def _fail(self, error: Exception) -> None:
+        context = {"message": "a protocol raised", "exception": error, "transport": self, "protocol": self._protocol}
+        self._loop.call_exception_handler(context)
+        self.lose(error)
+        self.other.be_reset()
+
+    def _drop(self) -> None:
+        self._queue.clear()
+        self._queued_bytes = 0
+
+
+def _connection_reset() -> ConnectionResetError:
+    return ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
