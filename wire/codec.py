@@ -1,0 +1,197 @@
+"""Messages to msgpack maps and back, checked against the annotations of ``wire.messages``.
+
+The annotations are the schema: each is compiled once into a check of the decoded value's exact type. Whatever a peer
+sends, ``decode_untrusted`` returns a message whose every field has the annotated type, or raises ``ProtocolError``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import msgpack
+
+from p2ptrain.core.errors import ProtocolError
+from wire import messages
+from wire.frame import CONTROL_FRAME_BYTES, LAST_HANDSHAKE_KIND
+from wire.messages import PROTOCOL_VERSION, Hello, Message, Welcome
+
+MAX_LIST_ITEMS = 4096
+MAX_MAP_ITEMS = 1024
+MAX_HANDSHAKE_ITEMS = 64
+"""The same for handshake messages: nested lists that claim many items cost memory before they are found to be short."""
+MAX_DEPTH = 8
+"""Levels of lists and maps in a free-form value."""
+
+MESSAGE_TYPES: dict[int, type[Message]] = {
+    item.KIND: item
+    for item in vars(messages).values()
+    if isinstance(item, type) and issubclass(item, Message) and item is not Message
+}
+"""Frame kind → class, of every message there is."""
+
+Check = Callable[[Any], Any]
+
+
+def encode(message: Message) -> bytes:
+    """The body of ``message``'s control frame.
+
+    What a peer would refuse is not sent: our own encoding is decoded first.
+
+    Raises:
+        ValueError, TypeError: a field does not have the type or the size that its annotation allows.
+    """
+    body: bytes = msgpack.packb(dataclasses.asdict(message), use_bin_type=True)
+    try:
+        decode_untrusted(message.KIND, body)
+    except ProtocolError as error:
+        raise ValueError(f"cannot be sent: {error.message}") from error
+    return body
+
+
+def decode_untrusted(kind: int, body: bytes | bytearray | memoryview) -> Message:
+    """The message in a control frame's body.
+
+    A ``Hello`` or ``Welcome`` of another protocol version is decoded as far as all versions agree, ``version`` and
+    ``software``; its other fields are empty. The handshake refuses it, and can say why. Handshake messages may have
+    fields that are unknown here.
+
+    Raises:
+        ProtocolError: the body is anything but one message of this kind.
+    """
+    cls = MESSAGE_TYPES.get(kind)
+    if cls is None:
+        raise ProtocolError(f"a message of unknown kind {kind}")
+    source = _unpack_untrusted(body, handshake=kind <= LAST_HANDSHAKE_KIND)
+    if not isinstance(source, dict):
+        raise ProtocolError(f"{cls.__name__} is not a map")
+    if cls in (Hello, Welcome) and type(version := source.get("version")) is int and version != PROTOCOL_VERSION:
+        return _foreign(cls, version, source.get("software"))
+    message: Message = _message_check(kind)(source)
+    return message
+
+
+def _unpack_untrusted(body: bytes | bytearray | memoryview, *, handshake: bool) -> object:
+    limit = MAX_HANDSHAKE_ITEMS if handshake else None
+    try:
+        return msgpack.unpackb(
+            body,
+            raw=False,
+            strict_map_key=True,
+            object_pairs_hook=_strict_map,
+            max_str_len=CONTROL_FRAME_BYTES,
+            max_bin_len=CONTROL_FRAME_BYTES,
+            max_array_len=limit or MAX_LIST_ITEMS,
+            max_map_len=limit or MAX_MAP_ITEMS,
+            max_ext_len=0,
+        )
+    except (
+        ValueError,
+        msgpack.UnpackException,
+    ) as error:  # its StackError and FormatError are both
+        raise ProtocolError(f"not a msgpack map: {error or type(error).__name__}") from error
+
+
+def _strict_map(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ProtocolError("a map that names a key twice")
+    if not all(type(key) is str for key in result):
+        raise ProtocolError("a map with a key that is not text")
+    return result
+
+
+def _foreign(cls: type[Message], version: int, software: object) -> Message:
+    text = software if isinstance(software, str) else "an unknown release"
+    if cls is Hello:
+        return Hello(version, text, "", "", [], "")
+    return Welcome(version, text, "", "", "", 0.0, 0.0, 0.0)
+
+
+# ------------------------------------------------------------------------------------- annotations, compiled to checks
+
+
+@cache
+def _message_check(kind: int) -> Check:
+    return _dataclass_check(MESSAGE_TYPES[kind], lenient=kind <= LAST_HANDSHAKE_KIND)
+
+
+def _dataclass_check(cls: type[Any], *, lenient: bool = False) -> Check:
+    """Map → instance. Every field must be there; where ``lenient``, defaults fill in and unknown fields are ignored."""
+    hints = typing.get_type_hints(cls)
+    fields = dataclasses.fields(cls)
+    checks = {item.name: _check(hints[item.name], f"{cls.__name__}.{item.name}") for item in fields}
+    optional = {
+        item.name
+        for item in fields
+        if item.default is not dataclasses.MISSING or item.default_factory is not dataclasses.MISSING
+    }
+
+    def check(source: dict[str, Any]) -> Any:
+        if missing := checks.keys() - source.keys() - (optional if lenient else set()):
+            raise ProtocolError(f"{cls.__name__} lacks {min(missing)!r}")
+        if not lenient and (unknown := source.keys() - checks.keys()):
+            raise ProtocolError(f"{cls.__name__} has an unknown field {min(unknown)[:40]!r}")
+        return cls(**{name: check_field(source[name]) for name, check_field in checks.items() if name in source})
+
+    return check
+
+
+def _check(hint: Any, where: str) -> Check:
+    """The check of one value; ``where`` names it in errors."""
+    if hint is Any:
+        return lambda value: _json_like(value, where, MAX_DEPTH)
+    arms: dict[type, Check] = {}
+    for arm in typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,):
+        if arm is float:
+            arms.setdefault(int, float)  # other encoders write 1.0 as 1; an int arm of the same union keeps it an int
+        arms[_runtime_type(arm)] = _arm_check(arm, where)
+
+    def check(value: Any) -> Any:
+        arm = arms.get(type(value))
+        if arm is None:
+            raise ProtocolError(f"{where} has type {type(value).__name__}")
+        return arm(value)
+
+    return check
+
+
+def _runtime_type(arm: Any) -> type:
+    """The type that msgpack makes of an annotation's values."""
+    result: type = dict if dataclasses.is_dataclass(arm) else typing.get_origin(arm) or arm
+    return result
+
+
+def _arm_check(arm: Any, where: str) -> Check:
+    if dataclasses.is_dataclass(arm):
+        assert isinstance(arm, type)
+        return _dataclass_check(arm)
+    origin, args = typing.get_origin(arm), typing.get_args(arm)
+    if origin is list:
+        item = _check(args[0], where)
+        return lambda value: [item(each) for each in value]
+    if origin is dict:
+        item = _check(args[1], where)
+        return lambda value: {key: item(each) for key, each in value.items()}
+    assert arm in (int, float, str, bytes, bool, types.NoneType), f"{where}: no check for {arm}"
+    return _unchanged
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+def _json_like(value: Any, where: str, depth: int) -> Any:
+    if type(value) in (str, int, float, bool, types.NoneType):
+        return value
+    if depth == 0:
+        raise ProtocolError(f"{where} is more than {MAX_DEPTH} levels deep")
+    if type(value) is list:
+        return [_json_like(each, where, depth - 1) for each in value]
+    if type(value) is dict:
+        return {key: _json_like(each, where, depth - 1) for key, each in value.items()}
+    raise ProtocolError(f"{where} holds a {type(value).__name__}")

@@ -1,0 +1,385 @@
+"""One framed connection: the asyncio shell around ``wire.frame``.
+
+It runs on any loop and any ``asyncio.Transport``. Control frames are queued for ``receive``; bulk payloads go from the
+socket into posted buffers and from the caller's memory to the socket. There is no task, future or timer per frame.
+
+Reading pauses while a bulk frame waits for its post or while the queue of control frames is full, so a peer that sends
+faster than we take is held back by TCP, not by our memory. Before the handshake ended the queue holds one frame: what
+the other side sends right behind its last handshake frame stays in the kernel until ``allow_large`` was called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+from p2ptrain.core.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    P2PTrainError,
+    ProtocolError,
+    Refused,
+)
+from wire.codec import MESSAGE_TYPES, decode_untrusted, encode
+from wire.frame import (
+    BulkDone,
+    ControlFrame,
+    FrameDecoder,
+    encode_bulk_header,
+    encode_control,
+)
+from wire.messages import Message, Refuse
+
+INBOX_FRAMES = 64
+SEND_LIMIT_BYTES = 1 << 20
+GARBLED = "protocol-error"
+"""Code of the ``Refuse`` that is the last word to a peer whose bytes made no sense."""
+MAX_REFUSE_CHARS = 400  # twice this, in any script, fits the 4 KiB of a handshake frame
+
+_KINDS = frozenset(MESSAGE_TYPES)
+
+M = TypeVar("M", bound=Message)
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """One control frame, decoded."""
+
+    message: Message
+    generation: int
+    stream: int
+
+
+class Connection(asyncio.BufferedProtocol):
+    """One framed connection, made by a factory given to ``Network.connect`` or ``Network.listen``.
+
+    All methods are called on the event loop's thread.
+
+    Args:
+        opened: called once the transport is there; how a server learns of what it accepted.
+        send_limit_bytes: control bytes that may wait unsent before the peer counts as not reading.
+
+    Attributes:
+        bytes_in, bytes_out: running totals, headers included, for people.
+        last_heard: loop time of the last byte received.
+        closed: set when the transport is gone.
+        close_cause: why the connection ended; None while it lives and where this side closed it on purpose.
+    """
+
+    def __init__(
+        self, opened: Callable[[Connection], None] | None = None, *, send_limit_bytes: int = SEND_LIMIT_BYTES
+    ) -> None:
+        self.bytes_in = 0
+        self.bytes_out = 0
+        self.last_heard = 0.0
+        self.closed = asyncio.Event()
+        self.close_cause: P2PTrainError | None = None
+        self._opened = opened
+        self._send_limit_bytes = send_limit_bytes
+        self._decoder = FrameDecoder(_KINDS)
+        self._inbox: deque[Received] = deque()
+        self._inbox_limit = 1
+        self._refusal: Refuse | None = None
+        self._waiters: set[asyncio.Future[None]] = set()  # of receive and flush: woken by any news, they look again
+        self._attached = False
+        self._ended = False
+        self._reading = True
+        self._control_unsent = 0  # control bytes sent since nothing was left unsent: an upper bound of those unsent
+        self._remote = self._local = ("?", 0)
+
+    # ---------------------------------------------------------------------------------------------------- for callers
+
+    @property
+    def remote(self) -> tuple[str, int]:
+        return self._remote
+
+    @property
+    def local(self) -> tuple[str, int]:
+        return self._local
+
+    @property
+    def fence(self) -> int:
+        """Frames of a generation in ``range(1, fence)`` are dropped by rule, posted buffers too. It only grows."""
+        return self._decoder.fence
+
+    @fence.setter
+    def fence(self, generation: int) -> None:
+        self._decoder.raise_fence(generation)
+        self._steer_reading()
+
+    def allow_large(self) -> None:
+        """The handshake ended: 64 KiB control frames of every kind, and bulk frames, are welcome."""
+        self._decoder.allow_large()
+        self._inbox_limit = INBOX_FRAMES
+        self._steer_reading()
+
+    async def receive(self, *, timeout_s: float) -> Received:
+        """The next control frame. What arrived before the peer closed is still handed out.
+
+        Raises:
+            DeadlineExceeded: none came in time; the connection lives on.
+            ConnectionLost, ProtocolError, Refused: the connection ended, by this cause.
+        """
+        if not self._inbox:
+            await self._until(lambda: bool(self._inbox), timeout_s, "sent nothing")
+        received = self._inbox.popleft()
+        self._steer_reading()
+        return received
+
+    async def expect(self, kind: type[M], *, timeout_s: float) -> M:
+        """The next control frame, which must be a ``kind``.
+
+        Raises:
+            Refused: it is a ``Refuse``.
+            ProtocolError: it is anything else; the connection is closed.
+            DeadlineExceeded, ConnectionLost: as ``receive``.
+        """
+        message = (await self.receive(timeout_s=timeout_s)).message
+        if isinstance(message, kind):
+            return message
+        if isinstance(message, Refuse):
+            raise self._refused(message)
+        error = ProtocolError(f"{self._name} sent {type(message).__name__} where {kind.__name__} was due")
+        self.abort(error)
+        raise error
+
+    def send(self, message: Message, *, generation: int = 0, stream: int = 0) -> None:
+        """Hand one control frame to the transport. Never blocks.
+
+        Raises:
+            ConnectionLost: the connection ended, or the peer does not read and the connection is closed for it.
+            UserError: the message is longer than a frame may be.
+        """
+        self._check_open()
+        frame = encode_control(message.KIND, encode(message), generation=generation, stream=stream)
+        self._write_control(frame)
+        unsent = self._transport.get_write_buffer_size()
+        if min(unsent, self._control_unsent) > self._send_limit_bytes:
+            self.abort(DeadlineExceeded(f"{self._name} does not read: {unsent} bytes wait to be sent"))
+            self._check_open()
+
+    def send_bulk(self, payload: memoryview, *, generation: int, stream: int) -> None:
+        """Hand a header and the caller's memory to the transport, without a copy. Never blocks.
+
+        Args:
+            payload: contiguous, of any format; unchanged by the caller until ``flush`` returned.
+
+        Raises:
+            ConnectionLost: the connection ended.
+        """
+        self._check_open()
+        header = encode_bulk_header(payload.nbytes, generation=generation, stream=stream)
+        self.bytes_out += len(header) + payload.nbytes
+        self._transport.writelines([header, payload] if payload.nbytes else [header])
+
+    async def flush(self, *, timeout_s: float) -> None:
+        """Wait until all that was sent is in the kernel; from then on sent memory may change.
+
+        Raises:
+            DeadlineExceeded: the peer does not read; the memory is still in use until the connection is closed.
+            ConnectionLost: the connection ended.
+        """
+        self._check_open()
+        if self._transport.get_write_buffer_size():
+            await self._until(
+                lambda: not self._ended and not self._transport.get_write_buffer_size(), timeout_s, "took no more bytes"
+            )
+
+    def post(self, into: memoryview, *, generation: int, stream: int, done: Callable[[], None]) -> None:
+        """The next bulk frame of (generation, stream), in order of posting, lands in ``into``.
+
+        ``done`` is called from the event loop, never from within this call, when it is complete; not at all where the
+        connection ends or ``fence`` passes ``generation`` before. A frame of another length is a ``ProtocolError``.
+
+        Raises:
+            ConnectionLost: the connection ended.
+        """
+        self._check_open()
+        try:
+            event = self._decoder.post(into, generation=generation, stream=stream, done=done)
+        except ProtocolError as error:
+            self.abort(error)
+            return
+        if event is not None:
+            self._loop.call_soon(event.done)
+        self._steer_reading()
+
+    async def close(self, *, timeout_s: float = 1.0) -> None:
+        """Send what is queued, then close; after ``timeout_s`` give up on it. Never raises, may be called twice."""
+        if not self._ended:
+            self._inbox.clear()
+            self._end(None)
+            if self._attached:
+                self._transport.close()
+        if not self._attached:
+            return
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self.closed.wait()
+        finally:
+            if not self.closed.is_set():
+                self._transport.abort()
+        await self.closed.wait()  # abort() ends in connection_lost at once, whatever the peer does
+
+    def abort(self, cause: P2PTrainError | None = None) -> None:
+        """Close now and drop what is queued. Every waiter gets ``cause``, ``ConnectionLost`` where there is none.
+
+        A peer at fault (``ProtocolError``) is told so, where the kernel takes these bytes at once.
+        """
+        if self._ended:
+            return
+        self._inbox.clear()
+        self._end(cause or self._closed_here())
+        if not self._attached:
+            return
+        if isinstance(cause, ProtocolError) and not self._transport.get_write_buffer_size():
+            self._write_control(encode_control(Refuse.KIND, encode(last_word(GARBLED, cause)), generation=0, stream=0))
+            if not self._transport.get_write_buffer_size():
+                self._transport.close()
+                return
+        self._transport.abort()
+
+    # ------------------------------------------------------------------------------------- asyncio.BufferedProtocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._attached = True
+        self._loop = asyncio.get_running_loop()
+        self._remote = _address(transport.get_extra_info("peername"))
+        self._local = _address(transport.get_extra_info("sockname"))
+        self.last_heard = self._loop.time()
+        self._transport.set_write_buffer_limits(
+            high=0
+        )  # resume_writing then means: all of the caller's memory was taken
+        if self._ended:  # given up while it was being dialled
+            self._transport.abort()
+        elif self._opened is not None:
+            self._opened(self)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._decoder.next_buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.bytes_in += nbytes
+        self.last_heard = self._loop.time()
+        try:
+            event = self._decoder.received(nbytes)
+            if event is None:
+                return
+            if isinstance(event, BulkDone):
+                event.done()
+            elif isinstance(event, ControlFrame):
+                self._deliver(event)
+            else:
+                self._steer_reading()
+        except ProtocolError as error:
+            self.abort(ProtocolError(f"{self._name}: {error.message}", remedy=error.remedy))
+
+    def eof_received(self) -> bool:
+        middle = "" if self._decoder.between_frames else " in the middle of a frame"
+        self._end_by_peer(f"{self._name} closed the connection{middle}")
+        self._transport.abort()  # what it did not read by now it never will
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_by_peer(f"the connection to {self._name} broke: {exc or 'it was reset'}")
+        self.closed.set()
+
+    def pause_writing(self) -> None:
+        """The kernel took less than all. Nothing to do: senders are bounded by ``flush`` and the send limit."""
+
+    def resume_writing(self) -> None:
+        self._control_unsent = 0
+        self._wake()
+
+    # ------------------------------------------------------------------------------------------------------ internals
+
+    @property
+    def _name(self) -> str:
+        return f"{self._remote[0]}:{self._remote[1]}"
+
+    def _check_open(self) -> None:
+        if self._ended:
+            cause = self.close_cause or self._closed_here()
+            if isinstance(cause, ConnectionLost):
+                raise cause.with_traceback(None)
+            raise ConnectionLost(f"the connection to {self._name} ended: {cause.message}", remedy=cause.remedy)
+
+    def _closed_here(self) -> ConnectionLost:
+        return ConnectionLost(f"the connection to {self._name} was closed by this side")
+
+    def _refused(self, refuse: Refuse) -> Refused:
+        return Refused(refuse.code, f"{self._name} refuses: {refuse.message}", remedy=refuse.remedy)
+
+    async def _until(self, satisfied: Callable[[], bool], timeout_s: float, silence: str) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not satisfied():
+                    if self._ended:
+                        raise (self.close_cause or self._closed_here()).with_traceback(None)
+                    waiter = self._loop.create_future()
+                    self._waiters.add(waiter)
+                    try:
+                        await waiter
+                    finally:
+                        self._waiters.discard(waiter)
+        except TimeoutError:
+            raise DeadlineExceeded(f"{self._name} {silence} for {timeout_s:g} s") from None
+
+    def _wake(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _end(self, cause: P2PTrainError | None) -> None:
+        if not self._ended:
+            self._ended = True
+            self.close_cause = cause
+            self._wake()
+
+    def _end_by_peer(self, how: str) -> None:
+        self._end(self._refused(self._refusal) if self._refusal else ConnectionLost(how))
+
+    def _deliver(self, frame: ControlFrame) -> None:
+        message = decode_untrusted(frame.kind, frame.body)
+        if isinstance(message, Refuse):
+            self._refusal = message  # its last word, and so the cause of the end that follows
+        self._inbox.append(Received(message, frame.generation, frame.stream))
+        self._steer_reading()
+        self._wake()
+
+    def _steer_reading(self) -> None:
+        wanted = not self._decoder.waiting and len(self._inbox) < self._inbox_limit
+        if wanted == self._reading or self._ended:
+            return
+        self._reading = wanted
+        if wanted:
+            self._transport.resume_reading()
+        else:
+            self._transport.pause_reading()
+
+    def _write_control(self, frame: bytes) -> None:
+        if not self._transport.get_write_buffer_size():
+            self._control_unsent = 0
+        self._control_unsent += len(frame)
+        self.bytes_out += len(frame)
+        self._transport.write(frame)
+
+
+def last_word(code: str, error: P2PTrainError) -> Refuse:
+    """The ``Refuse`` that tells a peer of ``error``, cut to what a handshake frame holds."""
+    return Refuse(code, _printable(error.message), _printable(error.remedy))
+
+
+def _printable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()[:MAX_REFUSE_CHARS]
+
+
+def _address(name: object) -> tuple[str, int]:
+    """Host and port of a socket's name; IPv6 names have two parts more, other sockets have none."""
+    return (str(name[0]), int(name[1])) if isinstance(name, tuple) and len(name) >= 2 else ("?", 0)

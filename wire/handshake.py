@@ -1,0 +1,283 @@
+"""Hello, then Welcome or Refuse: who may talk to whom, decided within 4 KiB and 5 seconds.
+
+::
+
+    dial                                        serve
+      Hello ───────────────────────────────────▶  judge_hello: a version that is not ours is refused, nobody is asked
+                                                  decide(hello): Welcome or Refuse, by the owner
+      judge_answer  ◀────────── Welcome | Refuse
+      large frames allowed                        large frames allowed, serve(connection, hello) runs
+
+The two judges are pure and are paired in the tests without sockets; ``dial`` and ``serve`` are the shells around them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from enum import StrEnum
+
+from p2ptrain import __version__
+from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, ProtocolError, Refused
+from p2ptrain.core.world import Listener, Network
+from wire.connection import GARBLED, Connection, last_word
+from wire.messages import PROTOCOL_VERSION, Hello, Message, Refuse, Scalar, Welcome
+
+HANDSHAKE_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 1.0
+SOFTWARE = f"p2ptrain {__version__}"
+
+
+class RefusalCode(StrEnum):
+    """Why a peer says no: stable words for programs, the ``code`` of ``Refuse`` and ``Refused``."""
+
+    VERSION = "version-mismatch"
+    PROTOCOL = GARBLED
+    TOO_SLOW = "too-slow"
+    WRONG_JOB = "wrong-job"
+    STALE_GENERATION = "stale-generation"
+    NOT_A_NEIGHBOUR = "not-a-neighbour"
+    NOT_A_MEMBER = "not-a-member"
+    UNREACHABLE = "unreachable"
+    DUPLICATE_PEER = "duplicate-peer"
+    ROLE = "role"
+    FULL = "full"
+    CORPUS = "corpus"
+    BUSY = "busy"
+    SHUTTING_DOWN = "shutting-down"
+
+
+Decide = Callable[[Hello, Connection], Awaitable[Welcome | Refuse]]
+Serve = Callable[[Connection, Hello], Awaitable[None]]
+OnProblem = Callable[[P2PTrainError, tuple[str, int]], None]
+
+
+def local_hello(
+    *,
+    peer_id: str,
+    name: str,
+    roles: Sequence[str],
+    purpose: str,
+    capabilities: Mapping[str, Scalar] | None = None,
+    job: str = "",
+    generation: int = 0,
+    host: str = "",
+    port: int = 0,
+) -> Hello:
+    """The ``Hello`` of this process: protocol version and software filled in."""
+    return Hello(
+        version=PROTOCOL_VERSION,
+        software=SOFTWARE,
+        peer_id=peer_id,
+        name=name,
+        roles=list(roles),
+        purpose=purpose,
+        capabilities=dict(capabilities or {}),
+        job=job,
+        generation=generation,
+        host=host,
+        port=port,
+    )
+
+
+def local_welcome(
+    *,
+    peer_id: str,
+    name: str,
+    wall: float,
+    cluster_id: str = "",
+    heartbeat_s: float = 0.0,
+    death_s: float = 0.0,
+) -> Welcome:
+    """The ``Welcome`` of this process: protocol version and software filled in."""
+    return Welcome(PROTOCOL_VERSION, SOFTWARE, peer_id, name, cluster_id, heartbeat_s, death_s, wall)
+
+
+# ------------------------------------------------------------------------------------------------------ pure decisions
+
+
+def judge_hello(hello: Hello) -> Refuse | None:
+    """What must be refused whatever the owner thinks; None where the owner decides."""
+    if hello.version == PROTOCOL_VERSION:
+        return None
+    return _version_refusal((hello.version, hello.software), (PROTOCOL_VERSION, SOFTWARE))
+
+
+def judge_answer(answer: Message, address: str) -> Welcome:
+    """The ``Welcome`` that a caller may build on.
+
+    Raises:
+        Refused: the answer is a ``Refuse``, or a ``Welcome`` of another protocol version.
+        ProtocolError: it is no answer to a ``Hello``.
+    """
+    if isinstance(answer, Welcome) and answer.version != PROTOCOL_VERSION:
+        answer = _version_refusal((PROTOCOL_VERSION, SOFTWARE), (answer.version, answer.software))
+    if isinstance(answer, Refuse):
+        raise Refused(answer.code, f"{address} refuses: {answer.message}", remedy=answer.remedy)
+    if not isinstance(answer, Welcome):
+        raise ProtocolError(f"{address} answered a Hello with {type(answer).__name__}")
+    return answer
+
+
+def _version_refusal(caller: tuple[int, str], answerer: tuple[int, str]) -> Refuse:
+    """Both (version, software) in one sentence that is true on both sides of the wire, and who is to upgrade."""
+    older = "calling" if caller < answerer else "answering"
+    return Refuse(
+        RefusalCode.VERSION,
+        f"the calling side speaks protocol {caller[0]} ({caller[1][:64]}), "
+        f"the answering side speaks protocol {answerer[0]} ({answerer[1][:64]})",
+        remedy=f"upgrade p2ptrain on the {older} side to a release that speaks protocol {max(caller[0], answerer[0])}",
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- shells
+
+
+async def dial(network: Network, host: str, port: int, hello: Hello, *, timeout_s: float) -> tuple[Connection, Welcome]:
+    """Connect, say ``hello``, be let in. On any failure, cancellation included, the connection is closed.
+
+    Args:
+        timeout_s: for all of it, from the first packet to the answer.
+
+    Raises:
+        Unreachable, Refused, ProtocolError, DeadlineExceeded, ConnectionLost
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    connection = Connection()
+    try:
+        await network.connect(host, port, lambda: connection, timeout_s=timeout_s)
+        connection.send(hello)
+        answer = await connection.receive(timeout_s=max(0.0, deadline - loop.time()))
+        welcome = judge_answer(answer.message, f"{host}:{port}")
+        connection.allow_large()
+    except BaseException:
+        connection.abort()
+        await connection.close()
+        raise
+    return connection, welcome
+
+
+class Server:
+    """Accepts connections, shakes hands, and runs the owner's ``serve`` for each. Made by ``serve()``."""
+
+    def __init__(
+        self, *, decide: Decide, serve: Serve, max_half_open: int, on_problem: OnProblem, handshake_timeout_s: float
+    ) -> None:
+        self._decide = decide
+        self._serve = serve
+        self._max_half_open = max_half_open
+        self._on_problem = on_problem
+        self._handshake_timeout_s = handshake_timeout_s
+        self._half_open = 0
+        self._handlers: dict[asyncio.Task[None], Connection] = {}
+        self._closing = False
+        self._listener: Listener | None = None
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port that are really listened on."""
+        assert self._listener is not None
+        return self._listener.address
+
+    async def start(self, network: Network, host: str, port: int) -> None:
+        """Listen. Raises ``UserError`` where the address cannot be bound."""
+        self._listener = await network.listen(host, port, lambda: Connection(self._accept))
+
+    async def close(self) -> None:
+        """Stop listening, cancel what runs, close its connections; done within a second or so. May be called twice."""
+        self._closing = True
+        if self._listener is not None:
+            await self._listener.close()
+        handlers = dict(self._handlers)
+        for handler in handlers:
+            handler.cancel()
+        if handlers:
+            await asyncio.wait(handlers, timeout=CLOSE_TIMEOUT_S)
+        for connection in handlers.values():  # of handlers that had not begun, or do not end
+            connection.abort()
+
+    def _accept(self, connection: Connection) -> None:
+        if self._closing:
+            connection.abort()
+            return
+        handler = asyncio.get_running_loop().create_task(self._handle(connection), name="wire.handshake.serve")
+        self._handlers[handler] = connection
+        handler.add_done_callback(self._handled)
+
+    def _handled(self, handler: asyncio.Task[None]) -> None:
+        del self._handlers[handler]
+        if not handler.cancelled() and (error := handler.exception()) is not None:
+            context = {"message": "serving a connection failed", "exception": error, "task": handler}
+            asyncio.get_running_loop().call_exception_handler(context)
+
+    async def _handle(self, connection: Connection) -> None:
+        try:
+            verdict = await self._verdict(connection)
+            if isinstance(verdict, Refuse):
+                self._on_problem(Refused(verdict.code, verdict.message, remedy=verdict.remedy), connection.remote)
+                connection.send(verdict)
+                return
+            hello, welcome = verdict
+            connection.allow_large()  # before the answer: the caller may speak as soon as it has it
+            connection.send(welcome)
+            await self._serve(connection, hello)
+        except P2PTrainError as error:
+            self._on_problem(error, connection.remote)
+        finally:
+            await connection.close(timeout_s=CLOSE_TIMEOUT_S)
+
+    async def _verdict(self, connection: Connection) -> tuple[Hello, Welcome] | Refuse:
+        if self._half_open >= self._max_half_open:
+            return Refuse(RefusalCode.BUSY, f"{self._half_open} handshakes are under way", "try again in a few seconds")
+        deadline = asyncio.get_running_loop().time() + self._handshake_timeout_s
+        self._half_open += 1
+        try:
+            hello = await connection.expect(Hello, timeout_s=self._handshake_timeout_s)
+            async with asyncio.timeout_at(deadline):
+                answer = judge_hello(hello) or await self._decide(hello, connection)
+        except DeadlineExceeded as error:
+            return last_word(RefusalCode.TOO_SLOW, error)
+        except TimeoutError:
+            return Refuse(RefusalCode.TOO_SLOW, f"no decision within {self._handshake_timeout_s:g} s", "try again")
+        except Refused as error:
+            return last_word(error.code, error)
+        finally:
+            self._half_open -= 1
+        return answer if isinstance(answer, Refuse) else (hello, answer)
+
+
+async def serve(
+    network: Network,
+    host: str,
+    port: int,
+    *,
+    decide: Decide,
+    serve: Serve,
+    on_problem: OnProblem,
+    max_half_open: int = 256,
+    handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
+) -> Server:
+    """Listen on ``host:port`` and serve whoever is let in.
+
+    Args:
+        decide: answers a ``Hello`` of our protocol version; must end within the handshake's time. To raise
+            ``Refused`` is the same as to return a ``Refuse``.
+        serve: runs as a task of its own per connection; when it returns or raises a ``P2PTrainError`` the connection is
+            closed.
+        on_problem: told of every refusal, and every error of a handshake or of ``serve``, with the peer's address.
+        max_half_open: connections whose handshake has not ended; more are refused as busy.
+        handshake_timeout_s: for the whole handshake, ``decide`` included.
+
+    Raises:
+        UserError: the address cannot be bound.
+    """
+    server = Server(
+        decide=decide,
+        serve=serve,
+        max_half_open=max_half_open,
+        on_problem=on_problem,
+        handshake_timeout_s=handshake_timeout_s,
+    )
+    await server.start(network, host, port)
+    return server
