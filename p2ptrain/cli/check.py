@@ -27,6 +27,7 @@ from p2ptrain.cli.runtime import (
     seed_address,
 )
 from p2ptrain.core.errors import P2PTrainError, Unreachable, UserError
+from p2ptrain.core.ids import new_id
 
 if TYPE_CHECKING:
     from p2ptrain.core.world import Clock, Network
@@ -54,7 +55,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One thing that can go wrong. ``work`` returns what it saw, or raises; without an ``essential`` one the rest is moot."""
+    """One thing that can go wrong: ``work`` returns what it saw, or raises. An ``essential`` one carries the later ones."""
 
     name: str
     work: Callable[[], Awaitable[str]]
@@ -180,11 +181,7 @@ class Visit:
 
     async def shake_hands(self) -> str:
         """Hello and Welcome, as an operator."""
-        from wire.client import SeedClient
-
-        self._client = await SeedClient.connect(
-            self._network, self._host, self._port, name=operator_name(), timeout_s=CONNECT_TIMEOUT_S
-        )
+        self._client = await self._connect()
         welcome = self._client.welcome
         return f"{welcome.name} runs {welcome.software} (protocol {welcome.version}), cluster {welcome.cluster_id}"
 
@@ -212,20 +209,19 @@ class Visit:
 
     async def measure_bandwidth(self) -> str:
         """One bulk frame to the seed, which answers when it has it all."""
-        client, payload = self._connected(), memoryview(bytes(SINK_BYTES))
-        started = self._clock.now()
-        params = {"size_bytes": SINK_BYTES, "stream": SINK_STREAM}
-        async with asyncio.TaskGroup() as group:  # tasks start in order: the request is on its way before the payload
-            group.create_task(client.request("probe.sink", params, timeout_s=SINK_TIMEOUT_S))
-            group.create_task(self._push(client.connection, payload))
-        seconds = max(self._clock.now() - started, 1e-9)
+        client = await self._connect()  # one of its own: a payload that nobody takes would block what comes after it
+        try:
+            started = self._clock.now()
+            params = {"size_bytes": SINK_BYTES, "stream": SINK_STREAM}
+            await asyncio.gather(  # started in this order: the request is on its way before the payload
+                client.request("probe.sink", params, timeout_s=SINK_TIMEOUT_S), _push(client.connection)
+            )
+            seconds = max(self._clock.now() - started, 1e-9)
+        finally:
+            await client.close()
         return (
             f"{SINK_BYTES * 8 / seconds / 1e6:,.0f} Mbit/s to the seed ({human_bytes(SINK_BYTES)} in {seconds:.2f} s)"
         )
-
-    async def _push(self, connection: Connection, payload: memoryview) -> None:
-        connection.send_bulk(payload, generation=0, stream=SINK_STREAM)
-        await connection.flush(timeout_s=SINK_TIMEOUT_S)
 
     async def be_dialled_back(self) -> str:
         """The seed dials a port of ours, as other workers would."""
@@ -235,7 +231,6 @@ class Visit:
 
     async def join_and_leave(self) -> str:
         """Register as a worker, and leave before there is anything to do."""
-        from p2ptrain.core.ids import new_id
         from wire.handshake import dial, local_hello
         from wire.messages import Leave
 
@@ -261,6 +256,13 @@ class Visit:
             )
         return self._server
 
+    async def _connect(self) -> SeedClient:
+        from wire.client import SeedClient
+
+        return await SeedClient.connect(
+            self._network, self._host, self._port, name=operator_name(), timeout_s=CONNECT_TIMEOUT_S
+        )
+
     def _connected(self) -> SeedClient:
         assert self._client is not None, "the handshake is essential: nothing runs without it"
         return self._client
@@ -276,15 +278,19 @@ class _HangUp(asyncio.BufferedProtocol):
         return bytearray(1)
 
 
+async def _push(connection: Connection) -> None:
+    connection.send_bulk(memoryview(bytes(SINK_BYTES)), generation=0, stream=SINK_STREAM)
+    await connection.flush(timeout_s=SINK_TIMEOUT_S)
+
+
 async def _welcome(clock: Clock, hello: Hello, connection: Connection) -> Welcome | Refuse:
     """Our answer to the seed's dial-back; any other caller has no business here."""
-    import p2ptrain
-    from wire.messages import PROTOCOL_VERSION, Refuse, Welcome
+    from wire.handshake import RefusalCode, local_welcome
+    from wire.messages import Refuse
 
     if hello.purpose != "probe":
-        return Refuse("role", "this is only a check, no worker")
-    software = f"p2ptrain {p2ptrain.__version__}"
-    return Welcome(PROTOCOL_VERSION, software, "", operator_name(), "", 0.0, 0.0, clock.wall())
+        return Refuse(RefusalCode.ROLE, "this is only a check, no worker")
+    return local_welcome(peer_id=new_id(), name=operator_name(), wall=clock.wall())
 
 
 async def _hold_until_closed(connection: Connection, hello: Hello) -> None:

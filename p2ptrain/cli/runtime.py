@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-DEFAULT_SEED = "127.0.0.1:7337"
+DEFAULT_PORT = 7337
+DEFAULT_SEED = f"127.0.0.1:{DEFAULT_PORT}"
 SEED_VARIABLE = "P2PTRAIN_SEED"
 CONNECT_TIMEOUT_S = 5.0
 REQUEST_TIMEOUT_S = 20.0  # longer than the seed waits for a worker that it asks on our behalf
@@ -84,6 +85,16 @@ def ask(seed: str, method: str, **params: Any) -> dict[str, Any]:
             return await client.request(method, params, timeout_s=REQUEST_TIMEOUT_S)
 
     return run(once())
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address names this machine only."""
+    import ipaddress
+
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def operator_name() -> str:

@@ -1,0 +1,58 @@
+# p2ptrain: `make help` lists what there is. Works with GNU make 3.81 (macOS) and newer.
+
+PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+VENV ?= .venv
+PIP_FLAGS ?=
+BIN := $(VENV)/bin
+
+DEMO_STATE ?= .p2ptrain/demo
+DEMO_ARGS ?=
+PROMPT ?= def 
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-fast lint format clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: $(VENV)/.installed ## train a small model on this machine with two workers, then let it write
+	$(BIN)/p2ptrain up --profile tiny --state $(DEMO_STATE) $(DEMO_ARGS)
+	$(BIN)/p2ptrain generate "$(PROMPT)" --tokens 200 --checkpoint $(DEMO_STATE)
+
+test: $(VENV)/.installed-dev ## run all tests
+	$(BIN)/python -m pytest
+
+test-fast: $(VENV)/.installed-dev ## run the tests that take less than ten seconds each
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: $(VENV)/.installed-dev ## check style, types and who imports whom
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.installed-dev ## format the code, and write the example profile anew
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/python -m configs.example > configs/profiles/example.toml.new
+	mv configs/profiles/example.toml.new configs/profiles/example.toml
+
+clean: ## remove the environment, caches and the demo's state
+	rm -rf $(VENV) build dist *.egg-info .p2ptrain .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp is newer than what it was installed from, so an environment is made anew where the versions changed.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "error: p2ptrain needs Python 3.11 or newer, and there is none on the PATH"; \
+		echo "  → install one, or name it: make PYTHON=/path/to/python3 $(MAKECMDGOALS)"; exit 2; } >&2
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "error: p2ptrain needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1)"; \
+		echo "  → name a newer one: make PYTHON=/path/to/python3 $(MAKECMDGOALS)"; exit 2; } >&2
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable ".[dev]"
+	@touch $@
