@@ -1,0 +1,246 @@
+"""The corpus: text found, read, checked, tokenized once, and cut into windows to train on and windows held out.
+
+Every member reads its own copy, so what is read must be the same everywhere: files in the order of their relative
+paths, line ends made ``\\n``. The digest tells whether it was.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from p2ptrain.compute.device import HOST, check_memory
+from p2ptrain.compute.sampling import Indices, permuted
+from p2ptrain.compute.tokenizer import Tokenizer, Tokens
+from p2ptrain.core.errors import ConfigError, UserError
+
+STDLIB = "stdlib"
+TEXT_SUFFIXES = frozenset(
+    {".txt", ".md", ".rst", ".tex", ".jsonl", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".rs", ".go", ".java"}
+    | {".kt", ".js", ".ts", ".rb", ".sh", ".sql", ".toml"}
+)
+"""What a directory is searched for; a file or a glob may have any suffix."""
+
+_STDLIB_SKIPPED = frozenset(
+    {"__pycache__", "site-packages", "dist-packages"}  # not the library itself
+    | {"test", "tests", "idlelib", "turtledemo", "lib2to3"}  # its tests, and programs
+    | {"encodings", "pydoc_data"}  # generated tables: code pages, help topics
+)
+_STDLIB_LOCAL = ("_sysconfigdata", "sitecustomize", "usercustomize")  # differ from machine to machine
+_BLOCK_WINDOWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class DataSpec:
+    """The ``[data]`` table.
+
+    Attributes:
+        path: ``stdlib`` (the running Python's own sources), a file, a directory, a glob, or ``.jsonl``.
+        sequence_tokens: targets in one window, T; a window has T + 1 tokens.
+        text_key: the field of each ``.jsonl`` line that holds the text.
+        limit_bytes: read no more than that much text (UTF-8 bytes); 0 for all.
+        validation_fraction: share of the windows that is held out.
+    """
+
+    path: str = STDLIB
+    sequence_tokens: int = 128
+    text_key: str = "text"
+    limit_bytes: int = 0
+    validation_fraction: float = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Tokenized text, and which windows of it are for what.
+
+    Window ``w`` is ``tokens[w T : w T + T + 1]``: neighbours share one token, the last target of the one and the first
+    input of the other, so every token but the first is a target exactly once.
+
+    Attributes:
+        tokens: shape (n,), uint8, uint16 or int32.
+        digest: SHA-256 over the type's name, the vocabulary's size and the tokens (little-endian), hex.
+        training, validation: window numbers, disjoint. Held out are blocks of 16 neighbouring windows, chosen
+        pseudo-randomly
+            over the whole corpus (the same ones for every seed): blocks, so that a window's own surroundings were not
+            trained on; all over, so that they represent it. ``validation`` begins with one window of each block, so
+            that a few batches represent it too.
+    """
+
+    tokens: Tokens
+    vocab_size: int
+    sequence_tokens: int
+    digest: str
+    training: Indices
+    validation: Indices
+
+    def window_tokens(self, windows: Indices) -> Indices:
+        """The tokens of ``windows`` (B,), shape (B, T + 1), int64."""
+        offsets = windows[:, None] * self.sequence_tokens + np.arange(self.sequence_tokens + 1)
+        windows_tokens: Indices = self.tokens[offsets].astype(np.int64)
+        return windows_tokens
+
+
+def load_corpus(spec: DataSpec, tokenizer: Tokenizer) -> Corpus:
+    """Find, read and tokenize what ``spec`` names.
+
+    Raises:
+        ConfigError: a key of ``[data]`` is wrong, or there is too little text for it.
+        UserError: a file cannot be read or is not text.
+        ResourceError: it does not fit into memory.
+    """
+    if spec.sequence_tokens < 1:
+        raise ConfigError(f"data.sequence_tokens = {spec.sequence_tokens} is not positive")
+    if not 0 < spec.validation_fraction <= 0.5:
+        raise ConfigError(f"data.validation_fraction = {spec.validation_fraction} is not in (0, 0.5]")
+    if spec.limit_bytes < 0:
+        raise ConfigError(f"data.limit_bytes = {spec.limit_bytes} is negative", remedy="use 0 for no limit")
+    files = find_files(spec.path)
+    total = sum(_size(file) for file in files)
+    read_bytes = min(total, spec.limit_bytes or total)
+    check_memory(read_bytes * (3 if tokenizer.is_bytes else 8), HOST, f"reading {read_bytes / 1e6:.1f} MB of text")
+    tokens = tokenizer.encode(_limited(_texts(files, spec.text_key), spec.limit_bytes))
+    training, validation = split_windows(spec, len(tokens))
+    hasher = hashlib.sha256(f"{tokens.dtype.name} {tokenizer.vocab_size} ".encode())
+    hasher.update(np.ascontiguousarray(tokens, tokens.dtype.newbyteorder("<")).data)
+    return Corpus(tokens, tokenizer.vocab_size, spec.sequence_tokens, hasher.hexdigest(), training, validation)
+
+
+def split_windows(spec: DataSpec, token_count: int) -> tuple[Indices, Indices]:
+    """Window numbers to train on, ascending, and window numbers held out (see ``Corpus``). Raises ``ConfigError``."""
+    windows = max(0, token_count - 1) // spec.sequence_tokens
+    block = min(_BLOCK_WINDOWS, max(1, windows // 8))  # a tiny corpus has tiny blocks
+    blocks = windows // block
+    if blocks < 2:
+        raise ConfigError(
+            f"data.path = {spec.path!r} has {token_count} tokens, too few for windows of {spec.sequence_tokens}",
+            remedy=f"give at least {2 * spec.sequence_tokens + 1} tokens of text, or a smaller data.sequence_tokens",
+        )
+    chosen = np.arange(max(1, min(blocks - 1, round(blocks * spec.validation_fraction))))
+    held_blocks = np.sort(permuted(chosen, blocks, key=0))
+    held = (held_blocks[:, None] * block + np.arange(block)).astype(np.int64)
+    is_training = np.ones(windows, dtype=np.bool_)
+    is_training[held] = False
+    return np.flatnonzero(is_training).astype(np.int64), held.T.reshape(-1)
+
+
+# ---------------------------------------------------------------------------------------------------------------- files
+
+
+def find_files(path: str) -> list[Path]:
+    """The files that ``data.path`` names, in the order of their relative paths. Raises ``ConfigError``."""
+    if path == STDLIB:
+        return _stdlib_files()
+    place = Path(path).expanduser()
+    if place.is_file():
+        return [place]
+    if place.is_dir():
+        found = _sorted_below(place, (item for item in place.rglob("*") if item.suffix in TEXT_SUFFIXES))
+        if not found:
+            names = " ".join(sorted(TEXT_SUFFIXES))
+            raise ConfigError(f"data.path = {path!r} has no text files", remedy=f"a directory is searched for {names}")
+        return found
+    if not glob.has_magic(path):
+        raise ConfigError(
+            f"data.path = {path!r} does not exist",
+            remedy="give stdlib, a file, a directory, a glob or a .jsonl; paths are relative to where the worker runs",
+        )
+    matches = sorted(Path(name) for name in glob.glob(str(place), recursive=True))
+    if not (found := [item for item in matches if item.is_file()]):
+        raise ConfigError(
+            f"data.path = {path!r} matches no file", remedy="quote the glob and check where the worker runs"
+        )
+    return found
+
+
+def _stdlib_files() -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    found = [
+        file
+        for file in _sorted_below(root, root.rglob("*.py"))
+        if not _STDLIB_SKIPPED.intersection(file.relative_to(root).parts[:-1])
+        and not file.name.startswith(_STDLIB_LOCAL)
+    ]
+    if not found:
+        raise ConfigError(f"this Python has no library sources in {root}", remedy="set data.path to a text of your own")
+    return found
+
+
+def _sorted_below(root: Path, files: Iterator[Path]) -> list[Path]:
+    return sorted((file for file in files if file.is_file()), key=lambda file: file.relative_to(root).as_posix())
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError as error:
+        raise _unreadable(file, error) from error
+
+
+# ----------------------------------------------------------------------------------------------------------------- text
+
+
+def _texts(files: list[Path], text_key: str) -> Iterator[str]:
+    for file in files:
+        text = _read_text(file)
+        documents = _jsonl_texts(text, file, text_key) if file.suffix == ".jsonl" else [text]
+        for document in documents:
+            if document:
+                yield document if document.endswith("\n") else document + "\n"
+
+
+def _read_text(file: Path) -> str:
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise _unreadable(file, error) from error
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{file} is not UTF-8 text (byte {error.start})", remedy="convert it with iconv -t UTF-8, or leave it out"
+        ) from error
+    if "\0" in text:
+        raise UserError(f"{file} is not text: byte {text.index(chr(0))} is zero", remedy="leave it out of data.path")
+    return text.replace("\r\n", "\n")
+
+
+def _jsonl_texts(text: str, file: Path, text_key: str) -> Iterator[str]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{file}:{number} is not JSON", remedy="a .jsonl has one JSON object a line") from error
+        value = record.get(text_key) if isinstance(record, dict) else None
+        if not isinstance(value, str):
+            raise UserError(
+                f"{file}:{number} has no text under {text_key!r}", remedy="set data.text_key to the field with the text"
+            )
+        yield value
+
+
+def _limited(texts: Iterator[str], limit_bytes: int) -> Iterator[str]:
+    """``texts`` until ``limit_bytes`` of UTF-8 are reached, the last one cut between two characters; 0 for all."""
+    if not limit_bytes:
+        yield from texts
+        return
+    left = limit_bytes
+    for text in texts:
+        encoded = text.encode()
+        if len(encoded) >= left:
+            yield encoded[:left].decode(errors="ignore")
+            return
+        yield text
+        left -= len(encoded)
+
+
+def _unreadable(file: Path, error: OSError) -> UserError:
+    return UserError(f"cannot read {file}: {error.strerror or error}", remedy="check its permissions, or leave it out")

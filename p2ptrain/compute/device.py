@@ -1,0 +1,98 @@
+"""Where tensors live: found by itself or as asked, and its memory checked before it is filled."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from p2ptrain.core.errors import ConfigError, ResourceError, UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A torch device, and its name for people, such as ``"cpu (2 threads)"`` or ``"cuda:0 NVIDIA H100"``."""
+
+    torch_device: torch.device
+    label: str
+
+    @property
+    def kind(self) -> str:
+        """``"cpu"``, ``"cuda"`` or ``"mps"``."""
+        return self.torch_device.type
+
+
+def pick_device(kind: str, threads: int = 0) -> Device:
+    """The device to compute on. Sets torch's thread count for the whole process.
+
+    Args:
+        kind: ``"auto"`` (CUDA, then MPS, then the CPU), ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"mps"``.
+        threads: of CPU kernels; 0 leaves the choice to torch (every core).
+
+    Raises:
+        UserError: a device was named that this machine does not have.
+    """
+    if threads < 0 or threads > 1024:
+        raise ConfigError(
+            f"device.threads = {threads} is not a number of threads", remedy="use 0 to 1024; 0 is all cores"
+        )
+    if threads:
+        torch.set_num_threads(threads)
+    name, _, index = kind.partition(":")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if name == "cuda" and (index.isdecimal() or not index):
+        return _cuda(int(index or 0), kind)
+    if index or name not in ("cpu", "mps"):
+        raise ConfigError(f"device.kind = {kind!r} is not a device", remedy="use auto, cpu, cuda, cuda:0, ... or mps")
+    if name == "mps":
+        if not torch.backends.mps.is_available():
+            raise UserError("this machine has no MPS device (Apple GPU)", remedy="use auto or cpu")
+        return Device(torch.device("mps"), f"mps {platform.machine()}")
+    count = torch.get_num_threads()
+    return Device(torch.device("cpu"), f"cpu ({count} thread{'s' * (count != 1)})")
+
+
+def _cuda(index: int, kind: str) -> Device:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if index >= count:
+        have = f"{count} CUDA device{'s' * (count != 1)}" if count else "no CUDA device that this torch can use"
+        remedy = (
+            f"use cuda:0 to cuda:{count - 1}" if count else "use auto or cpu, or install torch with CUDA and its driver"
+        )
+        raise UserError(f"device {kind!r} was asked for and this machine has {have}", remedy=remedy)
+    return Device(torch.device("cuda", index), f"cuda:{index} {torch.cuda.get_device_name(index)}")
+
+
+def check_memory(need_bytes: int, device: Device, what: str) -> None:
+    """Refuse a load that does not fit, before anything is allocated.
+
+    Args:
+        what: is about to be loaded, such as ``"training 124 M parameters"``.
+
+    Raises:
+        ResourceError: with both numbers.
+    """
+    available = torch.cuda.mem_get_info(device.torch_device)[0] if device.kind == "cuda" else _host_available()
+    if need_bytes > available:
+        raise ResourceError(
+            f"{what} needs {need_bytes / 2**30:.2f} GiB and {device.label} has {available / 2**30:.2f} GiB free",
+            remedy="use a smaller model or less data, close other programs, or use a larger device",
+        )
+
+
+def _host_available() -> int:
+    """Bytes that may be allocated: the machine's, or what a container's limit (cgroup v2) leaves."""
+    available = int(psutil.virtual_memory().available)
+    try:
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
+            return min(available, int(limit.read()) - int(used.read()))
+    except (OSError, ValueError):  # no container, or "max": no limit
+        return available
+
+
+HOST = Device(torch.device("cpu"), f"this machine ({os.cpu_count()} cores)")
+"""The host's memory, whatever the device of the computation."""

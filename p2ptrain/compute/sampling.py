@@ -1,0 +1,77 @@
+"""Which text a micro-batch reads: a pure function of (seed, epoch, step, micro-batch). No state, nothing to coordinate.
+
+Samples are counted through the whole run: micro-batch ``m`` of step ``s`` takes samples ``(s M + m) B ... + B - 1``.
+Sample ``c`` is position ``c mod N`` of epoch ``c div N``, and each epoch visits the N training windows in the order of
+a keyed permutation: a balanced Feistel network over the next even power of two, cycle-walked back into range (Black
+and Rogaway, "Ciphers with arbitrary finite domains", 2002). So each window is read exactly once per epoch, and any
+sample is found without the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Indices = npt.NDArray[np.int64]
+_Words = npt.NDArray[np.uint64]
+
+_ROUNDS = 6  # four make it pseudo-random (Luby and Rackoff); the halves are short, so two more
+
+
+def permuted(positions: Indices, size: int, key: int) -> Indices:
+    """Where each of ``positions`` (below ``size``) goes under permutation ``key`` of ``range(size)``. Same shape."""
+    half_bits = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    result = _feistel(positions.astype(np.uint64), half_bits, key)
+    while (outside := result >= size).any():  # at most 4 size in the domain: four rounds of this on average
+        result[outside] = _feistel(result[outside], half_bits, key)
+    return result.astype(np.int64)
+
+
+def _feistel(words: _Words, half_bits: np.uint64, key: int) -> _Words:
+    mask = (np.uint64(1) << half_bits) - np.uint64(1)
+    left, right = words >> half_bits, words & mask
+    for number in range(_ROUNDS):
+        round_key = np.uint64(_mixed_key(key, number))
+        left, right = right, left ^ (_splitmix(right ^ round_key) & mask)
+    return (left << half_bits) | right
+
+
+def _splitmix(words: _Words) -> _Words:
+    """The finalizer of SplitMix64 (Steele, Lea, Flood, 2014)."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def _mixed_key(*parts: int) -> int:
+    """64 bits that stand for ``parts``."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+
+
+@dataclass(frozen=True, slots=True)
+class WindowSampler:
+    """The order of the samples of one run.
+
+    Attributes:
+        windows: training windows, N.
+        micro_batches: in a global batch, M.
+        sequences: in a micro-batch, B.
+    """
+
+    windows: int
+    seed: int
+    micro_batches: int
+    sequences: int
+
+    def sample(self, step: int, micro_batch: int) -> Indices:
+        """The windows, each below ``windows``, of one micro-batch, shape (B,)."""
+        first = (step * self.micro_batches + micro_batch) * self.sequences
+        epochs, positions = np.divmod(np.arange(first, first + self.sequences, dtype=np.int64), self.windows)
+        result = np.empty_like(positions)
+        for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
+            here = epochs == epoch
+            result[here] = permuted(positions[here], self.windows, _mixed_key(self.seed, epoch))
+        return result

@@ -1,0 +1,117 @@
+"""Text to token ids and back: bytes by default, or the ``tokenizer.json`` that a model directory brings.
+
+The byte-level vocabulary is the 256 byte values, id = byte. It needs no file; in a checkpoint it is written as the
+equivalent ``tokenizer.json`` (byte-level BPE without merges), so that ``AutoTokenizer`` opens the directory anywhere.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
+
+from p2ptrain.core.errors import ConfigError, StorageError
+
+Tokens = npt.NDArray[np.generic]
+
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+_TEXTS_PER_CALL = 256
+
+
+class Tokenizer:
+    """One vocabulary.
+
+    Attributes:
+        vocab_size: ids are below it.
+        backend: the equivalent tokenizer of the ``tokenizers`` library.
+        is_bytes: id = byte value.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, source: Path | None = None) -> None:
+        self.backend = backend
+        self.is_bytes = backend.get_vocab() == _byte_vocabulary()
+        self.vocab_size = 1 + max(backend.get_vocab().values())
+        self._source = source
+
+    @classmethod
+    def of_bytes(cls) -> Tokenizer:
+        """The byte-level vocabulary."""
+        backend = tokenizers.Tokenizer(BPE(vocab=_byte_vocabulary(), merges=[]))
+        backend.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = ByteLevelDecoder()
+        return cls(backend)
+
+    @classmethod
+    def of_directory(cls, directory: Path) -> Tokenizer:
+        """The vocabulary of a model directory. Raises ``ConfigError``."""
+        path = directory / "tokenizer.json"
+        try:
+            return cls(tokenizers.Tokenizer.from_str(path.read_text("utf-8")), directory)
+        except Exception as error:  # the library raises bare Exception for a malformed file
+            raise ConfigError(
+                f"cannot read the tokenizer {path}: {error}",
+                remedy="save the fast tokenizer there: AutoTokenizer.from_pretrained(...).save_pretrained(...)",
+            ) from error
+
+    @property
+    def dtype(self) -> np.dtype[np.generic]:
+        """The smallest type that holds every id: uint8, uint16 or int32."""
+        size = self.vocab_size
+        return np.dtype(np.uint8 if size <= 1 << 8 else np.uint16 if size <= 1 << 16 else np.int32)
+
+    def encode(self, texts: Iterable[str]) -> Tokens:
+        """All texts' ids, one after the other, shape (tokens,), no special tokens added."""
+        if self.is_bytes:
+            return np.frombuffer(b"".join(text.encode() for text in texts), dtype=np.uint8)
+        parts: list[Tokens] = []
+        batch: list[str] = []
+        for text in texts:
+            batch.append(text)
+            if len(batch) == _TEXTS_PER_CALL:
+                parts.append(self._encode_batch(batch))
+                batch = []
+        return np.concatenate([*parts, self._encode_batch(batch)])
+
+    def save(self, directory: Path) -> None:
+        """Write it where ``AutoTokenizer.from_pretrained`` finds it. Raises ``StorageError``."""
+        try:
+            if self._source is None:
+                fast: Any = PreTrainedTokenizerFast  # its annotations are partial
+                fast(tokenizer_object=self.backend, clean_up_tokenization_spaces=False).save_pretrained(directory)
+                return
+            for name in _FILES:
+                if (self._source / name).is_file():
+                    shutil.copyfile(self._source / name, directory / name)
+        except OSError as error:
+            raise StorageError(f"cannot write the tokenizer to {directory}: {error.strerror or error}") from error
+
+    def _encode_batch(self, texts: list[str]) -> Tokens:
+        encodings = self.backend.encode_batch(texts, add_special_tokens=False)
+        return np.concatenate([np.zeros(0, self.dtype), *(np.array(item.ids, self.dtype) for item in encodings)])
+
+
+def _byte_vocabulary() -> dict[str, int]:
+    """The printable stand-in of each byte → the byte (GPT-2's ``bytes_to_unicode``): the form ``ByteLevel`` works
+    in."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    vocabulary = {chr(byte): byte for byte in plain}
+    others = (byte for byte in range(256) if byte not in set(plain))
+    return vocabulary | {chr(256 + index): byte for index, byte in enumerate(others)}

@@ -1,0 +1,252 @@
+"""The real engine: a model, its optimizer and its data behind ``roles.engine.Engine``.
+
+On a CPU the reduce buffer *is* the gradient memory: nothing is copied between backward and the ring. On a GPU the
+gradients live there and are copied to a (pinned, for CUDA) host buffer once per step, and back once it is reduced.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from p2ptrain.compute.data import DataSpec, load_corpus
+from p2ptrain.compute.device import Device
+from p2ptrain.compute.flat import FlatAdamW, FlatModel, OptimizerSpec, square_sum
+from p2ptrain.compute.model import ModelSpec, build_model, check_training_memory, load_model, model_config
+from p2ptrain.compute.sampling import Indices, WindowSampler
+from p2ptrain.compute.tokenizer import Tokenizer
+from p2ptrain.core.errors import ConfigError, JobFailed, P2PTrainError, StorageError
+from p2ptrain.core.training import Applied, Blob
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+TRAINING_FILE = "training.json"
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
+
+
+class Trainer:
+    """See ``roles.engine.Engine`` for the methods. All block; call them on one thread.
+
+    Args:
+        steps: of the whole run; the learning rate's schedule ends there.
+        seed: of the initial weights and of the samples' order.
+        micro_batches: in a global batch, M, whoever computes them.
+        micro_batch_sequences: B; its shape never depends on the cluster.
+        validation_batches: at most; fewer where less text is held out.
+        precision: ``fp32``, or ``bf16`` for autocast (weights, gradients and moments stay fp32).
+
+    Raises:
+        ConfigError, UserError, ResourceError: see ``model_config``, ``load_corpus``, ``check_training_memory``.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: ModelSpec,
+        data: DataSpec,
+        optimizer: OptimizerSpec,
+        steps: int,
+        seed: int,
+        micro_batches: int,
+        micro_batch_sequences: int,
+        validation_batches: int,
+        device: Device,
+        precision: str = "fp32",
+    ) -> None:
+        if precision not in PRECISIONS:
+            raise ConfigError(f"device.precision = {precision!r} is not known", remedy=f"use {' or '.join(PRECISIONS)}")
+        if data.sequence_tokens > model.context and model.path is None:
+            raise ConfigError(
+                f"data.sequence_tokens = {data.sequence_tokens} is more than model.context = {model.context}",
+                remedy="make the context at least as long as a sequence",
+            )
+        self._tokenizer = Tokenizer.of_bytes() if model.path is None else Tokenizer.of_directory(model.path)
+        config = model_config(model, self._tokenizer.vocab_size)
+        check_training_memory(config, device)
+        self._corpus = load_corpus(data, self._tokenizer)
+        self._build = partial(build_model, model, self._tokenizer.vocab_size, seed, config=config)
+        self._flat = FlatModel(self._build(), device.torch_device)
+        self._model = self._flat.model
+        self._optimizer_spec, self._optimizer = optimizer, FlatAdamW(self._flat, optimizer)
+        self._steps, self._micro_batches, self._sequences = steps, micro_batches, micro_batch_sequences
+        self._sampler = WindowSampler(len(self._corpus.training), seed, micro_batches, micro_batch_sequences)
+        self._validation_batches = min(validation_batches, len(self._corpus.validation) // micro_batch_sequences)
+        if validation_batches and not self._validation_batches:
+            raise ConfigError(
+                f"{len(self._corpus.validation)} windows are held out, a micro-batch takes {micro_batch_sequences}",
+                remedy="raise data.validation_fraction, give more text, or set validation.batches = 0",
+            )
+        self._device = device.torch_device
+        self._autocast_dtype = PRECISIONS[precision]
+        self._host = self._flat.gradients if device.kind == "cpu" else _host_buffer(self._flat.gradients)
+        self._mirrors: list[tuple[Tensor, Tensor]] = []
+        self._step = 0
+        self._is_initial = True
+        self.corpus_digest = self._corpus.digest
+        self.tokens_per_micro_batch = micro_batch_sequences * data.sequence_tokens
+        self.device = device.label
+        self.reduce_buffer: npt.NDArray[np.generic] = self._host.numpy()
+
+    # ---------------------------------------------------------------------------------------------------------- a step
+
+    def begin_step(self, step: int) -> None:
+        """Zero the gradients and the loss slot."""
+        self._flat.gradients.zero_()
+
+    def micro_batch(self, step: int, index: int) -> None:
+        """Forward and backward of one micro-batch; adds its mean loss' gradient / M."""
+        windows = self._corpus.training[self._sampler.sample(step, index)]
+        loss = self._loss(windows, "mean")
+        (loss / self._micro_batches).backward()  # type: ignore[no-untyped-call]
+        self._flat.loss_sum.add_(loss.detach())
+
+    def finish_gradients(self) -> None:
+        """Bring the gradients and the loss into ``reduce_buffer``."""
+        if self._host is not self._flat.gradients:
+            self._host.copy_(self._flat.gradients)  # blocks until the device is done
+
+    def partial_square_sum(self, start: int, stop: int) -> float:
+        """Sum of squares, in fp64, of ``reduce_buffer[start:stop]`` without the loss slot."""
+        return square_sum(self.reduce_buffer[start : min(stop, self._flat.numel)])
+
+    def apply(self, step: int, square_sum: float) -> Applied:
+        """Clip, then one optimizer step. Raises ``JobFailed`` where the loss or the norm is not finite."""
+        norm = math.sqrt(square_sum) if square_sum >= 0 else math.nan
+        loss = float(self._host[-1]) / self._micro_batches
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise JobFailed(
+                f"step {step + 1} is not finite: loss {loss}, gradient norm {norm}",
+                remedy="lower optimizer.lr, raise optimizer.warmup_steps, or use device.precision = 'fp32'",
+            )
+        clip = self._optimizer_spec.clip_norm
+        scale = min(1.0, clip / (norm + 1e-6)) if clip else 1.0  # as torch.nn.utils.clip_grad_norm_
+        lr = self._optimizer_spec.lr_at(step, self._steps)
+        if self._host is not self._flat.gradients:
+            self._flat.gradients.copy_(self._host)
+        self._optimizer.apply(self._flat.gradients[: self._flat.numel], step=step, lr=lr, scale=scale)
+        self._step, self._is_initial = step + 1, False
+        return Applied(step + 1, loss, lr, norm)
+
+    # ------------------------------------------------------------------------------------------------------ validation
+
+    def validation_batches(self) -> int:
+        """Number of validation micro-batches, the same on every member."""
+        return self._validation_batches
+
+    def validate(self, first: int, count: int) -> tuple[float, int]:
+        """Sum of the losses (nats) and number of targets over validation micro-batches ``range(first, first +
+        count)``."""
+        losses, targets = 0.0, 0
+        with torch.no_grad():
+            for index in range(first, min(first + count, self._validation_batches)):
+                windows = self._corpus.validation[index * self._sequences : (index + 1) * self._sequences]
+                losses += float(self._loss(windows, "sum"))
+                targets += self.tokens_per_micro_batch
+        return losses, targets
+
+    # ----------------------------------------------------------------------------------------------------------- state
+
+    def state(self) -> list[Blob]:
+        """The parameters and the two moments. On a GPU these are host copies of now, brought back by
+        ``state_loaded``."""
+        arrays = self._state_arrays()
+        if self._device.type == "cpu":
+            return [_blob(name, array) for name, array in arrays.items()]
+        self._mirrors = [(array, array.cpu()) for array in arrays.values()]
+        return [_blob(name, host) for name, (_, host) in zip(arrays, self._mirrors, strict=True)]
+
+    def load_initial(self) -> None:
+        """The state of step 0."""
+        if not self._is_initial:
+            self._flat.copy_weights(self._build())
+            self._optimizer.reset()
+            self._step, self._is_initial = 0, True
+
+    def state_loaded(self, step: int) -> None:
+        """The bytes of ``state()`` are those of ``step`` now."""
+        for array, host in self._mirrors:
+            array.copy_(host)
+        self._mirrors = []
+        self._step, self._is_initial = step, False
+
+    def save(self, directory: Path) -> None:
+        """Write a Hugging Face model directory, and the optimizer beside it. Raises ``StorageError``."""
+        moments = {name: array.cpu() for name, array in self._state_arrays().items() if name != "parameters"}
+        notes = {"format": 1, "step": self._step, "layout": self._flat.layout, "corpus": self.corpus_digest}
+        try:
+            self._model.save_pretrained(directory, state_dict=self._flat.state_dict())  # type: ignore[operator]
+            save_file(moments, directory / OPTIMIZER_FILE, metadata={"layout": self._flat.layout})
+            (directory / TRAINING_FILE).write_text(json.dumps(notes, indent=1))
+        except (OSError, SafetensorError) as error:
+            raise StorageError(
+                f"cannot write a checkpoint to {directory}: {error}",
+                remedy="free some space, or choose another place with --state",
+            ) from error
+        self._tokenizer.save(directory)
+
+    def load(self, directory: Path) -> None:
+        """Restore what ``save`` wrote. Raises ``StorageError`` where it does not fit this model; nothing is changed
+        then."""
+        moments = {name: array for name, array in self._state_arrays().items() if name != "parameters"}
+        try:
+            notes = json.loads((directory / TRAINING_FILE).read_bytes())
+            if notes["layout"] != self._flat.layout:
+                raise StorageError(
+                    f"the checkpoint {directory} is of another model",
+                    remedy="restore it into a job with its [model] table",
+                )
+            step = int(notes["step"])
+            with safe_open(directory / OPTIMIZER_FILE, "pt") as file:
+                loaded = {name: file.get_tensor(name) for name in moments}
+            weights = load_model(directory)
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise StorageError(f"cannot read the checkpoint {directory}: {error}") from error
+        except StorageError:
+            raise
+        except P2PTrainError as error:
+            raise StorageError(f"cannot read the checkpoint {directory}: {error.message}") from error
+        if any(array.shape != loaded[name].shape for name, array in moments.items()):
+            raise StorageError(f"the optimizer's moments in {directory} are of another size")
+        self._flat.copy_weights(weights)
+        for name, array in moments.items():
+            array.copy_(loaded[name])
+        self._step, self._is_initial = step, False
+
+    # ---------------------------------------------------------------------------------------------------------- inside
+
+    def _loss(self, windows: Indices, reduction: str) -> Tensor:
+        """Cross entropy in nats over the targets of ``windows`` (B,): their mean or their sum."""
+        tokens = torch.from_numpy(self._corpus.window_tokens(windows)).to(self._device, non_blocking=True)
+        with self._autocast():
+            logits = self._model(input_ids=tokens[:, :-1], use_cache=False).logits  # (B, T, vocabulary)
+        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction=reduction)
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self._autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device.type, dtype=self._autocast_dtype)
+
+    def _state_arrays(self) -> dict[str, Tensor]:
+        return {
+            "parameters": self._flat.parameters,
+            "exp_avg": self._optimizer.exp_avg,
+            "exp_avg_sq": self._optimizer.exp_avg_sq,
+        }
+
+
+def _blob(name: str, array: Tensor) -> Blob:
+    return Blob(name, array.numpy().data.cast("B"))
+
+
+def _host_buffer(like: Tensor) -> Tensor:
+    return torch.zeros(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
