@@ -1,1 +1,4 @@
-"""The terminal user interface: observes the cluster, and asks the seed for what a person wants."""
+"""The Textual app: observes the seed, and sends the same requests as the command line.
+
+``model`` (what is known) and ``format``, ``ring_art`` (how it reads) are pure; ``source`` fetches, ``panels`` and ``app`` draw.
+"""

@@ -1,0 +1,248 @@
+"""The terminal app: panels over a store, redrawn at most ten times a second, and only where something changed."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical
+from textual.content import Content
+from textual.widgets import DataTable, Footer, Static
+
+from p2ptrain.core.errors import P2PTrainError
+from p2ptrain.core.world import Clock, LoopClock, Network
+from tui.model import Phase
+from tui.panels import (
+    CheckpointsPanel,
+    EventsPanel,
+    Frame,
+    HeaderBar,
+    JobsPanel,
+    PeersPanel,
+    RingPanel,
+    TrainingPanel,
+)
+from tui.screens import ConfirmScreen, HelpScreen
+from tui.source import SeedSource, Source
+from tui.theme import DARK, THEMES, Palette
+from wire.records import JobInfo
+
+WIDE_COLUMNS, WIDE_ROWS = 120, 38
+"""From this size on everything is shown at once; below it, one of four views."""
+VIEWS = ("Cluster", "Training", "Jobs", "Events")
+PANELS = (HeaderBar, RingPanel, TrainingPanel, PeersPanel, JobsPanel, CheckpointsPanel, EventsPanel)
+Panel = HeaderBar | RingPanel | TrainingPanel | PeersPanel | JobsPanel | CheckpointsPanel | EventsPanel
+FOCUS_OF_VIEW = {1: "#peers-table", 2: "#training", 3: "#jobs-table", 4: "#events"}
+
+
+class P2PTrainApp(App[None]):
+    """Args: the source of what is shown; the clocks; how often to redraw (0: only by ``refresh_panels``, for tests)."""
+
+    TITLE = "p2ptrain"
+    CSS_PATH = "app.tcss"
+    ENABLE_COMMAND_PALETTE = False
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("p", "ask('pause')", "Pause"),
+        Binding("r", "ask('resume')", "Resume"),
+        Binding("s", "ask('save')", "Save"),
+        Binding("c", "cancel_job", "Cancel"),
+        *(Binding(str(number), f"view({number})", name, show=False) for number, name in enumerate(VIEWS, 1)),
+        Binding("tab", "next", "Next", priority=True, show=False),
+        Binding("shift+tab", "previous", "Previous", priority=True, show=False),
+        Binding("d", "flip_theme", "Dark/light"),
+        Binding("question_mark", "help", "Help"),
+        Binding("q", "leave", "Quit"),
+    ]
+
+    def __init__(self, source: Source, *, clock: Clock | None = None, refresh_hz: float = 10.0) -> None:
+        super().__init__()
+        for theme, _ in THEMES.values():
+            self.register_theme(theme)
+        self.theme = "p2ptrain-dark"
+        self.source = source
+        self.clock = clock or LoopClock()
+        self.chosen_job: str | None = None
+        self._refresh_hz = refresh_hz
+        self._drawn: dict[type[Panel], tuple[object, ...]] = {}
+        self._asked: set[str] = set()
+
+    # -------------------------------------------------------------------------------------------------------- drawing
+
+    def compose(self) -> ComposeResult:
+        yield HeaderBar()
+        yield Static(id="tabs")
+        with Horizontal(id="top"):
+            yield RingPanel()
+            yield TrainingPanel()
+        yield PeersPanel()
+        with Horizontal(id="bottom"):
+            yield JobsPanel()
+            with Vertical(id="records"):
+                yield CheckpointsPanel()
+            yield EventsPanel()
+        yield Footer(show_command_palette=False)
+
+    def on_mount(self) -> None:
+        self._lay_out()
+        self.action_view(1)
+        if self._refresh_hz:
+            self.set_interval(1 / self._refresh_hz, self.refresh_panels)
+        self.run_worker(self.source.run(), name="source", exclusive=True, group="source")
+
+    def get_theme_variable_defaults(self) -> dict[str, str]:
+        """What the style sheet needs besides Textual's own, for themes that are not ours."""
+        return {"line": DARK.border, "dim": DARK.dim}
+
+    @property
+    def palette(self) -> Palette:
+        return THEMES[self.theme][1] if self.theme in THEMES else THEMES["p2ptrain-dark"][1]
+
+    @property
+    def job(self) -> JobInfo | None:
+        """The job in view: the chosen one while it exists, else the one that matters most."""
+        store = self.source.store
+        return store.jobs.get(self.chosen_job or "") or store.current_job()
+
+    @property
+    def wide(self) -> bool:
+        return self.size.width >= WIDE_COLUMNS and self.size.height >= WIDE_ROWS
+
+    def refresh_panels(self) -> None:
+        """Redraw the visible panels whose topics changed, and once a second those that show ages."""
+        store, job, now = self.source.store, self.job, self.clock.now()
+        if job is not None:
+            self.source.watch(job.id)
+        frame = Frame(store, job, now, self.clock.wall(), self.palette, self.source.address)
+        for kind in PANELS:
+            panel: Panel = self.screen_stack[0].query_one(kind)  # type: ignore[assignment]
+            if not panel.display or panel.size.width == 0:
+                continue
+            second = int(now) if kind.TIMED else 0
+            versions = tuple(store.versions[topic] for topic in sorted(kind.TOPICS))
+            seen = (versions, second, job.id if job else "", self.theme, panel.size)
+            if self._drawn.get(kind) != seen:
+                self._drawn[kind] = seen
+                panel.show(frame)
+        if job is not None and self.chosen_job is None:
+            self.screen_stack[0].query_one(JobsPanel).table.go_to(job.id)
+
+    def on_resize(self) -> None:
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        self.set_class(self.wide, "-wide")
+        self.set_class(not self.wide, "-compact")
+        self.call_after_refresh(self.refresh_panels)
+
+    # --------------------------------------------------------------------------------------------------------- moving
+
+    def action_view(self, number: int) -> None:
+        """Go to a view; where everything is shown at once, to its panel."""
+        self.view = number
+        for other in range(1, len(VIEWS) + 1):
+            self.set_class(other == number, f"-view-{other}")
+        tabs = [
+            Content.from_markup(f"[@click=app.view({index})]$text[/]", text=f" {index} {name} ").stylize(
+                "$background on $accent bold" if index == number else "$dim"
+            )
+            for index, name in enumerate(VIEWS, 1)
+        ]
+        self.screen_stack[0].query_one("#tabs", Static).update(Content(" ").join(tabs))
+        self.call_after_refresh(self._enter_view)
+
+    def _enter_view(self) -> None:
+        self.refresh_panels()
+        self.screen_stack[0].query_one(FOCUS_OF_VIEW[self.view]).focus()
+
+    def action_next(self) -> None:
+        self._move(1)
+
+    def action_previous(self) -> None:
+        self._move(-1)
+
+    def _move(self, by: int) -> None:
+        """The next focus; past the last one of a compact view, the next view."""
+        chain = self.screen.focus_chain
+        at = chain.index(self.focused) + by if self.focused in chain else 0
+        if len(self.screen_stack) == 1 and not self.wide and not 0 <= at < len(chain):
+            self.action_view((self.view - 1 + by) % len(VIEWS) + 1)
+        elif by > 0:
+            self.screen.focus_next()
+        else:
+            self.screen.focus_previous()
+
+    def on_data_table_row_highlighted(self, event: DataTable.RowHighlighted) -> None:
+        """A cursor that a person moves in Jobs chooses the job in view; in the others it moves the details along."""
+        if event.data_table.id == "jobs-table" and event.data_table.has_focus and event.row_key.value is not None:
+            self.chosen_job = event.row_key.value
+        self._drawn.pop(PeersPanel, None)
+        self._drawn.pop(CheckpointsPanel, None)
+        self._drawn.pop(JobsPanel, None)
+
+    def action_flip_theme(self) -> None:
+        self.theme = "p2ptrain-light" if self.theme == "p2ptrain-dark" else "p2ptrain-dark"
+        self.call_after_refresh(self.refresh_panels)
+
+    def action_help(self) -> None:
+        self.push_screen(HelpScreen(self.palette))
+
+    def action_leave(self) -> None:
+        self.exit(message=f"Training goes on. Look again: p2ptrain tui {self.source.address}")
+
+    # --------------------------------------------------------------------------------------------------------- asking
+
+    def action_ask(self, verb: str) -> None:
+        """Ask the seed to do something with the job in view."""
+        job = self.job
+        if job is None:
+            self.notify("create one with p2ptrain jobs create", title="There is no job yet", severity="warning")
+            return
+        asked = f"{verb} {job.id}"
+        if asked not in self._asked:  # a key that repeats asks once
+            self._asked.add(asked)
+            self.run_worker(self._ask(verb, job), name=asked)
+
+    async def _ask(self, verb: str, job: JobInfo) -> None:
+        try:
+            await self.source.request(f"jobs.{verb}", {"job": job.id})
+        except P2PTrainError as error:
+            text = f"{error.message}\n{error.remedy}" if error.remedy else error.message
+            self.notify(text, title=f"Cannot {verb} {job.name}", severity="error", timeout=10, markup=False)
+        else:
+            self.notify(_DONE[verb], title=job.name, markup=False)
+        finally:
+            self._asked.discard(f"{verb} {job.id}")
+
+    def action_cancel_job(self) -> None:
+        job = self.job
+        if job is None or self.source.store.link.phase is not Phase.LIVE:
+            self.action_ask("cancel")  # it answers why not
+            return
+
+        def decided(yes: bool | None) -> None:
+            if yes:
+                self.run_worker(self._ask("cancel", job))
+
+        self.push_screen(
+            ConfirmScreen(
+                f"Cancel {job.name}?",
+                f"It stops for good at step {job.step:,} of {job.steps_total:,}. Its checkpoints stay.\n"
+                "To stop for a while only, pause it with p.",
+                "Cancel the job",
+            ),
+            decided,
+        )
+
+
+_DONE = {
+    "pause": "will pause at the next step boundary",
+    "resume": "will go on",
+    "save": "will be saved after the next step",
+    "cancel": "is cancelled",
+}
+
+
+def run_tui(*, network: Network, host: str, port: int) -> None:
+    """Watch the seed at ``host:port`` until the person leaves. Connects, and connects again, by itself."""
+    P2PTrainApp(SeedSource(network=network, host=host, port=port)).run()

@@ -1,0 +1,350 @@
+"""A scripted cluster to look at without one: for screenshots, tests and measurements. Deterministic: no clock, no chance.
+
+python -m tui.demo                                  watch it train
+python -m tui.demo --screenshot docs/tui.svg        what the README shows
+python -m tui.demo --peers 64 --measure 100         CPU time per update, in milliseconds
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import math
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+from p2ptrain.core.errors import ConnectionLost, Refused
+from tui.model import Link, Phase, Store
+from tui.source import backoff_s
+from wire.messages import Update
+from wire.records import CheckpointInfo, ClusterInfo, EventInfo, JobInfo, MetricRow, PeerInfo, Record
+
+NAMES = ("atlas", "borea", "castor", "delos", "elara", "fjord", "gaia", "helios")
+DEVICES = (
+    ("cuda:0 NVIDIA RTX 4070", 12 << 30, 0.92),
+    ("cpu (16 threads)", 32 << 30, None),
+    ("mps Apple M3", 24 << 30, 0.81),
+    ("cuda:0 NVIDIA RTX 3060", 12 << 30, 0.88),
+    ("cpu (8 threads)", 16 << 30, None),
+)
+EPOCH = 1_750_000_000.0
+STEPS_TOTAL = 2000
+STEP_S = 0.8
+TOKENS_PER_STEP = 32_768
+SAVE_EVERY = 200
+VALIDATE_EVERY = 50
+
+
+class DemoClock:
+    """A clock that stands still until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.time = 1000.0
+
+    def now(self) -> float:
+        return self.time
+
+    def wall(self) -> float:
+        return EPOCH + self.time
+
+
+class DemoCluster:
+    """What a seed with ``peers`` workers would tell. The last worker has just come and builds its model, from three on."""
+
+    def __init__(self, peers: int = 6, *, step: int = 640) -> None:
+        self.size = peers
+        self.step = step
+        self.state = "running"
+        self.generation = 4
+        self.event_id = 0
+
+    # ------------------------------------------------------------------------------------------------------- records
+
+    def _members(self) -> int:
+        return self.size - 1 if self.size >= 3 else self.size
+
+    def _noise(self, *key: object) -> float:
+        return random.Random(repr(key)).uniform(-1.0, 1.0)  # noqa: S311 - scenery
+
+    def wall(self, step: int) -> float:
+        return EPOCH + step * STEP_S
+
+    def cluster(self) -> ClusterInfo:
+        return ClusterInfo("c0ffee", "attic", "0.1.0", "192.168.1.20:7337", EPOCH - 300, self.size, 3)
+
+    def peer(self, index: int) -> PeerInfo:
+        device, memory, load = DEVICES[index % len(DEVICES)]
+        ranked = index < self._members()
+        name = NAMES[index] if index < len(NAMES) else f"{NAMES[index % len(NAMES)]}-{index // len(NAMES) + 1}"
+        flow = 2.4e6 * (1 + 0.1 * self._noise("flow", index, self.step)) if ranked else 0.0
+        trains = {"running": "training", "paused": "held"}.get(self.state, "idle")
+        return PeerInfo(
+            id=f"peer{index}",
+            name=name,
+            roles=["worker"],
+            device=device,
+            state=trains if ranked else "building",
+            address=f"192.168.1.{21 + index}:7338",
+            joined_at=EPOCH + 7 * index,
+            heartbeat_age_s=0.5 + 0.4 * self._noise("age", index, self.step),
+            rtt_ms=0.4 + 11 * abs(self._noise("rtt", index)) + 0.1 * self._noise("rtt", index, self.step),
+            in_bps=flow,
+            out_bps=flow * 1.02,
+            tokens_per_s=TOKENS_PER_STEP / STEP_S / self._members() if trains == "training" and ranked else 0.0,
+            memory_bytes=int(memory * (0.55 + 0.3 * self._noise("memory", index))) if ranked else memory // 9,
+            memory_total_bytes=memory,
+            gpu_load=None if load is None else (load + 0.05 * self._noise("gpu", index, self.step) if ranked else 0.03),
+            job="j1" if ranked else "",
+            rank=index if ranked else None,
+            generation=self.generation if ranked else 0,
+            step=self.step if ranked else 0,
+            share=16 // self._members() + (index < 16 % self._members()) if ranked else 0,
+        )
+
+    def row(self, step: int) -> MetricRow:
+        truth = 1.9 + 3.6 * math.exp(-step / 260)
+        compute = 560 + 30 * self._noise("compute", step)
+        communicate = 190 + 25 * self._noise("communicate", step)
+        wait = 50 + 20 * self._noise("wait", step)
+        return MetricRow(
+            job="j1",
+            step=step,
+            wall=self.wall(step),
+            loss=truth + 0.10 * self._noise("loss", step),
+            val_loss=truth + 0.09 if step % VALIDATE_EVERY == 0 else None,
+            lr=3e-4 * min(1.0, step / 100) * (0.55 + 0.45 * math.cos(math.pi * step / STEPS_TOTAL)),
+            grad_norm=0.8 + 0.2 * self._noise("norm", step),
+            tokens_per_s=TOKENS_PER_STEP / (compute + communicate + wait) * 1000,
+            step_ms=compute + communicate + wait,
+            compute_ms=compute,
+            communicate_ms=communicate,
+            wait_ms=wait,
+            members=self._members(),
+            generation=self.generation,
+        )
+
+    def job(self) -> JobInfo:
+        row = self.row(self.step)
+        state = {
+            f.name: getattr(row, f.name) for f in dataclasses.fields(row) if f.name not in ("job", "wall", "members")
+        }
+        state |= {"val_loss": self.row(self.step - self.step % VALIDATE_EVERY).val_loss}
+        return JobInfo(
+            id="j1",
+            name="stdlib-30m",
+            profile="small",
+            strategy="sync",
+            state=self.state,
+            created_at=EPOCH,
+            started_at=EPOCH + 9,
+            steps_total=STEPS_TOTAL,
+            members=[f"peer{index}" for index in range(self._members())],
+            tokens_total=self.step * TOKENS_PER_STEP,
+            reason="" if self.state == "running" else "a person asked",
+            **state,
+        )
+
+    def other_jobs(self) -> list[JobInfo]:
+        return [
+            JobInfo("j0", "hello-tiny", "tiny", "sync", "done", EPOCH - 280, 200, 200, 1, loss=2.412, val_loss=2.441),
+            JobInfo(
+                "j2",
+                "notes-finetune",
+                "finetune",
+                "sync",
+                "queued",
+                EPOCH + 60,
+                500,
+                reason="waits for stdlib-30m to end",
+            ),
+        ]
+
+    def checkpoints(self) -> list[CheckpointInfo]:
+        return [self.checkpoint(step) for step in range(SAVE_EVERY, self.step + 1, SAVE_EVERY)]
+
+    def checkpoint(self, step: int) -> CheckpointInfo:
+        return CheckpointInfo(
+            id=f"j1@{step}@peer0",
+            job="j1",
+            step=step,
+            path=f"~/.local/share/p2ptrain/j1/step-{step:06d}",
+            peer_id="peer0",
+            peer_name="atlas",
+            digest="9f86d081",
+            size_bytes=361_000_000,
+            created_at=self.wall(step),
+            val_loss=self.row(step).val_loss,
+        )
+
+    def event(self, level: str, kind: str, text: str, at: float | None = None) -> EventInfo:
+        self.event_id += 1
+        return EventInfo(self.event_id, self.wall(self.step) if at is None else at, level, kind, text)
+
+    def events(self) -> list[EventInfo]:
+        last = self.peer(self.size - 1).name if self.size else "nobody"
+        script = (
+            (0, "info", "job", "job stdlib-30m was created from profile small"),
+            (11, "info", "view", "generation 3 of stdlib-30m: a ring of 6 from step 0"),
+            (SAVE_EVERY * STEP_S, "info", "checkpoint", "atlas saved stdlib-30m at step 200"),
+            (402 * STEP_S, "warning", "peer", "borea was lost: its connection ended; step 402 was run again"),
+            (403 * STEP_S, "info", "view", f"generation 4 of stdlib-30m: a ring of {self._members()} from step 402"),
+            (600 * STEP_S, "info", "checkpoint", "atlas saved stdlib-30m at step 600"),
+            (636 * STEP_S, "info", "peer", f"{last} joined and builds its model"),
+        )
+        return [self.event(level, kind, text, EPOCH + at) for at, level, kind, text in script]
+
+    # ------------------------------------------------------------------------------------------------------- updates
+
+    def everything(self) -> list[Update]:
+        """All there is, as a seed's lists and histories would bring it."""
+        self.event_id = 0
+        return [
+            _update("cluster", [self.cluster()]),
+            _update("peers", self.peers()),
+            _update("jobs", [self.job(), *self.other_jobs()]),
+            _update("metrics", [self.row(step) for step in range(1, self.step + 1)]),
+            _update("events", self.events()),
+            _update("checkpoints", self.checkpoints()),
+        ]
+
+    def peers(self) -> list[PeerInfo]:
+        return [self.peer(index) for index in range(self.size)]
+
+    def tick(self) -> list[Update]:
+        """One more step, as a seed's coalesced updates would bring it."""
+        if self.state != "running" or self.step >= STEPS_TOTAL:
+            return [_update("peers", self.peers())]
+        self.step += 1
+        updates = [
+            _update("peers", self.peers()),
+            _update("jobs", [self.job()]),
+            _update("metrics", [self.row(self.step)]),
+        ]
+        if self.step % SAVE_EVERY == 0:
+            updates += [
+                _update("checkpoints", [self.checkpoint(self.step)]),
+                _update("events", [self.event("info", "checkpoint", f"atlas saved stdlib-30m at step {self.step}")]),
+            ]
+        return updates
+
+
+def _update(topic: str, records: list[Any]) -> Update:
+    items: list[Record] = records
+    return Update(topic, [item.to_map() for item in items])
+
+
+class DemoSource:
+    """A ``tui.source.Source`` over the demo cluster. It stands still unless it has a ``rate_hz``."""
+
+    def __init__(self, cluster: DemoCluster | None, *, clock: Any = None, rate_hz: float = 0.0) -> None:
+        self.store = Store()
+        self.address = "192.168.1.20:7337"
+        self.cluster = cluster
+        self.clock = clock or DemoClock()
+        self.requests: list[tuple[str, dict[str, Any]]] = []
+        self.watched = ""
+        self._rate_hz = rate_hz
+
+    async def run(self) -> None:
+        self.connect()
+        while self._rate_hz:
+            await asyncio.sleep(1 / self._rate_hz)
+            self.tick()
+        await asyncio.Event().wait()
+
+    def connect(self) -> None:
+        """The connection is there (again); None for a cluster leaves it being dialled."""
+        if self.cluster is None:
+            self.store.set_link(Link(Phase.CONNECTING, since=self.clock.now()))
+            return
+        for update in self.cluster.everything():
+            self.store.apply(update.topic, update.items, self.clock.now())
+        self.store.set_link(Link(Phase.LIVE, since=self.clock.now(), rtt_ms=0.6))
+
+    def lose(self, attempt: int = 3) -> None:
+        """The seed goes away."""
+        error = ConnectionLost(
+            f"the seed at {self.address} closed the connection",
+            remedy="start it again with p2ptrain seed; training goes on without it",
+        )
+        self.store.lost(error, self.clock.now(), self.clock.now() + backoff_s(attempt))
+
+    def tick(self) -> None:
+        """One more step of the cluster."""
+        if self.cluster is not None:
+            for update in self.cluster.tick():
+                self.store.apply(update.topic, update.items, self.clock.now())
+
+    def watch(self, job: str) -> None:
+        self.watched = job
+
+    async def request(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
+        self.requests.append((method, params))
+        if self.cluster is None or self.store.link.phase is not Phase.LIVE:
+            raise ConnectionLost(f"there is no connection to the seed at {self.address}", remedy="it is dialled again")
+        job = self.store.jobs[params["job"]]
+        if job.id != "j1" or job.state not in ("running", "paused"):
+            raise Refused("bad-state", f"job {job.name} is {job.state}", remedy="choose a job that runs")
+        self.cluster.state = {"jobs.pause": "paused", "jobs.resume": "running", "jobs.cancel": "cancelled"}.get(
+            method, self.cluster.state
+        )
+        self.store.apply("jobs", [self.cluster.job().to_map()], self.clock.now())
+        return {"job": job.id}
+
+
+async def _screenshot(path: Path, *, peers: int, columns: int, rows: int, light: bool) -> None:
+    from tui.app import P2PTrainApp  # the app knows the demo by its protocol only
+
+    source = DemoSource(DemoCluster(peers))
+    app = P2PTrainApp(source, clock=source.clock)
+    async with app.run_test(size=(columns, rows)) as pilot:
+        if light:
+            await pilot.press("d")
+        await pilot.pause()
+        path.write_text(app.export_screenshot(title="p2ptrain tui"), encoding="utf-8")
+
+
+async def _measure(updates: int, *, peers: int, columns: int, rows: int) -> float:
+    """CPU milliseconds per update with every panel shown, drawing included."""
+    from tui.app import P2PTrainApp
+
+    source = DemoSource(DemoCluster(peers))
+    app = P2PTrainApp(source, clock=source.clock, refresh_hz=0)
+    async with app.run_test(size=(columns, rows)) as pilot:
+        await pilot.pause()
+        started = time.process_time()
+        for _ in range(updates):
+            source.clock.time += 0.1
+            source.tick()
+            app.refresh_panels()
+            await pilot.pause()
+        return (time.process_time() - started) / updates * 1000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tui.demo", description="A scripted cluster to look at.")
+    parser.add_argument("--peers", type=int, default=6)
+    parser.add_argument("--screenshot", type=Path, help="write an SVG and leave")
+    parser.add_argument("--measure", type=int, metavar="UPDATES", help="print CPU time per update and leave")
+    parser.add_argument("--size", default="160x48", help="columns x rows of the screenshot or the measurement")
+    parser.add_argument("--light", action="store_true", help="the light theme for the screenshot")
+    arguments = parser.parse_args()
+    columns, _, rows = arguments.size.partition("x")
+    shape = {"peers": arguments.peers, "columns": int(columns), "rows": int(rows)}
+    if arguments.screenshot:
+        asyncio.run(_screenshot(arguments.screenshot, light=arguments.light, **shape))
+    elif arguments.measure:
+        print(f"{asyncio.run(_measure(arguments.measure, **shape)):.2f} ms of CPU per update")
+    else:
+        from p2ptrain.core.world import LoopClock
+        from tui.app import P2PTrainApp
+
+        clock = LoopClock()
+        P2PTrainApp(DemoSource(DemoCluster(arguments.peers), clock=clock, rate_hz=4), clock=clock).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""How values read: units, ages, bars, symbols. Pure; every function accepts what a careless seed may send (None, NaN, negative).
+
+A *span* is a text and the role of its colour; ``tui.theme`` gives the roles colours. No meaning is carried by colour alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from datetime import datetime
+from typing import NamedTuple
+
+from rich.cells import cell_len, set_cell_size
+
+from tui.model import Split, is_finite
+
+UNKNOWN = "–"
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+_LEVELS = "▁▂▃▄▅▆▇█"
+
+
+class Span(NamedTuple):
+    """A piece of text and the role of its colour (a field of ``tui.theme.Palette``; empty for the plain foreground)."""
+
+    text: str
+    role: str = ""
+
+
+class Look(NamedTuple):
+    """How a state is shown: a symbol of one cell, and a colour role."""
+
+    symbol: str
+    role: str
+
+
+PEER_LOOKS = {
+    "training": Look("●", "good"),
+    "healing": Look("✚", "busy"),
+    "building": Look("◔", "busy"),
+    "joining": Look("◌", "busy"),
+    "waiting": Look("○", "calm"),
+    "idle": Look("○", "calm"),
+    "held": Look("■", "warn"),
+    "leaving": Look("↗", "warn"),
+    "lost": Look("✗", "bad"),
+}
+JOB_LOOKS = {
+    "running": Look("▶", "good"),
+    "forming": Look("◔", "busy"),
+    "waiting": Look("○", "busy"),
+    "queued": Look("○", "calm"),
+    "paused": Look("■", "warn"),
+    "done": Look("✓", "good"),
+    "cancelled": Look("–", "dim"),
+    "failed": Look("✗", "bad"),
+}
+LEVEL_LOOKS = {"info": Look("·", "dim"), "warning": Look("▲", "warn"), "error": Look("✗", "bad")}
+_UNKNOWN_LOOK = Look("?", "dim")
+
+
+def peer_look(state: str) -> Look:
+    return PEER_LOOKS.get(state, _UNKNOWN_LOOK)
+
+
+def job_look(state: str) -> Look:
+    return JOB_LOOKS.get(state, _UNKNOWN_LOOK)
+
+
+def level_look(level: str) -> Look:
+    return LEVEL_LOOKS.get(level, _UNKNOWN_LOOK)
+
+
+def _scaled(value: float | None, units: Sequence[str], base: float) -> str:
+    if not is_finite(value) or value < 0:
+        return UNKNOWN
+    for unit in units[:-1]:
+        if value < base * 0.9995:
+            return f"{_three_digits(value)}{unit}"
+        value /= base
+    return f"{_three_digits(min(value, 9999.0))}{units[-1]}"
+
+
+def _three_digits(value: float) -> str:
+    if value >= 99.95 or value == int(value):
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+def count(value: float | None) -> str:
+    """``12.3k`` tokens, steps, tokens a second."""
+    return _scaled(value, ("", "k", "M", "G", "T"), 1000.0)
+
+
+def size(value: float | None) -> str:
+    """``1.50 GiB``. Binary units, as memory is sold."""
+    return _scaled(value, (" B", " KiB", " MiB", " GiB", " TiB"), 1024.0)
+
+
+def rate(bytes_per_s: float | None) -> str:
+    """``12.5 MB/s``. Decimal units, as links are sold."""
+    return _scaled(bytes_per_s, (" B/s", " kB/s", " MB/s", " GB/s"), 1000.0)
+
+
+def millis(value: float | None) -> str:
+    """``0.42 ms``, ``87.1 ms``, ``1.24 s``."""
+    if not is_finite(value) or value < 0:
+        return UNKNOWN
+    return f"{_three_digits(value)} ms" if value < 999.5 else f"{_three_digits(value / 1000)} s"
+
+
+def duration(seconds: float | None) -> str:
+    """``7 s``, ``4m 05s``, ``3h 12m``, ``2d 7h``."""
+    if not is_finite(seconds) or seconds < 0:
+        return UNKNOWN
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+    return f"{min(whole // 86400, 9999)}d {whole % 86400 // 3600}h"
+
+
+def age(seconds: float | None) -> str:
+    """As ``duration``, with tenths below ten seconds: a heartbeat's age is watched closely."""
+    if is_finite(seconds) and 0 <= seconds < 9.95:
+        return f"{seconds:.1f} s"
+    return duration(seconds)
+
+
+def percent(part: float | None) -> str:
+    """``0.27`` → ``27%``."""
+    return f"{min(max(part, 0.0), 1.0):.0%}" if is_finite(part) else UNKNOWN
+
+
+def loss(value: float | None) -> str:
+    return f"{value:.4f}" if is_finite(value) and abs(value) < 1e5 else UNKNOWN
+
+
+def scientific(value: float | None) -> str:
+    """``3.0e-4``, for learning rates."""
+    if not is_finite(value):
+        return UNKNOWN
+    mantissa, _, exponent = f"{value:.1e}".partition("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def clock(wall: float) -> str:
+    """Unix seconds as the local time of day."""
+    try:
+        return datetime.fromtimestamp(wall).strftime("%H:%M:%S")
+    except (ValueError, OverflowError, OSError):
+        return "--:--:--"
+
+
+def bar(part: float, width: int) -> str:
+    """A progress bar of exactly ``width`` cells, to an eighth of a cell."""
+    if not is_finite(part) or width <= 0:
+        return " " * max(width, 0)
+    eighths = round(min(max(part, 0.0), 1.0) * width * 8)
+    full, rest = divmod(eighths, 8)
+    return ("█" * full + (_EIGHTHS[rest] if rest else "")).ljust(width)
+
+
+def sparkline(values: Sequence[float | None], width: int) -> str:
+    """The newest ``width`` values as a line of blocks; an unknown value leaves a gap.
+
+    The line begins as far below the least value as the greatest is above it (not below zero): small changes can be seen,
+    and noise does not look like a collapse.
+    """
+    newest = list(values[-width:]) if width > 0 else []
+    known = [value for value in newest if is_finite(value)]
+    top = max(known, default=0.0)
+    floor = max(0.0, 2 * min(known, default=0.0) - top)
+    span = top - floor
+    cells = [
+        " " if not is_finite(value) else _LEVELS[min(7, max(0, int((value - floor) / span * 7.999)) if span > 0 else 3)]
+        for value in newest
+    ]
+    return "".join(cells).rjust(max(width, 0))
+
+
+def ticks(low: float, high: float, most: int) -> list[float]:
+    """At most ``most`` round numbers (1, 2 or 5 times a power of ten apart) within ``low`` and ``high``, for an axis."""
+    if not (is_finite(low) and is_finite(high)) or high <= low or most < 2:
+        return [low] if is_finite(low) else []
+    least = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least)
+    first, last = math.ceil(low / step), math.floor(high / step)
+    return [index * step for index in range(first, last + 1)]
+
+
+def split_bar(parts: Split, width: int) -> list[Span]:
+    """The stacked bar compute / communicate / wait, ``width`` cells; each part has its own texture besides its colour."""
+    values = (parts.compute_ms, parts.communicate_ms, parts.wait_ms)
+    cells = _largest_remainder(values, width)
+    looks = (("█", "compute"), ("▓", "communicate"), ("░", "wait"))
+    return [Span(texture * count_, role) for (texture, role), count_ in zip(looks, cells, strict=True) if count_]
+
+
+def _largest_remainder(values: Sequence[float], total: int) -> list[int]:
+    """Whole cells in proportion to ``values`` that sum to ``total``."""
+    whole = sum(values)
+    if whole <= 0 or total <= 0:
+        return [0] * len(values)
+    exact = [value * total / whole for value in values]
+    cells = [int(value) for value in exact]
+    order = sorted(range(len(values)), key=lambda index: cells[index] - exact[index])
+    for index in order[: total - sum(cells)]:
+        cells[index] += 1
+    return cells
+
+
+def fit(text: str, width: int) -> str:
+    """``text`` in at most ``width`` cells, with an ellipsis where it was cut."""
+    if cell_len(text) <= width:
+        return text
+    return set_cell_size(text, width - 1).rstrip() + "…" if width > 0 else ""
+
+
+def downsample(steps: Sequence[int], values: Sequence[float], buckets: int) -> tuple[list[float], list[float]]:
+    """At most ``buckets`` points, each the mean of a run of equally many neighbours: what a plot of that width can show."""
+    if buckets <= 0 or not steps:
+        return [], []
+    per = -(-len(steps) // buckets)
+    runs = [(steps[start : start + per], values[start : start + per]) for start in range(0, len(steps), per)]
+    return [sum(xs) / len(xs) for xs, _ in runs], [sum(ys) / len(ys) for _, ys in runs]

@@ -1,0 +1,376 @@
+"""What the viewer knows: a pure store, fed with updates, read by the panels.
+
+Everything here is bounded, whatever a seed sends: peers, jobs, checkpoints, rows, events, and the length of every text. Text is
+stripped of control characters, so that a peer's name can neither move the cursor nor break a table. ``versions`` grows with
+every change of a topic; a panel redraws when the versions it shows have grown.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import pairwise
+from typing import Any, TypeGuard, TypeVar
+
+from p2ptrain.core.errors import P2PTrainError, ProtocolError
+from wire.records import CheckpointInfo, ClusterInfo, EventInfo, JobInfo, MetricRow, PeerInfo, Record
+
+MAX_PEERS = 1024
+MAX_JOBS = 512
+MAX_CHECKPOINTS = 2048
+MAX_EVENTS = 500
+MAX_SERIES = 32
+MAX_ROWS = 4000
+RECENT_ROWS = 512
+"""The newest rows of a series are never thinned: the throughput line shows every step."""
+MAX_VALIDATIONS = 1000
+MAX_TEXT = 300
+
+R = TypeVar("R", bound=Record)
+
+
+class Phase(StrEnum):
+    """State of the connection to the seed."""
+
+    CONNECTING = "connecting"
+    LIVE = "live"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The connection to the seed, for people. Times are those of the viewer's monotonic clock.
+
+    Attributes:
+        since: when this phase began; for ``LOST`` when the seed was last heard (or first dialled).
+        retry_at: when it is dialled again; None where it is not waiting to do so.
+        rtt_ms: round trip of the last request; None before there was one.
+        problem, remedy: why it is not live.
+    """
+
+    phase: Phase = Phase.CONNECTING
+    since: float = 0.0
+    retry_at: float | None = None
+    rtt_ms: float | None = None
+    problem: str = ""
+    remedy: str = ""
+
+
+def clean(text: str, limit: int = MAX_TEXT) -> str:
+    """``text`` on one line, without control characters, at most ``limit`` characters."""
+    text = text[: limit + 1]
+    if not text.isprintable():
+        text = "".join(char if char.isprintable() else " " for char in text)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _parse(kind: type[R], item: object) -> R:
+    """The record in ``item`` with clean texts. Raises ``ProtocolError``."""
+    record = kind.from_map_untrusted(item)
+    changes: dict[str, Any] = {}
+    for entry in dataclasses.fields(record):
+        value = getattr(record, entry.name)
+        if isinstance(value, str) and (len(value) > MAX_TEXT or not value.isprintable()):
+            changes[entry.name] = clean(value)
+        elif isinstance(value, list):
+            if len(value) > MAX_PEERS or not all(isinstance(part, str) for part in value):
+                raise ProtocolError(f"{kind.__name__}.{entry.name} is not a short list of texts")
+            changes[entry.name] = [clean(part) for part in value]
+    return dataclasses.replace(record, **changes) if changes else record
+
+
+class Series:
+    """The metric rows of one job in the order of their steps; old ones are thinned evenly, so the curve keeps its shape.
+
+    Generations never fall along the steps: a row of a newer generation at an earlier step (a job restored from a
+    checkpoint) removes the rows that it made untrue.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[MetricRow] = []
+        self.validations: list[tuple[int, float]] = []
+        self._stride = 1
+
+    @property
+    def last_step(self) -> int:
+        """Step of the newest row, -1 where there is none."""
+        return self.rows[-1].step if self.rows else -1
+
+    def add(self, row: MetricRow) -> bool:
+        """Put ``row`` in its place; False where it is older than what is known."""
+        rows, generation = self.rows, row.generation or 0
+        at = bisect_left(rows, row.step, key=_step)
+        if at and (rows[at - 1].generation or 0) > generation:
+            return False
+        if at < len(rows) and rows[at].step == row.step and (rows[at].generation or 0) > generation:
+            return False
+        stop = at
+        while stop < len(rows) and (rows[stop].step == row.step or (rows[stop].generation or 0) < generation):
+            stop += 1
+        rewound = stop > at and rows[stop - 1].step > row.step
+        rows[at:stop] = [row]
+        self._add_validation(row, rewound)
+        if len(rows) > MAX_ROWS:
+            self._thin()
+        return True
+
+    def _add_validation(self, row: MetricRow, rewound: bool) -> None:
+        points = self.validations
+        if rewound:
+            points[:] = [point for point in points if point[0] <= row.step]
+        if row.val_loss is None:
+            return
+        at = bisect_left(points, row.step, key=lambda point: point[0])
+        known = at < len(points) and points[at][0] == row.step
+        points[at : at + known] = [(row.step, row.val_loss)]
+        if len(points) > MAX_VALIDATIONS:
+            del points[1::2]
+
+    def _thin(self) -> None:
+        # Steps are distinct, so a growing stride ends; three quarters, so that it happens once in a thousand rows.
+        while len(self.rows) > MAX_ROWS * 3 // 4:
+            self._stride *= 2
+            old, recent = self.rows[:-RECENT_ROWS], self.rows[-RECENT_ROWS:]
+            self.rows = [row for row in old if row.step % self._stride == 0] + recent
+
+    def curve(self, column: str) -> tuple[list[int], list[float]]:
+        """Steps and values of a column of ``MetricRow``, known and finite ones only."""
+        pairs = [(row.step, value) for row in self.rows if is_finite(value := getattr(row, column))]
+        return [step for step, _ in pairs], [value for _, value in pairs]
+
+    def validation_curve(self) -> tuple[list[int], list[float]]:
+        """Steps and validation losses, finite ones only."""
+        pairs = [pair for pair in self.validations if is_finite(pair[1])]
+        return [step for step, _ in pairs], [value for _, value in pairs]
+
+    def recent(self, count: int) -> Sequence[MetricRow]:
+        """The newest ``count`` rows, oldest first."""
+        return self.rows[-count:] if count > 0 else []
+
+    def validate(self) -> None:
+        """Assert the invariants."""
+        assert len(self.rows) <= MAX_ROWS
+        assert len(self.validations) <= MAX_VALIDATIONS
+        assert all(one.step < two.step for one, two in pairwise(self.rows))
+        assert all((one.generation or 0) <= (two.generation or 0) for one, two in pairwise(self.rows))
+        assert all(one[0] < two[0] for one, two in pairwise(self.validations))
+
+
+def _step(row: MetricRow) -> int:
+    return row.step
+
+
+def is_finite(value: float | None) -> TypeGuard[float]:
+    """Whether there is a value that can be drawn (not None, not infinite, not NaN)."""
+    return value is not None and -1e300 < value < 1e300
+
+
+@dataclass
+class Store:
+    """Everything that the panels show. Changed by the methods only; read freely.
+
+    Attributes:
+        peers_seen: peer id → viewer's monotonic time of its last record, because ``heartbeat_age_s`` was true only then.
+        versions: topic → number of changes; topics as in ``wire.messages.Update``, and ``link``.
+        malformed: items that were refused because no correct seed sends them.
+    """
+
+    link: Link = field(default_factory=Link)
+    cluster: ClusterInfo | None = None
+    peers: dict[str, PeerInfo] = field(default_factory=dict)
+    peers_seen: dict[str, float] = field(default_factory=dict)
+    jobs: dict[str, JobInfo] = field(default_factory=dict)
+    series: dict[str, Series] = field(default_factory=dict)
+    events: dict[int, EventInfo] = field(default_factory=dict)
+    checkpoints: dict[str, CheckpointInfo] = field(default_factory=dict)
+    versions: Counter[str] = field(default_factory=Counter)
+    malformed: int = 0
+
+    # ------------------------------------------------------------------------------------------------------- feeding
+
+    def apply(self, topic: str, items: Iterable[object], now: float) -> None:
+        """Take in an update. A topic that this viewer does not know is ignored: the seed may be newer.
+
+        Raises:
+            ProtocolError: some items were malformed; the others are taken in.
+        """
+        take = self._takers().get(topic)
+        if take is None:
+            return
+        bad: ProtocolError | None = None
+        for item in items:
+            try:
+                take(item, now)
+            except ProtocolError as error:
+                self.malformed += 1
+                bad = error
+        self._changed("peers" if topic == "peers-gone" else topic)
+        if bad is not None:
+            self._changed("link")
+            raise ProtocolError(f"a malformed item in an update of {clean(topic, 40)}: {bad.message}")
+
+    def replace(self, topic: str, items: Iterable[object], now: float) -> None:
+        """As ``apply``, for a whole list of peers, jobs or checkpoints: what it lacks is gone.
+
+        Raises:
+            ProtocolError: as ``apply``.
+        """
+        known: dict[str, dict[str, Any]] = {"peers": self.peers, "jobs": self.jobs, "checkpoints": self.checkpoints}
+        known[topic].clear()
+        self.apply(topic, items, now)
+
+    def set_link(self, link: Link) -> None:
+        """Note a change of the connection."""
+        self.link = link
+        self._changed("link")
+
+    def lost(self, error: P2PTrainError, now: float, retry_at: float) -> None:
+        """Note that the seed cannot be reached: ``since`` stays that of the first failure in a row."""
+        since = now if self.link.phase is Phase.LIVE else self.link.since
+        self.set_link(Link(Phase.LOST, since, retry_at, None, clean(error.message), clean(error.remedy)))
+
+    def _changed(self, topic: str) -> None:
+        self.versions[topic] += 1
+
+    def _takers(self) -> dict[str, Callable[[object, float], None]]:
+        return {
+            "cluster": self._take_cluster,
+            "peers": self._take_peer,
+            "peers-gone": self._drop_peer,
+            "jobs": self._take_job,
+            "metrics": self._take_metric,
+            "events": self._take_event,
+            "checkpoints": self._take_checkpoint,
+        }
+
+    def _take_cluster(self, item: object, now: float) -> None:
+        cluster = _parse(ClusterInfo, item)
+        if self.cluster is not None and self.cluster.cluster_id != cluster.cluster_id:
+            # Another cluster answers at this address: nothing that is known belongs to it.
+            for known in (self.peers, self.peers_seen, self.jobs, self.series, self.events, self.checkpoints):
+                known.clear()
+            self.versions.update(("peers", "jobs", "metrics", "events", "checkpoints"))
+        self.cluster = cluster
+
+    def _take_peer(self, item: object, now: float) -> None:
+        peer = _parse(PeerInfo, item)
+        _put(self.peers, peer.id, peer, MAX_PEERS)
+        self.peers_seen[peer.id] = now
+        if len(self.peers_seen) > 2 * MAX_PEERS:
+            self.peers_seen = {id_: self.peers_seen.get(id_, now) for id_ in self.peers}
+
+    def _drop_peer(self, item: object, now: float) -> None:
+        if not isinstance(item, dict) or not isinstance(item.get("id"), str):
+            raise ProtocolError("a peer that is gone has no id")
+        self.peers.pop(item["id"], None)
+        self.peers_seen.pop(item["id"], None)
+
+    def _take_job(self, item: object, now: float) -> None:
+        job = _parse(JobInfo, item)
+        _put(self.jobs, job.id, job, MAX_JOBS)
+
+    def _take_metric(self, item: object, now: float) -> None:
+        row = _parse(MetricRow, item)
+        if row.job not in self.series:
+            _put(self.series, row.job, Series(), MAX_SERIES)
+        self.series[row.job].add(row)
+
+    def _take_event(self, item: object, now: float) -> None:
+        event = _parse(EventInfo, item)
+        self.events[event.id] = event
+        if len(self.events) > MAX_EVENTS:
+            del self.events[min(self.events)]
+
+    def _take_checkpoint(self, item: object, now: float) -> None:
+        checkpoint = _parse(CheckpointInfo, item)
+        _put(self.checkpoints, checkpoint.id, checkpoint, MAX_CHECKPOINTS)
+
+    # ------------------------------------------------------------------------------------------------------- reading
+
+    def peers_in_order(self) -> list[PeerInfo]:
+        """Ring members by job and rank, then the others by name."""
+        return sorted(self.peers.values(), key=lambda p: (p.rank is None, p.job, p.rank or 0, p.name, p.id))
+
+    def jobs_in_order(self) -> list[JobInfo]:
+        """The newest first."""
+        return sorted(self.jobs.values(), key=lambda job: (-job.created_at, job.id))
+
+    def current_job(self) -> JobInfo | None:
+        """The job to show when nobody chose one: what runs, else what wants to, else the newest."""
+        urgency = {"running": 0, "forming": 1, "paused": 2, "waiting": 3, "queued": 4}
+        return min(self.jobs_in_order(), key=lambda job: urgency.get(job.state, 5), default=None)
+
+    def members(self, job: JobInfo) -> list[PeerInfo | None]:
+        """The job's ring in rank order; None for a member that the seed does not list (any more)."""
+        return [self.peers.get(peer_id) for peer_id in job.members]
+
+    def events_in_order(self) -> list[EventInfo]:
+        """The newest first."""
+        return [self.events[id_] for id_ in sorted(self.events, reverse=True)]
+
+    def checkpoints_in_order(self, job: str = "") -> list[CheckpointInfo]:
+        """The newest first; those of one job where it is named."""
+        chosen = [item for item in self.checkpoints.values() if item.job == job or not job]
+        return sorted(chosen, key=lambda item: (-item.created_at, item.id))
+
+    def heartbeat_age_s(self, peer: PeerInfo, now: float) -> float:
+        """Seconds since the seed heard the peer, as far as the viewer can tell now."""
+        return peer.heartbeat_age_s + max(0.0, now - self.peers_seen.get(peer.id, now))
+
+    def validate(self) -> None:
+        """Assert the invariants."""
+        assert len(self.peers) <= MAX_PEERS
+        assert len(self.jobs) <= MAX_JOBS
+        assert len(self.series) <= MAX_SERIES
+        assert len(self.events) <= MAX_EVENTS
+        assert len(self.checkpoints) <= MAX_CHECKPOINTS
+        for series in self.series.values():
+            series.validate()
+
+
+V = TypeVar("V")
+
+
+def _put(known: dict[str, V], key: str, value: V, limit: int) -> None:
+    """Put or replace; where there is no room, the one that came first goes."""
+    if key not in known and len(known) >= limit:
+        del known[next(iter(known))]
+    known[key] = value
+
+
+def eta_s(job: JobInfo, recent: Sequence[MetricRow]) -> float | None:
+    """Seconds until the last step at the pace of the recent rows; None where nobody can tell."""
+    if job.state != "running" or len(recent) < 2:
+        return None
+    steps, seconds = recent[-1].step - recent[0].step, recent[-1].wall - recent[0].wall
+    if steps <= 0 or seconds <= 0 or not is_finite(seconds):
+        return None
+    return max(0, job.steps_total - job.step) * seconds / steps
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Where the time of a step goes: mean milliseconds over some rows."""
+
+    step_ms: float
+    compute_ms: float
+    communicate_ms: float
+    wait_ms: float
+
+
+def split(rows: Sequence[MetricRow]) -> Split | None:
+    """The mean split of the rows that have one; None where none has."""
+    parts = [
+        tuple(max(0.0, value) for value in (row.compute_ms or 0, row.communicate_ms or 0, row.wait_ms or 0))
+        for row in rows
+        if any(is_finite(value) for value in (row.compute_ms, row.communicate_ms, row.wait_ms))
+    ]
+    parts = [part for part in parts if all(is_finite(value) for value in part)]
+    if not parts or sum(map(sum, parts)) <= 0:
+        return None
+    compute, communicate, wait = (sum(part[index] for part in parts) / len(parts) for index in range(3))
+    return Split(compute + communicate + wait, compute, communicate, wait)

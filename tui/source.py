@@ -1,0 +1,217 @@
+"""Where the store's content comes from: the seed, over one operator connection that is dialled again when it ends.
+
+Order on every connection: ``subscribe`` first, then the lists, then the updates that queued up meanwhile. So no change falls
+into a gap, and a stale update is always followed by the newer one. Histories are fetched page by page beside the live
+updates; ``model.Series`` takes rows in any order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any, Protocol
+
+from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError
+from p2ptrain.core.world import Clock, LoopClock, Network
+from tui.model import Link, Phase, Store
+from wire.client import SeedClient
+
+CONNECT_TIMEOUT_S = 5.0
+REQUEST_TIMEOUT_S = 10.0
+PING_S = 5.0
+"""A seed with nothing to tell is silent; a question this often shows whether it is still there."""
+PAGE = 200
+FIRST_RETRY_S = 0.5
+LONGEST_RETRY_S = 10.0
+
+
+class Source(Protocol):
+    """What the app needs of whatever feeds it."""
+
+    store: Store
+    address: str
+
+    async def run(self) -> None:
+        """Feed the store until cancelled."""
+        ...
+
+    async def request(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
+        """Ask the seed to do something. Raises ``P2PTrainError``: ``Refused``, ``ConnectionLost``, ``DeadlineExceeded``."""
+        ...
+
+    def watch(self, job: str) -> None:
+        """The history of this job is wanted."""
+        ...
+
+
+def backoff_s(attempt: int) -> float:
+    """Seconds to wait after the ``attempt``-th failure in a row, counted from 0."""
+    return float(min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** min(attempt, 16)))
+
+
+class SeedSource:
+    """The real source. Owned by the task that calls ``run``."""
+
+    def __init__(self, *, network: Network, host: str, port: int, clock: Clock | None = None) -> None:
+        self.store = Store()
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._network, self._host, self._port = network, host, port
+        self._clock = clock or LoopClock()
+        self._client: SeedClient | None = None
+        self._watched = ""
+        self._watch_changed = asyncio.Event()
+        self._synced: set[str] = set()  # jobs whose rows are complete while this connection lives
+        self._resume: dict[str, tuple[int, int]] = {}  # job → its generation, and the step to fetch on from
+
+    def watch(self, job: str) -> None:
+        if job == self._watched:
+            return
+        if job not in self.store.series:  # never fetched, or dropped to make room for others
+            self._synced.discard(job)
+            self._resume.pop(job, None)
+        self._watched = job
+        self._watch_changed.set()
+
+    async def request(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
+        if self._client is None or self.store.link.phase is not Phase.LIVE:
+            raise ConnectionLost(
+                f"there is no connection to the seed at {self.address}",
+                remedy="it is dialled again by itself; ask again when the header says live",
+            )
+        return await self._client.request(method, params, timeout_s=REQUEST_TIMEOUT_S)
+
+    async def run(self) -> None:
+        self.store.set_link(Link(Phase.CONNECTING, since=self._clock.now()))
+        attempt = 0
+        while True:
+            problem = await self._one_connection()
+            now = self._clock.now()
+            if self.store.link.phase is Phase.LIVE:
+                attempt = 0
+            delay_s = backoff_s(attempt)
+            attempt += 1
+            self.store.lost(problem, now, now + delay_s)
+            await asyncio.sleep(delay_s)
+            self.store.set_link(dataclasses.replace(self.store.link, retry_at=None))
+
+    async def _one_connection(self) -> P2PTrainError:
+        """Connect and follow until it ends; why it ended."""
+        try:
+            client = await SeedClient.connect(
+                self._network, self._host, self._port, name="tui", timeout_s=CONNECT_TIMEOUT_S
+            )
+        except P2PTrainError as error:
+            return error
+        self._client = client
+        problem: P2PTrainError = ConnectionLost(f"the seed at {self.address} ended the connection")
+        try:
+            await self._ask("subscribe")
+            await self._load_lists()
+            self.store.set_link(Link(Phase.LIVE, since=self._clock.now(), rtt_ms=self.store.link.rtt_ms))
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._follow(client))
+                tasks.create_task(self._keep_asking())
+                tasks.create_task(self._load_events())
+                tasks.create_task(self._load_histories())
+        except* P2PTrainError as errors:
+            problem = _first(errors)
+        finally:
+            self._client = None
+            self._note_how_far()
+            await client.close()
+        return problem
+
+    # ------------------------------------------------------------------------------------------------------- updates
+
+    async def _follow(self, client: SeedClient) -> None:
+        async for update in client.updates():
+            self._apply(update.topic, update.items)
+        raise ConnectionLost(f"the seed at {self.address} ended the updates")
+
+    def _apply(self, topic: str, items: list[Any], *, whole: bool = False) -> None:
+        """A malformed item is counted and shown; the rest of what the seed says is still worth showing."""
+        try:
+            (self.store.replace if whole else self.store.apply)(topic, items, self._clock.now())
+        except ProtocolError as error:
+            self.store.set_link(dataclasses.replace(self.store.link, problem=error.message))
+
+    # --------------------------------------------------------------------------------------------- requests of the TUI
+
+    async def _ask(self, method: str, **params: Any) -> dict[str, Any]:
+        assert self._client is not None
+        return await self._client.request(method, params, timeout_s=REQUEST_TIMEOUT_S)
+
+    async def _page(self, method: str, key: str, **params: Any) -> list[Any]:
+        items = (await self._ask(method, **params)).get(key)
+        if not isinstance(items, list):
+            raise ProtocolError(f"the answer to {method} has no list of {key}")
+        return items
+
+    async def _ask_cluster(self) -> None:
+        asked_at = self._clock.now()
+        info = await self._ask("cluster.info")
+        rtt_ms = (self._clock.now() - asked_at) * 1000
+        self._apply("cluster", [info.get("cluster", info)])
+        self.store.set_link(dataclasses.replace(self.store.link, rtt_ms=rtt_ms))
+
+    async def _keep_asking(self) -> None:
+        while True:
+            await asyncio.sleep(PING_S)
+            await self._ask_cluster()
+
+    async def _load_lists(self) -> None:
+        await self._ask_cluster()
+        for topic in ("peers", "jobs", "checkpoints"):
+            self._apply(topic, await self._page(f"{topic}.list", topic), whole=True)
+
+    async def _load_events(self) -> None:
+        after = max(self.store.events, default=0)
+        while True:
+            items = await self._page("events.list", "events", after_id=after, limit=PAGE)
+            self._apply("events", items)
+            if len(items) < PAGE:
+                return
+            after = _advance(items, "id", after)
+
+    async def _load_histories(self) -> None:
+        while True:
+            self._watch_changed.clear()
+            if self._watched and self._watched not in self._synced:
+                await self._load_history(self._watched)
+            else:
+                await self._watch_changed.wait()
+
+    async def _load_history(self, job: str) -> None:
+        generation, after = self._resume.get(job, (0, -1))
+        known = self.store.jobs.get(job)
+        if known is None or known.generation != generation:
+            after = -1  # it may have been restored from a checkpoint while nobody watched
+        while True:
+            rows = await self._page("metrics.history", "rows", job=job, after_step=after, limit=PAGE)
+            self._apply("metrics", [{"job": job, **row} if isinstance(row, dict) else row for row in rows])
+            if len(rows) < PAGE:
+                break
+            after = _advance(rows, "step", after)
+            self._resume[job] = (known.generation if known else 0, after)
+        self._synced.add(job)
+
+    def _note_how_far(self) -> None:
+        """Live updates kept the synced series complete: fetch on from there next time."""
+        for job in self._synced:
+            if job in self.store.jobs and job in self.store.series:
+                self._resume[job] = (self.store.jobs[job].generation, self.store.series[job].last_step)
+        self._synced.clear()
+        self._resume = {job: place for job, place in self._resume.items() if job in self.store.jobs}
+
+
+def _advance(items: list[Any], key: str, after: int) -> int:
+    """Where the next page begins. A page that does not lead on would be asked for for ever."""
+    values: list[int] = [item[key] for item in items if isinstance(item, dict) and isinstance(item.get(key), int)]
+    if not values or max(values) <= after:
+        raise ProtocolError(f"a page of {len(items)} items does not go beyond {key} {after}")
+    return max(values)
+
+
+def _first(errors: BaseExceptionGroup[P2PTrainError]) -> P2PTrainError:
+    error = errors.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error
