@@ -1,7 +1,7 @@
 """One thread for everything that computes, so that the event loop answers heartbeats whatever the model does.
 
-A thread of its own rather than an executor's: it must be the same one for the life of the process (CUDA contexts, thread
-counts), and a long kernel must not keep the process from leaving, so it is a daemon.
+A thread of its own rather than an executor's: it must be the same one for the life of the process (CUDA contexts,
+thread counts), and a long kernel must not keep the process from leaving, so it is a daemon.
 """
 
 from __future__ import annotations

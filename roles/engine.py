@@ -24,8 +24,8 @@ class Engine(Protocol):
         corpus_digest: SHA-256 of the tokenized corpus, hex; members of a job must agree on it.
         tokens_per_micro_batch: targets in one micro-batch.
         device: for people, such as ``"cpu (2 threads)"`` or ``"cuda:0 NVIDIA H100"``.
-        reduce_buffer: flat host array of the computing dtype, shape (numel + 1,): the gradients, then one slot for the sum
-            of the micro-batches' losses. Reduced in place by the ring (sum over members). It stays untouched from
+        reduce_buffer: flat host array of the computing dtype, shape (numel + 1,): the gradients, then one slot for the
+            sum of the micro-batches' losses. Reduced in place by the ring (sum over members). It stays untouched from
             ``finish_gradients`` until the next ``begin_step``: it is the redo buffer.
     """
 
@@ -39,7 +39,7 @@ class Engine(Protocol):
         ...
 
     def micro_batch(self, step: int, index: int) -> None:
-        """Forward and backward of micro-batch ``index`` of the global batch of ``step``; adds (its mean loss' gradient) / M.
+        """Forward and backward of micro-batch ``index`` of the global batch of ``step``; adds its mean loss' gradient / M.
 
         M is the number of micro-batches in a global batch, whoever computes them.
         """
@@ -50,7 +50,7 @@ class Engine(Protocol):
         ...
 
     def partial_square_sum(self, start: int, stop: int) -> float:
-        """Sum of squares, in fp64, of ``reduce_buffer[start:stop]`` without the loss slot. Deterministic: independent of threads."""
+        """Sum of squares, in fp64, of ``reduce_buffer[start:stop]`` without the loss slot, whatever the thread count."""
         ...
 
     def apply(self, step: int, square_sum: float) -> Applied:
@@ -62,7 +62,7 @@ class Engine(Protocol):
         ...
 
     def validate(self, first: int, count: int) -> tuple[float, int]:
-        """Sum of the losses (nats) and number of targets over validation micro-batches ``range(first, first + count)``."""
+        """Sum of the losses (nats) and number of targets over validation micro-batches [first, first + count)."""
         ...
 
     def validation_batches(self) -> int:
@@ -70,7 +70,7 @@ class Engine(Protocol):
         ...
 
     def state(self) -> list[Blob]:
-        """Every byte that decides the future of the run: parameters, optimizer moments. Same names and sizes on every member."""
+        """Every byte that decides the future of the run: parameters, moments. Same names and sizes on every member."""
         ...
 
     def load_initial(self) -> None:
@@ -82,7 +82,7 @@ class Engine(Protocol):
         ...
 
     def save(self, directory: Path) -> None:
-        """Write a checkpoint of the current state into the existing, empty ``directory``: a Hugging Face model, and the optimizer."""
+        """Write the current state into the existing, empty ``directory``: a Hugging Face model, and the optimizer."""
         ...
 
     def load(self, directory: Path) -> None:

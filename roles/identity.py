@@ -66,7 +66,7 @@ def _peer_id(disk: Disk, path: Path) -> str:
 
 
 def try_lock(path: Path) -> IO[str] | None:
-    """An open, locked file, or None where another process holds the lock. The lock ends with the process, however it ends."""
+    """An open, locked file, or None where another process holds the lock, which ends with its process."""
     try:
         handle = path.open("a+")
     except OSError as error:

@@ -28,9 +28,9 @@ class Commands(LazyGroup):
     """Everything that the executable can do."""
 
     entries: ClassVar[tuple[Entry, ...]] = (
-        Entry("up", "p2ptrain.cli.run:up", "Start a whole cluster on this machine and train.", _RUN),
-        Entry("seed", "p2ptrain.cli.run:seed", "Start a seed: the place where workers meet.", _RUN),
-        Entry("join", "p2ptrain.cli.run:join", "Start a worker that joins a seed.", _RUN),
+        Entry("up", "p2ptrain.cli.up:up", "Start a whole cluster on this machine and train.", _RUN),
+        Entry("seed", "p2ptrain.cli.seed:seed", "Start a seed: the place where workers meet.", _RUN),
+        Entry("join", "p2ptrain.cli.join:join", "Start a worker that joins a seed.", _RUN),
         Entry("tui", "p2ptrain.cli.tui:tui", "Watch a cluster full-screen.", _WATCH),
         Entry("peers", "p2ptrain.cli.peers:peers", "Who is there, and what each one does.", _WATCH),
         Entry("jobs", "p2ptrain.cli.jobs:app", "Create, show, pause, resume, save and cancel jobs.", _WATCH),

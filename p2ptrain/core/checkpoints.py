@@ -34,6 +34,7 @@ MIN_KEEP = 2
 
 _STEP_DIR = re.compile(r"step-(\d{8,12})")
 _NEW, _OLD, _DEAD = ".new-", ".old-", ".dead-"
+_SUPERSEDED = "superseded-"
 
 Meta = dict[str, str | int | float | bool | None]
 
@@ -183,6 +184,20 @@ class CheckpointStore:
             return False
         self._remove(path)
         return True
+
+    def set_aside_after(self, step: int) -> list[Path]:
+        """Rename every checkpoint newer than ``step``: the run goes back to it, and they are another future's.
+
+        They stay on disk for a person to look at or remove, under names that no run resumes from.
+        """
+        moved = []
+        for found, path in self._directories():
+            if found > step:
+                aside = self._root / f"{_SUPERSEDED}{path.name}-{secrets.token_hex(4)}"
+                self._disk.rename(path, aside)
+                moved.append(aside)
+        self._disk.sync_dir(self._root)
+        return moved
 
     # ------------------------------------------------------------------------------------------------------- inside
 

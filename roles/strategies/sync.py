@@ -1,9 +1,10 @@
-"""Synchronous data parallelism: every member computes its micro-batches, one all-reduce, one identical optimizer step."""
+"""Synchronous data parallelism: every member computes its micro-batches; one all-reduce; one identical optimizer step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import xxhash
 
 from ring.collectives import owned_range
@@ -39,5 +40,5 @@ class SyncStrategy:
         return await self._compute.run(self._engine.apply, step, square_sum)
 
     def _summarize(self, start: int, stop: int) -> Contribution:
-        digest = xxhash.xxh3_128_digest(memoryview(self._engine.reduce_buffer).cast("B"))
+        digest = xxhash.xxh3_128_digest(self._engine.reduce_buffer.view(np.uint8).data)
         return Contribution(digest, self._engine.partial_square_sum(start, stop))

@@ -1,7 +1,8 @@
 """The control link of a worker to its seed: registers, beats, and finds the seed again after either side was away.
 
-Training never waits for this link. What must not be lost while it is down (metrics of committed steps, checkpoints, events)
-is kept, bounded, and sent when the link is back; where the ring stands is reported anew by the owner (``on_up``).
+Training never waits for this link. What must not be lost while it is down (metrics of committed steps, checkpoints,
+events) is kept, bounded, and sent when the link is back; where the ring stands is reported anew by the owner
+(``on_up``).
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import psutil
 
@@ -41,21 +42,39 @@ class Gauges:
         return values
 
 
-def _gpu_reader() -> Callable[[], float | None] | None:
-    """A reader of the first NVIDIA GPU's load (0 to 1), None on machines without one."""
+def _first_gpu() -> tuple[Any, Any] | None:
+    """NVIDIA's management library and the handle of the first GPU, None where there is none."""
     try:
         import pynvml
     except ImportError:
         return None
     try:
         pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        return pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
     except pynvml.NVMLError:
         return None
 
+
+def gpu_name() -> str:
+    """The first NVIDIA GPU's name; empty on machines without one."""
+    found = _first_gpu()
+    if found is None:
+        return ""
+    library, handle = found
+    name = library.nvmlDeviceGetName(handle)
+    return name.decode(errors="replace") if isinstance(name, bytes) else str(name)
+
+
+def _gpu_reader() -> Callable[[], float | None] | None:
+    """A reader of the first NVIDIA GPU's load (0 to 1), None on machines without one."""
+    found = _first_gpu()
+    if found is None:
+        return None
+    library, handle = found
+
     def read() -> float | None:
-        with contextlib.suppress(pynvml.NVMLError):
-            return float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
+        with contextlib.suppress(library.NVMLError):
+            return float(library.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
         return None
 
     return read

@@ -1,7 +1,7 @@
 """Bringing a member to the others' state: chunks of named blobs, fetched straight into their place, each one verified.
 
-The donor's state stands still while it gives: a healing member is in the ring, and no step commits without its token. When
-the view ends, both sides close at once, because then the donor's state may move on.
+The donor's state stands still while it gives: a healing member is in the ring, and no step commits without its token.
+When the view ends, both sides close at once, because then the donor's state may move on.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ async def fetch(
     seed_host: str,
     on_progress: Callable[[int, int], None],
 ) -> str:
-    """Overwrite ``state`` with that of ``view.step`` from the first donor that can give it; the donor's name is returned.
+    """Overwrite ``state`` with that of ``view.step`` from the first donor that can give it; gives the donor's name.
 
     Args:
         on_progress: called with (bytes done, bytes in all) after every chunk.

@@ -129,7 +129,7 @@ class JobRunner:
         self._handle(Wish(flag, generation))
 
     def restore(self, step: int) -> None:
-        """Go back to the checkpoint of ``step``, or, where this member does not have it, to nothing (it will be healed)."""
+        """Go back to the checkpoint of ``step``; where this member has none, to an older one: it will be healed."""
         self._restore_step = step
         self._disband("the job goes back to a checkpoint")
         self._start(self._load())
@@ -168,11 +168,9 @@ class JobRunner:
         finally:
             self._donations.discard(connection)
 
-    def checkpoint_entries(self) -> list[CheckpointEntry]:
-        return self._store.entries()
-
-    def delete_checkpoint(self, step: int) -> bool:
-        return self._store.delete(step)
+    async def delete_checkpoint(self, step: int) -> bool:
+        """Whether there was one; on the compute thread, so never while one is written. Raises ``StorageError``."""
+        return await self._around.compute.run(self._store.delete, step)
 
     # ------------------------------------------------------------------------------------------------ core and shell
 
@@ -218,7 +216,7 @@ class JobRunner:
             self._around.notify("warning", "ring-broken", f"step {report.applied + 1} aborted: {reason}")
 
     def _start(self, activity: Coroutine[Any, Any, None]) -> None:
-        self._activity = self._tasks.create_task(self._guarded(activity), name=f"{self.job}:{activity.__name__}")
+        self._activity = self._tasks.create_task(self._guarded(activity), name=f"job {self.job}")
 
     async def _guarded(self, activity: Coroutine[Any, Any, None]) -> None:
         """Run one activity. What the ring did is a break; what this member cannot do is a failure."""
@@ -283,17 +281,17 @@ class JobRunner:
 
         if self._restore_step >= 0:
             step, self._restore_step = self._restore_step, -1
-            self._store.set_aside_after(step)
-        while (entry := self._store.newest_good(damaged)) is not None:
-            if isinstance(entry.meta.get("lineage"), str) and entry.meta.get("job") == self.job:
-                return entry
-            damaged(entry.path, "its manifest is not of this job")
-            self._store.set_aside_after(entry.step - 1)
-        return None
+            for path in self._store.set_aside_after(step):
+                self._around.notify("info", "checkpoint-superseded", f"a newer checkpoint is kept as {path}")
+        entry = self._store.newest_good(damaged)
+        if entry is not None and not isinstance(entry.meta.get("lineage"), str):
+            raise StorageError(f"{entry.path} does not say which state it holds", remedy="move it away and join again")
+        return entry
 
     async def _form(self, form: Form) -> None:
         around = self._around
-        heartbeat_s, death_s = around.beats()
+        usual_s, membership = around.beats(), self.profile.membership
+        heartbeat_s, death_s = membership.heartbeat_s or usual_s[0], membership.death_s or usual_s[1]
         session = await RingSession.form(
             world=around.world,
             view=form.view,
@@ -393,7 +391,7 @@ class JobRunner:
             self._did_something()
         gathered = await session.all_gather(_VALIDATION.pack(total, targets), patience_s=self._patience_s())
         parts = [_VALIDATION.unpack(item) for item in gathered]
-        return math.fsum(part for part, _ in parts) / max(1, sum(number for _, number in parts))
+        return math.fsum(float(part) for part, _ in parts) / max(1, sum(int(number) for _, number in parts))
 
     async def _save(self, applied: int) -> None:
         around, engine, lineage = self._around, self._ready_engine(), self.core.lineage
@@ -431,7 +429,7 @@ class JobRunner:
     # -------------------------------------------------------------------------------------------------------- helpers
 
     def _tell_metrics(self, applied: int, rank: int, size: int, timing: dict[str, float]) -> None:
-        if self._last is None or self._last.step + 1 != applied:
+        if self._last is None or self._last.step != applied:
             return  # this member was healed to here: it did not see the step
         tokens = self.profile.batch.micro_batches * self._ready_engine().tokens_per_micro_batch
         values = {
@@ -486,4 +484,7 @@ def _described(view: View, peer_id: str) -> str:
     names = " → ".join(member.name for member in view.members)
     rank = view.rank_of(peer_id)
     share = view.members[rank].count if rank is not None else 0
-    return f"generation {view.generation}: rank {rank} of {view.size}, {share} micro-batches a step, from step {view.step} ({names})"
+    return (
+        f"generation {view.generation}: rank {rank} of {view.size}, {share} micro-batches a step, "
+        f"from step {view.step} ({names})"
+    )

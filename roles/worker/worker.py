@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import p2ptrain
 from configs.schema import Profile
 from p2ptrain.core.checkpoints import CheckpointStore
 from p2ptrain.core.errors import P2PTrainError, PeerError, ProtocolError, Refused, UserError
@@ -24,9 +22,8 @@ from roles.worker.control import Pulse, SeedLink
 from roles.worker.gauges import Gauges
 from roles.worker.runner import JobRunner, Notify, Surroundings
 from wire.connection import Connection
-from wire.handshake import RefusalCode, local_hello, serve
+from wire.handshake import RefusalCode, local_hello, local_welcome, serve
 from wire.messages import (
-    PROTOCOL_VERSION,
     Assign,
     EventNotice,
     Hello,
@@ -68,6 +65,7 @@ class Worker:
 
     Args:
         build_engine: makes the engine of a profile; blocking, called on the compute thread.
+        warm_up: blocking, called there first, while the seed is being dialled.
         notify: (level, kind, text) for the person at this terminal.
         on_step: (applied, total, values) after every commit.
     """
@@ -79,13 +77,14 @@ class Worker:
         options: WorkerOptions,
         *,
         build_engine: Callable[[Profile], Engine],
+        warm_up: Callable[[], None],
         notify: Notify,
         on_step: Callable[[int, int, dict[str, float]], None],
     ) -> None:
         self._world = world
         self._identity = identity
         self._options = options
-        self._build_engine = build_engine
+        self._build_engine, self._warm_up = build_engine, warm_up
         self._notify_person = notify
         self._on_step = on_step
         self._inbound = Inbound()
@@ -120,12 +119,14 @@ class Worker:
         self._port = server.address[1]
         try:
             async with self._tasks:
+                warming = self._tasks.create_task(self._compute.run(self._warm_up), name="warm up")
                 link = self._tasks.create_task(self._link.run(), name="seed link")
                 stopped = self._tasks.create_task(stop.wait(), name="stop")
                 await asyncio.wait({link, stopped}, return_when=asyncio.FIRST_COMPLETED)
                 if stopped.done():
                     await self._leave()
                     link.cancel()
+                    warming.cancel()
                 else:
                     stopped.cancel()  # the link raised: the group ends with its error
         except* P2PTrainError as group:
@@ -206,13 +207,12 @@ class Worker:
         if self._runner is not None:
             self._runner.release()
         profile = Profile.from_spec_untrusted(message.spec)
-        directory = self._identity.directory / "jobs" / message.job / "checkpoints"
         self._runner = JobRunner(
             self._surroundings(),
             job=message.job,
             profile=profile,
             spec=message.spec,
-            store=CheckpointStore(self._world.disk, directory, profile.checkpoint.keep),
+            store=self._store(message.job, profile.checkpoint.keep),
             restore_step=message.restore_step,
         )
         self._notify("info", "building", f"building the model of job {message.job}")
@@ -247,11 +247,16 @@ class Worker:
             raise Refused("unknown-method", f"a worker does not know {request.method[:80]!r}")
         if not isinstance(job, str) or not is_id(job) or not isinstance(step, int):
             raise ProtocolError("checkpoint.delete needs job and step")
-        root = self._identity.directory / "jobs" / job / "checkpoints"
-        store = CheckpointStore(self._world.disk, root, 2)
-        if not await asyncio.to_thread(store.delete, step):
-            raise UserError(f"no checkpoint of step {step} in {root}")
+        if self._runner is not None and self._runner.job == job:
+            there = await self._runner.delete_checkpoint(step)
+        else:
+            there = await self._compute.run(self._store(job, 2).delete, step)
+        if not there:
+            raise UserError(f"{self._identity.name} has no checkpoint of step {step}")
         return {"deleted": step}
+
+    def _store(self, job: str, keep: int) -> CheckpointStore:
+        return CheckpointStore(self._world.disk, self._identity.directory / "jobs" / job / "checkpoints", keep)
 
     def _notify(self, level: str, kind: str, text: str) -> None:
         self._notify_person(level, kind, text)
@@ -278,15 +283,8 @@ class Worker:
                     f"this is a worker: it does not answer {hello.purpose[:40]!r}",
                     "use the seed's address",
                 )
-        return refusal or Welcome(
-            version=PROTOCOL_VERSION,
-            software=p2ptrain.__version__,
-            peer_id=self._identity.peer_id,
-            name=self._identity.name,
-            cluster_id="",
-            heartbeat_s=self._beats[0],
-            death_s=self._beats[1],
-            wall=self._world.clock.wall(),
+        return refusal or local_welcome(
+            peer_id=self._identity.peer_id, name=self._identity.name, wall=self._world.clock.wall()
         )
 
     async def _serve(self, connection: Connection, hello: Hello) -> None:

@@ -1,0 +1,134 @@
+"""``p2ptrain join``."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from p2ptrain.cli.console import Console, step_line
+from p2ptrain.cli.runtime import DEFAULT_SEED, SEED_VARIABLE, default_state_dir, is_loopback, run, seed_address
+
+
+def join(
+    address: Annotated[
+        str, typer.Argument(envvar=SEED_VARIABLE, metavar="[HOST[:PORT]]", help="Address of the seed.")
+    ] = DEFAULT_SEED,
+    name: Annotated[str, typer.Option("--name", help="What to call this worker.")] = "",
+    state: Annotated[Path | None, typer.Option("--state", metavar="DIR", help="Where checkpoints are kept.")] = None,
+    slot: Annotated[
+        int | None,
+        typer.Option("--slot", min=1, max=64, help="Take this place in --state; default: the first free one."),
+    ] = None,
+    host: Annotated[
+        str,
+        typer.Option(
+            "--host", metavar="ADDRESS", help="Listen here for other workers; default: where the seed can reach it."
+        ),
+    ] = "",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Listen on this port; 0: any free one.")] = 0,
+    advertise: Annotated[
+        str,
+        typer.Option(
+            "--advertise", metavar="HOST:PORT", help="The address that others shall dial, behind NAT or a proxy."
+        ),
+    ] = "",
+    device: Annotated[
+        str, typer.Option("--device", help="cpu, cuda, cuda:1, mps; default: what the profile says.")
+    ] = "",
+    threads: Annotated[
+        int, typer.Option("--threads", min=0, help="CPU threads to compute with; 0: what the profile says.")
+    ] = 0,
+    with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
+    link: Annotated[
+        str,
+        typer.Option(
+            "--link",
+            metavar="PRESET",
+            help="Emulate a link: lan, wifi, metro, wan, transcontinental, satellite, lossy.",
+        ),
+    ] = "",
+) -> None:
+    """Start a worker that joins a seed and trains what the seed gives it. Ctrl+C leaves after the step under way.
+
+    \b
+    Examples:
+      p2ptrain join
+      p2ptrain join 192.168.1.20
+      p2ptrain join seed.example.org:7337 --name laptop --device cpu --threads 4
+    """
+    seed = seed_address(address)
+    advertised = _advertised(advertise)
+    listen = (host or ("127.0.0.1" if is_loopback(seed[0]) else "0.0.0.0"), port)  # noqa: S104 - other members must reach it
+    root = state or default_state_dir()
+    run(_work(seed, name, root, slot, listen, advertised, device, threads, link, with_parent))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # a kernel may still run on the compute thread; the interpreter's own shutdown would wait for it
+
+
+def _advertised(text: str) -> tuple[str, int]:
+    from p2ptrain.core.errors import UserError
+    from wire.client import parse_address
+
+    if not text:
+        return ("", 0)
+    host, port = parse_address(text, default_port=0)
+    if not port:
+        raise UserError(
+            f"--advertise {text} names no port", remedy="write HOST:PORT, the address that others shall dial"
+        )
+    return host, port
+
+
+async def _work(
+    seed: tuple[str, int],
+    name: str,
+    root: Path,
+    slot: int | None,
+    listen: tuple[str, int],
+    advertise: tuple[str, int],
+    device: str,
+    threads: int,
+    link: str,
+    with_parent: bool,
+) -> None:
+    from p2ptrain.cli.children import leave_with_parent
+    from p2ptrain.cli.stopping import stop_on_signals
+    from p2ptrain.core.world import real_world
+    from roles.identity import claim
+    from roles.worker.build import capabilities, engine_builder, warm_up
+    from roles.worker.worker import Worker, WorkerOptions
+    from wire.emulate import EmulatedNetwork
+    from wire.shaper import preset_named
+    from wire.transport import TcpNetwork
+
+    console, stop = Console(), asyncio.Event()
+    stop_on_signals(stop, lambda text: console.event("info", text))
+    if with_parent:
+        leave_with_parent(stop)
+    network = EmulatedNetwork(TcpNetwork(), preset_named(link), os.getpid()) if link else TcpNetwork()
+    world = real_world(network)
+    identity = claim(world.disk, root, role="worker", name=name, slot=slot)
+    worker = Worker(
+        world,
+        identity,
+        WorkerOptions(seed=seed, listen=listen, advertise=advertise, capabilities=capabilities(device)),
+        build_engine=engine_builder(device=device, threads=threads),
+        warm_up=warm_up,
+        notify=lambda level, _, text: console.event(level, text),
+        on_step=lambda applied, total, values: console.progress(
+            step_line(applied, total, values), last=applied == total
+        ),
+    )
+    console.event("info", f"worker {identity.name} ({identity.peer_id}) joins {seed[0]}:{seed[1]}")
+    try:
+        await worker.run(stop)
+    finally:
+        console.finish()
+        identity.release()
+    console.event("info", "left")

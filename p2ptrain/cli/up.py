@@ -1,0 +1,313 @@
+"""``p2ptrain up``: a seed and workers on this machine, as processes of their own, and a view of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from p2ptrain.cli.children import Child, end_all
+from p2ptrain.cli.console import Console, step_line
+from p2ptrain.cli.runtime import (
+    DEFAULT_PORT,
+    JsonOption,
+    ProfileOption,
+    SetOption,
+    default_state_dir,
+    operator_name,
+    run,
+)
+from p2ptrain.core.errors import ConnectionLost, JobFailed, P2PTrainError, UserError
+
+if TYPE_CHECKING:
+    from configs.schema import Profile
+    from wire.client import SeedClient
+
+SEED_READY_S = 20.0
+FINISHED = ("done", "cancelled", "failed")
+
+
+def up(
+    profile: ProfileOption = "tiny",
+    workers: Annotated[
+        int, typer.Option("--workers", "-n", min=1, max=64, help="How many workers; 0 is not a cluster.")
+    ] = 2,
+    state: Annotated[Path | None, typer.Option("--state", metavar="DIR", help="Where everything is kept.")] = None,
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="Port of the seed; 0: 7337 if it is free, else any.")
+    ] = 0,
+    sets: SetOption = [],  # noqa: B006 - Typer copies it
+    new: Annotated[
+        bool, typer.Option("--new", help="Begin afresh: cancel an unfinished job of other settings.")
+    ] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Plain progress lines instead of the full-screen view.")
+    ] = False,
+    link: Annotated[
+        str,
+        typer.Option("--link", metavar="PRESET", help="Emulate a link between the workers; default: the profile's."),
+    ] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Start a whole cluster on this machine and train: a seed, and workers that form a ring.
+
+    An unfinished job in the same --state is taken up where it was. Ctrl+C stops everything; nothing is lost.
+
+    \b
+    Examples:
+      p2ptrain up
+      p2ptrain up --workers 4 --set job.steps=1000
+      p2ptrain up --profile my.toml --state ./run --plain
+    """
+    from configs.loader import load
+
+    loaded = load(profile, os.environ, sets).profile
+    plan = Plan(
+        profile_name=profile,
+        profile=loaded,
+        workers=workers,
+        root=(state or default_state_dir() / "up").absolute(),
+        port=port or _usual_port(),
+        new=new,
+        link=link or loaded.link.preset,
+    )
+    full_screen = not plain and not as_json and sys.stdout.isatty() and sys.stdin.isatty()
+    summary = run(_cluster(plan, full_screen=full_screen))
+    if as_json:
+        typer.echo(json.dumps(summary, indent=2))
+    else:
+        _print_summary(summary)
+    if summary["state"] != "done":
+        raise typer.Exit(130 if summary["state"] == "interrupted" else JobFailed.exit_code)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    profile_name: str
+    profile: Profile
+    workers: int
+    root: Path
+    port: int
+    new: bool
+    link: str
+
+
+async def _cluster(plan: Plan, *, full_screen: bool) -> dict[str, Any]:
+    from p2ptrain.cli.stopping import stop_on_signals
+    from wire.client import SeedClient
+    from wire.transport import TcpNetwork
+
+    console, stop, children = Console(), asyncio.Event(), list[Child]()
+    stop_on_signals(stop, lambda text: console.event("info", text))
+    try:
+        seed = await _start_seed(plan)
+        children.append(seed)
+        client = await SeedClient.connect(TcpNetwork(), "127.0.0.1", plan.port, name=operator_name())
+        job = await _job(client, plan, console)
+        for number in range(1, plan.workers + 1):
+            children.append(await _start_worker(plan, number))
+        console.event("info", f"{plan.workers} workers start; logs are in {plan.root / 'logs'}")
+        watcher = Watcher(client, job, children, console, quiet=full_screen)
+        watching = asyncio.create_task(watcher.run(), name="watch")
+        stopping = asyncio.create_task(stop.wait(), name="stop")
+        try:
+            if full_screen:
+                await _show(plan.port)
+                console.event("info", "the view is closed; training goes on here. Ctrl+C stops everything")
+                watcher.quiet = False
+            await asyncio.wait({watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                watching.result()
+        finally:
+            watching.cancel()
+            stopping.cancel()
+            console.finish()
+        summary = await watcher.summary(interrupted=not watching.done() or watching.cancelled())
+        await client.close()
+        return summary
+    finally:
+        workers, seeds = children[1:], children[:1]
+        await end_all(workers)
+        await end_all(seeds)  # last, so that it hears what the workers saved
+
+
+async def _start_seed(plan: Plan) -> Child:
+    arguments = [
+        "seed",
+        "--no-job",
+        "--json",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(plan.port),
+        "--state",
+        str(plan.root),
+    ]
+    child = await Child.start("seed", arguments, plan.root / "logs" / "seed.log", listen=True)
+    assert child.process.stdout is not None
+    try:
+        async with asyncio.timeout(SEED_READY_S):
+            line = await child.process.stdout.readline()
+    except TimeoutError:
+        line = b""
+    if not line:
+        await end_all([child])
+        raise JobFailed(f"the seed did not start: {child.last_words()}", remedy=f"its log is {child.log}")
+    return child
+
+
+async def _start_worker(plan: Plan, number: int) -> Child:
+    threads = plan.profile.device.threads or max(1, (os.cpu_count() or 1) // plan.workers)
+    arguments = ["join", f"127.0.0.1:{plan.port}", "--state", str(plan.root), "--slot", str(number)]
+    arguments += ["--name", f"worker-{number}", "--threads", str(threads)]
+    if plan.link:
+        arguments += ["--link", plan.link]
+    return await Child.start(f"worker-{number}", arguments, plan.root / "logs" / f"worker-{number}.log")
+
+
+async def _job(client: SeedClient, plan: Plan, console: Console) -> str:
+    """The job to work on: the unfinished one of the same settings, else a new one."""
+    spec = plan.profile.to_spec()
+    name = Path(plan.profile_name).stem
+    for item in (await client.request("jobs.list"))["jobs"]:
+        if item["state"] in FINISHED:
+            continue
+        shown = await client.request("jobs.show", {"job": item["id"]})
+        if shown["spec"] == spec:
+            console.event("info", f"going on with job {item['name']} ({item['id']}) from its last checkpoint")
+            if item["state"] == "paused":
+                await client.request("jobs.resume", {"job": item["id"]})
+            return str(item["id"])
+        if not plan.new:
+            raise UserError(
+                f"{plan.root} holds an unfinished job {item['name']} ({item['id']}) of other settings",
+                remedy="give the same settings to go on with it, --new to cancel it, or another --state",
+            )
+        await client.request("jobs.cancel", {"job": item["id"]})
+    created = await client.request("jobs.create", {"name": name, "profile": plan.profile_name, "spec": spec})
+    console.event("info", f"created job {name} ({created['job']}) from profile {plan.profile_name}")
+    return str(created["job"])
+
+
+async def _show(port: int) -> None:
+    from tui.app import P2PTrainApp
+    from tui.source import SeedSource
+    from wire.transport import TcpNetwork
+
+    await P2PTrainApp(SeedSource(network=TcpNetwork(), host="127.0.0.1", port=port)).run_async()
+
+
+class Watcher:
+    """Follows one job through the seed's updates until it is finished, and says how far it is."""
+
+    def __init__(self, client: SeedClient, job: str, children: list[Child], console: Console, *, quiet: bool) -> None:
+        self.quiet = quiet
+        self._client, self._job, self._children, self._console = client, job, children, console
+        self._began = time.monotonic()
+        self._last: dict[str, Any] = {}
+
+    async def run(self) -> None:
+        """Until the job is finished. Raises ``JobFailed`` when the processes that do it are gone."""
+        await self._client.request("subscribe")
+        reaper = asyncio.create_task(self._all_gone(), name="reaper")
+        following = asyncio.create_task(self._follow(), name="follow")
+        try:
+            await asyncio.wait({reaper, following}, return_when=asyncio.FIRST_COMPLETED)
+            if following.done():
+                following.result()
+            else:
+                reaper.result()
+        finally:
+            reaper.cancel()
+            following.cancel()
+
+    async def _follow(self) -> None:
+        async for update in self._client.updates():
+            for item in update.items:
+                if update.topic == "jobs" and item.get("id") == self._job:
+                    self._last = item
+                    if item.get("state") in FINISHED:
+                        return
+                elif update.topic == "metrics" and item.get("job") == self._job and not self.quiet:
+                    known = {key: value for key, value in item.items() if isinstance(value, int | float)}
+                    total = int(self._last.get("steps_total", 0))
+                    self._console.progress(step_line(int(item["step"]), total, known), last="val_loss" in known)
+                elif update.topic == "events" and item.get("level") != "info" and not self.quiet:
+                    self._console.event(str(item.get("level")), str(item.get("text")))
+        raise ConnectionLost("the seed ended")
+
+    async def _all_gone(self) -> None:
+        """Ends, with the reason, when the seed or the last worker is gone."""
+        seed, *workers = self._children
+        await asyncio.wait(
+            {
+                asyncio.create_task(seed.process.wait()),
+                asyncio.create_task(_all_of(workers)),
+            },
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        gone = seed if not seed.alive else workers[-1]
+        raise JobFailed(f"{gone.name} ended: {gone.last_words()}", remedy=f"its log is {gone.log}")
+
+    async def summary(self, *, interrupted: bool) -> dict[str, Any]:
+        """What came of it, for people and programs."""
+        try:
+            shown = (await self._client.request("jobs.show", {"job": self._job}))["job"]
+            saved = (await self._client.request("checkpoints.list", {"job": self._job}))["checkpoints"]
+        except P2PTrainError:
+            shown, saved = self._last, []
+        newest = max(saved, key=lambda item: item["step"], default=None)
+        return {
+            "job": self._job,
+            "state": "interrupted" if interrupted and shown.get("state") not in FINISHED else shown.get("state"),
+            "reason": shown.get("reason", ""),
+            "step": shown.get("step"),
+            "steps": shown.get("steps_total"),
+            "loss": shown.get("loss"),
+            "val_loss": shown.get("val_loss"),
+            "tokens": shown.get("tokens_total"),
+            "seconds": round(time.monotonic() - self._began, 1),
+            "checkpoint": newest["path"] if newest else None,
+        }
+
+
+async def _all_of(children: list[Child]) -> None:
+    await asyncio.gather(*(child.process.wait() for child in children))
+
+
+def _print_summary(summary: dict[str, Any]) -> None:
+    from p2ptrain.cli.output import human_seconds, number, print_pairs
+
+    pairs = [
+        ("state", f"{summary['state']}{': ' + summary['reason'] if summary['reason'] else ''}"),
+        ("step", f"{summary['step']} of {summary['steps']}"),
+        ("loss", f"{number(summary['loss'])} nats/token"),
+        ("validation", f"{number(summary['val_loss'])} nats/token"),
+        ("time", human_seconds(summary["seconds"])),
+        ("checkpoint", summary["checkpoint"] or "none"),
+    ]
+    print_pairs(pairs)
+    if summary["checkpoint"]:
+        typer.echo(f"\ntry it:  p2ptrain generate 'def ' --checkpoint {summary['checkpoint']}")
+
+
+def _usual_port() -> int:
+    """7337 where it is free, so that `p2ptrain tui` finds the cluster; else any free port."""
+    for port in (DEFAULT_PORT, 0):
+        with socket.socket() as probe:
+            if sys.platform != "win32":
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise UserError("no free port on this machine", remedy="name one with --port")

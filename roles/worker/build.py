@@ -1,0 +1,88 @@
+"""From a profile to an engine: the one place where a worker meets torch, imported when it is called and not before."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from configs.schema import Profile
+from roles.engine import Engine
+from roles.worker.gauges import gpu_name
+from wire.messages import Scalar
+
+
+def capabilities(device: str) -> dict[str, Scalar]:
+    """What this machine has, for people and for placement. Found without torch, so that joining does not wait for it.
+
+    Args:
+        device: what the person asked for; empty where the profile decides.
+    """
+    gpu = gpu_name()
+    if device:
+        shown = device
+    elif gpu:
+        shown = f"cuda {gpu}"
+    elif sys.platform == "darwin" and platform.machine() == "arm64":
+        shown = "mps Apple GPU"
+    else:
+        shown = f"cpu ({os.cpu_count()} cores)"
+    return {
+        "device": shown[:80],
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "cores": os.cpu_count() or 1,
+        "memory_total_bytes": psutil.virtual_memory().total,
+    }
+
+
+def warm_up() -> None:
+    """Load what building a model needs (seconds), on the compute thread, while the worker is being let in."""
+    import p2ptrain.compute.trainer  # noqa: F401 - for its cost
+
+
+def engine_builder(*, device: str = "", threads: int = 0) -> Callable[[Profile], Engine]:
+    """A builder for this worker; ``device`` and ``threads`` override the profile where they are given."""
+
+    def build(profile: Profile) -> Engine:
+        from p2ptrain.compute.data import DataSpec
+        from p2ptrain.compute.device import pick_device
+        from p2ptrain.compute.flat import OptimizerSpec
+        from p2ptrain.compute.model import ModelSpec
+        from p2ptrain.compute.trainer import Trainer
+
+        model, data, batch = profile.model, profile.data, profile.batch
+        return Trainer(
+            model=ModelSpec(
+                architecture=model.architecture,
+                path=Path(model.path) if model.path else None,
+                hidden_size=model.hidden_size,
+                layers=model.layers,
+                heads=model.heads,
+                kv_heads=model.kv_heads,
+                intermediate_size=model.intermediate_size,
+                context=model.context,
+                tie_embeddings=model.tie_embeddings,
+            ),
+            data=DataSpec(
+                path=data.path,
+                sequence_tokens=data.sequence_tokens,
+                text_key=data.text_key,
+                limit_bytes=data.limit_bytes,
+                validation_fraction=data.validation_fraction,
+            ),
+            optimizer=OptimizerSpec(**profile.optimizer.model_dump()),
+            steps=profile.job.steps,
+            seed=profile.job.seed,
+            micro_batches=batch.micro_batches,
+            micro_batch_sequences=batch.micro_batch_sequences,
+            validation_batches=profile.validation.batches,
+            device=pick_device(device or profile.device.kind, threads or profile.device.threads),
+            precision=profile.device.precision,
+        )
+
+    return build
