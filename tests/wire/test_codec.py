@@ -1,0 +1,341 @@
+"""Messages there and back, and everything that is not one."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from contextlib import suppress
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2ptrain.core.errors import ProtocolError
+from wire import messages
+from wire.codec import (
+    MAX_DEPTH,
+    MAX_HANDSHAKE_ITEMS,
+    MAX_LIST_ITEMS,
+    MAX_MAP_ITEMS,
+    MESSAGE_TYPES,
+    decode_untrusted,
+    encode,
+)
+from wire.messages import (
+    BULK_KIND,
+    PROTOCOL_VERSION,
+    BlobRecord,
+    CheckpointSaved,
+    ChunkDigest,
+    HealOffer,
+    Heartbeat,
+    Hello,
+    Message,
+    Refuse,
+    Request,
+    StepMetrics,
+    Update,
+    Welcome,
+)
+
+TEXT = st.text(max_size=12)
+FLOATS = st.floats(allow_nan=False)
+INTS = st.integers(-(2**63), 2**64 - 1)
+JSON = st.recursive(
+    st.none() | st.booleans() | INTS | FLOATS | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=8,
+).filter(lambda value: depth(value) <= MAX_DEPTH)
+SCALARS = {
+    int: INTS,
+    float: FLOATS,
+    str: TEXT,
+    bool: st.booleans(),
+    bytes: st.binary(max_size=20),
+    types.NoneType: st.none(),
+}
+
+
+def depth(value: Any) -> int:
+    if isinstance(value, dict):
+        value = list(value.values())
+    return 1 + max(map(depth, value), default=0) if isinstance(value, list) else 0
+
+
+def values(hint: Any) -> st.SearchStrategy[Any]:
+    """Values of an annotation."""
+    if hint is Any:
+        return JSON
+    if dataclasses.is_dataclass(hint):
+        return instances(hint)
+    args = typing.get_args(hint)
+    if isinstance(hint, types.UnionType):
+        return st.one_of([values(arm) for arm in args])
+    if typing.get_origin(hint) is list:
+        return st.lists(values(args[0]), max_size=3)
+    if typing.get_origin(hint) is dict:
+        return st.dictionaries(TEXT, values(args[1]), max_size=3)
+    return SCALARS[hint]
+
+
+def instances(cls: type) -> st.SearchStrategy[Any]:
+    hints = typing.get_type_hints(cls)
+    fields = {item.name: values(hints[item.name]) for item in dataclasses.fields(cls)}
+    if cls in (Hello, Welcome):
+        fields["version"] = st.just(PROTOCOL_VERSION)
+    return st.builds(cls, **fields)
+
+
+MESSAGES = st.one_of([instances(cls) for cls in MESSAGE_TYPES.values()])
+
+
+def same(left: Any, right: Any) -> bool:
+    """Equal, and of equal types all the way down."""
+    return repr(left) == repr(right)
+
+
+def packed(**fields: Any) -> bytes:
+    return msgpack.packb(fields)
+
+
+BEAT = {"seq": 1, "progress": 2, "step": 3, "state": "training", "loop_lag_ms": 0.5, "stats": {"rtt_ms": 1.5}}
+HELLO = {
+    "version": PROTOCOL_VERSION,
+    "software": "p2ptrain 0.1",
+    "peer_id": "a1",
+    "name": "anna",
+    "roles": ["worker"],
+    "purpose": "peer",
+}
+
+
+def test_every_message_class_has_its_own_kind():
+    classes = [item for item in vars(messages).values() if isinstance(item, type) and issubclass(item, Message)]
+    assert len(MESSAGE_TYPES) == len(classes) - 1 > 20
+    assert max(MESSAGE_TYPES) < BULK_KIND
+
+
+@given(MESSAGES)
+def test_there_and_back(message: Message):
+    back = decode_untrusted(message.KIND, encode(message))
+    assert type(back) is type(message)
+    assert same(back, message)
+
+
+def test_nested_records_come_back_as_records():
+    offer = HealOffer(10, "ff", [BlobRecord("params", 4096)], 1024)
+    back = decode_untrusted(HealOffer.KIND, encode(offer))
+    assert isinstance(back, HealOffer)
+    assert type(back.blobs[0]) is BlobRecord
+
+
+def test_floats_may_be_sent_as_ints_but_arrive_as_floats():
+    beat = decode_untrusted(Heartbeat.KIND, packed(**BEAT | {"loop_lag_ms": 2, "stats": {"rtt_ms": 3}}))
+    assert isinstance(beat, Heartbeat)
+    assert same((beat.loop_lag_ms, beat.stats), (2.0, {"rtt_ms": 3.0}))
+
+
+def test_what_may_be_several_types_keeps_its_own():
+    hello = decode_untrusted(
+        Hello.KIND, packed(**HELLO, capabilities={"a": 1, "b": 1.0, "c": True, "d": None, "e": ""})
+    )
+    assert isinstance(hello, Hello)
+    assert same(hello.capabilities, {"a": 1, "b": 1.0, "c": True, "d": None, "e": ""})
+    saved = CheckpointSaved("job", 1, "/p", "ff", 9, None)
+    assert decode_untrusted(CheckpointSaved.KIND, encode(saved)) == saved
+
+
+def test_values_that_are_not_finite_pass():
+    metrics = StepMetrics("job", 1, 1, {"loss": float("nan"), "lr": float("inf")})
+    assert same(decode_untrusted(StepMetrics.KIND, encode(metrics)), metrics)
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"seq": "1"}, "Heartbeat.seq has type str"),
+        ({"seq": True}, "Heartbeat.seq has type bool"),
+        ({"seq": 1.0}, "Heartbeat.seq has type float"),
+        ({"seq": None}, "Heartbeat.seq has type NoneType"),
+        ({"state": b"raw"}, "Heartbeat.state has type bytes"),
+        ({"loop_lag_ms": True}, "Heartbeat.loop_lag_ms has type bool"),
+        ({"stats": []}, "Heartbeat.stats has type list"),
+        ({"stats": {"rtt_ms": "fast"}}, "Heartbeat.stats has type str"),
+        ({"stats": {"rtt_ms": None}}, "Heartbeat.stats has type NoneType"),
+        ({"extra": 1}, "unknown field 'extra'"),
+        ({"x" * 5000: 1}, "unknown field 'x{40}'"),
+    ],
+)
+def test_fields_of_the_wrong_type(change: dict[str, Any], what: str):
+    with pytest.raises(ProtocolError, match=what):
+        decode_untrusted(Heartbeat.KIND, packed(**BEAT | change))
+
+
+@pytest.mark.parametrize("field", BEAT)
+def test_every_field_must_be_there(field: str):
+    with pytest.raises(ProtocolError, match=f"lacks '{field}'"):
+        decode_untrusted(Heartbeat.KIND, packed(**{name: value for name, value in BEAT.items() if name != field}))
+
+
+def test_handshake_messages_may_come_from_a_newer_release():
+    hello = decode_untrusted(Hello.KIND, packed(**HELLO, invented_later=1))
+    assert isinstance(hello, Hello)
+    assert (hello.name, hello.port) == ("anna", 0)
+    with pytest.raises(ProtocolError, match="lacks 'name'"):
+        decode_untrusted(Hello.KIND, packed(version=PROTOCOL_VERSION))
+
+
+@pytest.mark.parametrize("kind", [Hello.KIND, Welcome.KIND])
+def test_of_another_version_only_version_and_software_are_understood(kind: int):
+    other = decode_untrusted(kind, packed(version=99, software="p2ptrain 9.0", peer_id={"now": "a map"}))
+    assert isinstance(other, Hello | Welcome)
+    assert (other.version, other.software, other.peer_id) == (99, "p2ptrain 9.0", "")
+    other = decode_untrusted(kind, packed(version=0))
+    assert isinstance(other, Hello | Welcome)
+    assert other.software == "an unknown release"
+    with pytest.raises(ProtocolError):
+        decode_untrusted(kind, packed(version="99"))
+
+
+BLOB = {"name": "params", "size_bytes": 4096}
+
+
+@pytest.mark.parametrize("blob", [None, [], "a", BLOB | {"size_bytes": 1.5}, BLOB | {"more": 1}, {"name": "params"}])
+def test_nested_records_are_checked_as_strictly(blob: Any):
+    fields = {"step": 0, "lineage": "", "chunk_bytes": 1024}
+    assert decode_untrusted(HealOffer.KIND, packed(**fields, blobs=[BLOB]))
+    with pytest.raises(ProtocolError, match=r"BlobRecord|HealOffer\.blobs"):
+        decode_untrusted(HealOffer.KIND, packed(**fields, blobs=[BLOB, blob]))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xc1",
+        packed(**BEAT)[:-1],
+        packed(**BEAT) + b"\x00",
+        packed(**BEAT) + packed(**BEAT),
+        msgpack.packb([1, 2]),
+        msgpack.packb(None),
+        b"\x81\x01\x01",  # a number as key
+        b"\x81\xc0\x01",  # nil as key
+        b"\x81\x90\x01",  # a list as key
+        b"\x81\xc4\x01a\x01",  # bytes as key
+        b"\x82\xa1a\x01\xa1a\x02",  # a key twice
+        b"\x81\xa1\xff\x01",  # a key that is not UTF-8
+        b"\x81\xa1a\xd4\x05\x00",  # an extension
+        b"\x81\xa1a\xd6\xff\x00\x00\x00\x00",  # a timestamp
+        b"\x81\xa1a\xc7\x00\x05",  # an empty extension
+        b"\xdf\xff\xff\xff\xff",  # a map of 4 billion
+        b"\xdd\xff\xff\xff\xff",  # a list of 4 billion
+        b"\x81\xa1a\xdb\xff\xff\xff\xff",  # a string of 4 GiB
+        b"\x81\xa1a\xc6\xff\xff\xff\xff",  # 4 GiB of bytes
+        b"\x91" * 4000,
+        b"\x81\xa1a" * 4000,
+    ],
+)
+@pytest.mark.parametrize("kind", [Hello.KIND, Heartbeat.KIND, Request.KIND])
+def test_bytes_that_are_no_message(kind: int, body: bytes):
+    with pytest.raises(ProtocolError):
+        decode_untrusted(kind, body)
+
+
+def test_a_kind_that_does_not_exist():
+    with pytest.raises(ProtocolError, match="unknown kind 60"):
+        decode_untrusted(60, packed())
+
+
+def request(params: Any) -> Message:
+    return decode_untrusted(Request.KIND, packed(id=1, method="m", params=params))
+
+
+def nested(levels: int) -> Any:
+    return [nested(levels - 1)] if levels else 1
+
+
+def test_free_form_values_are_json_like_and_not_too_deep():
+    assert same(
+        request({"a": [1, 1.5, "x", True, None, {"b": []}]}),
+        Request(1, "m", {"a": [1, 1.5, "x", True, None, {"b": []}]}),
+    )
+    assert request({"a": nested(MAX_DEPTH)})
+    with pytest.raises(ProtocolError, match="8 levels"):
+        request({"a": nested(MAX_DEPTH + 1)})
+    with pytest.raises(ProtocolError, match=r"Request\.params holds a bytes"):
+        request({"a": [b"raw"]})
+
+
+def test_lists_and_maps_are_bounded():
+    assert request({"a": [0] * MAX_LIST_ITEMS})
+    assert request({"a": dict.fromkeys(map(str, range(MAX_MAP_ITEMS)), 0)})
+    with pytest.raises(ProtocolError, match="max_array_len"):
+        request({"a": [0] * (MAX_LIST_ITEMS + 1)})
+    with pytest.raises(ProtocolError, match="max_map_len"):
+        request({"a": dict.fromkeys(map(str, range(MAX_MAP_ITEMS + 1)), 0)})
+    roles = [""] * (MAX_HANDSHAKE_ITEMS + 1)
+    assert decode_untrusted(Hello.KIND, packed(**HELLO | {"roles": roles[1:]}))
+    with pytest.raises(ProtocolError, match="max_array_len"):
+        decode_untrusted(Hello.KIND, packed(**HELLO | {"roles": roles}))
+
+
+# -------------------------------------------------------------------------------------------------------------- sending
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Refuse(code=None, message=""),  # type: ignore[arg-type]
+        ChunkDigest(1, "text"),  # type: ignore[arg-type]
+        Request(1, "m", {"a": nested(MAX_DEPTH + 1)}),
+        Request(1, "m", {1: "a"}),  # type: ignore[dict-item]
+        Update("peers", [{}] * (MAX_LIST_ITEMS + 1)),
+    ],
+)
+def test_what_a_peer_would_refuse_is_not_sent(message: Message):
+    with pytest.raises(ValueError, match="cannot be sent"):
+        encode(message)
+
+
+def test_what_msgpack_does_not_know_is_not_sent():
+    with pytest.raises(TypeError):
+        encode(Request(1, "m", {"a": object()}))
+
+
+# ----------------------------------------------------------------------------------------------------------- properties
+
+
+@given(st.sampled_from([*MESSAGE_TYPES, 0, 64]), st.binary(max_size=300))
+def test_random_bytes_raise_nothing_but_protocol_error(kind: int, body: bytes):
+    with suppress(ProtocolError):
+        decode_untrusted(kind, body)
+
+
+@given(MESSAGES, st.data())
+def test_mutated_messages_decode_or_raise_protocol_error(message: Message, data: st.DataObject):
+    body = bytearray(encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, max(0, len(body) - 1)))
+        what = data.draw(st.sampled_from(["flip", "cut", "insert"]))
+        if what == "cut":
+            del body[at : at + data.draw(st.integers(1, 5))]
+        else:
+            body[at : at + (what == "flip")] = data.draw(st.binary(min_size=1, max_size=3))
+    kind = data.draw(st.sampled_from([message.KIND, *MESSAGE_TYPES]))
+    try:
+        back = decode_untrusted(kind, body)
+    except ProtocolError:
+        return
+    assert type(back) is MESSAGE_TYPES[kind]
+
+
+@given(MESSAGES, MESSAGES)
+def test_a_message_of_another_kind_raises_nothing_but_protocol_error(message: Message, other: Message):
+    with suppress(ProtocolError):
+        decode_untrusted(other.KIND, encode(message))
