@@ -55,7 +55,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One thing that can go wrong: ``work`` returns what it saw, or raises. An ``essential`` one carries the later ones."""
+    """One thing that can go wrong: ``work`` returns what it saw, or raises. The later ones need an ``essential`` one."""
 
     name: str
     work: Callable[[], Awaitable[str]]
@@ -175,9 +175,11 @@ class Visit:
 
     async def reach(self) -> str:
         """A TCP connection, closed at once."""
-        started = self._clock.now()
-        await self._network.connect(self._host, self._port, _HangUp, timeout_s=CONNECT_TIMEOUT_S)
-        return f"port {self._port} answered in {1000 * (self._clock.now() - started):.1f} ms"
+        started, call = self._clock.now(), _Call()
+        await self._network.connect(self._host, self._port, lambda: call, timeout_s=CONNECT_TIMEOUT_S)
+        answered = self._clock.now()
+        call.hang_up()
+        return f"port {self._port} answered in {1000 * (answered - started):.1f} ms"
 
     async def shake_hands(self) -> str:
         """Hello and Welcome, as an operator."""
@@ -268,14 +270,17 @@ class Visit:
         return self._client
 
 
-class _HangUp(asyncio.BufferedProtocol):
+class _Call(asyncio.BufferedProtocol):
     """A connection that is only there to see whether there can be one."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()
+        self._transport = transport
 
     def get_buffer(self, sizehint: int) -> bytearray:
         return bytearray(1)
+
+    def hang_up(self) -> None:
+        self._transport.close()
 
 
 async def _push(connection: Connection) -> None:

@@ -20,7 +20,7 @@ def generate(
         typer.Option("--checkpoint", "-c", metavar="DIR", help="A checkpoint, or a directory to find the newest in."),
     ] = None,
     job: Annotated[str, typer.Option("--job", help="Use the newest checkpoint of this job on this machine.")] = "",
-    max_new_tokens: Annotated[int, typer.Option("--tokens", "-n", min=1, help="Write at most so many tokens.")] = 256,
+    max_new_tokens: Annotated[int, typer.Option("--tokens", "-n", min=1, help="Write at most so many tokens.")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Choose among the k likeliest tokens; 0: among all.")] = 0,
     top_p: Annotated[

@@ -1,0 +1,170 @@
+"""A seed that answers with what it was told, on a real port, in a thread of its own; and a way to run one command."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from p2ptrain.cli.main import main
+from p2ptrain.core.errors import ConnectionLost, P2PTrainError, Refused
+from wire.connection import Connection
+from wire.handshake import dial, local_hello, local_welcome, serve
+from wire.messages import Hello, Leave, Message, Refuse, Request, Response, Welcome
+from wire.transport import TcpNetwork
+
+DEADLINE_S = 10.0
+
+
+@dataclass
+class FakeSeed:
+    """Answers requests with ``answers[method]`` (a map, or an error to answer with) and keeps what it was asked."""
+
+    answers: dict[str, dict[str, Any] | Refused] = field(default_factory=dict)
+    asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    joined: list[Hello] = field(default_factory=list)
+    left: list[Leave] = field(default_factory=list)
+    problems: list[P2PTrainError] = field(default_factory=list)
+    refuse_peers: Refuse | None = None
+    wall_offset_s: float = 0.0
+    address: str = ""
+
+    async def run(self, ready: Callable[[asyncio.Event], None]) -> None:
+        server = await serve(
+            TcpNetwork(),
+            "127.0.0.1",
+            0,
+            decide=self._decide,
+            serve=self._serve,
+            on_problem=lambda error, _: self.problems.append(error),
+        )
+        stop = asyncio.Event()
+        self.address = "{}:{}".format(*server.address)
+        ready(stop)
+        await stop.wait()
+        await server.close()
+
+    async def _decide(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
+        if hello.purpose == "peer":
+            self.joined.append(hello)
+            if self.refuse_peers is not None:
+                return self.refuse_peers
+        return local_welcome(peer_id="5eed", name="fake", cluster_id="c1", wall=time.time())
+
+    async def _serve(self, connection: Connection, hello: Hello) -> None:
+        while True:
+            try:
+                message: Message = (await connection.receive(timeout_s=DEADLINE_S)).message
+            except ConnectionLost:
+                return
+            if isinstance(message, Leave):
+                self.left.append(message)
+            if isinstance(message, Request):
+                self.asked.append((message.method, message.params))
+                connection.send(await self._answer(connection, message))
+
+    async def _answer(self, connection: Connection, request: Request) -> Response:
+        answer = self.answers.get(request.method)
+        try:
+            if answer is None and request.method.startswith("probe."):
+                answer = await self._probe(connection, request)
+        except Refused as error:
+            answer = error
+        if isinstance(answer, Refused):
+            return Response(request.id, {}, answer.code, answer.message, answer.remedy)
+        if answer is None:
+            return Response(request.id, {}, "unknown-method", f"no answer for {request.method}")
+        return Response(request.id, answer)
+
+    async def _probe(self, connection: Connection, request: Request) -> dict[str, Any]:
+        if request.method == "probe.clock":
+            return {"wall": time.time() + self.wall_offset_s}
+        if request.method == "probe.sink":
+            landed = asyncio.Event()
+            buffer = memoryview(bytearray(request.params["size_bytes"]))
+            connection.post(buffer, generation=0, stream=request.params["stream"], done=landed.set)
+            async with asyncio.timeout(DEADLINE_S):
+                await landed.wait()
+            return {}
+        hello = local_hello(peer_id="5eed", name="fake", roles=["seed"], purpose="probe")
+        back, _ = await dial(TcpNetwork(), connection.remote[0], request.params["port"], hello, timeout_s=DEADLINE_S)
+        await back.close()
+        return {}
+
+
+@pytest.fixture
+def fake_seed(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSeed]:
+    """A running ``FakeSeed``; commands find it through ``P2PTRAIN_SEED``."""
+    seed = FakeSeed()
+    ready = threading.Event()
+    handle: dict[str, Any] = {}
+
+    def is_ready(stop: asyncio.Event) -> None:
+        handle.update(loop=asyncio.get_running_loop(), stop=stop)
+        ready.set()
+
+    thread = threading.Thread(target=lambda: asyncio.run(seed.run(is_ready)), name="fake-seed")
+    thread.start()
+    assert ready.wait(DEADLINE_S)
+    monkeypatch.setenv("P2PTRAIN_SEED", seed.address)
+    yield seed
+    handle["loop"].call_soon_threadsafe(handle["stop"].set)
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """Standard output as one JSON document, and nothing else."""
+        return json.loads(self.out)
+
+
+Command = Callable[..., Outcome]
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Run ``p2ptrain ARGUMENTS`` in this process, through the real entry point."""
+
+    def run(*arguments: str, typed: str | None = None) -> Outcome:
+        capsys.readouterr()
+        if typed is not None:
+            monkeypatch.setattr(sys, "stdin", _Terminal(typed))
+        with pytest.raises(SystemExit) as left:
+            main(list(arguments))
+        assert isinstance(left.value.code, int)
+        return Outcome(left.value.code, *capsys.readouterr())
+
+    return run
+
+
+class _Terminal(io.StringIO):
+    """Standard input with a person before it."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port of the loopback on which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port

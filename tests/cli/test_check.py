@@ -1,0 +1,164 @@
+"""``p2ptrain check``: every line can pass, every line can fail, and each failure names its remedy."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from p2ptrain.core.errors import Refused
+from wire.messages import Refuse
+
+Command = Callable[..., Any]
+NAMES = ["DNS", "TCP", "handshake", "clock", "round trip", "bandwidth", "dial-back"]
+
+
+def _outcomes(document: dict[str, Any]) -> dict[str, bool | None]:
+    return {line["name"]: line["ok"] for line in document["checks"]}
+
+
+def test_all_is_well(command: Command, fake_seed: Any) -> None:
+    outcome = command("check")
+    assert (outcome.code, outcome.err) == (0, "")
+    lines = outcome.out.splitlines()
+    assert [line[0] for line in lines] == ["✓"] * len(NAMES)
+    for line, name in zip(lines, NAMES, strict=True):
+        assert line.startswith(f"✓ {name} ")
+    for part in (
+        "127.0.0.1 is 127.0.0.1",
+        "fake runs p2ptrain",
+        "cluster c1",
+        "median of 10",
+        "Mbit/s",
+        "reached port",
+    ):
+        assert part in outcome.out
+    assert fake_seed.joined == []
+
+
+def test_json_has_stable_keys(command: Command, fake_seed: Any) -> None:
+    document = command("check", fake_seed.address, "--json").json
+    assert sorted(document) == ["address", "checks", "ok"]
+    assert (document["address"], document["ok"]) == (fake_seed.address, True)
+    assert [sorted(line) for line in document["checks"]] == [["detail", "name", "ok", "remedy"]] * len(NAMES)
+    assert _outcomes(document) == dict.fromkeys(NAMES, True)
+
+
+def test_once_joins_as_a_worker_and_leaves(command: Command, fake_seed: Any) -> None:
+    outcome = command("check", "--once", "--json")
+    assert _outcomes(outcome.json) == dict.fromkeys([*NAMES, "join"], True)
+    (hello,) = fake_seed.joined
+    assert (hello.roles, hello.purpose) == (["worker"], "peer")
+    assert hello.port > 0
+    assert [leave.reason for leave in fake_seed.left] == ["it was only a check"]
+
+
+def test_once_shows_why_a_worker_is_refused(command: Command, fake_seed: Any) -> None:
+    fake_seed.refuse_peers = Refuse("full", "there is no place left", "start another seed")
+    outcome = command("check", "--once")
+    assert outcome.code == 4
+    assert outcome.out.splitlines()[-2:] == [
+        f"✗ join        {fake_seed.address} refuses: there is no place left",
+        "  → start another seed",
+    ]
+
+
+def test_a_port_of_ones_own_is_dialled_back(command: Command, fake_seed: Any, free_port: int) -> None:
+    outcome = command("check", "--port", str(free_port))
+    assert outcome.code == 0
+    assert ("probe.dialback", {"port": free_port}) in fake_seed.asked
+
+
+def test_a_port_that_is_taken_fails_that_line_only(command: Command, fake_seed: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        document = command("check", "--port", str(taken.getsockname()[1]), "--json").json
+    assert _outcomes(document) == dict.fromkeys(NAMES, True) | {"dial-back": False}
+    assert document["checks"][-1]["remedy"]
+
+
+def test_nobody_there(command: Command, free_port: int) -> None:
+    outcome = command("check", f"127.0.0.1:{free_port}", "--json")
+    assert outcome.code == 3
+    expected: dict[str, bool | None] = dict.fromkeys(NAMES)
+    assert _outcomes(outcome.json) == expected | {"DNS": True, "TCP": False}
+    assert outcome.json["checks"][1]["remedy"]
+    lines = command("check", f"127.0.0.1:{free_port}").out.splitlines()
+    assert lines[-1] == "– dial-back   skipped"
+
+
+def test_an_unknown_name(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object, **__: object) -> object:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr("p2ptrain.cli.runtime._loop_factory", lambda: asyncio.new_event_loop)
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    outcome = command("check", "no-such-host")
+    assert outcome.code == 3
+    assert outcome.out.splitlines()[:3] == [
+        "✗ DNS         'no-such-host' is not known: Name or service not known",
+        "  → check the spelling, or use the seed's IP address",
+        "– TCP         skipped",
+    ]
+
+
+def test_something_else_answers(command: Command) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger, _Greeter(stranger):
+        outcome = command("check", f"127.0.0.1:{stranger.getsockname()[1]}", "--json")
+    assert outcome.code == 4
+    assert _outcomes(outcome.json)["TCP"] is True
+    assert _outcomes(outcome.json)["handshake"] is False
+
+
+def test_a_wrong_clock(command: Command, fake_seed: Any) -> None:
+    fake_seed.wall_offset_s = -3600.0
+    outcome = command("check", "--json")
+    assert outcome.code == 2
+    assert _outcomes(outcome.json) == dict.fromkeys(NAMES, True) | {"clock": False}
+    line = outcome.json["checks"][3]
+    assert "behind this machine" in line["detail"]
+    assert "NTP" in line["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("method", "name"), [("probe.sink", "bandwidth"), ("probe.dialback", "dial-back"), ("probe.clock", "clock")]
+)
+def test_a_refused_probe_fails_its_line(command: Command, fake_seed: Any, method: str, name: str) -> None:
+    fake_seed.answers[method] = Refused("unreachable", "cannot", remedy="open the port in the firewall")
+    outcome = command("check", "--json")
+    assert outcome.code == 4
+    failed = {line["name"]: (line["detail"], line["remedy"]) for line in outcome.json["checks"] if not line["ok"]}
+    assert failed[name] == ("cannot", "open the port in the firewall")
+    assert set(failed) == {name} | ({"round trip"} if name == "clock" else set())
+
+
+class _Greeter:
+    """Answers every caller with what an SSH server would say."""
+
+    def __init__(self, server: socket.socket) -> None:
+        import threading
+
+        self._server = server
+        self._thread = threading.Thread(target=self._greet, name="greeter")
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown(socket.SHUT_RDWR)
+        self._thread.join(10)
+
+    def _greet(self) -> None:
+        while True:
+            try:
+                caller, _ = self._server.accept()
+            except OSError:  # the test is over
+                return
+            with caller:
+                try:
+                    caller.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+                    caller.recv(4096)
+                except OSError:  # a caller that only wanted to see whether the port answers
+                    continue

@@ -1,0 +1,150 @@
+"""The entry point: help, errors as lines, and exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import p2ptrain
+from p2ptrain.cli import lazy, runtime
+from p2ptrain.cli.main import Commands
+from p2ptrain.core import errors
+
+Command = Callable[..., Any]
+
+
+def _fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """Make ``p2ptrain profiles list`` raise."""
+
+    def shipped() -> dict[str, Any]:
+        raise error
+
+    monkeypatch.setattr("configs.loader.shipped", shipped)
+
+
+def test_help_names_every_command(command: Command) -> None:
+    for arguments in ([], ["--help"]):
+        outcome = command(*arguments)
+        assert (outcome.code, outcome.err) == (0, "")
+        for entry in Commands.entries:
+            assert f"  {entry.name} " in outcome.out
+            assert entry.help in outcome.out
+
+
+@pytest.mark.parametrize("entry", Commands.entries, ids=lambda entry: entry.name)
+def test_every_command_explains_itself_with_an_example(command: Command, entry: lazy.Entry) -> None:
+    outcome = command(entry.name, "--help")
+    assert outcome.code == 0
+    names = [line.split()[0] for line in outcome.out.partition("Commands:")[2].splitlines() if line.strip()]
+    for page in [command(entry.name, name, "--help") for name in names] or [outcome]:
+        assert page.code == 0
+        assert "Example" in page.out
+        assert f"p2ptrain {entry.name}" in page.out.partition("Example")[2]
+
+
+def test_version(command: Command) -> None:
+    assert command("--version").out == f"p2ptrain {p2ptrain.__version__}\n"
+
+
+def test_an_unknown_command_names_the_one_that_was_meant(command: Command) -> None:
+    outcome = command("job")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err == "error: no such command: job\n  → did you mean jobs? `p2ptrain --help` lists what there is\n"
+    assert command("zzz").err == "error: no such command: zzz\n  → `p2ptrain --help` lists what there is\n"
+    outcome = command("jobs", "lst")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.startswith("error: No such command 'lst'. Did you mean 'list'?\n  → `p2ptrain jobs --help`")
+
+
+def test_an_unknown_option_names_the_one_that_was_meant(command: Command) -> None:
+    outcome = command("profiles", "list", "--jsn")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "--json" in outcome.err
+    assert "`p2ptrain profiles list --help`" in outcome.err
+    assert command("--verson").code == 2
+    assert command("jobs", "show").code == 2  # a missing argument
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.P2PTrainError("m", remedy="r"), 1),
+        (errors.UserError("m", remedy="r"), 2),
+        (errors.ConfigError("m", remedy="r"), 2),
+        (errors.Unreachable("m", remedy="r"), 3),
+        (errors.ProtocolError("m", remedy="r"), 4),
+        (errors.Refused("code", "m", remedy="r"), 4),
+        (errors.JobFailed("m", remedy="r"), 5),
+        (errors.StorageError("m", remedy="r"), 6),
+    ],
+)
+def test_an_error_is_two_lines_and_its_exit_code(
+    command: Command, monkeypatch: pytest.MonkeyPatch, error: errors.P2PTrainError, code: int
+) -> None:
+    _fail_with(monkeypatch, error)
+    outcome = command("profiles", "list")
+    assert (outcome.code, outcome.out, outcome.err) == (code, "", "error: m\n  → r\n")
+
+
+def test_an_error_without_a_remedy_is_one_line(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    _fail_with(monkeypatch, errors.UserError("m"))
+    assert command("profiles", "list").err == "error: m\n"
+
+
+def test_what_a_peer_wrote_cannot_drive_the_terminal(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    _fail_with(monkeypatch, errors.Refused("code", "no\x1b[2J\nerror: yes", remedy="\x07"))
+    assert command("profiles", "list").err == "error: no�[2J�error: yes\n  → �\n"
+
+
+def test_a_mistake_in_the_program_is_no_traceback_either(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("P2PTRAIN_DEBUG", raising=False)
+    _fail_with(monkeypatch, KeyError("x"))
+    outcome = command("profiles", "list")
+    assert outcome.code == 70
+    assert outcome.err.startswith("error: a mistake in this program: KeyError: 'x'\n  → set P2PTRAIN_DEBUG=1")
+
+
+def test_the_debug_variable_lets_the_traceback_through(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("P2PTRAIN_DEBUG", "1")
+    _fail_with(monkeypatch, errors.UserError("m"))
+    with pytest.raises(errors.UserError):
+        command("profiles", "list")
+
+
+def test_an_interrupt_is_130(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    _fail_with(monkeypatch, KeyboardInterrupt())
+    assert command("profiles", "list").code == 128 + signal.SIGINT
+
+
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as closed_pipe:
+        process = subprocess.run(
+            [sys.executable, "-m", "p2ptrain", "profiles", "show", "tiny"],
+            stdout=closed_pipe,
+            stderr=subprocess.PIPE,
+            timeout=30,
+            check=False,
+        )
+    assert (process.returncode, process.stderr) == (1, b"")
+
+
+def test_the_default_port_is_that_of_the_wire() -> None:
+    client = importlib.import_module("wire.client")
+    assert client.DEFAULT_PORT == runtime.DEFAULT_PORT
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("box", False)],
+)
+def test_is_loopback(host: str, expected: bool) -> None:
+    assert runtime.is_loopback(host) is expected

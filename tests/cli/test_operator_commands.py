@@ -1,0 +1,234 @@
+"""peers, jobs and checkpoints, against a seed that answers what it was told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from configs.loader import load
+from configs.schema import Profile
+from p2ptrain.core.errors import Refused
+from wire.records import CheckpointInfo, JobInfo, PeerInfo
+
+Command = Callable[..., Any]
+
+PEER = PeerInfo(
+    id="a1b2",
+    name="laptop\x1b[31m",
+    roles=["worker"],
+    device="cpu (2 threads)",
+    state="training",
+    address="10.0.0.2:41000",
+    joined_at=1.7e9,
+    rtt_ms=0.42,
+    tokens_per_s=12345.6,
+    memory_bytes=512 << 20,
+    memory_total_bytes=8 << 30,
+    rank=0,
+    step=17,
+)
+JOB = JobInfo(
+    id="3f9a12bc04de",
+    name="tiny",
+    profile="tiny",
+    strategy="sync",
+    state="running",
+    created_at=1.7e9,
+    steps_total=400,
+    step=100,
+    generation=3,
+    members=["a1b2", "c3d4"],
+    started_at=1.7e9,
+    finished_at=1.7e9 + 7500,
+    loss=2.5,
+    step_ms=100.0,
+    compute_ms=70.0,
+    reason="going well",
+)
+CHECKPOINT = CheckpointInfo(
+    id="3f9a12bc04de@100@a1b2",
+    job="3f9a12bc04de",
+    step=100,
+    path="/state/step-00000100",
+    peer_id="a1b2",
+    peer_name="laptop",
+    digest="00",
+    size_bytes=3 << 20,
+    created_at=1.7e9,
+    val_loss=1.75,
+)
+
+
+# --------------------------------------------------------------------------------------------------------------- peers
+
+
+def test_peers_for_people(command: Command, fake_seed: Any) -> None:
+    fake_seed.answers["peers.list"] = {"peers": [PEER.to_map()]}
+    outcome = command("peers")
+    assert (outcome.code, outcome.err) == (0, "")
+    header, row = outcome.out.splitlines()
+    assert header.split()[:4] == ["NAME", "ID", "ROLES", "STATE"]
+    assert row.split()[0] == "laptop�[31m"
+    for part in ("a1b2", "training", "cpu (2 threads)", "0.4", "12,346", "512.0 MiB / 8.0 GiB", "10.0.0.2:41000"):
+        assert part in row
+
+
+def test_peers_for_programs(command: Command, fake_seed: Any) -> None:
+    fake_seed.answers["peers.list"] = {"peers": [PEER.to_map() | {"from_a_newer_seed": 1}]}
+    assert command("peers", "--json").json == {"peers": [PEER.to_map()]}
+
+
+def test_no_peers_yet_says_what_to_do(command: Command, fake_seed: Any) -> None:
+    fake_seed.answers["peers.list"] = {"peers": []}
+    assert (
+        command("peers").err
+        == f"Nobody is here yet. On a machine that is to train: p2ptrain join {fake_seed.address}\n"
+    )
+    assert command("peers", "--json").json == {"peers": []}
+
+
+@pytest.mark.parametrize(
+    "answer", [{}, {"peers": {}}, {"peers": [3]}, {"peers": [{}]}, {"peers": [PEER.to_map() | {"id": 3}]}]
+)
+def test_a_seed_that_talks_nonsense_is_a_peer_error(command: Command, fake_seed: Any, answer: dict[str, Any]) -> None:
+    fake_seed.answers["peers.list"] = answer
+    outcome = command("peers", "--json")
+    assert (outcome.code, outcome.out) == (4, "")
+    assert outcome.err.startswith("error: ")
+
+
+def test_no_seed_is_a_network_error_with_a_remedy(command: Command, free_port: int) -> None:
+    outcome = command("peers", "--seed", f"127.0.0.1:{free_port}")
+    assert (outcome.code, outcome.out) == (3, "")
+    assert f"127.0.0.1:{free_port}" in outcome.err
+    assert "  → " in outcome.err
+
+
+def test_a_bad_address_says_how_to_write_one(command: Command) -> None:
+    outcome = command("peers", "--seed", "host:port")
+    assert outcome.code == 2
+    assert "host:port or [IPv6]:port" in outcome.err
+
+
+# ---------------------------------------------------------------------------------------------------------------- jobs
+
+
+def test_create_sends_the_effective_profile(command: Command, fake_seed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_seed.answers["jobs.create"] = {"job": JOB.id}
+    monkeypatch.setenv("P2PTRAIN__JOB__SEED", "7")
+    outcome = command("jobs", "create", "--profile", "tiny", "--set", "job.steps=20", "--set", "job.workers=1")
+    assert (outcome.code, outcome.out) == (0, f"{JOB.id}\n")
+    ((method, params),) = fake_seed.asked
+    assert (method, params["name"], params["profile"]) == ("jobs.create", "tiny", "tiny")
+    expected = load("tiny", {"P2PTRAIN__JOB__SEED": "7"}, ["job.steps=20", "job.workers=1"]).profile
+    assert Profile.from_spec_untrusted(params["spec"]) == expected
+
+
+def test_create_from_a_file_takes_its_name(command: Command, fake_seed: Any, tmp_path: Any) -> None:
+    fake_seed.answers["jobs.create"] = {"job": JOB.id}
+    path = tmp_path / "mine.toml"
+    path.write_text('base = "tiny"\n')
+    assert command("jobs", "create", "-p", str(path), "--json").json == {"job": JOB.id}
+    assert command("jobs", "create", "-p", str(path), "--name", "other").code == 0
+    assert [params["name"] for _, params in fake_seed.asked] == ["mine", "other"]
+
+
+def test_create_with_a_bad_profile_asks_nobody(command: Command, fake_seed: Any) -> None:
+    outcome = command("jobs", "create", "--set", "optimizer.lr=fast")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.startswith('error: --set optimizer.lr=fast: optimizer.lr = "fast" must be a number\n  → ')
+    assert fake_seed.asked == []
+
+
+def test_list_jobs(command: Command, fake_seed: Any) -> None:
+    fake_seed.answers["jobs.list"] = {"jobs": [JOB.to_map()]}
+    row = command("jobs", "list").out.splitlines()[1].split()
+    assert row[:7] == [JOB.id, "tiny", "running", "100", "400", "2.5000", "-"]
+    assert command("jobs", "list", "--json").json == {"jobs": [JOB.to_map()]}
+    fake_seed.answers["jobs.list"] = {"jobs": []}
+    assert "p2ptrain jobs create" in command("jobs", "list").err
+
+
+def test_show_a_job(command: Command, fake_seed: Any) -> None:
+    profile = load("tiny", {}, []).profile
+    for spec in (profile.to_spec(), profile.model_dump(mode="json")):
+        fake_seed.answers["jobs.show"] = {"job": JOB.to_map(), "spec": spec}
+        outcome = command("jobs", "show", "tiny")
+        assert outcome.code == 0
+        for part in ("running: going well", "100 of 400 (25.0 %)", "a1b2 → c3d4", "compute 70 ms", "2 h 5 min"):
+            assert part in outcome.out
+        assert "optimizer.lr" not in outcome.out
+        assert "optimizer.lr" in command("jobs", "show", "tiny", "--spec").out
+        shown = command("jobs", "show", "tiny", "--json").json
+        assert shown == {"job": JOB.to_map(), "spec": profile.model_dump(mode="json")}
+    assert fake_seed.asked[0] == ("jobs.show", {"job": "tiny"})
+
+
+@pytest.mark.parametrize("spec", ["nonsense", {}, None, 3])
+def test_show_survives_a_bad_spec(command: Command, fake_seed: Any, spec: object) -> None:
+    fake_seed.answers["jobs.show"] = {"job": JOB.to_map(), "spec": spec}
+    outcome = command("jobs", "show", "tiny", "--json")
+    assert (
+        (outcome.code, outcome.err.startswith("error: a job's profile is not valid")) == (4, True)
+        if spec
+        else (0, False)
+    )
+
+
+@pytest.mark.parametrize(
+    ("verb", "text"),
+    [
+        ("pause", "pauses at the next step"),
+        ("resume", "goes on"),
+        ("save", "writes a checkpoint after this step"),
+        ("cancel", "is cancelled"),
+    ],
+)
+def test_commands_to_a_job(command: Command, fake_seed: Any, verb: str, text: str) -> None:
+    fake_seed.answers[f"jobs.{verb}"] = {"job": JOB.id}
+    assert command("jobs", verb, "tiny").out == f"job {JOB.id} {text}\n"
+    assert command("jobs", verb, "tiny", "--json").json == {"job": JOB.id}
+    assert fake_seed.asked == [(f"jobs.{verb}", {"job": "tiny"})] * 2
+
+
+def test_a_refusal_names_the_remedy(command: Command, fake_seed: Any) -> None:
+    fake_seed.answers["jobs.pause"] = Refused("unknown-job", "no job 'tinny'", remedy="did you mean tiny?")
+    outcome = command("jobs", "pause", "tinny")
+    assert (outcome.code, outcome.err) == (4, "error: no job 'tinny'\n  → did you mean tiny?\n")
+
+
+def test_a_person_is_asked_before_a_job_ends(command: Command, fake_seed: Any) -> None:
+    fake_seed.answers["jobs.cancel"] = {"job": JOB.id}
+    outcome = command("jobs", "cancel", "tiny", typed="n\n")
+    assert (outcome.code, fake_seed.asked) == (2, [])
+    assert outcome.err.endswith("error: nothing was done\n")
+    assert command("jobs", "cancel", "tiny", typed="y\n").code == 0
+    assert command("jobs", "cancel", "tiny", "--yes", typed="").code == 0
+    assert len(fake_seed.asked) == 2
+
+
+# --------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def test_list_checkpoints(command: Command, fake_seed: Any) -> None:
+    fake_seed.answers["checkpoints.list"] = {"checkpoints": [CHECKPOINT.to_map()]}
+    outcome = command("checkpoints", "list")
+    assert outcome.out.splitlines()[1].split()[:5] == [CHECKPOINT.id, "100", "1.7500", "3.0", "MiB"]
+    assert command("checkpoints", "list", "--job", "tiny", "--json").json == {"checkpoints": [CHECKPOINT.to_map()]}
+    assert fake_seed.asked == [("checkpoints.list", {}), ("checkpoints.list", {"job": "tiny"})]
+
+
+def test_restore_and_delete(command: Command, fake_seed: Any) -> None:
+    fake_seed.answers["checkpoints.restore"] = {"job": JOB.id}
+    fake_seed.answers["checkpoints.delete"] = {}
+    assert command("checkpoints", "restore", CHECKPOINT.id, "--json").json == {"job": JOB.id}
+    assert command("checkpoints", "delete", CHECKPOINT.id, "--json").json == {"deleted": CHECKPOINT.id}
+    assert fake_seed.asked == [
+        ("checkpoints.restore", {"id": CHECKPOINT.id}),
+        ("checkpoints.delete", {"id": CHECKPOINT.id}),
+    ]
+    assert command("checkpoints", "delete", CHECKPOINT.id, typed="n\n").code == 2
+    assert command("checkpoints", "restore", CHECKPOINT.id, typed="n\n").code == 2
+    assert len(fake_seed.asked) == 2
