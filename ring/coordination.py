@@ -1,0 +1,244 @@
+"""The coordinator's vocabulary: what it is told (events), what it says (instructions), and the terms of a job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ring.view import View
+from wire.messages import Report
+
+STANDSTILL = frozenset({"held", "broken", "done"})
+"""Values of ``Report.status`` by which a member says that it trains no more in the view that it names."""
+STATUSES = STANDSTILL | {"ready", "training", "healed", "failed"}
+"""All values of ``Report.status``."""
+
+
+class Phase(StrEnum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    PAUSED = "paused"
+    DONE = "done"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+ENDED = frozenset({Phase.DONE, Phase.CANCELLED, Phase.FAILED})
+_W, _R, _S, _P = Phase.WAITING, Phase.RUNNING, Phase.STOPPING, Phase.PAUSED
+TRANSITIONS: dict[Phase, frozenset[Phase]] = {
+    _W: frozenset({_R, _P, Phase.CANCELLED, Phase.FAILED}),
+    _R: frozenset({_W, _S, Phase.CANCELLED}),
+    _S: frozenset({_W, _P}) | ENDED,
+    _P: frozenset({_S, Phase.CANCELLED, Phase.FAILED}),
+    **{ended: frozenset({_W}) for ended in ENDED},
+}
+
+
+class InvalidTransition(AssertionError):
+    """A phase followed that may not: a defect of this program. Its text carries the last events."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A worker, as views name it. ``host`` and ``port`` are where its data port is reached."""
+
+    peer_id: str
+    name: str
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the job asks for, and how patient to be.
+
+    Attributes:
+        workers: the first view waits for this many.
+        micro_batches: of a global batch; more members than that stay spare.
+        settle_s: after a break, until members that are alive but say nothing are struck off. The dead are not waited
+            for: their connections tell.
+        hold_s: after a hold, the same. Long: a step may be.
+        grace_s: for members that are away while the ring runs, and for the holder of the newest state.
+        build_s: for members to load a checkpoint that is to be restored.
+        cooldown_s: first time out for a peer whose link keeps breaking; doubles each time.
+    """
+
+    workers: int
+    micro_batches: int
+    settle_s: float = 30.0
+    hold_s: float = 600.0
+    grace_s: float = 30.0
+    build_s: float = 600.0
+    cooldown_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What a restarted seed read from its store.
+
+    Attributes:
+        paused: a person asked for it; the state may not have got there.
+        branch: peers that were in a view since the last restore; None where there was none.
+    """
+
+    state: str = "waiting"
+    reason: str = ""
+    paused: bool = False
+    view: View | None = None
+    corpus: str = ""
+    known_step: int = 0
+    branch: frozenset[str] | None = None
+
+
+# -------------------------------------------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What happened. ``handle`` takes nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerOffered(Event):
+    """A free worker, given to this job."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class PeerReturned(Event):
+    """A worker is back that was on this job, in the view ``generation`` (0: in none). Its report follows."""
+
+    peer: Peer
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerReported(Event):
+    peer_id: str
+    report: Report
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost(Event):
+    """The control link ended, or was silent for too long."""
+
+    peer_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLeft(Event):
+    """It went on purpose."""
+
+    peer_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Progress(Event):
+    """Rank 0 told of a committed step."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pause(Event):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Resume(Event):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel(Event):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Save(Event):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Restore(Event):
+    """Go back to the checkpoint of ``step``, which ``peer_id`` holds."""
+
+    step: int
+    peer_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick(Event):
+    """Time went by."""
+
+
+# -------------------------------------------------------------------------------------------------------- instructions
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """What the shell is to do, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendAssign(Instruction):
+    peer_id: str
+    corpus: str
+    restore_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendHold(Instruction):
+    peer_ids: tuple[str, ...]
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendSave(Instruction):
+    peer_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SendRelease(Instruction):
+    """The peer is no longer this job's; the shell may offer it again where ``wants`` says so."""
+
+    peer_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mint(Instruction):
+    """Make the view durable, then announce it to all its members.
+
+    ``restored``: a person took the run back to ``view.step``; what peers hold that were in no view since is not of this
+    run any more.
+    """
+
+    view: View
+    restored: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SetState(Instruction):
+    """The job's state for people (``wire.records.JobInfo.state``) and why."""
+
+    state: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetCorpus(Instruction):
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Emit(Instruction):
+    level: str
+    kind: str
+    text: str
+    peer_id: str = ""

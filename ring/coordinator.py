@@ -1,0 +1,599 @@
+"""The coordinator: who trains together, from which step. One per job, run by the seed, never on the path of a step.
+
+Rules
+    1. A view is minted only when no member of the view before it may still be training: each one stands still (it said
+       so for that generation), is lost, or was struck off after a deadline.
+    2. The run's state belongs to the *heirs*: members of the last view that stand still in it. A newcomer heals; what
+       it brings from its own disk counts only where no heir is left.
+    3. A view starts at the highest step that an heir applied. Who can redo it from its redo buffer is healthy, too.
+    4. A lost link to the seed is not a death: the ring's neighbours see a death at once and report ``broken``. Only for
+       a member that stays away while the ring runs on, the ring is held, and goes on without it.
+    5. What a person asked for (pause, restore) is carried out when all stand still; cancel, at once.
+
+Theory of operation: ``_running`` is the set of members whose standstill is not known. Every event changes what is
+known; then ``_advance`` looks whether the phase may change. Time enters only as ``now``; deadlines are named and armed,
+and expire with whatever event comes after them (``Tick`` says nothing but the time).
+
+    phase     what ends it                                             next        says
+    WAITING   the state is at hand (first view: enough workers)        RUNNING     Mint
+    WAITING   a member is back from a view that may still run          RUNNING
+    WAITING   pause                                                    PAUSED
+    RUNNING   newcomer, pause, restore, leave, a member stays away     STOPPING    SendHold
+    RUNNING   a member reports held, broken, done, failed or ready     STOPPING    SendHold
+    RUNNING   nobody is left                                           WAITING
+    STOPPING  all stand still                                          WAITING     (then Mint, if the state is at hand)
+    STOPPING  all stand still, a pause was asked for                   PAUSED
+    STOPPING  all stand still, all done / all failed                   DONE, FAILED
+    PAUSED    resume, restore, or a member that still trains           STOPPING    SendHold
+    any live  cancel                                                   CANCELLED   SendRelease
+    any live  the only worker there is failed                          FAILED
+    ended     restore                                                  WAITING     SendAssign, as peers are offered
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ring import coordination as co
+from ring.coordination import ENDED, STANDSTILL, TRANSITIONS, InvalidTransition, Phase
+from ring.formation import Reports, arranged, holds, newest, records, square_sum
+from ring.suspects import LinkJudge
+from ring.view import View
+from wire.messages import Report
+
+TORN_S = 3.0
+"""A member that was healing may first have to load its state anew: the others wait no longer than this for it."""
+LEAVE_S = 1.0
+"""A ring that stops unasked has a member that leaves, and says so next: a view with it would break at once."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """One peer of the job. ``standing``: its report, where it stands still and so may be put into a view."""
+
+    peer: co.Peer
+    standing: Report | None = None
+
+
+class Coordinator:
+    """One job's core; see the head of this file. ``handle`` is the only method that changes anything."""
+
+    def __init__(self, job: str, terms: co.Terms, *, past: co.Past | None = None, now: float = 0.0) -> None:
+        past = past or co.Past()
+        self.job, self.terms, self.view, self.corpus = job, terms, past.view, past.corpus
+        self.known_step = past.known_step  # the newest step that somebody is known to have applied
+        self.paused = past.paused  # what a person wants; the phase follows
+        self.restore: co.Restore | None = None
+        self.reason = past.reason
+        self.phase = Phase(past.state) if past.state in ENDED else Phase.PAUSED if past.paused else Phase.WAITING
+        self._peers: dict[str, _Known] = {}
+        self._running: set[str] = set()
+        self._unheard: set[str] = set()  # of those running: silent since the seed, or their link, came back
+        self._away: set[str] = set()  # members of a running view whose link to the seed ended
+        self._healing: set[str] = set()
+        self._banned: set[str] = set()  # failed, or have other data: not taken until they connect anew
+        self._failures: dict[str, str] = {}  # in the last view
+        self._branch = set(past.branch) if past.branch is not None else None
+        self._deadlines: dict[str, float] = {}
+        self._grace_over = False
+        self._broken = False  # the view's ring
+        self._first_break: tuple[str, str] | None = None  # who reported, whom it suspects
+        self._somebody_died = False  # in the view, or left
+        self._links = LinkJudge(terms.cooldown_s)
+        self._history: deque[str] = deque(maxlen=40)
+        self._out: list[co.Instruction] = []
+        if self.phase is Phase.WAITING and self.view is not None:  # its ring may well be running: take it back as it is
+            self.phase = Phase.RUNNING
+            self._running = {member.peer_id for member in self.view.members}
+            self._unheard = set(self._running)
+            self._deadlines["absence"] = now + terms.grace_s
+        self._told = (self.state, self.reason)
+
+    # ---------------------------------------------------------------------------------------------------- the interface
+
+    @property
+    def state(self) -> str:
+        """``JobInfo.state``: as the phase, but ``forming`` while a view is being made or taken back."""
+        forming = self.phase is Phase.STOPPING or (self.phase is Phase.RUNNING and bool(self._unheard))
+        return "forming" if forming else self.phase.value
+
+    @property
+    def peer_ids(self) -> frozenset[str]:
+        """The peers that this job has now: members, spares, and those that build."""
+        return frozenset(self._peers)
+
+    def wants(self, peer_id: str) -> bool:
+        """Whether the free worker should be offered to this job."""
+        return (
+            self.phase in (Phase.WAITING, Phase.RUNNING, Phase.STOPPING)
+            and not self.paused
+            and peer_id not in self._banned
+        )
+
+    def next_deadline(self) -> float | None:
+        """When to ``handle(Tick())`` at the latest."""
+        return min([*self._deadlines.values(), *self._links.benched.values()], default=None)
+
+    def handle(self, event: co.Event, now: float) -> list[co.Instruction]:
+        """Take in one event; returns what to do, in order. ``now`` is monotonic seconds and never goes back."""
+        self._out = []
+        self._history.append(f"{now:.3f} {self.phase} {event}"[:300])
+        handler = _HANDLERS.get(type(event))
+        if handler is not None:
+            handler(self, event, now)
+        self._expire(now)
+        self._advance(now)
+        if self._told != (self.state, self.reason):
+            self._told = (self.state, self.reason)
+            self._out.append(co.SetState(*self._told))
+        return self._out
+
+    def validate(self) -> None:
+        """Assert what must hold between events."""
+        story = "; ".join(self._history)
+        members = {member.peer_id for member in self.view.members} if self.view else set()
+        standing = {peer_id for peer_id, known in self._peers.items() if known.standing}
+        assert self._running <= members, story
+        assert self._unheard <= self._running, story
+        assert self._running <= set(self._peers) | self._unheard, story
+        assert not self._running & (standing | self._away), story
+        assert not self._banned & set(self._peers), story
+        assert self.phase is not Phase.RUNNING or self._running, story
+        assert self.phase is not Phase.STOPPING or self._running or "leave" in self._deadlines, story
+        assert self.phase is not Phase.WAITING or not self._running, story
+        assert (self.phase is Phase.STOPPING) == ("stop" in self._deadlines), story
+        assert self.phase is not Phase.RUNNING or not self._unheard | self._away or "absence" in self._deadlines, story
+        assert self.phase is not Phase.PAUSED or self.paused, story
+        if self.phase in ENDED:
+            assert not self._peers, story
+            assert self.next_deadline() is None, story
+
+    # ----------------------------------------------------------------------------------------------------------- events
+
+    def _offered(self, event: co.PeerOffered, now: float) -> None:
+        peer_id = event.peer.peer_id
+        if not self.wants(peer_id):
+            self._out.append(co.SendRelease(peer_id, f"the job is {self.state} and takes no worker now"))
+            return
+        self._peers[peer_id] = _Known(event.peer)
+        self._assign(peer_id)
+
+    def _returned(self, event: co.PeerReturned, now: float) -> None:
+        """Its own report follows and says how it stands; only a restore that it missed must be told."""
+        peer_id = event.peer.peer_id
+        if self.phase in ENDED:
+            self._out.append(co.SendRelease(peer_id, f"the job is {self.state}"))
+            return
+        self._peers[peer_id] = _Known(event.peer)
+        if self.phase is Phase.WAITING and self.restore:
+            self._assign(peer_id)
+        elif self._is_current(peer_id, event.generation):
+            self._away.discard(peer_id)
+            self._running.add(peer_id)
+            self._unheard.add(peer_id)
+            if self.phase is Phase.WAITING:
+                self._go(Phase.RUNNING, "a member is back")
+            if self.phase is Phase.RUNNING:
+                self._deadlines.setdefault("absence", now + self.terms.grace_s)
+
+    def _reported(self, event: co.PeerReported, now: float) -> None:
+        known, report = self._peers.get(event.peer_id), event.report
+        if known is None:
+            return
+        current = self._is_current(event.peer_id, report.generation)
+        if report.status == "ready":
+            self._ready(known, report, now)
+        elif report.status == "failed":
+            self._failed(known, report, now)
+        elif self.restore and self.phase is Phase.WAITING:
+            return  # it was told to load a checkpoint: what it was before that is of no interest
+        elif current:
+            self._of_the_view(known, report, now)
+        elif event.peer_id in self._running:
+            return  # said before the view it is in now was announced
+        elif report.status in STANDSTILL:
+            known.standing = report  # of a ring that is over: it heals, as a newcomer
+        elif report.status == "training":
+            self._forget(event.peer_id)
+            self._out.append(co.SendRelease(event.peer_id, "the ring went on without it"))
+
+    def _of_the_view(self, known: _Known, report: Report, now: float) -> None:
+        peer_id = known.peer.peer_id
+        self._unheard.discard(peer_id)
+        self.known_step = max(self.known_step, report.applied)
+        if report.status == "training":
+            self._trains(known)
+            self._settle_absence(now)
+        elif report.status == "healed":
+            self._healing.discard(peer_id)
+        elif report.status in STANDSTILL:
+            known.standing = report
+            if report.status == "broken" and self._first_break is None:
+                self._first_break = (peer_id, report.suspect)
+            self._no_longer_trains(peer_id, now, report.status)
+
+    def _trains(self, known: _Known) -> None:
+        """After a reconnect: its ring still runs, whatever this seed thought."""
+        known.standing = None
+        self._away.discard(known.peer.peer_id)
+        self._running.add(known.peer.peer_id)
+        if self.phase is Phase.WAITING:
+            self._go(Phase.RUNNING, "its ring is running")
+        elif self.phase is Phase.STOPPING:
+            self._hold([known.peer.peer_id], self.reason)
+
+    def _settle_absence(self, now: float) -> None:
+        if self.phase is Phase.PAUSED:
+            self._stop(now, "the job is paused")
+        elif self.phase is Phase.RUNNING and not self._unheard | self._away:
+            self._deadlines.pop("absence", None)
+            self.reason = ""
+
+    def _ready(self, known: _Known, report: Report, now: float) -> None:
+        if report.corpus and not self.corpus:
+            self.corpus = report.corpus
+            self._out.append(co.SetCorpus(report.corpus))
+        if report.corpus == self.corpus:
+            known.standing = report
+        else:
+            mine, ours = report.corpus[:12] or "none", self.corpus[:12]
+            remedy = "give it the same files that the job began with"
+            self._ban(known, f"its data differs from the job's (SHA-256 {mine}, not {ours}); {remedy}", "corpus")
+        self._no_longer_trains(known.peer.peer_id, now)  # a member that is ready again has lost its ring
+
+    def _failed(self, known: _Known, report: Report, now: float) -> None:
+        peer_id = known.peer.peer_id
+        self._failures[peer_id] = report.reason or "it did not say why"
+        self._ban(known, f"cannot go on: {self._failures[peer_id]}", "member-failed")
+        self._no_longer_trains(peer_id, now)
+        if not self._peers and self.phase in (Phase.WAITING, Phase.PAUSED):
+            self._end(Phase.FAILED, self._failures[peer_id])
+
+    def _no_longer_trains(self, peer_id: str, now: float, status: str = "broken") -> None:
+        """If it was in the running view, the others cannot go on either."""
+        if peer_id not in self._running:
+            return
+        for group in (self._running, self._unheard):
+            group.discard(peer_id)
+        if self.phase is Phase.RUNNING:
+            self._stop(now, "the ring stopped")
+            if status == "held":
+                self._deadlines["leave"] = now + LEAVE_S
+        if status == "broken":  # so all others report soon; held and done wait for the slowest member's disk
+            self._broken = True
+            self._hurry(now)
+
+    def _hurry(self, now: float) -> None:
+        if self._broken and self.phase is Phase.STOPPING:
+            self._deadlines.pop("leave", None)
+            patience_s = self.terms.settle_s if self._running - self._healing else min(self.terms.settle_s, TORN_S)
+            self._deadlines["stop"] = min(self._deadlines["stop"], now + patience_s)
+
+    def _lost(self, event: co.PeerLost | co.PeerLeft, now: float) -> None:
+        peer_id = event.peer_id
+        self._banned.discard(peer_id)
+        known = self._peers.get(peer_id)
+        was_running = peer_id in self._running
+        self._forget(peer_id)
+        if known is None or not self._is_member(peer_id):
+            return
+        self._somebody_died = True
+        self._deadlines.pop("leave", None)
+        if was_running and self.phase is Phase.RUNNING and self._running:
+            if isinstance(event, co.PeerLeft):
+                self._stop(now, f"{known.peer.name} left")
+            else:  # rule 4
+                self._away.add(peer_id)
+                self._deadlines.setdefault("absence", now + self.terms.grace_s)
+        self._hurry(now)
+
+    def _progress(self, event: co.Progress, now: float) -> None:
+        self.known_step = max(self.known_step, event.step)
+        if self.view and event.step > self.view.step:
+            self._healing.clear()  # a step is committed by all members or by none
+            self._links.committed()
+
+    def _pause(self, event: co.Pause, now: float) -> None:
+        if self.phase in ENDED:
+            return
+        self.paused = True
+        if self.phase is Phase.RUNNING:
+            self._stop(now, "the job is to pause")
+        elif self.phase is Phase.WAITING:
+            self._go(Phase.PAUSED, "paused by a person")
+
+    def _resume(self, event: co.Resume, now: float) -> None:
+        self.paused = False
+        if self.phase is Phase.PAUSED:
+            self._stop(now, "the job goes on")
+
+    def _cancel(self, event: co.Cancel, now: float) -> None:
+        if self.phase not in ENDED:
+            self._end(Phase.CANCELLED, "cancelled by a person")
+
+    def _save(self, event: co.Save, now: float) -> None:
+        if self.phase is Phase.RUNNING:
+            self._out.append(co.SendSave(tuple(sorted(self._running - self._unheard))))
+
+    def _restore(self, event: co.Restore, now: float) -> None:
+        self.restore, self.paused = event, False
+        if self.phase in (Phase.RUNNING, Phase.PAUSED):
+            self._stop(now, f"going back to step {event.step}")
+        elif self.phase is not Phase.STOPPING:
+            self._begin_restore(now)
+
+    # -------------------------------------------------------------------------------------------------------- decisions
+
+    def _expire(self, now: float) -> None:
+        self._links.expire(now)
+        due = {name for name, at in self._deadlines.items() if at <= now}
+        for name in due:
+            del self._deadlines[name]
+        self._grace_over |= "grace" in due
+        if "absence" in due and self.phase is Phase.RUNNING:
+            self._strike_off(self._unheard | self._away, "it stayed away")
+            if self._running:
+                self._stop(now, "members stayed away")
+        if "stop" in due:
+            self._deadlines["stop"] = now + self.terms.hold_s  # until the phase ends, which clears it
+            if self._broken or not self._running & self._healing:  # a long transfer is no reason
+                self._strike_off(set(self._running), "it did not stop in time")
+        if "restore" in due and self.restore and not self._holders():
+            text = f"nobody could load the checkpoint of step {self.restore.step}"
+            self._out.append(co.Emit("error", "restore-failed", text))
+            self.restore = None
+
+    def _advance(self, now: float) -> None:
+        if self.phase is Phase.RUNNING and not self._running:
+            self._go(Phase.WAITING, "every member is gone")
+        if (
+            self.phase is Phase.RUNNING
+            and not self._unheard | self._away | self._healing
+            and (names := self._newcomers())
+        ):
+            self._stop(now, f"{', '.join(names)} joining")
+        if self.phase is Phase.STOPPING and not self._running and "leave" not in self._deadlines:
+            self._stood_still(now)
+        if self.phase is Phase.WAITING:
+            self._try_mint(now)
+
+    def _stood_still(self, now: float) -> None:
+        heirs = self._heirs()
+        if self.restore:
+            self._begin_restore(now)
+        elif heirs and all(report.status == "done" for report in heirs.values()):
+            self._end(Phase.DONE, "every step is done")
+        elif self.view and all(member.peer_id in self._failures for member in self.view.members):
+            self._end(Phase.FAILED, next(iter(self._failures.values())))
+        elif self.paused:
+            self._go(Phase.PAUSED, "paused by a person")
+        else:
+            self._judge_break(heirs, now)
+            self._go(Phase.WAITING, "every member stands still")
+
+    def _judge_break(self, heirs: Reports, now: float) -> None:
+        """A link that breaks twice without a step in between, though nobody died: part the two, or bench one."""
+        if self._first_break is None or self.view is None:
+            return
+        if any(report.applied > self.view.step for report in heirs.values()):
+            self._links.committed()
+        reporter, suspect = self._first_break
+        if self._somebody_died or reporter == suspect or not {reporter, suspect} <= set(heirs):
+            return
+        done = self._links.broke(reporter, suspect, heirs, now)
+        if done:
+            names = f"{self._peers[reporter].peer.name} and {self._peers[suspect].peer.name}"
+            self._out.append(co.Emit("warning", "link", f"the link between {names} keeps breaking: {done}", suspect))
+
+    def _try_mint(self, now: float) -> None:
+        """Rules 2 and 3, and what to do where no heir is left."""
+        ready = self._candidates()
+        least = self.view.step if self.view else 0
+        heirs = {peer_id: report for peer_id, report in self._heirs().items() if report.applied >= least}
+        if self.restore:
+            building = any(known.standing is None for known in self._peers.values())
+            if (holders := self._holders()) and (not building or "restore" not in self._deadlines):
+                self._mint(holders)
+        elif heirs:
+            self._mint(heirs)
+        elif not ready:
+            self._deadlines.pop("grace", None)
+            self._grace_over = False
+        elif len(ready) >= self.terms.workers or self._grace_over or (self.view and self._at_hand(ready)):
+            trusted = {peer_id: ready[peer_id] for peer_id in ready if self._is_trusted(peer_id)}
+            self._mint(self._at_hand(ready) or trusted or ready)
+        elif self.view is None:
+            self.reason = f"{len(ready)} of {self.terms.workers} workers are ready"
+        else:
+            best = max(report.applied for report in ready.values())
+            self.reason = f"waiting for a worker that holds step {self.known_step} (at hand: step {best})"
+            self._deadlines.setdefault("grace", now + self.terms.grace_s)
+
+    def _at_hand(self, ready: Reports) -> Reports:
+        """Those among the ready that hold the newest state known."""
+        return {
+            peer_id: report
+            for peer_id, report in ready.items()
+            if report.applied >= self.known_step and self._is_trusted(peer_id)
+        }
+
+    def _is_trusted(self, peer_id: str) -> bool:
+        """After a restore, what peers hold that have not been in a view since is of the branch that was given up."""
+        return self._branch is None or peer_id in self._branch
+
+    def _mint(self, sources: Reports) -> None:
+        """The next view, from the newest state among ``sources``, with all that stand still, as far as there is work."""
+        step, lineage = newest(sources)
+        if self.restore and self.restore.peer_id in sources:
+            lineage = sources[self.restore.peer_id].lineage
+        ready, before = self._candidates(), self._heirs()
+        if not any(holds(report, step, lineage) for report in ready.values()):
+            self._links.benched.clear()  # the only holders sit out: better a bad link than a lost step
+            ready = self._candidates()
+        healthy = {peer_id for peer_id, report in ready.items() if holds(report, step, lineage)}
+        order = sorted(ready, key=lambda peer_id: (peer_id not in healthy, peer_id not in before, peer_id))
+        chosen = order[: self.terms.micro_batches]
+        members = [self._peers[peer_id].peer for peer_id in arranged(chosen, self._links.apart) or chosen]
+        self._say_what_is_lost(step, before)
+        generation = (self.view.generation if self.view else 0) + 1
+        made = records(members, self.terms.micro_batches, healthy)
+        self._say_who_is_in(generation, step, members)
+        self.view = View(self.job, generation, step, lineage, made, square_sum(sources, step, lineage))
+        self._out.append(co.Mint(self.view, self.restore is not None))
+        if self.restore:
+            self._branch = set()
+        if self._branch is not None:
+            self._branch |= set(chosen)
+        for peer_id in chosen:
+            self._peers[peer_id].standing = None
+        self._running, self._healing = set(chosen), set(chosen) - healthy
+        self._broken = self._somebody_died = self._grace_over = False
+        self._first_break = self.restore = None
+        self._failures.clear()
+        self.known_step = step
+        self._go(Phase.RUNNING, "")
+
+    def _say_what_is_lost(self, step: int, heirs: Reports) -> None:
+        if step < self.known_step and not heirs and not self.restore:
+            lost = f"{self.known_step - step} steps are lost, for nobody that holds step {self.known_step} is here"
+            self._out.append(co.Emit("warning", "steps-lost", f"goes on from step {step}: {lost}"))
+
+    def _say_who_is_in(self, generation: int, step: int, members: list[co.Peer]) -> None:
+        before = {member.peer_id: member.name for member in self.view.members} if self.view else {}
+        now_in = {peer.peer_id for peer in members}
+        gone = [name for peer_id, name in before.items() if peer_id not in now_in]
+        text = f"generation {generation} from step {step}: {', '.join(peer.name for peer in members)}"
+        self._out.append(co.Emit("info", "view", text + (f"; without {', '.join(gone)}" if gone else "")))
+
+    # ---------------------------------------------------------------------------------------------------- small helpers
+
+    def _is_member(self, peer_id: str) -> bool:
+        return self.view is not None and self.view.rank_of(peer_id) is not None
+
+    def _is_current(self, peer_id: str, generation: int) -> bool:
+        return self.view is not None and self.view.generation == generation and self._is_member(peer_id)
+
+    def _candidates(self) -> Reports:
+        """Who may be put into a view now. The benched are in only where there is nobody else."""
+        standing = {peer_id: known.standing for peer_id, known in self._peers.items() if known.standing}
+        return {
+            peer_id: report for peer_id, report in standing.items() if peer_id not in self._links.benched
+        } or standing
+
+    def _heirs(self) -> Reports:
+        """Members that stand still in the last view, benched or not: they carry the run's state in memory."""
+        return {
+            peer_id: known.standing
+            for peer_id, known in self._peers.items()
+            if known.standing
+            and known.standing.status in STANDSTILL
+            and self._is_current(peer_id, known.standing.generation)
+        }
+
+    def _holders(self) -> Reports:
+        """Who has loaded the checkpoint that is to be restored."""
+        step = self.restore.step if self.restore else -1
+        return {peer_id: report for peer_id, report in self._candidates().items() if report.applied == step}
+
+    def _newcomers(self) -> list[str]:
+        """Names of those that stand ready beside a running view that has room for them."""
+        if self.view is None or self.view.size >= self.terms.micro_batches:
+            return []
+        standing = [known.peer for known in self._peers.values() if known.standing]
+        return sorted(peer.name for peer in standing if peer.peer_id not in self._links.benched)
+
+    def _go(self, phase: Phase, reason: str) -> None:
+        if phase not in TRANSITIONS[self.phase]:
+            raise InvalidTransition(f"{self.phase} → {phase}: " + "; ".join(self._history))
+        self.phase, self.reason = phase, reason
+        for name in ("absence", "stop", "leave", "grace", "restore"):
+            self._deadlines.pop(name, None)
+        if phase is not Phase.RUNNING:
+            self._away.clear()
+
+    def _stop(self, now: float, reason: str) -> None:
+        """Bring the ring to a standstill. Whoever trains is told; where its ring broke it says so instead."""
+        self._go(Phase.STOPPING, reason)
+        self._deadlines["stop"] = now + self.terms.hold_s
+        self._hold(sorted(self._running - self._unheard), reason)
+
+    def _hold(self, peer_ids: Iterable[str], reason: str) -> None:
+        chosen = tuple(peer_ids)
+        if chosen and self.view:
+            self._out.append(co.SendHold(chosen, self.view.generation, reason))
+
+    def _assign(self, peer_id: str) -> None:
+        self._out.append(co.SendAssign(peer_id, self.corpus, self.restore.step if self.restore else -1))
+
+    def _begin_restore(self, now: float) -> None:
+        assert self.restore is not None
+        if self.phase is not Phase.WAITING:
+            self._go(Phase.WAITING, f"going back to step {self.restore.step}")
+        self._deadlines = {"restore": now + self.terms.build_s}
+        self._banned.clear()
+        for peer_id, known in self._peers.items():
+            known.standing = None
+            self._assign(peer_id)
+
+    def _ban(self, known: _Known, text: str, kind: str) -> None:
+        """Let it go, and do not take it again until it connects anew."""
+        peer_id = known.peer.peer_id
+        del self._peers[peer_id]
+        self._banned.add(peer_id)
+        self._healing.discard(peer_id)
+        self._out.append(co.Emit("error", kind, f"{known.peer.name}: {text}", peer_id))
+        self._out.append(co.SendRelease(peer_id, text))
+
+    def _strike_off(self, peer_ids: set[str], why: str) -> None:
+        """Go on without them. One that may be loading its state anew, its transfer broken, stays, and is in when ready."""
+        for peer_id in sorted(peer_ids):
+            known, loading = self._peers.get(peer_id), peer_id in self._healing
+            self._forget(peer_id)
+            self._somebody_died = True
+            if known and loading:
+                self._peers[peer_id] = _Known(known.peer)
+                continue
+            name = known.peer.name if known else self._name_in_view(peer_id)
+            self._out.append(co.Emit("warning", "struck-off", f"{name} is out of the ring: {why}", peer_id))
+            if known:
+                self._out.append(co.SendRelease(peer_id, f"out of the ring: {why}"))
+
+    def _name_in_view(self, peer_id: str) -> str:
+        members = self.view.members if self.view else ()
+        return next((member.name for member in members if member.peer_id == peer_id), peer_id)
+
+    def _forget(self, peer_id: str) -> None:
+        self._peers.pop(peer_id, None)
+        self._links.forget(peer_id)
+        for group in (self._running, self._unheard, self._away, self._healing):
+            group.discard(peer_id)
+
+    def _end(self, phase: Phase, reason: str) -> None:
+        """The job is over. When it is done its members keep what they hold until another job needs them."""
+        keep = self._heirs() if phase is Phase.DONE else {}
+        self._out += [co.SendRelease(peer_id, reason) for peer_id in sorted(self._peers) if peer_id not in keep]
+        self._out.append(co.Emit("error" if phase is Phase.FAILED else "info", f"job-{phase}", reason))
+        self._go(phase, reason)
+        for table in (self._peers, self._links.benched, self._failures):
+            table.clear()
+        for group in (self._running, self._unheard, self._healing, self._banned):
+            group.clear()
+        self.restore, self.paused = None, False
+
+
+_HANDLERS: dict[type[co.Event], Callable[[Coordinator, Any, float], None]] = {
+    co.PeerOffered: Coordinator._offered,
+    co.PeerReturned: Coordinator._returned,
+    co.PeerReported: Coordinator._reported,
+    co.PeerLost: Coordinator._lost,
+    co.PeerLeft: Coordinator._lost,
+    co.Progress: Coordinator._progress,
+    co.Pause: Coordinator._pause,
+    co.Resume: Coordinator._resume,
+    co.Cancel: Coordinator._cancel,
+    co.Save: Coordinator._save,
+    co.Restore: Coordinator._restore,
+}

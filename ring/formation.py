@@ -1,0 +1,74 @@
+"""How a view is made up: where it starts, who holds that state, who sits beside whom. Pure functions of reports."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from ring.coordination import STANDSTILL, Peer
+from ring.view import shares
+from wire.messages import MemberRecord, Report
+
+Reports = dict[str, Report]
+"""Peer id → the report of a peer that stands still."""
+Edge = frozenset[str]
+"""Two peer ids that would be neighbours."""
+
+
+def newest(sources: Reports) -> tuple[int, str]:
+    """The highest applied step and its lineage; of several lineages there the one that most hold, then the lesser."""
+    step = max(report.applied for report in sources.values())
+    votes = Counter(report.lineage for report in sources.values() if report.applied == step)
+    return step, min(votes, key=lambda lineage: (-votes[lineage], lineage))
+
+
+def holds(report: Report, step: int, lineage: str) -> bool:
+    """Whether the reporter has that state, or can redo the one step that it lacks from its redo buffer."""
+    if (report.applied, report.lineage) == (step, lineage):
+        return True
+    return report.status in STANDSTILL and (report.prepared, report.prepared_lineage) == (step, lineage)
+
+
+def square_sum(sources: Reports, step: int, lineage: str) -> float:
+    """The squared gradient norm that ``step`` was committed with, for those that redo it; 0 where nobody knows."""
+    known = (report.square_sum for report in sources.values() if (report.applied, report.lineage) == (step, lineage))
+    return max(known, default=0.0)
+
+
+def records(members: Sequence[Peer], micro_batches: int, healthy: Iterable[str]) -> tuple[MemberRecord, ...]:
+    """The members in rank order with equal shares of the micro-batches."""
+    sound = set(healthy)
+    return tuple(
+        MemberRecord(peer.peer_id, peer.name, peer.host, peer.port, first, count, peer.peer_id in sound)
+        for peer, (first, count) in zip(members, shares(micro_batches, [1.0] * len(members)), strict=True)
+    )
+
+
+def arranged(order: Sequence[str], apart: Iterable[Edge]) -> list[str]:
+    """The same peers on a circle where no two of ``apart`` are neighbours; empty where no swapping leads there."""
+    circle, forbidden = list(order), set(apart)
+    wrong = _wrong(circle, forbidden)
+    while wrong:
+        swap = _better_swap(circle, forbidden, wrong)
+        if swap is None:
+            return []
+        one, other = swap
+        circle[one], circle[other] = circle[other], circle[one]
+        wrong = _wrong(circle, forbidden)
+    return circle
+
+
+def _better_swap(circle: list[str], forbidden: set[Edge], wrong: list[int]) -> tuple[int, int] | None:
+    for one in wrong:
+        for other in range(len(circle)):
+            trial = list(circle)
+            trial[one], trial[other] = trial[other], trial[one]
+            if len(_wrong(trial, forbidden)) < len(wrong):
+                return one, other
+    return None
+
+
+def _wrong(circle: list[str], forbidden: set[Edge]) -> list[int]:
+    """Ranks whose right neighbour should not be theirs."""
+    size = len(circle)
+    return [rank for rank in range(size) if frozenset({circle[rank], circle[(rank + 1) % size]}) in forbidden]

@@ -1,0 +1,623 @@
+"""Scenarios: what the coordinator says after which events. The random ones are in ``test_coordinator_model``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from ring import coordination as co
+from ring.coordination import ENDED, TRANSITIONS, InvalidTransition, Phase
+from ring.coordinator import LEAVE_S, TORN_S, Coordinator
+from ring.view import View
+from wire.messages import Report
+
+TERMS = co.Terms(workers=2, micro_batches=8)
+
+
+class Desk:
+    """A coordinator, and what it said: the tests' shell."""
+
+    def __init__(self, terms: co.Terms = TERMS, past: co.Past | None = None) -> None:
+        self.now = 0.0
+        self.core = Coordinator("job", terms, past=past, now=0.0)
+        self.said: list[co.Instruction] = []
+
+    def tell(self, event: co.Event) -> list[co.Instruction]:
+        self.said = self.core.handle(event, self.now)
+        self.core.validate()
+        return self.said
+
+    def after(self, seconds: float) -> list[co.Instruction]:
+        self.now += seconds
+        return self.tell(co.Tick())
+
+    def offer(self, *peer_ids: str) -> None:
+        for peer_id in peer_ids:
+            self.tell(co.PeerOffered(peer(peer_id)))
+
+    def report(
+        self, peer_id: str, status: str, applied: int = 0, lineage: str = "", **more: object
+    ) -> list[co.Instruction]:
+        generation = 0 if status == "ready" or self.core.view is None else self.core.view.generation
+        values: dict[str, object] = {
+            "job": "job", "generation": generation, "status": status, "applied": applied, "prepared": applied,
+            "lineage": lineage or f"L{applied}", "corpus": "C", **more,
+        }  # fmt: skip
+        return self.tell(co.PeerReported(peer_id, Report(**values)))  # type: ignore[arg-type]
+
+    def ready(self, *peer_ids: str, applied: int = 0) -> None:
+        for peer_id in peer_ids:
+            self.report(peer_id, "ready", applied)
+
+    def start(self, *peer_ids: str, applied: int = 0) -> View:
+        """A running view of these."""
+        self.offer(*peer_ids)
+        self.ready(*peer_ids, applied=applied)
+        return self.minted()
+
+    def stand(self, status: str, applied: int, *peer_ids: str, **more: object) -> None:
+        for peer_id in peer_ids:
+            self.report(peer_id, status, applied, **more)
+
+    def of(self, kind: type) -> list[co.Instruction]:
+        return [item for item in self.said if isinstance(item, kind)]
+
+    def minted(self) -> View:
+        mints = [item for item in self.said if isinstance(item, co.Mint)]
+        assert len(mints) == 1, self.said
+        return mints[0].view
+
+    def kinds(self) -> list[str]:
+        return [item.kind for item in self.said if isinstance(item, co.Emit)]
+
+
+def peer(peer_id: str) -> co.Peer:
+    return co.Peer(peer_id, f"name-{peer_id}", "10.0.0.1", 7000)
+
+
+def ids(view: View) -> list[str]:
+    return [member.peer_id for member in view.members]
+
+
+def healthy(view: View) -> list[str]:
+    return [member.peer_id for member in view.members if member.healthy]
+
+
+# --------------------------------------------------------------------------------------------------------- first view
+
+
+def test_first_view_waits_for_enough_workers() -> None:
+    desk = Desk()
+    desk.offer("b", "a")
+    assert desk.said == [co.SendAssign("a", "", -1)]
+    desk.ready("b")
+    assert desk.said == [co.SetCorpus("C"), co.SetState("waiting", "1 of 2 workers are ready")]
+    desk.ready("a")
+    view = desk.minted()
+    assert (view.generation, view.step, view.lineage, ids(view), healthy(view)) == (1, 0, "L0", ["a", "b"], ["a", "b"])
+    assert [(member.first, member.count) for member in view.members] == [(0, 4), (4, 4)]
+    assert desk.of(co.SetState) == [co.SetState("running", "")]
+    assert desk.kinds() == ["view"]
+
+
+def test_resume_starts_from_the_newest_checkpoint_and_the_others_heal() -> None:
+    desk = Desk()
+    desk.offer("a", "b")
+    desk.report("a", "ready", 50, square_sum=1.0)
+    desk.report("b", "ready", 100, square_sum=2.5)
+    view = desk.minted()
+    assert (view.step, view.lineage, ids(view), healthy(view), view.square_sum) == (100, "L100", ["b", "a"], ["b"], 2.5)
+
+
+@pytest.mark.parametrize(
+    ("lineages", "winner"),
+    [({"a": "x", "b": "y", "c": "y"}, "y"), ({"a": "z", "b": "y", "c": "x"}, "x")],
+    ids=["the one most hold", "the lesser of equals"],
+)
+def test_of_two_lineages_at_the_same_step_one_wins(lineages: dict[str, str], winner: str) -> None:
+    desk = Desk(co.Terms(workers=3, micro_batches=8))
+    desk.offer(*lineages)
+    for peer_id, lineage in lineages.items():
+        desk.report(peer_id, "ready", 7, lineage)
+    view = desk.minted()
+    assert view.lineage == winner
+    assert set(healthy(view)) == {peer_id for peer_id, lineage in lineages.items() if lineage == winner}
+
+
+def test_a_worker_with_other_data_is_released_with_a_remedy_and_not_taken_again() -> None:
+    desk = Desk()
+    desk.offer("a", "b")
+    desk.ready("a")
+    desk.report("b", "ready", corpus="D")
+    (release,) = desk.of(co.SendRelease)
+    assert isinstance(release, co.SendRelease)
+    assert "its data differs" in release.reason
+    assert "same files" in release.reason
+    assert desk.kinds() == ["corpus"]
+    assert not desk.core.wants("b")
+    desk.tell(co.PeerLost("b", "closed"))
+    assert desk.core.wants("b")  # another process may have the right files
+
+
+def test_more_members_than_micro_batches_stay_spare_and_take_a_place_when_one_dies() -> None:
+    desk = Desk(co.Terms(workers=2, micro_batches=2))
+    desk.start("a", "b")
+    desk.offer("c")
+    desk.ready("c")
+    assert desk.said == []  # no hold: there is no work for it
+    desk.report("a", "broken", 3, suspect="b")
+    desk.tell(co.PeerLost("b", "closed"))
+    view = desk.minted()
+    assert (ids(view), healthy(view), view.step) == (["a", "c"], ["a"], 3)
+
+
+# ------------------------------------------------------------------------------------------------- newcomers and holds
+
+
+def test_newcomers_hold_the_ring_once_and_come_in_together() -> None:
+    desk = Desk()
+    desk.start("a", "b")
+    desk.offer("c", "d")
+    desk.ready("c")
+    assert desk.of(co.SendHold) == [co.SendHold(("a", "b"), 1, "name-c joining")]
+    desk.ready("d")
+    assert desk.of(co.SendHold) == []
+    desk.stand("held", 4, "a")
+    assert desk.of(co.Mint) == []  # b may still be training
+    desk.stand("held", 4, "b")
+    view = desk.minted()
+    assert (view.generation, view.step, ids(view), healthy(view)) == (2, 4, ["a", "b", "c", "d"], ["a", "b"])
+
+
+def test_a_newcomer_waits_until_the_one_before_it_is_healed() -> None:
+    desk = Desk()
+    desk.start("a", "b")
+    desk.offer("c", "d")
+    desk.ready("c")
+    desk.stand("held", 4, "a", "b")
+    desk.ready("d")
+    assert desk.said == []
+    desk.report("c", "healed", 4)
+    assert desk.of(co.SendHold) == [co.SendHold(("a", "b", "c"), 2, "name-d joining")]
+
+
+def test_a_newcomers_own_state_never_overrules_the_ring() -> None:
+    desk = Desk()
+    desk.start("a", "b")
+    desk.offer("c")
+    desk.report("c", "ready", 900, "elsewhere")
+    desk.stand("held", 4, "a", "b")
+    view = desk.minted()
+    assert (view.step, view.lineage, healthy(view)) == (4, "L4", ["a", "b"])
+
+
+# --------------------------------------------------------------------------------------------------- death and breaks
+
+
+def test_after_a_death_whoever_holds_the_redo_buffer_is_healthy() -> None:
+    desk = Desk(co.Terms(workers=4, micro_batches=8))
+    desk.start("a", "b", "c", "d")
+    desk.tell(co.PeerLost("d", "closed"))
+    assert desk.said == []  # the ring will tell
+    desk.report("a", "broken", 10, square_sum=3.0, suspect="d")
+    desk.report("b", "broken", 9, prepared=10, prepared_lineage="L10")
+    desk.report("c", "broken", 9, prepared=10, prepared_lineage="another")
+    view = desk.minted()
+    assert (view.step, view.lineage, view.square_sum, ids(view)) == (10, "L10", 3.0, ["a", "b", "c"])
+    assert healthy(view) == ["a", "b"]
+
+
+def test_when_nobody_committed_the_prepared_step_it_is_run_again() -> None:
+    desk = Desk(co.Terms(workers=3, micro_batches=8))
+    desk.start("a", "b", "c")
+    for peer_id in ("a", "b"):
+        desk.report(peer_id, "broken", 9, prepared=10, prepared_lineage="L10", suspect="c")
+    desk.tell(co.PeerLost("c", "closed"))
+    view = desk.minted()
+    assert (view.step, view.lineage, healthy(view)) == (9, "L9", ["a", "b"])
+
+
+def test_a_silent_survivor_is_struck_off_and_may_come_back() -> None:
+    desk = Desk(co.Terms(workers=3, micro_batches=8))
+    desk.start("a", "b", "c")
+    desk.report("a", "broken", 5, suspect="c")
+    desk.tell(co.PeerLost("c", "closed"))
+    assert desk.after(29.0) == []
+    desk.after(1.0)
+    assert co.SendRelease("b", "out of the ring: it did not stop in time") in desk.said
+    assert ids(desk.minted()) == ["a"]
+    assert desk.core.wants("b")
+
+
+def test_a_late_report_of_the_old_generation_changes_nothing() -> None:
+    desk = Desk()
+    desk.start("a", "b")
+    desk.stand("broken", 5, "a", "b")
+    assert desk.minted().generation == 2
+    assert desk.report("a", "broken", 5, generation=1) == []
+    assert desk.core.phase is Phase.RUNNING
+
+
+def test_a_member_torn_by_a_broken_transfer_is_waited_for_briefly_and_comes_in_when_ready() -> None:
+    desk = Desk()
+    desk.start("a", "b")
+    desk.offer("c")
+    desk.ready("c")
+    desk.stand("held", 4, "a", "b")
+    assert healthy(desk.minted()) == ["a", "b"]
+    desk.report("a", "broken", 4, suspect="b")
+    desk.tell(co.PeerLost("b", "closed"))
+    desk.after(TORN_S)
+    assert ids(desk.minted()) == ["a"]
+    assert desk.of(co.SendRelease) == []
+    desk.ready("c")
+    assert desk.of(co.SendHold)
+
+
+def test_a_link_that_breaks_twice_without_a_step_parts_the_neighbours() -> None:
+    desk = Desk(co.Terms(workers=5, micro_batches=8))
+    desk.start("a", "b", "c", "d", "e")
+    for _ in range(2):
+        desk.report("a", "broken", 0, suspect="b")
+        desk.stand("broken", 0, "b", "c", "d", "e")
+    order = ids(desk.minted())
+    assert "link" in desk.kinds()
+    assert abs(order.index("a") - order.index("b")) not in (1, 4), order
+    assert sorted(order) == ["a", "b", "c", "d", "e"]
+
+
+def test_in_a_small_ring_the_suspect_sits_out_and_longer_each_time() -> None:
+    desk = Desk()
+    desk.start("a", "b")
+    for cooldown_s in (30.0, 60.0):
+        for _ in range(2):
+            desk.report("a", "broken", 0, suspect="b")
+            desk.stand("broken", 0, "b")
+        assert ids(desk.minted()) == ["a"]
+        desk.after(cooldown_s - 1)
+        assert desk.of(co.SendHold) == []
+        desk.after(1.0)
+        assert desk.of(co.SendHold)
+        desk.stand("held", 0, "a")
+        assert ids(desk.minted()) == ["a", "b"]
+
+
+def test_a_committed_step_between_two_breaks_forgives() -> None:
+    desk = Desk()
+    desk.start("a", "b")
+    for applied in (1, 2, 3):
+        desk.report("a", "broken", applied, suspect="b")
+        desk.stand("broken", applied, "b")
+        assert sorted(ids(desk.minted())) == ["a", "b"]
+
+
+def test_who_sits_out_still_gives_the_state_that_only_it_has() -> None:
+    desk = Desk()
+    desk.start("a", "b")
+    desk.report("a", "broken", 0, suspect="b")
+    desk.stand("broken", 0, "b")
+    desk.report("a", "broken", 0, suspect="b", prepared=1, prepared_lineage="other")
+    desk.report("b", "broken", 0)
+    assert ids(desk.minted()) == ["a"]
+    desk.tell(co.PeerLost("a", "closed"))
+    assert ids(desk.minted()) == ["b"]  # nobody else is left: better a bad link than no training
+
+
+# --------------------------------------------------------------------------------------------------- links to the seed
+
+
+def test_a_lost_link_to_the_seed_does_not_disturb_a_ring_that_runs() -> None:
+    desk = Desk()
+    desk.start("a", "b")
+    assert desk.tell(co.PeerLost("a", "closed")) == []
+    desk.now += 10
+    assert desk.tell(co.PeerReturned(peer("a"), 1)) == [co.SetState("forming", "")]
+    assert desk.report("a", "training", 40) == [co.SetState("running", "")]
+    assert desk.after(1000.0) == []
+
+
+def test_a_member_that_stays_away_from_the_seed_is_left_behind() -> None:
+    desk = Desk()
+    desk.start("a", "b")
+    desk.tell(co.PeerLost("a", "closed"))
+    desk.after(30.0)
+    assert desk.of(co.SendHold) == [co.SendHold(("b",), 1, "members stayed away")]
+    desk.stand("held", 44, "b")
+    assert ids(desk.minted()) == ["b"]
+    desk.tell(co.PeerReturned(peer("a"), 1))
+    desk.report("a", "broken", 44, generation=1, prepared=44)
+    assert desk.of(co.SendHold)
+    desk.stand("held", 45, "b")
+    assert ids(desk.minted()) == ["b", "a"]
+
+
+def test_a_member_that_trains_alone_in_an_old_view_is_released() -> None:
+    desk = Desk()
+    desk.start("a", "b")
+    desk.tell(co.PeerLost("a", "closed"))
+    desk.report("b", "broken", 1, suspect="a")
+    desk.tell(co.PeerReturned(peer("a"), 1))
+    desk.report("a", "training", 1, generation=1)
+    assert desk.report("b", "held", 1)  # no effect of its own: the point is what comes next
+    desk.tell(co.PeerReturned(peer("c"), 1))
+    assert desk.report("c", "training", 9, generation=1) == [co.SendRelease("c", "the ring went on without it")]
+
+
+def test_a_restarted_seed_takes_a_running_ring_back_as_it_is() -> None:
+    view = Desk().start("a", "b")
+    desk = Desk(past=co.Past(state="running", view=view, corpus="C", known_step=30))
+    assert desk.core.state == "forming"
+    for peer_id in ("a", "b"):
+        desk.tell(co.PeerReturned(peer(peer_id), 1))
+    assert desk.of(co.SendAssign) == []
+    desk.report("a", "training", 40)
+    assert desk.core.state == "forming"
+    desk.report("b", "training", 40)
+    assert desk.said == [co.SetState("running", "")]
+    assert desk.after(1000.0) == []
+
+
+def test_a_restarted_seed_waits_for_all_reports_of_a_ring_that_broke_meanwhile() -> None:
+    view = Desk(co.Terms(workers=3, micro_batches=8)).start("a", "b", "c")
+    desk = Desk(past=co.Past(state="running", view=view, corpus="C", known_step=30))
+    desk.tell(co.PeerReturned(peer("b"), 1))
+    desk.report("b", "broken", 31, suspect="a")
+    assert desk.of(co.Mint) == []
+    desk.tell(co.PeerReturned(peer("c"), 1))
+    desk.report("c", "broken", 32, suspect="a")
+    assert desk.of(co.Mint) == []  # a may have committed more
+    desk.after(30.0)
+    view = desk.minted()
+    assert (view.generation, view.step, ids(view), healthy(view)) == (2, 32, ["c", "b"], ["c"])
+
+
+# -------------------------------------------------------------------------------------------------- everybody was gone
+
+
+def test_after_everybody_was_gone_the_holder_of_the_newest_state_goes_on_at_once() -> None:
+    desk = Desk()
+    desk.start("a", "b")
+    desk.tell(co.Progress(73))
+    desk.tell(co.PeerLost("a", "closed"))
+    desk.tell(co.PeerLost("b", "closed"))
+    assert desk.core.state == "waiting"
+    desk.offer("b")
+    desk.ready("b", applied=73)
+    view = desk.minted()
+    assert (view.generation, view.step, ids(view)) == (2, 73, ["b"])
+
+
+@pytest.mark.parametrize("how", ["enough workers", "patience"])
+def test_if_the_holder_stays_away_the_best_at_hand_is_used_and_the_loss_is_named(how: str) -> None:
+    desk = Desk()
+    desk.start("a", "b")
+    desk.tell(co.Progress(73))
+    for peer_id in ("a", "b"):
+        desk.tell(co.PeerLost(peer_id, "closed"))
+    desk.offer("a", "b")
+    desk.ready("a", applied=50)
+    assert desk.of(co.SetState) == [
+        co.SetState("waiting", "waiting for a worker that holds step 73 (at hand: step 50)")
+    ]
+    if how == "patience":
+        desk.after(30.0)
+    else:
+        desk.ready("b", applied=25)
+    assert desk.minted().step == 50
+    assert any(isinstance(item, co.Emit) and "23 steps are lost" in item.text for item in desk.said)
+    assert desk.core.known_step == 50
+
+
+# ------------------------------------------------------------------------------------------------ what a person asks for
+
+
+def test_pause_and_resume_keep_the_members_and_their_state() -> None:
+    desk = Desk()
+    desk.start("a", "b")
+    desk.tell(co.Pause())
+    assert desk.of(co.SendHold) == [co.SendHold(("a", "b"), 1, "the job is to pause")]
+    desk.stand("held", 6, "a", "b")
+    assert desk.said == [co.SetState("paused", "paused by a person")]
+    assert not desk.core.wants("z")
+    desk.tell(co.Resume())
+    view = desk.minted()
+    assert (view.step, healthy(view)) == (6, ["a", "b"])
+
+
+def test_a_pause_outlives_the_seed() -> None:
+    view = Desk().start("a", "b")
+    desk = Desk(past=co.Past(state="forming", paused=True, view=view, corpus="C", known_step=6))
+    desk.tell(co.PeerReturned(peer("a"), 1))
+    desk.report("a", "held", 6)
+    desk.tell(co.PeerReturned(peer("b"), 1))
+    desk.report("b", "training", 6)  # the hold never reached it
+    assert desk.of(co.SendHold) == [co.SendHold(("b",), 1, "the job is paused")]
+    desk.report("b", "held", 6)
+    assert desk.core.state == "paused"
+    desk.tell(co.Resume())
+    assert ids(desk.minted()) == ["a", "b"]
+
+
+def test_resume_after_the_members_went_away_waits_for_workers() -> None:
+    desk = Desk()
+    desk.start("a", "b")
+    desk.tell(co.Pause())
+    desk.stand("held", 6, "a", "b")
+    desk.tell(co.PeerLost("a", "closed"))
+    desk.tell(co.PeerLost("b", "closed"))
+    desk.tell(co.Resume())
+    assert desk.core.state == "waiting"
+    desk.offer("a")
+    desk.ready("a", applied=6)
+    assert desk.minted().step == 6
+
+
+def test_cancel_releases_everybody() -> None:
+    desk = Desk()
+    desk.start("a", "b")
+    desk.tell(co.Cancel())
+    assert {item.peer_id for item in desk.said if isinstance(item, co.SendRelease)} == {"a", "b"}
+    assert desk.core.state == "cancelled"
+    assert desk.tell(co.PeerOffered(peer("c"))) == [co.SendRelease("c", "the job is cancelled and takes no worker now")]
+
+
+def test_save_goes_to_the_running_members() -> None:
+    desk = Desk()
+    assert desk.tell(co.Save()) == []
+    desk.start("a", "b")
+    assert desk.tell(co.Save()) == [co.SendSave(("a", "b"))]
+
+
+def test_restore_takes_all_back_and_state_of_the_given_up_branch_counts_no_more() -> None:
+    desk = Desk()
+    desk.start("a", "b", applied=200)
+    desk.tell(co.PeerLost("b", "closed"))  # it keeps step 200 on its disk
+    desk.tell(co.Restore(100, "a"))
+    desk.stand("held", 205, "a")
+    assert desk.said[0] == co.SendAssign("a", "C", 100)
+    desk.report("a", "held", 205)  # said before it read the order
+    assert desk.of(co.Mint) == []
+    desk.ready("a", applied=100)
+    mint = desk.of(co.Mint)[0]
+    assert isinstance(mint, co.Mint)
+    assert (mint.restored, mint.view.step, mint.view.generation) == (True, 100, 2)
+    assert desk.core.known_step == 100
+    desk.tell(co.PeerLost("a", "closed"))
+    desk.offer("b")
+    desk.ready("b", applied=205)
+    assert desk.of(co.Mint) == []  # not before a had its chance
+    desk.offer("a")
+    desk.ready("a", applied=100)
+    assert (desk.minted().step, healthy(desk.minted())) == (100, ["a"])
+
+
+def test_restore_of_a_finished_job_offers_it_again() -> None:
+    desk = Desk()
+    desk.start("a", "b")
+    desk.stand("done", 400, "a", "b")
+    assert desk.core.state == "done"
+    desk.tell(co.Restore(300, "a"))
+    assert desk.core.wants("a")
+    desk.tell(co.PeerOffered(peer("a")))
+    assert desk.said == [co.SendAssign("a", "C", 300)]
+    desk.ready("a", applied=300)
+    assert desk.minted().step == 300
+
+
+def test_restore_that_nobody_can_do_says_so_and_goes_on() -> None:
+    desk = Desk()
+    desk.start("a", "b")
+    desk.tell(co.Restore(100, "a"))
+    desk.stand("held", 205, "a", "b")
+    desk.ready("a", "b", applied=0)
+    assert desk.of(co.Mint) == []
+    desk.after(TERMS.build_s)
+    assert "restore-failed" in desk.kinds()
+    assert desk.minted().step == 0
+
+
+# ------------------------------------------------------------------------------------------------------- ends and leaves
+
+
+def test_done_when_all_members_are_done() -> None:
+    desk = Desk()
+    desk.start("a", "b")
+    desk.report("a", "done", 400)
+    assert desk.core.state == "forming"
+    desk.report("b", "done", 400)
+    assert desk.core.state == "done"
+    assert desk.of(co.SendRelease) == []  # they keep the model until another job needs them
+
+
+def test_done_on_one_side_of_a_break_is_finished_by_the_others() -> None:
+    desk = Desk()
+    desk.start("a", "b")
+    desk.report("a", "done", 400)
+    desk.report("b", "broken", 399, prepared=400, prepared_lineage="L400")
+    view = desk.minted()
+    assert (view.step, healthy(view)) == (400, ["a", "b"])
+
+
+def test_a_failed_member_leaves_the_view_and_the_others_go_on() -> None:
+    desk = Desk()
+    desk.start("a", "b")
+    desk.report("b", "failed", 3, reason="out of memory")
+    assert co.SendRelease("b", "cannot go on: out of memory") in desk.said
+    desk.report("a", "broken", 3, suspect="b")
+    assert ids(desk.minted()) == ["a"]
+    assert not desk.core.wants("b")
+
+
+@pytest.mark.parametrize("spares", [(), ("s",)])
+def test_when_all_members_fail_the_job_has_failed_with_their_reason(spares: Iterable[str]) -> None:
+    desk = Desk(co.Terms(workers=2, micro_batches=2))
+    desk.start("a", "b")
+    desk.offer(*spares)
+    desk.ready(*spares)
+    desk.report("a", "failed", 3, reason="the loss is not finite")
+    desk.report("b", "failed", 3, reason="the loss is not finite")
+    assert desk.core.state == "failed"
+    assert desk.of(co.SetState) == [co.SetState("failed", "the loss is not finite")]
+
+
+def test_a_job_that_its_only_worker_cannot_build_has_failed() -> None:
+    desk = Desk()
+    desk.offer("a")
+    desk.report("a", "failed", 0, reason="no such file")
+    assert desk.core.state == "failed"
+
+
+def test_a_member_that_leaves_at_a_boundary_is_not_put_into_the_next_view() -> None:
+    desk = Desk()
+    desk.start("a", "b")
+    desk.stand("held", 5, "a", "b")  # nobody asked: somebody is leaving
+    assert desk.of(co.Mint) == []
+    desk.tell(co.PeerLeft("b", "stopped"))
+    assert ids(desk.minted()) == ["a"]
+
+
+def test_a_ring_that_stopped_unasked_goes_on_when_nobody_left() -> None:
+    desk = Desk()
+    desk.start("a", "b")
+    desk.stand("held", 5, "a", "b")
+    desk.after(LEAVE_S)
+    assert ids(desk.minted()) == ["a", "b"]
+
+
+def test_a_member_that_leaves_at_once_breaks_the_ring_and_the_others_go_on() -> None:
+    desk = Desk(co.Terms(workers=3, micro_batches=8))
+    desk.start("a", "b", "c")
+    desk.tell(co.PeerLeft("b", "stopped"))
+    assert desk.of(co.SendHold) == [co.SendHold(("a", "c"), 1, "name-b left")]
+    desk.stand("broken", 5, "a", "c", suspect="b")
+    assert ids(desk.minted()) == ["a", "c"]
+
+
+def test_long_transfers_do_not_strike_members_off() -> None:
+    desk = Desk()
+    desk.start("a", "b")
+    desk.offer("c")
+    desk.ready("c")
+    desk.stand("held", 4, "a", "b")
+    desk.tell(co.Pause())
+    desk.after(TERMS.hold_s)
+    assert desk.said == []
+    desk.report("c", "healed", 4)
+    desk.stand("held", 4, "a", "b", "c")
+    assert desk.core.state == "paused"
+
+
+# ------------------------------------------------------------------------------------------------------- the table
+
+
+def test_every_phase_has_its_row_and_ended_phases_only_restart() -> None:
+    assert set(TRANSITIONS) == set(Phase)
+    assert all(TRANSITIONS[phase] == {Phase.WAITING} for phase in ENDED)
+
+
+def test_a_forbidden_transition_tells_its_story() -> None:
+    desk = Desk()
+    desk.offer("a")
+    with pytest.raises(InvalidTransition, match=r"waiting → done.*PeerOffered"):
+        desk.core._go(Phase.DONE, "")
