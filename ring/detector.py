@@ -47,7 +47,7 @@ class FailureDetector:
 
     def heard(self, now: float) -> None:
         """Something came from the neighbour. Earlier than the last time changes nothing."""
-        if now >= self._last_heard:
+        if now > self._last_heard:
             self._last_heard = now
             self._doubt_s = 0.0
 

@@ -1,0 +1,165 @@
+"""Are the neighbours alive? Heartbeats on connections of their own, and an ear on every connection's end.
+
+The left one of two neighbours beats, the right one acknowledges, and each counts what it hears as a sign of life; so
+does any payload. All of it happens on the event loop, whatever the compute thread does. What a loss means is the
+session's affair.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NetworkError, P2PTrainError, ProtocolError
+from p2ptrain.core.world import Clock
+from ring.detector import FailureDetector
+from wire.connection import Connection
+from wire.messages import Heartbeat, HeartbeatAck, Leave, MemberRecord, Message, Refuse
+
+_LISTEN_S = 3600.0  # a quiet connection is no fault in itself: silence is judged by the detector
+
+
+class Neighbour:
+    """One neighbour and the two connections shared with it.
+
+    Attributes:
+        leaving: it has said that it leaves; the end of its connections is no accident.
+    """
+
+    def __init__(self, side: str, member: MemberRecord, bulk: Connection, beat: Connection) -> None:
+        self.title = f"the {side} neighbour {member.name}"
+        self.peer_id = member.peer_id
+        self.bulk, self.beat = bulk, beat
+        self.leaving = False
+
+    @property
+    def connections(self) -> tuple[Connection, Connection]:
+        return self.bulk, self.beat
+
+    @property
+    def last_heard(self) -> float:
+        return max(connection.last_heard for connection in self.connections)
+
+    def say(self, connection: Connection, message: Message, generation: int) -> bool:
+        """Send ``message``; False where the connection is gone, which its listener learns too."""
+        try:
+            connection.send(message, generation=generation)
+        except NetworkError:
+            return False
+        return True
+
+    def abort(self) -> None:
+        for connection in self.connections:
+            connection.abort()
+
+
+class Watch:
+    """Listens to both neighbours, and beats. Ends with ``stop``.
+
+    Args:
+        status: this member's progress and what it is doing, for the beats.
+        on_end: called when a connection of a neighbour has ended, once each.
+        on_silent: called when a neighbour counts as dead though its connections are open.
+
+    Attributes:
+        rtt_ms: round trip to the right neighbour, None before the first acknowledgement.
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Clock,
+        generation: int,
+        left: Neighbour,
+        right: Neighbour,
+        status: Callable[[], tuple[int, int, str]],
+        on_end: Callable[[Neighbour, Connection, P2PTrainError], None],
+        on_silent: Callable[[Neighbour, P2PTrainError], None],
+    ) -> None:
+        self.rtt_ms: float | None = None
+        self._clock = clock
+        self._generation = generation
+        self._left, self._right = left, right
+        self._status = status
+        self._on_end, self._on_silent = on_end, on_silent
+        self._beat_seq, self._beat_sent_at = 0, 0.0
+        self._tasks: set[asyncio.Task[None]] = set()
+        for neighbour in (left, right):
+            for connection in neighbour.connections:
+                self._start(self._listen(neighbour, connection))
+
+    def begin_beats(self, heartbeat_s: float, death_s: float) -> None:
+        """From now on silence counts: called when every member is known to be there."""
+        self._start(self._pulse(heartbeat_s, death_s))
+
+    def stop(self) -> None:
+        """Listen and beat no more."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def wait_stopped(self) -> None:
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # -------------------------------------------------------------------------------------------------------- listening
+
+    async def _listen(self, neighbour: Neighbour, connection: Connection) -> None:
+        try:
+            while True:
+                try:
+                    received = await connection.receive(timeout_s=_LISTEN_S)
+                except DeadlineExceeded:
+                    if connection.close_cause is not None:
+                        raise
+                    continue
+                self._heard(neighbour, connection, received.message)
+        except P2PTrainError as error:
+            self._on_end(neighbour, connection, error)
+
+    def _heard(self, neighbour: Neighbour, connection: Connection, message: Message) -> None:
+        match message:
+            case Leave():
+                neighbour.leaving = True
+            case Refuse(message=text):
+                raise ConnectionLost(f"it refuses to go on: {text}")
+            case Heartbeat(seq=seq) if connection is self._left.beat:
+                connection.send(HeartbeatAck(seq), generation=self._generation)
+            case HeartbeatAck(seq=seq) if connection is self._right.beat:
+                if seq == self._beat_seq:
+                    self.rtt_ms = (self._clock.now() - self._beat_sent_at) * 1e3
+            case _:
+                raise ProtocolError(f"it sent {type(message).__name__}, which has no place in a ring")
+
+    # ---------------------------------------------------------------------------------------------------------- beating
+
+    async def _pulse(self, heartbeat_s: float, death_s: float) -> None:
+        """Beat to the right, and judge both neighbours' silence at the moment when it is up."""
+        now = self._clock.now()
+        due, late_s = now, 0.0
+        detectors = [(n, FailureDetector(death_s=death_s, now=now)) for n in (self._left, self._right)]
+        while True:
+            if now >= due:
+                self._beat(now, late_s)
+                due = now + heartbeat_s
+            planned = min(due, *(detector.next_deadline() for _, detector in detectors))
+            await asyncio.sleep(max(planned - now, 0.0))
+            now = self._clock.now()
+            late_s = max(now - planned, 0.0)
+            for neighbour, detector in detectors:
+                detector.heard(neighbour.last_heard)
+                if late_s > heartbeat_s / 4:  # less is the usual unrest of a busy loop
+                    detector.loop_late(late_s)
+                if detector.dead(now):
+                    silence = f"it gave no sign of life for {detector.silent_for(now):.1f} s"
+                    self._on_silent(neighbour, DeadlineExceeded(silence))
+
+    def _beat(self, now: float, late_s: float) -> None:
+        self._beat_seq, self._beat_sent_at = self._beat_seq + 1, now
+        progress, step, state = self._status()
+        beat = Heartbeat(self._beat_seq, progress, step, state, loop_lag_ms=late_s * 1e3)
+        self._right.say(self._right.beat, beat, self._generation)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
