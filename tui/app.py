@@ -12,19 +12,11 @@ from textual.widgets import DataTable, Footer, Static
 
 from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.world import Clock, LoopClock, Network
-from tui.model import Phase
-from tui.panels import (
-    CheckpointsPanel,
-    EventsPanel,
-    Frame,
-    HeaderBar,
-    JobsPanel,
-    PeersPanel,
-    RingPanel,
-    TrainingPanel,
-)
+from tui.model import Link, Phase
+from tui.panels import EventsPanel, Frame, HeaderBar, RingPanel, TrainingPanel
 from tui.screens import ConfirmScreen, HelpScreen
 from tui.source import SeedSource, Source
+from tui.tables import CheckpointsPanel, JobsPanel, PeersPanel
 from tui.theme import DARK, THEMES, Palette
 from wire.records import JobInfo
 
@@ -66,6 +58,7 @@ class P2PTrainApp(App[None]):
         self._refresh_hz = refresh_hz
         self._drawn: dict[type[Panel], tuple[object, ...]] = {}
         self._asked: set[str] = set()
+        self._phase = Phase.CONNECTING
 
     # -------------------------------------------------------------------------------------------------------- drawing
 
@@ -111,6 +104,7 @@ class P2PTrainApp(App[None]):
     def refresh_panels(self) -> None:
         """Redraw the visible panels whose topics changed, and once a second those that show ages."""
         store, job, now = self.source.store, self.job, self.clock.now()
+        self._tell_of_the_link(store.link)
         if job is not None:
             self.source.watch(job.id)
         frame = Frame(store, job, now, self.clock.wall(), self.palette, self.source.address)
@@ -126,6 +120,20 @@ class P2PTrainApp(App[None]):
                 panel.show(frame)
         if job is not None and self.chosen_job is None:
             self.screen_stack[0].query_one(JobsPanel).table.go_to(job.id)
+
+    def _tell_of_the_link(self, link: Link) -> None:
+        """Say once why the seed was lost, and once that it is back; what is stale meanwhile is shown faded."""
+        before, self._phase = self._phase, link.phase
+        if link.phase is before:
+            return
+        stale = link.phase is not Phase.LIVE and self.source.store.cluster is not None
+        self.set_class(stale, "-stale")
+        if stale and before is Phase.LIVE:
+            remedy = link.remedy or "training goes on without it; it is dialled until it answers"
+            text = f"{link.problem}\n{remedy}"
+            self.notify(text, title="The seed was lost", severity="warning", timeout=10, markup=False)
+        elif before is Phase.LOST and link.phase is Phase.LIVE:
+            self.notify("what is shown is live again", title="The seed is back", markup=False)
 
     def on_resize(self) -> None:
         self._lay_out()
@@ -143,9 +151,9 @@ class P2PTrainApp(App[None]):
         for other in range(1, len(VIEWS) + 1):
             self.set_class(other == number, f"-view-{other}")
         tabs = [
-            Content.from_markup(f"[@click=app.view({index})]$text[/]", text=f" {index} {name} ").stylize(
-                "$background on $accent bold" if index == number else "$dim"
-            )
+            Content.styled(f" {index} {name} ", "$background on $accent bold")
+            if index == number
+            else Content.from_markup(f"[@click=app.view({index})] {index} {name} [/]")
             for index, name in enumerate(VIEWS, 1)
         ]
         self.screen_stack[0].query_one("#tabs", Static).update(Content(" ").join(tabs))

@@ -1,4 +1,4 @@
-"""A scripted cluster to look at without one: for screenshots, tests and measurements. Deterministic: no clock, no chance.
+"""A scripted cluster to look at: for screenshots, tests and measurements. Deterministic: no clock, no chance.
 
 python -m tui.demo                                  watch it train
 python -m tui.demo --screenshot docs/tui.svg        what the README shows
@@ -52,7 +52,7 @@ class DemoClock:
 
 
 class DemoCluster:
-    """What a seed with ``peers`` workers would tell. The last worker has just come and builds its model, from three on."""
+    """What a seed with ``peers`` workers would tell. From three on, the last one has just come and builds its model."""
 
     def __init__(self, peers: int = 6, *, step: int = 640) -> None:
         self.size = peers
@@ -295,7 +295,7 @@ class DemoSource:
         return {"job": job.id}
 
 
-async def _screenshot(path: Path, *, peers: int, columns: int, rows: int, light: bool) -> None:
+async def _screenshot(*, peers: int, columns: int, rows: int, light: bool) -> str:
     from tui.app import P2PTrainApp  # the app knows the demo by its protocol only
 
     source = DemoSource(DemoCluster(peers))
@@ -304,7 +304,7 @@ async def _screenshot(path: Path, *, peers: int, columns: int, rows: int, light:
         if light:
             await pilot.press("d")
         await pilot.pause()
-        path.write_text(app.export_screenshot(title="p2ptrain tui"), encoding="utf-8")
+        return app.export_screenshot(title="p2ptrain tui")
 
 
 async def _measure(updates: int, *, peers: int, columns: int, rows: int) -> float:
@@ -335,7 +335,8 @@ def main() -> None:
     columns, _, rows = arguments.size.partition("x")
     shape = {"peers": arguments.peers, "columns": int(columns), "rows": int(rows)}
     if arguments.screenshot:
-        asyncio.run(_screenshot(arguments.screenshot, light=arguments.light, **shape))
+        picture = asyncio.run(_screenshot(light=arguments.light, **shape))
+        arguments.screenshot.write_text(picture, encoding="utf-8")
     elif arguments.measure:
         print(f"{asyncio.run(_measure(arguments.measure, **shape)):.2f} ms of CPU per update")
     else:

@@ -1,6 +1,7 @@
-"""How values read: units, ages, bars, symbols. Pure; every function accepts what a careless seed may send (None, NaN, negative).
+"""How values read: units, ages, bars, symbols. Pure; whatever a careless seed sends (None, NaN, negative) is shown somehow.
 
-A *span* is a text and the role of its colour; ``tui.theme`` gives the roles colours. No meaning is carried by colour alone.
+A *span* is a text and the role of its colour; ``tui.theme`` gives the roles colours. No meaning is carried by colour
+alone.
 """
 
 from __future__ import annotations
@@ -166,8 +167,8 @@ def bar(part: float, width: int) -> str:
 def sparkline(values: Sequence[float | None], width: int) -> str:
     """The newest ``width`` values as a line of blocks; an unknown value leaves a gap.
 
-    The line begins as far below the least value as the greatest is above it (not below zero): small changes can be seen,
-    and noise does not look like a collapse.
+    The line begins as far below the least value as the greatest is above it (not below zero): small changes can be
+    seen, and noise does not look like a collapse.
     """
     newest = list(values[-width:]) if width > 0 else []
     known = [value for value in newest if is_finite(value)]
@@ -182,18 +183,19 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
-    """At most ``most`` round numbers (1, 2 or 5 times a power of ten apart) within ``low`` and ``high``, for an axis."""
+    """At most ``most`` round numbers (1, 2 or 5 times a power of ten apart) from ``low`` to ``high``, for an axis."""
     if not (is_finite(low) and is_finite(high)) or high <= low or most < 2:
         return [low] if is_finite(low) else []
-    least = (high - low) / most
-    power = 10.0 ** math.floor(math.log10(least))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least)
-    first, last = math.ceil(low / step), math.floor(high / step)
+    power = 10.0 ** math.floor(math.log10((high - low) / most))
+    for step in (power * factor for factor in (1, 2, 5, 10, 20, 50)):
+        first, last = math.ceil(low / step), math.floor(high / step)
+        if last - first < most:
+            break
     return [index * step for index in range(first, last + 1)]
 
 
 def split_bar(parts: Split, width: int) -> list[Span]:
-    """The stacked bar compute / communicate / wait, ``width`` cells; each part has its own texture besides its colour."""
+    """The stacked bar compute / communicate / wait in ``width`` cells; each part has its own texture besides its colour."""
     values = (parts.compute_ms, parts.communicate_ms, parts.wait_ms)
     cells = _largest_remainder(values, width)
     looks = (("█", "compute"), ("▓", "communicate"), ("░", "wait"))
@@ -221,7 +223,7 @@ def fit(text: str, width: int) -> str:
 
 
 def downsample(steps: Sequence[int], values: Sequence[float], buckets: int) -> tuple[list[float], list[float]]:
-    """At most ``buckets`` points, each the mean of a run of equally many neighbours: what a plot of that width can show."""
+    """At most ``buckets`` points, each the mean of equally many neighbours: what a plot of that width can show."""
     if buckets <= 0 or not steps:
         return [], []
     per = -(-len(steps) // buckets)

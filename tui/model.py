@@ -1,8 +1,8 @@
 """What the viewer knows: a pure store, fed with updates, read by the panels.
 
-Everything here is bounded, whatever a seed sends: peers, jobs, checkpoints, rows, events, and the length of every text. Text is
-stripped of control characters, so that a peer's name can neither move the cursor nor break a table. ``versions`` grows with
-every change of a topic; a panel redraws when the versions it shows have grown.
+Everything here is bounded, whatever a seed sends: peers, jobs, checkpoints, rows, events, and the length of every text. Text
+is stripped of control characters, so that a peer's name can neither move the cursor nor break a table. ``versions`` grows
+with every change of a topic; a panel redraws when the versions it shows have grown.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _parse(kind: type[R], item: object) -> R:
 
 
 class Series:
-    """The metric rows of one job in the order of their steps; old ones are thinned evenly, so the curve keeps its shape.
+    """The metric rows of one job in the order of their steps; old ones are thinned evenly: the curve keeps its shape.
 
     Generations never fall along the steps: a row of a newer generation at an earlier step (a job restored from a
     checkpoint) removes the rows that it made untrue.
@@ -174,7 +174,7 @@ class Store:
     """Everything that the panels show. Changed by the methods only; read freely.
 
     Attributes:
-        peers_seen: peer id → viewer's monotonic time of its last record, because ``heartbeat_age_s`` was true only then.
+        peers_seen: peer id → viewer's monotonic time of its last record: ``heartbeat_age_s`` was true only then.
         versions: topic → number of changes; topics as in ``wire.messages.Update``, and ``link``.
         malformed: items that were refused because no correct seed sends them.
     """

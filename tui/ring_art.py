@@ -121,7 +121,7 @@ def _frame(size: int, width: int, height: int) -> _Frame | None:
         return None
     for box_height in (5, 4, 3):
         spare = height - box_height * (2 if bottom else 1)
-        if spare >= (3 if bottom else 2):
+        if spare >= 2:
             break
     else:
         return None
@@ -240,7 +240,7 @@ def _chain(seats: Sequence[Seat], width: int, height: int) -> list[list[Span]]:
     number = len(str(len(seats) - 1))
     longest = max(cell_len(seat.lines[0]) if seat.lines else 0 for seat in seats)
     for name_width in (18, 12, 8, 5):  # shorter names rather than fewer
-        cell = min(width, number + 5 + max(4, min(longest, name_width)))
+        cell = min(width, number + 6 + max(4, min(longest, name_width)))
         columns = width // cell
         capacity = columns * height
         if capacity >= len(seats):
@@ -251,7 +251,7 @@ def _chain(seats: Sequence[Seat], width: int, height: int) -> list[list[Span]]:
     for start in range(0, shown, columns):
         row: list[Span] = []
         for rank in range(start, min(start + columns, shown)):
-            seat, room = seats[rank], cell - number - 5
+            seat, room = seats[rank], cell - number - 6
             name = _padded(fit(seat.lines[0] if seat.lines else "", room), room)
             arrow = "→" if rank + 1 < len(seats) else "↩"
             row += [Span(f"{rank:>{number}} ", "dim"), Span(f"{seat.symbol} ", seat.role), Span(name)]

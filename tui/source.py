@@ -1,8 +1,8 @@
 """Where the store's content comes from: the seed, over one operator connection that is dialled again when it ends.
 
-Order on every connection: ``subscribe`` first, then the lists, then the updates that queued up meanwhile. So no change falls
-into a gap, and a stale update is always followed by the newer one. Histories are fetched page by page beside the live
-updates; ``model.Series`` takes rows in any order.
+Order on every connection: ``subscribe`` first, then the lists, then the updates that queued up meanwhile. So no change
+falls into a gap, and a stale update is always followed by the newer one. Histories are fetched page by page beside the
+live updates; ``model.Series`` takes rows in any order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Source(Protocol):
         ...
 
     async def request(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
-        """Ask the seed to do something. Raises ``P2PTrainError``: ``Refused``, ``ConnectionLost``, ``DeadlineExceeded``."""
+        """Ask the seed to do something. Raises ``Refused``, ``ConnectionLost`` or ``DeadlineExceeded``."""
         ...
 
     def watch(self, job: str) -> None:

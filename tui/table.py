@@ -67,7 +67,7 @@ class LiveTable(DataTable[Text]):
         self._palette: Palette | None = None
 
     def sync(self, rows: dict[str, dict[str, Cell]], palette: Palette) -> None:
-        """Show ``rows`` (row key → column key → cell), in their order. Keys of columns that do not fit are not drawn."""
+        """Show ``rows`` (row key → column key → cell), in their order; columns that do not fit are left out."""
         self._wanted = rows
         if palette != self._palette:
             self._palette, self._layout_for = palette, -1
@@ -95,7 +95,8 @@ class LiveTable(DataTable[Text]):
     def go_to(self, key: str) -> None:
         """Put the cursor on a row, where it is shown."""
         if key in self._drawn and key != self.key_at_cursor:
-            self.move_cursor(row=list(self._drawn).index(key), animate=False)
+            with self.prevent(DataTable.RowHighlighted):  # only a person's move is told
+                self.move_cursor(row=list(self._drawn).index(key), animate=False)
 
     def _draw(self) -> None:
         if self._palette is None or self.size.width == 0:
@@ -127,11 +128,13 @@ class LiveTable(DataTable[Text]):
         """Rows came, went or changed places: rare, so all are written anew; the cursor stays on its record."""
         at = at or self.key_at_cursor
         offset = self.scroll_offset
-        self.clear()
-        self._drawn = {}
-        for key, cells in self._wanted.items():
-            self.add_row(*(palette.text(cells[column.key], right=column.right) for column, _ in self._chosen), key=key)
-            self._drawn[key] = dict(cells)
+        with self.prevent(DataTable.RowHighlighted):  # nobody moved the cursor
+            self.clear()
+            self._drawn = {}
+            for key, cells in self._wanted.items():
+                line = (palette.text(cells[column.key], right=column.right) for column, _ in self._chosen)
+                self.add_row(*line, key=key)
+                self._drawn[key] = dict(cells)
         if at in self._drawn:
             self.go_to(at)
             self.scroll_to(y=offset.y, animate=False)
