@@ -318,6 +318,14 @@ class Transaction:
         """Whether a view is being worked on."""
         return self.phase in _RUNNING
 
+    @property
+    def may_give(self) -> bool:
+        """Whether the state stands still as the view's start: until this view ends or commits its first step."""
+        view = self.view
+        if view is None or self.torn or not (self.running or self.phase in (Phase.HELD, Phase.DONE)):
+            return False
+        return (self.applied, self.lineage) == (view.step, view.lineage)
+
     def validate(self) -> None:
         """Raise ``AssertionError`` where an invariant does not hold."""
         assert self.applied >= 0

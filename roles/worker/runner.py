@@ -160,7 +160,7 @@ class JobRunner:
     async def give_state(self, connection: Connection, generation: int) -> None:
         """Be a donor for a member of the current view that heals."""
         core, view = self.core, self.core.view
-        if self._engine is None or view is None or view.generation != generation or core.torn or not core.running:
+        if self._engine is None or view is None or view.generation != generation or not core.may_give:
             raise PeerError("this member has no state to give in that view")
         self._donations.add(connection)
         try:
