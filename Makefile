@@ -17,7 +17,7 @@ help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.installed ## train a small model on this machine with two workers, then let it write
-	$(BIN)/p2ptrain up --profile tiny --state $(DEMO_STATE) $(DEMO_ARGS)
+	$(BIN)/p2ptrain up --profile tiny --state $(DEMO_STATE) --plain $(DEMO_ARGS)
 	$(BIN)/p2ptrain generate "$(PROMPT)" --tokens 200 --checkpoint $(DEMO_STATE)
 
 test: $(VENV)/.installed-dev ## run all tests

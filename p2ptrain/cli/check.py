@@ -55,7 +55,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One thing that can go wrong: ``work`` returns what it saw, or raises. The later ones need an ``essential`` one."""
+    """One thing that can go wrong: ``work`` returns what it saw, or raises. Later ones need an ``essential`` one."""
 
     name: str
     work: Callable[[], Awaitable[str]]

@@ -44,8 +44,12 @@ def generate(
 
     from p2ptrain.compute.generate import generate as compute
 
-    if not as_json:
-        _write(prompt)
+    unwritten = iter([prompt])  # written with the first piece, so that an error stands alone
+
+    def show(text: str) -> None:
+        if not as_json:
+            _write(next(unwritten, "") + text)
+
     result = compute(
         directory,
         prompt,
@@ -55,7 +59,7 @@ def generate(
         top_p=top_p,
         seed=random_seed,
         device=device,
-        on_text=_ignore if as_json else _write,
+        on_text=show,
     )
     if as_json:
         facts = {"checkpoint": str(directory), "prompt": prompt, "text": result.text}
@@ -71,10 +75,6 @@ def _write(text: str) -> None:
     shown = "".join(letter if letter.isprintable() or letter in "\n\t" else "�" for letter in text)
     sys.stdout.write(shown)
     sys.stdout.flush()
-
-
-def _ignore(text: str) -> None:
-    pass
 
 
 def newest_in(directory: Path) -> Path:

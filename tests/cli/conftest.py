@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import queue
 import socket
 import sys
 import threading
@@ -32,7 +33,7 @@ class FakeSeed:
     answers: dict[str, dict[str, Any] | Refused] = field(default_factory=dict)
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     joined: list[Hello] = field(default_factory=list)
-    left: list[Leave] = field(default_factory=list)
+    left: queue.Queue[Leave] = field(default_factory=queue.Queue)
     problems: list[P2PTrainError] = field(default_factory=list)
     refuse_peers: Refuse | None = None
     wall_offset_s: float = 0.0
@@ -67,7 +68,7 @@ class FakeSeed:
             except ConnectionLost:
                 return
             if isinstance(message, Leave):
-                self.left.append(message)
+                self.left.put(message)
             if isinstance(message, Request):
                 self.asked.append((message.method, message.params))
                 connection.send(await self._answer(connection, message))

@@ -1,0 +1,76 @@
+"""``p2ptrain profiles`` and the start of ``p2ptrain tui``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from configs.loader import load, shipped
+from wire.transport import TcpNetwork
+
+Command = Callable[..., Any]
+
+
+def test_list_for_people_and_programs(command: Command) -> None:
+    outcome = command("profiles", "list")
+    assert [line.split()[0] for line in outcome.out.splitlines()] == ["NAME", *shipped()]
+    listed = command("profiles", "list", "--json").json["profiles"]
+    assert {item["name"]: Path(item["path"]) for item in listed} == shipped()
+    assert all(item["description"] for item in listed)
+
+
+def test_show_names_every_value_and_its_source(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("P2PTRAIN__JOB__SEED", "7")
+    path = tmp_path / "mine.toml"
+    path.write_text('base = "tiny"\n[job]\nsteps = 5\n')
+    arguments = ("profiles", "show", str(path), "--set", "optimizer.lr=0.5")
+    document = command(*arguments, "--json").json
+    expected = load(str(path), {"P2PTRAIN__JOB__SEED": "7"}, ["optimizer.lr=0.5"])
+    assert document == {"profile": expected.profile.model_dump(mode="json"), "sources": expected.sources}
+    rows = [line.split(maxsplit=2) for line in command(*arguments).out.splitlines()]
+    shown = {row[0]: (row[1], row[2].strip()) for row in rows[1:]}
+    assert list(shown) == list(expected.sources)
+    assert shown["job.steps"] == ("5", f"{path}:3")
+    assert shown["job.seed"] == ("7", "P2PTRAIN__JOB__SEED")
+    assert shown["optimizer.lr"] == ("0.5", "--set optimizer.lr=0.5")
+    assert shown["job.workers"][1] == "profile tiny"
+    assert shown["device.kind"] == ('"auto"', "default")
+
+
+def test_show_refuses_like_a_run_would(command: Command) -> None:
+    outcome = command("profiles", "show", "tinny")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.startswith("error: no profile named 'tinny' ships with p2ptrain\n  → did you mean tiny? ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variable", "host", "port"),
+    [
+        ([], "", "127.0.0.1", 7337),
+        ([], "box:9", "box", 9),
+        (["10.0.0.1"], "box:9", "10.0.0.1", 7337),
+        (["[::1]:80"], "", "::1", 80),
+    ],
+)
+def test_tui_is_given_the_address(
+    command: Command, monkeypatch: pytest.MonkeyPatch, arguments: list[str], variable: str, host: str, port: int
+) -> None:
+    seen: list[tuple[str, int]] = []
+
+    def run_tui(*, network: object, host: str, port: int) -> None:
+        assert isinstance(network, TcpNetwork)
+        seen.append((host, port))
+
+    module = ModuleType("tui.app")
+    module.run_tui = run_tui  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tui.app", module)
+    monkeypatch.setenv("P2PTRAIN_SEED", variable)
+    assert command("tui", *arguments).code == 0
+    assert seen == [(host, port)]

@@ -1,0 +1,70 @@
+"""What each entry point loads, seen from a fresh interpreter: light commands stay light, and torch has one home."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = {"torch", "transformers", "tokenizers", "safetensors"}
+SCREEN = {"textual"}
+LIGHT = (
+    HEAVY
+    | SCREEN
+    | {"numpy", "pydantic", "rich", "msgpack", "xxhash", "psutil", "asyncio", "uvloop", "wire", "configs"}
+)
+
+_PROLOGUE = """
+import contextlib, io, json, sys
+def command(*arguments):
+    from p2ptrain.cli.main import main
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        try:
+            main(arguments)
+        except SystemExit as left:
+            assert left.code == 0, left.code
+    assert out.getvalue()
+"""
+_EPILOGUE = """
+print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
+"""
+
+
+def loaded_by(code: str) -> set[str]:
+    """Top-level modules in a fresh interpreter after ``code``."""
+    process = subprocess.run(
+        [sys.executable, "-c", _PROLOGUE + code + _EPILOGUE], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert process.returncode == 0, process.stderr
+    return set(json.loads(process.stdout))
+
+
+@pytest.mark.parametrize(
+    ("code", "forbidden"),
+    [
+        ("command('--help')", LIGHT),
+        ("command('--version')", LIGHT),
+        ("command('seed', '--help')", HEAVY | SCREEN),
+        ("command('join', '--help')", HEAVY | SCREEN),
+        ("command('up', '--help')", HEAVY | SCREEN),
+        ("command('tui', '--help')", HEAVY | SCREEN),
+        ("command('generate', '--help')", HEAVY | SCREEN),
+        ("command('jobs', 'create', '--help')", HEAVY | SCREEN),
+        ("command('profiles', 'show', 'tiny')", HEAVY | SCREEN),
+        ("import p2ptrain.core.checkpoints, p2ptrain.core.world", LIGHT - {"asyncio"}),
+        ("import configs.loader, configs.example", HEAVY | SCREEN | {"numpy", "rich", "asyncio"}),
+        ("import wire.client, wire.transport, wire.emulate", HEAVY | SCREEN | {"pydantic", "rich"}),
+        ("import ring.collectives, ring.coordinator, ring.session", HEAVY | SCREEN | {"pydantic", "rich"}),
+        ("import roles.seed", HEAVY | SCREEN),
+        ("import tui.app", HEAVY),
+    ],
+)
+def test_what_is_not_loaded(code: str, forbidden: set[str]) -> None:
+    assert loaded_by(code) & forbidden == set()
+
+
+def test_the_check_can_fail() -> None:
+    assert loaded_by("import tui.app") >= SCREEN
+    assert "pydantic" in loaded_by("import configs.loader")
