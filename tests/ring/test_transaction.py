@@ -218,6 +218,26 @@ def test_a_late_end_of_an_abandoned_activity_changes_nothing() -> None:
     assert member.core.phase is Phase.IDLE
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_only_the_very_step_that_was_committed_is_redone(same: bool) -> None:
+    member = alone()
+    member.handle(ViewArrived(view(1, ["a", "b"])))
+    member.finish()
+    member.finish()
+    reduce_(member, 1)
+    member.handle(Broken(1, "b", "died"))
+    assert (member.said[-1].applied, member.said[-1].prepared) == (0, 1)
+    committed = next_lineage(ORIGIN, digest_of(1 if same else 2, 0))
+    member.handle(ViewArrived(view(3, ["a", "c"], step=1, lineage=committed, healthy={"c"})))
+    if same:
+        assert isinstance(member.activity, Apply)
+        assert (member.activity.redo, member.activity.square_sum) == (True, 4.0)
+        member.finish()
+    assert isinstance(member.activity, Form)
+    member.finish()
+    assert isinstance(member.activity, Compute if same else Heal)
+
+
 def test_an_old_view_changes_nothing() -> None:
     member = alone()
     member.handle(ViewArrived(view(3, ["a"])))
