@@ -7,9 +7,8 @@ All methods block and are called on one dedicated compute thread (``roles.comput
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-import numpy as np
 import numpy.typing as npt
 
 from p2ptrain.core.training import Applied, Blob
@@ -32,14 +31,14 @@ class Engine(Protocol):
     corpus_digest: str
     tokens_per_micro_batch: int
     device: str
-    reduce_buffer: npt.NDArray[np.generic]
+    reduce_buffer: npt.NDArray[Any]
 
     def begin_step(self, step: int) -> None:
         """Zero the gradients. ``step`` counts from 0: it is the number of steps applied so far."""
         ...
 
     def micro_batch(self, step: int, index: int) -> None:
-        """Forward and backward of micro-batch ``index`` of the global batch of ``step``; adds its mean loss' gradient / M.
+        """Forward and backward of micro-batch ``index`` of step ``step``; adds its mean loss' gradient / M.
 
         M is the number of micro-batches in a global batch, whoever computes them.
         """
@@ -50,7 +49,7 @@ class Engine(Protocol):
         ...
 
     def partial_square_sum(self, start: int, stop: int) -> float:
-        """Sum of squares, in fp64, of ``reduce_buffer[start:stop]`` without the loss slot, whatever the thread count."""
+        """Sum of squares, in fp64, of ``reduce_buffer[start:stop]`` without the loss slot; the same for any threads."""
         ...
 
     def apply(self, step: int, square_sum: float) -> Applied:

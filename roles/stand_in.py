@@ -1,0 +1,118 @@
+"""An engine without torch: a quadratic bowl instead of a model.
+
+It keeps every promise of ``roles.engine.Engine``, costs microseconds, and lets tests and simulations run the real seed
+and workers by the hundred.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from configs.schema import Profile
+from p2ptrain.core.errors import JobFailed, StorageError
+from p2ptrain.core.training import Applied, Blob
+
+_FILE = "state.bin"
+
+
+class StandInEngine:
+    """Minimizes |parameters - target|², where micro-batch i of step s sees a target that is a pure function of both.
+
+    Args:
+        numel: parameters.
+        corpus: stands for the data; members must agree on it.
+        on_micro_batch: called before each one, with (step, index): to hold a test's clock, or to fail on purpose.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        *,
+        numel: int = 257,
+        corpus: str = "stand-in",
+        on_micro_batch: Callable[[int, int], None] = lambda step, index: None,
+    ) -> None:
+        self._profile = profile
+        self._seed = profile.job.seed
+        self._micro_batches = profile.batch.micro_batches
+        self._on_micro_batch = on_micro_batch
+        self._parameters = np.zeros(numel, np.float32)
+        self._momentum = np.zeros(numel, np.float32)
+        self.corpus_digest = hashlib.sha256(corpus.encode()).hexdigest()
+        self.tokens_per_micro_batch = profile.batch.micro_batch_sequences * profile.data.sequence_tokens
+        self.device = "stand-in"
+        self.reduce_buffer: npt.NDArray[Any] = np.zeros(numel + 1, np.float32)
+
+    def begin_step(self, step: int) -> None:
+        self.reduce_buffer[:] = 0
+
+    def micro_batch(self, step: int, index: int) -> None:
+        self._on_micro_batch(step, index)
+        difference = self._parameters - self._target(step, index)
+        self.reduce_buffer[:-1] += 2 * difference / np.float32(difference.size * self._micro_batches)
+        self.reduce_buffer[-1] += np.mean(difference**2, dtype=np.float64).astype(np.float32)
+
+    def finish_gradients(self) -> None:
+        """Nothing to bring anywhere: the gradients are made in the buffer."""
+
+    def partial_square_sum(self, start: int, stop: int) -> float:
+        part = self.reduce_buffer[start : min(stop, self.reduce_buffer.size - 1)].astype(np.float64)
+        return float(part @ part)
+
+    def apply(self, step: int, square_sum: float) -> Applied:
+        loss = float(self.reduce_buffer[-1]) / self._micro_batches
+        if not math.isfinite(loss + square_sum):
+            raise JobFailed(f"step {step + 1} is not finite: loss {loss}")
+        self._momentum *= np.float32(0.5)
+        self._momentum += self.reduce_buffer[:-1]
+        self._parameters -= np.float32(8.0) * self._momentum
+        return Applied(step + 1, loss, 8.0, math.sqrt(square_sum))
+
+    def validate(self, first: int, count: int) -> tuple[float, int]:
+        losses = [np.mean((self._parameters - self._target(-1, index)) ** 2) for index in range(first, first + count)]
+        return float(np.sum(losses)) * self.tokens_per_micro_batch, count * self.tokens_per_micro_batch
+
+    def validation_batches(self) -> int:
+        return self._profile.validation.batches
+
+    def state(self) -> list[Blob]:
+        return [
+            Blob("parameters", self._parameters.view(np.uint8).data),
+            Blob("momentum", self._momentum.view(np.uint8).data),
+        ]
+
+    def load_initial(self) -> None:
+        self._parameters[:] = np.random.default_rng(self._seed).standard_normal(self._parameters.size)
+        self._momentum[:] = 0
+
+    def state_loaded(self, step: int) -> None:
+        """Nothing derives from the state."""
+
+    def save(self, directory: Path) -> None:
+        (directory / _FILE).write_bytes(self._parameters.tobytes() + self._momentum.tobytes())
+        (directory / "config.json").write_text(json.dumps({"numel": self._parameters.size}))
+
+    def load(self, directory: Path) -> None:
+        data = (directory / _FILE).read_bytes()
+        if len(data) != 2 * self._parameters.nbytes:
+            raise StorageError(f"{directory / _FILE} is of another model")
+        values = np.frombuffer(data, np.float32)
+        self._parameters[:], self._momentum[:] = np.split(values, 2)
+
+    def digest(self) -> str:
+        """SHA-256 of the state: members that agree hold the same bits."""
+        return hashlib.sha256(self._parameters.tobytes() + self._momentum.tobytes()).hexdigest()
+
+    def _target(self, step: int, index: int) -> npt.NDArray[np.float32]:
+        key = hashlib.blake2b(struct.pack("!qqq", self._seed, step, index), digest_size=8).digest()
+        noise = np.random.default_rng(int.from_bytes(key, "big")).standard_normal(self._parameters.size, np.float32)
+        return np.float32(1.0) + np.float32(0.01) * noise

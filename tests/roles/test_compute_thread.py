@@ -1,0 +1,52 @@
+"""The one thread that computes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from roles.compute_thread import ComputeThread
+
+
+async def test_calls_run_in_order_on_one_other_thread() -> None:
+    thread = ComputeThread()
+    seen: list[int] = []
+    threads = await asyncio.gather(
+        *(thread.run(lambda n=n: (seen.append(n), threading.get_ident())[1]) for n in range(5))
+    )  # type: ignore[misc]
+    assert seen == [0, 1, 2, 3, 4]
+    assert set(threads) != {threading.get_ident()}
+    assert len(set(threads)) == 1
+    thread.close()
+
+
+async def test_an_error_reaches_the_caller_and_the_thread_goes_on() -> None:
+    thread = ComputeThread()
+    with pytest.raises(ZeroDivisionError):
+        await thread.run(lambda: 1 // 0)
+    assert await thread.run(lambda: 7) == 7
+    thread.close()
+
+
+async def test_a_cancelled_call_that_has_not_begun_is_skipped_and_one_that_has_runs_out() -> None:
+    thread = ComputeThread()
+    begun, let_go = threading.Event(), threading.Event()
+    ran: list[str] = []
+
+    def first() -> None:
+        begun.set()
+        let_go.wait()
+        ran.append("first")
+
+    running = asyncio.create_task(thread.run(first))
+    waiting = asyncio.create_task(thread.run(ran.append, "second"))
+    await asyncio.to_thread(begun.wait)
+    for task in (running, waiting):
+        task.cancel()
+    await asyncio.gather(running, waiting, return_exceptions=True)
+    let_go.set()
+    await thread.run(ran.append, "third")
+    assert ran == ["first", "third"]
+    thread.close()
