@@ -207,7 +207,7 @@ def broadcast(rank: int, n: int, numel: int, sub_chunk_numel: int, *, root: int)
 def _ring(
     rank: int, n: int, numel: int, sub_chunk_numel: int, *, first_chunk: int, reduce_rounds: int, store_rounds: int
 ) -> Schedule:
-    """The one rule: send ``first_chunk``, receive those before it, first reduce, then store, pass on all but the last."""
+    """The one rule: send ``first_chunk``, receive those before it; reduce, then store; pass on all but the last."""
     _check(rank, n, numel, sub_chunk_numel)
 
     def chunk(number: int) -> Iterator[tuple[int, int]]:

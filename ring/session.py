@@ -6,8 +6,8 @@ beat never waits behind a gigabyte, and the event loop answers it whatever the c
 
 Operations. One at a time, the same on every member in the same order; each has the next stream number, so frames of
 different operations cannot mix. Received sub-chunks are handled in the callback of their arrival; sending is done by
-the calling task, a few sub-chunks at a time, each lot flushed before the next is handed over: no task or future per
-sub-chunk, and what is handed to the transport stays bounded whatever the size of the array.
+the calling task, one sub-chunk after the other, each flushed before the next is handed over: there is no task or
+future per sub-chunk, and what the transport holds is bounded whatever the size of the array.
 
 Ends. A session that lost a neighbour is *broken* for good: it closes all its connections, which breaks the neighbours'
 sessions, and so the news goes round the ring as fast as the wires are, with no timeout involved. A member that leaves
@@ -45,8 +45,6 @@ __all__ = ["Inbound", "RingBroken", "RingSession", "RingStats"]
 
 PATIENCE_S = 120.0
 MAX_SUB_CHUNK_BYTES = 64 << 20
-SEND_AHEAD = 4
-"""Sub-chunks handed to the transport between two flushes."""
 
 _LISTEN_S = 3600.0  # a quiet control connection is no fault: silence is judged by the detector
 
@@ -133,7 +131,7 @@ class RingSession:
                 on_end=self._ended,
                 on_silent=self._break,
             )
-        for neighbour in self._neighbours:
+        for neighbour in self.neighbours:
             neighbour.bulk.fence = view.generation
 
     # ---------------------------------------------------------------------------------------------- forming and ending
@@ -217,7 +215,7 @@ class RingSession:
             return
         orderly = self._operation is None
         self._settle(RingBroken("", ConnectionLost(f"this member left the ring: {reason}")))
-        for neighbour in self._neighbours:
+        for neighbour in self.neighbours:
             for connection in neighbour.connections:
                 if orderly and neighbour.say(connection, Leave(reason[:200]), self.view.generation):
                     farewell = asyncio.get_running_loop().create_task(connection.close())
@@ -231,7 +229,7 @@ class RingSession:
         if self._watch is not None:
             await self._watch.wait_stopped()
         await asyncio.gather(*self._farewells)
-        for neighbour in self._neighbours:
+        for neighbour in self.neighbours:
             for connection in neighbour.connections:
                 await connection.closed.wait()
 
@@ -285,12 +283,17 @@ class RingSession:
     # ------------------------------------------------------------------------------------------------------ for people
 
     @property
+    def neighbours(self) -> tuple[Neighbour, ...]:
+        """Left and right; none in a ring of one."""
+        return (self._left, self._right) if self._left is not None and self._right is not None else ()
+
+    @property
     def bytes_in(self) -> int:
-        return sum(connection.bytes_in for neighbour in self._neighbours for connection in neighbour.connections)
+        return sum(connection.bytes_in for neighbour in self.neighbours for connection in neighbour.connections)
 
     @property
     def bytes_out(self) -> int:
-        return sum(connection.bytes_out for neighbour in self._neighbours for connection in neighbour.connections)
+        return sum(connection.bytes_out for neighbour in self.neighbours for connection in neighbour.connections)
 
     @property
     def stats(self) -> RingStats:
@@ -329,14 +332,12 @@ class RingSession:
             self._break(self._parted, ConnectionLost("it left the ring"))
 
     async def _send(self, operation: _Operation, patience_s: float) -> None:
-        """Hand over the next few sub-chunks, and wait until the kernel has them."""
-        right = self._right
+        """Hand over the next sub-chunk, and wait until the kernel has it: its buffer keeps the link busy meanwhile."""
+        right, item = self._right, operation.outgoing.popleft()
         assert right is not None, "a ring of one sends nothing"
+        payload = operation.payload(item.start, item.stop)
         try:
-            for _ in range(min(SEND_AHEAD, len(operation.outgoing))):
-                item = operation.outgoing.popleft()
-                payload = operation.payload(item.start, item.stop)
-                right.bulk.send_bulk(payload, generation=self.view.generation, stream=operation.stream)
+            right.bulk.send_bulk(payload, generation=self.view.generation, stream=operation.stream)
             await right.bulk.flush(timeout_s=patience_s)
         except P2PTrainError as error:
             self._break(right, error)
@@ -401,10 +402,6 @@ class RingSession:
 
     # -------------------------------------------------------------------------------------------------------- breaking
 
-    @property
-    def _neighbours(self) -> tuple[Neighbour, ...]:
-        return (self._left, self._right) if self._left is not None and self._right is not None else ()
-
     def _status(self) -> tuple[int, int, str]:
         return self.progress, self.view.step, self._operation.title if self._operation else "between operations"
 
@@ -427,7 +424,7 @@ class RingSession:
             kind = ConnectionLost if isinstance(error, Refused) else type(error)
             error = kind(f"lost {neighbour.title}: {error.message}", remedy=error.remedy)
         self._settle(RingBroken(neighbour.peer_id if neighbour is not None else "", error))
-        for lost in self._neighbours:
+        for lost in self.neighbours:
             lost.abort()
 
     def _settle(self, broken: RingBroken) -> None:

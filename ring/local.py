@@ -1,0 +1,130 @@
+"""A ring within one process, over any network: the fake worker beside the real one, for tests and benchmarks."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.errors import P2PTrainError
+from p2ptrain.core.world import LoopClock, Network, World
+from ring.session import Inbound, RingSession
+from ring.view import View
+from wire.connection import Connection
+from wire.handshake import Server, local_welcome, serve
+from wire.messages import Hello, MemberRecord, Refuse, Welcome
+
+HOST = "127.0.0.1"
+
+
+class LocalMember:
+    """A worker as far as the ring sees it: a listener, an ``Inbound``, and a session once it is formed.
+
+    Attributes:
+        problems: what its listener met with.
+    """
+
+    def __init__(self, peer_id: str, network: Network, *, seed: int = 0) -> None:
+        self.peer_id = peer_id
+        jitter = random.Random(seed)  # noqa: S311 - the World's generator is for jitter only
+        self.world = World(clock=LoopClock(), network=network, disk=RealDisk(), random=jitter)
+        self.inbound = Inbound()
+        self.server: Server | None = None
+        self.problems: list[P2PTrainError] = []
+        self._session: RingSession | None = None
+
+    @property
+    def session(self) -> RingSession:
+        assert self._session is not None, f"{self.peer_id} is in no ring"
+        return self._session
+
+    async def listen(self, host: str = HOST, port: int = 0) -> int:
+        """Accept ring connections; the port that was bound."""
+        self.server = await serve(
+            self.world.network,
+            host,
+            port,
+            decide=self._decide,
+            serve=self.inbound.offer,
+            on_problem=lambda problem, address: self.problems.append(problem),
+        )
+        return self.server.address[1]
+
+    async def form(
+        self,
+        view: View,
+        *,
+        heartbeat_s: float = 5.0,
+        death_s: float = 15.0,
+        sub_chunk_bytes: int = 64,
+        timeout_s: float = 10.0,
+    ) -> RingSession:
+        """As ``RingSession.form``, with small sub-chunks, so that little data takes many."""
+        self._session = await RingSession.form(
+            world=self.world,
+            view=view,
+            peer_id=self.peer_id,
+            name=self.peer_id,
+            seed_host=HOST,
+            inbound=self.inbound,
+            heartbeat_s=heartbeat_s,
+            death_s=death_s,
+            sub_chunk_bytes=sub_chunk_bytes,
+            timeout_s=timeout_s,
+        )
+        return self._session
+
+    def die(self) -> None:
+        """What the kernel does for a process that was killed: every connection is reset, and no word is said."""
+        for neighbour in self.session.neighbours:
+            neighbour.abort()
+
+    async def stop(self) -> None:
+        """Leave the ring, and stop listening."""
+        if self._session is not None:
+            self._session.close()
+            await self._session.wait_closed()
+        if self.server is not None:
+            await self.server.close()
+
+    async def _decide(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
+        return self.inbound.decide(hello) or local_welcome(peer_id=self.peer_id, name=self.peer_id, wall=0.0)
+
+
+def local_view(ports: dict[str, int], *, generation: int = 1, hosts: bool = False) -> View:
+    """A view of the peers that listen on these ports, in this order.
+
+    Args:
+        hosts: each peer's host has its name; else they are on the seed's host.
+    """
+    return View(
+        "job",
+        generation,
+        0,
+        "",
+        tuple(
+            MemberRecord(peer_id, peer_id, peer_id if hosts else "", port, 0, 0, healthy=True)
+            for peer_id, port in ports.items()
+        ),
+    )
+
+
+@asynccontextmanager
+async def local_ring(
+    count: int, network: Network, *, heartbeat_s: float = 5.0, death_s: float = 15.0, sub_chunk_bytes: int = 64
+) -> AsyncIterator[list[LocalMember]]:
+    """``count`` members a, b, c ... in one formed ring; all ended with the block."""
+    members = [LocalMember(chr(ord("a") + rank), network, seed=rank) for rank in range(count)]
+
+    def form(member: LocalMember) -> Coroutine[Any, Any, RingSession]:
+        return member.form(view, heartbeat_s=heartbeat_s, death_s=death_s, sub_chunk_bytes=sub_chunk_bytes)
+
+    try:
+        view = local_view({member.peer_id: await member.listen() for member in members})
+        await asyncio.gather(*(form(member) for member in members))
+        yield members
+    finally:
+        await asyncio.gather(*(member.stop() for member in members))

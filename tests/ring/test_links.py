@@ -1,0 +1,304 @@
+"""How a ring forms: late, absent, stale and wrong neighbours; connections that wait for their view."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from typing import Any
+
+import pytest
+
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, Refused
+from p2ptrain.core.world import Network
+from ring.links import Inbound
+from ring.local import HOST, LocalMember, local_view
+from wire.connection import Connection
+from wire.handshake import RefusalCode, dial, local_hello
+from wire.memory import MemoryNetwork
+from wire.messages import Hello
+from wire.transport import TcpNetwork
+from wire.virtual import run_virtual
+
+AT_ONCE_S = 5.0  # generous for a slow machine, far below every deadline that could otherwise have ended a wait
+
+
+def virtual(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """Run a test on virtual time: its seconds cost nothing, and are exact."""
+
+    @wraps(test)
+    def run() -> None:
+        run_virtual(test())
+
+    return run
+
+
+@pytest.fixture(params=["memory", "tcp"])
+def network(request) -> Network:
+    return MemoryNetwork() if request.param == "memory" else TcpNetwork()
+
+
+def ring_hello(peer_id: str, channel: object = "bulk", *, job: str = "job", generation: int = 1) -> Hello:
+    capabilities = {} if channel is None else {"channel": channel}
+    return local_hello(
+        peer_id=peer_id,
+        name=peer_id,
+        roles=["worker"],
+        purpose="ring",
+        capabilities=capabilities,
+        job=job,
+        generation=generation,
+    )
+
+
+async def dial_member(member: LocalMember, hello: Hello) -> Connection:
+    port = member.server.address[1]
+    connection, _ = await dial(member.world.network, HOST, port, hello, timeout_s=AT_ONCE_S)
+    return connection
+
+
+# -------------------------------------------------------------------------------------------------------------- forming
+
+
+@virtual
+async def test_a_neighbour_that_hears_of_the_view_later_is_waited_for():
+    network = MemoryNetwork()
+    members = [LocalMember(peer_id, network) for peer_id in "abc"]
+    view = local_view({member.peer_id: await member.listen() for member in members})
+    early = [asyncio.create_task(member.form(view)) for member in members[:2]]
+    await asyncio.sleep(9)
+    assert not any(task.done() for task in early)
+    await members[2].form(view)
+    await asyncio.gather(*early)
+    await asyncio.gather(*(member.session.barrier() for member in members))
+    for member in members:
+        await member.stop()
+
+
+@virtual
+async def test_a_neighbour_that_does_not_listen_yet_is_dialled_again():
+    network = MemoryNetwork()
+    members = [LocalMember(peer_id, network) for peer_id in "ab"]
+    view = local_view({"a": await members[0].listen(), "b": 7000})
+    early = asyncio.create_task(members[0].form(view))
+    await asyncio.sleep(5)
+    await members[1].listen(port=7000)
+    await members[1].form(view)
+    await early
+    for member in members:
+        await member.stop()
+
+
+@virtual
+async def test_a_neighbour_that_is_too_busy_is_dialled_again():
+    network = MemoryNetwork()
+    members = [LocalMember(peer_id, network) for peer_id in "ab"]
+    view = local_view({member.peer_id: await member.listen() for member in members})
+    members[1].inbound = Inbound(max_held=1, hold_s=3)
+    await members[1].server.close()
+    await members[1].listen(port=view.members[1].port)
+    stranger = await dial_member(members[1], ring_hello("x"))
+    early = asyncio.create_task(members[0].form(view))
+    await asyncio.sleep(2)
+    assert [problem.code for problem in members[1].problems if isinstance(problem, Refused)]
+    await asyncio.gather(early, members[1].form(view))
+    await asyncio.sleep(1)
+    assert stranger.closed.is_set()
+    for member in members:
+        await member.stop()
+
+
+@virtual
+async def test_a_neighbour_that_never_dials_is_named():
+    network = MemoryNetwork()
+    members = [LocalMember(peer_id, network) for peer_id in "ab"]
+    view = local_view({member.peer_id: await member.listen() for member in members})
+    with pytest.raises(DeadlineExceeded, match="left neighbour b has not connected within 10 s"):
+        await members[0].form(view)
+    await asyncio.sleep(1)
+    assert not members[1].inbound._held, "the connections of a ring that did not form were left open"
+    for member in members:
+        await member.stop()
+
+
+@virtual
+async def test_a_neighbour_that_is_never_reached_is_named():
+    member = LocalMember("a", MemoryNetwork())
+    with pytest.raises(DeadlineExceeded, match=r"right neighbour b was not reached in time: .*connection refused"):
+        await member.form(local_view({"a": 1, "b": 7001}))
+
+
+@virtual
+async def test_another_peer_at_the_neighbours_address_is_not_taken_for_it():
+    network = MemoryNetwork()
+    members = [LocalMember(peer_id, network) for peer_id in "ax"]
+    ports = [await member.listen() for member in members]
+    with pytest.raises(DeadlineExceeded, match="is another peer, x"):
+        await members[0].form(local_view({"a": ports[0], "b": ports[1]}))
+    for member in members:
+        await member.stop()
+
+
+@virtual
+async def test_a_member_that_never_comes_is_missed_by_all():
+    """a and b have each other's connections, c accepts but never forms: nobody is let into half a ring."""
+    network = MemoryNetwork()
+    members = [LocalMember(peer_id, network) for peer_id in "abc"]
+    view = local_view({member.peer_id: await member.listen() for member in members})
+    ends = await asyncio.gather(*(member.form(view) for member in members[:2]), return_exceptions=True)
+    assert [type(end) for end in ends] == [DeadlineExceeded, DeadlineExceeded] or isinstance(ends[1], ConnectionLost)
+    for member in members:
+        await member.stop()
+
+
+async def test_a_death_while_the_others_wait_for_a_member_is_noticed_at_once(network):
+    members = [LocalMember(peer_id, network) for peer_id in "abc"]
+    view = local_view({member.peer_id: await member.listen() for member in members})
+    # c has opened its connections to a and accepted those of b, and dies before it has formed.
+    dialled = [await dial_member(members[0], ring_hello("c", channel)) for channel in ("bulk", "beat")]
+    tasks = [asyncio.create_task(member.form(view, timeout_s=3600)) for member in members[:2]]
+    async with asyncio.timeout(AT_ONCE_S):
+        taken = [await members[2].inbound.take("job", 1, "b", channel, timeout_s=60) for channel in ("bulk", "beat")]
+        for _ in range(2):  # b sends its own byte, then that of a: both wait for c's
+            arrived = asyncio.Event()
+            taken[0].post(memoryview(bytearray(1)), generation=1, stream=1, done=arrived.set)
+            await arrived.wait()
+        for connection in dialled + taken:
+            connection.abort()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(end) for end in ends] == [ConnectionLost, ConnectionLost], ends
+    for member in members:
+        await member.stop()
+
+
+async def test_an_older_view_is_refused_and_a_newer_one_is_not(network):
+    members = [LocalMember(peer_id, network) for peer_id in "ab"]
+    ports = {member.peer_id: await member.listen() for member in members}
+    members[1].inbound.expect("job", 5)
+    with pytest.raises(Refused, match="generation 4 is over, the job is at 5") as refusal:
+        await members[0].form(local_view(ports, generation=4))
+    assert refusal.value.code == RefusalCode.STALE_GENERATION
+    await asyncio.gather(*(member.form(local_view(ports, generation=6)) for member in members))
+    for member in members:
+        await member.stop()
+
+
+async def test_a_view_without_this_peer_and_absurd_sub_chunks_are_refused(network):
+    member = LocalMember("a", network)
+    with pytest.raises(ValueError, match="a is no member of generation 1"):
+        await member.form(local_view({"b": 1}))
+    for size in (7, (64 << 20) + 1):
+        with pytest.raises(ValueError, match="sub-chunks of"):
+            await member.form(local_view({"a": 1}), sub_chunk_bytes=size)
+
+
+# -------------------------------------------------------------------------------------------------------------- inbound
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        ring_hello("a", None),
+        ring_hello("a", "heal"),
+        ring_hello("a", 7),
+        ring_hello("a", job=""),
+        ring_hello("a", generation=0),
+    ],
+)
+def test_a_hello_that_names_no_place_in_a_ring_is_refused(hello):
+    assert Inbound().decide(hello).code == RefusalCode.NOT_A_NEIGHBOUR
+
+
+def test_generations_only_grow_within_a_job():
+    inbound = Inbound()
+    inbound.expect("job", 5)
+    inbound.expect("job", 3)
+    assert inbound.decide(ring_hello("a", generation=4)).code == RefusalCode.STALE_GENERATION
+    assert inbound.decide(ring_hello("a", generation=5)) is None
+    assert inbound.decide(ring_hello("a", job="next", generation=1)) is None
+    inbound.expect("next", 2)
+    assert inbound.decide(ring_hello("a", job="next", generation=1)).code == RefusalCode.STALE_GENERATION
+
+
+@virtual
+async def test_a_connection_is_held_until_its_view_arrives_and_not_for_ever():
+    member = LocalMember("b", MemoryNetwork())
+    member.inbound = Inbound(hold_s=30)
+    await member.listen()
+    first = await dial_member(member, ring_hello("a", generation=1))
+    await asyncio.sleep(29)
+    taken = await member.inbound.take("job", 1, "a", "bulk", timeout_s=1)
+    second = await dial_member(member, ring_hello("a", generation=2))
+    await asyncio.sleep(31)
+    assert second.closed.is_set()
+    assert not first.closed.is_set(), "what was taken is not the holder's to close"
+    assert not taken.closed.is_set()
+    first.abort()
+    await member.stop()
+
+
+@virtual
+async def test_connections_of_an_older_view_are_closed_when_a_newer_one_arrives():
+    member = LocalMember("b", MemoryNetwork())
+    await member.listen()
+    older, newer = [await dial_member(member, ring_hello("a", generation=generation)) for generation in (1, 2)]
+    await asyncio.sleep(1)
+    member.inbound.expect("job", 2)
+    await asyncio.sleep(1)
+    assert older.closed.is_set()
+    assert not newer.closed.is_set()
+    newer.abort()
+    await member.stop()
+
+
+@virtual
+async def test_the_number_of_held_connections_is_bounded():
+    member = LocalMember("b", MemoryNetwork())
+    member.inbound = Inbound(max_held=2)
+    await member.listen()
+    held = [await dial_member(member, ring_hello(peer_id)) for peer_id in "xy"]
+    await asyncio.sleep(1)
+    with pytest.raises(Refused, match="2 ring connections wait") as refusal:
+        await dial_member(member, ring_hello("z"))
+    assert refusal.value.code == RefusalCode.BUSY
+    again = await dial_member(member, ring_hello("x"))  # who has a place may renew it
+    await asyncio.sleep(1)
+    assert [connection.closed.is_set() for connection in (*held, again)] == [True, False, False]
+    waiting = asyncio.create_task(member.inbound.take("job", 1, "z", "bulk", timeout_s=60))
+    await asyncio.sleep(1)
+    expected = await dial_member(member, ring_hello("z"))  # and who is waited for needs none
+    await waiting
+    for connection in (held[1], again, expected):
+        connection.abort()
+    await member.stop()
+
+
+@virtual
+async def test_a_held_connection_that_ended_gives_its_place_back():
+    member = LocalMember("b", MemoryNetwork())
+    member.inbound = Inbound(max_held=1)
+    await member.listen()
+    first = await dial_member(member, ring_hello("x"))
+    await asyncio.sleep(1)
+    first.abort()
+    await asyncio.sleep(1)
+    second = await dial_member(member, ring_hello("y"))
+    second.abort()
+    await member.stop()
+
+
+@virtual
+async def test_whoever_stops_waiting_in_the_instant_of_arrival_leaves_no_connection_behind():
+    member = LocalMember("b", MemoryNetwork())
+    await member.listen()
+    dialled = await dial_member(member, ring_hello("x"))
+    arriving = await member.inbound.take("job", 1, "x", "bulk", timeout_s=60)
+    waiting = asyncio.create_task(member.inbound.take("job", 1, "a", "bulk", timeout_s=60))
+    await asyncio.sleep(0)
+    offering = asyncio.create_task(member.inbound.offer(arriving, ring_hello("a")))
+    await asyncio.sleep(0)  # it is given, and not yet taken
+    waiting.cancel()
+    await asyncio.wait([waiting, offering])
+    assert waiting.cancelled()
+    await dialled.closed.wait()
+    await member.stop()

@@ -1,0 +1,139 @@
+"""Silence, beats and patience, on virtual time: hours pass in milliseconds and every time is exact."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from typing import Any
+
+import numpy as np
+import pytest
+
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded
+from ring.local import LocalMember, local_ring, local_view
+from wire.memory import MemoryNetwork
+from wire.messages import HeartbeatAck
+from wire.virtual import VirtualClockLoop, run_virtual
+
+
+def virtual(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """Run a test on virtual time: its seconds cost nothing, and are exact."""
+
+    @wraps(test)
+    def run() -> None:
+        run_virtual(test())
+
+    return run
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def three_hosts(network: MemoryNetwork) -> list[LocalMember]:
+    """A formed ring of a, b and c, each on a host of its own name."""
+    members = [LocalMember(peer_id, network.at(peer_id)) for peer_id in "abc"]
+    ports = {member.peer_id: await member.listen(host=member.peer_id) for member in members}
+    view = local_view(ports, hosts=True)
+    await asyncio.gather(*(member.form(view, heartbeat_s=5.0, death_s=15.0) for member in members))
+    return members
+
+
+@virtual
+async def test_beats_keep_an_idle_ring_alive_and_measure_the_round_trip():
+    async with local_ring(3, MemoryNetwork(), heartbeat_s=5.0, death_s=15.0) as members:
+        await asyncio.sleep(3600)
+        assert not any(member.session.broken.done() for member in members)
+        assert all(member.session.stats.rtt_ms is not None for member in members)
+        await asyncio.gather(*(member.session.barrier() for member in members))
+
+
+@virtual
+async def test_a_pulled_cable_is_a_death_after_death_s_on_both_ends():
+    network = MemoryNetwork()
+    members = await three_hosts(network)
+    await asyncio.sleep(12.5)  # the last beat that is heard goes out at 10 s
+    formed_at = now() - 12.5
+    network.silence("a", "b")
+    ends = {}
+    for member in members:
+        member.session.broken.add_done_callback(lambda _, peer_id=member.peer_id: ends.setdefault(peer_id, now()))
+    a, b, c = [await member.session.broken for member in members]
+    assert ends["a"] == ends["b"] == pytest.approx(formed_at + 10.0 + 15.0, abs=0.01)
+    assert (a.suspect, b.suspect) == ("b", "a")
+    assert c.suspect in ("a", "b"), "c hears of it from whoever closes first"
+    assert "gave no sign of life for 15.0 s" in a.cause.message
+    network.mend("a", "b")
+    for member in members:
+        await member.stop()
+
+
+@virtual
+async def test_a_payload_is_a_sign_of_life_too():
+    async with local_ring(2, MemoryNetwork(), heartbeat_s=5.0, death_s=15.0) as members:
+        a, b = (member.session for member in members)
+        a.neighbours[1].beat.send = lambda message, **_: None  # its beats are lost on the way; its payloads are not
+        for seq in range(10):
+            b.neighbours[0].beat.send(HeartbeatAck(seq))
+            await asyncio.sleep(10)
+            await asyncio.gather(a.barrier(), b.barrier())
+        assert not b.broken.done()
+        async with asyncio.timeout(60):
+            assert (await b.broken).suspect == "a"
+
+
+@virtual
+async def test_a_member_that_was_asleep_itself_does_not_blame_its_neighbours():
+    async with local_ring(3, MemoryNetwork(), heartbeat_s=5.0, death_s=15.0) as members:
+        await asyncio.sleep(7)
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualClockLoop)
+        loop._jumping.now += 300.0  # the process was stopped: time went on, and nothing ran
+        await asyncio.sleep(60)
+        assert not any(member.session.broken.done() for member in members)
+
+
+@virtual
+async def test_no_progress_breaks_the_ring_and_names_the_neighbour():
+    async with local_ring(3, MemoryNetwork()) as members:
+        between = asyncio.create_task(members[1].session.barrier(patience_s=60))
+        with pytest.raises(DeadlineExceeded, match="lost the left neighbour c: sent no part of the barrier for 30 s"):
+            await members[0].session.barrier(patience_s=30)
+        with pytest.raises(ConnectionLost, match="lost the left neighbour a"):
+            await between
+        assert (await members[2].session.broken).suspect in ("a", "b")
+
+
+@virtual
+async def test_progress_renews_the_patience():
+    async with local_ring(2, MemoryNetwork()) as members:
+        for _ in range(3):
+            task = asyncio.create_task(members[0].session.barrier(patience_s=30))
+            await asyncio.sleep(29)
+            assert not task.done()
+            await members[1].session.barrier(patience_s=30)
+            await task
+            assert members[0].session.waited_s == pytest.approx(29, abs=0.01)
+            assert members[1].session.waited_s == pytest.approx(0, abs=0.01)
+
+
+@virtual
+async def test_a_neighbour_that_takes_no_bytes_breaks_the_ring():
+    async with local_ring(2, MemoryNetwork()) as members:
+        with pytest.raises(DeadlineExceeded, match=r"lost the right neighbour b: .* took no more bytes for 30 s"):
+            await members[0].session.broadcast(np.zeros(100), 0, patience_s=30)
+
+
+@virtual
+async def test_beats_say_how_far_this_member_is():
+    async with local_ring(2, MemoryNetwork(), heartbeat_s=5.0, death_s=15.0) as members:
+        heard = []
+        beat = members[0].session.neighbours[1].beat
+        send, beat.send = beat.send, lambda message, **kwargs: heard.append(message) or send(message, **kwargs)
+        waiting = asyncio.create_task(members[0].session.barrier())
+        await asyncio.sleep(6)
+        await members[1].session.barrier()
+        await waiting
+        await asyncio.sleep(5)
+        assert [(message.state, message.progress) for message in heard] == [("barrier", 1), ("between operations", 2)]

@@ -1,0 +1,262 @@
+"""Sessions in one process, over memory and over real TCP: operations, deaths, leaving."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+
+from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError
+from p2ptrain.core.world import Network
+from ring.local import LocalMember, local_ring
+from ring.session import RingSession
+from wire.memory import MemoryNetwork
+from wire.messages import StepMetrics
+from wire.transport import TcpNetwork
+
+AT_ONCE_S = 5.0  # generous for a slow machine, far below every deadline that could otherwise have ended a wait
+
+
+@pytest.fixture(params=["memory", "tcp"])
+def network(request) -> Network:
+    return MemoryNetwork() if request.param == "memory" else TcpNetwork()
+
+
+async def everyone(members: list[LocalMember], act: Callable[[RingSession], Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Run ``act`` on every member's session at once; results in rank order."""
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        tasks = [group.create_task(act(member.session)) for member in members]
+    return [task.result() for task in tasks]
+
+
+# ---------------------------------------------------------------------------------------------------------- operations
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+async def test_every_operation_on_every_size_of_ring(count, network):
+    draw = np.random.default_rng(count)
+    numels = [0, 1, count, 1000]
+    before = {numel: [draw.standard_normal(numel).astype(np.float32) for _ in range(count)] for numel in numels}
+
+    async def act(session: RingSession) -> dict[int, bytes]:
+        results = {}
+        for numel in numels:
+            buffer = before[numel][session.rank].copy()
+            await session.all_reduce(buffer)
+            results[numel] = buffer.tobytes()
+            root = numel % count
+            thrown = np.full(numel, session.rank, np.int16)
+            await session.broadcast(thrown, root)
+            assert np.array_equal(thrown, np.full(numel, root, np.int16))
+        assert await session.all_gather(b"member %d" % session.rank) == [b"member %d" % rank for rank in range(count)]
+        assert await session.all_gather(b"") == [b""] * count
+        await session.barrier()
+        return results
+
+    async with local_ring(count, network) as members:
+        results = await everyone(members, act)
+        assert all(result == results[0] for result in results), "not the same bits"
+        for numel in numels:
+            total = np.frombuffer(results[0][numel], np.float32)
+            assert np.allclose(total, np.sum(before[numel], axis=0), rtol=1e-5, atol=1e-5)
+        assert [member.session.rank for member in members] == list(range(count))
+        assert not any(member.session.broken.done() for member in members)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16", "int64", "uint8"])
+async def test_all_reduce_of_other_types(dtype, network):
+    stored = np.uint16 if dtype == "bfloat16" else dtype
+    one = 0x3F80 if dtype == "bfloat16" else 1
+    three = 0x4040 if dtype == "bfloat16" else 3
+
+    async def act(session: RingSession) -> list[Any]:
+        buffer = np.full(77, one, stored)
+        await session.all_reduce(buffer, dtype)
+        return buffer.tolist()
+
+    async with local_ring(3, network) as members:
+        assert await everyone(members, act) == [[three] * 77] * 3
+
+
+async def test_sub_chunks_larger_than_any_buffer_of_the_system(network):
+    numel = 3_000_000
+
+    async def act(session: RingSession) -> bool:
+        buffer = np.full(numel, session.rank + 1, np.int32)
+        await session.all_reduce(buffer)
+        return bool((buffer == 6).all())
+
+    async with local_ring(3, network, sub_chunk_bytes=1 << 20) as members:
+        assert await everyone(members, act) == [True] * 3
+        stats = members[0].session.stats
+        payload_bytes = 2 * 2 * numel * 4 // 3
+        assert payload_bytes <= stats.bytes_out < payload_bytes + 10_000
+        assert payload_bytes <= stats.bytes_in < payload_bytes + 10_000
+
+
+async def test_a_buffer_may_be_reused_as_soon_as_the_operation_returned(network):
+    async def act(session: RingSession) -> list[int]:
+        seen = []
+        buffer = np.zeros(500, np.int64)
+        for turn in range(20):
+            buffer[:] = turn + session.rank
+            await session.all_reduce(buffer)
+            assert (buffer == buffer[0]).all()
+            seen.append(int(buffer[0]))
+            buffer[:] = -1  # a send that still borrowed it would carry this
+        return seen
+
+    async with local_ring(3, network) as members:
+        assert await everyone(members, act) == [[3 * turn + 3 for turn in range(20)]] * 3
+
+
+async def test_what_cannot_be_reduced_is_refused_before_anything_is_sent(network):
+    async with local_ring(1, network) as members:
+        session = members[0].session
+        read_only = np.zeros(4)
+        read_only.flags.writeable = False
+        for wrong in (np.zeros((2, 2)), np.zeros(4)[::2], read_only, np.zeros(4, ">f8")):
+            with pytest.raises(ValueError, match="contiguous, writable"):
+                await session.all_reduce(wrong)
+        with pytest.raises(ValueError, match="no sum is known"):
+            await session.all_reduce(np.zeros(4, np.complex64))
+        with pytest.raises(ValueError, match="type uint16"):
+            await session.all_reduce(np.zeros(4), "bfloat16")
+        with pytest.raises(ValueError, match="root 1 is no rank"):
+            await session.broadcast(np.zeros(4), 1)
+        assert not session.broken.done()
+
+
+# -------------------------------------------------------------------------------------------------------------- deaths
+
+OPERATIONS: dict[str, Callable[[RingSession], Awaitable[Any]]] = {
+    "all-reduce": lambda session: session.all_reduce(np.zeros(1000, np.float32), patience_s=3600),
+    "all-gather": lambda session: session.all_gather(bytes(200), patience_s=3600),
+    "broadcast": lambda session: session.broadcast(np.zeros(100_000), 0, patience_s=3600),
+    "barrier": lambda session: session.barrier(patience_s=3600),
+}
+
+
+@pytest.mark.parametrize("operation", list(OPERATIONS))
+@pytest.mark.parametrize("count", [2, 3, 4])
+async def test_a_death_in_an_operation_breaks_every_member_at_once(operation, count, network):
+    victim = 0  # also the root of the broadcast: nothing can be finished without it
+    async with local_ring(count, network) as members:
+        others = [member for rank, member in enumerate(members) if rank != victim]
+        tasks = [asyncio.create_task(OPERATIONS[operation](member.session)) for member in others]
+        for _ in range(3):
+            await asyncio.sleep(0)  # let them begin
+        members[victim].die()
+        async with asyncio.timeout(AT_ONCE_S):
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
+            causes = [await member.session.broken for member in others]
+        assert all(isinstance(end, ConnectionLost) for end in ends), ends
+        assert causes[0].suspect == "a"  # its right neighbour
+        assert causes[-1].suspect in ("a", others[-2].peer_id if count > 2 else "a")
+        assert all(member.session.broken_by is cause for member, cause in zip(others, causes, strict=True))
+
+
+async def test_a_death_between_operations_is_noticed_at_once(network):
+    async with local_ring(4, network) as members:
+        members[2].die()
+        async with asyncio.timeout(AT_ONCE_S):
+            broken = [await member.session.broken for member in members]
+        assert "lost the left neighbour c" in broken[3].cause.message
+        assert "neighbour" in broken[0].cause.message
+        with pytest.raises(ConnectionLost, match="lost the left neighbour c"):
+            await members[3].session.barrier()
+
+
+async def test_a_cancelled_operation_breaks_the_ring_and_leaves_the_memory_alone(network):
+    async with local_ring(3, network) as members:
+        buffer = np.zeros(1000)
+        task = asyncio.create_task(members[0].session.all_reduce(buffer))
+        others = [asyncio.create_task(member.session.all_reduce(np.ones(1000))) for member in members[1:2]]
+        await asyncio.sleep(0)
+        task.cancel()
+        async with asyncio.timeout(AT_ONCE_S):
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            for other in others:
+                with pytest.raises(ConnectionLost):
+                    await other
+            await members[2].session.broken
+        assert members[0].session.broken_by.suspect == ""
+        assert "abandoned" in members[0].session.broken_by.cause.message
+
+
+async def test_members_that_bring_different_sizes_are_told(network):
+    async with local_ring(2, network) as members:
+        tasks = [
+            asyncio.create_task(member.session.all_gather(bytes(size)))
+            for member, size in zip(members, (10, 11), strict=True)
+        ]
+        async with asyncio.timeout(AT_ONCE_S):
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(end, P2PTrainError) for end in ends)
+        assert any("were planned" in end.message for end in ends)
+
+
+async def test_a_neighbour_that_speaks_nonsense_breaks_the_ring(network):
+    async with local_ring(2, network) as members:
+        members[0].session.neighbours[1].beat.send(StepMetrics("job", 1, 1, {}))
+        async with asyncio.timeout(AT_ONCE_S):
+            broken = await members[1].session.broken
+        assert broken.suspect == "a"
+        assert isinstance(broken.cause, ProtocolError)
+        assert "StepMetrics, which has no place" in broken.cause.message
+
+
+async def test_one_operation_at_a_time(network):
+    async with local_ring(2, network) as members:
+        first = asyncio.create_task(members[0].session.barrier())
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="barrier while barrier is under way"):
+            await members[0].session.barrier()
+        await members[1].session.barrier()
+        await first
+
+
+# ------------------------------------------------------------------------------------------------------------- leaving
+
+
+async def test_leaving_breaks_the_others_at_once_and_says_why(network):
+    async with local_ring(3, network) as members:
+        members[0].session.close("a new view was announced")
+        async with asyncio.timeout(AT_ONCE_S):
+            broken = [await member.session.broken for member in members]
+            await members[0].session.wait_closed()
+        assert broken[0].suspect == ""
+        assert broken[0].cause.message == "this member left the ring: a new view was announced"
+        assert broken[1].suspect == "a"
+        with pytest.raises(ConnectionLost, match="left the ring"):
+            await members[0].session.barrier()
+        members[0].session.close()  # twice is no harm
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+async def test_who_leaves_after_the_last_operation_does_not_spoil_it_for_the_others(count, network):
+    """Everyone closes the moment its own part is done; still everyone gets its result, time after time."""
+    for _ in range(5):
+        async with local_ring(count, network) as members:
+
+            async def act(session: RingSession) -> list[bytes]:
+                tokens = await session.all_gather(bytes([session.rank]) * 64)
+                session.close("done")
+                return tokens
+
+            results = await everyone(members, act)
+            assert results == [[bytes([rank]) * 64 for rank in range(count)]] * count
+
+
+async def test_leaving_in_the_middle_of_an_operation_breaks_it(network):
+    async with local_ring(3, network) as members:
+        tasks = [asyncio.create_task(member.session.barrier()) for member in members[:2]]
+        await asyncio.sleep(0)
+        members[2].session.close()
+        async with asyncio.timeout(AT_ONCE_S):
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(end, ConnectionLost) for end in ends)
