@@ -210,8 +210,8 @@ class Connection(asyncio.BufferedProtocol):
 
     async def close(self, *, timeout_s: float = 1.0) -> None:
         """Send what is queued, then close; after ``timeout_s`` give up on it. Never raises, may be called twice."""
+        self._inbox.clear()
         if not self._ended:
-            self._inbox.clear()
             self._end(None)
             if self._attached:
                 self._transport.close()
@@ -231,9 +231,9 @@ class Connection(asyncio.BufferedProtocol):
 
         A peer at fault (``ProtocolError``) is told so, where the kernel takes these bytes at once.
         """
+        self._inbox.clear()
         if self._ended:
             return
-        self._inbox.clear()
         self._end(cause or self._closed_here())
         if not self._attached:
             return
@@ -256,8 +256,10 @@ class Connection(asyncio.BufferedProtocol):
         self._transport.set_write_buffer_limits(
             high=0
         )  # resume_writing then means: all of the caller's memory was taken
-        if self._ended:  # given up while it was being dialled
-            self._transport.abort()
+        if (
+            self._ended
+        ):  # given up while it was being dialled; uvloop must have come to own the socket before it is closed
+            self._loop.call_soon(self._transport.abort)
         elif self._opened is not None:
             self._opened(self)
 
