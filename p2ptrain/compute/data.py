@@ -9,8 +9,9 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -161,18 +162,17 @@ def find_files(path: str) -> list[Path]:
 
 def _stdlib_files() -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
-    found = [
-        file
-        for file in _sorted_below(root, root.rglob("*.py"))
-        if not _STDLIB_SKIPPED.intersection(file.relative_to(root).parts[:-1])
-        and not file.name.startswith(_STDLIB_LOCAL)
-    ]
+    sources: list[Path] = []
+    for place, directories, names in os.walk(root):
+        directories[:] = [name for name in directories if name not in _STDLIB_SKIPPED]  # do not even look there
+        sources += [Path(place, name) for name in names if name.endswith(".py") and not name.startswith(_STDLIB_LOCAL)]
+    found = _sorted_below(root, sources)
     if not found:
         raise ConfigError(f"this Python has no library sources in {root}", remedy="set data.path to a text of your own")
     return found
 
 
-def _sorted_below(root: Path, files: Iterator[Path]) -> list[Path]:
+def _sorted_below(root: Path, files: Iterable[Path]) -> list[Path]:
     return sorted((file for file in files if file.is_file()), key=lambda file: file.relative_to(root).as_posix())
 
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's name
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from p2ptrain.compute.data import DataSpec, load_corpus
 from p2ptrain.compute.device import Device
@@ -65,13 +66,13 @@ class Trainer:
     ) -> None:
         if precision not in PRECISIONS:
             raise ConfigError(f"device.precision = {precision!r} is not known", remedy=f"use {' or '.join(PRECISIONS)}")
-        if data.sequence_tokens > model.context and model.path is None:
-            raise ConfigError(
-                f"data.sequence_tokens = {data.sequence_tokens} is more than model.context = {model.context}",
-                remedy="make the context at least as long as a sequence",
-            )
+        _check_at_least(1, "job.steps", steps)
+        _check_at_least(1, "batch.micro_batches", micro_batches)
+        _check_at_least(1, "batch.micro_batch_sequences", micro_batch_sequences)
+        _check_at_least(0, "validation.batches", validation_batches)
         self._tokenizer = Tokenizer.of_bytes() if model.path is None else Tokenizer.of_directory(model.path)
         config = model_config(model, self._tokenizer.vocab_size)
+        _check_context(config, data.sequence_tokens)
         check_training_memory(config, device)
         self._corpus = load_corpus(data, self._tokenizer)
         self._build = partial(build_model, model, self._tokenizer.vocab_size, seed, config=config)
@@ -242,6 +243,20 @@ class Trainer:
             "exp_avg": self._optimizer.exp_avg,
             "exp_avg_sq": self._optimizer.exp_avg_sq,
         }
+
+
+def _check_at_least(least: int, key: str, value: int) -> None:
+    if value < least:
+        raise ConfigError(f"{key} = {value} is less than {least}")
+
+
+def _check_context(config: PretrainedConfig, sequence_tokens: int) -> None:
+    context = getattr(config, "max_position_embeddings", None)
+    if context is not None and sequence_tokens > context:
+        raise ConfigError(
+            f"data.sequence_tokens = {sequence_tokens} is more than model.context = {context}",
+            remedy="make the context at least as long as a sequence",
+        )
 
 
 def _blob(name: str, array: Tensor) -> Blob:

@@ -1,0 +1,51 @@
+"""A trainer small enough for tests: some twenty thousand parameters, four micro-batches of two windows of 16 tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from p2ptrain.compute.data import DataSpec
+from p2ptrain.compute.device import pick_device
+from p2ptrain.compute.flat import OptimizerSpec
+from p2ptrain.compute.model import ModelSpec
+from p2ptrain.compute.trainer import Trainer
+
+TINY = ModelSpec(hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate_size=48, context=64)
+OPTIMIZER = OptimizerSpec(lr=1e-2, warmup_steps=5, weight_decay=0.1, clip_norm=0.5)
+MICRO_BATCHES = 4
+
+
+def tiny(**changes: Any) -> ModelSpec:
+    """The tiny model's table with changes."""
+    return replace(TINY, **changes)
+
+
+def tiny_trainer(text: Path, *, threads: int = 1, **changes: Any) -> Trainer:
+    """A trainer of the tiny model on the text of a file; keywords override ``Trainer``'s arguments."""
+    settings: dict[str, Any] = {
+        "model": TINY,
+        "data": DataSpec(path=str(text), sequence_tokens=16),
+        "optimizer": OPTIMIZER,
+        "steps": 30,
+        "seed": 3,
+        "micro_batches": MICRO_BATCHES,
+        "micro_batch_sequences": 2,
+        "validation_batches": 3,
+    }
+    return Trainer(device=pick_device("cpu", threads), **(settings | changes))
+
+
+def run_step(trainer: Trainer, step: int) -> float:
+    """One step of a ring of one; returns its loss."""
+    trainer.begin_step(step)
+    for index in range(MICRO_BATCHES):
+        trainer.micro_batch(step, index)
+    trainer.finish_gradients()
+    return trainer.apply(step, trainer.partial_square_sum(0, len(trainer.reduce_buffer))).loss
+
+
+def state_bytes(trainer: Trainer) -> dict[str, bytes]:
+    """A copy of everything that decides the future, by name."""
+    return {blob.name: bytes(blob.view) for blob in trainer.state()}

@@ -1,0 +1,37 @@
+"""A text of made-up words, and trainers on it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from p2ptrain.compute.testing import tiny_trainer
+from p2ptrain.compute.trainer import Trainer
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """20 KB, the same every time."""
+    words = random.Random(5)
+    lines = (" ".join(words.choice(["def", "ring", "peer", "seed", "x =", "1"]) for _ in range(9)) for _ in range(500))
+    path = tmp_path_factory.mktemp("corpus") / "words.txt"
+    path.write_text("\n".join(lines), "utf-8")
+    return path
+
+
+@pytest.fixture
+def make_trainer(text_file: Path) -> Callable[..., Trainer]:
+    """``tiny_trainer`` on that text."""
+    return partial(tiny_trainer, text_file)

@@ -1,0 +1,194 @@
+"""The corpus: found, refused with a remedy, split without overlap."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+from p2ptrain.compute import data
+from p2ptrain.compute.data import DataSpec, find_files, load_corpus, split_windows
+from p2ptrain.compute.tokenizer import Tokenizer
+from p2ptrain.core.errors import ConfigError, ResourceError, UserError
+
+BYTES = Tokenizer.of_bytes()
+
+
+def spec(path: Path | str, **changes: object) -> DataSpec:
+    return replace(DataSpec(path=str(path), sequence_tokens=8), **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    root = tmp_path / "tree"
+    for name, content in {
+        "b.txt": "bbbb " * 20,
+        "a/z.md": "zzzz\r\n" * 20,
+        "a.py": "pppp\n" * 20,
+        "picture.png": "\0\0",
+        "a/lines.jsonl": '{"text": "one"}\n\n{"text": "two\\n"}\n',
+    }.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content.encode())
+    return root
+
+
+def corpus_text(path: Path | str, **changes: object) -> str:
+    return bytes(load_corpus(spec(path, **changes), BYTES).tokens).decode()
+
+
+def test_a_directory_in_the_order_of_relative_paths(tree: Path) -> None:
+    assert [file.relative_to(tree).as_posix() for file in find_files(str(tree))] == [
+        "a.py",
+        "a/lines.jsonl",
+        "a/z.md",
+        "b.txt",
+    ]
+    assert corpus_text(tree) == "pppp\n" * 20 + "one\ntwo\n" + "zzzz\n" * 20 + "bbbb " * 20 + "\n"
+
+
+def test_a_file_and_a_glob(tree: Path) -> None:
+    assert corpus_text(tree / "b.txt") == "bbbb " * 20 + "\n"
+    assert [file.name for file in find_files(f"{tree}/**/*.[mp][dy]")] == ["z.md", "a.py"]
+
+
+def test_jsonl_with_another_key(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text("\n".join(json.dumps({"body": f"line {index} é"}) for index in range(20)), "utf-8")
+    assert corpus_text(path, text_key="body").startswith("line 0 é\nline 1 é\n")
+    with pytest.raises(UserError, match=r"x\.jsonl:1 has no text under 'text'") as caught:
+        load_corpus(spec(path), BYTES)
+    assert "data.text_key" in caught.value.remedy
+
+
+@pytest.mark.parametrize("line", ["{", "3", '{"text": 3}', "[" * 100_000])
+def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "good"}\n' + line)
+    with pytest.raises(UserError, match=r"x\.jsonl:2") as caught:
+        load_corpus(spec(path), BYTES)
+    assert caught.value.remedy
+
+
+def test_the_standard_library() -> None:
+    names = [file.as_posix() for file in find_files("stdlib")]
+    assert any(name.endswith("/asyncio/tasks.py") for name in names)
+    assert not [name for name in names if "/test/" in name or "site-packages" in name or "/idlelib/" in name]
+    corpus = load_corpus(DataSpec(limit_bytes=200_000), BYTES)
+    assert len(corpus.tokens) == 200_000
+    assert corpus.digest == load_corpus(DataSpec(limit_bytes=200_000), BYTES).digest
+
+
+def test_the_limit_cuts_between_characters(tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    path.write_text("aé" * 100, "utf-8")
+    assert corpus_text(path, limit_bytes=60) == "aé" * 20
+    assert corpus_text(path, limit_bytes=62) == "aé" * 20 + "a"  # the next character has two bytes
+    assert corpus_text(path, limit_bytes=10_000) == "aé" * 100 + "\n"
+
+
+def test_the_digest_names_tokens_and_vocabulary(tmp_path: Path) -> None:
+    first, second = tmp_path / "1.txt", tmp_path / "2.txt"
+    first.write_bytes(b"some text\r\n" * 20)
+    second.write_bytes(b"some text\n" * 20)
+    assert load_corpus(spec(first), BYTES).digest == load_corpus(spec(second), BYTES).digest
+    second.write_bytes(b"some text\n" * 19 + b"some test\n")
+    assert load_corpus(spec(first), BYTES).digest != load_corpus(spec(second), BYTES).digest
+
+
+def test_missing_empty_and_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="does not exist") as caught:
+        load_corpus(spec(tmp_path / "nothing.txt"), BYTES)
+    assert "relative to where the worker runs" in caught.value.remedy
+    with pytest.raises(ConfigError, match="matches no file"):
+        load_corpus(spec(tmp_path / "*.txt"), BYTES)
+    with pytest.raises(ConfigError, match="no text files") as caught:
+        load_corpus(spec(tmp_path), BYTES)
+    assert ".txt" in caught.value.remedy
+    path = tmp_path / "x.txt"
+    path.touch()
+    with pytest.raises(ConfigError, match="too few") as caught:
+        load_corpus(spec(path), BYTES)
+    assert "at least 17 tokens" in caught.value.remedy
+
+    def denied(self: Path) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    with pytest.raises(UserError, match=r"cannot read .*x\.txt: Permission denied"):
+        load_corpus(spec(path), BYTES)
+
+
+@pytest.mark.parametrize(("content", "cause"), [(b"text\xff\xfe" * 40, "byte 4"), (b"text\0" * 40, "byte 4 is zero")])
+def test_what_is_not_text(tmp_path: Path, content: bytes, cause: str) -> None:
+    path = tmp_path / "x.txt"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=cause) as caught:
+        load_corpus(spec(path), BYTES)
+    assert caught.value.remedy
+
+
+def test_memory_is_checked_before_reading(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "_size", lambda file: 1 << 50)
+    monkeypatch.setattr(Path, "read_bytes", lambda self: pytest.fail("read before the check"))
+    with pytest.raises(ResourceError, match="GiB"):
+        load_corpus(spec(tree), BYTES)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("sequence_tokens", 0), ("validation_fraction", 0.0), ("validation_fraction", 0.6), ("limit_bytes", -1)],
+)
+def test_bad_settings_name_their_key(tree: Path, key: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=rf"data\.{key}"):
+        load_corpus(spec(tree, **{key: value}), BYTES)
+
+
+@pytest.mark.parametrize("token_count", [17, 18, 100, 1000, 8 * 16 * 100 + 1, 12_345])
+def test_the_split_covers_everything_once(token_count: int) -> None:
+    training, held = split_windows(spec("x", validation_fraction=0.1), token_count)
+    windows = (token_count - 1) // 8
+    assert sorted([*training, *held]) == list(range(windows))
+    assert len(training)
+    assert len(held)
+
+
+def test_the_split_holds_out_blocks_from_all_over() -> None:
+    _, held = split_windows(spec("x", validation_fraction=0.1), 8 * 16 * 1000 + 1)
+    assert len(held) == 1600
+    blocks = held // 16
+    assert len(set(blocks.tolist())) == 100
+    assert len(set(blocks[:100].tolist())) == 100, "the first windows come from all blocks"
+    assert max(np.bincount(np.unique(blocks) // 100, minlength=10)) < 30, "no part of the text has them all"
+
+
+def test_targets_of_training_and_validation_never_meet(tmp_path: Path) -> None:
+    """Each token but the first is a target once, in training or in validation."""
+    corpus = load_corpus(spec(_numbered(tmp_path), validation_fraction=0.2), BYTES)
+    windows = np.concatenate([corpus.training, corpus.validation])
+    tokens = corpus.window_tokens(windows)
+    assert tokens.shape == (len(windows), 9)
+    assert tokens.dtype == np.int64
+    order = np.argsort(windows)
+    assert np.array_equal(tokens[order, 1:].ravel(), corpus.tokens[1 : 1 + 8 * len(windows)])
+    assert np.array_equal(tokens[order][1:, 0], tokens[order][:-1, 8]), "neighbours share one token"
+
+
+def _numbered(tmp_path: Path) -> Path:
+    path = tmp_path / "numbers.txt"
+    path.write_text(" ".join(map(str, range(1000))))
+    return path
+
+
+def test_tokens_of_a_larger_vocabulary_have_a_larger_type(tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer(WordLevel({str(index): index for index in range(1000)}, unk_token="0"))
+    backend.pre_tokenizer = Whitespace()
+    corpus = load_corpus(spec(_numbered(tmp_path)), Tokenizer(backend))
+    assert corpus.tokens.dtype == np.uint16
+    assert corpus.tokens.tolist() == list(range(1000))

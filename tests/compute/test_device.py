@@ -1,0 +1,60 @@
+"""Devices found and refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from p2ptrain.compute.device import HOST, check_memory, pick_device
+from p2ptrain.core.errors import ConfigError, ResourceError, UserError
+
+
+def test_the_cpu_with_a_thread_count() -> None:
+    device = pick_device("cpu", 1)
+    assert device.kind == "cpu"
+    assert device.label == "cpu (1 thread)"
+    assert torch.get_num_threads() == 1
+    assert pick_device("cpu", 2).label == "cpu (2 threads)"
+
+
+def test_auto_takes_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert pick_device("auto", 1).kind == "cpu"
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert pick_device("auto", 1).kind == "mps"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    assert pick_device("auto", 1).label == "cuda:0 GPU 0"
+    assert pick_device("cuda:1", 1).torch_device == torch.device("cuda", 1)
+    with pytest.raises(UserError, match="2 CUDA devices") as caught:
+        pick_device("cuda:2", 1)
+    assert "cuda:0 to cuda:1" in caught.value.remedy
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cuda:1", "mps"])
+def test_a_device_that_is_not_there(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(UserError) as caught:
+        pick_device(kind)
+    assert "cpu" in caught.value.remedy
+
+
+@pytest.mark.parametrize("kind", ["", "gpu", "cpu:1", "cuda:x", "cuda:-1", "mps:0"])
+def test_no_such_kind(kind: str) -> None:
+    with pytest.raises(ConfigError, match=r"device\.kind"):
+        pick_device(kind)
+
+
+@pytest.mark.parametrize("threads", [-1, 5000])
+def test_no_such_thread_count(threads: int) -> None:
+    with pytest.raises(ConfigError, match=r"device\.threads"):
+        pick_device("cpu", threads)
+
+
+def test_memory_is_checked_with_numbers() -> None:
+    check_memory(1 << 20, HOST, "a little")
+    with pytest.raises(ResourceError, match=r"a lot needs 1048576\.00 GiB and this machine .* has \d+\.\d\d GiB free"):
+        check_memory(1 << 50, HOST, "a lot")

@@ -1,0 +1,148 @@
+"""Flat buffers and AdamW over them."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from p2ptrain.compute.flat import FlatAdamW, FlatModel, OptimizerSpec, square_sum
+from p2ptrain.compute.model import build_model
+from p2ptrain.compute.testing import TINY, tiny
+
+CPU = torch.device("cpu")
+
+
+def flat_model(**changes: Any) -> FlatModel:
+    return FlatModel(build_model(tiny(**changes), 256, seed=1), CPU)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_parameters_and_gradients_are_views(tie: bool) -> None:
+    original = build_model(tiny(tie_embeddings=tie), 256, seed=1)
+    expected = {name: parameter.detach().clone() for name, parameter in original.named_parameters()}
+    flat = FlatModel(original, CPU)
+    assert flat.numel % 16 == 0
+    assert flat.gradients.shape == (flat.numel + 1,)
+    for name, parameter in flat.model.named_parameters():
+        assert torch.equal(parameter, expected[name])
+        assert parameter.data_ptr() % 64 == flat.parameters.data_ptr() % 64
+        assert parameter.untyped_storage().data_ptr() == flat.parameters.untyped_storage().data_ptr()
+        assert parameter.grad is not None
+        assert parameter.grad.untyped_storage().data_ptr() == flat.gradients.untyped_storage().data_ptr()
+    flat.parameters.zero_()
+    assert all(parameter.count_nonzero() == 0 for parameter in flat.model.parameters())
+
+
+def test_matrices_come_first_and_vectors_last() -> None:
+    flat = flat_model(architecture="qwen2")  # which has biases
+    for segment in flat.segments:
+        assert (segment.offset < flat.decayed_numel) == (len(segment.shape) >= 2), segment
+    assert {len(segment.shape) for segment in flat.segments} == {1, 2}
+
+
+def test_backward_adds_into_the_flat_gradients() -> None:
+    flat = flat_model()
+    ids = torch.arange(10)[None]
+    pointers = [parameter.grad.data_ptr() for parameter in flat.model.parameters() if parameter.grad is not None]
+    sums = []
+    for _ in range(2):
+        flat.model(input_ids=ids).logits.square().mean().backward()
+        sums.append(float(flat.gradients.abs().sum()))
+    assert sums[0] > 0
+    assert sums[1] == pytest.approx(2 * sums[0], rel=1e-5)
+    assert pointers == [
+        parameter.grad.data_ptr() for parameter in flat.model.parameters() if parameter.grad is not None
+    ]
+    flat.gradients.zero_()
+    assert all(p.grad is not None and p.grad.count_nonzero() == 0 for p in flat.model.parameters())
+
+
+def test_layout_tells_models_apart() -> None:
+    assert flat_model().layout == flat_model().layout
+    assert len({flat_model().layout, flat_model(layers=3).layout, flat_model(tie_embeddings=False).layout}) == 3
+
+
+def test_copy_weights() -> None:
+    flat = flat_model()
+    before = flat.parameters.clone()
+    flat.copy_weights(build_model(TINY, 256, seed=2))
+    assert not torch.equal(flat.parameters, before)
+    flat.copy_weights(build_model(TINY, 256, seed=1))
+    assert torch.equal(flat.parameters, before)
+    with pytest.raises(ValueError, match="different parameters"):
+        flat.copy_weights(build_model(tiny(layers=1), 256, seed=1))
+
+
+def _updated(threads: int, numel: int) -> bytes:
+    """Parameters and moments after five updates with clipping, bit for bit."""
+    torch.set_num_threads(threads)
+    generator = torch.Generator().manual_seed(1)
+    model = nn.Module()
+    model.matrix = nn.Parameter(torch.randn(numel, 1, generator=generator))
+    model.vector = nn.Parameter(torch.randn(333, generator=generator))
+    flat = FlatModel(model, CPU)
+    optimizer = FlatAdamW(flat, OptimizerSpec())
+    for step in range(5):
+        gradients = torch.randn(flat.numel, generator=generator)
+        optimizer.apply(gradients, step=step, lr=1e-3, scale=0.37)
+        assert torch.get_num_threads() == threads
+    return b"".join(part.numpy().tobytes() for part in (flat.parameters, optimizer.exp_avg, optimizer.exp_avg_sq))
+
+
+@pytest.mark.parametrize("numel", [100_003, 400_000])
+def test_the_update_has_the_same_bits_at_every_thread_count(numel: int) -> None:
+    assert _updated(1, numel) == _updated(2, numel) == _updated(3, numel)
+
+
+def test_the_update_is_that_of_adamw_and_leaves_the_gradients() -> None:
+    flat, plain = flat_model(), build_model(TINY, 256, seed=1)
+    spec = OptimizerSpec(weight_decay=0.3)
+    optimizer = FlatAdamW(flat, spec)
+    reference = torch.optim.AdamW(
+        [
+            {"params": [p for p in plain.parameters() if p.ndim >= 2], "weight_decay": 0.3},
+            {"params": [p for p in plain.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        betas=(spec.beta1, spec.beta2),
+        eps=spec.eps,
+    )
+    generator = torch.Generator().manual_seed(3)
+    for step, lr in enumerate([1e-2, 5e-3, 1e-3]):
+        flat.gradients.copy_(torch.randn(flat.numel + 1, generator=generator))
+        for segment in flat.segments:
+            size = math.prod(segment.shape)
+            gradient = flat.gradients[segment.offset : segment.offset + size].view(segment.shape)
+            plain.get_parameter(segment.name).grad = gradient * 0.25
+        kept = flat.gradients.clone()
+        optimizer.apply(flat.gradients[: flat.numel], step=step, lr=lr, scale=0.25)
+        assert torch.equal(flat.gradients, kept), "the redo buffer"
+        for group in reference.param_groups:
+            group["lr"] = lr
+        reference.step()
+    for name, parameter in flat.model.named_parameters():
+        torch.testing.assert_close(parameter, plain.get_parameter(name), rtol=1e-5, atol=1e-7)
+
+
+def test_the_schedule() -> None:
+    spec = OptimizerSpec(lr=1.0, min_lr_ratio=0.1, warmup_steps=4)
+    rates = [spec.lr_at(step, 24) for step in range(30)]
+    assert rates[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+    assert rates[14] == pytest.approx(0.55)
+    assert rates[24:] == pytest.approx([0.1] * 6)
+    assert all(after < before for before, after in pairwise(rates[4:25]))
+    assert OptimizerSpec(lr=1.0, warmup_steps=0).lr_at(0, 1) == 1.0
+
+
+def test_square_sum() -> None:
+    values = np.random.default_rng(1).standard_normal(200_001).astype(np.float32)
+    expected = math.fsum(float(value) ** 2 for value in values.tolist())
+    assert square_sum(values) == pytest.approx(expected, rel=1e-14)
+    assert square_sum(values) == square_sum(values.copy())
+    assert square_sum(values[:0]) == 0.0
+    assert square_sum(np.full(10, 1e30, np.float32)) == pytest.approx(1e61, rel=1e-6), "no overflow in fp32"

@@ -1,0 +1,160 @@
+"""Models built from a table or a directory, the same bits from the same seed, and refusals that name the key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from p2ptrain.compute.device import pick_device
+from p2ptrain.compute.model import (
+    ModelSpec,
+    build_model,
+    check_training_memory,
+    load_model,
+    model_config,
+    parameter_count,
+)
+from p2ptrain.compute.testing import TINY, tiny
+from p2ptrain.core.errors import ConfigError, ResourceError
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def same(first: nn.Module, second: nn.Module) -> bool:
+    one, other = weights(first), weights(second)
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
+def test_architectures_with_grouped_heads(architecture: str) -> None:
+    model: Any = build_model(tiny(architecture=architecture), 256, seed=1)
+    assert model.config.model_type == architecture
+    attention = model.model.layers[0].self_attn
+    assert (attention.q_proj.out_features, attention.k_proj.out_features) == (32, 16)
+    assert model(input_ids=torch.zeros(1, 5, dtype=torch.int64)).logits.shape == (1, 5, 256)
+    assert parameter_count(model.config) == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_gpt2() -> None:
+    model: Any = build_model(tiny(architecture="gpt2", kv_heads=4), 256, seed=1)
+    assert model.transformer.h[0].mlp.c_fc.weight.shape == (32, 48)
+    assert model.config.resid_pdrop == model.config.embd_pdrop == model.config.attn_pdrop == 0.0
+    ids = torch.zeros(1, 5, dtype=torch.int64)
+    assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits), "no dropout in training mode"
+    with pytest.raises(ConfigError, match=r"no model\.kv_heads"):
+        build_model(tiny(architecture="gpt2"), 256, seed=1)
+
+
+def test_tied_and_untied() -> None:
+    tied: Any = build_model(TINY, 256, seed=1)
+    untied: Any = build_model(tiny(tie_embeddings=False), 256, seed=1)
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    assert untied.lm_head.weight is not untied.model.embed_tokens.weight
+    assert parameter_count(untied.config) - parameter_count(tied.config) == 256 * 32
+
+
+def test_equal_seeds_give_equal_bits_and_leave_the_global_state_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    first = build_model(TINY, 256, seed=1)
+    assert torch.equal(torch.rand(3), expected)
+    torch.set_num_threads(2)
+    assert same(first, build_model(TINY, 256, seed=1))
+    assert not same(first, build_model(TINY, 256, seed=2))
+
+
+def test_no_token_of_another_vocabulary_ends_a_text() -> None:
+    config = build_model(TINY, 256, seed=1).generation_config
+    assert config is not None
+    assert (config.bos_token_id, config.eos_token_id) == (None, None)
+
+
+def test_extra_settings() -> None:
+    config = model_config(
+        tiny(extra={"rms_norm_eps": 1e-3, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}), 256
+    )
+    assert config.rms_norm_eps == 1e-3
+    assert config.rope_parameters["rope_theta"] == 5e5
+    with pytest.raises(ConfigError, match=r"model\.extra\.rms_norm_epsilon is not a setting") as caught:
+        model_config(tiny(extra={"rms_norm_epsilon": 1e-3}), 256)
+    assert "rms_norm_eps" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"hidden_size": 33}, "model.hidden_size = 33 is not a multiple of model.heads = 4"),
+        ({"hidden_size": 36}, "odd"),
+        ({"kv_heads": 3}, "model.heads = 4 is not a multiple of model.kv_heads = 3"),
+        ({"layers": 0}, "model.layers = 0"),
+        ({"context": -1}, "model.context = -1"),
+        ({"vocab_size": 100}, "model.vocab_size = 100 is less than the tokenizer's 256"),
+        ({"architecture": "lama"}, "model.architecture = 'lama'"),
+        ({"architecture": "vit"}, "model.architecture = 'vit'"),
+        ({"extra": {"rms_norm_eps": "much"}}, "does not make a 'llama'"),
+    ],
+)
+def test_bad_values_name_their_key(changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        model_config(tiny(**changes), 256)
+    assert key in caught.value.message
+
+
+def test_a_close_name_is_offered() -> None:
+    with pytest.raises(ConfigError) as caught:
+        model_config(tiny(architecture="lama"), 256)
+    assert "llama" in caught.value.remedy
+
+
+def test_a_model_too_large_is_refused_before_it_is_built() -> None:
+    huge = ModelSpec(hidden_size=1 << 16, layers=200, heads=64, kv_heads=64, intermediate_size=1 << 18)
+    with pytest.raises(ResourceError, match=r"training 1\d+\.\d+ M parameters needs .* GiB"):
+        check_training_memory(model_config(huge, 256), pick_device("cpu"))
+
+
+def test_a_local_directory(tmp_path: Path) -> None:
+    model = build_model(tiny(architecture="gpt2", kv_heads=4), 256, seed=1)
+    model.config.resid_pdrop = 0.5
+    model.save_pretrained(tmp_path)
+    again: Any = build_model(ModelSpec(path=tmp_path), 256, seed=9)
+    assert same(model, again)
+    assert again.config.resid_pdrop == 0.0
+    with pytest.raises(ConfigError, match="knows 256 tokens, its tokenizer 300"):
+        model_config(ModelSpec(path=tmp_path), 300)
+
+
+def test_a_directory_that_is_not_a_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a model directory") as caught:
+        model_config(ModelSpec(path=tmp_path), 256)
+    assert "config.json" in caught.value.remedy
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
+    with pytest.raises(ConfigError, match=r"model\.architecture"):
+        model_config(ModelSpec(path=tmp_path), 256)
+    (tmp_path / "config.json").write_text("[")
+    with pytest.raises(ConfigError, match="is not a model directory"):
+        model_config(ModelSpec(path=tmp_path), 256)
+
+
+def test_weights_that_are_missing_or_damaged(tmp_path: Path) -> None:
+    build_model(TINY, 256, seed=1).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match="cannot load a model"):
+        load_model(tmp_path)
+    path.rename(tmp_path / "pytorch_model.bin")  # a pickle by name: never opened
+    with pytest.raises(ConfigError, match="cannot load a model"):
+        load_model(tmp_path)
+
+
+def test_weights_of_fewer_layers_are_refused(tmp_path: Path) -> None:
+    build_model(TINY, 256, seed=1).save_pretrained(tmp_path)
+    deeper = model_config(tiny(layers=3), 256)
+    with pytest.raises(ConfigError, match=r"lack model\.layers\.2"):
+        load_model(tmp_path, config=deeper)

@@ -1,0 +1,57 @@
+"""The order of the samples: every training window exactly once per epoch, whoever asks for what."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from p2ptrain.compute.sampling import WindowSampler, permuted
+
+
+@given(size=st.integers(1, 3000), key=st.integers(0, 2**64 - 1))
+@settings(max_examples=60, deadline=None)
+def test_a_permutation_at_every_size(size: int, key: int) -> None:
+    result = permuted(np.arange(size), size, key)
+    assert np.array_equal(np.sort(result), np.arange(size))
+
+
+def test_it_shuffles() -> None:
+    size = 20_000
+    first, second = (permuted(np.arange(size), size, key) for key in (1, 2))
+    assert abs(np.corrcoef(np.arange(size), first)[0, 1]) < 0.03
+    assert abs(np.corrcoef(first, second)[0, 1]) < 0.03
+    assert abs(np.abs(np.diff(first)).mean() / size - 1 / 3) < 0.02  # the mean distance of two uniform numbers
+
+
+def test_one_position_alone_goes_where_it_goes_among_others() -> None:
+    together = permuted(np.arange(1000), 1000, 7)
+    assert [int(permuted(np.array([position]), 1000, 7)[0]) for position in range(0, 1000, 37)] == together[
+        ::37
+    ].tolist()
+
+
+@pytest.mark.parametrize(("windows", "micro_batches", "sequences"), [(96, 4, 3), (101, 4, 3), (7, 2, 8), (1, 1, 2)])
+def test_every_window_once_per_epoch(windows: int, micro_batches: int, sequences: int) -> None:
+    sampler = WindowSampler(windows, 11, micro_batches, sequences)
+    epochs = 5
+    steps = -(-epochs * windows // (micro_batches * sequences))
+    order = np.concatenate([sampler.sample(step, index) for step in range(steps) for index in range(micro_batches)])
+    runs = order[: epochs * windows].reshape(epochs, windows)
+    assert (np.sort(runs, axis=1) == np.arange(windows)).all()
+    if windows > 50:
+        assert len({run.tobytes() for run in runs}) == epochs, "each epoch has its own order"
+
+
+def test_a_pure_function_of_its_arguments() -> None:
+    sampler = WindowSampler(1000, 1, 8, 4)
+    expected = sampler.sample(123, 5)
+    sampler.sample(0, 0)
+    assert np.array_equal(sampler.sample(123, 5), expected)
+    assert not np.array_equal(WindowSampler(1000, 2, 8, 4).sample(123, 5), expected)
+
+
+def test_the_order_is_the_same_for_ever() -> None:
+    """Members of different versions must agree: a change here is a change of the protocol."""
+    assert WindowSampler(1000, 42, 8, 4).sample(3, 2).tolist() == [165, 519, 210, 609]

@@ -1,0 +1,96 @@
+"""Bytes as a vocabulary, in memory and through a directory that AutoTokenizer opens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoTokenizer
+
+from p2ptrain.compute.tokenizer import Tokenizer
+from p2ptrain.core.errors import ConfigError, StorageError
+
+BYTES = Tokenizer.of_bytes()
+TEXT = "def  x(): \t'héllo €  😀'\r\n\n  \u200b end "
+
+
+def test_bytes_are_ids() -> None:
+    assert BYTES.is_bytes
+    assert BYTES.vocab_size == 256
+    assert BYTES.dtype == np.dtype(np.uint8)
+    assert bytes(BYTES.encode([TEXT, "", "more"])) == (TEXT + "more").encode()
+
+
+def test_every_byte_has_its_place_in_the_equivalent_tokenizer() -> None:
+    assert sorted(BYTES.backend.get_vocab().values()) == list(range(256))
+    for byte in range(256):
+        assert BYTES.backend.decode([byte]) == bytes([byte]).decode(errors="replace")
+
+
+@given(st.text())
+@settings(deadline=None)
+def test_the_equivalent_tokenizer_gives_the_same_ids(text: str) -> None:
+    assert BYTES.backend.encode(text).ids == list(text.encode())
+    assert BYTES.backend.decode(list(text.encode())) == text
+
+
+def test_auto_tokenizer_opens_what_was_saved(tmp_path: Path) -> None:
+    BYTES.save(tmp_path)
+    auto = AutoTokenizer.from_pretrained(tmp_path)
+    ids = auto(TEXT)["input_ids"]
+    assert ids == list(TEXT.encode())
+    assert auto.decode(ids) == TEXT
+    assert auto.decode([0xC3]) == "\ufffd"  # half a character
+    assert Tokenizer.of_directory(tmp_path).is_bytes
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> Path:
+    """A model directory with a vocabulary of 300 words."""
+    directory = tmp_path / "words"
+    directory.mkdir()
+    backend = tokenizers.Tokenizer(WordLevel({f"w{index}": index for index in range(300)}, unk_token="w0"))
+    backend.pre_tokenizer = Whitespace()
+    backend.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return directory
+
+
+def test_the_tokenizer_of_a_directory(words: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.of_directory(words)
+    assert not tokenizer.is_bytes
+    assert tokenizer.vocab_size == 300
+    assert tokenizer.dtype == np.dtype(np.uint16)
+    ids = tokenizer.encode(f"w{index % 300} w1" for index in range(600))
+    assert ids.dtype == np.uint16
+    assert ids.tolist() == [number for index in range(600) for number in (index % 300, 1)]
+    target = tmp_path / "checkpoint"
+    target.mkdir()
+    tokenizer.save(target)
+    assert sorted(path.name for path in target.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+    assert AutoTokenizer.from_pretrained(target)("w7 w8")["input_ids"] == [7, 8]
+
+
+def test_nothing_to_encode(words: Path) -> None:
+    assert Tokenizer.of_directory(words).encode([]).shape == (0,)
+    assert BYTES.encode([]).shape == (0,)
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", '{"model": 3}'])
+def test_a_broken_tokenizer_is_refused(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json") as caught:
+        Tokenizer.of_directory(tmp_path)
+    assert "save_pretrained" in caught.value.remedy
+
+
+def test_nowhere_to_save_to(words: Path, tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="cannot write the tokenizer"):
+        Tokenizer.of_directory(words).save(tmp_path / "missing")

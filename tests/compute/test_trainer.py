@@ -1,0 +1,331 @@
+"""The engine: its gradients are those of autograd, its steps those of a plain loop, its checkpoints bit-equal."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from p2ptrain.compute.data import DataSpec, load_corpus
+from p2ptrain.compute.model import ModelSpec, build_model
+from p2ptrain.compute.sampling import WindowSampler
+from p2ptrain.compute.testing import OPTIMIZER, TINY, run_step, state_bytes, tiny
+from p2ptrain.compute.tokenizer import Tokenizer
+from p2ptrain.compute.trainer import Trainer
+from p2ptrain.core.errors import ConfigError, JobFailed, StorageError
+from roles.engine import Engine
+
+MakeTrainer = Callable[..., Trainer]
+
+
+def test_it_is_an_engine(make_trainer: MakeTrainer) -> None:
+    engine: Engine = make_trainer()  # mypy compares the signatures
+    assert engine.tokens_per_micro_batch == 32
+    assert engine.device == "cpu (1 thread)"
+    assert len(engine.corpus_digest) == 64
+    assert engine.reduce_buffer.dtype == np.float32
+    assert engine.reduce_buffer.flags.writeable
+
+
+def test_the_reduce_buffer_is_the_gradient_memory(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer()
+    trainer.begin_step(0)
+    trainer.micro_batch(0, 0)
+    before = trainer.reduce_buffer.copy()
+    assert np.count_nonzero(before) > 1000
+    trainer.finish_gradients()
+    assert np.array_equal(trainer.reduce_buffer, before)
+    trainer.begin_step(1)
+    assert not trainer.reduce_buffer.any()
+
+
+def _batch_tokens(text_file: Path, step: int, indices: list[int]) -> torch.Tensor:
+    """The windows of micro-batches, cut by this test itself from the text."""
+    corpus = load_corpus(DataSpec(path=str(text_file), sequence_tokens=16), Tokenizer.of_bytes())
+    sampler = WindowSampler(len(corpus.training), 3, 4, 2)
+    windows = np.concatenate([corpus.training[sampler.sample(step, index)] for index in indices])
+    text = text_file.read_bytes() + b"\n"
+    return torch.tensor([list(text[window * 16 : window * 16 + 17]) for window in windows])
+
+
+def _loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    logits = model(input_ids=tokens[:, :-1]).logits
+    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), tokens[:, 1:].reshape(-1))
+
+
+@pytest.mark.parametrize("shares", [[[0, 1, 2, 3]], [[0], [1, 2, 3]], [[3, 1], [2, 0]], [[0], [1], [2], [3]]])
+def test_gradients_of_any_split_sum_to_the_whole_batch(
+    make_trainer: MakeTrainer, text_file: Path, shares: list[list[int]]
+) -> None:
+    total = np.zeros(1)
+    for share in shares:
+        trainer = make_trainer()
+        trainer.begin_step(7)
+        for index in share:
+            trainer.micro_batch(7, index)
+        trainer.finish_gradients()
+        total = total + trainer.reduce_buffer.astype(np.float64)
+    plain = build_model(TINY, 256, seed=3)
+    loss = _loss(plain, _batch_tokens(text_file, 7, [0, 1, 2, 3]))
+    loss.backward()  # type: ignore[no-untyped-call]
+    for segment in trainer._flat.segments:
+        gradient = plain.get_parameter(segment.name).grad
+        assert gradient is not None
+        part = total[segment.offset : segment.offset + gradient.numel()].reshape(segment.shape)
+        np.testing.assert_allclose(part, gradient.numpy(), rtol=1e-4, atol=1e-6)
+    assert total[-1] / 4 == pytest.approx(loss.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("model", [TINY, tiny(tie_embeddings=False), tiny(architecture="gpt2", kv_heads=4)])
+def test_twenty_steps_match_a_plain_loop(make_trainer: MakeTrainer, text_file: Path, model: ModelSpec) -> None:
+    """Losses within 1e-4 relative of transformers + AdamW + LambdaLR + clip_grad_norm_ (seen: below 2e-6)."""
+    trainer = make_trainer(model=model)
+    losses = [run_step(trainer, step) for step in range(20)]
+
+    plain = build_model(model, 256, seed=3)
+    matrices = [parameter for parameter in plain.parameters() if parameter.ndim >= 2]
+    vectors = [parameter for parameter in plain.parameters() if parameter.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        lr=1e-2,
+        betas=(0.9, 0.95),
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda done: (done + 1) / 5 if done < 5 else 0.1 + 0.9 * (1 + math.cos(math.pi * (done - 5) / 25)) / 2,
+    )
+    expected, clipped = [], 0
+    for step in range(20):
+        optimizer.zero_grad()
+        loss = _loss(plain, _batch_tokens(text_file, step, [0, 1, 2, 3]))
+        loss.backward()  # type: ignore[no-untyped-call]
+        clipped += bool(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5) > 0.5)
+        optimizer.step()
+        schedule.step()
+        expected.append(loss.item())
+    worst = max(abs(ours / theirs - 1) for ours, theirs in zip(losses, expected, strict=True))
+    print(f"largest relative difference of a loss: {worst:.1e}")
+    assert worst < 1e-4
+    assert clipped > 3, "the clipping was exercised"
+    assert losses[-1] < losses[0] - 1
+
+
+def test_the_parts_of_the_norm_make_the_norm(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer()
+    trainer.begin_step(0)
+    trainer.micro_batch(0, 0)
+    trainer.finish_gradients()
+    size = len(trainer.reduce_buffer)
+    parts = [trainer.partial_square_sum(start, min(start + 1000, size)) for start in range(0, size, 1000)]
+    gradients = trainer.reduce_buffer[:-1].astype(np.float64)
+    assert sum(parts) == pytest.approx(float(gradients @ gradients), rel=1e-12)
+
+
+def test_apply_reports_and_keeps_the_redo_buffer(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer()
+    trainer.begin_step(0)
+    for index in range(4):
+        trainer.micro_batch(0, index)
+    trainer.finish_gradients()
+    kept = trainer.reduce_buffer.copy()
+    square_sum = trainer.partial_square_sum(0, len(kept))
+    applied = trainer.apply(0, square_sum)
+    assert np.array_equal(trainer.reduce_buffer, kept)
+    assert applied.step == 1
+    assert applied.lr == pytest.approx(OPTIMIZER.lr / 5)
+    assert applied.grad_norm == pytest.approx(math.sqrt(square_sum))
+    assert applied.loss == pytest.approx(math.log(256), abs=0.5)
+
+
+def test_a_step_has_the_same_bits_at_every_thread_count(make_trainer: MakeTrainer) -> None:
+    """From equal reduced bytes: gradients may differ in the last bit, and are summed over members anyway."""
+    states = []
+    for threads in (1, 2):
+        trainer = make_trainer(threads=threads)
+        for step in range(3):
+            trainer.reduce_buffer[:] = np.random.default_rng(step).standard_normal(len(trainer.reduce_buffer))
+            trainer.apply(step, trainer.partial_square_sum(0, len(trainer.reduce_buffer)))
+        states.append(state_bytes(trainer))
+    assert states[0] == states[1]
+
+
+@pytest.mark.parametrize(("slot", "value"), [(0, math.nan), (0, math.inf), (-1, math.nan), (-1, -math.inf)])
+def test_what_is_not_finite_fails_the_job(make_trainer: MakeTrainer, slot: int, value: float) -> None:
+    trainer = make_trainer()
+    run_step(trainer, 0)
+    before = state_bytes(trainer)
+    trainer.reduce_buffer[slot] = value
+    with pytest.raises(JobFailed, match="step 2 is not finite") as caught:
+        trainer.apply(1, trainer.partial_square_sum(0, len(trainer.reduce_buffer)))
+    assert "optimizer.lr" in caught.value.remedy
+    assert state_bytes(trainer) == before
+
+
+def test_state_copied_into_another_trainer_goes_on_bit_equal(make_trainer: MakeTrainer) -> None:
+    donor, newcomer = make_trainer(), make_trainer(seed=3)
+    for step in range(4):
+        run_step(donor, step)
+    for source, target in zip(donor.state(), newcomer.state(), strict=True):
+        assert (source.name, source.view.nbytes) == (target.name, target.view.nbytes)
+        assert target.view.contiguous
+        target.view[:] = source.view
+    newcomer.state_loaded(4)
+    for step in range(4, 7):
+        assert run_step(donor, step) == run_step(newcomer, step)
+    assert state_bytes(donor) == state_bytes(newcomer)
+
+
+def test_load_initial_goes_back_to_step_0(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer()
+    trainer.load_initial()
+    initial = state_bytes(trainer)
+    first = [run_step(trainer, step) for step in range(3)]
+    trainer.load_initial()
+    assert state_bytes(trainer) == initial
+    assert [run_step(trainer, step) for step in range(3)] == first
+
+
+def test_save_and_load_resume_bit_equal(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    trainer = make_trainer()
+    for step in range(3):
+        run_step(trainer, step)
+    trainer.save(tmp_path)
+    saved = state_bytes(trainer)
+    losses = [run_step(trainer, step) for step in range(3, 6)]
+    other = make_trainer(seed=99)
+    other.load(tmp_path)
+    assert state_bytes(other) == saved
+    trainer.load(tmp_path)
+    assert [run_step(trainer, step) for step in range(3, 6)] == losses
+    assert json.loads((tmp_path / "training.json").read_text())["step"] == 3
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_transformers_opens_the_checkpoint(make_trainer: MakeTrainer, tmp_path: Path, tie: bool) -> None:
+    trainer = make_trainer(model=tiny(tie_embeddings=tie))
+    run_step(trainer, 0)
+    trainer.save(tmp_path)
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    for name, parameter in trainer._model.named_parameters():
+        assert torch.equal(model.get_parameter(name), parameter), name
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) is tie
+    ids = tokenizer("def ring", return_tensors="pt")["input_ids"]
+    assert ids.tolist() == [list(b"def ring")]
+    assert torch.equal(model(ids).logits, trainer._model(ids).logits)
+    sizes = sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert sizes < 3 * trainer.reduce_buffer.nbytes + 30_000, "weights once, moments twice"
+
+
+def test_going_on_from_a_directory(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    """Fine-tuning: the model of a directory, with its tokenizer, is step 0 of a new job."""
+    first = make_trainer()
+    run_step(first, 0)
+    first.save(tmp_path)
+    second = make_trainer(model=ModelSpec(path=tmp_path), seed=77)
+    assert state_bytes(second)["parameters"] == state_bytes(first)["parameters"]
+    assert not any(state_bytes(second)["exp_avg"])
+    assert second.corpus_digest == first.corpus_digest
+    assert run_step(second, 0) > 0
+
+
+def _damage_layout(path: Path) -> None:
+    notes = json.loads((path / "training.json").read_text())
+    (path / "training.json").write_text(json.dumps(notes | {"layout": "x"}))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "training.json", "config.json"])
+@pytest.mark.parametrize("how", ["missing", "truncated"])
+def test_a_damaged_checkpoint_is_refused_and_changes_nothing(
+    make_trainer: MakeTrainer, tmp_path: Path, name: str, how: str
+) -> None:
+    trainer = make_trainer()
+    trainer.save(tmp_path)
+    run_step(trainer, 0)
+    before = state_bytes(trainer)
+    path = tmp_path / name
+    if how == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(StorageError, match="cannot read the checkpoint"):
+        trainer.load(tmp_path)
+    assert state_bytes(trainer) == before
+
+
+def test_a_checkpoint_of_another_model_is_refused(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    make_trainer(model=tiny(layers=1)).save(tmp_path)
+    with pytest.raises(StorageError, match="another model") as caught:
+        make_trainer().load(tmp_path)
+    assert caught.value.remedy
+
+
+def test_nowhere_to_save_to(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="cannot write a checkpoint"):
+        make_trainer().save(tmp_path / "file")
+
+
+def test_validation_adds_up_over_shares(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer()
+    assert trainer.validation_batches() == 3
+    whole, targets = trainer.validate(0, 3)
+    assert targets == 3 * 32
+    parts = [trainer.validate(index, 1) for index in range(3)]
+    assert sum(loss for loss, _ in parts) == whole
+    assert whole / targets == pytest.approx(math.log(256), abs=0.5)
+    assert trainer.validate(2, 100) == parts[2]
+    assert trainer.validate(3, 5) == (0.0, 0)
+    assert not trainer.reduce_buffer.any()
+
+
+def test_validation_is_capped_by_the_text(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(validation_batches=10_000)
+    assert 0 < trainer.validation_batches() < 10_000
+    with pytest.raises(ConfigError, match="held out"):
+        make_trainer(micro_batch_sequences=5000)
+
+
+def test_bf16_learns_too(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(precision="bf16")
+    losses = [run_step(trainer, step) for step in range(8)]
+    assert losses[-1] < losses[0] - 0.5
+    assert trainer.reduce_buffer.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"precision": "fp8"}, "device.precision"),
+        ({"model": tiny(context=8)}, "data.sequence_tokens = 16 is more than model.context = 8"),
+        ({"steps": 0}, "job.steps"),
+        ({"micro_batches": 0}, "batch.micro_batches"),
+        ({"micro_batch_sequences": 0}, "batch.micro_batch_sequences"),
+        ({"validation_batches": -1}, "validation.batches"),
+    ],
+)
+def test_bad_settings_name_their_key(make_trainer: MakeTrainer, changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        make_trainer(**changes)
+
+
+def test_a_directory_with_a_short_context_is_refused(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    trainer: Trainer = make_trainer(model=tiny(context=20))
+    trainer.save(tmp_path)
+    data = DataSpec(path=trainer_text(tmp_path), sequence_tokens=32)
+    with pytest.raises(ConfigError, match=r"more than model\.context = 20"):
+        make_trainer(model=ModelSpec(path=tmp_path), data=data)
+
+
+def trainer_text(directory: Path) -> str:
+    path = directory.parent / "text.txt"
+    path.write_text("some words " * 500)
+    return str(path)
