@@ -278,7 +278,7 @@ class Profile(Table):
     @classmethod
     def from_spec_untrusted(cls, text: str) -> Profile:
         """The profile in a peer's JSON. Raises ``ProtocolError``."""
-        if len(text) > SPEC_LIMIT_BYTES or len(text.encode(errors="replace")) > SPEC_LIMIT_BYTES:
+        if len(text.encode(errors="replace")) > SPEC_LIMIT_BYTES:
             raise ProtocolError(f"a job's profile of more than {SPEC_LIMIT_BYTES} bytes")
         try:
             return cls.model_validate_json(text)

@@ -75,11 +75,8 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run one command and leave with its exit code. Raises ``SystemExit``."""
     try:
         code = app(args=None if args is None else list(args), prog_name="p2ptrain", standalone_mode=False)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # before Typer watches for it
         code = EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader of our output, such as `head`, has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 1
     except Exception as error:  # the last edge: a person sees a line, never a traceback
         if os.environ.get(DEBUG_VARIABLE, "") not in ("", "0"):
             raise
