@@ -1,4 +1,4 @@
-"""Synchronous data parallelism: every member computes its micro-batches; one all-reduce; one identical optimizer step."""
+"""Synchronous data parallelism: each member computes its micro-batches, one all-reduce, one identical step."""
 
 from __future__ import annotations
 

@@ -111,10 +111,13 @@ class JobRunner:
 
     async def run(self) -> None:
         """Work until ``release``."""
-        async with self._tasks:
-            self._start(self._load())
-            await self._released.wait()
-            self._disband("the job was released")
+        try:
+            async with self._tasks:
+                self._start(self._load())
+                await self._released.wait()
+                self._disband("the job was released")
+        finally:
+            self._disband("this worker ended")
 
     def release(self) -> None:
         """Drop the job: close the session, give up the activity, end ``run``."""

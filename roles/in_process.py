@@ -1,0 +1,162 @@
+"""A whole cluster in one process: the real seed and real workers, over memory or TCP, with any engine.
+
+For tests and simulations. Nothing here is simpler than the real thing but the engine, where the caller wants that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from configs.schema import Profile
+from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.world import LoopClock, Network, World
+from roles.engine import Engine
+from roles.identity import Identity, claim
+from roles.seed import run_seed
+from roles.stand_in import StandInEngine
+from roles.worker.worker import Worker, WorkerOptions
+from wire.client import SeedClient
+
+DEADLINE_S = 30.0
+HOST = "127.0.0.1"
+
+
+@dataclass
+class Peer:
+    """A worker of the cluster and what it did."""
+
+    identity: Identity
+    stop: asyncio.Event
+    task: asyncio.Task[None]
+    engines: list[Engine]
+    steps: dict[int, dict[str, float]] = field(default_factory=dict)
+    told: list[tuple[str, str, str]] = field(default_factory=list)
+
+    async def leave(self) -> None:
+        self.stop.set()
+        async with asyncio.timeout(5):
+            await self.task
+
+    async def die(self) -> None:
+        """End without a word, as a process that is killed: its sockets close, nothing else happens."""
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+        self.identity.release()
+
+
+class Cluster:
+    """One seed and its workers. ``worlds`` differ only in their network."""
+
+    def __init__(self, root: Path, network: Network) -> None:
+        self.root = root
+        self.network = network
+        self.peers: list[Peer] = []
+        self.address = (HOST, 0)
+        self._seed: asyncio.Task[None] | None = None
+        self._seed_stop = asyncio.Event()
+
+    def world(self) -> World:
+        return World(LoopClock(), self.network, RealDisk(), random.Random(7))  # noqa: S311 - jitter
+
+    async def start_seed(self, port: int = 0) -> None:
+        ready: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
+        self._seed_stop = asyncio.Event()
+        self._seed = asyncio.create_task(
+            run_seed(
+                self.world(),
+                state_dir=self.root / "seed",
+                host=HOST,
+                port=port,
+                name="test",
+                on_ready=ready.set_result,
+                stop=self._seed_stop,
+            )
+        )
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.wait({self._seed, ready}, return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            await self._seed
+        self.address = ready.result()
+
+    async def stop_seed(self) -> None:
+        assert self._seed is not None
+        self._seed_stop.set()
+        async with asyncio.timeout(5):
+            await self._seed
+
+    async def restart_seed(self) -> None:
+        await self.stop_seed()
+        await self.start_seed(self.address[1])
+
+    def join(self, build: Callable[[Profile], Engine] = StandInEngine, *, slot: int | None = None) -> Peer:
+        identity = claim(RealDisk(), self.root, role="worker", slot=slot, name="")
+        engines: list[Engine] = []
+
+        def build_and_keep(profile: Profile) -> Engine:
+            engines.append(build(profile))
+            return engines[-1]
+
+        worker = Worker(
+            self.world(),
+            identity,
+            WorkerOptions(seed=self.address, listen=(HOST, 0), advertise=("", 0), capabilities={"device": "test"}),
+            build_engine=build_and_keep,
+            warm_up=lambda: None,
+            notify=lambda *notice: peer.told.append(notice),
+            on_step=lambda applied, total, values: peer.steps.__setitem__(applied, values),
+        )
+        stop = asyncio.Event()
+        peer = Peer(identity, stop, asyncio.create_task(worker.run(stop)), engines)
+        self.peers.append(peer)
+        return peer
+
+    @asynccontextmanager
+    async def operator(self) -> AsyncIterator[SeedClient]:
+        client = await SeedClient.connect(self.network, *self.address, name="test")
+        try:
+            yield client
+        finally:
+            await client.close()
+
+    async def ask(self, method: str, **params: Any) -> dict[str, Any]:
+        async with self.operator() as client:
+            return await client.request(method, params)
+
+    async def create(self, profile: Profile, name: str = "test") -> str:
+        created = await self.ask("jobs.create", name=name, profile=name, spec=profile.to_spec())
+        return str(created["job"])
+
+    async def job_until(self, job: str, fits: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """The job's record as soon as it fits; follows the seed's updates, and fails after a deadline."""
+        last: dict[str, Any] = {}
+        try:
+            async with asyncio.timeout(DEADLINE_S), self.operator() as client:
+                await client.request("subscribe")
+                async for update in client.updates():
+                    for item in update.items if update.topic == "jobs" else []:
+                        if item["id"] == job:
+                            last = item
+                            if fits(item):
+                                return item
+        except TimeoutError:
+            told = {peer.identity.name: peer.told[-12:] for peer in self.peers}
+            raise AssertionError(f"the job never got there: {last}; {told}") from None
+        raise AssertionError("the updates ended")
+
+    async def close(self) -> None:
+        for peer in self.peers:
+            if not peer.task.done():
+                peer.stop.set()
+        results = await asyncio.gather(*(peer.task for peer in self.peers), return_exceptions=True)
+        for peer in self.peers:
+            peer.identity.release()
+        if self._seed is not None and not self._seed.done():
+            await self.stop_seed()
+        unexpected = [item for item in results if item is not None and not isinstance(item, asyncio.CancelledError)]
+        assert not unexpected, unexpected

@@ -1,0 +1,284 @@
+"""The real seed and real workers in one process: a run, and what may happen to it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from configs.schema import Profile
+from roles.in_process import Cluster, Peer
+from roles.stand_in import StandInEngine
+
+
+def small_profile(**tables: dict[str, Any]) -> Profile:
+    """A profile that is done in a second; tables given override single keys."""
+    base: dict[str, dict[str, Any]] = {
+        "job": {"steps": 12, "workers": 2},
+        "batch": {"micro_batches": 8},
+        "validation": {"every": 5, "batches": 3},
+        "checkpoint": {"every": 4},
+    }
+    for name, values in tables.items():
+        base[name] = base.get(name, {}) | values
+    return Profile.model_validate(base)
+
+
+def state_of(peer: Peer) -> str:
+    engine = peer.engines[-1]
+    assert isinstance(engine, StandInEngine)
+    return engine.digest()
+
+
+def done(item: dict[str, Any]) -> bool:
+    return item["state"] == "done"
+
+
+def at(step: int) -> Any:
+    return lambda item: item["step"] >= step
+
+
+def undisturbed(profile: Profile) -> list[float]:
+    """The loss of every step, of one process alone."""
+    engine = StandInEngine(profile)
+    engine.load_initial()
+    losses = []
+    for step in range(profile.job.steps):
+        engine.begin_step(step)
+        for index in range(profile.batch.micro_batches):
+            engine.micro_batch(step, index)
+        losses.append(engine.apply(step, engine.partial_square_sum(0, engine.reduce_buffer.size)).loss)
+    return losses
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+async def test_a_run_ends_with_the_same_bits_everywhere_and_the_losses_of_one_process(
+    cluster: Cluster, workers: int
+) -> None:
+    profile = small_profile(job={"workers": workers})
+    job = await cluster.create(profile)
+    peers = [cluster.join() for _ in range(workers)]
+    ended = await cluster.job_until(job, done)
+    assert (ended["step"], ended["steps_total"]) == (12, 12)
+    assert len({state_of(peer) for peer in peers}) == 1
+    rows = (await cluster.ask("metrics.history", job=job, after_step=0, limit=100))["rows"]
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert [row["loss"] for row in rows] == pytest.approx(undisturbed(profile), rel=1e-5)
+    assert [row["step"] for row in rows if row["val_loss"] is not None] == [5, 10, 12]
+    saved = (await cluster.ask("checkpoints.list", job=job))["checkpoints"]
+    assert {item["step"] for item in saved} >= {8, 12}
+
+
+async def test_more_workers_than_micro_batches_leaves_spares(cluster: Cluster) -> None:
+    profile = small_profile(job={"workers": 2}, batch={"micro_batches": 2})
+    job = await cluster.create(profile)
+    for _ in range(4):
+        cluster.join()
+    ended = await cluster.job_until(job, done)
+    assert len(ended["members"]) <= 2
+
+
+class Gate(StandInEngine):
+    """Stops before one step until it is let go, so that a test can act in the middle of a run."""
+
+    def __init__(self, profile: Profile, step: int, reached: threading.Event, go: threading.Event) -> None:
+        def hold(at_step: int, index: int) -> None:
+            if at_step == step:
+                reached.set()
+                if not go.wait(20):
+                    raise AssertionError("the test never let go")
+
+        super().__init__(profile, on_micro_batch=hold)
+
+
+class Gates:
+    """One gate for all workers of a test."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.reached, self.go = threading.Event(), threading.Event()
+
+    def build(self, profile: Profile) -> Gate:
+        return Gate(profile, self.step, self.reached, self.go)
+
+    async def wait(self) -> None:
+        assert await asyncio.to_thread(self.reached.wait, 20), "the step never came"
+
+
+async def test_a_member_that_dies_in_a_step_costs_that_step_only(cluster: Cluster) -> None:
+    profile = small_profile(job={"workers": 3})
+    gates = Gates(6)
+    job = await cluster.create(profile)
+    peers = [cluster.join(gates.build) for _ in range(3)]
+    await gates.wait()
+    await peers[1].die()
+    gates.go.set()
+    ended = await cluster.job_until(job, done)
+    assert ended["step"] == 12
+    assert ended["generation"] > 1
+    assert state_of(peers[0]) == state_of(peers[2])
+    rows = (await cluster.ask("metrics.history", job=job, after_step=0, limit=100))["rows"]
+    assert [row["loss"] for row in rows] == pytest.approx(undisturbed(profile), rel=1e-4)
+
+
+async def test_a_newcomer_is_brought_to_the_same_state(cluster: Cluster) -> None:
+    gates = Gates(5)
+    job = await cluster.create(small_profile())
+    old = [cluster.join(gates.build) for _ in range(2)]
+    await gates.wait()
+    newcomer = cluster.join()
+    async with asyncio.timeout(20):
+        while not newcomer.engines:
+            await asyncio.to_thread(gates.go.wait, 0.02)
+    gates.go.set()
+    await cluster.job_until(job, done)
+    assert {state_of(peer) for peer in old} == {state_of(newcomer)}
+
+
+async def test_a_member_leaves_within_two_seconds_and_the_others_go_on(cluster: Cluster) -> None:
+    gates = Gates(4)
+    job = await cluster.create(small_profile(job={"workers": 3}))
+    peers = [cluster.join(gates.build) for _ in range(3)]
+    await gates.wait()
+    leaving = asyncio.create_task(peers[0].leave())
+    gates.go.set()
+    async with asyncio.timeout(2):
+        await leaving
+    ended = await cluster.job_until(job, done)
+    assert peers[0].identity.peer_id not in ended["members"]
+    assert state_of(peers[1]) == state_of(peers[2])
+
+
+async def test_everything_killed_at_once_resumes_from_the_checkpoint(cluster: Cluster) -> None:
+    profile = small_profile()
+    gates = Gates(9)
+    job = await cluster.create(profile)
+    peers = [cluster.join(gates.build) for _ in range(2)]
+    await gates.wait()
+    for peer in peers:
+        await peer.die()
+    gates.go.set()
+    await cluster.restart_seed()
+    again = [cluster.join(slot=slot) for slot in (1, 2)]
+    await cluster.job_until(job, done)
+    assert len({state_of(peer) for peer in again}) == 1
+    assert min(again[0].steps) == 9, "the newest checkpoint is of step 8"
+    losses = undisturbed(profile)
+    for step, values in again[0].steps.items():
+        assert values["loss"] == pytest.approx(losses[step - 1], rel=1e-4)
+
+
+async def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(cluster: Cluster) -> None:
+    gates = Gates(9)
+    job = await cluster.create(small_profile())
+    peers = [cluster.join(gates.build) for _ in range(2)]
+    await gates.wait()
+    for peer in peers:
+        await peer.die()
+    gates.go.set()
+    for slot in (1, 2):
+        newest = cluster.root / f"worker-{slot}" / "jobs" / job / "checkpoints" / "step-00000008" / "state.bin"
+        newest.write_bytes(newest.read_bytes()[:-1])
+    again = [cluster.join(slot=slot) for slot in (1, 2)]
+    await cluster.job_until(job, done)
+    assert min(again[0].steps) == 5
+    assert any(kind == "checkpoint-damaged" and "step-00000008" in text for _, kind, text in again[0].told)
+
+
+async def test_the_seed_may_restart_in_the_middle_of_a_run(cluster: Cluster) -> None:
+    gates = Gates(5)
+    job = await cluster.create(small_profile())
+    peers = [cluster.join(gates.build) for _ in range(2)]
+    await gates.wait()
+    await cluster.restart_seed()
+    gates.go.set()
+    ended = await cluster.job_until(job, done)
+    assert ended["generation"] == 1, "the ring went on as it was"
+    assert len({state_of(peer) for peer in peers}) == 1
+
+
+async def test_pause_stops_together_and_resume_goes_on(cluster: Cluster) -> None:
+    gates = Gates(5)
+    job = await cluster.create(small_profile())
+    peers = [cluster.join(gates.build) for _ in range(2)]
+    await gates.wait()
+    await cluster.ask("jobs.pause", job=job)
+    gates.go.set()
+    paused = await cluster.job_until(job, lambda item: item["state"] == "paused")
+    assert paused["step"] == 6
+    assert len({state_of(peer) for peer in peers}) == 1
+    await cluster.ask("jobs.resume", job=job)
+    await cluster.job_until(job, done)
+    assert len({state_of(peer) for peer in peers}) == 1
+
+
+async def test_cancel_frees_the_workers_for_the_next_job(cluster: Cluster) -> None:
+    gates = Gates(5)
+    job = await cluster.create(small_profile())
+    peers = [cluster.join(gates.build) for _ in range(2)]
+    await gates.wait()
+    await cluster.ask("jobs.cancel", job=job)
+    gates.go.set()
+    await cluster.job_until(job, lambda item: item["state"] == "cancelled")
+    following = await cluster.create(small_profile(job={"steps": 3}), name="next")
+    await cluster.job_until(following, done)
+    assert len({state_of(peer) for peer in peers}) == 1
+
+
+async def test_restore_goes_back_for_everybody_and_keeps_what_was_newer(cluster: Cluster) -> None:
+    profile = small_profile()
+    job = await cluster.create(profile)
+    peers = [cluster.join() for _ in range(2)]
+    await cluster.job_until(job, done)
+    first = state_of(peers[0])
+    saved = (await cluster.ask("checkpoints.list", job=job))["checkpoints"]
+    earlier = next(item for item in saved if item["step"] == 8)
+    for peer in peers:
+        peer.steps.clear()
+    await cluster.ask("checkpoints.restore", id=earlier["id"])
+    await cluster.job_until(job, lambda item: not done(item))
+    await cluster.job_until(job, done)
+    assert min(peers[0].steps) == 9
+    assert state_of(peers[0]) == state_of(peers[1]) == first
+    kept = list(cluster.root.glob("worker-*/jobs/*/checkpoints/superseded-step-00000012-*"))
+    assert kept
+
+
+async def test_a_checkpoint_can_be_deleted(cluster: Cluster) -> None:
+    job = await cluster.create(small_profile())
+    for _ in range(2):
+        cluster.join()
+    await cluster.job_until(job, done)
+    saved = (await cluster.ask("checkpoints.list", job=job))["checkpoints"]
+    victim = next(item for item in saved if item["step"] == 8)
+    await cluster.ask("checkpoints.delete", id=victim["id"])
+    left = (await cluster.ask("checkpoints.list", job=job))["checkpoints"]
+    assert victim["id"] not in {item["id"] for item in left}
+
+
+async def test_a_worker_with_other_data_is_let_go_with_the_reason(cluster: Cluster) -> None:
+    job = await cluster.create(small_profile())
+    for _ in range(2):
+        cluster.join()
+    gates = Gates(3)
+    stranger = cluster.join(lambda profile: StandInEngine(profile, corpus="another text"))
+    await cluster.job_until(job, done)
+    gates.go.set()
+    text = " ".join(text for _, _, text in stranger.told)
+    assert "data" in text
+
+
+async def test_a_loss_that_is_not_finite_fails_the_job_with_the_reason(cluster: Cluster) -> None:
+    class Diverging(StandInEngine):
+        def micro_batch(self, step: int, index: int) -> None:
+            super().micro_batch(step, index)
+            if step == 3:
+                self.reduce_buffer[-1] = float("nan")
+
+    job = await cluster.create(small_profile())
+    for _ in range(2):
+        cluster.join(Diverging)
+    ended = await cluster.job_until(job, lambda item: item["state"] == "failed")
+    assert "not finite" in ended["reason"]
