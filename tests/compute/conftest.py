@@ -15,8 +15,10 @@ from p2ptrain.compute.trainer import Trainer
 
 
 @pytest.fixture(autouse=True)
-def _threads_as_before() -> Iterator[None]:
+def _one_thread() -> Iterator[None]:
+    """Tiny tensors gain nothing from more threads, and lose much where the machine has other work."""
     threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 
