@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
-from textual.widgets import DataTable, Footer, Static
+from textual.widgets import Footer, Static
 
 from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.world import Clock, LoopClock, Network
@@ -16,6 +16,7 @@ from tui.model import Link, Phase
 from tui.panels import EventsPanel, Frame, HeaderBar, RingPanel, TrainingPanel
 from tui.screens import ConfirmScreen, HelpScreen
 from tui.source import SeedSource, Source
+from tui.table import LiveTable
 from tui.tables import CheckpointsPanel, JobsPanel, PeersPanel
 from tui.theme import DARK, THEMES, Palette
 from wire.records import JobInfo
@@ -26,6 +27,14 @@ VIEWS = ("Cluster", "Training", "Jobs", "Events")
 PANELS = (HeaderBar, RingPanel, TrainingPanel, PeersPanel, JobsPanel, CheckpointsPanel, EventsPanel)
 Panel = HeaderBar | RingPanel | TrainingPanel | PeersPanel | JobsPanel | CheckpointsPanel | EventsPanel
 FOCUS_OF_VIEW = {1: "#peers-table", 2: "#training", 3: "#jobs-table", 4: "#events"}
+
+
+class _Drawn(NamedTuple):
+    """How, from what versions and when a panel was last drawn. A new manner (size, theme, job) is drawn at once."""
+
+    manner: tuple[object, ...]
+    news: tuple[int, ...]
+    at: float
 
 
 class P2PTrainApp(App[None]):
@@ -56,7 +65,7 @@ class P2PTrainApp(App[None]):
         self.clock = clock or LoopClock()
         self.chosen_job: str | None = None
         self._refresh_hz = refresh_hz
-        self._drawn: dict[type[Panel], tuple[object, ...]] = {}
+        self._drawn: dict[type[Panel], _Drawn] = {}
         self._asked: set[str] = set()
         self._phase = Phase.CONNECTING
 
@@ -112,11 +121,12 @@ class P2PTrainApp(App[None]):
             panel: Panel = self.screen_stack[0].query_one(kind)  # type: ignore[assignment]
             if not panel.display or panel.size.width == 0:
                 continue
-            second = int(now) if kind.TIMED else 0
-            versions = tuple(store.versions[topic] for topic in sorted(kind.TOPICS))
-            seen = (versions, second, job.id if job else "", self.theme, panel.size)
-            if self._drawn.get(kind) != seen:
-                self._drawn[kind] = seen
+            shape = (panel.size, *(child.size for child in panel.children))
+            manner = (job.id if job else "", self.theme, shape)
+            news = (*(store.versions[topic] for topic in sorted(kind.TOPICS)), int(now) if kind.TIMED else 0)
+            drawn = self._drawn.get(kind)
+            if drawn is None or drawn.manner != manner or (drawn.news != news and now - drawn.at >= kind.EVERY_S):
+                self._drawn[kind] = _Drawn(manner, news, now)
                 panel.show(frame)
         if job is not None and self.chosen_job is None:
             self.screen_stack[0].query_one(JobsPanel).table.go_to(job.id)
@@ -180,13 +190,13 @@ class P2PTrainApp(App[None]):
         else:
             self.screen.focus_previous()
 
-    def on_data_table_row_highlighted(self, event: DataTable.RowHighlighted) -> None:
-        """A cursor that a person moves in Jobs chooses the job in view; in the others it moves the details along."""
-        if event.data_table.id == "jobs-table" and event.data_table.has_focus and event.row_key.value is not None:
-            self.chosen_job = event.row_key.value
-        self._drawn.pop(PeersPanel, None)
-        self._drawn.pop(CheckpointsPanel, None)
-        self._drawn.pop(JobsPanel, None)
+    def on_live_table_moved(self, event: LiveTable.Moved) -> None:
+        """The cursor in Jobs chooses the job in view; in every table it moves the details along."""
+        if event.table.id == "jobs-table":
+            self.chosen_job = event.key
+        for kind in (PeersPanel, JobsPanel, CheckpointsPanel):
+            self._drawn.pop(kind, None)
+        self.refresh_panels()
 
     def action_flip_theme(self) -> None:
         self.theme = "p2ptrain-light" if self.theme == "p2ptrain-dark" else "p2ptrain-dark"

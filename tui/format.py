@@ -1,4 +1,4 @@
-"""How values read: units, ages, bars, symbols. Pure; whatever a careless seed sends (None, NaN, negative) is shown somehow.
+"""How values read: units, ages, bars, symbols. Pure; None, NaN and negative values read as unknown.
 
 A *span* is a text and the role of its colour; ``tui.theme`` gives the roles colours. No meaning is carried by colour
 alone.
@@ -195,7 +195,7 @@ def ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def split_bar(parts: Split, width: int) -> list[Span]:
-    """The stacked bar compute / communicate / wait in ``width`` cells; each part has its own texture besides its colour."""
+    """The stacked bar compute / communicate / wait in ``width`` cells; each part has its own texture, too."""
     values = (parts.compute_ms, parts.communicate_ms, parts.wait_ms)
     cells = _largest_remainder(values, width)
     looks = (("█", "compute"), ("▓", "communicate"), ("░", "wait"))

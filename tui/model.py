@@ -1,8 +1,8 @@
 """What the viewer knows: a pure store, fed with updates, read by the panels.
 
-Everything here is bounded, whatever a seed sends: peers, jobs, checkpoints, rows, events, and the length of every text. Text
-is stripped of control characters, so that a peer's name can neither move the cursor nor break a table. ``versions`` grows
-with every change of a topic; a panel redraws when the versions it shows have grown.
+Everything here is bounded, whatever a seed sends: peers, jobs, checkpoints, rows, events, and the length of every
+text. Text is stripped of control characters, so that a peer's name can neither move the cursor nor break a table.
+``versions`` grows with every change of a topic; a panel redraws when the versions it shows have grown.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import ClassVar
 from rich.text import Text
 from textual.app import ComposeResult, RenderResult
 from textual.containers import Vertical, VerticalScroll
+from textual.markup import escape
 from textual.widget import Widget
 from textual.widgets import Static
 from textual_plotext import PlotextPlot
@@ -17,9 +18,11 @@ from tui import format as fmt
 from tui.format import Span
 from tui.model import Phase, Store, eta_s, split
 from tui.ring_art import Seat, draw_ring
-from tui.theme import Palette
+from tui.theme import DARK, Palette
 from wire.records import EventInfo, JobInfo, MetricRow, PeerInfo
 
+READABLE_S = 0.5
+"""Numbers that change faster than this cannot be read; drawing them would only cost the training its CPU."""
 RECENT = 30
 """Rows that the split and the time left are averaged over: long enough to read, short enough to follow a change."""
 
@@ -52,6 +55,7 @@ class HeaderBar(Widget):
 
     TOPICS: ClassVar[frozenset[str]] = frozenset({"cluster", "link", "peers", "jobs"})
     TIMED = True
+    EVERY_S = 0.0
 
     def __init__(self) -> None:
         super().__init__(id="header")
@@ -62,8 +66,10 @@ class HeaderBar(Widget):
         gap = self.size.width - 2 - sum(Text(span.text).cell_len for span in (*left, *right))
         while gap < 1 and len(left) > 1:
             gap += Text(left.pop().text).cell_len
-        self._text = frame.palette.text([*left, Span(" " * gap), *right])
-        self.refresh()
+        text = frame.palette.text([*left, Span(" " * gap), *right])
+        if text != self._text or text.spans != self._text.spans:
+            self._text = text
+            self.refresh()
 
     def render(self) -> RenderResult:
         return self._text
@@ -99,6 +105,12 @@ class HeaderBar(Widget):
         return [*spans, Span(f"✗ {what} {silent}", "bad"), Span(f" · {soon}", "dim")]
 
 
+def set_title(widget: Widget, title: str) -> None:
+    """Set the border's title where it changed: setting it redraws the widget. Names are shown, not read as markup."""
+    if widget.border_title != (escaped := escape(title)):
+        widget.border_title = escaped
+
+
 def _plural(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
@@ -108,29 +120,29 @@ class RingPanel(Widget, can_focus=True):
 
     TOPICS: ClassVar[frozenset[str]] = frozenset({"peers", "jobs", "link"})
     TIMED = False
+    EVERY_S = 0.0
 
     def __init__(self) -> None:
         super().__init__(id="ring", classes="panel")
         self.border_title = "Ring"
-        self._frame: Frame | None = None
+        self._drawn: tuple[list[list[Span]], Palette] = ([], DARK)
 
     def show(self, frame: Frame) -> None:
-        self._frame = frame
         job = frame.job
-        ringed = job is not None and job.members
-        self.border_title = f"Ring · {len(job.members)}" if job is not None and ringed else "Ring"
-        self.refresh()
+        set_title(self, f"Ring · {len(job.members)}" if job is not None and job.members else "Ring")
+        drawn = (self._rows(frame, job) if job is not None and job.members else what_next(frame), frame.palette)
+        if drawn != self._drawn:  # peers change all the time, the drawing seldom
+            self._drawn = drawn
+            self.refresh()
 
     def render(self) -> RenderResult:
-        if self._frame is None:
-            return ""
-        frame, width, height = self._frame, self.size.width, self.size.height
-        job = frame.job
-        if job is None or not job.members:
-            return lines(what_next(frame), frame.palette)
+        return lines(*self._drawn)
+
+    def _rows(self, frame: Frame, job: JobInfo) -> list[list[Span]]:
+        width, height = self.size.width, self.size.height
         outside = self._outside(frame, job, width)
         below = 0 if not outside or height < 4 else 2 if height > 14 else 1
-        seats = [_seat(job, rank, peer, frame.store) for rank, peer in enumerate(frame.store.members(job))]
+        seats = [_seat(job, rank, peer) for rank, peer in enumerate(frame.store.members(job))]
         drawing = draw_ring(
             seats,
             width,
@@ -139,7 +151,7 @@ class RingPanel(Widget, can_focus=True):
             centre=(f"generation {job.generation}", f"step {job.step:,}"),
         )
         drawing += [[] for _ in range(height - below - len(drawing))]
-        return lines(drawing + [[], outside][2 - below :], frame.palette)
+        return drawing + [[], outside][2 - below :]
 
     def _outside(self, frame: Frame, job: JobInfo, width: int) -> list[Span]:
         others = [peer for peer in frame.store.peers_in_order() if peer.id not in job.members]
@@ -157,7 +169,7 @@ class RingPanel(Widget, can_focus=True):
         return spans
 
 
-def _seat(job: JobInfo, rank: int, peer: PeerInfo | None, store: Store) -> Seat:
+def _seat(job: JobInfo, rank: int, peer: PeerInfo | None) -> Seat:
     if peer is None:
         look = fmt.peer_look("lost")
         return Seat(look.symbol, look.role, (job.members[rank], "gone"))
@@ -239,6 +251,7 @@ class TrainingPanel(Vertical, can_focus=True):
 
     TOPICS: ClassVar[frozenset[str]] = frozenset({"metrics", "jobs", "link"})
     TIMED = False
+    EVERY_S = READABLE_S
 
     def __init__(self) -> None:
         super().__init__(id="training", classes="panel")
@@ -251,10 +264,11 @@ class TrainingPanel(Vertical, can_focus=True):
 
     def show(self, frame: Frame) -> None:
         job = frame.job
-        self.border_title = f"Training · {fmt.fit(job.name, 30)}" if job else "Training"
-        self.border_subtitle = "loss: ─ training  ◆ validation" if job else ""
+        set_title(self, f"Training · {fmt.fit(job.name, 30)}" if job else "Training")
         drawn = job is not None and bool(frame.recent(1))
         self.set_class(not drawn, "-empty")
+        if bool(self.border_subtitle) != drawn:
+            self.border_subtitle = "loss: ─ training  ◆ validation" if drawn else ""
         if not drawn or job is None:
             empty = [
                 [Span("no steps yet", "strong")],
@@ -268,7 +282,8 @@ class TrainingPanel(Vertical, can_focus=True):
             return
         self.query_one(LossPlot).draw(frame)
         width = max(20, self.size.width - 2)
-        self.query_one("#numbers", Static).update(lines(training_numbers(frame, job, width), frame.palette))
+        numbers = lines(training_numbers(frame, job, width), frame.palette)
+        self.query_one("#numbers", Static).update(numbers, layout=False)
 
 
 def training_numbers(frame: Frame, job: JobInfo, width: int) -> list[list[Span]]:
@@ -318,6 +333,7 @@ class EventsPanel(VerticalScroll):
 
     TOPICS: ClassVar[frozenset[str]] = frozenset({"events"})
     TIMED = False
+    EVERY_S = 0.0
 
     def __init__(self) -> None:
         super().__init__(id="events", classes="panel")

@@ -1,16 +1,26 @@
-"""A table that follows a list of records: columns chosen to fit its width, cells written only where they changed."""
+"""A table that follows a list of records: columns chosen to fit its width, lines redrawn only where they changed.
+
+Textual's ``DataTable`` renders every visible cell anew when one changes, through Rich's console: with 64 peers that
+costs much of a core, on a machine that should train. Here a line is a strip of segments, built once per change.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
-from rich.text import Text
+from rich.cells import cell_len
+from rich.segment import Segment
 from textual import events
-from textual.widgets import DataTable
+from textual.binding import Binding, BindingType
+from textual.geometry import Region, Size
+from textual.message import Message
+from textual.scroll_view import ScrollView
+from textual.strip import Strip
 
-from tui.format import Span
-from tui.theme import Palette
+from tui.format import Span, fit
+from tui.theme import DARK, Palette
 
 Cell = tuple[Span, ...]
 CELL_PADDING = 1
@@ -53,88 +63,163 @@ def choose(columns: Sequence[Column], width: int) -> list[tuple[Column, int]]:
     return result
 
 
-class LiveTable(DataTable[Text]):
-    """A ``DataTable`` of one line per record, with a row cursor."""
+class LiveTable(ScrollView, can_focus=True):
+    """One line per record under a header line, with a row cursor that stays on its record."""
 
     COLUMNS: tuple[Column, ...] = ()
+    COMPONENT_CLASSES: ClassVar[set[str]] = {"livetable--cursor"}
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up", "move(-1)", show=False),
+        Binding("down", "move(1)", show=False),
+        Binding("pageup", "move_page(-1)", show=False),
+        Binding("pagedown", "move_page(1)", show=False),
+        Binding("home", "move(-1000000)", show=False),
+        Binding("end", "move(1000000)", show=False),
+    ]
+
+    class Moved(Message):
+        """A person moved the cursor to the row of ``key``."""
+
+        def __init__(self, table: LiveTable, key: str) -> None:
+            super().__init__()
+            self.table, self.key = table, key
+
+        @property
+        def control(self) -> LiveTable:
+            return self.table
 
     def __init__(self, *, id: str) -> None:
-        super().__init__(id=id, cursor_type="row", cursor_foreground_priority="renderable", cell_padding=CELL_PADDING)
-        self._layout_for = -1
+        super().__init__(id=id)
+        self._rows: dict[str, dict[str, Cell]] = {}
+        self._keys: list[str] = []
+        self._places: dict[str, int] = {}
+        self._strips: dict[str, Strip] = {}
+        self._palette: Palette = DARK
+        self._laid_out_for: tuple[int, Palette] | None = None
         self._chosen: list[tuple[Column, int]] = []
-        self._drawn: dict[str, dict[str, Cell]] = {}
-        self._wanted: dict[str, dict[str, Cell]] = {}
-        self._palette: Palette | None = None
+        self._cursor = 0
 
     def sync(self, rows: dict[str, dict[str, Cell]], palette: Palette) -> None:
         """Show ``rows`` (row key → column key → cell), in their order; columns that do not fit are left out."""
-        self._wanted = rows
-        if palette != self._palette:
-            self._palette, self._layout_for = palette, -1
-        self._draw()
-
-    def on_resize(self, event: events.Resize) -> None:
-        self._draw()
+        at = self.key_at_cursor
+        before, keys = self._rows, list(rows)
+        self._rows, self._palette = rows, palette
+        if keys != self._keys:
+            self._keys, self._places = keys, {key: place for place, key in enumerate(keys)}
+            self._strips.clear()
+            self._cursor = self._places.get(at or "", min(self._cursor, max(0, len(keys) - 1)))
+            self.virtual_size = Size(self.size.width, len(keys) + 1)
+            self.refresh(layout=True)
+        elif self._laid_out_for != (self.size.width, palette):
+            self.refresh()
+        else:
+            for place, key in enumerate(keys):
+                if before[key] != rows[key]:
+                    self._strips.pop(key, None)
+                    self._refresh_row(place)
 
     @property
     def key_at_cursor(self) -> str | None:
-        """Key of the row under the cursor."""
-        keys = list(self._drawn)
-        return keys[self.cursor_row] if 0 <= self.cursor_row < len(keys) else None
+        """Key of the row under the cursor, None in an empty table."""
+        return self._keys[self._cursor] if self._cursor < len(self._keys) else None
 
     @property
     def chosen(self) -> list[tuple[Column, int]]:
         """The columns that are drawn, and how wide."""
+        self._lay_out()
         return self._chosen
 
     @property
     def hides_columns(self) -> bool:
         """Whether the width leaves some columns out."""
-        return len(self._chosen) < len(self.COLUMNS)
+        return len(self.chosen) < len(self.COLUMNS)
 
     def go_to(self, key: str) -> None:
         """Put the cursor on a row, where it is shown."""
-        if key in self._drawn and key != self.key_at_cursor:
-            with self.prevent(DataTable.RowHighlighted):  # only a person's move is told
-                self.move_cursor(row=list(self._drawn).index(key), animate=False)
+        if key in self._places and key != self.key_at_cursor:
+            self._set_cursor(self._places[key])
 
-    def _draw(self) -> None:
-        if self._palette is None or self.size.width == 0:
-            return
-        if self._layout_for != self.size.width:
-            self._lay_out(self._palette)
-        if list(self._drawn) != list(self._wanted):
-            self._refill(self._palette)
-        for key, wanted in self._wanted.items():
-            drawn = self._drawn[key]
-            for column, _ in self._chosen:
-                cell = wanted[column.key]
-                if drawn[column.key] != cell:
-                    drawn[column.key] = cell
-                    self.update_cell(key, column.key, self._palette.text(cell, right=column.right))
+    # -------------------------------------------------------------------------------------------------------- drawing
 
-    def _lay_out(self, palette: Palette) -> None:
-        self._layout_for = self.size.width
-        at = self.key_at_cursor
-        self.clear(columns=True)
-        self._drawn = {}
-        self._chosen = choose(self.COLUMNS, self.size.width)
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        return len(self._keys) + 1
+
+    def on_resize(self, event: events.Resize) -> None:
+        self.virtual_size = Size(self.size.width, len(self._keys) + 1)
+
+    def notify_style_update(self) -> None:
+        super().notify_style_update()
+        self._strips.clear()
+
+    def render_line(self, y: int) -> Strip:
+        self._lay_out()
+        place = y - 1 + self.scroll_offset.y
+        if y == 0:
+            return self._strip({column.key: (Span(column.label, "dim"),) for column in self.COLUMNS})
+        if not 0 <= place < len(self._keys):
+            return Strip.blank(self.size.width, self.rich_style)
+        key = self._keys[place]
+        strip = self._strips.get(key)
+        if strip is None:
+            strip = self._strips[key] = self._strip(self._rows[key], cursor=place == self._cursor)
+        return strip
+
+    def _lay_out(self) -> None:
+        layout = (self.size.width, self._palette)
+        if layout != self._laid_out_for:
+            self._laid_out_for = layout
+            self._chosen = choose(self.COLUMNS, self.size.width)
+            self._strips.clear()
+
+    def _strip(self, cells: dict[str, Cell], *, cursor: bool = False) -> Strip:
+        base = self.get_component_rich_style("livetable--cursor") if cursor else self.rich_style
+        pad = Segment(" " * CELL_PADDING)
+        segments: list[Segment] = []
         for column, width in self._chosen:
-            label = palette.text((Span(column.label, "dim"),), right=column.right)
-            self.add_column(label, key=column.key, width=width)
-        self._refill(palette, at)
+            segments += [pad, *_segments(cells[column.key], column, width, self._palette), pad]
+        return Strip(segments).adjust_cell_length(self.size.width).apply_style(base)
 
-    def _refill(self, palette: Palette, at: str | None = None) -> None:
-        """Rows came, went or changed places: rare, so all are written anew; the cursor stays on its record."""
-        at = at or self.key_at_cursor
-        offset = self.scroll_offset
-        with self.prevent(DataTable.RowHighlighted):  # nobody moved the cursor
-            self.clear()
-            self._drawn = {}
-            for key, cells in self._wanted.items():
-                line = (palette.text(cells[column.key], right=column.right) for column, _ in self._chosen)
-                self.add_row(*line, key=key)
-                self._drawn[key] = dict(cells)
-        if at in self._drawn:
-            self.go_to(at)
-            self.scroll_to(y=offset.y, animate=False)
+    def _refresh_row(self, place: int) -> None:
+        y = place + 1 - self.scroll_offset.y
+        if 0 < y < self.size.height:
+            self.refresh(Region(0, y, self.size.width, 1))
+
+    # --------------------------------------------------------------------------------------------------------- moving
+
+    def action_move(self, by: int) -> None:
+        self._move_to(self._cursor + by)
+
+    def action_move_page(self, pages: int) -> None:
+        self._move_to(self._cursor + pages * max(1, self.size.height - 2))
+
+    def on_click(self, event: events.Click) -> None:
+        place = event.y - 1 + self.scroll_offset.y
+        if event.y > 0 and place < len(self._keys):
+            self._move_to(place)
+
+    def _move_to(self, place: int) -> None:
+        place = min(max(place, 0), len(self._keys) - 1)
+        if place >= 0 and place != self._cursor:
+            self._set_cursor(place)
+            self.post_message(self.Moved(self, self._keys[place]))
+
+    def _set_cursor(self, place: int) -> None:
+        for changed in (self._cursor, place):
+            if changed < len(self._keys):
+                self._strips.pop(self._keys[changed], None)
+                self._refresh_row(changed)
+        self._cursor = place
+        first, rows = self.scroll_offset.y, max(1, self.size.height - 1)
+        if not first <= place < first + rows:
+            self.scroll_to(y=place if place < first else place - rows + 1, animate=False)
+
+
+def _segments(cell: Cell, column: Column, width: int, palette: Palette) -> list[Segment]:
+    """A cell in exactly ``width`` columns, cut with an ellipsis."""
+    segments, room = [], width
+    for span in cell:
+        text = fit(span.text, room)
+        room -= cell_len(text)
+        segments.append(Segment(text, palette.style(span.role)))
+    blank = Segment(" " * room)
+    return [blank, *segments] if column.right else [*segments, blank]

@@ -11,8 +11,9 @@ from textual.widgets import Static
 from tui import format as fmt
 from tui.format import Span
 from tui.model import Phase, eta_s
-from tui.panels import RECENT, Frame, lines, seed_address
+from tui.panels import READABLE_S, RECENT, Frame, lines, seed_address, set_title
 from tui.table import Cell, Column, LiveTable
+from tui.theme import Palette
 from wire.records import CheckpointInfo, JobInfo, PeerInfo
 
 
@@ -21,6 +22,7 @@ class TablePanel(Vertical):
 
     TOPICS: ClassVar[frozenset[str]] = frozenset()
     TIMED = False
+    EVERY_S = READABLE_S
     TITLE = ""
     NAME = ""
     TABLE: type[LiveTable] = LiveTable
@@ -28,6 +30,7 @@ class TablePanel(Vertical):
     def __init__(self) -> None:
         super().__init__(id=self.NAME, classes="panel")
         self.border_title = self.TITLE
+        self._detail: tuple[Palette, list[Span]] | None = None
 
     def compose(self) -> ComposeResult:
         yield Static(classes="empty")
@@ -40,12 +43,14 @@ class TablePanel(Vertical):
 
     def show(self, frame: Frame) -> None:
         rows = self.rows(frame)
-        self.border_title = f"{self.TITLE} · {len(rows)}" if rows else self.TITLE
+        set_title(self, f"{self.TITLE} · {len(rows)}" if rows else self.TITLE)
         self.set_class(not rows, "-empty")
         if rows:
             self.table.sync(rows, frame.palette)
             detail = self.detail(frame, self.table.key_at_cursor or "") if self.table.hides_columns else []
-            self.query_one(".detail", Static).update(lines([detail], frame.palette) if detail else "")
+            if (frame.palette, detail) != self._detail:
+                self._detail = (frame.palette, detail)
+                self.query_one(".detail", Static).update(lines([detail], frame.palette), layout=False)
             self.set_class(bool(detail), "-detailed")
         else:
             waiting = frame.store.cluster is None and frame.store.link.phase is not Phase.LIVE

@@ -1,4 +1,4 @@
-"""Colours by role, for a dark and a light terminal. Every text has a contrast of at least 4.5 to its surface (WCAG AA)."""
+"""Colours by role, for a dark and a light terminal. Every text role has a contrast of 4.5 or more (WCAG AA)."""
 
 from __future__ import annotations
 
