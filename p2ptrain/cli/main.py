@@ -6,6 +6,7 @@ storage, 70 a mistake in this program, 130 interrupted.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -73,6 +74,9 @@ def root(
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run one command and leave with its exit code. Raises ``SystemExit``."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a place that cannot show "→" shows "?" instead of failing
     try:
         code = app(args=None if args is None else list(args), prog_name="p2ptrain", standalone_mode=False)
     except KeyboardInterrupt:  # before Typer watches for it

@@ -137,6 +137,19 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
     assert (process.returncode, process.stderr) == (1, b"")
 
 
+def test_a_place_that_cannot_show_every_letter_is_no_error() -> None:
+    for arguments, code in ((["peers", "--help"], 0), (["profiles", "show", "täny"], 2)):
+        process = subprocess.run(
+            [sys.executable, "-m", "p2ptrain", *arguments],
+            env=os.environ | {"PYTHONIOENCODING": "latin-1:strict"},
+            capture_output=True,
+            timeout=30,
+            check=False,
+        )
+        assert process.returncode == code
+        assert b"Traceback" not in process.stderr
+
+
 def test_the_default_port_is_that_of_the_wire() -> None:
     client = importlib.import_module("wire.client")
     assert client.DEFAULT_PORT == runtime.DEFAULT_PORT
