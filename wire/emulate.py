@@ -1,18 +1,19 @@
 """Link emulation: any ``Network``, made as slow and unsteady as a ``LinkPreset`` says.
 
-``EmulatedNetwork`` wraps the transport of each connection, dialled or accepted, and shapes **what this side sends**; what it
-receives is passed through untouched. Where both ends are emulated each direction is shaped once; where only one end
-is, only the direction from it is. Dialling costs one round trip of the preset before the inner network is asked.
-Connections do not compete: each has the preset's rate for itself.
+``EmulatedNetwork`` wraps the transport of each connection, dialled or accepted, and shapes **what this side sends**;
+what it receives is passed through untouched. Where both ends are emulated each direction is shaped once; where only
+one end is, only the direction from it is. Dialling costs one round trip of the preset before the inner network is
+asked. Connections do not compete: each has the preset's rate for itself.
 
-A written buffer is not copied. It is cut into views of at most ``PIECE_BYTES``; each is handed to the inner transport when
-the shaper says that its last byte arrives. Until then it counts as unsent: ``get_write_buffer_size`` includes it, the
-writer must not change it, and ``pause_writing`` is called beyond the high-water mark. That mark is therefore about twice
-the bandwidth-delay product by default; a protocol that lowers it and heeds it will not fill the link, as with a small TCP
-window. Setting it to 0 and waiting for ``resume_writing`` means "all of it has gone", as everywhere.
+A written buffer is not copied. It is cut into views of at most ``PIECE_BYTES``; each is handed to the inner transport
+when the shaper says that its last byte arrives. Until then it counts as unsent: ``get_write_buffer_size`` includes
+it, the writer must not change it, and ``pause_writing`` is called beyond the high-water mark. That mark is therefore
+about twice the bandwidth-delay product by default; a protocol that lowers it and heeds it will not fill the link, as
+with a small TCP window. Setting it to 0 and waiting for ``resume_writing`` means "all of it has gone", as everywhere.
 
-``close()`` and ``write_eof()`` reach the other side after what was written before, and no sooner than the link's delay;
-``abort()`` is at once. A cut aborts the connection; its protocol's ``connection_lost`` is given a ``ConnectionResetError``.
+``close()`` and ``write_eof()`` reach the other side after what was written before, and no sooner than the link's
+delay; ``abort()`` is at once. A cut aborts the connection; its protocol's ``connection_lost`` is given a
+``ConnectionResetError``.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ import math
 import random
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 from p2ptrain.core.world import Listener, Network, ProtocolFactory
 from wire.shaper import LinkPreset, LinkShaper
 from wire.transport_base import FlowControl, WriteData, bytes_view, unreachable
 
 PIECE_BYTES = 16 << 10
-LEAST_WINDOW_BYTES = 256 << 10
-MOST_WINDOW_BYTES = 16 << 20
+SPARE_BYTES = 128 << 10
+MOST_WINDOW_BYTES = 8 << 20
 UNLIMITED_BPS = 1e9  # what an unlimited rate counts as when the high-water mark is chosen
 
 
@@ -77,8 +78,8 @@ class _InnerProtocol(asyncio.BufferedProtocol):
         self._transport: EmulatedTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = EmulatedTransport(transport, self._protocol, self._shaper)
+        inner = cast(asyncio.Transport, transport)  # uvloop's are none by name
+        self._transport = EmulatedTransport(inner, self._protocol, self._shaper)
         self._protocol.connection_made(self._transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -92,10 +93,9 @@ class _InnerProtocol(asyncio.BufferedProtocol):
         self._protocol.buffer_updated(nbytes)
 
     def eof_received(self) -> bool:
-        # The inner transport is always kept open: it knows nothing of what is still on the emulated link.
-        if not self._protocol.eof_received() and self._transport is not None:
-            self._transport.close()
-        return True
+        if self._transport is not None:
+            self._transport.inner_eof()
+        return True  # the inner transport is kept open: it knows nothing of what is still on the emulated link
 
     def pause_writing(self) -> None:
         if self._transport is not None:
@@ -117,7 +117,8 @@ class EmulatedTransport(FlowControl):
     """One side of an emulated connection: a queue of (deliver_at, view or mark) before the inner transport."""
 
     def __init__(self, inner: asyncio.Transport, protocol: asyncio.BufferedProtocol, shaper: LinkShaper) -> None:
-        super().__init__(protocol, high_bytes=_window_bytes(shaper.preset))
+        window_bytes = _window_bytes(shaper.preset)
+        super().__init__(protocol, high_bytes=2 * window_bytes, low_bytes=window_bytes)
         self._inner = inner
         self._shaper = shaper
         self._loop = asyncio.get_running_loop()
@@ -125,7 +126,8 @@ class EmulatedTransport(FlowControl):
         self._queued_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._inner_full = False
-        self._eof = self._closing = self._lost = False
+        self._eof = self._read_ended = False
+        self._closing = self._lost = False
         self._cut_error: ConnectionResetError | None = None
         # The inner transport reports each time it is empty, so that flow control here can count down to 0.
         inner.set_write_buffer_limits(high=0)
@@ -175,11 +177,11 @@ class EmulatedTransport(FlowControl):
         return self._closing
 
     def pause_reading(self) -> None:
-        if not self._closing:
+        if not (self._closing or self._read_ended):
             self._inner.pause_reading()
 
     def resume_reading(self) -> None:
-        if not self._closing:
+        if not (self._closing or self._read_ended):  # asyncio would report a second end of the stream
             self._inner.resume_reading()
 
     def is_reading(self) -> bool:
@@ -198,6 +200,11 @@ class EmulatedTransport(FlowControl):
         self._lost = self._closing = True
         self._drop()
         self._protocol.connection_lost(self._cut_error or exc)
+
+    def inner_eof(self) -> None:
+        self._read_ended = True
+        if not self._protocol.eof_received():
+            self.close()
 
     def inner_full(self) -> None:
         self._inner_full = True
@@ -254,5 +261,6 @@ class EmulatedTransport(FlowControl):
 
 
 def _window_bytes(preset: LinkPreset) -> int:
+    """What must be queued at any time so that the link never runs dry: the bandwidth-delay product, and some."""
     in_flight_bytes = (preset.rate_bps or UNLIMITED_BPS) / 8 * (preset.delay_s + preset.jitter_s)
-    return int(min(max(2 * in_flight_bytes, LEAST_WINDOW_BYTES), MOST_WINDOW_BYTES))
+    return min(int(in_flight_bytes) + SPARE_BYTES, MOST_WINDOW_BYTES)

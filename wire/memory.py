@@ -25,8 +25,8 @@ class MemoryNetwork:
     that name, and what listens there on every interface is found under it. Listening on every interface of the default
     host is found under any name.
 
-    A pipe has no buffer of its own: bytes stay in the writer's memory, uncopied and counted as unsent, until they are in
-    the reader's buffer. Unlike with a kernel between, what was not read has not gone.
+    A pipe has no buffer of its own: bytes stay in the writer's memory, uncopied and counted as unsent, until they are
+    in the reader's buffer. Unlike with a kernel between, what was not read has not gone.
 
     Args:
         pipe_bytes: the default high-water mark of a connection, and the most that one delivery moves.
@@ -44,6 +44,7 @@ class MemoryNetwork:
 
     async def connect(self, host: str, port: int, factory: ProtocolFactory, *, timeout_s: float) -> None:
         """Dial ``host:port``. Raises ``Unreachable``; between silenced hosts only when ``timeout_s`` passed."""
+        check_port(port, least=1)
         target = self._host if host in LOOPBACK else host
         path = frozenset((self._host, target))
         try:

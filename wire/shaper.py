@@ -9,7 +9,8 @@ Theory of operation. A ``LinkShaper`` stands for one direction of one TCP connec
 - **Rate** is a token bucket: between two departures no more than ``burst_bytes + rate * seconds`` leave. It is kept as
   one number, the time at which all that was accepted so far would be through at the plain rate (virtual scheduling;
   ITU-T I.371, the generic cell rate algorithm).
-- **Stalls** hold departures, as a scanning Wi-Fi card does; afterwards the backlog leaves at the plain rate, not at once.
+- **Stalls** hold departures, as a scanning Wi-Fi card does; afterwards the backlog leaves at the plain rate, not at
+  once.
 - **Jitter** is uniform in [0, ``jitter_ms``] and never reorders.
 - **Loss** is what the application sees of it over TCP: never a missing byte, always a late one. A send of k segments of
   1448 bytes is hit with probability ``1 - (1 - loss)^k``. With three segments to follow the lost one (k >= 4) three
@@ -46,8 +47,8 @@ class LinkPreset:
         jitter_ms: what a delivery may be later than that, at most.
         rate_bps: bits per second; 0 is unlimited.
         loss: probability that a segment is lost, below 1.
-        stall_every_s, stall_s: every ``stall_every_s`` the link sends nothing for ``stall_s``; the first stall begins at
-            a random point of the first period.
+        stall_every_s, stall_s: every ``stall_every_s`` the link sends nothing for ``stall_s``; the first stall begins
+            at a random point of the first period.
         cut_after_s: age at which the connection breaks.
         burst_bytes: what may leave at once after a pause.
     Raises: ``UserError`` where a figure cannot be.

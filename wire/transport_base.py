@@ -69,11 +69,12 @@ class FlowControl(asyncio.Transport):
     shrank.
     """
 
-    def __init__(self, protocol: asyncio.BufferedProtocol, *, high_bytes: int) -> None:
+    def __init__(self, protocol: asyncio.BufferedProtocol, *, high_bytes: int, low_bytes: int | None = None) -> None:
         super().__init__()
         self._protocol = protocol
         self._writing_paused = False
-        self._high_bytes, self._low_bytes = high_bytes, high_bytes // 4
+        self._high_bytes = high_bytes
+        self._low_bytes = high_bytes // 4 if low_bytes is None else low_bytes
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         if high is None:

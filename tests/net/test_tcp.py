@@ -1,0 +1,253 @@
+"""TCP proper: options of real sockets, real addresses, real deaths, and the words for what goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+import uvloop
+
+from p2ptrain.core.errors import Unreachable, UserError
+from p2ptrain.core.world import Network
+from wire.recorder import Recorder
+from wire.transport import TcpNetwork
+from wire.transport_base import cannot_listen, format_address, unreachable
+
+Play = Callable[[Callable[[], Awaitable[None]]], None]
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def play(request: pytest.FixtureRequest) -> Play:
+    def run(scenario: Callable[[], Awaitable[None]]) -> None:
+        async def bounded() -> None:
+            async with asyncio.timeout(20):
+                await scenario()
+
+        loops = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+        with asyncio.Runner(loop_factory=loops[request.param]) as runner:
+            runner.run(bounded())
+
+    return run
+
+
+def addresses_here() -> list[str]:
+    with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        return ["127.0.0.1", "::1", "localhost"]
+    return ["127.0.0.1", "localhost"]
+
+
+@contextlib.asynccontextmanager
+async def connection(network: Network, host: str = "127.0.0.1") -> AsyncIterator[tuple[Recorder, Recorder]]:
+    accepted: asyncio.Queue[Recorder] = asyncio.Queue()
+
+    def factory() -> Recorder:
+        accepted.put_nowait(recorder := Recorder())
+        return recorder
+
+    dialler = Recorder()
+    listener = await network.listen(host, 0, factory)
+    await network.connect(host, listener.address[1], lambda: dialler, timeout_s=5)
+    acceptor = await accepted.get()
+    await acceptor.until(lambda: bool(acceptor.events))
+    try:
+        yield dialler, acceptor
+    finally:
+        for end in (dialler, acceptor):
+            end.transport.abort()
+            await end.until_lost()
+        await listener.close()
+
+
+@pytest.mark.parametrize("host", addresses_here())
+def test_every_kind_of_address_carries_bytes(play: Play, host: str) -> None:
+    async def scenario() -> None:
+        async with connection(TcpNetwork(), host) as (dialler, acceptor):
+            acceptor.transport.write(b"hello")
+            assert await dialler.until_received(5) == b"hello"
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0"])
+def test_listening_everywhere_is_reached_on_the_loopback(play: Play, host: str) -> None:
+    async def scenario() -> None:
+        network = TcpNetwork()
+        listener = await network.listen(host, 0, Recorder)
+        dialler = Recorder()
+        await network.connect("127.0.0.1", listener.address[1], lambda: dialler, timeout_s=5)
+        await listener.close()
+        dialler.transport.abort()
+        await dialler.until_lost()
+
+    play(scenario)
+
+
+def test_both_ends_have_the_options_that_find_a_dead_peer(play: Play) -> None:
+    async def scenario() -> None:
+        async with connection(TcpNetwork(keepalive_s=9, user_timeout_s=45)) as ends:
+            for end in ends:
+                sock = end.transport.get_extra_info("socket")
+                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+                assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                for name, value in {"TCP_KEEPIDLE": 9, "TCP_KEEPINTVL": 3, "TCP_USER_TIMEOUT": 45_000}.items():
+                    if hasattr(socket, name):
+                        assert sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) == value, name
+
+    play(scenario)
+
+
+def test_buffers_have_the_size_that_was_asked_for(play: Play) -> None:
+    async def sizes(network: Network) -> list[int]:
+        async with connection(network) as ends:
+            options = (socket.SO_SNDBUF, socket.SO_RCVBUF)
+            sockets = [end.transport.get_extra_info("socket") for end in ends]
+            return [sock.getsockopt(socket.SOL_SOCKET, option) for sock in sockets for option in options]
+
+    async def scenario() -> None:
+        asked = await sizes(TcpNetwork(buffer_bytes=50_000))
+        assert all(50_000 <= size <= 100_000 for size in asked)  # Linux doubles it for its own bookkeeping
+
+    play(scenario)
+
+
+def test_a_killed_process_is_noticed(play: Play) -> None:
+    child_code = """if True:
+        import socket, sys
+        connection = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+        connection.sendall(b"alive")
+        connection.recv(1)
+    """
+
+    async def scenario() -> None:
+        acceptor = Recorder()
+        listener = await TcpNetwork().listen("127.0.0.1", 0, lambda: acceptor)
+        port = str(listener.address[1])
+        child = await asyncio.create_subprocess_exec(sys.executable, "-c", child_code, port)
+        try:
+            await acceptor.until_received(5, timeout_s=15)
+        finally:
+            child.kill()
+            await child.wait()
+        await acceptor.until_lost()
+        await listener.close()
+
+    play(scenario)
+
+
+def test_a_machine_that_swallows_packets_is_given_up_in_time(play: Play) -> None:
+    """A full backlog drops what comes next, as a firewall does."""
+
+    async def scenario() -> None:
+        with socket.socket() as full, contextlib.ExitStack() as fillers:
+            full.bind(("127.0.0.1", 0))
+            full.listen(0)
+            host, port = full.getsockname()
+            for _ in range(4):
+                filler = fillers.enter_context(socket.socket())
+                filler.setblocking(False)
+                filler.connect_ex((host, port))
+            with pytest.raises(Unreachable, match=r"no answer within 0\.2 s") as caught:
+                await TcpNetwork().connect(host, port, Recorder, timeout_s=0.2)
+            assert "firewall" in caught.value.remedy
+            dialling = asyncio.ensure_future(TcpNetwork().connect(host, port, Recorder, timeout_s=60))
+            await asyncio.sleep(0)
+            dialling.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await dialling
+
+    play(scenario)
+
+
+def test_each_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        network = TcpNetwork()
+        gone = await network.listen("127.0.0.1", 0, Recorder)
+        await gone.close()
+        there = await network.listen("127.0.0.1", 0, Recorder)
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", place.address) for place in (gone, there)]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: found)
+        dialler = Recorder()
+        await network.connect("two.example", 1, lambda: dialler, timeout_s=5)
+        assert dialler.transport.get_extra_info("peername") == there.address
+        del found[1]
+        with pytest.raises(Unreachable, match=r"two\.example:1: connection refused"):
+            await network.connect("two.example", 1, Recorder, timeout_s=5)
+        dialler.transport.abort()
+        await dialler.until_lost()
+        await there.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_name_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_args: object, **_kwargs: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    async def scenario() -> None:
+        monkeypatch.setattr(socket, "getaddrinfo", unknown)
+        with pytest.raises(Unreachable, match="host name is not known") as caught:
+            await TcpNetwork().connect("sede", 7337, Recorder, timeout_s=5)
+        assert "check the name" in caught.value.remedy
+        with pytest.raises(UserError, match="host name is not known"):
+            await TcpNetwork().listen("sede", 7337, Recorder)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 64 + ".example"])
+def test_a_name_that_is_none(play: Play, host: str) -> None:
+    async def scenario() -> None:
+        with pytest.raises(Unreachable, match="host name is not known"):
+            await TcpNetwork().connect(host, 7337, Recorder, timeout_s=5)
+        with pytest.raises(UserError, match="host name is not known"):
+            await TcpNetwork().listen(host, 7337, Recorder)
+
+    play(scenario)
+
+
+def test_an_address_of_another_machine_cannot_be_bound(play: Play) -> None:
+    async def scenario() -> None:
+        with pytest.raises(UserError, match="not an address of this machine") as caught:
+            await TcpNetwork().listen("192.0.2.1", 0, Recorder)
+        assert "0.0.0.0" in caught.value.remedy
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "remedy"),
+    [
+        (OSError(errno.EHOSTUNREACH, "No route to host"), "no route to it", "VPN"),
+        (OSError(errno.ENETUNREACH, "Network is unreachable"), "no route to it", "VPN"),
+        (TimeoutError(errno.ETIMEDOUT, "Connection timed out"), "no answer within 5 s", "firewall"),
+        (OSError(errno.EMFILE, "Too many open files"), "Too many open files", ""),
+    ],
+)
+def test_why_a_peer_is_unreachable(error: OSError, message: str, remedy: str) -> None:
+    said = unreachable("fe80::1", 7337, error, 5.0)
+    assert said.message == f"cannot reach [fe80::1]:7337: {message}"
+    assert remedy in said.remedy
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "remedy"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied"), "port 80 is not permitted", "above 1023"),
+        (OSError(errno.EADDRINUSE, "Address already in use"), "port 80 is in use", "--port"),
+        (OSError(errno.ENOBUFS, "No buffer space available"), "No buffer space available", ""),
+    ],
+)
+def test_why_an_address_cannot_be_bound(error: OSError, message: str, remedy: str) -> None:
+    said = cannot_listen("0.0.0.0", 80, error)
+    assert said.message == f"cannot listen on 0.0.0.0:80: {message}"
+    assert remedy in said.remedy
+
+
+def test_ipv6_addresses_are_bracketed() -> None:
+    assert format_address("::1", 7) == "[::1]:7"
+    assert format_address("seed.local", 7) == "seed.local:7"

@@ -1,0 +1,286 @@
+"""Emulated links over the in-memory network, on virtual time: every arrival is exact."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from p2ptrain.core.errors import Unreachable
+from p2ptrain.core.world import Network
+from wire.emulate import PIECE_BYTES, EmulatedNetwork
+from wire.memory import MemoryNetwork
+from wire.recorder import Recorder
+from wire.shaper import PRESETS, LinkPreset
+from wire.virtual import VirtualClockLoop, run_virtual
+
+DELAY_S = 0.050
+PLAIN = LinkPreset("plain", delay_ms=50.0)
+SLOW = replace(PLAIN, rate_bps=8e6)  # a byte a microsecond
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def exactly(seconds: float) -> object:
+    return pytest.approx(seconds, abs=1e-9)
+
+
+async def pair(dialling: Network, listening: Network, accept: Recorder | None = None) -> tuple[Recorder, Recorder]:
+    dialler, acceptor = Recorder(), accept or Recorder()
+    listener = await listening.listen("host", 0, lambda: acceptor)
+    await dialling.connect(*listener.address, lambda: dialler, timeout_s=5)
+    await acceptor.until(lambda: bool(acceptor.events))
+    return dialler, acceptor
+
+
+async def emulated_pair(preset: LinkPreset, seed: int = 0) -> tuple[Recorder, Recorder]:
+    network = EmulatedNetwork(MemoryNetwork(), preset, seed)
+    return await pair(network, network)
+
+
+def test_both_ends_emulated_delay_each_direction_once() -> None:
+    async def main() -> None:
+        inner = MemoryNetwork()
+        dialler, acceptor = await pair(EmulatedNetwork(inner, PLAIN, 1), EmulatedNetwork(inner, PLAIN, 2))
+        for sender, receiver in ((dialler, acceptor), (acceptor, dialler)):
+            sent_at = now()
+            sender.transport.write(b"ping")
+            await receiver.until_received(4)
+            assert now() == exactly(sent_at + DELAY_S)
+
+    run_virtual(main())
+
+
+def test_one_end_emulated_delays_what_it_sends_only() -> None:
+    async def main() -> None:
+        inner = MemoryNetwork()
+        dialler, acceptor = await pair(EmulatedNetwork(inner, PLAIN, 1), inner)
+        sent_at = now()
+        acceptor.transport.write(b"ping")
+        await dialler.until_received(4)
+        assert now() == exactly(sent_at)
+        dialler.transport.write(b"pong")
+        await acceptor.until_received(4)
+        assert now() == exactly(sent_at + DELAY_S)
+
+    run_virtual(main())
+
+
+def test_dialling_takes_a_round_trip_and_fails_when_that_is_too_long() -> None:
+    async def main() -> None:
+        network = EmulatedNetwork(MemoryNetwork(), PLAIN, 0)
+        listener = await network.listen("host", 0, Recorder)
+        await network.connect(*listener.address, Recorder, timeout_s=1)
+        assert now() == exactly(2 * DELAY_S)
+        begun_at = now()
+        with pytest.raises(Unreachable, match=r"no answer within 0.08 s"):
+            await network.connect(*listener.address, Recorder, timeout_s=0.08)
+        assert now() == exactly(begun_at + 0.08)
+
+    run_virtual(main())
+
+
+def test_a_large_write_streams_at_the_rate() -> None:
+    async def main() -> None:
+        dialler, acceptor = await emulated_pair(SLOW)
+        total, sent_at = 1 << 20, now()
+        dialler.transport.write(bytes(total))
+        await acceptor.until_received(total)
+        assert acceptor.arrivals == [
+            (exactly(sent_at + DELAY_S + done * 1e-6), done) for done in range(PIECE_BYTES, total + 1, PIECE_BYTES)
+        ]
+
+    run_virtual(main())
+
+
+def test_the_payload_is_never_copied_on_the_way() -> None:
+    async def main() -> None:
+        dialler, acceptor = await emulated_pair(PLAIN)
+        payload = bytearray(b"before")
+        dialler.transport.write(payload)
+        payload[:] = b"behind"
+        assert await acceptor.until_received(6) == b"behind"
+        payload.clear()  # and nothing holds it afterwards, else this would be a BufferError
+
+    run_virtual(main())
+
+
+def test_the_writer_is_paused_above_high_water_and_resumed_below_low() -> None:
+    async def main() -> None:
+        dialler, acceptor = await emulated_pair(SLOW)
+        transport = dialler.transport
+        transport.set_write_buffer_limits(high=100_000, low=40_000)
+        sent_at = now()
+        transport.write(bytes(100_000))
+        assert dialler.events == ["made"]
+        transport.write(b"!")
+        assert dialler.writing_paused
+        assert transport.get_write_buffer_size() == 100_001
+        await dialler.until(lambda: not dialler.writing_paused)
+        # Pieces of 16384: after the fourth, 34465 bytes are left.
+        assert now() == exactly(sent_at + DELAY_S + 4 * PIECE_BYTES * 1e-6)
+        assert transport.get_write_buffer_size() == 100_001 - 4 * PIECE_BYTES
+        await acceptor.until_received(100_001)
+        assert transport.get_write_buffer_size() == 0
+        assert dialler.events == ["made", "paused", "resumed"]
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_default_window_fills_the_link(name: str) -> None:
+    async def main() -> None:
+        preset = replace(PRESETS[name], loss=0.0, stall_s=0.0)
+        dialler, acceptor = await emulated_pair(preset)
+        total, sent_at = 16 << 20, now()
+        writing = asyncio.ensure_future(dialler.write_all(memoryview(bytes(total)), timeout_s=60))
+        await acceptor.until_received(total, timeout_s=60)
+        await writing
+        ideal_s = total * 8 / preset.rate_bps + preset.delay_s
+        assert ideal_s - preset.burst_bytes * 8 / preset.rate_bps <= now() - sent_at <= ideal_s * 1.02 + preset.jitter_s
+
+    run_virtual(main())
+
+
+def test_what_the_reader_does_not_take_is_kept_in_order_behind_it() -> None:
+    async def main() -> None:
+        dialler, acceptor = await emulated_pair(PLAIN)
+        acceptor.transport.pause_reading()
+        text = bytes(range(256)) * 1000
+        dialler.transport.write(text)
+        await asyncio.sleep(10)
+        assert not acceptor.received
+        assert dialler.transport.get_write_buffer_size() == len(text)
+        acceptor.transport.resume_reading()
+        assert await acceptor.until_received(len(text)) == text
+        assert now() == exactly(10 + 2 * DELAY_S)
+
+    run_virtual(main())
+
+
+def test_close_sends_everything_first_and_arrives_after_the_delay() -> None:
+    async def main() -> None:
+        dialler, acceptor = await emulated_pair(SLOW)
+        closed_at = now()
+        dialler.transport.write(bytes(100_000))
+        dialler.transport.close()
+        dialler.transport.write(b"too late")
+        assert await acceptor.until_lost() is None
+        assert len(acceptor.received) == 100_000
+        # The end arrives with the last byte; the acceptor's own close then takes the way back.
+        assert now() == exactly(closed_at + DELAY_S + 0.1 + DELAY_S)
+        assert await dialler.until_lost() is None
+
+    run_virtual(main())
+
+
+def test_close_of_an_idle_connection_is_seen_a_delay_later() -> None:
+    async def main() -> None:
+        dialler, acceptor = await emulated_pair(PLAIN)
+        closed_at = now()
+        dialler.transport.close()
+        await acceptor.until(lambda: "eof" in acceptor.events)
+        assert now() == exactly(closed_at + DELAY_S)
+
+    run_virtual(main())
+
+
+def test_abort_drops_what_is_on_the_way() -> None:
+    async def main() -> None:
+        dialler, acceptor = await emulated_pair(SLOW)
+        aborted_at = now()
+        dialler.transport.write(bytes(100_000))
+        dialler.transport.abort()
+        assert dialler.transport.get_write_buffer_size() == 0
+        assert isinstance(await acceptor.until_lost(), ConnectionResetError)
+        assert not acceptor.received
+        assert await dialler.until_lost() is None
+        assert now() == exactly(aborted_at)
+
+    run_virtual(main())
+
+
+def test_a_cut_ends_both_sides_with_an_error_and_drops_what_is_on_the_way() -> None:
+    async def main() -> None:
+        dialler, acceptor = await emulated_pair(replace(SLOW, cut_after_s=30.0))
+        opened_at = now()
+        await asyncio.sleep(29.9)
+        dialler.transport.write(bytes(1_000_000))
+        error = await dialler.until_lost()
+        assert isinstance(error, ConnectionResetError)
+        assert "plain was cut after 30 s" in str(error)
+        assert isinstance(await acceptor.until_lost(), ConnectionResetError)
+        assert now() == exactly(opened_at + 30)
+        assert 0 < len(acceptor.received) < 100_000
+        assert dialler.events[-1] == acceptor.events[-1] == "lost"
+
+    run_virtual(main())
+
+
+def test_a_connection_closed_before_its_cut_leaves_no_timer_behind() -> None:
+    async def main() -> None:
+        dialler, acceptor = await emulated_pair(replace(PLAIN, cut_after_s=30.0))
+        dialler.transport.close()
+        await dialler.until_lost()
+        await acceptor.until_lost()
+        await asyncio.sleep(60)
+        assert dialler.lost_by == acceptor.lost_by == [None]
+
+    run_virtual(main())
+
+
+def test_a_peer_that_breaks_off_ends_the_emulated_side_at_once() -> None:
+    async def main() -> None:
+        inner = MemoryNetwork()
+        dialler, acceptor = await pair(EmulatedNetwork(inner, SLOW, 1), inner)
+        dialler.transport.write(bytes(1_000_000))
+        await acceptor.until_received(1)
+        broken_at = now()
+        acceptor.transport.abort()
+        assert isinstance(await dialler.until_lost(), ConnectionResetError)
+        assert now() == exactly(broken_at)
+        assert dialler.transport.get_write_buffer_size() == 0
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_equal_seeds_replay_equal_links_and_connections_differ(seed: int) -> None:
+    rough = PRESETS["lossy"]
+
+    async def main() -> list[list[tuple[float, int]]]:
+        network = EmulatedNetwork(MemoryNetwork(), rough, seed)
+        runs = []
+        for _ in range(2):
+            dialler, acceptor = await pair(network, network)
+            opened_at = now()
+            for _ in range(50):
+                dialler.transport.write(bytes(2000))
+                await asyncio.sleep(0.1)
+            await acceptor.until_received(100_000)
+            runs.append([(round(at - opened_at, 9), total) for at, total in acceptor.arrivals])
+        return runs
+
+    first, second = run_virtual(main()), run_virtual(main())
+    assert first == second
+    assert first[0] != first[1]
+
+
+def test_the_virtual_clock_jumps_and_tells_of_a_deadlock() -> None:
+    async def sleeper() -> float:
+        async with asyncio.timeout(10_000):
+            await asyncio.sleep(3600)
+        return now()
+
+    async def waits_for_nobody() -> None:
+        await asyncio.get_running_loop().create_future()
+
+    assert run_virtual(sleeper()) == exactly(3600)
+    with pytest.raises(RuntimeError, match="deadlock at virtual time 0 s"):
+        run_virtual(waits_for_nobody())
+    loop = VirtualClockLoop()
+    assert loop.time() == 0
+    loop.close()

@@ -1,0 +1,439 @@
+"""Every network keeps the same promises: TCP on both event loops, memory, and emulated links over either."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import uvloop
+
+from p2ptrain.core.errors import Unreachable, UserError
+from p2ptrain.core.world import Listener, Network
+from wire.emulate import EmulatedNetwork
+from wire.recorder import Recorder
+from wire.shaper import LinkPreset
+from wire.transport import MemoryNetwork, TcpNetwork
+from wire.virtual import VirtualClockLoop
+
+HOST = "127.0.0.1"
+KERNEL_BUFFER_BYTES = 128 << 10
+QUICK = LinkPreset("quick", 1.0, 0.5, 2e9, burst_bytes=32 << 10)
+ROUGH = LinkPreset("rough", 20.0, 10.0, 2e8, 0.01, stall_every_s=0.5, stall_s=0.1, burst_bytes=8 << 10)
+
+Scenario = Callable[[Network], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """An event loop, and a network on it."""
+
+    loop: Callable[[], asyncio.AbstractEventLoop]
+    network: Callable[[], Network]
+
+    def play(self, scenario: Scenario) -> None:
+        async def bounded() -> None:
+            async with asyncio.timeout(20):
+                await scenario(self.network())
+
+        with asyncio.Runner(loop_factory=self.loop) as runner:
+            runner.run(bounded())
+
+
+def tcp() -> Network:
+    return TcpNetwork(buffer_bytes=KERNEL_BUFFER_BYTES)
+
+
+STAGES = {
+    "tcp-asyncio": Stage(asyncio.new_event_loop, tcp),
+    "tcp-uvloop": Stage(uvloop.new_event_loop, tcp),
+    "memory": Stage(asyncio.new_event_loop, MemoryNetwork),
+    "memory-virtual": Stage(VirtualClockLoop, MemoryNetwork),
+    "emulated-memory": Stage(VirtualClockLoop, lambda: EmulatedNetwork(MemoryNetwork(), ROUGH, 1)),
+    "emulated-tcp-asyncio": Stage(asyncio.new_event_loop, lambda: EmulatedNetwork(tcp(), QUICK, 1)),
+    "emulated-tcp-uvloop": Stage(uvloop.new_event_loop, lambda: EmulatedNetwork(tcp(), QUICK, 1)),
+}
+
+
+@pytest.fixture(params=list(STAGES))
+def stage(request: pytest.FixtureRequest) -> Stage:
+    return STAGES[request.param]
+
+
+async def connected(
+    network: Network, *, dial: dict[str, Any] | None = None, accept: dict[str, Any] | None = None
+) -> tuple[Recorder, Recorder, Listener]:
+    """A dialler, its acceptor, and the listener, all open."""
+    accepted: asyncio.Queue[Recorder] = asyncio.Queue()
+    dialler = Recorder(**(dial or {}))
+
+    def factory() -> Recorder:
+        acceptor = Recorder(**(accept or {}))
+        accepted.put_nowait(acceptor)
+        return acceptor
+
+    listener = await network.listen(HOST, 0, factory)
+    await network.connect(*listener.address, lambda: dialler, timeout_s=5)
+    assert dialler.events == ["made"]
+    async with asyncio.timeout(5):
+        acceptor = await accepted.get()
+    await acceptor.until(lambda: acceptor.events == ["made"])
+    return dialler, acceptor, listener
+
+
+async def hang_up(*things: Recorder | Listener) -> None:
+    """Close everything, and see each connection lost exactly once, last of all."""
+    for thing in things:
+        if isinstance(thing, Recorder):
+            thing.transport.close()
+            await thing.until_lost()
+            assert thing.events.count("lost") == 1
+            assert thing.events[0] == "made"
+            assert thing.events[-1] == "lost"
+        else:
+            await thing.close()
+
+
+def noise(nbytes: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(nbytes)
+
+
+def test_both_ends_know_each_other_by_the_same_names(stage: Stage) -> None:
+    async def scenario(network: Network) -> None:
+        dialler, acceptor, listener = await connected(network)
+        near, far = dialler.transport, acceptor.transport
+        assert near.get_extra_info("peername")[:2] == listener.address == far.get_extra_info("sockname")[:2]
+        assert near.get_extra_info("sockname")[:2] == far.get_extra_info("peername")[:2]
+        assert listener.address[1] > 0
+        assert near.get_extra_info("no such thing", "default") == "default"
+        await hang_up(dialler, acceptor, listener)
+
+    stage.play(scenario)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_bytes_arrive_in_order_and_whole_in_both_directions_at_once(stage: Stage, seed: int) -> None:
+    async def scenario(network: Network) -> None:
+        rng = random.Random(seed)
+        buffers = [{"buffer_bytes": rng.choice((97, 4096, 1 << 20))} for _ in range(2)]
+        dialler, acceptor, listener = await connected(network, dial=buffers[0], accept=buffers[1])
+        texts = {dialler: noise(rng.randrange(1, 400_000), seed), acceptor: noise(rng.randrange(1, 400_000), seed + 9)}
+        for end, text in texts.items():
+            view = memoryview(text)
+            while view:
+                parts = [view[:0]]
+                for _ in range(rng.randrange(1, 4)):
+                    size = rng.choice((1, 20, 1448, 70_000))
+                    parts.append(view[:size])
+                    view = view[size:]
+                if rng.random() < 0.5:
+                    end.transport.writelines(parts)
+                else:
+                    for part in parts:
+                        end.transport.write(part)
+        assert await acceptor.until_received(len(texts[dialler])) == texts[dialler]
+        assert await dialler.until_received(len(texts[acceptor])) == texts[acceptor]
+        await hang_up(dialler, acceptor, listener)
+        assert len(acceptor.received) == len(texts[dialler])
+
+    stage.play(scenario)
+
+
+@pytest.mark.parametrize("buffer_bytes", [1, 7])
+def test_tiny_read_buffers_lose_nothing(stage: Stage, buffer_bytes: int) -> None:
+    async def scenario(network: Network) -> None:
+        text = noise(3000)
+        dialler, acceptor, listener = await connected(network, accept={"buffer_bytes": buffer_bytes})
+        dialler.transport.write(text)
+        assert await acceptor.until_received(len(text)) == text
+        await hang_up(dialler, acceptor, listener)
+
+    stage.play(scenario)
+
+
+def test_a_reader_that_stops_holds_the_writer_and_bounds_memory(stage: Stage) -> None:
+    total, chunk = 8 << 20, 64 << 10
+
+    def sip(reader: Recorder) -> None:
+        """Pause after every read, and resume one turn of the loop later."""
+        reader.transport.pause_reading()
+        asyncio.get_running_loop().call_soon(reader.transport.resume_reading)
+
+    async def scenario(network: Network) -> None:
+        dialler, acceptor, listener = await connected(network, accept={"on_bytes": sip})
+        acceptor.transport.pause_reading()
+        text = memoryview(noise(total))
+        low, high = 32 << 10, 256 << 10
+        dialler.transport.set_write_buffer_limits(high=high, low=low)
+        writing = asyncio.ensure_future(dialler.write_all(text, chunk_bytes=chunk, timeout_s=15))
+        await dialler.until(lambda: dialler.writing_paused)
+        assert not acceptor.received
+        acceptor.transport.resume_reading()
+        assert await acceptor.until_received(total, timeout_s=15) == text
+        assert chunk <= await writing <= high + chunk
+        await dialler.until(lambda: not dialler.writing_paused)
+        assert dialler.transport.get_write_buffer_size() <= low
+        await hang_up(dialler, acceptor, listener)
+
+    stage.play(scenario)
+
+
+def test_what_waits_in_the_network_is_bounded_too(stage: Stage) -> None:
+    async def scenario(network: Network) -> None:
+        dialler, acceptor, listener = await connected(network)
+        acceptor.transport.pause_reading()
+        dialler.transport.set_write_buffer_limits(high=64 << 10)
+        accepted_bytes = 0
+        chunk = bytes(16 << 10)
+        while accepted_bytes < 8 << 20 and not dialler.writing_paused:
+            dialler.transport.write(chunk)
+            accepted_bytes += len(chunk)
+            await asyncio.sleep(0)
+        assert accepted_bytes < 2 << 20
+        dialler.transport.abort()
+        acceptor.transport.abort()
+        await hang_up(dialler, acceptor, listener)
+
+    stage.play(scenario)
+
+
+def test_with_a_high_water_mark_of_zero_resume_means_all_has_gone(stage: Stage) -> None:
+    async def scenario(network: Network) -> None:
+        dialler, acceptor, listener = await connected(network)
+        dialler.transport.set_write_buffer_limits(high=0)
+        await dialler.until(lambda: not dialler.writing_paused)
+        text = noise(4 << 20)
+        dialler.transport.write(text)
+        assert dialler.writing_paused
+        assert dialler.transport.get_write_buffer_size() > 0
+        await dialler.until(lambda: not dialler.writing_paused)
+        assert dialler.transport.get_write_buffer_size() == 0
+        assert await acceptor.until_received(len(text)) == text
+        await hang_up(dialler, acceptor, listener)
+
+    stage.play(scenario)
+
+
+def test_write_buffer_limits_follow_asyncio(stage: Stage) -> None:
+    async def scenario(network: Network) -> None:
+        dialler, acceptor, listener = await connected(network)
+        transport = dialler.transport
+        transport.set_write_buffer_limits(high=1000)
+        assert transport.get_write_buffer_limits() == (250, 1000)
+        transport.set_write_buffer_limits(low=1000)
+        assert transport.get_write_buffer_limits() == (1000, 4000)
+        transport.set_write_buffer_limits()
+        assert transport.get_write_buffer_limits() == (16 << 10, 64 << 10)
+        with pytest.raises(ValueError, match="low"):
+            transport.set_write_buffer_limits(high=1, low=2)
+        await hang_up(dialler, acceptor, listener)
+
+    stage.play(scenario)
+
+
+def test_a_reader_that_leaves_halfway_is_noticed(stage: Stage) -> None:
+    total = 4 << 20
+
+    def leave_halfway(reader: Recorder) -> None:
+        if len(reader.received) > total // 2:
+            reader.transport.close()
+
+    async def scenario(network: Network) -> None:
+        dialler, acceptor, listener = await connected(network, accept={"on_bytes": leave_halfway})
+        text = noise(total)
+        dialler.transport.write(text)
+        assert await acceptor.until_lost() is None
+        await dialler.until_lost()
+        assert text.startswith(acceptor.received)
+        assert len(acceptor.received) < total
+        await hang_up(dialler, acceptor, listener)
+
+    stage.play(scenario)
+
+
+def test_close_sends_what_was_written_before(stage: Stage) -> None:
+    async def scenario(network: Network) -> None:
+        dialler, acceptor, listener = await connected(network)
+        text = noise(1 << 20)
+        dialler.transport.write(text)
+        dialler.transport.close()
+        assert dialler.transport.is_closing()
+        assert await acceptor.until_lost() is None
+        assert acceptor.received == text
+        assert acceptor.events[-2:] == ["eof", "lost"]
+        assert await dialler.until_lost() is None
+        await hang_up(dialler, acceptor, listener)
+
+    stage.play(scenario)
+
+
+def test_what_is_written_after_the_end_goes_nowhere(stage: Stage) -> None:
+    async def scenario(network: Network) -> None:
+        dialler, acceptor, listener = await connected(network)
+        dialler.transport.close()
+        await dialler.until_lost()
+        with contextlib.suppress(RuntimeError):  # uvloop's word for it; asyncio ignores it
+            dialler.transport.write(b"too late")
+        await acceptor.until_lost()
+        assert not acceptor.received
+        await hang_up(dialler, acceptor, listener)
+
+    stage.play(scenario)
+
+
+def test_a_closed_end_reads_no_more(stage: Stage) -> None:
+    async def scenario(network: Network) -> None:
+        dialler, acceptor, listener = await connected(network)
+        dialler.transport.close()
+        assert not dialler.transport.is_reading()
+        acceptor.transport.write(noise(100_000))
+        await dialler.until_lost()
+        await acceptor.until_lost()
+        assert not dialler.received
+        await hang_up(dialler, acceptor, listener)
+
+    stage.play(scenario)
+
+
+def test_abort_drops_and_is_seen_by_the_other_side(stage: Stage) -> None:
+    async def scenario(network: Network) -> None:
+        dialler, acceptor, listener = await connected(network)
+        text = noise(8 << 20)
+        dialler.transport.write(text)
+        dialler.transport.abort()
+        assert dialler.transport.is_closing()
+        await acceptor.until_lost()
+        assert await dialler.until_lost() is None
+        assert len(acceptor.received) < len(text)
+        assert text.startswith(acceptor.received)
+        await hang_up(dialler, acceptor, listener)
+
+    stage.play(scenario)
+
+
+def test_a_connection_is_lost_once_however_often_it_is_ended(stage: Stage) -> None:
+    async def scenario(network: Network) -> None:
+        dialler, acceptor, listener = await connected(network)
+        for end in (dialler, acceptor):
+            end.transport.write(noise(300_000))
+            end.transport.close()
+            end.transport.close()
+            end.transport.abort()
+            end.transport.abort()
+            end.transport.pause_reading()
+            end.transport.resume_reading()
+        await hang_up(dialler, acceptor, listener)
+        assert dialler.events.count("eof") <= 1
+
+    stage.play(scenario)
+
+
+def test_half_a_connection_can_be_closed(stage: Stage) -> None:
+    async def scenario(network: Network) -> None:
+        dialler, acceptor, listener = await connected(network, accept={"keep_open": True})
+        assert dialler.transport.can_write_eof()
+        question, answer = noise(200_000, 1), noise(300_000, 2)
+        dialler.transport.write(question)
+        dialler.transport.write_eof()
+        with pytest.raises(RuntimeError):
+            dialler.transport.write(b"too late")
+        await acceptor.until(lambda: "eof" in acceptor.events)
+        assert acceptor.received == question
+        acceptor.transport.write(answer)
+        acceptor.transport.close()
+        assert await dialler.until_lost() is None
+        assert dialler.received == answer
+        await hang_up(dialler, acceptor, listener)
+        assert acceptor.events.count("eof") == 1
+
+    stage.play(scenario)
+
+
+def test_reading_paused_twice_resumes_once(stage: Stage) -> None:
+    async def scenario(network: Network) -> None:
+        dialler, acceptor, listener = await connected(network)
+        acceptor.transport.pause_reading()
+        acceptor.transport.pause_reading()
+        assert not acceptor.transport.is_reading()
+        acceptor.transport.resume_reading()
+        acceptor.transport.resume_reading()
+        assert acceptor.transport.is_reading()
+        dialler.transport.write(b"hello")
+        assert await acceptor.until_received(5) == b"hello"
+        await hang_up(dialler, acceptor, listener)
+
+    stage.play(scenario)
+
+
+def test_a_protocol_that_raises_ends_its_own_connection_only(stage: Stage) -> None:
+    def stumble(reader: Recorder) -> None:
+        if b"boom" in reader.received:
+            raise ZeroDivisionError("on purpose")
+
+    async def scenario(network: Network) -> None:
+        reported: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, context: reported.append(context))
+        dialler, acceptor, listener = await connected(network, accept={"on_bytes": stumble})
+        *bystanders, other_listener = await connected(network)
+        dialler.transport.write(b"boom")
+        assert isinstance(await acceptor.until_lost(), ZeroDivisionError)
+        await dialler.until_lost()
+        assert [type(context["exception"]) for context in reported] == [ZeroDivisionError]
+        assert [bystander.events for bystander in bystanders] == [["made"], ["made"]]
+        await hang_up(dialler, acceptor, listener, *bystanders, other_listener)
+
+    stage.play(scenario)
+
+
+def test_nobody_there_is_unreachable_and_says_what_to_do(stage: Stage) -> None:
+    async def scenario(network: Network) -> None:
+        listener = await network.listen(HOST, 0, Recorder)
+        await listener.close()
+        host, port = listener.address
+        with pytest.raises(Unreachable, match=f"{host}:{port}: connection refused") as caught:
+            await network.connect(host, port, Recorder, timeout_s=5)
+        assert "seed" in caught.value.remedy
+
+    stage.play(scenario)
+
+
+def test_a_port_is_bound_once_and_free_after_close(stage: Stage) -> None:
+    async def scenario(network: Network) -> None:
+        first = await network.listen(HOST, 0, Recorder)
+        port = first.address[1]
+        with pytest.raises(UserError, match=f"port {port} is in use") as caught:
+            await network.listen(HOST, port, Recorder)
+        assert "another port" in caught.value.remedy
+        await first.close()
+        await first.close()
+        second = await network.listen(HOST, port, Recorder)
+        assert second.address == (HOST, port)
+        await second.close()
+
+    stage.play(scenario)
+
+
+def test_a_listener_that_closes_leaves_its_connections_alive(stage: Stage) -> None:
+    async def scenario(network: Network) -> None:
+        dialler, acceptor, listener = await connected(network)
+        await listener.close()
+        acceptor.transport.write(b"still here")
+        assert await dialler.until_received(10) == b"still here"
+        await hang_up(dialler, acceptor)
+
+    stage.play(scenario)
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_a_number_that_is_no_port_is_the_persons_error(stage: Stage, port: int) -> None:
+    async def scenario(network: Network) -> None:
+        with pytest.raises(UserError, match="not a port"):
+            await network.listen(HOST, port, Recorder)
+        with pytest.raises(UserError, match="not a port"):
+            await network.connect(HOST, port, Recorder, timeout_s=5)
+
+    stage.play(scenario)

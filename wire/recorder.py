@@ -1,0 +1,99 @@
+"""A protocol that writes down what its transport does to it: the other half of every test of a network."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import cast
+
+
+class Recorder(asyncio.BufferedProtocol):
+    """Receives everything, answers nothing.
+
+    Args:
+        buffer_bytes: size of the buffer it offers to each read.
+        keep_open: what it answers to the end of the stream: whether its own direction stays open.
+        on_bytes: called after each read with this recorder; may pause, write, close or raise.
+
+    Attributes:
+        received: all bytes so far, in order. ``arrivals``: (loop time, total bytes by then) of each read.
+        events: ``made``, ``paused``, ``resumed``, ``eof``, ``lost``, in order. ``lost_by``: the argument of each
+            ``connection_lost``.
+    """
+
+    def __init__(
+        self,
+        *,
+        buffer_bytes: int = 64 << 10,
+        keep_open: bool = False,
+        on_bytes: Callable[[Recorder], None] | None = None,
+    ) -> None:
+        self.received = bytearray()
+        self.arrivals: list[tuple[float, int]] = []
+        self.events: list[str] = []
+        self.lost_by: list[Exception | None] = []
+        self.writing_paused = False
+        self._buffer = bytearray(buffer_bytes)
+        self._keep_open = keep_open
+        self._on_bytes = on_bytes
+        self._news = asyncio.Event()
+
+    async def until(self, satisfied: Callable[[], bool], *, timeout_s: float = 5.0) -> None:
+        """Wait until something happened to this protocol that makes ``satisfied`` true. Raises ``TimeoutError``."""
+        async with asyncio.timeout(timeout_s):
+            while not satisfied():
+                self._news.clear()
+                await self._news.wait()
+
+    async def until_received(self, nbytes: int, *, timeout_s: float = 5.0) -> bytes:
+        """The bytes received, once there are ``nbytes`` of them."""
+        await self.until(lambda: len(self.received) >= nbytes, timeout_s=timeout_s)
+        return bytes(self.received)
+
+    async def until_lost(self, *, timeout_s: float = 5.0) -> Exception | None:
+        """The cause given to ``connection_lost``."""
+        await self.until(lambda: bool(self.lost_by), timeout_s=timeout_s)
+        return self.lost_by[0]
+
+    async def write_all(self, data: memoryview, *, chunk_bytes: int = 64 << 10, timeout_s: float = 5.0) -> int:
+        """Write ``data`` in chunks, waiting while paused; the most that was ever unsent, in bytes."""
+        most = 0
+        for start in range(0, len(data), chunk_bytes):
+            await self.until(lambda: not self.writing_paused, timeout_s=timeout_s)
+            self.transport.write(data[start : start + chunk_bytes])
+            most = max(most, self.transport.get_write_buffer_size())
+        return most
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self._note("made")
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.received += self._buffer[:nbytes]
+        self.arrivals.append((asyncio.get_running_loop().time(), len(self.received)))
+        self._news.set()
+        if self._on_bytes is not None:
+            self._on_bytes(self)
+
+    def eof_received(self) -> bool:
+        self._note("eof")
+        return self._keep_open
+
+    def pause_writing(self) -> None:
+        self.writing_paused = True
+        self._note("paused")
+
+    def resume_writing(self) -> None:
+        self.writing_paused = False
+        self._note("resumed")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost_by.append(exc)
+        self._note("lost")
+
+    def _note(self, event: str) -> None:
+        self.events.append(event)
+        self._news.set()
