@@ -1,0 +1,116 @@
+"""1, 2, 3 and 4 workers against a plain loop of one process: transformers and torch alone, written here."""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name
+from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+
+from configs.loader import load
+from configs.schema import Profile
+from p2ptrain.compute.data import DataSpec, load_corpus
+from p2ptrain.compute.sampling import WindowSampler
+from p2ptrain.compute.tokenizer import Tokenizer
+from roles.in_process import Cluster
+from roles.worker.build import engine_builder
+from wire.transport import TcpNetwork
+
+pytestmark = pytest.mark.slow
+
+STEPS = 50
+SETS = [
+    f"job.steps={STEPS}",
+    "device.threads=1",
+    "data.limit_bytes=2000000",
+    "validation.every=0",
+    "validation.batches=1",
+    "checkpoint.every=0",
+    "model.layers=2",
+    "model.hidden_size=64",
+    "model.intermediate_size=128",
+    "data.sequence_tokens=64",
+    "optimizer.warmup_steps=10",
+]
+
+
+def profile(workers: int) -> Profile:
+    return load("tiny", {}, [*SETS, f"job.workers={workers}"]).profile
+
+
+@functools.cache
+def plain_losses() -> list[float]:
+    """One process: the model from its configuration, autograd over the whole batch, AdamW, clipping, LambdaLR."""
+    wanted = profile(1)
+    model = initial_model(wanted)
+    spec = DataSpec(path="stdlib", sequence_tokens=64, limit_bytes=2_000_000)
+    corpus = load_corpus(spec, Tokenizer.of_bytes())
+    sampler = WindowSampler(len(corpus.training), wanted.job.seed, 8, 4)
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=wanted.optimizer.lr, betas=(0.9, 0.95), eps=1e-8)
+
+    def rate(applied: int) -> float:
+        if applied < 10:
+            return (applied + 1) / 10
+        return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (applied - 10) / (STEPS - 10)))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    losses = []
+    for step in range(STEPS):
+        rows = []
+        for index in range(8):
+            for window in corpus.training[sampler.sample(step, index)]:
+                rows.append(corpus.tokens[int(window) * 64 : int(window) * 64 + 65])
+        tokens_bt = torch.stack([torch.from_numpy(row.astype("int64")) for row in rows])
+        logits_btv = model(tokens_bt[:, :-1]).logits
+        loss = F.cross_entropy(logits_btv.flatten(0, 1), tokens_bt[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+    return losses
+
+
+def initial_model(wanted: Profile) -> LlamaForCausalLM:
+    """A transformers model with this project's initial weights: those are its affair, the training is what is compared."""
+    set_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config)
+    engine = engine_builder(threads=1)(wanted)
+    engine.load_initial()
+    model.load_state_dict(engine._model.state_dict())  # type: ignore[attr-defined]
+    return model
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+async def test_the_losses_of_the_first_fifty_steps_are_those_of_one_process(tmp_path: Path, workers: int) -> None:
+    cluster = Cluster(tmp_path, TcpNetwork())
+    await cluster.start_seed()
+    job = await cluster.create(profile(workers))
+    for _ in range(workers):
+        cluster.join(engine_builder(threads=1))
+    ended = await cluster.job_until(job, lambda item: item["state"] in ("done", "failed"))
+    assert (ended["state"], len(ended["members"])) == ("done", workers)
+    rows = (await cluster.ask("metrics.history", job=job, after_step=0, limit=200))["rows"]
+    await cluster.close()
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    worst = max(abs(row["loss"] / plain - 1) for row, plain in zip(rows, plain_losses(), strict=True))
+    print(f"{workers} workers: largest relative difference of a loss in {STEPS} steps: {worst:.1e}")
+    assert worst < 1e-4

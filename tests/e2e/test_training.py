@@ -1,0 +1,138 @@
+"""Training with real processes: workers come, are killed, and everything is started again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+def at(step: int) -> Any:
+    return lambda item: item["step"] >= step
+
+
+def done(item: dict[str, Any]) -> bool:
+    return bool(item["state"] == "done")
+
+
+async def losses(machine: Any, job: str) -> dict[int, float]:
+    rows, after = {}, 0
+    while page := (await machine.ask("metrics.history", job=job, after_step=after, limit=200))["rows"]:
+        rows |= {row["step"]: row["loss"] for row in page}
+        after = max(rows)
+    return rows
+
+
+def undisturbed(sets: list[str], steps: int) -> list[float]:
+    """The losses of one process alone, with the same settings."""
+    from configs.loader import load
+    from roles.worker.build import engine_builder
+
+    engine = engine_builder(threads=1)(load("tiny", {}, [text for text in sets if text != "--set"]).profile)
+    engine.load_initial()
+    result = []
+    for step in range(steps):
+        engine.begin_step(step)
+        for index in range(8):
+            engine.micro_batch(step, index)
+        engine.finish_gradients()
+        result.append(engine.apply(step, engine.partial_square_sum(0, engine.reduce_buffer.size)).loss)
+    return result
+
+
+async def test_workers_join_and_are_killed_in_mid_run_and_the_loss_is_that_of_one_process(machine: Any) -> None:
+    steps = 120
+    sets = machine.settings(job__steps=steps)
+    await machine.seed(*sets)
+    first, second = await machine.join("--name", "one"), await machine.join("--name", "two")
+    await machine.job_until(at(10))
+    third = await machine.join("--name", "three")
+    await machine.job_until(lambda item: len(item["members"]) == 3 and item["state"] == "running")
+    before = await machine.job_until(lambda item: len(item["members"]) == 3 and item["step"] >= 20)
+    await second.kill()
+    ended = await machine.job_until(done)
+    assert (ended["step"], ended["steps_total"]) == (steps, steps)
+    assert len(ended["members"]) == 2
+    assert ended["generation"] > before["generation"]
+    seen = await losses(machine, ended["id"])
+    assert sorted(seen) == list(range(1, steps + 1)), "every step is there exactly once"
+    alone = undisturbed(sets, steps)
+    assert seen[steps] == pytest.approx(alone[-1], rel=0.02)
+    assert [await first.interrupt(), await third.interrupt()] == [0, 0]
+
+
+async def test_everything_killed_at_once_goes_on_from_the_newest_good_checkpoint(machine: Any) -> None:
+    steps = 400
+    sets = machine.settings(job__steps=steps)
+    processes = [await machine.seed(*sets), await machine.join(), await machine.join()]
+    await machine.job_until(at(55))
+    for process in processes:
+        process.process.kill()
+    for process in processes:
+        await process.end()
+    saved = sorted(machine.root.glob("worker-*/jobs/*/checkpoints/step-*"))
+    newest = max(int(path.name.removeprefix("step-")) for path in saved)
+    for path in saved:
+        if path.name == f"step-{newest:08d}":
+            weights = path / "model.safetensors"
+            weights.write_bytes(weights.read_bytes()[:-100])
+    await machine.seed(*sets)
+    again = [await machine.join(), await machine.join()]
+    warning = await again[0].until("is damaged")
+    assert f"step-{newest:08d}" in warning.string
+    line = await again[0].until(r"resuming from .*\(step (\d+)\)")
+    assert int(line[1]) == newest - 10
+    ended = await machine.job_until(at(newest + 20))
+    seen = await losses(machine, ended["id"])
+    alone = dict(enumerate(undisturbed(sets, newest + 10), start=1))
+    for step in range(newest - 9, newest + 10):
+        assert seen[step] == pytest.approx(alone[step], rel=1e-3), "the data position is the same"
+
+
+async def test_up_trains_says_how_far_and_leaves_a_directory_that_transformers_opens(machine: Any) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    arguments = ["up", "--state", str(machine.root), "--json", *machine.settings(job__steps=20)]
+    process = await machine.start(*arguments)
+    assert await process.end() == 0, process.text
+    text = process.text
+    summary = json.loads(text[text.index("{\n") : text.rindex("}") + 1])
+    assert (summary["state"], summary["step"], summary["steps"]) == ("done", 20, 20)
+    assert summary["val_loss"] < 5.6  # below that of guessing among 256 bytes, ln 256 = 5.55, within its noise
+    directory = Path(summary["checkpoint"])
+    model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    ids = tokenizer("def f(x):", return_tensors="pt").input_ids
+    assert model(ids).logits.shape == (1, 9, 256)
+    code, output = await machine.run("generate", "def ", "--checkpoint", str(directory), "--tokens", "8")
+    assert code == 0, output
+    assert output.startswith("def ")
+
+
+async def test_up_that_was_interrupted_goes_on_where_it_was(machine: Any) -> None:
+    arguments = ["up", "--state", str(machine.root), "--plain", *machine.settings(job__steps=300)]
+    first = await machine.start(*arguments)
+    await first.until(r"step +[3-9]\d/300")
+    assert await first.interrupt() == 130, first.text
+    second = await machine.start(*arguments)
+    await second.until("going on with job")
+    line = await second.until(r"step +(\d+)/300")
+    assert int(line[1]) > 30, "nothing that was saved is done again"
+    assert await second.end() == 0, second.text
+
+
+async def test_a_worker_leaves_on_ctrl_c_and_the_seed_too(machine: Any) -> None:
+    seed = await machine.seed(*machine.settings(job__steps=100_000))
+    workers = [await machine.join(), await machine.join()]
+    await machine.job_until(at(3))
+    assert await workers[0].interrupt() == 0, workers[0].text
+    await machine.job_until(lambda item: len(item["members"]) == 1 and item["state"] == "running")
+    assert await seed.interrupt() == 0
+    await workers[1].until("lost the seed")
+    await machine.seed()
+    await machine.job_until(lambda item: item["state"] == "running")
+    assert await workers[1].interrupt() == 0
