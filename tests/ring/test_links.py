@@ -179,6 +179,8 @@ async def test_an_older_view_is_refused_and_a_newer_one_is_not(network):
         await members[0].form(local_view(ports, generation=4))
     assert refusal.value.code == RefusalCode.STALE_GENERATION
     await asyncio.gather(*(member.form(local_view(ports, generation=6)) for member in members))
+    with pytest.raises(Refused, match="generation 5 is over, the job is at 6"):
+        await dial_member(members[0], ring_hello("b", generation=5))
     for member in members:
         await member.stop()
 

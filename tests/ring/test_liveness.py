@@ -137,3 +137,23 @@ async def test_beats_say_how_far_this_member_is():
         await waiting
         await asyncio.sleep(5)
         assert [(message.state, message.progress) for message in heard] == [("barrier", 1), ("between operations", 2)]
+
+
+@virtual
+async def test_members_that_have_lost_count_of_the_operations_do_not_mix_them():
+    async with local_ring(2, MemoryNetwork()) as members:
+        members[0].session._stream += 1
+        ends = await asyncio.gather(
+            *(member.session.all_gather(b"12", patience_s=30) for member in members), return_exceptions=True
+        )
+        assert {type(end) for end in ends} <= {DeadlineExceeded, ConnectionLost}
+
+
+@virtual
+async def test_a_fast_member_waits_for_a_slow_one():
+    async with local_ring(3, MemoryNetwork()) as members:
+        fast = [asyncio.create_task(member.session.barrier()) for member in members[:2]]
+        await asyncio.sleep(60)
+        assert not any(task.done() for task in fast)
+        await members[2].session.barrier()
+        await asyncio.gather(*fast)

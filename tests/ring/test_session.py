@@ -113,6 +113,27 @@ async def test_a_buffer_may_be_reused_as_soon_as_the_operation_returned(network)
         assert await everyone(members, act) == [[3 * turn + 3 for turn in range(20)]] * 3
 
 
+def test_it_runs_on_uvloop_too():
+    import uvloop
+
+    async def act(session: RingSession) -> float:
+        buffer = np.full(300_000, session.rank + 1.0)
+        await session.all_reduce(buffer)
+        return float(buffer.sum())
+
+    async def main() -> None:
+        async with local_ring(3, TcpNetwork(), sub_chunk_bytes=1 << 18) as members:
+            assert await everyone(members, act) == [1_800_000.0] * 3
+            tasks = [asyncio.create_task(member.session.barrier(patience_s=3600)) for member in members[:2]]
+            await asyncio.sleep(0)
+            members[2].die()
+            async with asyncio.timeout(AT_ONCE_S):
+                ends = await asyncio.gather(*tasks, return_exceptions=True)
+            assert [type(end) for end in ends] == [ConnectionLost, ConnectionLost]
+
+    uvloop.run(main())
+
+
 async def test_what_cannot_be_reduced_is_refused_before_anything_is_sent(network):
     async with local_ring(1, network) as members:
         session = members[0].session
@@ -250,6 +271,43 @@ async def test_who_leaves_after_the_last_operation_does_not_spoil_it_for_the_oth
 
             results = await everyone(members, act)
             assert results == [[bytes([rank]) * 64 for rank in range(count)]] * count
+
+
+async def test_who_has_left_is_not_missed_while_its_last_bytes_are_still_to_be_read():
+    async with local_ring(2, TcpNetwork()) as members:
+        a, b = (member.session for member in members)
+        left = b.neighbours[0]
+        left.bulk._transport.pause_reading()  # b is slow to read what a has sent
+        unfinished = asyncio.create_task(b.all_gather(b"b"))
+        async with asyncio.timeout(AT_ONCE_S):
+            assert await a.all_gather(b"a") == [b"a", b"b"]
+            a.close("done")
+            await left.beat.closed.wait()
+            assert not b.broken.done()
+            left.bulk._transport.resume_reading()
+            assert await unfinished == [b"a", b"b"]
+            broken = await b.broken
+        assert broken.suspect == "a"
+        assert broken.cause.message.endswith("it left the ring")
+
+
+async def test_memory_is_given_back_the_moment_an_operation_is_broken_off():
+    """What its owner writes there afterwards must never reach a neighbour as if it were the operation's."""
+    async with local_ring(2, MemoryNetwork()) as members:
+        a, b = (member.session for member in members)
+        bulk = b.neighbours[0].bulk
+        bulk._transport.pause_reading()
+        sent, received = np.zeros(4), np.zeros(4)
+        tasks = [asyncio.create_task(session.broadcast(buffer, 0)) for session, buffer in ((a, sent), (b, received))]
+        await asyncio.sleep(0)  # let them begin
+        assert a.neighbours[1].bulk._transport.get_write_buffer_size(), "nothing of the buffer is on its way"
+        a.close()
+        sent[:] = 666.0
+        bulk._transport.resume_reading()
+        async with asyncio.timeout(AT_ONCE_S):
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(end) for end in ends] == [ConnectionLost, ConnectionLost]
+        assert not received.any()
 
 
 async def test_leaving_in_the_middle_of_an_operation_breaks_it(network):
