@@ -12,8 +12,11 @@ import pytest
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded
 from ring.local import LocalMember, local_ring, local_view
+from ring.session import RingSession
+from wire.emulate import EmulatedNetwork
 from wire.memory import MemoryNetwork
 from wire.messages import HeartbeatAck
+from wire.shaper import preset_named
 from wire.virtual import VirtualClockLoop, run_virtual
 
 
@@ -157,3 +160,28 @@ async def test_a_fast_member_waits_for_a_slow_one():
         assert not any(task.done() for task in fast)
         await members[2].session.barrier()
         await asyncio.gather(*fast)
+
+
+@pytest.mark.parametrize("preset", ["wifi", "transcontinental", "lossy"])
+def test_a_ring_over_a_bad_link_is_slow_and_right(preset):
+    """Sends are on their way for long, and borrowed for as long: a buffer given back too early would show."""
+
+    async def act(session: RingSession) -> list[bytes]:
+        results = []
+        for turn in range(3):
+            buffer = np.random.default_rng([turn, session.rank]).standard_normal(20_000).astype(np.float32)
+            await session.all_reduce(buffer)
+            results.append(buffer.tobytes())
+            buffer[:] = np.nan
+        return results
+
+    async def main() -> None:
+        network = EmulatedNetwork(MemoryNetwork(), preset_named(preset), seed=1)
+        async with local_ring(3, network, sub_chunk_bytes=4096) as members:
+            results = await asyncio.gather(*(act(member.session) for member in members))
+            assert results[0] == results[1] == results[2]
+            for turn, result in enumerate(results[0]):
+                parts = [np.random.default_rng([turn, rank]).standard_normal(20_000) for rank in range(3)]
+                assert np.allclose(np.frombuffer(result, np.float32), np.sum(parts, axis=0), atol=1e-5)
+
+    run_virtual(main())
