@@ -49,9 +49,7 @@ class View:
         return tuple(member for member in self.members if member.healthy)
 
     def to_message(self) -> ViewAnnounced:
-        return ViewAnnounced(
-            self.job, self.generation, self.step, self.lineage, list(self.members), self.square_sum
-        )
+        return ViewAnnounced(self.job, self.generation, self.step, self.lineage, list(self.members), self.square_sum)
 
     @classmethod
     def from_message_untrusted(cls, message: ViewAnnounced) -> View:
@@ -72,7 +70,7 @@ class View:
 
 
 def shares(micro_batches: int, weights: list[float]) -> list[tuple[int, int]]:
-    """Cut ``range(micro_batches)`` into contiguous (first, count) runs in proportion to ``weights``, whole micro-batches.
+    """Cut ``range(micro_batches)`` into contiguous (first, count) runs in proportion to ``weights``.
 
     Largest-remainder rounding; ties go to the lower rank. A member may get none when there are more members than
     micro-batches.

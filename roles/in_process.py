@@ -78,8 +78,9 @@ class Cluster:
                 stop=self._seed_stop,
             )
         )
+        futures: set[asyncio.Future[Any]] = {self._seed, ready}
         async with asyncio.timeout(DEADLINE_S):
-            await asyncio.wait({self._seed, ready}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
         if not ready.done():
             await self._seed
         self.address = ready.result()

@@ -1,4 +1,4 @@
-"""Every message of the protocol, as a frozen dataclass. This file *is* the protocol; ``PROTOCOL_VERSION`` is its version.
+"""Every message of the protocol, as a frozen dataclass. This file *is* the protocol, ``PROTOCOL_VERSION`` its version.
 
 Who says what to whom::
 
@@ -9,8 +9,8 @@ Who says what to whom::
     seed   → peer      Request → Response                             (delete a checkpoint, dial-back, ...)
     member → member    bulk frames only (see ``ring.session``); heal: HealRequest → HealOffer, ChunkRequest → bulk frame
 
-A message is encoded as a msgpack map of its fields in the frame's header; the frame's ``kind`` names the class. Decoding
-checks every type and bound (``wire.codec``); an unknown, missing or ill-typed field is a ``ProtocolError``.
+A message is encoded as a msgpack map of its fields in the frame's header; the frame's ``kind`` names the class.
+Decoding checks every type and bound (``wire.codec``); an unknown, missing or ill-typed field is a ``ProtocolError``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Scalar = str | int | float | bool | None
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Base of all messages. ``KIND`` is the frame kind, unique per class; 1 to 15 may be sent before the handshake ended."""
+    """Base of all messages. ``KIND`` is the frame kind, unique per class; 1 to 15 belong to the handshake."""
 
     KIND: ClassVar[int]
 
@@ -65,7 +65,8 @@ class Welcome(Message):
     """The answer that lets the caller in.
 
     Attributes:
-        heartbeat_s, death_s: beat interval and silence after which the caller counts as dead; 0 where no beats are wanted.
+        heartbeat_s, death_s: beat interval, and silence after which the caller counts as dead; 0 where no beats are
+            wanted.
         wall: the answerer's wall clock in Unix seconds, to show a skew.
     """
 
@@ -150,7 +151,8 @@ class Report(Message):
             ``done`` (the last step is committed and saved), ``failed`` (cannot go on; ``reason`` says why).
         generation: the view that this reports on; 0 for ``ready``.
         applied: steps applied to the parameters.
-        prepared: ``applied + 1`` where a fully reduced, not yet committed step is kept as the redo buffer, else ``applied``.
+        prepared: ``applied + 1`` where a fully reduced, not yet committed step is kept as the redo buffer, else
+            ``applied``.
         lineage: hex digest of the chain of applied reductions; two members with equal ``applied`` and ``lineage`` hold
             the same bits.
         prepared_lineage: what ``lineage`` becomes if the prepared step is committed; empty where none is prepared.
@@ -177,7 +179,7 @@ class MemberRecord:
     """One member of a view, in rank order.
 
     Attributes:
-        host: where its data port is reached; empty means: on the seed's own machine, dial the host that you dialled for it.
+        host: where its data port is reached; empty: on the seed's own machine, dial the host that you dialled for it.
         first, count: its share of the step's micro-batches, ``range(first, first + count)``.
         healthy: it holds the state of the view's start (it applied ``step``, or can redo it from its redo buffer).
     """
@@ -310,7 +312,8 @@ class Update(Message):
     """Seed to subscriber: what changed since the last update, coalesced, at most ten a second.
 
     Attributes:
-        topic: ``cluster``, ``peers``, ``peers-gone`` (items hold ``id`` only), ``jobs``, ``metrics``, ``events``, ``checkpoints``.
+        topic: ``cluster``, ``peers``, ``peers-gone`` (items hold ``id`` only), ``jobs``, ``metrics``, ``events``,
+            ``checkpoints``.
         items: maps as made by ``to_map`` of the topic's record in ``wire.records``; metrics carry ``job`` besides.
     """
 
@@ -353,7 +356,7 @@ class HealOffer(Message):
 
 @dataclass(frozen=True, slots=True)
 class ChunkRequest(Message):
-    """Send ``size_bytes`` of ``blob`` from ``offset``, as one bulk frame on stream ``stream``, whose header is ``ChunkDigest``."""
+    """Send ``size_bytes`` of ``blob`` from ``offset``: a ``ChunkDigest``, then one bulk frame on stream ``stream``."""
 
     KIND: ClassVar[int] = 50
     blob: str

@@ -10,15 +10,22 @@ import dataclasses
 import types
 import typing
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Self
 
 from p2ptrain.core.errors import ProtocolError
 
+_Fields = dict[str, tuple[tuple[type, ...], bool]]
+_known_fields: dict[type, _Fields] = {}
 
-@cache
-def _field_types(cls: type) -> dict[str, tuple[tuple[type, ...], bool]]:
-    """Field name → (accepted types, required), from the annotations."""
+
+def _field_types(cls: type[Any]) -> _Fields:
+    """Field name → (accepted types, required), from the annotations; found once per class."""
+    if cls not in _known_fields:
+        _known_fields[cls] = _read_annotations(cls)
+    return _known_fields[cls]
+
+
+def _read_annotations(cls: type[Any]) -> _Fields:
     hints = typing.get_type_hints(cls)
     result = {}
     for item in dataclasses.fields(cls):
@@ -76,7 +83,8 @@ class PeerInfo(Record):
     """One peer, as the seed sees it now.
 
     Attributes:
-        state: ``joining``, ``idle``, ``building``, ``waiting``, ``healing``, ``training``, ``held``, ``leaving``, ``lost``.
+        state: ``joining``, ``idle``, ``lost``, or the phase of its transaction (``ring.transaction.Phase``), such as
+            ``building``, ``waiting``, ``healing``, ``computing``, ``reducing``, ``held``.
         rank: position in its job's ring; None outside one.
         share: micro-batches of a step that it computes.
     """

@@ -30,7 +30,7 @@ class Child:
 
     @classmethod
     async def start(cls, name: str, arguments: list[str], log: Path, *, listen: bool = False) -> Child:
-        """Start ``p2ptrain`` with ``arguments``; ``listen`` keeps its standard output readable. Raises ``StorageError``."""
+        """Start ``p2ptrain``; ``listen`` keeps its standard output readable. Raises ``StorageError``."""
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
             sink = log.open("ab")

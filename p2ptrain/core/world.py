@@ -23,7 +23,7 @@ class Clock(Protocol):
     """Two clocks: one that only goes forward, one that people read."""
 
     def now(self) -> float:
-        """Monotonic seconds; the running event loop's time, so that timeouts and ``now`` agree (and both can be virtual)."""
+        """Monotonic seconds: the running event loop's, so that timeouts and ``now`` agree (and both can be virtual)."""
         ...
 
     def wall(self) -> float:
@@ -74,8 +74,8 @@ class World:
     """Everything outside the process that a shell may touch.
 
     Attributes:
-        random: the one source of non-cryptographic randomness (jitter, tie-breaks). Training randomness never comes from
-            here: it is a pure function of the job's seed.
+        random: the one source of non-cryptographic randomness (jitter, tie-breaks). Training randomness never comes
+            from here: it is a pure function of the job's seed.
     """
 
     clock: Clock
@@ -86,4 +86,4 @@ class World:
 
 def real_world(network: Network) -> World:
     """The world outside: the loop's clock, the given network, the disk, an unseeded generator."""
-    return World(clock=LoopClock(), network=network, disk=RealDisk(), random=random.Random())
+    return World(clock=LoopClock(), network=network, disk=RealDisk(), random=random.Random())  # noqa: S311 - jitter only

@@ -63,10 +63,8 @@ def plain_losses() -> list[float]:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     losses = []
     for step in range(STEPS):
-        rows = []
-        for index in range(8):
-            for window in corpus.training[sampler.sample(step, index)]:
-                rows.append(corpus.tokens[int(window) * 64 : int(window) * 64 + 65])
+        windows = [int(window) for index in range(8) for window in corpus.training[sampler.sample(step, index)]]
+        rows = [corpus.tokens[window * 64 : window * 64 + 65] for window in windows]
         tokens_bt = torch.stack([torch.from_numpy(row.astype("int64")) for row in rows])
         logits_btv = model(tokens_bt[:, :-1]).logits
         loss = F.cross_entropy(logits_btv.flatten(0, 1), tokens_bt[:, 1:].flatten())
@@ -80,7 +78,7 @@ def plain_losses() -> list[float]:
 
 
 def initial_model(wanted: Profile) -> LlamaForCausalLM:
-    """A transformers model with this project's initial weights: those are its affair, the training is what is compared."""
+    """A transformers model with this project's initial weights: what is compared is the training."""
     set_seed(0)
     config = LlamaConfig(
         vocab_size=256,
