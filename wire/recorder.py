@@ -38,24 +38,24 @@ class Recorder(asyncio.BufferedProtocol):
         self._on_bytes = on_bytes
         self._news = asyncio.Event()
 
-    async def until(self, satisfied: Callable[[], bool], *, timeout_s: float = 5.0) -> None:
+    async def until(self, satisfied: Callable[[], bool], *, timeout_s: float = 10.0) -> None:
         """Wait until something happened to this protocol that makes ``satisfied`` true. Raises ``TimeoutError``."""
         async with asyncio.timeout(timeout_s):
             while not satisfied():
                 self._news.clear()
                 await self._news.wait()
 
-    async def until_received(self, nbytes: int, *, timeout_s: float = 5.0) -> bytes:
+    async def until_received(self, nbytes: int, *, timeout_s: float = 10.0) -> bytes:
         """The bytes received, once there are ``nbytes`` of them."""
         await self.until(lambda: len(self.received) >= nbytes, timeout_s=timeout_s)
         return bytes(self.received)
 
-    async def until_lost(self, *, timeout_s: float = 5.0) -> Exception | None:
+    async def until_lost(self, *, timeout_s: float = 10.0) -> Exception | None:
         """The cause given to ``connection_lost``."""
         await self.until(lambda: bool(self.lost_by), timeout_s=timeout_s)
         return self.lost_by[0]
 
-    async def write_all(self, data: memoryview, *, chunk_bytes: int = 64 << 10, timeout_s: float = 5.0) -> int:
+    async def write_all(self, data: memoryview, *, chunk_bytes: int = 64 << 10, timeout_s: float = 10.0) -> int:
         """Write ``data`` in chunks, waiting while paused; the most that was ever unsent, in bytes."""
         most = 0
         for start in range(0, len(data), chunk_bytes):

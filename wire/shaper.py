@@ -16,8 +16,8 @@ Theory of operation. A ``LinkShaper`` stands for one direction of one TCP connec
   1448 bytes is hit with probability ``1 - (1 - loss)^k``. With three segments to follow the lost one (k >= 4) three
   duplicate acknowledgements start a fast retransmit, which costs one round trip (RFC 5681, 3.2); a shorter send waits
   for the timer, ``RTO = RTT + max(200 ms, 4 * jitter)`` (RFC 6298 with Linux's floor). A retransmission is lost with
-  probability ``loss`` again and then waits one RTO, doubled each time. The congestion window is not modelled:
-  ``rate_bps`` is the goodput that the link has at that loss.
+  probability ``loss`` again; then the timer decides, each next time after twice the wait. The congestion window is not
+  modelled: ``rate_bps`` is the goodput that the link has at that loss.
 - **A cut** ends the connection ``cut_after_s`` after it was opened.
 
 Equal generators, presets and sends give equal times.
@@ -203,9 +203,14 @@ class LinkShaper:
         segments = max(1, math.ceil(nbytes / SEGMENT_PAYLOAD_BYTES))
         if not loss or self._rng.random() >= 1 - (1 - loss) ** segments:
             return 0.0
-        rto_s = self.preset.rtt_s + max(RTO_FLOOR_S, 4 * self.preset.jitter_s)
-        late_s = self.preset.rtt_s if segments >= FAST_RETRANSMIT_SEGMENTS else rto_s
-        while self._rng.random() < loss:
-            late_s += rto_s
-            rto_s = min(2 * rto_s, RTO_CEILING_S)
-        return late_s
+        timer_s = self.preset.rtt_s + max(RTO_FLOOR_S, 4 * self.preset.jitter_s)
+        late_s = 0.0
+        if segments >= FAST_RETRANSMIT_SEGMENTS:
+            late_s = self.preset.rtt_s
+            if self._rng.random() >= loss:
+                return late_s
+        while True:
+            late_s += timer_s
+            if self._rng.random() >= loss:
+                return late_s
+            timer_s = min(2 * timer_s, RTO_CEILING_S)

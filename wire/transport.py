@@ -129,7 +129,6 @@ class _TcpListener:
     async def close(self) -> None:
         # Not wait_closed(): since Python 3.12 it waits for the established connections too, and they live on.
         self._server.close()
-        await asyncio.sleep(0)  # uvloop gives the port back one turn later
 
 
 async def _resolve(host: str, port: int, *, passive: bool = False) -> list[tuple[int, Any]]:

@@ -7,14 +7,16 @@ import contextlib
 import errno
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import pytest
 import uvloop
 
 from p2ptrain.core.errors import Unreachable, UserError
 from p2ptrain.core.world import Network
+from wire.emulate import EmulatedNetwork
 from wire.recorder import Recorder
+from wire.shaper import LinkPreset
 from wire.transport import TcpNetwork
 from wire.transport_base import cannot_listen, format_address, unreachable
 
@@ -115,6 +117,43 @@ def test_buffers_have_the_size_that_was_asked_for(play: Play) -> None:
     play(scenario)
 
 
+def test_a_port_with_connections_in_time_wait_can_be_bound_again(play: Play) -> None:
+    async def scenario() -> None:
+        network, acceptor, dialler = TcpNetwork(), Recorder(), Recorder()
+        listener = await network.listen("127.0.0.1", 0, lambda: acceptor)
+        await network.connect(*listener.address, lambda: dialler, timeout_s=5)
+        await acceptor.until(lambda: bool(acceptor.events))
+        acceptor.transport.close()  # who closes first keeps the port busy for a minute
+        await dialler.until_lost()
+        await acceptor.until_lost()
+        await listener.close()
+        again = await network.listen(*listener.address, Recorder)
+        await again.close()
+
+    play(scenario)
+
+
+def test_the_end_of_an_emulated_stream_is_told_once_whatever_is_paused_then(play: Play) -> None:
+    async def scenario() -> None:
+        link = LinkPreset("link", 1.0)
+        network, acceptor, dialler = EmulatedNetwork(TcpNetwork(), link, 0), Recorder(keep_open=True), Recorder()
+        listener = await network.listen("127.0.0.1", 0, lambda: acceptor)
+        await network.connect(*listener.address, lambda: dialler, timeout_s=5)
+        dialler.transport.write_eof()
+        await acceptor.until(lambda: "eof" in acceptor.events)
+        acceptor.transport.pause_reading()
+        acceptor.transport.resume_reading()
+        acceptor.transport.write(b"answer")
+        await dialler.until_received(6)
+        acceptor.transport.close()
+        await acceptor.until_lost()
+        assert acceptor.events.count("eof") == 1
+        await dialler.until_lost()
+        await listener.close()
+
+    play(scenario)
+
+
 def test_a_killed_process_is_noticed(play: Play) -> None:
     child_code = """if True:
         import socket, sys
@@ -139,44 +178,49 @@ def test_a_killed_process_is_noticed(play: Play) -> None:
     play(scenario)
 
 
-def test_a_machine_that_swallows_packets_is_given_up_in_time(play: Play) -> None:
-    """A full backlog drops what comes next, as a firewall does."""
+@pytest.fixture
+def black_hole() -> Iterator[tuple[str, int]]:
+    """An address that answers nothing: a full backlog drops what comes next, as a firewall does."""
+    with socket.socket() as full, contextlib.ExitStack() as fillers:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(4):
+            filler = fillers.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(full.getsockname())
+        yield full.getsockname()
 
+
+def test_a_machine_that_swallows_packets_is_given_up_in_time(play: Play, black_hole: tuple[str, int]) -> None:
     async def scenario() -> None:
-        with socket.socket() as full, contextlib.ExitStack() as fillers:
-            full.bind(("127.0.0.1", 0))
-            full.listen(0)
-            host, port = full.getsockname()
-            for _ in range(4):
-                filler = fillers.enter_context(socket.socket())
-                filler.setblocking(False)
-                filler.connect_ex((host, port))
-            with pytest.raises(Unreachable, match=r"no answer within 0\.2 s") as caught:
-                await TcpNetwork().connect(host, port, Recorder, timeout_s=0.2)
-            assert "firewall" in caught.value.remedy
-            dialling = asyncio.ensure_future(TcpNetwork().connect(host, port, Recorder, timeout_s=60))
-            await asyncio.sleep(0)
-            dialling.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await dialling
+        host, port = black_hole
+        with pytest.raises(Unreachable, match=r"no answer within 0\.2 s") as caught:
+            await TcpNetwork().connect(host, port, Recorder, timeout_s=0.2)
+        assert "firewall" in caught.value.remedy
+        dialling = asyncio.ensure_future(TcpNetwork().connect(host, port, Recorder, timeout_s=60))
+        await asyncio.sleep(0)
+        dialling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await dialling
 
     play(scenario)
 
 
-def test_each_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch, black_hole: tuple[str, int]) -> None:
     async def scenario() -> None:
         network = TcpNetwork()
         gone = await network.listen("127.0.0.1", 0, Recorder)
         await gone.close()
         there = await network.listen("127.0.0.1", 0, Recorder)
-        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", place.address) for place in (gone, there)]
+        places = (black_hole, gone.address, there.address)
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in places]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: found)
         dialler = Recorder()
-        await network.connect("two.example", 1, lambda: dialler, timeout_s=5)
+        await network.connect("three.example", 1, lambda: dialler, timeout_s=1)
         assert dialler.transport.get_extra_info("peername") == there.address
-        del found[1]
-        with pytest.raises(Unreachable, match=r"two\.example:1: connection refused"):
-            await network.connect("two.example", 1, Recorder, timeout_s=5)
+        del found[::2]
+        with pytest.raises(Unreachable, match=r"one\.example:1: connection refused"):
+            await network.connect("one.example", 1, Recorder, timeout_s=5)
         dialler.transport.abort()
         await dialler.until_lost()
         await there.close()

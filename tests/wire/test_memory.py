@@ -137,6 +137,45 @@ def test_a_reset_is_noticed_by_who_reads_or_writes_only() -> None:
     run_virtual(main())
 
 
+def test_an_abort_after_close_is_never_taken_for_a_proper_end() -> None:
+    async def main() -> None:
+        dialler, acceptor = await pair(network := MemoryNetwork(), network)
+        dialler.transport.write(bytes(1000))
+        dialler.transport.close()
+        dialler.transport.abort()
+        assert isinstance(await acceptor.until_lost(), ConnectionResetError)
+        assert acceptor.events == ["made", "lost"]
+        assert not acceptor.received
+
+    run_virtual(main())
+
+
+def test_writing_to_an_end_that_has_gone_is_a_reset() -> None:
+    async def main() -> None:
+        network, acceptor, dialler = MemoryNetwork(), Recorder(keep_open=True), Recorder()
+        listener = await network.listen("host", 0, lambda: acceptor)
+        await network.connect(*listener.address, lambda: dialler, timeout_s=5)
+        dialler.transport.close()
+        await acceptor.until(lambda: "eof" in acceptor.events)
+        assert not acceptor.transport.is_closing()
+        acceptor.transport.write(b"anyone?")
+        assert isinstance(await acceptor.until_lost(), ConnectionResetError)
+
+    run_virtual(main())
+
+
+def test_a_lowered_high_water_mark_counts_at_once() -> None:
+    async def main() -> None:
+        dialler, _ = await pair(network := MemoryNetwork(), network)
+        dialler.transport.write(b"!")
+        assert dialler.events == ["made"]
+        dialler.transport.set_write_buffer_limits(high=0)
+        assert dialler.events == ["made", "paused"]
+        await dialler.until(lambda: dialler.events == ["made", "paused", "resumed"])
+
+    run_virtual(main())
+
+
 def test_a_payload_stays_the_writers_until_it_was_read() -> None:
     async def main() -> None:
         dialler, acceptor = await pair(network := MemoryNetwork(), network)
@@ -175,9 +214,11 @@ def test_a_dial_that_is_cancelled_leaves_no_connection() -> None:
         network, acceptor = MemoryNetwork(), Recorder()
         listener = await network.listen("host", 0, lambda: acceptor)
         dialling = asyncio.ensure_future(network.connect(*listener.address, Recorder, timeout_s=5))
-        await acceptor.until(lambda: dialling.cancel() or True)
+        await asyncio.sleep(0)
+        dialling.cancel()
         await asyncio.wait([dialling])
         assert dialling.cancelled()
-        assert acceptor.events in ([], ["made", "lost"])
+        assert isinstance(await acceptor.until_lost(), ConnectionResetError)
+        assert acceptor.events == ["made", "lost"]
 
     run_virtual(main())

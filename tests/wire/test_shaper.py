@@ -110,19 +110,51 @@ def test_jitter_is_bounded_and_spreads_over_its_whole_range() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "first_s"),
-    [pytest.param(1448, 0.220, id="one segment waits for the timer"), pytest.param(14480, 0.020, id="ten: one RTT")],
+    ("nbytes", "first_s", "second_s"),
+    [
+        pytest.param(1448, 0.220, 0.440, id="one segment waits for the timer"),
+        pytest.param(14480, 0.020, 0.220, id="ten: one round trip"),
+    ],
 )
-def test_loss_costs_what_tcp_makes_of_it(nbytes: int, first_s: float) -> None:
-    loss, rto_s = 0.05, 0.220
+def test_loss_costs_what_tcp_makes_of_it(nbytes: int, first_s: float, second_s: float) -> None:
+    loss = 0.05
     link = shaper(replace(PLAIN, loss=loss))
     count = 40_000
     late_s = [link.send(100.0 * index, nbytes) - 100.0 * index - 0.010 for index in range(count)]
     hit = 1 - (1 - loss) ** (nbytes // 1448)
     assert sum(late > 1e-6 for late in late_s) / count == pytest.approx(hit, rel=0.05)
-    again_s = loss * rto_s / (1 - 2 * loss)  # each further loss doubles the timer
+    again_s = loss * second_s / (1 - 2 * loss)  # each further loss doubles the timer
     assert sum(late_s) / count == pytest.approx(hit * (first_s + again_s), rel=0.05)
     assert min(late for late in late_s if late > 1e-6) == pytest.approx(first_s)
+
+
+class Scripted(random.Random):
+    """Says that everything is lost ``losses`` times, and nothing after."""
+
+    def __init__(self, losses: int) -> None:
+        super().__init__()
+        self._draws = [0.0, 0.0] + [0.0] * losses  # the phase of stalls, and the jitter, come first
+
+    def random(self) -> float:
+        return self._draws.pop() if self._draws else 0.999
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "losses", "late_s"),
+    [
+        (1000, 0, 0.0),
+        (1000, 1, 0.22),
+        (1000, 2, 0.22 + 0.44),
+        (1000, 3, 0.22 + 0.44 + 0.88),
+        (1000, 20, 0.22 * 1023 + 10 * 120.0),
+        (4344, 1, 0.22),
+        (4345, 1, 0.02),
+        (4345, 3, 0.02 + 0.22 + 0.44),
+    ],
+)
+def test_each_loss_in_a_row_doubles_the_timer(nbytes: int, losses: int, late_s: float) -> None:
+    link = LinkShaper(replace(PLAIN, loss=0.5), Scripted(losses))
+    assert link.send(0.0, nbytes) == pytest.approx(0.010 + late_s)
 
 
 def test_what_is_late_holds_up_all_that_follows() -> None:

@@ -412,6 +412,9 @@ def test_a_port_is_bound_once_and_free_after_close(stage: Stage) -> None:
         await first.close()
         second = await network.listen(HOST, port, Recorder)
         assert second.address == (HOST, port)
+        await first.close()  # which is not the second's business
+        with pytest.raises(UserError):
+            await network.listen(HOST, port, Recorder)
         await second.close()
 
     stage.play(scenario)
