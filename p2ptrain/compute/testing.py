@@ -33,8 +33,9 @@ def tiny_trainer(text: Path, *, threads: int = 1, **changes: Any) -> Trainer:
         "micro_batches": MICRO_BATCHES,
         "micro_batch_sequences": 2,
         "validation_batches": 3,
+        "device": pick_device("cpu", threads),
     }
-    return Trainer(device=pick_device("cpu", threads), **(settings | changes))
+    return Trainer(**(settings | changes))
 
 
 def run_step(trainer: Trainer, step: int) -> float:

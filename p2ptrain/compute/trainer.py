@@ -89,8 +89,9 @@ class Trainer:
             )
         self._device = device.torch_device
         self._autocast_dtype = PRECISIONS[precision]
-        self._host = self._flat.gradients if device.kind == "cpu" else _host_buffer(self._flat.gradients)
-        self._mirrors: list[tuple[Tensor, Tensor]] = []
+        self._is_host = device.kind == "cpu"
+        self._host = self._flat.gradients if self._is_host else _host_buffer(self._flat.gradients)
+        self._mirrors: list[tuple[Tensor, Tensor]] = []  # (on the device, what state() gave out) on a GPU
         self._step = 0
         self._is_initial = True
         self.corpus_digest = self._corpus.digest
@@ -113,7 +114,7 @@ class Trainer:
 
     def finish_gradients(self) -> None:
         """Bring the gradients and the loss into ``reduce_buffer``."""
-        if self._host is not self._flat.gradients:
+        if not self._is_host:
             self._host.copy_(self._flat.gradients)  # blocks until the device is done
 
     def partial_square_sum(self, start: int, stop: int) -> float:
@@ -132,10 +133,10 @@ class Trainer:
         clip = self._optimizer_spec.clip_norm
         scale = min(1.0, clip / (norm + 1e-6)) if clip else 1.0  # as torch.nn.utils.clip_grad_norm_
         lr = self._optimizer_spec.lr_at(step, self._steps)
-        if self._host is not self._flat.gradients:
+        if not self._is_host:
             self._flat.gradients.copy_(self._host)
         self._optimizer.apply(self._flat.gradients[: self._flat.numel], step=step, lr=lr, scale=scale)
-        self._step, self._is_initial = step + 1, False
+        self._moved_to(step + 1)
         return Applied(step + 1, loss, lr, norm)
 
     # ------------------------------------------------------------------------------------------------------ validation
@@ -161,9 +162,9 @@ class Trainer:
         """The parameters and the two moments. On a GPU these are host copies of now, brought back by
         ``state_loaded``."""
         arrays = self._state_arrays()
-        if self._device.type == "cpu":
+        if self._is_host:
             return [_blob(name, array) for name, array in arrays.items()]
-        self._mirrors = [(array, array.cpu()) for array in arrays.values()]
+        self._mirrors = [(array, array.to("cpu", copy=True)) for array in arrays.values()]
         return [_blob(name, host) for name, (_, host) in zip(arrays, self._mirrors, strict=True)]
 
     def load_initial(self) -> None:
@@ -171,14 +172,14 @@ class Trainer:
         if not self._is_initial:
             self._flat.copy_weights(self._build())
             self._optimizer.reset()
-            self._step, self._is_initial = 0, True
+            self._moved_to(0)
+            self._is_initial = True
 
     def state_loaded(self, step: int) -> None:
         """The bytes of ``state()`` are those of ``step`` now."""
         for array, host in self._mirrors:
             array.copy_(host)
-        self._mirrors = []
-        self._step, self._is_initial = step, False
+        self._moved_to(step)
 
     def save(self, directory: Path) -> None:
         """Write a Hugging Face model directory, and the optimizer beside it. Raises ``StorageError``."""
@@ -221,7 +222,7 @@ class Trainer:
         self._flat.copy_weights(weights)
         for name, array in moments.items():
             array.copy_(loaded[name])
-        self._step, self._is_initial = step, False
+        self._moved_to(step)
 
     # ---------------------------------------------------------------------------------------------------------- inside
 
@@ -236,6 +237,10 @@ class Trainer:
         if self._autocast_dtype is None:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=self._autocast_dtype)
+
+    def _moved_to(self, step: int) -> None:
+        """The state is that of ``step`` now; host copies of an earlier one are worth nothing any more."""
+        self._step, self._is_initial, self._mirrors = step, False, []
 
     def _state_arrays(self) -> dict[str, Tensor]:
         return {

@@ -100,6 +100,17 @@ def test_the_update_has_the_same_bits_at_every_thread_count(numel: int) -> None:
     assert _updated(1, numel) == _updated(2, numel) == _updated(3, numel)
 
 
+def test_the_update_runs_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that happen to be stable here need not be so elsewhere."""
+    seen: list[int] = []
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: seen.append(torch.get_num_threads()))
+    torch.set_num_threads(2)
+    flat = flat_model()
+    FlatAdamW(flat, OptimizerSpec()).apply(flat.gradients[:-1], step=0, lr=0.1, scale=1.0)
+    assert seen == [1]
+    assert torch.get_num_threads() == 2
+
+
 def test_the_update_is_that_of_adamw_and_leaves_the_gradients() -> None:
     flat, plain = flat_model(), build_model(TINY, 256, seed=1)
     spec = OptimizerSpec(weight_decay=0.3)

@@ -15,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from p2ptrain.compute.data import DataSpec, load_corpus
+from p2ptrain.compute.device import Device
 from p2ptrain.compute.model import ModelSpec, build_model
 from p2ptrain.compute.sampling import WindowSampler
 from p2ptrain.compute.testing import OPTIMIZER, TINY, run_step, state_bytes, tiny
@@ -181,6 +182,41 @@ def test_state_copied_into_another_trainer_goes_on_bit_equal(make_trainer: MakeT
     for step in range(4, 7):
         assert run_step(donor, step) == run_step(newcomer, step)
     assert state_bytes(donor) == state_bytes(newcomer)
+
+
+class Apart(Device):
+    """A device with memory of its own, as far as the trainer can tell: its tensors are on the CPU all the same."""
+
+    @property
+    def kind(self) -> str:
+        return "mps"
+
+
+def test_a_device_with_memory_of_its_own_computes_the_same(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    near, apart, healed = make_trainer(), make_trainer(device=APART), make_trainer(device=APART, seed=9)
+    assert apart.reduce_buffer.ctypes.data != apart._flat.gradients.data_ptr()
+    for step in range(4):
+        assert run_step(near, step) == run_step(apart, step)
+        assert np.array_equal(near.reduce_buffer, apart.reduce_buffer)
+    assert state_bytes(near) == state_bytes(apart)
+    blobs = healed.state()
+    for source, target in zip(apart.state(), blobs, strict=True):
+        target.view[:] = source.view
+    assert state_bytes(healed) != state_bytes(apart), "not before it is told"
+    blobs = healed.state()
+    for source, target in zip(apart.state(), blobs, strict=True):
+        target.view[:] = source.view
+    healed.state_loaded(4)
+    assert state_bytes(healed) == state_bytes(apart)
+    apart.save(tmp_path)
+    run_step(healed, 4)
+    healed.state()
+    healed.load(tmp_path)
+    healed.state_loaded(4)  # said once more: an earlier copy must not come back
+    assert state_bytes(healed) == state_bytes(near)
+
+
+APART = Apart(torch.device("cpu"), "a device apart")
 
 
 def test_load_initial_goes_back_to_step_0(make_trainer: MakeTrainer) -> None:
