@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar, NamedTuple
 
+from textual import events
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
+from textual.geometry import Size
 from textual.widgets import Footer, Static
 
 from p2ptrain.core.errors import P2PTrainError
@@ -64,6 +66,8 @@ class P2PTrainApp(App[None]):
         self.source = source
         self.clock = clock or LoopClock()
         self.chosen_job: str | None = None
+        self.view = 1
+        self.wide = False
         self._refresh_hz = refresh_hz
         self._drawn: dict[type[Panel], _Drawn] = {}
         self._asked: set[str] = set()
@@ -86,7 +90,7 @@ class P2PTrainApp(App[None]):
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
-        self._lay_out()
+        self._lay_out(self.size)
         self.action_view(1)
         if self._refresh_hz:
             self.set_interval(1 / self._refresh_hz, self.refresh_panels)
@@ -105,10 +109,6 @@ class P2PTrainApp(App[None]):
         """The job in view: the chosen one while it exists, else the one that matters most."""
         store = self.source.store
         return store.jobs.get(self.chosen_job or "") or store.current_job()
-
-    @property
-    def wide(self) -> bool:
-        return self.size.width >= WIDE_COLUMNS and self.size.height >= WIDE_ROWS
 
     def refresh_panels(self) -> None:
         """Redraw the visible panels whose topics changed, and once a second those that show ages."""
@@ -145,10 +145,11 @@ class P2PTrainApp(App[None]):
         elif before is Phase.LOST and link.phase is Phase.LIVE:
             self.notify("what is shown is live again", title="The seed is back", markup=False)
 
-    def on_resize(self) -> None:
-        self._lay_out()
+    def on_resize(self, event: events.Resize) -> None:
+        self._lay_out(event.size)
 
-    def _lay_out(self) -> None:
+    def _lay_out(self, size: Size) -> None:
+        self.wide = size.width >= WIDE_COLUMNS and size.height >= WIDE_ROWS
         self.set_class(self.wide, "-wide")
         self.set_class(not self.wide, "-compact")
         self.call_after_refresh(self.refresh_panels)
@@ -214,7 +215,9 @@ class P2PTrainApp(App[None]):
         """Ask the seed to do something with the job in view."""
         job = self.job
         if job is None:
-            self.notify("create one with p2ptrain jobs create", title="There is no job yet", severity="warning")
+            self.notify(
+                "create one with p2ptrain jobs create --profile tiny", title="There is no job yet", severity="warning"
+            )
             return
         asked = f"{verb} {job.id}"
         if asked not in self._asked:  # a key that repeats asks once

@@ -106,7 +106,9 @@ def millis(value: float | None) -> str:
     """``0.42 ms``, ``87.1 ms``, ``1.24 s``."""
     if not is_finite(value) or value < 0:
         return UNKNOWN
-    return f"{_three_digits(value)} ms" if value < 999.5 else f"{_three_digits(value / 1000)} s"
+    if value < 999.5:
+        return f"{_three_digits(value)} ms"
+    return f"{_three_digits(value / 1000)} s" if value < 60_000 else duration(value / 1000)
 
 
 def duration(seconds: float | None) -> str:
@@ -175,10 +177,8 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
     top = max(known, default=0.0)
     floor = max(0.0, 2 * min(known, default=0.0) - top)
     span = top - floor
-    cells = [
-        " " if not is_finite(value) else _LEVELS[min(7, max(0, int((value - floor) / span * 7.999)) if span > 0 else 3)]
-        for value in newest
-    ]
+    parts = (None if not is_finite(value) else (value - floor) / span if span > 0 else 0.5 for value in newest)
+    cells = [" " if part is None else _LEVELS[int(min(max(part, 0.0), 1.0) * 7.999)] for part in parts]
     return "".join(cells).rjust(max(width, 0))
 
 

@@ -131,11 +131,16 @@ class Series:
             del points[1::2]
 
     def _thin(self) -> None:
-        # Steps are distinct, so a growing stride ends; three quarters, so that it happens once in a thousand rows.
-        while len(self.rows) > MAX_ROWS * 3 // 4:
+        """Keep every ``_stride``-th of the old rows, and double the stride where that is still too many.
+
+        Down to three quarters, so that it happens once in a thousand rows; steps are distinct: a growing stride ends.
+        """
+        old, recent = self.rows[:-RECENT_ROWS], self.rows[-RECENT_ROWS:]
+        old = [row for row in old if row.step % self._stride == 0]
+        while len(old) + len(recent) > MAX_ROWS * 3 // 4:
             self._stride *= 2
-            old, recent = self.rows[:-RECENT_ROWS], self.rows[-RECENT_ROWS:]
-            self.rows = [row for row in old if row.step % self._stride == 0] + recent
+            old = [row for row in old if row.step % self._stride == 0]
+        self.rows = old + recent
 
     def curve(self, column: str) -> tuple[list[int], list[float]]:
         """Steps and values of a column of ``MetricRow``, known and finite ones only."""

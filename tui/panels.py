@@ -196,7 +196,7 @@ def what_next(frame: Frame) -> list[list[Span]]:
             [Span(f"{many} ready, no job yet", "strong")],
             [],
             [Span("Give them something to train:")],
-            [Span("  p2ptrain jobs create", "accent")],
+            [Span("  p2ptrain jobs create --profile tiny", "accent")],
         ]
     look = fmt.job_look(frame.job.state)
     return [

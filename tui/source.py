@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
-from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError
+from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.world import Clock, LoopClock, Network
-from tui.model import Link, Phase, Store
+from tui.model import Link, Phase, Store, clean
 from wire.client import SeedClient
 
 CONNECT_TIMEOUT_S = 5.0
@@ -133,7 +134,11 @@ class SeedSource:
         try:
             (self.store.replace if whole else self.store.apply)(topic, items, self._clock.now())
         except ProtocolError as error:
-            self.store.set_link(dataclasses.replace(self.store.link, problem=error.message))
+            self._note(error)
+
+    def _note(self, error: P2PTrainError) -> None:
+        link = dataclasses.replace(self.store.link, problem=clean(error.message), remedy=clean(error.remedy))
+        self.store.set_link(link)
 
     # --------------------------------------------------------------------------------------------- requests of the TUI
 
@@ -165,13 +170,8 @@ class SeedSource:
             self._apply(topic, await self._page(f"{topic}.list", topic), whole=True)
 
     async def _load_events(self) -> None:
-        after = max(self.store.events, default=0)
-        while True:
-            items = await self._page("events.list", "events", after_id=after, limit=PAGE)
-            self._apply("events", items)
-            if len(items) < PAGE:
-                return
-            after = _advance(items, "id", after)
+        async for _ in self._pages("events.list", "events", "id", "after_id", max(self.store.events, default=0)):
+            pass  # each page is taken in as it comes
 
     async def _load_histories(self) -> None:
         while True:
@@ -182,18 +182,30 @@ class SeedSource:
                 await self._watch_changed.wait()
 
     async def _load_history(self, job: str) -> None:
-        generation, after = self._resume.get(job, (0, -1))
+        generation, after = self._resume.get(job, (0, 0))
         known = self.store.jobs.get(job)
         if known is None or known.generation != generation:
-            after = -1  # it may have been restored from a checkpoint while nobody watched
-        while True:
-            rows = await self._page("metrics.history", "rows", job=job, after_step=after, limit=PAGE)
-            self._apply("metrics", [{"job": job, **row} if isinstance(row, dict) else row for row in rows])
-            if len(rows) < PAGE:
-                break
-            after = _advance(rows, "step", after)
-            self._resume[job] = (known.generation if known else 0, after)
+            after = 0  # it may have been restored from a checkpoint while nobody watched
+        async for last in self._pages("metrics.history", "rows", "step", "after_step", after, job=job):
+            self._resume[job] = (known.generation if known else 0, last)
         self._synced.add(job)
+
+    async def _pages(
+        self, method: str, items_key: str, place_key: str, after_key: str, after: int, **params: Any
+    ) -> AsyncIterator[int]:
+        """Apply page after page; yields how far each led. What the seed refuses is shown, and left out."""
+        topic = {"rows": "metrics"}.get(items_key, items_key)
+        while True:
+            try:
+                items = await self._page(method, items_key, **params, **{after_key: after, "limit": PAGE})
+            except Refused as error:
+                self._note(error)
+                return
+            self._apply(topic, [{**params, **item} if isinstance(item, dict) else item for item in items])
+            if len(items) < PAGE:
+                return
+            after = _advance(items, place_key, after)
+            yield after
 
     def _note_how_far(self) -> None:
         """Live updates kept the synced series complete: fetch on from there next time."""

@@ -66,6 +66,7 @@ def choose(columns: Sequence[Column], width: int) -> list[tuple[Column, int]]:
 class LiveTable(ScrollView, can_focus=True):
     """One line per record under a header line, with a row cursor that stays on its record."""
 
+    DEFAULT_CSS = "LiveTable { overflow-x: hidden; scrollbar-size-vertical: 1; }"
     COLUMNS: tuple[Column, ...] = ()
     COMPONENT_CLASSES: ClassVar[set[str]] = {"livetable--cursor"}
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -209,9 +210,12 @@ class LiveTable(ScrollView, can_focus=True):
                 self._strips.pop(self._keys[changed], None)
                 self._refresh_row(changed)
         self._cursor = place
+        self.call_after_refresh(self._show_cursor)  # rows that came just now can be scrolled to after the layout only
+
+    def _show_cursor(self) -> None:
         first, rows = self.scroll_offset.y, max(1, self.size.height - 1)
-        if not first <= place < first + rows:
-            self.scroll_to(y=place if place < first else place - rows + 1, animate=False)
+        if not first <= self._cursor < first + rows:
+            self.scroll_to(y=self._cursor if self._cursor < first else self._cursor - rows + 1, animate=False)
 
 
 def _segments(cell: Cell, column: Column, width: int, palette: Palette) -> list[Segment]:

@@ -192,7 +192,7 @@ class JobsPanel(TablePanel):
         }
 
     def empty(self, frame: Frame) -> list[list[Span]]:
-        return [[Span("no jobs yet", "strong")], [], [Span("  p2ptrain jobs create", "accent")]]
+        return [[Span("no jobs yet", "strong")], [], [Span("  p2ptrain jobs create --profile tiny", "accent")]]
 
     def detail(self, frame: Frame, key: str) -> list[Span]:
         job = frame.store.jobs.get(key)

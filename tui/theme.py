@@ -88,9 +88,9 @@ LIGHT = Palette(
     calm="#4a5869",
     warn="#8a5200",
     bad="#b92626",
-    compute="#00857c",
+    compute="#007a71",
     communicate="#7442c8",
-    wait="#6b7788",
+    wait="#5f6b7c",
     train="#00716a",
     validation="#b25b00",
 )

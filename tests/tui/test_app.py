@@ -1,0 +1,360 @@
+"""The app with a person at the keys, over the demo cluster."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from textual.pilot import Pilot
+
+from tui.app import P2PTrainApp
+from tui.demo import DemoCluster, DemoSource
+from tui.panels import HeaderBar, RingPanel, TrainingPanel
+from tui.screens import ConfirmScreen, HelpScreen
+from tui.table import LiveTable
+from tui.tables import CheckpointsPanel, JobsPanel, PeersPanel
+from tui.theme import DARK, LIGHT
+
+COMPACT, WIDE = (80, 24), (160, 48)
+
+
+class Stage:
+    """A running app, its source and its pilot."""
+
+    def __init__(self, app: P2PTrainApp, source: DemoSource, pilot: Pilot[None]) -> None:
+        self.app, self.source, self.pilot = app, source, pilot
+
+    async def press(self, *keys: str) -> None:
+        await self.pilot.press(*keys)
+        await self.settle()
+
+    async def settle(self, seconds: float = 1.0) -> None:
+        """Let time pass for the app, and everything be drawn."""
+        self.source.clock.time += seconds
+        await self.pilot.pause()
+        self.app.refresh_panels()
+        await self.pilot.pause()
+
+    def text(self, selector: str) -> str:
+        """What a widget shows, borders included."""
+        region = self.app.screen_stack[0].query_one(selector).region
+        strips = self.app.screen_stack[0]._compositor.render_strips()
+        return "\n".join(strip.crop(region.x, region.right).text for strip in strips[region.y : region.bottom])
+
+    def shown(self) -> set[str]:
+        ids = ("ring", "training", "peers", "jobs", "checkpoints", "events")
+        return {id_ for id_ in ids if self.app.screen_stack[0].query_one(f"#{id_}").region.area}
+
+    def notices(self) -> list[str]:
+        return [f"{notice.title}: {notice.message}" for notice in self.app._notifications]
+
+
+@asynccontextmanager
+async def staged(
+    size: tuple[int, int] = COMPACT, *, peers: int = 6, before: Callable[[DemoSource], None] = lambda source: None
+) -> AsyncIterator[Stage]:
+    source = DemoSource(DemoCluster(peers))
+    before(source)
+    app = P2PTrainApp(source, clock=source.clock, refresh_hz=0)
+    async with app.run_test(size=size, notifications=True) as pilot:
+        stage = Stage(app, source, pilot)
+        await stage.settle()
+        yield stage
+        source.store.validate()
+
+
+# ------------------------------------------------------------------------------------------------------------- views
+
+
+async def test_a_small_terminal_shows_one_view_at_a_time():
+    async with staged(COMPACT) as stage:
+        for key, shown in (
+            ("2", {"training"}),
+            ("3", {"jobs", "checkpoints"}),
+            ("4", {"events"}),
+            ("1", {"ring", "peers"}),
+        ):
+            await stage.press(key)
+            assert stage.shown() == shown
+
+
+async def test_a_large_terminal_shows_everything_and_the_keys_move_the_focus():
+    async with staged(WIDE) as stage:
+        assert stage.shown() == {"ring", "training", "peers", "jobs", "checkpoints", "events"}
+        for key, focused in (("2", "training"), ("3", "jobs-table"), ("4", "events"), ("1", "peers-table")):
+            await stage.press(key)
+            assert stage.app.focused is not None
+            assert stage.app.focused.id == focused
+
+
+async def test_the_layout_follows_the_size():
+    async with staged(COMPACT) as stage:
+        await stage.press("3")
+        await stage.pilot.resize_terminal(*WIDE)
+        await stage.settle()
+        assert len(stage.shown()) == 6
+        await stage.pilot.resize_terminal(*COMPACT)
+        await stage.settle()
+        assert stage.shown() == {"jobs", "checkpoints"}
+
+
+async def test_no_size_breaks_it():
+    async with staged(WIDE, peers=64) as stage:
+        for size, key in zip(
+            [(1, 1), (10, 3), (20, 5), (40, 10), (119, 37), (120, 38), (240, 80)], "1234123", strict=True
+        ):
+            await stage.pilot.resize_terminal(*size)
+            stage.source.tick()
+            await stage.press(key)
+
+
+async def test_tab_goes_through_the_tables_and_on_to_the_next_view():
+    async with staged(COMPACT) as stage:
+        await stage.press("3")
+        seen = []
+        for _ in range(3):
+            await stage.press("tab")
+            assert stage.app.focused is not None
+            seen.append((stage.app.view, stage.app.focused.id))
+        assert seen == [(3, "checkpoints-table"), (4, "events"), (1, "peers-table")]
+        await stage.press("1", "shift+tab", "shift+tab")
+        assert stage.app.view == 4
+
+
+async def test_dark_and_light():
+    async with staged(WIDE) as stage:
+        grounds = []
+        for theme in ("p2ptrain-dark", "p2ptrain-light", "p2ptrain-dark"):
+            assert stage.app.theme == theme
+            strip = stage.app.screen_stack[0].query_one("#peers-table", LiveTable).render_line(2)
+            grounds.append({segment.style.bgcolor.name for segment in strip})
+            await stage.press("d")
+        assert grounds == [{DARK.surface}, {LIGHT.surface}, {DARK.surface}]
+
+
+async def test_help_names_every_key_and_closes():
+    async with staged(COMPACT) as stage:
+        await stage.press("question_mark")
+        assert isinstance(stage.app.screen, HelpScreen)
+        await stage.press("p", "s", "c")
+        assert stage.source.requests == []  # the keys below it are asleep
+        await stage.press("escape")
+        assert not isinstance(stage.app.screen, HelpScreen)
+
+
+async def test_quitting_says_that_training_goes_on():
+    async with staged() as stage:
+        await stage.press("q")
+        assert stage.app._exit
+        printed = [str(item) for item in stage.app._exit_renderables]
+        assert any("Training goes on" in line for line in printed)
+        assert stage.source.requests == []
+
+
+# ----------------------------------------------------------------------------------------------------------- showing
+
+
+async def test_the_header_tells_the_cluster_and_the_connection():
+    async with staged(WIDE) as stage:
+        header = stage.text("#header")
+        assert "attic" in header
+        assert "192.168.1.20:7337" in header
+        assert "● live" in header
+        assert "malformed" not in header
+
+
+async def test_new_steps_are_drawn():
+    async with staged(WIDE) as stage:
+        assert "640/2,000" in stage.text("#training")
+        assert "step 640" in stage.text("#ring")
+        stage.source.tick()
+        await stage.settle()
+        assert "641/2,000" in stage.text("#training")
+        assert "step 641" in stage.text("#ring")
+
+
+async def test_numbers_are_drawn_at_a_pace_that_can_be_read():
+    async with staged(WIDE) as stage:
+        stage.source.tick()
+        await stage.settle(0.1)
+        assert "641/2,000" not in stage.text("#training")
+        await stage.settle(0.5)
+        assert "641/2,000" in stage.text("#training")
+
+
+async def test_nothing_is_drawn_again_where_nothing_changed(monkeypatch):
+    async with staged(WIDE) as stage:
+        shown = []
+        for kind in (HeaderBar, RingPanel, TrainingPanel, PeersPanel, JobsPanel, CheckpointsPanel):
+            monkeypatch.setattr(kind, "show", lambda self, frame: shown.append(type(self)))
+        stage.app.refresh_panels()
+        assert shown == []
+        stage.source.clock.time += 1  # ages grow
+        stage.app.refresh_panels()
+        assert set(shown) == {HeaderBar, PeersPanel, CheckpointsPanel}
+
+
+async def test_a_peer_that_comes_and_one_that_goes():
+    async with staged(WIDE, peers=3) as stage:
+        assert "delos" not in stage.text("#peers")
+        stage.source.store.apply("peers", [DemoCluster(6).peer(3).to_map() | {"rank": None, "job": ""}], 0.0)
+        stage.source.store.apply("peers-gone", [{"id": "peer1"}], 0.0)
+        await stage.settle()
+        assert "delos" in stage.text("#peers")
+        assert "borea" not in stage.text("#peers")
+        assert "gone" in stage.text("#ring")
+        assert "not in the ring:" in stage.text("#ring")
+
+
+async def test_names_are_shown_and_not_obeyed():
+    async with staged(WIDE, peers=3) as stage:
+        name = "[red]x[/] [@click=app.leave]y"
+        stage.source.store.apply("peers", [DemoCluster(6).peer(0).to_map() | {"name": name}], 0.0)
+        job = stage.source.store.jobs["j1"].to_map() | {"name": "[bold]job[/bold]", "profile": "[x", "reason": "[/]"}
+        stage.source.store.apply("jobs", [job], 0.0)
+        await stage.settle()
+        assert "[red]x[/]" in stage.text("#peers")
+        assert "[bold]job[/bold]" in stage.text("#training")
+        await stage.press("c", "y")
+        assert any("[bold]job[/bold]" in notice for notice in stage.notices())
+
+
+async def test_malformed_updates_are_counted_in_the_header():
+    async with staged(WIDE) as stage:
+        stage.source.store.malformed = 3
+        stage.source.store.versions["link"] += 1
+        await stage.settle()
+        assert "▲ 3 malformed" in stage.text("#header")
+
+
+# ------------------------------------------------------------------------------------------------------ empty states
+
+
+async def test_without_a_connection_it_says_so():
+    async with staged(before=lambda source: setattr(source, "cluster", None)) as stage:
+        assert "◌ connecting to 192.168.1.20:7337" in stage.text("#header")
+        assert "no connection to the seed" in stage.text("#ring")
+        stage.source.lose()
+        await stage.settle(3)
+        assert "no answer since" in stage.text("#header")
+        assert "closed the connection" in stage.text("#ring")
+
+
+async def test_without_peers_it_says_how_to_join():
+    async with staged(peers=0) as stage:
+        assert "p2ptrain join 192.168.1.20:7337" in stage.text("#peers")
+
+
+async def test_without_jobs_it_says_how_to_create_one():
+    async with staged(WIDE) as stage:
+        stage.source.store.replace("jobs", [], 0.0)
+        stage.source.store.replace("checkpoints", [], 0.0)
+        await stage.settle()
+        assert "p2ptrain jobs create" in stage.text("#ring")
+        assert "no jobs yet" in stage.text("#jobs")
+        assert "no checkpoints yet" in stage.text("#checkpoints")
+        assert "no steps yet" in stage.text("#training")
+        await stage.press("p", "c")
+        assert all("no job" in notice for notice in stage.notices())
+        assert stage.source.requests == []
+
+
+# ---------------------------------------------------------------------------------------------------------- commands
+
+
+async def test_the_keys_ask_the_seed_about_the_job_in_view():
+    async with staged() as stage:
+        await stage.press("p", "r", "s")
+        assert stage.source.requests == [(f"jobs.{verb}", {"job": "j1"}) for verb in ("pause", "resume", "save")]
+        assert sum(notice.startswith("stdlib-30m: will") for notice in stage.notices()) == 3
+
+
+async def test_a_paused_job_is_shown_as_paused():
+    async with staged(WIDE) as stage:
+        await stage.press("p")
+        assert "■ paused" in stage.text("#jobs")
+
+
+async def test_cancel_asks_first():
+    async with staged() as stage:
+        for key, cancelled in (("n", False), ("escape", False), ("enter", False), ("y", True)):
+            await stage.press("c")
+            assert isinstance(stage.app.screen, ConfirmScreen)
+            assert stage.source.requests == []
+            await stage.press(key)
+            assert not isinstance(stage.app.screen, ConfirmScreen)
+            assert stage.source.requests == ([("jobs.cancel", {"job": "j1"})] if cancelled else [])
+
+
+async def test_the_button_cancels_too():
+    async with staged() as stage:
+        await stage.press("c", "right", "enter")
+        assert stage.source.requests == [("jobs.cancel", {"job": "j1"})]
+
+
+async def test_a_refusal_is_shown_with_its_remedy():
+    async with staged() as stage:
+        await stage.press("3", "end", "p")
+        assert stage.source.requests == [("jobs.pause", {"job": "j0"})]
+        assert any(
+            "Cannot pause hello-tiny: job hello-tiny is done\nchoose a job that runs" in notice
+            for notice in stage.notices()
+        )
+
+
+async def test_the_cursor_in_jobs_chooses_the_job_in_view():
+    async with staged(WIDE) as stage:
+        assert stage.source.watched == "j1"
+        await stage.press("3", "end")
+        assert stage.source.watched == "j0"
+        assert "hello-tiny" in stage.text("#training").splitlines()[0]
+        assert "no steps yet" in stage.text("#training")
+
+
+async def test_a_view_that_nobody_chose_follows_the_job_that_runs():
+    async with staged(WIDE) as stage:
+        await stage.press("3")  # looking is not choosing
+        done = stage.source.store.jobs["j1"].to_map() | {"state": "done"}
+        runs = stage.source.store.jobs["j2"].to_map() | {"state": "running"}
+        stage.source.store.apply("jobs", [done, runs], 0.0)
+        await stage.settle()
+        assert stage.source.watched == "j2"
+
+
+# --------------------------------------------------------------------------------------------------------- reconnect
+
+
+async def test_a_lost_seed_is_told_once_and_shown_with_the_time_to_the_next_try():
+    async with staged(WIDE) as stage:
+        stage.source.lose()
+        await stage.settle(2)
+        assert "✗ lost since 2 s · retry in 2 s" in stage.text("#header")
+        assert stage.app.has_class("-stale")
+        assert "atlas" in stage.text("#peers")
+        stage.source.lose()
+        await stage.settle(1)
+        assert "✗ lost since 3 s" in stage.text("#header")
+        assert [notice for notice in stage.notices() if "lost" in notice] == [
+            "The seed was lost: the seed at 192.168.1.20:7337 closed the connection\n"
+            "start it again with p2ptrain seed; training goes on without it"
+        ]
+
+
+async def test_commands_are_refused_with_a_reason_while_the_seed_is_lost():
+    async with staged() as stage:
+        stage.source.lose()
+        await stage.settle()
+        await stage.press("p", "c")
+        assert not isinstance(stage.app.screen, ConfirmScreen)
+        assert sum("there is no connection" in notice for notice in stage.notices()) == 2
+
+
+async def test_a_seed_that_is_back_is_live_again():
+    async with staged(WIDE) as stage:
+        stage.source.lose()
+        await stage.settle(9)
+        stage.source.connect()
+        await stage.settle()
+        assert "● live" in stage.text("#header")
+        assert not stage.app.has_class("-stale")
+        assert any(notice.startswith("The seed is back") for notice in stage.notices())

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+
+from tui import format as fmt
+from tui.model import Split
+
+STRANGE = (None, math.nan, math.inf, -math.inf, -1.0, -(10**18))
+
+
+@pytest.mark.parametrize(
+    ("function", "value", "shown"),
+    [
+        (fmt.count, 0, "0"),
+        (fmt.count, 7, "7"),
+        (fmt.count, 0.84, "0.84"),
+        (fmt.count, 999, "999"),
+        (fmt.count, 999.9, "1.00k"),
+        (fmt.count, 12_345, "12.3k"),
+        (fmt.count, 4.5e6, "4.50M"),
+        (fmt.size, 512, "512 B"),
+        (fmt.size, 3 << 29, "1.50 GiB"),
+        (fmt.size, 1 << 62, "9999 TiB"),
+        (fmt.rate, 12.5e6, "12.5 MB/s"),
+        (fmt.millis, 0.42, "0.42 ms"),
+        (fmt.millis, 1240, "1.24 s"),
+        (fmt.duration, 7.9, "7 s"),
+        (fmt.duration, 245, "4m 05s"),
+        (fmt.duration, 11_520, "3h 12m"),
+        (fmt.duration, 200_000, "2d 7h"),
+        (fmt.age, 0.42, "0.4 s"),
+        (fmt.age, 12, "12 s"),
+        (fmt.percent, 0.268, "27%"),
+        (fmt.percent, 7.0, "100%"),
+        (fmt.loss, 2.34567, "2.3457"),
+        (fmt.scientific, 3e-4, "3.0e-4"),
+    ],
+)
+def test_values_read_well(function, value, shown):
+    assert function(value) == shown
+
+
+@pytest.mark.parametrize("function", [fmt.count, fmt.size, fmt.rate, fmt.millis, fmt.duration, fmt.age])
+@pytest.mark.parametrize("value", STRANGE)
+def test_strange_values_read_as_unknown(function, value):
+    assert function(value) == fmt.UNKNOWN
+
+
+@given(st.floats() | st.integers(-(2**64), 2**64) | st.none())
+def test_every_value_reads_somehow_and_shortly(value):
+    for function in (fmt.count, fmt.size, fmt.rate, fmt.millis, fmt.duration, fmt.age, fmt.percent, fmt.scientific):
+        assert 0 < len(function(value)) <= 10
+    if value is not None:
+        assert len(fmt.clock(value)) == 8
+
+
+@given(st.floats(), st.integers(-1, 40))
+def test_a_bar_is_as_wide_as_it_should_be(part, width):
+    assert len(fmt.bar(part, width)) == max(0, width)
+
+
+def test_a_bar_shows_eighths():
+    assert fmt.bar(0.5, 4) == "██  "
+    assert fmt.bar(1 / 32, 4) == "▏   "
+    assert fmt.bar(1.0, 4) == "████"
+    assert fmt.bar(0.0, 4) == "    "
+
+
+def test_a_sparkline_shows_changes_and_gaps():
+    assert fmt.sparkline([100.0, 101.0, None, 102.0], 6) == "  ▄▆ █"
+    assert fmt.sparkline([5.0, 5.0], 2) == "▄▄"
+    assert fmt.sparkline([], 3) == "   "
+    assert fmt.sparkline([1.0], 0) == ""
+
+
+@given(st.lists(st.none() | st.floats(), max_size=20), st.integers(0, 20))
+def test_a_sparkline_is_as_wide_as_it_should_be(values, width):
+    assert len(fmt.sparkline(values, width)) == width
+
+
+@given(st.tuples(*[st.floats(0, 1e6)] * 3), st.integers(4, 200))
+def test_the_parts_of_a_step_fill_the_bar(parts, width):
+    spans = fmt.split_bar(Split(sum(parts), *parts), width)
+    assert sum(len(span.text) for span in spans) == (width if sum(parts) > 0 else 0)
+    assert len({span.text[0] for span in spans}) == len(spans)  # told apart without colours
+
+
+@given(st.floats(-1e9, 1e9), st.floats(1.0, 1e9), st.integers(2, 12))
+def test_ticks_are_few_and_within(low, width, most):
+    found = fmt.ticks(low, low + width, most)
+    assert len(found) <= most
+    assert all(low - 1e-6 * width <= tick <= low + width * (1 + 1e-6) for tick in found)
+
+
+def test_ticks_are_round():
+    assert fmt.ticks(1, 640, 8) == [100, 200, 300, 400, 500, 600]
+    assert fmt.ticks(2.2, 5.5, 4) == [3, 4, 5]
+    assert fmt.ticks(3.0, 3.0, 5) == [3.0]
+    assert fmt.ticks(math.nan, 3.0, 5) == []
+
+
+@given(st.text(max_size=30), st.integers(0, 20))
+def test_fitted_text_fits(text, width):
+    assert cell_len(fmt.fit(text, width)) <= max(width, 0)
+
+
+def test_downsampled_points_are_means_of_neighbours():
+    assert fmt.downsample([1, 2, 3, 4], [1.0, 3.0, 5.0, 7.0], 2) == ([1.5, 3.5], [2.0, 6.0])
+    assert fmt.downsample([1, 2, 3], [1.0, 3.0, 5.0], 2) == ([1.5, 3.0], [2.0, 5.0])
+    assert fmt.downsample([], [], 2) == ([], [])
+    steps, _ = fmt.downsample(list(range(4000)), [0.0] * 4000, 200)
+    assert len(steps) <= 200
+
+
+def test_states_are_told_apart_without_colours():
+    symbols = [look.symbol for state, look in fmt.PEER_LOOKS.items() if state != "idle"]
+    assert len(set(symbols)) == len(symbols)
+    assert all(cell_len(look.symbol) == 1 for look in (*fmt.PEER_LOOKS.values(), *fmt.JOB_LOOKS.values()))
+    assert fmt.peer_look("invented").symbol == "?"

@@ -1,0 +1,286 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2ptrain.core.errors import ConnectionLost, ProtocolError
+from tui.demo import DemoCluster
+from tui.model import (
+    MAX_CHECKPOINTS,
+    MAX_EVENTS,
+    MAX_PEERS,
+    MAX_ROWS,
+    MAX_SERIES,
+    MAX_TEXT,
+    MAX_VALIDATIONS,
+    RECENT_ROWS,
+    Link,
+    Phase,
+    Series,
+    Store,
+    clean,
+    eta_s,
+    split,
+)
+from wire.records import EventInfo, JobInfo, MetricRow
+
+
+def row(step: int, generation: int = 1, **values: Any) -> MetricRow:
+    return MetricRow("j", step, float(step), generation=generation, **({"loss": 1.0 / (abs(step) + 1)} | values))
+
+
+def fed(cluster: DemoCluster) -> Store:
+    store = Store()
+    for update in cluster.everything():
+        store.apply(update.topic, update.items, 100.0)
+    store.validate()
+    return store
+
+
+# ------------------------------------------------------------------------------------------------------------- store
+
+
+def test_everything_a_seed_tells_is_kept():
+    store = fed(DemoCluster(6))
+    assert store.cluster is not None
+    assert store.cluster.name == "attic"
+    assert [peer.name for peer in store.peers_in_order()] == ["atlas", "borea", "castor", "delos", "elara", "fjord"]
+    assert [job.id for job in store.jobs_in_order()] == ["j2", "j1", "j0"]
+    assert store.series["j1"].last_step == 640
+    assert [item.step for item in store.checkpoints_in_order("j1")] == [600, 400, 200]
+    assert store.events_in_order()[0].text == "fjord joined and builds its model"
+
+
+def test_versions_grow_with_every_change_of_their_topic_only():
+    store = fed(DemoCluster(3))
+    before = store.versions.copy()
+    store.apply("peers-gone", [{"id": "peer1"}], 1.0)
+    assert {topic for topic in store.versions if store.versions[topic] != before[topic]} == {"peers"}
+    assert "peer1" not in store.peers
+
+
+def test_an_unknown_topic_is_of_a_newer_seed_and_ignored():
+    store = Store()
+    store.apply("weather", [{"rain": True}], 1.0)
+    assert not store.versions
+
+
+MALFORMED = [
+    ("cluster", {}),
+    ("peers", 7),
+    ("peers", None),
+    ("peers", {"id": "a"}),
+    ("peers-gone", {"id": 3}),
+    ("peers-gone", "peer1"),
+    ("jobs", {"id": "j", "name": 1}),
+    ("metrics", {"job": "j1", "step": "7", "wall": 0.0}),
+    ("metrics", {"job": "j1", "step": True, "wall": 0.0}),
+    ("events", {"id": 1.5}),
+    ("checkpoints", []),
+]
+
+
+@pytest.mark.parametrize(("topic", "item"), MALFORMED)
+def test_a_malformed_item_is_refused_and_counted(topic: str, item: object):
+    store = Store()
+    with pytest.raises(ProtocolError):
+        store.apply(topic, [item], 1.0)
+    assert store.malformed == 1
+    store.validate()
+
+
+def test_lists_inside_records_are_checked_too():
+    store, job = Store(), DemoCluster(3).job().to_map()
+    for members in ([1, 2], ["x"] * (MAX_PEERS + 1)):
+        with pytest.raises(ProtocolError):
+            store.apply("jobs", [job | {"members": members}], 1.0)
+    assert not store.jobs
+
+
+def test_the_good_items_beside_a_malformed_one_are_taken_in():
+    store = Store()
+    with pytest.raises(ProtocolError):
+        store.apply("peers", [{"id": 1}, DemoCluster(1).peer(0).to_map(), 3], 1.0)
+    assert list(store.peers) == ["peer0"]
+    assert store.malformed == 2
+
+
+json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@given(
+    topic=st.sampled_from(["cluster", "peers", "peers-gone", "jobs", "metrics", "events", "checkpoints"]),
+    field=st.integers(0, 30),
+    value=json,
+    item=json,
+)
+def test_nothing_but_protocol_errors_comes_of_strange_items(topic: str, field: int, value: Any, item: Any):
+    store = Store()
+    good = next((u.items[0] for u in DemoCluster(2, step=1).everything() if u.topic == topic and u.items), {"id": "a"})
+    key = sorted(good)[field % len(good)]
+    for strange in (item, good | {key: value}):
+        try:
+            store.apply(topic, [strange], 1.0)
+        except ProtocolError:
+            assert store.malformed
+        store.validate()
+        store.peers_in_order(), store.jobs_in_order(), store.events_in_order(), store.checkpoints_in_order()
+
+
+def test_everything_is_bounded():
+    store, cluster = Store(), DemoCluster(2, step=1)
+    peer, checkpoint = cluster.peer(0).to_map(), cluster.checkpoint(1).to_map()
+    event = dataclasses.asdict(EventInfo(1, 0.0, "info", "x", "y"))
+    store.apply("peers", [peer | {"id": f"p{n}"} for n in range(3 * MAX_PEERS)], 1.0)
+    store.apply("events", [event | {"id": n} for n in range(MAX_EVENTS * 2)], 1.0)
+    store.apply("checkpoints", [checkpoint | {"id": f"c{n}"} for n in range(MAX_CHECKPOINTS + 5)], 1.0)
+    store.apply("metrics", [row(1).to_map() | {"job": f"j{n}"} for n in range(MAX_SERIES + 5)], 1.0)
+    store.validate()
+    assert len(store.peers_seen) <= 2 * MAX_PEERS
+    assert min(store.events) == MAX_EVENTS  # the newest stay
+    assert f"j{MAX_SERIES + 4}" in store.series
+
+
+def test_texts_are_short_and_of_one_line():
+    store = Store()
+    name = "evil\x1b[31m\nname" + "x" * 10_000
+    store.apply("peers", [DemoCluster(1).peer(0).to_map() | {"name": name}], 1.0)
+    shown = store.peers["peer0"].name
+    assert shown.isprintable()
+    assert len(shown) == MAX_TEXT
+    assert clean("plain") == "plain"
+    assert clean("abcdef", 4) == "abc…"
+
+
+def test_replacing_a_list_drops_what_it_lacks():
+    store = fed(DemoCluster(6))
+    store.replace("peers", [DemoCluster(6).peer(2).to_map()], 5.0)
+    assert list(store.peers) == ["peer2"]
+
+
+def test_another_cluster_at_the_same_address_starts_from_nothing():
+    store = fed(DemoCluster(6))
+    other = dataclasses.replace(DemoCluster(6).cluster(), cluster_id="other").to_map()
+    store.apply("cluster", [other], 2.0)
+    assert not any([store.peers, store.jobs, store.series, store.events, store.checkpoints])
+
+
+def test_a_heartbeat_ages_between_updates():
+    store = fed(DemoCluster(2))
+    peer = store.peers["peer0"]
+    assert store.heartbeat_age_s(peer, 100.0) == peer.heartbeat_age_s
+    assert store.heartbeat_age_s(peer, 107.0) == pytest.approx(peer.heartbeat_age_s + 7)
+    assert store.heartbeat_age_s(peer, 50.0) == peer.heartbeat_age_s
+
+
+def test_the_current_job_is_the_one_that_runs():
+    store = fed(DemoCluster(3))
+    assert store.current_job() is store.jobs["j1"]
+    del store.jobs["j1"]
+    assert store.current_job() is store.jobs["j2"]  # queued before done
+    store.jobs.clear()
+    assert store.current_job() is None
+
+
+def test_lost_counts_from_the_moment_it_was_live():
+    store = Store()
+    store.set_link(Link(Phase.LIVE, since=10.0))
+    store.lost(ConnectionLost("gone", remedy="wait"), 50.0, 51.0)
+    store.lost(ConnectionLost("still gone"), 60.0, 62.0)
+    assert store.link == Link(Phase.LOST, 50.0, 62.0, None, "still gone", "")
+
+
+# ------------------------------------------------------------------------------------------------------------ series
+
+
+def test_rows_are_kept_in_the_order_of_their_steps_however_they_come():
+    series = Series()
+    for step in (5, 1, 3, 2, 4, 3):
+        series.add(row(step))
+    assert [item.step for item in series.rows] == [1, 2, 3, 4, 5]
+    series.validate()
+
+
+def test_a_restored_job_loses_the_steps_that_became_untrue():
+    series = Series()
+    for step in range(1, 11):
+        series.add(row(step, val_loss=2.0))
+    assert series.add(row(5, generation=2))
+    assert series.last_step == 5
+    assert not series.add(row(8, generation=1))  # a late page of the history
+    assert not series.add(row(5, generation=1))
+    assert [step for step, _ in series.validations] == [1, 2, 3, 4, 5]
+    series.validate()
+
+
+def test_old_rows_are_thinned_and_new_ones_are_not():
+    series = Series()
+    for step in range(1, 50_001):
+        series.add(row(step, val_loss=1.0))
+    series.validate()
+    assert len(series.rows) > MAX_ROWS // 4
+    recent = [item.step for item in series.recent(RECENT_ROWS)]
+    assert recent == list(range(50_000 - RECENT_ROWS + 1, 50_001))
+    assert series.rows[0].step < 100
+    gaps = [two.step - one.step for one, two in zip(series.rows, series.rows[1:], strict=False)]
+    assert max(gaps) < 50_000 / 500
+    assert len(series.validations) <= MAX_VALIDATIONS
+
+
+@given(st.lists(st.tuples(st.integers(-5, 60), st.integers(0, 3), st.none() | st.floats()), max_size=60))
+def test_a_series_keeps_its_invariants(rows: list[tuple[int, int, float | None]]):
+    series = Series()
+    for step, generation, value in rows:
+        series.add(row(step, generation, val_loss=value))
+        series.validate()
+
+
+def test_curves_leave_out_what_cannot_be_drawn():
+    series = Series()
+    for step, value in enumerate([1.0, None, math.nan, math.inf, 2.0]):
+        series.add(row(step, loss=value, val_loss=value))
+    assert series.curve("loss") == ([0, 4], [1.0, 2.0])
+    assert series.validation_curve() == ([0, 4], [1.0, 2.0])
+
+
+# ------------------------------------------------------------------------------------------------------------ numbers
+
+
+def job(**values: Any) -> JobInfo:
+    return JobInfo(**({"state": "running", "steps_total": 100, "step": 50} | JOB | values))
+
+
+JOB: dict[str, Any] = {"id": "j", "name": "n", "profile": "p", "strategy": "sync", "created_at": 0.0}
+
+
+def test_the_time_left_follows_the_recent_pace():
+    rows = [MetricRow("j", step, step * 2.0) for step in range(40, 51)]
+    assert eta_s(job(), rows) == 100.0
+    assert eta_s(job(state="paused"), rows) is None
+    assert eta_s(job(), rows[:1]) is None
+    assert eta_s(job(), list(reversed(rows))) is None
+    assert eta_s(job(step=120), rows) == 0.0
+
+
+def test_the_split_is_the_mean_of_the_rows_that_have_one():
+    rows = [
+        MetricRow("j", 1, 1.0, compute_ms=100, communicate_ms=40, wait_ms=10),
+        MetricRow("j", 2, 2.0),
+        MetricRow("j", 3, 3.0, compute_ms=200, communicate_ms=60, wait_ms=None),
+        MetricRow("j", 4, 4.0, compute_ms=math.nan),
+        MetricRow("j", 5, 5.0, compute_ms=math.inf, wait_ms=3),
+    ]
+    found = split(rows)
+    assert found is not None
+    assert (found.compute_ms, found.communicate_ms, found.wait_ms, found.step_ms) == (150, 50, 5, 205)
+    assert split(rows[1:2]) is None
+    assert split([MetricRow("j", 1, 1.0, compute_ms=-5)]) is None

@@ -1,0 +1,222 @@
+"""The source against a seed that speaks the real protocol, in memory, on virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, ProtocolError, Refused
+from tui.model import Phase
+from tui.source import LONGEST_RETRY_S, PAGE, PING_S, REQUEST_TIMEOUT_S, SeedSource, _advance, backoff_s
+from wire.messages import Refuse
+
+
+async def until(source: SeedSource, condition: Callable[[], bool]) -> None:
+    """Wait, at most 60 virtual seconds, until the condition holds."""
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 - time is virtual: a look every 10 ms costs nothing and decides nothing
+            await asyncio.sleep(0.01)
+
+
+async def live(source: SeedSource) -> None:
+    await until(source, lambda: source.store.link.phase is Phase.LIVE)
+
+
+def test_backoff_grows_to_its_limit():
+    delays = [backoff_s(attempt) for attempt in range(100)]
+    assert delays[:3] == [0.5, 1.0, 2.0]
+    assert delays == sorted(delays)
+    assert delays[-1] == LONGEST_RETRY_S
+
+
+def test_a_page_must_lead_on():
+    assert _advance([{"id": 3}, {"id": 7}], "id", 2) == 7
+    for items in ([], [{"id": 2}], [{"id": "9"}], [None]):
+        with pytest.raises(ProtocolError):
+            _advance(items, "id", 2)
+
+
+def test_an_address_is_shown_as_it_is_dialled():
+    assert SeedSource(network=None, host="::1", port=7, clock=None).address == "[::1]:7"  # type: ignore[arg-type]
+
+
+def test_it_subscribes_before_it_lists_so_that_nothing_falls_between(watch):
+    async def play(seed, source):
+        await live(source)
+        methods = [method for method, _ in seed.asked]
+        assert methods[0] == "subscribe"
+        assert set(methods[1:5]) == {"cluster.info", "peers.list", "jobs.list", "checkpoints.list"}
+        assert len(source.store.peers) == 6
+        assert source.store.cluster is not None
+        assert source.store.link.rtt_ms is not None
+
+    watch(play)
+
+
+def test_an_update_sent_while_the_lists_are_loading_is_kept(watch):
+    async def play(seed, source):
+        def tell(method: str) -> None:
+            if method == "checkpoints.list":  # after peers.list was answered
+                seed.tell("peers-gone", [{"id": "peer5"}])
+
+        seed.before_answer = tell
+        await live(source)
+        await until(source, lambda: "peer5" not in source.store.peers)
+
+    watch(play)
+
+
+def test_updates_are_followed(watch):
+    async def play(seed, source):
+        await live(source)
+        seed.tick()
+        await until(source, lambda: source.store.jobs["j1"].step == 641)
+        assert source.store.series["j1"].last_step == 641
+
+    watch(play)
+
+
+def test_the_history_of_the_watched_job_is_fetched_page_by_page(watch):
+    async def play(seed, source):
+        await live(source)
+        source.watch("j1")
+        await until(source, lambda: "j1" in source.store.series and len(source.store.series["j1"].rows) == 640)
+        pages = [params["after_step"] for method, params in seed.asked if method == "metrics.history"]
+        assert pages == [0, PAGE, 2 * PAGE, 3 * PAGE]
+        source.store.validate()
+
+    watch(play)
+
+
+def test_a_seed_that_restarts_is_found_again_and_the_gap_is_filled(watch):
+    async def play(seed, source):
+        await live(source)
+        source.watch("j1")
+        await until(source, lambda: "j1" in source._synced)
+        await seed.stop()
+        await until(source, lambda: source.store.link.phase is Phase.LOST)
+        lost = source.store.link
+        assert lost.problem
+        assert lost.retry_at is not None
+        assert len(source.store.peers) == 6  # what was known stays to be looked at
+        await asyncio.sleep(5)
+        assert source.store.link.phase is Phase.LOST
+        assert source.store.link.since == lost.since
+        seed.cluster.step += 300  # training went on
+        seed.cluster.size = 5
+        seed.asked.clear()
+        await seed.start()
+        await live(source)
+        await until(source, lambda: source.store.series["j1"].last_step == 940)
+        pages = [params["after_step"] for method, params in seed.asked if method == "metrics.history"]
+        assert pages == [640, 840]
+        assert len(source.store.series["j1"].rows) == 940
+        assert len(source.store.peers) == 5
+
+    watch(play)
+
+
+def test_after_a_new_generation_the_history_is_fetched_anew(watch):
+    async def play(seed, source):
+        await live(source)
+        source.watch("j1")
+        await until(source, lambda: "j1" in source._synced)
+        await seed.stop()
+        await until(source, lambda: source.store.link.phase is Phase.LOST)
+        seed.cluster.generation, seed.cluster.step = 5, 220  # restored from the checkpoint of step 200
+        await seed.start()
+        await live(source)
+        await until(source, lambda: source.store.series["j1"].last_step == 220)
+        source.store.validate()
+
+    watch(play)
+
+
+def test_a_malformed_update_is_counted_and_shown_and_the_rest_is_taken_in(watch):
+    async def play(seed, source):
+        await live(source)
+        good = seed.cluster.peer(0).to_map() | {"name": "renamed"}
+        seed.tell("peers", [{"id": 7}, good])
+        await until(source, lambda: source.store.malformed == 1)
+        assert source.store.link.phase is Phase.LIVE
+        assert "PeerInfo" in source.store.link.problem
+        assert source.store.peers["peer0"].name == "renamed"
+
+    watch(play)
+
+
+def test_an_answer_without_its_list_ends_the_connection_with_its_cause(watch):
+    async def play(seed, source):
+        seed.answers["peers.list"] = {"peers": 7}
+        await until(source, lambda: source.store.link.phase is Phase.LOST)
+        assert "peers.list" in source.store.link.problem
+        del seed.answers["peers.list"]
+        await live(source)
+
+    watch(play)
+
+
+def test_a_refused_history_is_shown_and_the_rest_lives_on(watch):
+    async def play(seed, source):
+        seed.answers["metrics.history"] = ("unknown-job", "there is no job j1", "")
+        await live(source)
+        source.watch("j1")
+        await until(source, lambda: source.store.link.problem == "there is no job j1")
+        seed.tick()
+        await until(source, lambda: source.store.jobs["j1"].step == 641)
+        assert source.store.link.phase is Phase.LIVE
+
+    watch(play)
+
+
+def test_a_seed_that_says_no_is_shown_with_its_remedy(watch):
+    async def play(seed, source):
+        seed.refuse = Refuse("full", "the seed has no room for a viewer", "leave another one")
+        await until(source, lambda: source.store.link.phase is Phase.LOST)
+        assert source.store.link.problem.endswith("the seed has no room for a viewer")
+        assert source.store.link.remedy == "leave another one"
+        seed.refuse = None
+        await live(source)
+
+    watch(play)
+
+
+def test_a_seed_that_falls_silent_is_lost(watch):
+    async def play(seed, source):
+        await live(source)
+        now = asyncio.get_running_loop().time
+        silent_at = now()
+        seed.silent |= {"cluster.info", "subscribe"}
+        await until(source, lambda: source.store.link.phase is Phase.LOST)
+        assert now() - silent_at < PING_S + REQUEST_TIMEOUT_S + 1
+
+    watch(play)
+
+
+def test_a_request_is_passed_on_with_its_answer(watch):
+    async def play(seed, source):
+        await live(source)
+        assert await source.request("jobs.pause", {"job": "j1"}) == {"job": "j1"}
+        seed.answers["jobs.pause"] = ("bad-state", "job j1 is done", "choose another")
+        with pytest.raises(Refused) as refused:
+            await source.request("jobs.pause", {"job": "j1"})
+        assert refused.value.remedy == "choose another"
+        seed.silent.add("jobs.save")
+        with pytest.raises(DeadlineExceeded):
+            await source.request("jobs.save", {"job": "j1"})
+
+    watch(play)
+
+
+def test_a_request_without_a_connection_says_so_at_once(watch):
+    async def play(seed, source):
+        await live(source)
+        await seed.stop()
+        await until(source, lambda: source.store.link.phase is Phase.LOST)
+        with pytest.raises(ConnectionLost) as lost:
+            await source.request("jobs.pause", {"job": "j1"})
+        assert lost.value.remedy
+
+    watch(play)
