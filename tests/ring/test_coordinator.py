@@ -332,6 +332,20 @@ def test_a_member_that_stays_away_from_the_seed_is_left_behind() -> None:
     assert ids(desk.minted()) == ["b", "a"]
 
 
+def test_a_member_that_comes_back_while_the_ring_is_stopping_is_told_to_stop_too() -> None:
+    desk = Desk(co.Terms(workers=3, micro_batches=8))
+    desk.start("a", "b", "c")
+    desk.tell(co.PeerLost("c", "closed"))
+    desk.tell(co.Pause())
+    desk.tell(co.PeerReturned(peer("c"), 1))
+    desk.report("c", "training", 7)
+    assert desk.of(co.SendHold) == [co.SendHold(("c",), 1, "the job is to pause")]
+    desk.stand("held", 8, "a", "b")
+    assert desk.core.state == "forming"
+    desk.stand("held", 8, "c")
+    assert desk.core.state == "paused"
+
+
 def test_a_member_that_trains_alone_in_an_old_view_is_released() -> None:
     desk = Desk()
     desk.start("a", "b")

@@ -1,0 +1,451 @@
+"""Random histories: simple members that obey the protocol, faults as hypothesis likes them, what must hold after each."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from ring import coordination as co
+from ring.coordinator import Coordinator
+from ring.view import View
+from wire.messages import Report
+
+TERMS = co.Terms(workers=2, micro_batches=3)
+PEERS = ["a", "b", "c", "d", "e"]
+LAST_STEP = 40
+
+
+@dataclass
+class Member:
+    """One worker process, as simple as the protocol allows."""
+
+    peer_id: str
+    alive: bool = False
+    linked: bool = False  # to the seed
+    assigned: bool = False
+    building: bool = False
+    status: str = ""  # ready, training, held, broken, done
+    view: View | None = None
+    applied: int = 0
+    lineage: str = "0"
+    prepared_lineage: str = ""
+    torn: bool = False
+    hold: bool = False
+    disk: tuple[int, str] = (0, "0")
+    older: list[tuple[int, str]] = field(default_factory=lambda: [(0, "0")])  # all checkpoints that its disk holds
+    sent: deque[co.Event] = field(default_factory=deque)  # on their way to the seed, in order
+
+    @property
+    def trains(self) -> bool:
+        return self.alive and self.status == "training"
+
+    def say(self, status: str, suspect: str = "") -> None:
+        self.status = status
+        generation = self.view.generation if self.view and status != "ready" else 0
+        prepared = self.applied + bool(self.prepared_lineage)
+        report = Report("job", generation, status, self.applied, prepared, self.lineage, self.prepared_lineage,
+                        corpus="C", suspect=suspect)  # fmt: skip
+        if self.linked:
+            self.sent.append(co.PeerReported(self.peer_id, report))
+
+    def load(self) -> None:
+        """Its newest checkpoint."""
+        (self.applied, self.lineage), self.prepared_lineage, self.torn = self.disk, "", False
+        self.building = False
+        self.view, pending = None, self.view if self.status == "pending" else None
+        self.say("ready")
+        if pending:
+            self.enter(pending)
+
+    def enter(self, view: View) -> None:
+        if self.building:
+            self.view, self.status = view, "pending"
+            return
+        self.view, self.hold, self.status = view, False, "training"
+        if self.prepared_lineage and (self.applied + 1, self.prepared_lineage) == (view.step, view.lineage):
+            self.applied, self.lineage = view.step, view.lineage
+        self.prepared_lineage = ""
+        me = next(member for member in view.members if member.peer_id == self.peer_id)
+        if me.healthy:
+            assert (self.applied, self.lineage) == (view.step, view.lineage), "called healthy, and is not"
+        self.torn = (self.applied, self.lineage) != (view.step, view.lineage)
+
+
+class Cluster(RuleBasedStateMachine):
+    @initialize(running=st.sampled_from([0, 2, 3, 3, 4]))
+    def begin(self, running: int) -> None:
+        self.now = 0.0
+        self.core = Coordinator("job", TERMS)
+        self.members = {peer_id: Member(peer_id) for peer_id in PEERS}
+        self.offered: set[str] = set()  # to this job, as the shell keeps it
+        self.linked: set[str] = set()  # as the seed knows it
+        self.minted: list[View] = []
+        self.views: dict[int, View] = {}
+        self.heard: dict[str, Report] = {}
+        self.confirmed = 0
+        self.nonce = 0
+        self.stored = co.Past()
+        self.branch: set[str] | None = None
+        for peer_id in PEERS[:running]:
+            self.start(peer_id)
+        for _ in range(3):
+            self.settle()
+            self.step(0, True)
+
+    # ---- the shell
+
+    def tell(self, event: co.Event) -> None:
+        if isinstance(event, co.PeerReported):
+            self.heard[event.peer_id] = event.report
+        before = self.core.view
+        for item in self.core.handle(event, self.now):
+            self.core.validate()
+            self.carry_out(item, before)
+
+    def carry_out(self, item: co.Instruction, before: View | None) -> None:
+        if isinstance(item, co.Mint):
+            self.check_mint(item, before)
+            for record in item.view.members:
+                if record.peer_id in self.linked and self.members[record.peer_id].linked:
+                    self.members[record.peer_id].enter(item.view)
+        elif isinstance(item, co.SendHold):
+            for peer_id in item.peer_ids:
+                member = self.members[peer_id]
+                if member.linked and member.view and member.view.generation == item.generation:
+                    if member.status in ("held", "done"):
+                        member.say(member.status)
+                    member.hold = True
+        elif isinstance(item, co.SendAssign):
+            member = self.members[item.peer_id]
+            if member.linked:
+                member.assigned = True
+                if item.restore_step >= 0:
+                    member.older = [saved for saved in member.older if saved[0] <= item.restore_step]
+                    member.disk = member.older[-1]
+                    self.leave_ring(member)
+                    member.building, member.status, member.view = True, "", None
+                elif member.status == "":
+                    member.building = True
+        elif isinstance(item, co.SendRelease):
+            self.offered.discard(item.peer_id)
+            member = self.members[item.peer_id]
+            if member.linked:
+                self.leave_ring(member)
+                member.assigned = member.building = False
+                member.status, member.view, member.prepared_lineage = "", None, ""
+                member.applied, member.lineage = member.disk
+        elif isinstance(item, co.SetState) and item.state in ("done", "cancelled", "failed"):
+            self.offered.clear()
+
+    def check_mint(self, item: co.Mint, before: View | None) -> None:
+        view = item.view
+        assert before is None or view.generation > before.generation
+        assert self.linked >= {record.peer_id for record in view.members}, "a lost peer in a view"
+        assert sum(record.count for record in view.members) == TERMS.micro_batches
+        assert len(view.members) <= TERMS.micro_batches
+        assert view.donors()
+        for record in before.members if before else ():
+            member = self.members[record.peer_id]
+            report = self.heard.get(record.peer_id)
+            if record.peer_id not in self.core.peer_ids or not member.linked:
+                continue
+            if member.view is before and member.alive and not item.restored:
+                assert not (member.trains and not member.torn), f"{record.peer_id} still trains in {before}"
+                if report and report.generation == before.generation:
+                    assert view.step >= report.applied, "a surviving member had applied more"
+        self.minted.append(view)
+        self.stored = co.Past(view=view)
+        if item.restored:
+            self.branch = set()
+        if self.branch is not None:
+            self.branch |= {record.peer_id for record in view.members}
+
+    # ---- the ring
+
+    def leave_ring(self, member: Member) -> None:
+        """Its neighbours see their sockets close, and so on round the ring."""
+        was_training, view = member.trains, member.view
+        member.status = ""
+        if was_training and view:
+            self.break_ring(view, member.peer_id)
+
+    def break_ring(self, view: View, suspect: str) -> None:
+        for record in view.members:
+            member = self.members[record.peer_id]
+            if member.trains and member.view is view:
+                if member.torn:
+                    member.building, member.view, member.status = True, None, ""
+                else:
+                    member.say("broken", suspect)
+
+    def ring(self) -> list[Member]:
+        """The members of a view that can take a step: all are in it, whole and alike."""
+        for view in reversed(self.minted):
+            members = [self.members[record.peer_id] for record in view.members]
+            if all(member.trains and member.view is view for member in members):
+                return members
+        return []
+
+    # ---- what happens
+
+    @rule(peer_id=st.sampled_from(PEERS))
+    def start(self, peer_id: str) -> None:
+        member = self.members[peer_id]
+        if member.alive:
+            return
+        disk, older = member.disk, member.older
+        self.members[peer_id] = member = Member(peer_id, alive=True, disk=disk, older=older)
+        self.connect(member)
+
+    def connect(self, member: Member) -> None:
+        peer = co.Peer(member.peer_id, member.peer_id, "h", 1)
+        member.linked = True
+        self.linked.add(member.peer_id)
+        if member.assigned:
+            self.offered.add(member.peer_id)
+            self.tell(co.PeerReturned(peer, member.view.generation if member.view else 0))
+            if member.assigned and member.status not in ("", "pending"):
+                member.say(member.status)
+        self.offer()
+
+    def offer(self) -> None:
+        """Free workers go to the job, as the seed's scheduler has it."""
+        for peer_id in sorted(self.linked - self.offered):
+            if self.core.wants(peer_id):
+                self.offered.add(peer_id)
+                self.tell(co.PeerOffered(co.Peer(peer_id, peer_id, "h", 1)))
+
+    @rule(peer_id=st.sampled_from(PEERS))
+    def build(self, peer_id: str) -> None:
+        member = self.members[peer_id]
+        if member.alive and member.building:
+            member.load()
+
+    @rule(peer_id=st.sampled_from(PEERS))
+    def deliver(self, peer_id: str) -> None:
+        member = self.members[peer_id]
+        if member.sent:
+            self.tell(member.sent.popleft())
+            self.offer()
+
+    @rule()
+    def settle(self) -> None:
+        """Everything that is on its way arrives."""
+        for _ in range(3):
+            for peer_id in PEERS:
+                self.build(peer_id)
+            self.deliver_all()
+        self.heal()
+
+    @rule(then=st.booleans())
+    def step_and_settle(self, then: bool) -> None:
+        self.step(0, True)
+        if then:
+            self.settle()
+
+    @rule(committers=st.integers(1, 2))
+    def die_in_mid_commit(self, committers: int) -> None:
+        self.settle()
+        self.step(committers, False)
+
+    @rule(peer_id=st.sampled_from(PEERS))
+    def restart(self, peer_id: str) -> None:
+        self.die(peer_id)
+        self.start(peer_id)
+        self.settle()
+
+    @rule()
+    def everything_restarts(self) -> None:
+        """After a power cut each has only what is on its disk."""
+        for peer_id in PEERS:
+            self.die(peer_id)
+        for peer_id in PEERS[:3]:
+            self.start(peer_id)
+
+    @rule()
+    def heal(self) -> None:
+        for member in self.ring():
+            if member.torn and member.view:
+                member.applied, member.lineage, member.torn = member.view.step, member.view.lineage, False
+                member.say("healed")
+                member.status = "training"
+
+    @rule(committers=st.integers(0, 5), told=st.booleans())
+    def step(self, committers: int, told: bool) -> None:
+        """All prepare; the first ``committers`` apply, then one that did dies, unless all did."""
+        members = self.ring()
+        if not members or any(member.torn for member in members):
+            return
+        assert len({(member.applied, member.lineage) for member in members}) == 1, "a fork"
+        if members[0].applied >= LAST_STEP:
+            for member in members:
+                member.say("done")
+            return
+        self.nonce += 1
+        lineage = f"{members[0].lineage[:20]}.{self.nonce}"
+        for member in members:
+            member.prepared_lineage = lineage
+        applied = members[: committers or len(members)]
+        for member in applied:
+            member.applied, member.lineage, member.prepared_lineage = member.applied + 1, lineage, ""
+        if len(applied) < len(members):
+            self.kill(applied[0])
+            return
+        if told and members[0].linked:
+            members[0].sent.append(co.Progress(members[0].applied))
+        if any(member.hold for member in members):
+            for member in members:
+                member.say("held")
+
+    @rule(peer_id=st.sampled_from(PEERS))
+    def save(self, peer_id: str) -> None:
+        member = self.members[peer_id]
+        if member.alive and member.status in ("training", "held", "done") and not member.torn:
+            member.disk = (member.applied, member.lineage)
+            member.older.append(member.disk)
+
+    @rule(peer_id=st.sampled_from(PEERS))
+    def die(self, peer_id: str) -> None:
+        if self.members[peer_id].alive:
+            self.kill(self.members[peer_id])
+
+    def kill(self, member: Member) -> None:
+        self.leave_ring(member)
+        member.alive = False
+        self.unlink(member)
+
+    def unlink(self, member: Member) -> None:
+        if member.linked:
+            member.linked = False
+            member.sent.clear()
+            self.linked.discard(member.peer_id)
+            self.offered.discard(member.peer_id)
+            self.tell(co.PeerLost(member.peer_id, "closed"))
+            self.offer()
+
+    @rule(peer_id=st.sampled_from(PEERS))
+    def leave(self, peer_id: str) -> None:
+        member = self.members[peer_id]
+        if member.linked:
+            self.leave_ring(member)
+            member.alive = member.linked = False
+            member.sent.clear()
+            self.linked.discard(peer_id)
+            self.offered.discard(peer_id)
+            self.tell(co.PeerLeft(peer_id, "stopped"))
+
+    @rule(peer_id=st.sampled_from(PEERS))
+    def lose_the_seed(self, peer_id: str) -> None:
+        self.unlink(self.members[peer_id])
+
+    @rule(peer_id=st.sampled_from(PEERS))
+    def find_the_seed(self, peer_id: str) -> None:
+        member = self.members[peer_id]
+        if member.alive and not member.linked:
+            self.connect(member)
+
+    @rule(rank=st.integers(0, 4))
+    def cut(self, rank: int) -> None:
+        members = self.ring()
+        if len(members) > 1 and members[0].view:
+            self.break_ring(members[0].view, members[rank % len(members)].peer_id)
+
+    @rule(seconds=st.sampled_from([0.5, 3.0, 30.0]))
+    def wait(self, seconds: float) -> None:
+        """Reports that are on their way arrive long before a deadline: a stuck peer is a fault of its own."""
+        if seconds > 1.0:
+            self.deliver_all()
+        self.now += seconds
+        self.tell(co.Tick())
+        self.offer()
+
+    def deliver_all(self) -> None:
+        while any(member.sent for member in self.members.values()):
+            for peer_id in PEERS:
+                self.deliver(peer_id)
+
+    @rule()
+    def pause(self) -> None:
+        self.tell(co.Pause())
+
+    @rule()
+    def resume(self) -> None:
+        self.tell(co.Resume())
+        self.offer()
+
+    @rule(peer_id=st.sampled_from(PEERS), index=st.integers(0, 3))
+    @precondition(lambda self: any(member.older[1:] for member in self.members.values()))
+    def restore(self, peer_id: str, index: int) -> None:
+        member = self.members[peer_id]
+        if member.linked:
+            self.tell(co.Restore(member.older[index % len(member.older)][0], peer_id))
+            self.offer()
+
+    @rule()
+    def restart_the_seed(self) -> None:
+        core = self.core
+        ended = core.state in ("done", "cancelled", "failed")
+        past = co.Past(
+            state=core.state if ended else "waiting", paused=core.paused, view=core.view, corpus=core.corpus,
+            known_step=core.known_step, branch=frozenset(self.branch) if self.branch is not None else None,
+        )  # fmt: skip
+        for member in self.members.values():
+            member.linked = False
+            member.sent.clear()
+        self.linked.clear()
+        self.offered.clear()
+        self.core = Coordinator("job", TERMS, past=past, now=self.now)
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "core"):
+            self.core.validate()
+
+    def teardown(self) -> None:
+        """All faults stop, and one worker more is there: the job must come to run, or be done."""
+        if not hasattr(self, "core"):
+            return
+        self.tell(co.Resume())
+        for peer_id in ("a", "b"):
+            if not self.members[peer_id].alive:
+                self.start(peer_id)
+        for _ in range(60):
+            for peer_id in PEERS:
+                self.find_the_seed(peer_id)
+            self.settle()
+            self.deliver_all()
+            ring = self.ring()
+            if self.core.state == "done":
+                return
+            runs = ring and ring[0].view is self.core.view and not any(member.torn or member.hold for member in ring)
+            if self.core.state == "running" and runs:
+                return
+            self.step(0, True)
+            self.wait(30.0)
+        stuck = "\n".join(str(member) for member in self.members.values())
+        pytest.fail(f"{self.core.state}: {self.core.reason}\n{stuck}\n" + "\n".join(self.core._history))
+
+
+def test_random_histories() -> None:
+    run_state_machine_as_test(
+        Cluster,
+        settings=settings(
+            max_examples=200,
+            stateful_step_count=50,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            derandomize=True,
+        ),
+    )
