@@ -3,8 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import cast
+import warnings
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar, cast
+
+T = TypeVar("T")
+
+
+def play(
+    scenario: Coroutine[Any, Any, T],
+    *,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
+    timeout_s: float = 30.0,
+) -> T:
+    """Run ``scenario`` on a fresh loop. Where it fails, its failure is told, not what it left open by failing."""
+
+    async def bounded() -> T:
+        async with asyncio.timeout(timeout_s):
+            return await scenario
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        try:
+            return runner.run(bounded())
+        except BaseException:
+            # uvloop never finishes closing a loop where these warnings are errors.
+            warnings.simplefilter("ignore", ResourceWarning)
+            raise
 
 
 class Recorder(asyncio.BufferedProtocol):

@@ -269,12 +269,15 @@ def test_what_is_due_for_an_inner_transport_that_just_failed_is_dropped() -> Non
             return 0
 
     async def main() -> None:
+        reported: list[dict[str, object]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, context: reported.append(context))
         inner, protocol = Failing(), Recorder()
         transport = EmulatedTransport(inner, protocol, LinkShaper(PLAIN, random.Random(0)))
         protocol.connection_made(transport)
         transport.write(b"hello")
         inner.failed = True
         await asyncio.sleep(1)
+        assert not reported
         assert transport.get_write_buffer_size() == 0
         transport.inner_lost(ConnectionResetError())
         assert protocol.events == ["made", "lost"]

@@ -15,7 +15,7 @@ import uvloop
 from p2ptrain.core.errors import Unreachable, UserError
 from p2ptrain.core.world import Listener, Network
 from wire.emulate import EmulatedNetwork
-from wire.recorder import Recorder
+from wire.recorder import Recorder, play
 from wire.shaper import LinkPreset
 from wire.transport import MemoryNetwork, TcpNetwork
 from wire.virtual import VirtualClockLoop
@@ -36,12 +36,10 @@ class Stage:
     network: Callable[[], Network]
 
     def play(self, scenario: Scenario) -> None:
-        async def bounded() -> None:
-            async with asyncio.timeout(20):
-                await scenario(self.network())
+        play(self._scene(scenario), loop_factory=self.loop)
 
-        with asyncio.Runner(loop_factory=self.loop) as runner:
-            runner.run(bounded())
+    async def _scene(self, scenario: Scenario) -> None:
+        await scenario(self.network())
 
 
 def tcp() -> Network:
