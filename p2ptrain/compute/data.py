@@ -32,7 +32,6 @@ TEXT_SUFFIXES = frozenset(
 _STDLIB_SKIPPED = frozenset(
     {"__pycache__", "site-packages", "dist-packages"}  # not the library itself
     | {"test", "tests", "idlelib", "turtledemo", "lib2to3"}  # its tests, and programs
-    | {"encodings", "pydoc_data"}  # generated tables: code pages, help topics
 )
 _STDLIB_LOCAL = ("_sysconfigdata", "sitecustomize", "usercustomize")  # differ from machine to machine
 _BLOCK_WINDOWS = 16
@@ -67,11 +66,10 @@ class Corpus:
     Attributes:
         tokens: shape (n,), uint8, uint16 or int32.
         digest: SHA-256 over the type's name, the vocabulary's size and the tokens (little-endian), hex.
-        training, validation: window numbers, disjoint. Held out are blocks of 16 neighbouring windows, chosen
-        pseudo-randomly
-            over the whole corpus (the same ones for every seed): blocks, so that a window's own surroundings were not
-            trained on; all over, so that they represent it. ``validation`` begins with one window of each block, so
-            that a few batches represent it too.
+        training, validation: window numbers, disjoint. Held out are blocks of 16 neighbouring windows, chosen pseudo-
+            randomly over the whole corpus (the same ones for every seed): blocks, so that a window's own surroundings
+            were not trained on; all over, so that they represent it. ``validation`` begins with one window of each
+            block, so that a few batches represent it too.
     """
 
     tokens: Tokens

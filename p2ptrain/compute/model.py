@@ -102,6 +102,8 @@ def model_config(spec: ModelSpec, vocab_size: int) -> PretrainedConfig:
         "intermediate_size": spec.intermediate_size,
         "n_inner": spec.intermediate_size,
         "max_position_embeddings": spec.context,
+        "initializer_range": spec.hidden_size
+        ** -0.5,  # the usual 0.02 is that of a width of 2,500; small models want more
     }
     chosen = {key: value for key, value in sizes.items() if key in known}
     if "num_key_value_heads" not in known and spec.kv_heads != spec.heads:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from p2ptrain.compute.flat import FlatAdamW, FlatModel, OptimizerSpec, square_su
 from p2ptrain.compute.model import ModelSpec, build_model, check_training_memory, load_model, model_config
 from p2ptrain.compute.sampling import Indices, WindowSampler
 from p2ptrain.compute.tokenizer import Tokenizer
-from p2ptrain.core.errors import ConfigError, JobFailed, P2PTrainError, StorageError
+from p2ptrain.core.errors import ConfigError, JobFailed, P2PTrainError, ResourceError, StorageError
 from p2ptrain.core.training import Applied, Blob
 
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -108,8 +109,9 @@ class Trainer:
     def micro_batch(self, step: int, index: int) -> None:
         """Forward and backward of one micro-batch; adds its mean loss' gradient / M."""
         windows = self._corpus.training[self._sampler.sample(step, index)]
-        loss = self._loss(windows, "mean")
-        (loss / self._micro_batches).backward()  # type: ignore[no-untyped-call]
+        with _out_of_memory_told():
+            loss = self._loss(windows, "mean")
+            (loss / self._micro_batches).backward()  # type: ignore[no-untyped-call]
         self._flat.loss_sum.add_(loss.detach())
 
     def finish_gradients(self) -> None:
@@ -149,7 +151,7 @@ class Trainer:
         """Sum of the losses (nats) and number of targets over validation micro-batches ``range(first, first +
         count)``."""
         losses, targets = 0.0, 0
-        with torch.no_grad():
+        with torch.no_grad(), _out_of_memory_told():
             for index in range(first, min(first + count, self._validation_batches)):
                 windows = self._corpus.validation[index * self._sequences : (index + 1) * self._sequences]
                 losses += float(self._loss(windows, "sum"))
@@ -248,6 +250,17 @@ class Trainer:
             "exp_avg": self._optimizer.exp_avg,
             "exp_avg_sq": self._optimizer.exp_avg_sq,
         }
+
+
+@contextmanager
+def _out_of_memory_told() -> Iterator[None]:
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise ResourceError(
+            f"a micro-batch does not fit into memory: {str(error).splitlines()[0]}",
+            remedy="lower batch.micro_batch_sequences (raise batch.micro_batches), or use device.precision = 'bf16'",
+        ) from error
 
 
 def _check_at_least(least: int, key: str, value: int) -> None:

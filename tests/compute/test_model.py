@@ -70,6 +70,12 @@ def test_equal_seeds_give_equal_bits_and_leave_the_global_state_alone() -> None:
     assert not same(first, build_model(TINY, 256, seed=2))
 
 
+def test_weights_begin_at_the_scale_of_the_width() -> None:
+    model: Any = build_model(tiny(hidden_size=64), 256, seed=1)
+    assert float(model.model.embed_tokens.weight.detach().std()) == pytest.approx(64**-0.5, rel=0.05)
+    assert model_config(tiny(extra={"initializer_range": 0.01}), 256).initializer_range == 0.01
+
+
 def test_no_token_of_another_vocabulary_ends_a_text() -> None:
     config = build_model(TINY, 256, seed=1).generation_config
     assert config is not None

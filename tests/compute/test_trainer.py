@@ -21,7 +21,7 @@ from p2ptrain.compute.sampling import WindowSampler
 from p2ptrain.compute.testing import OPTIMIZER, TINY, run_step, state_bytes, tiny
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
-from p2ptrain.core.errors import ConfigError, JobFailed, StorageError
+from p2ptrain.core.errors import ConfigError, JobFailed, ResourceError, StorageError
 from roles.engine import Engine
 
 MakeTrainer = Callable[..., Trainer]
@@ -308,6 +308,18 @@ def test_nowhere_to_save_to(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="cannot write a checkpoint"):
         make_trainer().save(tmp_path / "file")
+
+
+def test_a_micro_batch_too_large_for_the_device(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(**_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore lines")
+
+    trainer = make_trainer()
+    monkeypatch.setattr(trainer._model, "forward", out_of_memory)
+    for compute in (lambda: trainer.micro_batch(0, 0), lambda: trainer.validate(0, 1)):
+        with pytest.raises(ResourceError, match="Tried to allocate 2 GiB") as caught:
+            compute()
+        assert "batch.micro_batch_sequences" in caught.value.remedy
 
 
 def test_validation_adds_up_over_shares(make_trainer: MakeTrainer) -> None:

@@ -145,6 +145,19 @@ def test_replaces_a_checkpoint_of_the_same_step(store: CheckpointStore, root: Pa
     assert [path.name for path in root.iterdir()] == ["step-00000007"]
 
 
+def test_set_aside_what_is_newer(store: CheckpointStore, root: Path) -> None:
+    kept = write_checkpoint(store, 10)
+    write_checkpoint(store, 20)
+    write_checkpoint(store, 30)
+    moved = store.set_aside_after(10)
+    assert len(moved) == 2
+    assert all((path / WEIGHTS).is_file() for path in moved)
+    again = CheckpointStore(RealDisk(), root, keep=3)
+    assert again.entries() == [kept]
+    assert all(path.is_dir() for path in moved), "they are for a person to remove"
+    assert again.set_aside_after(10) == []
+
+
 def test_delete(store: CheckpointStore, root: Path) -> None:
     write_checkpoint(store, 1)
     write_checkpoint(store, 2)
