@@ -143,7 +143,7 @@ def test_apply_reports_and_keeps_the_redo_buffer(make_trainer: MakeTrainer) -> N
     assert applied.step == 1
     assert applied.lr == pytest.approx(OPTIMIZER.lr / 5)
     assert applied.grad_norm == pytest.approx(math.sqrt(square_sum))
-    assert applied.loss == pytest.approx(math.log(256), abs=0.5)
+    assert applied.loss == pytest.approx(math.log(256), abs=1)
 
 
 def test_a_step_has_the_same_bits_at_every_thread_count(make_trainer: MakeTrainer) -> None:
@@ -329,7 +329,7 @@ def test_validation_adds_up_over_shares(make_trainer: MakeTrainer) -> None:
     assert targets == 3 * 32
     parts = [trainer.validate(index, 1) for index in range(3)]
     assert sum(loss for loss, _ in parts) == whole
-    assert whole / targets == pytest.approx(math.log(256), abs=0.5)
+    assert whole / targets == pytest.approx(math.log(256), abs=1)
     assert trainer.validate(2, 100) == parts[2]
     assert trainer.validate(3, 5) == (0.0, 0)
     assert not trainer.reduce_buffer.any()
