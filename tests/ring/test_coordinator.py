@@ -423,7 +423,7 @@ def test_if_the_holder_stays_away_the_best_at_hand_is_used_and_the_loss_is_named
     assert desk.core.known_step == 50
 
 
-# ------------------------------------------------------------------------------------------------ what a person asks for
+# ----------------------------------------------------------------------------------------------- what a person asks for
 
 
 def test_pause_and_resume_keep_the_members_and_their_state() -> None:
@@ -531,7 +531,7 @@ def test_restore_that_nobody_can_do_says_so_and_goes_on() -> None:
     assert desk.minted().step == 0
 
 
-# ------------------------------------------------------------------------------------------------------- ends and leaves
+# ------------------------------------------------------------------------------------------------------ ends and leaves
 
 
 def test_done_when_all_members_are_done() -> None:

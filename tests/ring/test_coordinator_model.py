@@ -1,4 +1,4 @@
-"""Random histories: simple members that obey the protocol, faults as hypothesis likes them, what must hold after each."""
+"""Random histories: simple members that obey the protocol, faults as hypothesis likes, what must hold after each."""
 
 from __future__ import annotations
 

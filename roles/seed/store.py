@@ -1,0 +1,356 @@
+"""What a seed remembers: one SQLite file in its state directory, and one thread that touches it.
+
+``Records`` is the plain, blocking store, for that thread only. ``Store`` is what the event loop talks to: what must be
+durable before the seed goes on (views, jobs, checkpoints) is awaited; rows that merely must not stay unwritten for long
+(metrics, events, peers) are collected and written in one transaction every ``FLUSH_S``. Every commit is flushed to the
+disk (WAL, synchronous=FULL): batched as they are, a few flushes a second, and a minted view survives a power cut.
+
+A store that cannot be written ends the seed (``StorageError``): the ring trains on without it, and a seed that forgets
+is worse than none. Kept are the newest ``EVENTS_KEPT`` events, ``METRICS_KEPT`` rows of metrics a job, ``VIEWS_KEPT``
+views a job and ``PEERS_KEPT`` peers; jobs and checkpoints all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import sqlite3
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Concatenate, ParamSpec, Self, TypeVar
+
+from p2ptrain.core.disk import Disk
+from p2ptrain.core.errors import StorageError, UserError
+from ring.view import View
+from roles.identity import try_lock
+from wire.messages import MemberRecord
+from wire.records import CheckpointInfo, EventInfo, MetricRow
+
+EVENTS_KEPT = 20_000
+METRICS_KEPT = 500_000
+VIEWS_KEPT = 1_000
+PEERS_KEPT = 1_000
+FLUSH_S = 0.2
+MAX_PENDING = 4096
+"""Rows that may wait to be written; whoever brings more waits for the disk."""
+SCHEMA_VERSION = 1
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_METRIC_COLUMNS = [item.name for item in dataclasses.fields(MetricRow)]
+_CHECKPOINT_COLUMNS = [item.name for item in dataclasses.fields(CheckpointInfo)]
+_SCHEMA = f"""
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS peers
+    (id TEXT PRIMARY KEY, name TEXT, roles TEXT, device TEXT, first_seen REAL, last_seen REAL);
+CREATE TABLE IF NOT EXISTS jobs
+    (id TEXT PRIMARY KEY, record TEXT NOT NULL, spec TEXT NOT NULL, created_at REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS views (job TEXT, generation INTEGER, step INTEGER, lineage TEXT, square_sum REAL,
+    members TEXT, restored INTEGER, wall REAL, PRIMARY KEY (job, generation)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS metrics ({", ".join(_METRIC_COLUMNS)}, PRIMARY KEY (job, step)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS events
+    (id INTEGER PRIMARY KEY, wall REAL, level TEXT, kind TEXT, text TEXT, peer TEXT, job TEXT);
+CREATE TABLE IF NOT EXISTS checkpoints ({", ".join(_CHECKPOINT_COLUMNS)}, PRIMARY KEY (id)) WITHOUT ROWID;
+"""
+
+
+def _insertion(table: str, columns: list[str]) -> str:
+    return f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * len(columns))})"  # noqa: S608 - our own constants
+
+
+_ADD_METRIC, _ADD_CHECKPOINT = _insertion("metrics", _METRIC_COLUMNS), _insertion("checkpoints", _CHECKPOINT_COLUMNS)
+
+
+@dataclass(frozen=True, slots=True)
+class JobRecord:
+    """A job as it is kept. ``paused``: a person wants it so; the state may not have got there."""
+
+    id: str
+    name: str
+    profile: str
+    strategy: str
+    workers: int
+    micro_batches: int
+    steps_total: int
+    created_at: float
+    state: str = "waiting"
+    reason: str = ""
+    paused: bool = False
+    corpus: str = ""
+    started_at: float | None = None
+    finished_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRecord:
+    """A peer as it is kept."""
+
+    id: str
+    name: str
+    roles: list[str]
+    device: str
+    seen: float
+
+
+class Records:
+    """The blocking store. All its methods are called on the thread that made it. They raise ``StorageError``."""
+
+    def __init__(self, path: Path) -> None:
+        with _translated(path):
+            self._db = sqlite3.connect(path, isolation_level=None)
+            for pragma in ("journal_mode=WAL", "synchronous=FULL", "journal_size_limit=4194304", "cache_size=-2048"):
+                self._db.execute(f"PRAGMA {pragma}").fetchall()
+            version = self._db.execute("PRAGMA user_version").fetchone()[0]
+            if version not in (0, SCHEMA_VERSION):
+                text = f"{path} was written by another release (schema {version}, not {SCHEMA_VERSION})"
+                raise StorageError(text, remedy="use the release that wrote it, or another --state")
+            self._db.executescript(_SCHEMA + f"PRAGMA user_version = {SCHEMA_VERSION};")
+        self._path = path
+
+    def close(self) -> None:
+        with _translated(self._path):
+            self._db.close()
+
+    def fact(self, name: str, make: Callable[[], str]) -> str:
+        """A value that is made once and stays."""
+        with self._transaction():
+            self._db.execute("INSERT OR IGNORE INTO facts VALUES (?, ?)", (name, make()))
+            return str(self._one("SELECT value FROM facts WHERE name = ?", name))
+
+    # -------------------------------------------------------------------------------------------------- jobs and views
+
+    def add_job(self, job: JobRecord, spec: str) -> None:
+        with self._transaction():
+            row = (job.id, json.dumps(dataclasses.asdict(job)), spec, job.created_at)
+            self._db.execute("INSERT INTO jobs VALUES (?, ?, ?, ?)", row)
+
+    def save_job(self, job: JobRecord) -> None:
+        with self._transaction():
+            self._db.execute("UPDATE jobs SET record = ? WHERE id = ?", (json.dumps(dataclasses.asdict(job)), job.id))
+
+    def jobs(self) -> list[tuple[JobRecord, str]]:
+        """All jobs and their specs, oldest first."""
+        with _translated(self._path):
+            rows = self._db.execute("SELECT record, spec FROM jobs ORDER BY created_at, id").fetchall()
+            return [(JobRecord(**json.loads(record)), spec) for record, spec in rows]
+
+    def add_view(self, view: View, *, restored: bool, wall: float) -> None:
+        """Durable when this returns. Rows of steps that are given up by it go."""
+        members = json.dumps([dataclasses.astuple(member) for member in view.members])
+        row = (view.job, view.generation, view.step, view.lineage, view.square_sum, members, int(restored), wall)
+        with self._transaction():
+            self._db.execute("INSERT INTO views VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+            self._db.execute("DELETE FROM metrics WHERE job = ? AND step > ?", (view.job, view.step))
+            oldest = view.generation - VIEWS_KEPT
+            self._db.execute("DELETE FROM views WHERE job = ? AND generation <= ?", (view.job, oldest))
+
+    def last_view(self, job: str) -> View | None:
+        with _translated(self._path):
+            sql = "SELECT * FROM views WHERE job = ? ORDER BY generation DESC LIMIT 1"
+            row = self._db.execute(sql, (job,)).fetchone()
+            if row is None:
+                return None
+            members = tuple(MemberRecord(*values) for values in json.loads(row[5]))
+            return View(row[0], row[1], row[2], row[3], members, row[4])
+
+    def branch(self, job: str) -> frozenset[str] | None:
+        """The peers that were in a view since the last restore; None where there was none."""
+        with _translated(self._path):
+            since = self._one("SELECT max(generation) FROM views WHERE job = ? AND restored", job)
+            if since is None:
+                return None
+            sql = "SELECT members FROM views WHERE job = ? AND generation >= ?"
+            rows = self._db.execute(sql, (job, since)).fetchall()
+            return frozenset(values[0] for (members,) in rows for values in json.loads(members))
+
+    # ------------------------------------------------------------------------------------------ metrics, events, peers
+
+    def add_rows(self, metrics: list[MetricRow], events: list[EventInfo], peers: list[PeerRecord]) -> None:
+        """One transaction for all that was collected."""
+        with self._transaction():
+            values = [dataclasses.astuple(row) for row in metrics]
+            self._db.executemany(_ADD_METRIC, values)
+            for job, step in {row.job: row.step for row in metrics}.items():
+                self._db.execute("DELETE FROM metrics WHERE job = ? AND step <= ?", (job, step - METRICS_KEPT))
+            values = [dataclasses.astuple(event) for event in events]
+            self._db.executemany("INSERT OR REPLACE INTO events VALUES (?, ?, ?, ?, ?, ?, ?)", values)
+            if events:
+                self._db.execute("DELETE FROM events WHERE id <= ?", (events[-1].id - EVENTS_KEPT,))
+            self._add_peers(peers)
+
+    def _add_peers(self, peers: list[PeerRecord]) -> None:
+        for peer in peers:
+            self._db.execute(
+                "INSERT INTO peers VALUES (?1, ?2, ?3, ?4, ?5, ?5) ON CONFLICT (id) DO UPDATE SET name = ?2,"
+                " roles = ?3, device = ?4, last_seen = ?5",
+                (peer.id, peer.name, json.dumps(peer.roles), peer.device, peer.seen),
+            )
+        if peers:
+            sql = "DELETE FROM peers WHERE id NOT IN (SELECT id FROM peers ORDER BY last_seen DESC LIMIT ?)"
+            self._db.execute(sql, (PEERS_KEPT,))
+
+    def metrics(self, job: str, after_step: int, limit: int) -> list[MetricRow]:
+        """Rows of steps after ``after_step``, oldest first."""
+        with _translated(self._path):
+            sql = "SELECT * FROM metrics WHERE job = ? AND step > ? ORDER BY step LIMIT ?"
+            return [MetricRow(*row) for row in self._db.execute(sql, (job, after_step, limit))]
+
+    def last_metrics(self, job: str, limit: int) -> list[MetricRow]:
+        """The newest ``limit`` rows, oldest first."""
+        with _translated(self._path):
+            sql = "SELECT * FROM metrics WHERE job = ? ORDER BY step DESC LIMIT ?"
+            return [MetricRow(*row) for row in self._db.execute(sql, (job, limit))][::-1]
+
+    def last_val_loss(self, job: str) -> float | None:
+        with _translated(self._path):
+            sql = "SELECT val_loss FROM metrics WHERE job = ? AND val_loss IS NOT NULL ORDER BY step DESC LIMIT 1"
+            value = self._one(sql, job)
+            return None if value is None else float(value)
+
+    def events(self, after_id: int, limit: int) -> list[EventInfo]:
+        """Events with a larger id, oldest first."""
+        with _translated(self._path):
+            sql = "SELECT * FROM events WHERE id > ? ORDER BY id LIMIT ?"
+            return [EventInfo(*row) for row in self._db.execute(sql, (after_id, limit))]
+
+    def last_event_id(self) -> int:
+        with _translated(self._path):
+            return int(self._one("SELECT coalesce(max(id), 0) FROM events"))
+
+    # ---------------------------------------------------------------------------------------------------- checkpoints
+
+    def add_checkpoint(self, checkpoint: CheckpointInfo) -> None:
+        with self._transaction():
+            self._db.execute(_ADD_CHECKPOINT, dataclasses.astuple(checkpoint))
+
+    def remove_checkpoints(self, ids: list[str]) -> None:
+        with self._transaction():
+            self._db.executemany("DELETE FROM checkpoints WHERE id = ?", [(item,) for item in ids])
+
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """All that are known, oldest first."""
+        with _translated(self._path):
+            rows = self._db.execute("SELECT * FROM checkpoints ORDER BY created_at, id").fetchall()
+            return [CheckpointInfo(*row) for row in rows]
+
+    # -------------------------------------------------------------------------------------------------------- helpers
+
+    def _one(self, sql: str, *values: object) -> Any:
+        row = self._db.execute(sql, values).fetchone()
+        return row[0] if row else None
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with _translated(self._path):
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+
+class Store:
+    """The event loop's side of ``Records``; see the head of this file. Made by ``open``."""
+
+    def __init__(self, records: Records, thread: ThreadPoolExecutor, lock: IO[str]) -> None:
+        self._records, self._thread, self._lock = records, thread, lock
+        self._metrics: list[MetricRow] = []
+        self._events: list[EventInfo] = []
+        self._peers: list[PeerRecord] = []
+        self._news = asyncio.Event()
+
+    @classmethod
+    async def open(cls, disk: Disk, directory: Path) -> Self:
+        """The store in ``directory``, which is made, for its owner only, where it does not exist.
+
+        Raises:
+            UserError: another seed uses it. StorageError: it cannot be read or written.
+        """
+        disk.make_dir(directory, mode=0o700)
+        lock = try_lock(directory / "seed.lock")
+        if lock is None:
+            text = f"another seed is running on {directory}"
+            raise UserError(text, remedy="stop it, or give this one another place with --state")
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
+        try:
+            records = await asyncio.get_running_loop().run_in_executor(thread, Records, directory / "seed.sqlite3")
+        except BaseException:
+            thread.shutdown(wait=False)
+            lock.close()
+            raise
+        return cls(records, thread, lock)
+
+    async def call(self, method: Callable[Concatenate[Records, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run one of ``Records``' methods, after all that was added before. Raises ``StorageError``."""
+        self._metrics, metrics = [], self._metrics
+        self._events, events = [], self._events
+        self._peers, peers = [], self._peers
+
+        def run() -> T:
+            if metrics or events or peers:
+                self._records.add_rows(metrics, events, peers)
+            return method(self._records, *args, **kwargs)
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, run)
+
+    def add(self, row: MetricRow | EventInfo | PeerRecord) -> None:
+        """Write it soon. ``crowded`` tells when to wait for that."""
+        if isinstance(row, MetricRow):
+            self._metrics.append(row)
+        elif isinstance(row, EventInfo):
+            self._events.append(row)
+        else:
+            self._peers.append(row)
+        self._news.set()
+
+    @property
+    def crowded(self) -> bool:
+        """So much waits that whoever brings more should ``flush`` first."""
+        return len(self._metrics) + len(self._events) + len(self._peers) >= MAX_PENDING
+
+    async def flush(self) -> None:
+        """Until all that was added is durable. Raises ``StorageError``."""
+        await self.call(_nothing)
+
+    async def run(self) -> None:
+        """Write what was added, in batches, until cancelled. Raises ``StorageError``."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            await asyncio.sleep(FLUSH_S)  # collects a batch; nobody waits for it
+            await self.flush()
+
+    async def close(self) -> None:
+        """Flush, close, and let others have the directory. Raises ``StorageError``."""
+        try:
+            await self.call(Records.close)
+        finally:
+            self._thread.shutdown(wait=False)
+            self._lock.close()
+
+
+def _nothing(records: Records) -> None:
+    return None
+
+
+@contextmanager
+def _translated(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as error:
+        text = str(error)
+        if "full" in text:
+            remedy = "free some space on that disk, then start the seed again: the workers train on meanwhile"
+        elif "malformed" in text or "not a database" in text:
+            remedy = f"the file is damaged: move {path.name} away and start again, or restore it from a backup"
+        else:
+            remedy = "check the disk, and the owner and permissions of --state"
+        raise StorageError(f"cannot use {path}: {text}", remedy=remedy) from error

@@ -1,0 +1,213 @@
+"""The seed's memory: what comes back after a restart, what is dropped, what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import sqlite3
+import stat
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.errors import StorageError, UserError
+from ring.coordination import Peer
+from ring.formation import records
+from ring.view import View
+from roles.seed import store as module
+from roles.seed.store import JobRecord, PeerRecord, Records, Store
+from wire.records import CheckpointInfo, EventInfo, MetricRow
+
+JOB = JobRecord("j1", "first", "tiny", "sync", workers=2, micro_batches=8, steps_total=400, created_at=1.0)
+
+
+def view(generation: int, step: int, *peer_ids: str) -> View:
+    peers = [Peer(peer_id, peer_id.upper(), "10.0.0.1", 7000) for peer_id in peer_ids]
+    return View("j1", generation, step, f"L{step}", records(peers, 8, peer_ids[:1]), 2.5)
+
+
+def row(step: int, **values: float) -> MetricRow:
+    return MetricRow(job="j1", step=step, wall=float(step), **values)  # type: ignore[arg-type]
+
+
+def event(number: int) -> EventInfo:
+    return EventInfo(number, 1.0, "info", "kind", f"text {number}", peer="p", job="j1")
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Records:
+    return Records(tmp_path / "seed.sqlite3")
+
+
+def test_jobs_come_back_oldest_first_with_their_specs(kept: Records, tmp_path: Path) -> None:
+    kept.add_job(dataclasses.replace(JOB, id="j2", created_at=2.0), "{2}")
+    kept.add_job(JOB, "{1}")
+    kept.save_job(dataclasses.replace(JOB, state="running", paused=True))
+    kept.close()
+    found = Records(tmp_path / "seed.sqlite3").jobs()
+    assert [(job.id, job.state, job.paused, spec) for job, spec in found] == [
+        ("j1", "running", True, "{1}"),
+        ("j2", "waiting", False, "{2}"),
+    ]
+
+
+def test_the_last_view_comes_back_whole(kept: Records) -> None:
+    assert kept.last_view("j1") is None
+    kept.add_view(view(1, 0, "a"), restored=False, wall=1.0)
+    kept.add_view(view(2, 7, "a", "b"), restored=False, wall=2.0)
+    assert kept.last_view("j1") == view(2, 7, "a", "b")
+
+
+def test_a_generation_is_minted_once(kept: Records) -> None:
+    kept.add_view(view(1, 0, "a"), restored=False, wall=1.0)
+    with pytest.raises(StorageError):
+        kept.add_view(view(1, 3, "b"), restored=False, wall=1.0)
+    assert kept.last_view("j1") == view(1, 0, "a")
+
+
+def test_the_branch_is_who_was_in_a_view_since_the_last_restore(kept: Records) -> None:
+    kept.add_view(view(1, 0, "a", "b"), restored=False, wall=1.0)
+    assert kept.branch("j1") is None
+    kept.add_view(view(2, 0, "a"), restored=True, wall=1.0)
+    kept.add_view(view(3, 9, "a", "c"), restored=False, wall=1.0)
+    assert kept.branch("j1") == frozenset({"a", "c"})
+
+
+def test_a_view_takes_back_the_rows_of_steps_that_it_gives_up(kept: Records) -> None:
+    kept.add_rows([row(step) for step in range(1, 10)], [], [])
+    kept.add_view(view(2, 5, "a"), restored=True, wall=1.0)
+    assert [item.step for item in kept.metrics("j1", 0, 100)] == [1, 2, 3, 4, 5]
+
+
+def test_metrics_page_by_page_and_the_newest(kept: Records) -> None:
+    kept.add_rows([row(step, loss=step / 10) for step in range(1, 8)], [], [])
+    kept.add_rows([row(7, loss=0.5, val_loss=0.25)], [], [])  # the same step again: redone
+    assert [item.step for item in kept.metrics("j1", 2, 3)] == [3, 4, 5]
+    assert kept.last_metrics("j1", 2) == [row(6, loss=0.6), row(7, loss=0.5, val_loss=0.25)]
+    assert kept.last_val_loss("j1") == 0.25
+    assert kept.metrics("other", 0, 10) == []
+
+
+def test_old_rows_are_dropped(kept: Records, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("EVENTS_KEPT", "METRICS_KEPT", "PEERS_KEPT", "VIEWS_KEPT"):
+        monkeypatch.setattr(module, name, 3)
+    peers = [PeerRecord(f"p{number}", "n", ["worker"], "cpu", float(number)) for number in range(9)]
+    kept.add_rows([row(step) for step in range(1, 10)], [event(number) for number in range(1, 10)], peers)
+    for generation in range(1, 10):
+        kept.add_view(view(generation, 99, "a"), restored=False, wall=1.0)
+    assert [item.step for item in kept.metrics("j1", 0, 100)] == [7, 8, 9]
+    assert [item.id for item in kept.events(0, 100)] == [7, 8, 9]
+    assert kept.last_event_id() == 9
+    assert [kept._one(f"SELECT count(*) FROM {table}") for table in ("peers", "views")] == [3, 3]
+
+
+def test_checkpoints_come_and_go(kept: Records) -> None:
+    saved = [CheckpointInfo(f"j1@{step}@a", "j1", step, "/c", "a", "A", "d", 5, float(step), None) for step in (1, 2)]
+    for checkpoint in saved:
+        kept.add_checkpoint(checkpoint)
+    kept.add_checkpoint(dataclasses.replace(saved[1], val_loss=0.5))
+    assert kept.checkpoints() == [saved[0], dataclasses.replace(saved[1], val_loss=0.5)]
+    kept.remove_checkpoints(["j1@1@a", "unknown"])
+    assert [item.step for item in kept.checkpoints()] == [2]
+
+
+def test_a_fact_is_made_once(kept: Records) -> None:
+    assert kept.fact("cluster-id", lambda: "one") == "one"
+    assert kept.fact("cluster-id", lambda: "two") == "one"
+
+
+def test_what_is_no_store_is_said_to_be_damaged(tmp_path: Path) -> None:
+    (tmp_path / "seed.sqlite3").write_bytes(b"no database at all" * 100)
+    with pytest.raises(StorageError, match="not a database") as caught:
+        Records(tmp_path / "seed.sqlite3")
+    assert "move seed.sqlite3 away" in caught.value.remedy
+
+
+def test_the_store_of_another_release_is_left_alone(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "seed.sqlite3") as db:
+        db.execute("PRAGMA user_version = 99")
+    db.close()
+    with pytest.raises(StorageError, match="another release"):
+        Records(tmp_path / "seed.sqlite3")
+
+
+def test_a_full_disk_is_named_and_leaves_the_store_whole(kept: Records) -> None:
+    kept._db.execute("PRAGMA max_page_count = 20").fetchall()
+    with pytest.raises(StorageError, match="full") as caught:
+        kept.add_rows([row(step) for step in range(100_000)], [], [])
+    assert "free some space" in caught.value.remedy
+    assert kept.metrics("j1", -1, 10) == []
+    kept.add_rows([row(1)], [], [])
+
+
+# --------------------------------------------------------------------------------------------- the event loop's side
+
+
+async def test_the_state_directory_is_its_owners_only_and_one_seeds_only(tmp_path: Path) -> None:
+    directory = tmp_path / "state"
+    first = await Store.open(RealDisk(), directory)
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    with pytest.raises(UserError, match="another seed is running") as caught:
+        await Store.open(RealDisk(), directory)
+    assert "--state" in caught.value.remedy
+    await first.close()
+    await (await Store.open(RealDisk(), directory)).close()
+
+
+async def test_what_was_added_is_there_when_a_call_returns(tmp_path: Path) -> None:
+    store = await Store.open(RealDisk(), tmp_path)
+    store.add(row(1))
+    store.add(event(1))
+    store.add(PeerRecord("p", "n", ["worker"], "cpu", 1.0))
+    assert await store.call(Records.metrics, "j1", 0, 10) == [row(1)]
+    assert await store.call(Records.events, 0, 10) == [event(1)]
+    await store.close()
+
+
+def flush_and_tell(written: asyncio.Event) -> Callable[[Store], Awaitable[None]]:
+    flush = Store.flush
+
+    async def tell(store: Store) -> None:
+        await flush(store)
+        written.set()
+
+    return tell
+
+
+async def test_added_rows_are_written_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = await Store.open(RealDisk(), tmp_path)
+    writer = asyncio.create_task(store.run())
+    store.add(row(1))
+    written = asyncio.Event()
+    monkeypatch.setattr(Store, "flush", flush_and_tell(written))
+    async with asyncio.timeout(5):
+        await written.wait()
+    writer.cancel()
+    with sqlite3.connect(tmp_path / "seed.sqlite3") as other:
+        assert other.execute("SELECT count(*) FROM metrics").fetchone() == (1,)
+    other.close()
+    await store.close()
+
+
+async def test_close_flushes(tmp_path: Path) -> None:
+    store = await Store.open(RealDisk(), tmp_path)
+    store.add(row(1))
+    await store.close()
+    store = await Store.open(RealDisk(), tmp_path)
+    assert await store.call(Records.metrics, "j1", 0, 10) == [row(1)]
+    await store.close()
+
+
+async def test_a_full_queue_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_PENDING", 2)
+    store = await Store.open(RealDisk(), tmp_path)
+    store.add(row(1))
+    crowded = [store.crowded]
+    store.add(event(1))
+    crowded.append(store.crowded)
+    await store.flush()
+    crowded.append(store.crowded)
+    assert crowded == [False, True, False]
+    await store.close()
