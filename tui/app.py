@@ -150,17 +150,21 @@ class P2PTrainApp(App[None]):
 
     def _lay_out(self, size: Size) -> None:
         self.wide = size.width >= WIDE_COLUMNS and size.height >= WIDE_ROWS
-        self.set_class(self.wide, "-wide")
-        self.set_class(not self.wide, "-compact")
+        self._set_only("-wide" if self.wide else "-compact", "-wide", "-compact")
         self.call_after_refresh(self.refresh_panels)
+
+    def _set_only(self, name: str, *names: str) -> None:
+        """The app has class ``name`` and no other of ``names``; the style sheet is applied once."""
+        if not self.has_class(name):
+            self.remove_class(*names, update=False)
+            self.add_class(name)
 
     # --------------------------------------------------------------------------------------------------------- moving
 
     def action_view(self, number: int) -> None:
         """Go to a view; where everything is shown at once, to its panel."""
         self.view = number
-        for other in range(1, len(VIEWS) + 1):
-            self.set_class(other == number, f"-view-{other}")
+        self._set_only(f"-view-{number}", *(f"-view-{other}" for other in range(1, len(VIEWS) + 1)))
         tabs = [
             Content.styled(f" {index} {name} ", "$background on $accent bold")
             if index == number

@@ -31,7 +31,6 @@ class Stage:
     async def settle(self, seconds: float = 1.0) -> None:
         """Let time pass for the app, and everything be drawn."""
         self.source.clock.time += seconds
-        await self.pilot.pause()
         self.app.refresh_panels()
         await self.pilot.pause()
 
@@ -56,6 +55,7 @@ async def staged(
     source = DemoSource(DemoCluster(peers))
     before(source)
     app = P2PTrainApp(source, clock=source.clock, refresh_hz=0)
+    app.animation_level = "none"
     async with app.run_test(size=size, notifications=True) as pilot:
         stage = Stage(app, source, pilot)
         await stage.settle()
