@@ -61,6 +61,9 @@ def join(
       p2ptrain join 192.168.1.20
       p2ptrain join seed.example.org:7337 --name laptop --device cpu --threads 4
     """
+    # Workers on one machine share its cores. OpenMP's threads spin while they wait, by default, and so take them from one
+    # another: a step was seen to take ten times as long. Must be said before torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     seed = seed_address(address)
     advertised = _advertised(advertise)
     listen = (host or ("127.0.0.1" if is_loopback(seed[0]) else "0.0.0.0"), port)  # noqa: S104 - other members must reach it
