@@ -61,8 +61,8 @@ def join(
       p2ptrain join 192.168.1.20
       p2ptrain join seed.example.org:7337 --name laptop --device cpu --threads 4
     """
-    # Workers on one machine share its cores. OpenMP's threads spin while they wait, by default, and so take them from one
-    # another: a step was seen to take ten times as long. Must be said before torch is loaded.
+    # Workers on one machine share its cores. OpenMP's threads spin while they wait, by default, and so take them from
+    # one another: a step was seen to take ten times as long. It must be said before torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     seed = seed_address(address)
     advertised = _advertised(advertise)
