@@ -36,6 +36,8 @@ from wire.messages import Message, Refuse
 
 INBOX_FRAMES = 64
 SEND_LIMIT_BYTES = 1 << 20
+ABORTED_S = 1.0
+"""An aborted transport reports its end in the next turn of the loop; this is for one that has a bug."""
 GARBLED = "protocol-error"
 """Code of the ``Refuse`` that is the last word to a peer whose bytes made no sense."""
 MAX_REFUSE_CHARS = 400  # twice this, in any script, fits the 4 KiB of a handshake frame
@@ -218,13 +220,11 @@ class Connection(asyncio.BufferedProtocol):
         if not self._attached:
             return
         try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    await self.closed.wait()
+            await self._wait_closed(timeout_s)
         finally:
             if not self.closed.is_set():
                 self._transport.abort()
-        await self.closed.wait()  # abort() ends in connection_lost at once, whatever the peer does
+        await self._wait_closed(ABORTED_S)
 
     def abort(self, cause: P2PTrainError | None = None) -> None:
         """Close now and drop what is queued. Every waiter gets ``cause``, ``ConnectionLost`` where there is none.
@@ -332,6 +332,11 @@ class Connection(asyncio.BufferedProtocol):
                         self._waiters.discard(waiter)
         except TimeoutError:
             raise DeadlineExceeded(f"{self._name} {silence} for {timeout_s:g} s") from None
+
+    async def _wait_closed(self, timeout_s: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.closed.wait()
 
     def _wake(self) -> None:
         for waiter in self._waiters:

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from enum import StrEnum
 
 from p2ptrain import __version__
-from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, ProtocolError, Refused
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.world import Listener, Network
 from wire.connection import GARBLED, Connection, last_word
 from wire.messages import PROTOCOL_VERSION, Hello, Message, Refuse, Scalar, Welcome
@@ -147,7 +148,12 @@ async def dial(network: Network, host: str, port: int, hello: Hello, *, timeout_
     connection = Connection()
     try:
         await network.connect(host, port, lambda: connection, timeout_s=timeout_s)
-        connection.send(hello)
+    except BaseException:
+        connection.abort()  # no more than that: a transport given up half way may never report its end
+        raise
+    try:
+        with suppress(ConnectionLost):  # what it said before it closed, a refusal perhaps, says more
+            connection.send(hello)
         answer = await connection.receive(timeout_s=max(0.0, deadline - loop.time()))
         welcome = judge_answer(answer.message, f"{host}:{port}")
         connection.allow_large()

@@ -56,8 +56,8 @@ def noise(size: int, seed: int = 0) -> bytes:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.001)  # lets virtual time pass too
+        while not condition():  # noqa: ASYNC110 - real or virtual time, whichever it is
+            await asyncio.sleep(0.001)
 
 
 async def failure(of: Awaitable[object]) -> P2PTrainError:
