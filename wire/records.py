@@ -83,8 +83,8 @@ class PeerInfo(Record):
     """One peer, as the seed sees it now.
 
     Attributes:
-        state: ``joining``, ``idle``, ``lost``, or the phase of its transaction (``ring.transaction.Phase``), such as
-            ``building``, ``waiting``, ``healing``, ``computing``, ``reducing``, ``held``.
+        state: ``joining``, ``idle``, ``building``, ``waiting``, ``healing``, ``training``, ``held``, ``failed``,
+            ``leaving``, ``lost``.
         rank: position in its job's ring; None outside one.
         share: micro-batches of a step that it computes.
     """

@@ -14,6 +14,7 @@ from p2ptrain.core.ids import is_id
 from p2ptrain.core.world import World
 from ring.session import Inbound
 from ring.token import Flag
+from ring.transaction import Phase
 from ring.view import View
 from roles.compute_thread import ComputeThread
 from roles.engine import Engine
@@ -41,6 +42,17 @@ from wire.messages import (
 
 LEAVE_S = 1.2  # how long a leaving worker waits for the step boundary; with closing, Ctrl+C takes less than 2 s
 IDLE_BEATS_S = (0.5, 2.0)  # between neighbours before the seed has said how far apart they are
+
+# What people are shown (``wire.records.PeerInfo.state``); every other phase is part of training.
+_SHOWN = {
+    Phase.EMPTY: "building",
+    Phase.IDLE: "waiting",
+    Phase.FORMING: "waiting",
+    Phase.HEALING: "healing",
+    Phase.HELD: "held",
+    Phase.DONE: "idle",
+    Phase.FAILED: "failed",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +104,7 @@ class Worker:
         self._gauges = Gauges(world.clock.now)
         self._beats = IDLE_BEATS_S
         self._runner: JobRunner | None = None
+        self._leaving = False
         self._tasks = asyncio.TaskGroup()
         self._port = options.listen[1]
         self._link = SeedLink(
@@ -162,7 +175,8 @@ class Worker:
             return Pulse(0, 0, "idle", stats)
         stats["tokens_per_s"] = self._gauges.rate("tokens", runner.tokens)
         stats.update(runner.clock.last_ms)
-        return Pulse(runner.progress, runner.core.applied, runner.core.phase.value, stats)
+        state = _SHOWN.get(runner.core.phase, "training")
+        return Pulse(runner.progress, runner.core.applied, "leaving" if self._leaving else state, stats)
 
     def _seed_up(self, welcome: Welcome) -> None:
         self._beats = (welcome.heartbeat_s, welcome.death_s)
@@ -300,7 +314,7 @@ class Worker:
     # -------------------------------------------------------------------------------------------------------- leaving
 
     async def _leave(self) -> None:
-        runner = self._runner
+        runner, self._leaving = self._runner, True
         if runner is not None and runner.core.running:
             self._notify("info", "leaving", "leaving at the next step boundary")
             runner.wish(Flag.LEAVE | Flag.SAVE)
