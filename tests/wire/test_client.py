@@ -200,7 +200,7 @@ def test_a_viewer_that_falls_behind_is_cut_off_rather_than_misled(play_virtual: 
     play_virtual(scenario)
 
 
-# ----------------------------------------------------------------------------------------------------- silence, nonsense
+# ---------------------------------------------------------------------------------------------------- silence, nonsense
 
 
 def test_a_silent_seed_is_asked_and_then_given_up(play_virtual: Play):
