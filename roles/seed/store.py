@@ -77,6 +77,7 @@ class JobRecord:
     workers: int
     micro_batches: int
     steps_total: int
+    keep: int
     created_at: float
     state: str = "waiting"
     reason: str = ""

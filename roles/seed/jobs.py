@@ -1,0 +1,244 @@
+"""One job at the seed: its record, its coordinator, and the task that carries out what the coordinator says.
+
+Events are handled strictly one after the other, and what follows from one is done (views durable, then announced)
+before the next is looked at. The queue needs no bound of its own: whoever brings a report waits until it is handled, so
+there is at most one a peer, besides the few that tell of its coming and going.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from p2ptrain.core.world import Clock
+from ring import coordination as co
+from ring.coordination import ENDED, Phase
+from ring.coordinator import Coordinator
+from ring.view import View
+from roles.seed.peers import Link, announced_to
+from roles.seed.store import JobRecord, Records, Store
+from roles.seed.updates import Board
+from wire.messages import Assign, Hold, Message, Release, SaveNow, StepMetrics
+from wire.records import JobInfo, MetricRow
+
+_METRICS = frozenset(item.name for item in dataclasses.fields(MetricRow)) - {
+    "job",
+    "step",
+    "wall",
+    "generation",
+    "members",
+}
+_SHOWN = ("loss", "lr", "grad_norm", "tokens_per_s", "step_ms", "compute_ms", "communicate_ms", "wait_ms")
+
+
+@dataclass(frozen=True, slots=True)
+class Office:
+    """What every job needs of the seed.
+
+    Attributes:
+        links: peer id → the worker that is connected under it.
+        note: (level, kind, text, peer id, job id) into the diary.
+        freed: workers may be free now, or a job may want some.
+    """
+
+    clock: Clock
+    store: Store
+    board: Board
+    links: dict[str, Link]
+    note: Callable[[str, str, str, str, str], None]
+    freed: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What the store knows of a job beside its record."""
+
+    view: View | None = None
+    branch: frozenset[str] | None = None
+    row: MetricRow | None = None
+    val_loss: float | None = None
+
+
+class Desk:
+    """One job. ``run`` is its task."""
+
+    def __init__(self, office: Office, record: JobRecord, spec: str, history: History) -> None:
+        self.record = record
+        self.spec = spec
+        self._office = office
+        self._row = history.row
+        self._val_loss = history.val_loss
+        self._events: asyncio.Queue[tuple[co.Event, asyncio.Future[None]]] = asyncio.Queue()
+        view = history.view
+        past = co.Past(
+            state=record.state,
+            reason=record.reason,
+            paused=record.paused,
+            view=view,
+            corpus=record.corpus,
+            known_step=max(view.step if view else 0, history.row.step if history.row else 0),
+            branch=history.branch,
+        )
+        terms = co.Terms(workers=record.workers, micro_batches=record.micro_batches)
+        self.core = Coordinator(record.id, terms, past=past, now=office.clock.now())
+
+    @property
+    def id(self) -> str:
+        return self.record.id
+
+    @property
+    def live(self) -> bool:
+        return self.core.phase not in ENDED
+
+    @property
+    def running_view(self) -> View | None:
+        """The view, while it has members."""
+        return self.core.view if self.core.phase in (Phase.RUNNING, Phase.STOPPING, Phase.PAUSED) else None
+
+    def post(self, event: co.Event) -> asyncio.Future[None]:
+        """Have the event handled; the future tells when it is."""
+        handled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._events.put_nowait((event, handled))
+        return handled
+
+    async def run(self) -> None:
+        """Handle events and deadlines until cancelled. Raises ``StorageError``."""
+        while True:
+            handled: asyncio.Future[None] | None = None
+            event: co.Event = co.Tick()
+            try:
+                async with asyncio.timeout_at(self.core.next_deadline()):
+                    event, handled = await self._events.get()
+            except TimeoutError:
+                pass
+            for instruction in self.core.handle(event, self._office.clock.now()):
+                await self._carry_out(instruction)
+            if self.record.paused != self.core.paused:
+                await self._keep(paused=self.core.paused)
+            if handled is not None and not handled.done():
+                handled.set_result(None)
+            self._office.board.touch("jobs", self.id)
+            self._office.freed()
+
+    async def _carry_out(self, instruction: co.Instruction) -> None:
+        match instruction:
+            case co.SendAssign(peer_id, corpus, restore_step):
+                self._say(peer_id, Assign(self.id, self.spec, corpus, restore_step))
+            case co.SendHold(peer_ids, generation, reason):
+                for peer_id in peer_ids:
+                    self._say(peer_id, Hold(self.id, generation, reason))
+            case co.SendSave(peer_ids):
+                for peer_id in peer_ids:
+                    self._say(peer_id, SaveNow(self.id))
+            case co.SendRelease(peer_id, reason):
+                self._say(peer_id, Release(self.id, reason))
+                self._let_go(peer_id)
+            case co.Mint(view, restored):
+                await self._mint(view, restored=restored)
+            case co.SetState(state, reason):
+                await self._set_state(state, reason)
+            case co.SetCorpus(digest):
+                await self._keep(corpus=digest)
+            case co.Emit(level, kind, text, peer_id):
+                self._office.note(level, kind, text, peer_id, self.id)
+
+    def _say(self, peer_id: str, message: Message) -> None:
+        link = self._office.links.get(peer_id)
+        if link is not None and link.job == self.id:
+            link.say(message)
+
+    def _let_go(self, peer_id: str) -> None:
+        link = self._office.links.get(peer_id)
+        if link is not None and link.job == self.id:
+            link.job = ""
+
+    async def _mint(self, view: View, *, restored: bool) -> None:
+        office = self._office
+        await office.store.call(Records.add_view, view, restored=restored, wall=office.clock.wall())
+        if self._row is not None and self._row.step > view.step:
+            self._row, self._val_loss = await office.store.call(_last, self.id)
+        for member in view.members:
+            link = office.links.get(member.peer_id)
+            if link is not None:
+                self._say(member.peer_id, announced_to(link.host, view))
+        office.board.touch("peers", *(member.peer_id for member in view.members))
+
+    async def _set_state(self, state: str, reason: str) -> None:
+        wall, record = self._office.clock.wall(), self.record
+        started = wall if state == "running" and record.started_at is None else record.started_at
+        ended = state in ENDED
+        finished = (record.finished_at or wall) if ended else None
+        await self._keep(state=state, reason=reason, started_at=started, finished_at=finished)
+        if ended:
+            for link in self._office.links.values():
+                self._let_go(link.id)
+
+    async def _keep(self, **changes: object) -> None:
+        self.record = dataclasses.replace(self.record, **changes)  # type: ignore[arg-type]
+        await self._office.store.call(Records.save_job, self.record)
+
+    # -------------------------------------------------------------------------------------------------------- metrics
+
+    async def committed(self, message: StepMetrics) -> None:
+        """Rank 0 told of a step. Steps that a later view took back are not counted."""
+        view, office = self.core.view, self._office
+        if view is None or message.step < 0 or message.step > self.record.steps_total:
+            return
+        if message.generation != view.generation and message.step > view.step:
+            return
+        known = {name: value for name, value in message.values.items() if name in _METRICS and math.isfinite(value)}
+        members = message.values.get("members", 0.0)
+        row = MetricRow(
+            job=self.id,
+            step=message.step,
+            wall=office.clock.wall(),
+            generation=message.generation,
+            members=int(members) if math.isfinite(members) else None,
+            **known,
+        )
+        office.store.add(row)
+        office.board.add(row)
+        if self._row is None or row.step >= self._row.step:
+            self._row = row
+            self._val_loss = row.val_loss if row.val_loss is not None else self._val_loss
+        await self.post(co.Progress(message.step))
+        if office.store.crowded:
+            await office.store.flush()
+
+    def info(self, *, queued: bool) -> JobInfo:
+        """What people see. ``queued``: the workers are with an older job."""
+        record, row, view = self.record, self._row, self.running_view
+        shown = {name: getattr(row, name) for name in _SHOWN} if row else {}
+        step = self.core.known_step
+        tokens_per_step = round((row.tokens_per_s or 0.0) * (row.step_ms or 0.0) / 1e3) if row else 0
+        return JobInfo(
+            id=record.id,
+            name=record.name,
+            profile=record.profile,
+            strategy=record.strategy,
+            state="queued" if queued else self.core.state,
+            created_at=record.created_at,
+            steps_total=record.steps_total,
+            step=step,
+            generation=self.core.view.generation if self.core.view else 0,
+            members=[member.peer_id for member in view.members] if view else [],
+            started_at=record.started_at,
+            finished_at=record.finished_at,
+            val_loss=self._val_loss,
+            tokens_total=step * tokens_per_step,
+            reason="an older job has the workers" if queued else self.core.reason,
+            **shown,
+        )
+
+
+def _last(records: Records, job: str) -> tuple[MetricRow | None, float | None]:
+    return next(iter(records.last_metrics(job, 1)), None), records.last_val_loss(job)
+
+
+def history(records: Records, job: str) -> History:
+    """What the store knows of a job beside its record. On the store's thread."""
+    row, val_loss = _last(records, job)
+    return History(records.last_view(job), records.branch(job), row, val_loss)

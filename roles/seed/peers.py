@@ -1,0 +1,190 @@
+"""One worker, as the seed knows it: its control link, its last beat, and the requests that wait for its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, ProtocolError, Refused
+from p2ptrain.core.ids import is_id
+from ring.coordination import STATUSES, Peer
+from ring.view import View
+from wire.connection import Connection
+from wire.messages import Heartbeat, Hello, MemberRecord, Message, Report, Request, Response, ViewAnnounced
+from wire.records import PeerInfo
+from wire.transport_base import format_address
+
+NAME_CHARS = 64
+TEXT_BYTES = 190
+"""Of an event's text: 200 events and what is around them fit a frame of 64 KiB."""
+_STATES = {
+    **dict.fromkeys(("idle", "done", "failed"), "idle"),
+    **dict.fromkeys(("redoing", "forming", "computing", "reducing", "voting", "applying", "boundary"), "training"),
+    **{state: state for state in ("joining", "building", "waiting", "healing", "training", "held", "leaving")},
+}
+"""Phase of a worker (``Heartbeat.state``) → what people are shown."""
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """A registered worker and its connection.
+
+    Attributes:
+        host, port: where other peers reach it.
+        job: id of the job that it was given to; empty while it is free.
+        lost_at: monotonic time at which it was lost; None while it is here.
+    """
+
+    connection: Connection
+    hello: Hello
+    host: str
+    port: int
+    heartbeat_s: float
+    death_s: float
+    rtt_ms: float
+    joined_at: float
+    heard_at: float
+    job: str = ""
+    lost_at: float | None = None
+    beat: Heartbeat | None = None
+    _pending: dict[int, asyncio.Future[Response]] = field(default_factory=dict)
+    _last_id: int = 0
+
+    @property
+    def id(self) -> str:
+        return self.hello.peer_id
+
+    @property
+    def name(self) -> str:
+        return self.hello.name[:NAME_CHARS] or self.id
+
+    @property
+    def peer(self) -> Peer:
+        return Peer(self.id, self.name, self.host, self.port)
+
+    def say(self, message: Message) -> None:
+        """Send; that the link is gone is noticed by its reader, and told to the job from there."""
+        try:
+            self.connection.send(message)
+        except ConnectionLost:
+            return
+
+    async def ask(self, method: str, params: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
+        """A request to the worker.
+
+        Raises:
+            Refused: what it answered. DeadlineExceeded, ConnectionLost: it did not.
+        """
+        self._last_id += 1
+        number = self._last_id
+        answer: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+        self._pending[number] = answer
+        try:
+            self.connection.send(Request(number, method, params))
+            async with asyncio.timeout(timeout_s):
+                response = await answer
+        except TimeoutError:
+            raise DeadlineExceeded(f"{self.name} did not answer {method} within {timeout_s:g} s") from None
+        finally:
+            del self._pending[number]
+        if response.error_code:
+            raise Refused(response.error_code, f"{self.name}: {response.error_message}", remedy=response.error_remedy)
+        return response.result
+
+    def answered(self, response: Response) -> None:
+        answer = self._pending.get(response.id)
+        if answer is not None and not answer.done():
+            answer.set_result(response)
+
+    def lost(self, now: float) -> None:
+        self.lost_at, self.job = now, ""
+        for answer in self._pending.values():
+            if not answer.done():
+                answer.set_exception(ConnectionLost(f"{self.name} is gone"))
+
+    def info(self, now: float, view: View | None) -> PeerInfo:
+        """What people see. ``view``: the running view of its job, None where it is in none."""
+        beat, stats = self.beat, self.beat.stats if self.beat else {}
+        rank = view.rank_of(self.id) if view else None
+        state = "lost" if self.lost_at is not None else _STATES.get(beat.state, "idle") if beat else "joining"
+        return PeerInfo(
+            id=self.id,
+            name=self.name,
+            roles=list(self.hello.roles)[:8],
+            device=str(self.hello.capabilities.get("device", ""))[:NAME_CHARS],
+            state=state,
+            address=format_address(self.host, self.port),
+            joined_at=self.joined_at,
+            heartbeat_age_s=now - self.heard_at,
+            rtt_ms=stats.get("rtt_ms", self.rtt_ms),
+            in_bps=stats.get("in_bps", 0.0),
+            out_bps=stats.get("out_bps", 0.0),
+            tokens_per_s=stats.get("tokens_per_s", 0.0),
+            memory_bytes=_whole(stats.get("memory_bytes")),
+            memory_total_bytes=_whole(stats.get("memory_total_bytes")),
+            gpu_load=stats.get("gpu_load"),
+            job=self.job,
+            rank=rank,
+            generation=view.generation if view and rank is not None else 0,
+            step=beat.step if beat else 0,
+            share=view.members[rank].count if view and rank is not None else 0,
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only the same machine reaches ``host``."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def announced_to(host: str, view: View) -> ViewAnnounced:
+    """The view as a member at ``host`` is told it: elsewhere, a loopback address means the seed's machine."""
+    message = view.to_message()
+    if is_loopback(host):
+        return message
+    members = [_without_loopback(member) for member in message.members]
+    return ViewAnnounced(view.job, view.generation, view.step, view.lineage, members, view.square_sum)
+
+
+def _without_loopback(member: MemberRecord) -> MemberRecord:
+    if not is_loopback(member.host):
+        return member
+    return MemberRecord(member.peer_id, member.name, "", member.port, member.first, member.count, member.healthy)
+
+
+def check_hello(hello: Hello) -> None:
+    """Raise ``Refused`` or ``ProtocolError`` where a worker's introduction cannot be worked with."""
+    if not is_id(hello.peer_id):
+        raise ProtocolError("the peer id is none")
+    if not 0 < hello.port < 65536 or len(hello.host) > 255:
+        raise ProtocolError(f"a worker must listen on a port of its own, {hello.port} is none")
+    if "worker" not in hello.roles:
+        raise Refused("role", "a peer of a seed is a worker", remedy="join with p2ptrain join")
+
+
+def check_report(report: Report) -> None:
+    """Raise ``ProtocolError`` where a report says what cannot be."""
+    if report.status not in STATUSES:
+        raise ProtocolError(f"a report of status {report.status[:40]!r}")
+    if report.applied < 0 or report.prepared not in (report.applied, report.applied + 1) or report.generation < 0:
+        raise ProtocolError(f"a report of {report.applied} applied and {report.prepared} prepared steps")
+    if not math.isfinite(report.square_sum):
+        raise ProtocolError("a report of a norm that is not finite")
+    if any(len(text) > 128 for text in (report.lineage, report.prepared_lineage, report.corpus, report.suspect)):
+        raise ProtocolError("a report with a digest or id that is none")
+
+
+def clipped(text: str, limit_bytes: int = TEXT_BYTES) -> str:
+    """One printable line of at most ``limit_bytes``."""
+    line = " ".join("".join(char if char.isprintable() else " " for char in text[: 4 * limit_bytes]).split())
+    raw = line.encode(errors="replace")
+    return raw.decode() if len(raw) <= limit_bytes else raw[: limit_bytes - 3].decode(errors="ignore") + "…"
+
+
+def _whole(value: float | None) -> int:
+    return int(value) if value is not None and math.isfinite(value) else 0

@@ -1,0 +1,329 @@
+"""What an operator may ask (``ARCHITECTURE.md``, "Requests an operator may make"), each parameter checked."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from configs.schema import Profile
+from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, ProtocolError, Refused
+from p2ptrain.core.ids import new_id
+from ring import coordination as co
+from ring.coordination import ENDED, Phase
+from roles.seed.peers import NAME_CHARS, clipped
+from roles.seed.store import JobRecord, Records
+from roles.seed.updates import Feed
+from wire.connection import Connection
+from wire.messages import Request, Response
+from wire.records import CheckpointInfo
+
+if TYPE_CHECKING:
+    from roles.seed.jobs import Desk
+    from roles.seed.server import Seed
+
+IDLE_S = 120.0
+"""An operator that neither asks nor watches for this long is let go; a client asks for the clock far more often."""
+MAX_SPEC_BYTES = 32 << 10
+MAX_ROWS = 200
+MAX_SINK_BYTES = 16 << 20
+SINK_S = 60.0
+WORKER_S = 10.0
+RESULT_ITEMS = 100
+"""Of lists without pages: with this many records of any kind an answer still fits a frame."""
+FIRST_ROWS = 300
+
+Params = dict[str, Any]
+Result = dict[str, Any]
+
+
+class Clerk:
+    """Answers operators. One for all of them."""
+
+    def __init__(self, seed: Seed) -> None:
+        self._seed = seed
+        self._sink = asyncio.Lock()  # one at a time: it costs memory and bandwidth
+        self._methods: dict[str, Callable[[Params, Connection], Awaitable[Result]]] = {
+            "cluster.info": self._cluster_info,
+            "peers.list": self._peers_list,
+            "jobs.create": self._jobs_create,
+            "jobs.list": self._jobs_list,
+            "jobs.show": self._jobs_show,
+            "jobs.pause": self._jobs_pause,
+            "jobs.resume": self._jobs_resume,
+            "jobs.cancel": self._jobs_cancel,
+            "jobs.save": self._jobs_save,
+            "metrics.history": self._metrics_history,
+            "events.list": self._events_list,
+            "checkpoints.list": self._checkpoints_list,
+            "checkpoints.restore": self._checkpoints_restore,
+            "checkpoints.delete": self._checkpoints_delete,
+            "probe.clock": self._probe_clock,
+            "probe.sink": self._probe_sink,
+            "probe.dialback": self._probe_dialback,
+        }
+
+    async def serve(self, connection: Connection) -> None:
+        """One operator, until it goes. Requests are answered in order."""
+        feed: asyncio.Task[None] | None = None
+        try:
+            while True:
+                try:
+                    received = await connection.receive(timeout_s=IDLE_S)
+                except DeadlineExceeded:
+                    if feed is None or feed.done():
+                        raise
+                    continue  # it only watches, and reads: its feed would have ended otherwise
+                request = received.message
+                if not isinstance(request, Request):
+                    raise ProtocolError(f"an operator does not say {type(request).__name__} to a seed")
+                if request.method == "subscribe" and feed is None:
+                    connection.send(Response(request.id, {}))
+                    feed = asyncio.create_task(self._watch(connection), name="feed")
+                else:
+                    connection.send(await self.answer(request, connection))
+        finally:
+            if feed is not None:
+                feed.cancel()
+                await asyncio.wait([feed])
+
+    async def answer(self, request: Request, connection: Connection) -> Response:
+        """The answer to one request; what went wrong is in it, too."""
+        if request.method == "subscribe":
+            return Response(request.id, {})  # already
+        method = self._methods.get(request.method)
+        try:
+            if method is None:
+                raise Refused("unknown-method", f"there is no request {clipped(request.method, 80)!r}"
+                              + _did_you_mean(request.method, self._methods))  # fmt: skip
+            return Response(request.id, await method(request.params, connection))
+        except Refused as problem:
+            return Response(request.id, {}, problem.code, problem.message, problem.remedy)
+        except P2PTrainError as problem:
+            return Response(request.id, {}, "failed", problem.message, problem.remedy)
+
+    async def _watch(self, connection: Connection) -> None:
+        """Everything as it is now, then what changes."""
+        seed = self._seed
+        feed: Feed = seed.board.open()
+        feed.touch("cluster", [""])
+        feed.touch("peers", [info.id for info in seed.peer_infos()])
+        feed.touch("jobs", seed.desks)
+        feed.touch("checkpoints", seed.checkpoints)
+        feed.add(seed.recent)
+        shown = [desk.id for desk in seed.desks.values() if desk.live] or list(seed.desks)[-1:]
+        for job in shown[:4]:
+            feed.add(await seed.store.call(Records.last_metrics, job, FIRST_ROWS))
+        await seed.board.serve(feed, connection)
+
+    # ------------------------------------------------------------------------------------------------ cluster and peers
+
+    async def _cluster_info(self, params: Params, connection: Connection) -> Result:
+        return {"cluster": self._seed.cluster_info().to_map()}
+
+    async def _peers_list(self, params: Params, connection: Connection) -> Result:
+        infos = self._seed.peer_infos()
+        return {"peers": [info.to_map() for info in infos[:RESULT_ITEMS]], "total": len(infos)}
+
+    # ------------------------------------------------------------------------------------------------------------- jobs
+
+    async def _jobs_create(self, params: Params, connection: Connection) -> Result:
+        spec = _text(params, "spec", MAX_SPEC_BYTES)
+        try:
+            profile = Profile.from_spec_untrusted(spec)
+        except ProtocolError as problem:
+            raise Refused("bad-spec", problem.message, remedy="make it with p2ptrain jobs create") from problem
+        record = JobRecord(
+            id=new_id(),
+            name=clipped(_text(params, "name", NAME_CHARS), NAME_CHARS),
+            profile=clipped(_text(params, "profile", NAME_CHARS), NAME_CHARS),
+            strategy=profile.job.strategy,
+            workers=profile.job.workers,
+            micro_batches=profile.batch.micro_batches,
+            steps_total=profile.job.steps,
+            keep=profile.checkpoint.keep,
+            created_at=self._seed.world.clock.wall(),
+        )
+        await self._seed.create_job(record, spec)
+        return {"job": record.id}
+
+    async def _jobs_list(self, params: Params, connection: Connection) -> Result:
+        desks = list(self._seed.desks.values())
+        maps = [desk.info(queued=self._seed.is_queued(desk)).to_map() for desk in desks[-RESULT_ITEMS:]]
+        return {"jobs": maps, "total": len(desks)}
+
+    async def _jobs_show(self, params: Params, connection: Connection) -> Result:
+        desk = self._desk(params)
+        return {"job": desk.info(queued=self._seed.is_queued(desk)).to_map(), "spec": desk.spec}
+
+    async def _jobs_pause(self, params: Params, connection: Connection) -> Result:
+        desk = self._desk(params)
+        if desk.core.phase in ENDED or desk.core.paused:
+            raise _wrong_state(desk, "paused", "only a job that goes on can be")
+        return await self._tell(desk, co.Pause(), "was told to pause")
+
+    async def _jobs_resume(self, params: Params, connection: Connection) -> Result:
+        desk = self._desk(params)
+        if not desk.core.paused:
+            raise _wrong_state(desk, "resumed", "only a paused job can be")
+        return await self._tell(desk, co.Resume(), "was told to go on")
+
+    async def _jobs_cancel(self, params: Params, connection: Connection) -> Result:
+        desk = self._desk(params)
+        if desk.core.phase in ENDED:
+            raise _wrong_state(desk, "cancelled", "it is over")
+        return await self._tell(desk, co.Cancel(), "was cancelled")
+
+    async def _jobs_save(self, params: Params, connection: Connection) -> Result:
+        desk = self._desk(params)
+        if desk.core.phase is not Phase.RUNNING:
+            raise _wrong_state(desk, "saved", "its members save at step boundaries, while it runs")
+        return await self._tell(desk, co.Save(), "was told to save")
+
+    async def _tell(self, desk: Desk, event: co.Event, what: str) -> Result:
+        self._seed.note("info", "operator", f"job {desk.record.name} {what}", "", desk.id)
+        await desk.post(event)
+        return {"job": desk.id}
+
+    def _desk(self, params: Params) -> Desk:
+        """The job meant by an id, the beginning of one, or a name (of several with that name, the newest)."""
+        text, desks = _text(params, "job", 128), self._seed.desks
+        if text in desks:
+            return desks[text]
+        named = [desk for desk in desks.values() if desk.record.name == text]
+        if named:
+            return named[-1]
+        begun = [desk for desk in desks.values() if desk.id.startswith(text)]
+        if len(begun) == 1:
+            return begun[0]
+        if begun:
+            ids = ", ".join(desk.id for desk in begun[:4])
+            raise Refused("ambiguous", f"several jobs begin with {text!r}: {ids}", remedy="give more of the id")
+        known = [*desks, *(desk.record.name for desk in desks.values())]
+        hint = _did_you_mean(text, known)
+        raise Refused("unknown-job", f"there is no job {clipped(text, 80)!r}{hint}", remedy="see p2ptrain jobs list")
+
+    # ------------------------------------------------------------------------------------------------- metrics and events
+
+    async def _metrics_history(self, params: Params, connection: Connection) -> Result:
+        desk, limit = self._desk(params), _whole(params, "limit", MAX_ROWS, 1, MAX_ROWS)
+        after = _whole(params, "after_step", -1, -1, 2**53)
+        rows = await self._seed.store.call(Records.metrics, desk.id, after, limit)
+        return {"rows": [row.to_map() for row in rows]}
+
+    async def _events_list(self, params: Params, connection: Connection) -> Result:
+        after, limit = _whole(params, "after_id", 0, 0, 2**53), _whole(params, "limit", MAX_ROWS, 1, MAX_ROWS)
+        events = await self._seed.store.call(Records.events, after, limit)
+        return {"events": [event.to_map() for event in events]}
+
+    # -------------------------------------------------------------------------------------------------------- checkpoints
+
+    async def _checkpoints_list(self, params: Params, connection: Connection) -> Result:
+        job = self._desk(params).id if "job" in params else ""
+        found = [item for item in self._seed.checkpoints.values() if item.job == job or not job]
+        return {"checkpoints": [item.to_map() for item in found[-RESULT_ITEMS:]], "total": len(found)}
+
+    async def _checkpoints_restore(self, params: Params, connection: Connection) -> Result:
+        checkpoint = self._checkpoint(params)
+        desk = self._seed.desks.get(checkpoint.job)
+        if desk is None:
+            raise Refused("unknown-job", f"the job {checkpoint.job} of that checkpoint is not known here")
+        holder = self._seed.links.get(checkpoint.peer_id)
+        if holder is None:
+            raise _away(checkpoint)
+        if holder.job not in ("", desk.id):
+            text = f"{holder.name}, which holds that checkpoint, works on job {holder.job}"
+            raise Refused("busy", text, remedy="pause or cancel that job first")
+        restored = co.Restore(checkpoint.step, checkpoint.peer_id)
+        return await self._tell(desk, restored, f"goes back to step {checkpoint.step}")
+
+    async def _checkpoints_delete(self, params: Params, connection: Connection) -> Result:
+        checkpoint = self._checkpoint(params)
+        holder = self._seed.links.get(checkpoint.peer_id)
+        if holder is None:
+            raise _away(checkpoint)
+        params = {"job": checkpoint.job, "step": checkpoint.step}
+        await holder.ask("checkpoint.delete", params, timeout_s=WORKER_S)
+        await self._seed.drop_checkpoints([checkpoint.id])
+        return {"deleted": checkpoint.id}
+
+    def _checkpoint(self, params: Params) -> CheckpointInfo:
+        text = _text(params, "id", 256)
+        found = self._seed.checkpoints.get(text)
+        if found is None:
+            hint = _did_you_mean(text, self._seed.checkpoints)
+            what = f"there is no checkpoint {clipped(text, 120)!r}{hint}"
+            raise Refused("unknown-checkpoint", what, remedy="see p2ptrain checkpoints list")
+        return found
+
+    # ------------------------------------------------------------------------------------------------------------- probes
+
+    async def _probe_clock(self, params: Params, connection: Connection) -> Result:
+        return {"wall": self._seed.world.clock.wall()}
+
+    async def _probe_sink(self, params: Params, connection: Connection) -> Result:
+        """Takes one bulk frame, which may follow at once, and answers when it has it all."""
+        size_bytes, stream = (
+            _whole(params, "size_bytes", None, 0, MAX_SINK_BYTES),
+            _whole(params, "stream", None, 0, 2**31),
+        )
+        if self._sink.locked():
+            raise Refused("busy", "another operator measures its bandwidth", remedy="try again in a minute")
+        async with self._sink:
+            clock, arrived = self._seed.world.clock, asyncio.Event()
+            began = clock.now()
+            connection.post(memoryview(bytearray(size_bytes)), generation=0, stream=stream, done=arrived.set)
+            closed = asyncio.create_task(connection.closed.wait())
+            landed = asyncio.create_task(arrived.wait())
+            try:
+                await asyncio.wait({closed, landed}, timeout=SINK_S, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                closed.cancel()
+                landed.cancel()
+            if not arrived.is_set():
+                problem = DeadlineExceeded(f"{size_bytes} bytes did not arrive within {SINK_S:g} s")
+                connection.abort(problem)  # the buffer is given up: nothing may land in it later
+                raise problem
+            return {"size_bytes": size_bytes, "elapsed_s": clock.now() - began}
+
+    async def _probe_dialback(self, params: Params, connection: Connection) -> Result:
+        """Whether the operator's machine is reached on a port; only its own address is dialled."""
+        port = _whole(params, "port", None, 1, 65535)
+        try:
+            await self._seed.dial_back(connection.remote[0], port)
+        except P2PTrainError as problem:
+            remedy = "let that port in through the firewall of this machine"
+            raise Refused("unreachable", f"dial-back failed: {problem.message}", remedy=remedy) from problem
+        return {"port": port}
+
+
+def _text(params: Params, name: str, limit: int) -> str:
+    value = params.get(name)
+    if not isinstance(value, str) or not value:
+        raise Refused("bad-parameter", f"{name} must be text", remedy=f"give {name}")
+    if len(value) > limit or len(value.encode(errors="replace")) > limit:
+        raise Refused("bad-parameter", f"{name} has more than {limit} bytes", remedy="make it shorter")
+    return value
+
+
+def _whole(params: Params, name: str, default: int | None, least: int, most: int) -> int:
+    value = params.get(name, default)
+    if type(value) is not int or not least <= value <= most:
+        raise Refused("bad-parameter", f"{name} must be a whole number from {least} to {most}", remedy=f"change {name}")
+    return value
+
+
+def _wrong_state(desk: Desk, verb: str, why: str) -> Refused:
+    text = f"job {desk.record.name} is {desk.core.state} and cannot be {verb}: {why}"
+    return Refused("wrong-state", text, remedy="see p2ptrain jobs show")
+
+
+def _away(checkpoint: CheckpointInfo) -> Refused:
+    text = f"{checkpoint.peer_name}, which holds that checkpoint, is not connected"
+    return Refused("holder-away", text, remedy="start that worker, or choose a checkpoint of another")
+
+
+def _did_you_mean(text: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(text, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""

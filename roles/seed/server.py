@@ -1,0 +1,459 @@
+"""The seed's shell: who connects, who is lost, who gets which job, and the diary.
+
+A worker is let in after the seed dialled it back: who cannot be reached by the seed can hardly be reached by its
+neighbours, and is told so at once, with a remedy, instead of breaking a ring later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+from p2ptrain import __version__
+from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, ProtocolError, Refused
+from p2ptrain.core.ids import new_id
+from p2ptrain.core.world import World
+from ring import coordination as co
+from ring.detector import beat_defaults
+from roles.seed.jobs import Desk, History, Office, history
+from roles.seed.peers import NAME_CHARS, Link, check_hello, check_report, clipped
+from roles.seed.requests import Clerk
+from roles.seed.store import JobRecord, PeerRecord, Records, Store
+from roles.seed.updates import Board, Map
+from wire.connection import Connection
+from wire.handshake import RefusalCode, Server, dial, local_hello, local_welcome, serve
+from wire.messages import (
+    CheckpointSaved,
+    EventNotice,
+    Heartbeat,
+    HeartbeatAck,
+    Hello,
+    Leave,
+    Message,
+    Refuse,
+    Report,
+    Response,
+    StepMetrics,
+    Welcome,
+)
+from wire.records import CheckpointInfo, ClusterInfo, EventInfo, PeerInfo
+from wire.transport_base import format_address
+
+DIAL_BACK_S = 3.0
+LOST_SHOWN_S = 60.0
+"""How long a lost worker stays in the list, as lost."""
+MAX_PEERS = 1024
+MAX_OPERATORS = 64
+MAX_KINDS_CHARS = 24
+RECENT_EVENTS = 100
+AGE_S = 1.0
+LEVELS = frozenset({"info", "warning", "error"})
+
+
+@dataclass(frozen=True, slots=True)
+class Beats:
+    """Heartbeat and death in seconds; 0 and 0: from each worker's measured round trip."""
+
+    heartbeat_s: float = 0.0
+    death_s: float = 0.0
+
+    def at(self, rtt_ms: float) -> tuple[float, float]:
+        return (self.heartbeat_s, self.death_s) if self.heartbeat_s > 0 else beat_defaults(rtt_ms)
+
+
+class Seed:
+    """Made by ``open``, run by ``run_seed``."""
+
+    def __init__(self, world: World, store: Store, cluster_id: str, name: str, beats: Beats) -> None:
+        self.world = world
+        self.store = store
+        self.board = Board(self.render)
+        self.links: dict[str, Link] = {}
+        self.desks: dict[str, Desk] = {}  # oldest first
+        self.checkpoints: dict[str, CheckpointInfo] = {}
+        self.recent: deque[EventInfo] = deque(maxlen=RECENT_EVENTS)
+        self._cluster_id, self._name, self._beats = cluster_id, name, beats
+        self._started_at = world.clock.wall()
+        self._address = ""
+        self._last_event_id = 0
+        self._lost: dict[str, Link] = {}
+        self._measured: WeakKeyDictionary[Connection, float] = WeakKeyDictionary()  # round trip, ms
+        self._operators: set[Connection] = set()
+        self._tasks: asyncio.TaskGroup | None = None
+        self._stopping = False
+        self._clerk = Clerk(self)
+        self.office = Office(world.clock, store, self.board, self.links, self.note, self._assign_free)
+
+    @classmethod
+    async def open(cls, world: World, store: Store, *, name: str, beats: Beats) -> Seed:
+        """A seed with all that its store knows. Raises ``StorageError``."""
+        cluster_id = await store.call(Records.fact, "cluster-id", new_id)
+        seed = cls(world, store, cluster_id, name[:NAME_CHARS], beats)
+        seed._last_event_id = await store.call(Records.last_event_id)
+        recent = await store.call(Records.events, seed._last_event_id - RECENT_EVENTS, RECENT_EVENTS)
+        seed.recent.extend(recent)
+        for record, spec in await store.call(Records.jobs):
+            seed.desks[record.id] = Desk(seed.office, record, spec, await store.call(history, record.id))
+        seed.checkpoints = {item.id: item for item in await store.call(Records.checkpoints)}
+        return seed
+
+    def start(self, tasks: asyncio.TaskGroup, address: tuple[str, int]) -> None:
+        """Run the jobs and the housekeeping in ``tasks``."""
+        self._tasks = tasks
+        self._address = format_address(*address)
+        for desk in self.desks.values():
+            tasks.create_task(desk.run(), name=f"job {desk.id}")
+        tasks.create_task(self.store.run(), name="store")
+        tasks.create_task(self._age(), name="ages")
+
+    def stop(self) -> None:
+        """Tell everybody that the seed goes; workers train on and look for it again."""
+        self._stopping = True
+        last_word = Refuse(RefusalCode.SHUTTING_DOWN, "the seed is stopping", "running rings train on; start it again")
+        for connection in [link.connection for link in self.links.values()] + list(self._operators):
+            if not connection.closed.is_set() and connection.close_cause is None:
+                _say(connection, last_word)
+
+    # ------------------------------------------------------------------------------------------------------- handshake
+
+    async def decide(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
+        """Who is let in."""
+        if self._stopping:
+            return Refuse(RefusalCode.SHUTTING_DOWN, "the seed is stopping", "try again when it is back")
+        match hello.purpose:
+            case "peer":
+                return await self._decide_peer(hello, connection)
+            case "operator" if len(self._operators) >= MAX_OPERATORS:
+                return Refuse(RefusalCode.FULL, f"{MAX_OPERATORS} operators are connected", "close one of them")
+            case "operator" | "probe":
+                return self._welcome(0.0, 0.0)
+        text = f"this is a seed: it does not answer {hello.purpose[:40]!r}"
+        return Refuse(RefusalCode.ROLE, text, "dial the member itself")
+
+    async def _decide_peer(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
+        check_hello(hello)
+        host = hello.host or connection.remote[0]
+        old = self.links.get(hello.peer_id)
+        if old is not None and not self._is_replaced(old, host, hello.port):
+            text = f"a worker with this id ({hello.peer_id}) is already here, as {old.name} at {old.host}"
+            return Refuse(RefusalCode.DUPLICATE_PEER, text, "stop the other one, or give this one its own --state")
+        if len(self.links) >= MAX_PEERS:
+            return Refuse(RefusalCode.FULL, f"{MAX_PEERS} workers are here", "start another seed")
+        began = self.world.clock.now()
+        try:
+            await self.dial_back(host, hello.port, hello.peer_id)
+        except P2PTrainError as problem:
+            text = f"the seed cannot reach this worker back: {problem.message}"
+            remedy = "let its port in through the firewall, or choose the address with --host or --advertise"
+            return Refuse(RefusalCode.UNREACHABLE, text, remedy)
+        rtt_ms = (self.world.clock.now() - began) / 2 * 1e3  # TCP's handshake is one round trip, ours another
+        self._measured[connection] = rtt_ms
+        return self._welcome(*self._beats.at(rtt_ms))
+
+    def _is_replaced(self, old: Link, host: str, port: int) -> bool:
+        """Whether a new connection takes the place of ``old``: it is closed, silent, or evidently the same process."""
+        silent_s = self.world.clock.now() - old.connection.last_heard
+        closed = old.connection.closed.is_set() or old.connection.close_cause is not None
+        return closed or silent_s > 2 * old.heartbeat_s or (old.host, old.port) == (host, port)
+
+    async def dial_back(self, host: str, port: int, peer_id: str = "") -> None:
+        """Reach a port of somebody who wants to be reached. Raises ``P2PTrainError``."""
+        hello = local_hello(peer_id=self._cluster_id, name=self._name, roles=["seed"], purpose="probe")
+        connection, welcome = await dial(self.world.network, host, port, hello, timeout_s=DIAL_BACK_S)
+        await connection.close()
+        if peer_id and welcome.peer_id != peer_id:
+            raise ProtocolError(f"another peer ({welcome.name[:NAME_CHARS]}) answers there")
+
+    def _welcome(self, heartbeat_s: float, death_s: float) -> Welcome:
+        return local_welcome(
+            peer_id=self._cluster_id,
+            name=self._name,
+            wall=self.world.clock.wall(),
+            cluster_id=self._cluster_id,
+            heartbeat_s=heartbeat_s,
+            death_s=death_s,
+        )
+
+    async def serve(self, connection: Connection, hello: Hello) -> None:
+        """One connection, until it ends."""
+        if hello.purpose == "peer":
+            await self._serve_peer(connection, hello)
+        elif hello.purpose == "operator":
+            self._operators.add(connection)
+            try:
+                await self._clerk.serve(connection)
+            finally:
+                self._operators.discard(connection)
+
+    def problem(self, problem: P2PTrainError, address: tuple[str, int]) -> None:
+        """A stranger was refused, or sent nonsense."""
+        if isinstance(problem, Refused | ProtocolError):
+            self.note("warning", "refused", f"{format_address(*address)}: {problem.message}", "", "")
+
+    # ----------------------------------------------------------------------------------------------------------- workers
+
+    async def _serve_peer(self, connection: Connection, hello: Hello) -> None:
+        rtt_ms = self._measured.pop(connection)
+        host = hello.host or connection.remote[0]
+        clock, beats = self.world.clock, self._beats.at(rtt_ms)
+        link = Link(connection, hello, host, hello.port, *beats, rtt_ms, clock.wall(), clock.now())
+        old = self.links.get(link.id)
+        if old is not None:
+            old.connection.abort()
+            self._gone(old, co.PeerLost(link.id, "it connected anew"))
+        self._lost.pop(link.id, None)
+        self.links[link.id] = link
+        self.store.add(PeerRecord(link.id, link.name, link.hello.roles, link.info(0, None).device, link.joined_at))
+        self.note("info", "joined", f"{link.name} joined from {format_address(link.host, link.port)}", link.id, "")
+        self.board.touch("cluster", "")
+        farewell: co.PeerLost | co.PeerLeft = co.PeerLost(link.id, "the seed dropped it")
+        try:
+            self._take_back(link)
+            farewell = await self._listen(link)
+        except P2PTrainError as problem:
+            farewell = co.PeerLost(link.id, problem.message)
+            connection.abort(problem)  # a peer at fault is told so
+            raise
+        finally:
+            if not self._stopping and self.links.get(link.id) is link:
+                self._gone(link, farewell)
+
+    def _take_back(self, link: Link) -> None:
+        """Its ring may have run on while the link was down: then it stays as it is."""
+        desk = self.desks.get(link.hello.job)
+        if desk is not None and desk.live:
+            link.job = desk.id
+            desk.post(co.PeerReturned(link.peer, link.hello.generation))
+        self._assign_free()
+
+    async def _listen(self, link: Link) -> co.PeerLeft:
+        while True:
+            try:
+                received = await link.connection.receive(timeout_s=link.death_s)
+            except DeadlineExceeded:
+                raise DeadlineExceeded(f"{link.name} was silent for {link.death_s:.1f} s") from None
+            link.heard_at = self.world.clock.now()
+            if isinstance(received.message, Leave):
+                return co.PeerLeft(link.id, clipped(received.message.reason))
+            await self._heard(link, received.message)
+
+    async def _heard(self, link: Link, message: Message) -> None:
+        desk = self.desks.get(link.job)
+        match message:
+            case Heartbeat():
+                link.beat = message
+                link.connection.send(HeartbeatAck(message.seq))
+                self.board.touch("peers", link.id)
+            case Report() if desk is not None and message.job == desk.id:
+                check_report(message)
+                await desk.post(co.PeerReported(link.id, message))
+            case StepMetrics() if desk is not None and message.job == desk.id:
+                await desk.committed(message)
+            case CheckpointSaved() if message.job in self.desks:
+                await self._saved(link, message)
+            case EventNotice():
+                job = message.job if message.job in self.desks else ""
+                self.note(message.level, message.kind, f"{link.name}: {message.text}", link.id, job)
+                if self.store.crowded:
+                    await self.store.flush()
+            case Response():
+                link.answered(message)
+            case Report() | StepMetrics() | CheckpointSaved():
+                pass  # of a job that it is no longer on
+            case _:
+                raise ProtocolError(f"a worker does not say {type(message).__name__} to a seed")
+
+    def _gone(self, link: Link, event: co.PeerLost | co.PeerLeft) -> None:
+        now, desk = self.world.clock.now(), self.desks.get(link.job)
+        verb, level = ("left", "info") if isinstance(event, co.PeerLeft) else ("is lost", "warning")
+        self.note(level, verb.split()[-1], f"{link.name} {verb}: {event.reason}", link.id, link.job)
+        del self.links[link.id]
+        link.lost(now)
+        self._lost[link.id] = link
+        if desk is not None:
+            desk.post(event)
+        self.board.touch("peers", link.id)
+        self.board.touch("cluster", "")
+
+    def _assign_free(self) -> None:
+        """Free workers go to the oldest job that wants them."""
+        for link in self.links.values():
+            if link.job:
+                continue
+            desk = next((desk for desk in self.desks.values() if desk.core.wants(link.id)), None)
+            if desk is not None:
+                link.job = desk.id
+                desk.post(co.PeerOffered(link.peer))
+                self.board.touch("peers", link.id)
+
+    async def _saved(self, link: Link, message: CheckpointSaved) -> None:
+        """A checkpoint is durable at ``link``, which keeps as many as the job says, the newest."""
+        info = CheckpointInfo(
+            id=f"{message.job}@{message.step}@{link.id}",
+            job=message.job,
+            step=message.step,
+            path=clipped(message.path, 1024),
+            peer_id=link.id,
+            peer_name=link.name,
+            digest=message.digest[:128],
+            size_bytes=message.size_bytes,
+            created_at=self.world.clock.wall(),
+            val_loss=message.val_loss,
+        )
+        self.checkpoints[info.id] = info
+        await self.store.call(Records.add_checkpoint, info)
+        self.board.touch("checkpoints", info.id)
+        mine = [item for item in self.checkpoints.values() if (item.job, item.peer_id) == (info.job, info.peer_id)]
+        mine.sort(key=lambda item: item.step, reverse=True)
+        dropped = mine[max(self.desks[info.job].record.keep, 2) :]
+        await self.drop_checkpoints([item.id for item in dropped if item.id != info.id])
+
+    async def drop_checkpoints(self, ids: list[str]) -> None:
+        """They are no longer there."""
+        if ids:
+            for item_id in ids:
+                self.checkpoints.pop(item_id, None)
+            await self.store.call(Records.remove_checkpoints, ids)
+            self.board.touch("checkpoints", *ids)
+
+    # -------------------------------------------------------------------------------------------------------------- jobs
+
+    async def create_job(self, record: JobRecord, spec: str) -> None:
+        """Add a job; it starts when enough workers are ready. Raises ``StorageError``."""
+        await self.store.call(Records.add_job, record, spec)
+        desk = self.desks[record.id] = Desk(self.office, record, spec, History())
+        assert self._tasks is not None
+        self._tasks.create_task(desk.run(), name=f"job {desk.id}")
+        self.note("info", "job-created", f"job {record.name} ({record.id}) was created", "", record.id)
+        self.board.touch("jobs", record.id)
+        self.board.touch("cluster", "")
+        self._assign_free()
+
+    # ------------------------------------------------------------------------------------------------ what people see
+
+    def note(self, level: str, kind: str, text: str, peer: str, job: str) -> None:
+        """Into the diary."""
+        self._last_event_id += 1
+        level = level if level in LEVELS else "info"
+        wall = self.world.clock.wall()
+        event = EventInfo(self._last_event_id, wall, level, clipped(kind, MAX_KINDS_CHARS), clipped(text), peer, job)
+        self.store.add(event)
+        self.recent.append(event)
+        self.board.add(event)
+
+    def cluster_info(self) -> ClusterInfo:
+        return ClusterInfo(
+            self._cluster_id, self._name, __version__, self._address, self._started_at, len(self.links), len(self.desks)
+        )
+
+    def peer_infos(self) -> list[PeerInfo]:
+        """All workers, and those lost a short time ago."""
+        now = self.world.clock.now()
+        return [self._peer_info(link, now) for link in [*self.links.values(), *self._lost.values()]]
+
+    def _peer_info(self, link: Link, now: float) -> PeerInfo:
+        desk = self.desks.get(link.job)
+        return link.info(now, desk.running_view if desk else None)
+
+    def is_queued(self, desk: Desk) -> bool:
+        """Whether the workers that it waits for are with an older job."""
+        if desk.core.phase is not co.Phase.WAITING or desk.core.peer_ids:
+            return False
+        before = list(self.desks.values())[: list(self.desks).index(desk.id)]
+        return any(older.live and older.core.peer_ids for older in before)
+
+    def render(self, topic: str, item_id: str) -> Map | None:
+        """A record as it is now, for the board."""
+        if topic == "cluster":
+            return self.cluster_info().to_map()
+        if topic == "peers":
+            link = self.links.get(item_id) or self._lost.get(item_id)
+            return self._peer_info(link, self.world.clock.now()).to_map() if link else None
+        if topic == "jobs":
+            desk = self.desks.get(item_id)
+            return desk.info(queued=self.is_queued(desk)).to_map() if desk else None
+        checkpoint = self.checkpoints.get(item_id)
+        return checkpoint.to_map() if checkpoint else None
+
+    async def _age(self) -> None:
+        """Once a second: ages grow even where nothing is heard, and those lost long ago leave the list."""
+        while True:
+            await asyncio.sleep(AGE_S)
+            now = self.world.clock.now()
+            for link in [link for link in self._lost.values() if now - (link.lost_at or 0.0) > LOST_SHOWN_S]:
+                del self._lost[link.id]
+                self.board.touch("peers", link.id)
+            if self.board.watched:
+                self.board.touch("peers", *self.links)
+
+
+async def run_seed(
+    world: World,
+    *,
+    state_dir: Path,
+    host: str,
+    port: int,
+    name: str,
+    heartbeat_s: float = 0,
+    death_s: float = 0,
+    on_ready: Callable[[tuple[str, int]], None],
+    stop: asyncio.Event,
+) -> None:
+    """Run a seed until ``stop`` is set; then it says goodbye, writes what is left, and ends within about a second.
+
+    Args:
+        state_dir: where it keeps its record; made where it does not exist. One seed at a time.
+        heartbeat_s, death_s: of the links to workers; 0 and 0: from each worker's measured round trip.
+        on_ready: called with the address that it listens on.
+
+    Raises:
+        UserError: the address or the directory is in use. StorageError: the record cannot be read or written.
+    """
+    store = await Store.open(world.disk, state_dir)
+    try:
+        seed = await Seed.open(world, store, name=name, beats=Beats(heartbeat_s, death_s))
+        server = await serve(world.network, host, port, decide=seed.decide, serve=seed.serve, on_problem=seed.problem)
+        try:
+            await _until(stop, seed, server, on_ready)
+        finally:
+            await server.close()
+    finally:
+        await store.close()
+
+
+async def _until(stop: asyncio.Event, seed: Seed, server: Server, on_ready: Callable[[tuple[str, int]], None]) -> None:
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            work = tasks.create_task(_work(seed, server.address))
+            seed.note("info", "seed-started", f"the seed listens on {format_address(*server.address)}", "", "")
+            on_ready(server.address)
+            await stop.wait()
+            seed.stop()
+            work.cancel()
+    except* P2PTrainError as group:
+        raise _first(group) from None
+
+
+async def _work(seed: Seed, address: tuple[str, int]) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        seed.start(tasks, address)
+        await asyncio.Event().wait()  # until cancelled: jobs come and go
+
+
+def _first(group: BaseExceptionGroup[P2PTrainError]) -> P2PTrainError:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, P2PTrainError)
+    return error
+
+
+def _say(connection: Connection, message: Message) -> None:
+    try:
+        connection.send(message)
+    except P2PTrainError:
+        return  # it is gone already

@@ -1,0 +1,135 @@
+"""What changed, told to those who watch: coalesced, at most ten times a second, never more than a frame at once.
+
+A feed remembers *which* records changed, not how: when its turn comes it asks for their present state. So a slow reader
+gets fewer updates, not older ones. Rows of metrics and events are not overwritten by newer ones and so are kept, in
+bounded number: a reader that falls further behind, or takes nothing for ``PATIENCE_S``, is dropped, with a reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import msgpack
+
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded
+from wire.connection import Connection
+from wire.messages import Update
+from wire.records import EventInfo, MetricRow
+
+INTERVAL_S = 0.1
+PATIENCE_S = 5.0
+FRAME_BYTES = 24 << 10
+"""Items in one frame, packed; with what is around them it stays well below 32 KiB."""
+MAX_ROWS = 4000
+STATE_TOPICS = ("cluster", "peers", "jobs", "checkpoints")
+
+Map = dict[str, Any]
+Render = Callable[[str, str], Map | None]
+"""(topic, id) → the record as a map, None where it is gone."""
+
+
+class Feed:
+    """One subscriber's share of the board."""
+
+    def __init__(self, render: Render) -> None:
+        self._render = render
+        self._dirty: dict[str, dict[str, None]] = {topic: {} for topic in STATE_TOPICS}
+        self._rows: dict[str, deque[Map]] = {"metrics": deque(), "events": deque()}
+        self._news = asyncio.Event()
+        self._behind = False
+
+    def touch(self, topic: str, ids: Iterable[str]) -> None:
+        """These records changed."""
+        self._dirty[topic].update(dict.fromkeys(ids))
+        self._news.set()
+
+    def add(self, rows: Iterable[MetricRow | EventInfo]) -> None:
+        """These are new."""
+        for row in rows:
+            queue = self._rows["metrics" if isinstance(row, MetricRow) else "events"]
+            self._behind |= len(queue) >= MAX_ROWS
+            if not self._behind:
+                queue.append(row.to_map())
+        self._news.set()
+
+    async def run(self, connection: Connection) -> None:
+        """Send until cancelled.
+
+        Raises:
+            DeadlineExceeded: the subscriber does not read. ConnectionLost: it is gone.
+        """
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            if self._behind:
+                raise DeadlineExceeded(f"the subscriber is more than {MAX_ROWS} rows behind", remedy="connect again")
+            for update in self._drain():
+                connection.send(update)
+                await connection.flush(timeout_s=PATIENCE_S)
+            await asyncio.sleep(INTERVAL_S)  # what changes meanwhile is told together
+
+    def _drain(self) -> Iterator[Update]:
+        for topic in STATE_TOPICS:
+            ids, self._dirty[topic] = self._dirty[topic], {}
+            found = {item_id: self._render(topic, item_id) for item_id in ids}
+            yield from _updates(topic, (item for item in found.values() if item is not None))
+            if topic == "peers":
+                yield from _updates("peers-gone", ({"id": item_id} for item_id in ids if found[item_id] is None))
+        for topic, queue in self._rows.items():
+            rows = list(queue)
+            queue.clear()
+            yield from _updates(topic, rows)
+
+
+class Board:
+    """All feeds."""
+
+    def __init__(self, render: Render) -> None:
+        self._render = render
+        self._feeds: set[Feed] = set()
+
+    @property
+    def watched(self) -> bool:
+        return bool(self._feeds)
+
+    def touch(self, topic: str, *ids: str) -> None:
+        for feed in self._feeds:
+            feed.touch(topic, ids)
+
+    def add(self, row: MetricRow | EventInfo) -> None:
+        for feed in self._feeds:
+            feed.add((row,))
+
+    def open(self) -> Feed:
+        """A feed that learns of every change from now on."""
+        feed = Feed(self._render)
+        self._feeds.add(feed)
+        return feed
+
+    async def serve(self, feed: Feed, connection: Connection) -> None:
+        """Run the feed; a reader that is too slow loses its connection. Returns when the connection is gone."""
+        try:
+            await feed.run(connection)
+        except DeadlineExceeded as problem:
+            connection.abort(DeadlineExceeded(f"a subscriber was dropped: {problem.message}", remedy=problem.remedy))
+        except ConnectionLost:
+            pass  # its reader tells
+        finally:
+            self._feeds.discard(feed)
+
+
+def _updates(topic: str, items: Iterable[Map]) -> Iterator[Update]:
+    batch: list[Map] = []
+    size_bytes = 0
+    for item in items:
+        item_bytes = len(msgpack.packb(item))
+        if batch and size_bytes + item_bytes > FRAME_BYTES:
+            yield Update(topic, batch)
+            batch, size_bytes = [], 0
+        batch.append(item)
+        size_bytes += item_bytes
+    if batch:
+        yield Update(topic, batch)
