@@ -204,7 +204,7 @@ class Clerk:
         hint = _did_you_mean(text, known)
         raise Refused("unknown-job", f"there is no job {clipped(text, 80)!r}{hint}", remedy="see p2ptrain jobs list")
 
-    # ------------------------------------------------------------------------------------------------- metrics and events
+    # ----------------------------------------------------------------------------------------------- metrics and events
 
     async def _metrics_history(self, params: Params, connection: Connection) -> Result:
         desk, limit = self._desk(params), _whole(params, "limit", MAX_ROWS, 1, MAX_ROWS)
@@ -217,7 +217,7 @@ class Clerk:
         events = await self._seed.store.call(Records.events, after, limit)
         return {"events": [event.to_map() for event in events]}
 
-    # -------------------------------------------------------------------------------------------------------- checkpoints
+    # ------------------------------------------------------------------------------------------------------ checkpoints
 
     async def _checkpoints_list(self, params: Params, connection: Connection) -> Result:
         job = self._desk(params).id if "job" in params else ""
@@ -257,7 +257,7 @@ class Clerk:
             raise Refused("unknown-checkpoint", what, remedy="see p2ptrain checkpoints list")
         return found
 
-    # ------------------------------------------------------------------------------------------------------------- probes
+    # ----------------------------------------------------------------------------------------------------------- probes
 
     async def _probe_clock(self, params: Params, connection: Connection) -> Result:
         return {"wall": self._seed.world.clock.wall()}

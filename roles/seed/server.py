@@ -118,7 +118,7 @@ class Seed:
             if not connection.closed.is_set() and connection.close_cause is None:
                 _say(connection, last_word)
 
-    # ------------------------------------------------------------------------------------------------------- handshake
+    # -------------------------------------------------------------------------------------------------------- handshake
 
     async def decide(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
         """Who is let in."""
@@ -194,7 +194,7 @@ class Seed:
         if isinstance(problem, Refused | ProtocolError):
             self.note("warning", "refused", f"{format_address(*address)}: {problem.message}", "", "")
 
-    # ----------------------------------------------------------------------------------------------------------- workers
+    # ---------------------------------------------------------------------------------------------------------- workers
 
     async def _serve_peer(self, connection: Connection, hello: Hello) -> None:
         rtt_ms = self._measured.pop(connection)
@@ -320,7 +320,7 @@ class Seed:
             await self.store.call(Records.remove_checkpoints, ids)
             self.board.touch("checkpoints", *ids)
 
-    # -------------------------------------------------------------------------------------------------------------- jobs
+    # ------------------------------------------------------------------------------------------------------------- jobs
 
     async def create_job(self, record: JobRecord, spec: str) -> None:
         """Add a job; it starts when enough workers are ready. Raises ``StorageError``."""
@@ -333,7 +333,7 @@ class Seed:
         self.board.touch("cluster", "")
         self._assign_free()
 
-    # ------------------------------------------------------------------------------------------------ what people see
+    # -------------------------------------------------------------------------------------------------- what people see
 
     def note(self, level: str, kind: str, text: str, peer: str, job: str) -> None:
         """Into the diary."""
