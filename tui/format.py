@@ -43,6 +43,7 @@ PEER_LOOKS = {
     "idle": Look("○", "calm"),
     "held": Look("■", "warn"),
     "leaving": Look("↗", "warn"),
+    "failed": Look("✗", "bad"),
     "lost": Look("✗", "bad"),
 }
 JOB_LOOKS = {
