@@ -32,6 +32,7 @@ TEXT_SUFFIXES = frozenset(
 _STDLIB_SKIPPED = frozenset(
     {"__pycache__", "site-packages", "dist-packages"}  # not the library itself
     | {"test", "tests", "idlelib", "turtledemo", "lib2to3"}  # its tests, and programs
+    | {"encodings", "pydoc_data"}  # generated tables: code pages, help topics
 )
 _STDLIB_LOCAL = ("_sysconfigdata", "sitecustomize", "usercustomize")  # differ from machine to machine
 _BLOCK_WINDOWS = 16

@@ -22,6 +22,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from p2ptrain.compute.device import flushed_denormals
+
 _ALIGN_NUMEL = 16  # 64 bytes of fp32
 _SQUARE_BLOCK = 1 << 16
 
@@ -159,7 +161,7 @@ class FlatAdamW:
         for group, parameter in zip(self._adamw.param_groups, self._parameters, strict=True):
             group["lr"] = lr
             self._adamw.state[parameter]["step"].fill_(step)
-        with _one_thread():
+        with _one_thread(), flushed_denormals():
             torch.mul(gradients, scale, out=self._clipped)
             self._adamw.step()
 

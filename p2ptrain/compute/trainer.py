@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from p2ptrain.compute.data import DataSpec, load_corpus
-from p2ptrain.compute.device import Device
+from p2ptrain.compute.device import Device, flushed_denormals
 from p2ptrain.compute.flat import FlatAdamW, FlatModel, OptimizerSpec, square_sum
 from p2ptrain.compute.model import ModelSpec, build_model, check_training_memory, load_model, model_config
 from p2ptrain.compute.sampling import Indices, WindowSampler
@@ -77,7 +77,8 @@ class Trainer:
         check_training_memory(config, device)
         self._corpus = load_corpus(data, self._tokenizer)
         self._build = partial(build_model, model, self._tokenizer.vocab_size, seed, config=config)
-        self._flat = FlatModel(self._build(), device.torch_device)
+        with flushed_denormals():  # the kernels' threads start here, and inherit it
+            self._flat = FlatModel(self._build(), device.torch_device)
         self._model = self._flat.model
         self._optimizer_spec, self._optimizer = optimizer, FlatAdamW(self._flat, optimizer)
         self._steps, self._micro_batches, self._sequences = steps, micro_batches, micro_batch_sequences
@@ -109,7 +110,7 @@ class Trainer:
     def micro_batch(self, step: int, index: int) -> None:
         """Forward and backward of one micro-batch; adds its mean loss' gradient / M."""
         windows = self._corpus.training[self._sampler.sample(step, index)]
-        with _out_of_memory_told():
+        with flushed_denormals(), _out_of_memory_told():
             loss = self._loss(windows, "mean")
             (loss / self._micro_batches).backward()  # type: ignore[no-untyped-call]
         self._flat.loss_sum.add_(loss.detach())
@@ -151,7 +152,7 @@ class Trainer:
         """Sum of the losses (nats) and number of targets over validation micro-batches ``range(first, first +
         count)``."""
         losses, targets = 0.0, 0
-        with torch.no_grad(), _out_of_memory_told():
+        with torch.no_grad(), flushed_denormals(), _out_of_memory_told():
             for index in range(first, min(first + count, self._validation_batches)):
                 windows = self._corpus.validation[index * self._sequences : (index + 1) * self._sequences]
                 losses += float(self._loss(windows, "sum"))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from threading import Thread
+
 import pytest
 import torch
 
-from p2ptrain.compute.device import HOST, check_memory, pick_device
+from p2ptrain.compute.device import HOST, check_memory, flushed_denormals, pick_device
 from p2ptrain.core.errors import ConfigError, ResourceError, UserError
 
 
@@ -52,6 +54,30 @@ def test_no_such_kind(kind: str) -> None:
 def test_no_such_thread_count(threads: int) -> None:
     with pytest.raises(ConfigError, match=r"device\.threads"):
         pick_device("cpu", threads)
+
+
+def test_denormals_are_flushed_and_come_back() -> None:
+    tiny = torch.full((64,), 1e-30)
+    with flushed_denormals():
+        assert (tiny * 1e-10).count_nonzero() == 0
+    assert (tiny * 1e-10).count_nonzero() == 64
+
+
+def test_kernels_threads_flush_denormals_too() -> None:
+    """On a fresh thread, as the worker's compute thread is: the kernels' threads are its own."""
+    counts: list[int] = []
+
+    def compute() -> None:
+        torch.set_num_threads(2)
+        with flushed_denormals():
+            tiny = torch.full((1 << 20,), 1e-30)
+        with flushed_denormals():
+            counts.append(int((tiny * 1e-10).count_nonzero()))
+
+    thread = Thread(target=compute)
+    thread.start()
+    thread.join()
+    assert counts == [0]
 
 
 def test_memory_is_checked_with_numbers() -> None:
