@@ -1,0 +1,748 @@
+"""The seed's shell over memory, against scripted workers that speak the messages and real operators."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from configs.schema import Profile
+from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.errors import ConnectionLost, P2PTrainError, Refused, UserError
+from p2ptrain.core.world import LoopClock, World
+from ring.coordination import Peer
+from ring.formation import records
+from ring.view import View
+from roles.seed import run_seed
+from roles.seed import updates as updates_module
+from roles.seed.peers import TEXT_BYTES, announced_to, clipped
+from roles.seed.store import Records, Store
+from roles.seed.updates import Board
+from wire.client import SeedClient
+from wire.codec import encode
+from wire.connection import Connection
+from wire.frame import CONTROL_FRAME_BYTES
+from wire.handshake import RefusalCode, Server, dial, local_hello, local_welcome, serve
+from wire.memory import MemoryNetwork
+from wire.messages import (
+    Assign,
+    CheckpointSaved,
+    EventNotice,
+    Heartbeat,
+    HeartbeatAck,
+    Hello,
+    Hold,
+    Leave,
+    Message,
+    Refuse,
+    Release,
+    Report,
+    Request,
+    Response,
+    SaveNow,
+    StepMetrics,
+    Update,
+    ViewAnnounced,
+    Welcome,
+)
+from wire.records import EventInfo, MetricRow
+
+HOST, DEADLINE_S = "127.0.0.1", 10.0
+M = TypeVar("M", bound=Message)
+SPEC = Profile.model_validate(
+    {"job": {"workers": 2, "steps": 100}, "batch": {"micro_batches": 4}, "checkpoint": {"keep": 2}}
+).to_spec()
+
+
+class Worker:
+    """A worker as a script writes it: it says what it is told to say, and hands out what it hears."""
+
+    def __init__(self, network: MemoryNetwork, seed: tuple[str, int], peer_id: str) -> None:
+        self.network, self.seed, self.id = network, seed, peer_id
+        self.job, self.view = "", ViewAnnounced("", 0, 0, "", [])
+        self.connection: Connection
+        self.welcome: Welcome
+        self.server: Server
+
+    async def listen(self) -> None:
+        async def decide(hello: Hello, connection: Connection) -> Welcome:
+            return local_welcome(peer_id=self.id, name=self.id, wall=0.0)
+
+        async def hang_up(connection: Connection, hello: Hello) -> None: ...
+
+        self.server = await serve(self.network, HOST, 0, decide=decide, serve=hang_up, on_problem=_ignore)
+
+    async def join(self, *, port: int | None = None, job: str = "", generation: int = 0) -> None:
+        port = self.server.address[1] if port is None else port
+        hello = local_hello(peer_id=self.id, name=f"name-{self.id}", roles=["worker"], purpose="peer", job=job,
+                            generation=generation, port=port, capabilities={"device": "cpu"})  # fmt: skip
+        self.connection, self.welcome = await dial(self.network, *self.seed, hello, timeout_s=DEADLINE_S)
+
+    def say(self, message: Message) -> None:
+        self.connection.send(message)
+
+    async def hear(self, kind: type[M]) -> M:
+        """The next message, which must be a ``kind``: echoes of beats, and holds of a ring that stops anyway, aside."""
+        while True:
+            message = (await self.connection.receive(timeout_s=DEADLINE_S)).message
+            if isinstance(message, kind):
+                return message
+            assert isinstance(message, HeartbeatAck | Hold), f"{self.id} waits for {kind.__name__} and hears {message}"
+
+    def report(self, status: str, applied: int = 0, *, lineage: str = "", **more: Any) -> None:
+        generation = 0 if status == "ready" else self.view.generation
+        more = {"corpus": "c0ffee", **more}
+        self.say(Report(self.job, generation, status, applied, applied, lineage or f"L{applied}", **more))
+
+    async def assigned(self, applied: int = 0) -> Assign:
+        """Take the job and be ready for it."""
+        assign = await self.hear(Assign)
+        self.job = assign.job
+        self.report("ready", applied)
+        return assign
+
+    async def viewed(self) -> ViewAnnounced:
+        self.view = await self.hear(ViewAnnounced)
+        return self.view
+
+    async def beaten(self, state: str = "computing") -> None:
+        """A beat, and its echo: all said before it has been read by then."""
+        self.say(Heartbeat(1, 1, 1, state, 0.0, {"tokens_per_s": 5.0, "memory_bytes": 7.0}))
+        await self.hear(HeartbeatAck)
+
+    async def close(self) -> None:
+        if hasattr(self, "connection"):
+            await self.connection.close()
+        await self.server.close()
+
+
+class Bench:
+    """One seed, and whoever a test brings to it."""
+
+    def __init__(self, root: Path) -> None:
+        self.network, self.root = MemoryNetwork(), root
+        self.address = (HOST, 0)
+        self.beats = (0.0, 0.0)
+        self.stop = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._workers: list[Worker] = []
+
+    async def start(self) -> None:
+        ready: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
+        self.stop = asyncio.Event()
+        world = World(LoopClock(), self.network, RealDisk(), random.Random(0))
+        heartbeat_s, death_s = self.beats
+        self._task = asyncio.create_task(
+            run_seed(world, state_dir=self.root, host=HOST, port=self.address[1], name="seed", heartbeat_s=heartbeat_s,
+                     death_s=death_s, on_ready=ready.set_result, stop=self.stop)
+        )  # fmt: skip
+        both: set[asyncio.Future[Any]] = {self._task, ready}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED, timeout=DEADLINE_S)
+        if self._task.done():
+            await self._task
+        self.address = ready.result()
+
+    async def end(self) -> None:
+        """Stop the seed. It has a second for it, and as long again here."""
+        assert self._task is not None
+        self.stop.set()
+        async with asyncio.timeout(2.0):
+            await self._task
+
+    async def kill(self) -> None:
+        """The seed's process is gone: nothing is said, nothing more is written."""
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.wait({self._task})
+
+    async def worker(self, peer_id: str, **more: Any) -> Worker:
+        worker = Worker(self.network, self.address, peer_id)
+        self._workers.append(worker)
+        await worker.listen()
+        await worker.join(**more)
+        return worker
+
+    async def ring(self, *peer_ids: str, applied: int = 0) -> list[Worker]:
+        """A job and its running view."""
+        await self.ask("jobs.create", name="first", profile="tiny", spec=SPEC)
+        workers = [await self.worker(peer_id) for peer_id in peer_ids]
+        for worker in workers:
+            await worker.assigned(applied)
+        for worker in workers:
+            await worker.viewed()
+        return workers
+
+    @asynccontextmanager
+    async def operator(self) -> AsyncIterator[SeedClient]:
+        client = await SeedClient.connect(self.network, *self.address, name="test")
+        try:
+            yield client
+        finally:
+            await client.close()
+
+    async def ask(self, method: str, **params: Any) -> dict[str, Any]:
+        async with self.operator() as client:
+            return await client.request(method, params)
+
+    async def refused(self, method: str, **params: Any) -> Refused:
+        with pytest.raises(Refused) as caught:
+            await self.ask(method, **params)
+        return caught.value
+
+    async def until(self, topic: str, fits: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """The first record of an update that fits."""
+        async with asyncio.timeout(DEADLINE_S), self.operator() as client:
+            await client.request("subscribe")
+            async for update in client.updates():
+                for item in update.items if update.topic == topic else []:
+                    if fits(item):
+                        return item
+        raise AssertionError("the updates ended")
+
+    async def job_is(self, state: str) -> dict[str, Any]:
+        return await self.until("jobs", lambda job: bool(job["state"] == state))
+
+    async def event(self, kind: str) -> dict[str, Any]:
+        return await self.until("events", lambda event: bool(event["kind"] == kind))
+
+    async def close(self) -> None:
+        if self._task is not None and not self._task.done():
+            await self.end()
+        for worker in self._workers:
+            await worker.close()
+
+
+def _ignore(problem: P2PTrainError, address: tuple[str, int]) -> None: ...
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    made = Bench(tmp_path / "state")
+    await made.start()
+    yield made
+    await made.close()
+
+
+# --------------------------------------------------------------------------------------------------------- who comes in
+
+
+async def test_a_worker_is_dialled_back_and_welcomed_with_beats_that_fit_the_distance(bench: Bench) -> None:
+    worker = await bench.worker("a")
+    assert (worker.welcome.heartbeat_s, worker.welcome.death_s) == (0.5, 2.0)
+    await worker.beaten()
+    (peer,) = (await bench.ask("peers.list"))["peers"]
+    assert (peer["id"], peer["name"], peer["state"], peer["device"]) == ("a", "name-a", "training", "cpu")
+    assert (peer["tokens_per_s"], peer["memory_bytes"]) == (5.0, 7)
+    assert peer["address"] == f"127.0.0.1:{worker.server.address[1]}"
+
+
+async def test_who_cannot_be_dialled_back_is_refused_with_a_remedy(bench: Bench) -> None:
+    with pytest.raises(Refused) as caught:
+        await bench.worker("a", port=1)
+    assert caught.value.code == RefusalCode.UNREACHABLE
+    assert "127.0.0.1:1" in caught.value.message
+    for word in ("firewall", "--host", "--advertise"):
+        assert word in caught.value.remedy
+    assert (await bench.ask("peers.list"))["peers"] == []
+
+
+async def test_who_answers_the_dial_back_must_be_the_worker_itself(bench: Bench) -> None:
+    other = await bench.worker("b")
+    with pytest.raises(Refused, match="another peer") as caught:
+        await bench.worker("a", port=other.server.address[1])
+    assert caught.value.code == RefusalCode.UNREACHABLE
+
+
+async def test_a_second_worker_of_the_same_id_is_refused_while_the_first_is_there(bench: Bench) -> None:
+    first = await bench.worker("a")
+    await first.beaten()
+    with pytest.raises(Refused, match="already here") as caught:
+        await bench.worker("a")
+    assert caught.value.code == RefusalCode.DUPLICATE_PEER
+    assert "--state" in caught.value.remedy
+    await first.beaten()
+
+
+async def test_the_same_process_that_connects_anew_takes_its_own_place(bench: Bench) -> None:
+    worker = await bench.worker("a")
+    old = worker.connection
+    await worker.join()
+    await worker.beaten()
+    await asyncio.wait_for(old.closed.wait(), DEADLINE_S)
+    assert len((await bench.ask("peers.list"))["peers"]) == 1
+
+
+@pytest.mark.parametrize("purpose", ["ring", "heal", "nonsense"])
+async def test_a_seed_answers_no_member(bench: Bench, purpose: str) -> None:
+    hello = local_hello(peer_id="a", name="a", roles=[], purpose=purpose)
+    with pytest.raises(Refused) as caught:
+        await dial(bench.network, *bench.address, hello, timeout_s=DEADLINE_S)
+    assert caught.value.code == RefusalCode.ROLE
+
+
+async def test_a_silent_worker_is_lost_after_its_deadline(bench: Bench) -> None:
+    await bench.end()
+    bench.beats = (0.05, 0.15)
+    await bench.start()
+    worker = await bench.worker("a")
+    assert (worker.welcome.heartbeat_s, worker.welcome.death_s) == (0.05, 0.15)
+    event = await bench.event("lost")
+    assert "silent for" in event["text"]
+    peer = await bench.until("peers", lambda peer: bool(peer["id"] == "a"))
+    assert peer["state"] == "lost"
+
+
+async def test_a_closed_link_is_a_death_notice_and_a_leave_is_not(bench: Bench) -> None:
+    for peer_id in ("a", "b"):
+        await bench.worker(peer_id)
+    bench._workers[0].connection.abort()
+    bench._workers[1].say(Leave("enough"))
+    assert (await bench.event("lost"))["peer"] == "a"
+    left = await bench.event("left")
+    assert (left["peer"], left["text"]) == ("b", "name-b left: enough")
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        Report("{job}", 1, "resting", 0, 0, "L"),
+        Report("{job}", 1, "held", 5, 7, "L"),
+        Report("{job}", 1, "held", -1, -1, "L"),
+        Report("{job}", 1, "held", 0, 0, "L" * 999),
+        Hold("{job}", 1, "a seed says this"),
+    ],
+    ids=["status", "two prepared", "negative", "lineage", "kind"],
+)
+async def test_nonsense_ends_the_link_and_says_why(bench: Bench, nonsense: Message) -> None:
+    worker, _ = await bench.ring("a", "b")
+    assert isinstance(nonsense, Report | Hold)
+    worker.say(dataclasses.replace(nonsense, job=worker.job))
+    assert (await worker.hear(Refuse)).code == RefusalCode.PROTOCOL
+    await asyncio.wait_for(worker.connection.closed.wait(), DEADLINE_S)
+
+
+# ---------------------------------------------------------------------------------------------------------------- jobs
+
+
+async def test_from_offer_to_a_running_view(bench: Bench) -> None:
+    created = await bench.ask("jobs.create", name="first", profile="tiny", spec=SPEC)
+    a, b = [await bench.worker(peer_id) for peer_id in ("a", "b")]
+    assign = await a.assigned()
+    assert (assign.job, assign.spec, assign.corpus, assign.restore_step) == (created["job"], SPEC, "", -1)
+    await b.assigned()
+    view = await a.viewed()
+    assert view == await b.viewed()
+    assert (view.generation, view.step, view.lineage) == (1, 0, "L0")
+    assert [(member.peer_id, member.first, member.count) for member in view.members] == [("a", 0, 2), ("b", 2, 2)]
+    job = await bench.job_is("running")
+    assert (job["members"], job["generation"], job["steps_total"]) == (["a", "b"], 1, 100)
+    await a.beaten()
+    peers = {peer["id"]: peer for peer in (await bench.ask("peers.list"))["peers"]}
+    assert (peers["b"]["rank"], peers["b"]["share"], peers["b"]["job"]) == (1, 2, created["job"])
+
+
+async def test_a_view_is_durable_before_anybody_hears_of_it(bench: Bench) -> None:
+    await bench.ring("a", "b")
+    await bench.kill()
+    store = await Store.open(RealDisk(), bench.root)
+    (job, _), *_ = await store.call(Records.jobs)
+    view = await store.call(Records.last_view, job.id)
+    assert view is not None
+    assert (view.generation, [member.peer_id for member in view.members]) == (1, ["a", "b"])
+    await store.close()
+
+
+async def test_after_a_death_the_others_get_the_next_view(bench: Bench) -> None:
+    first, second = await bench.ring("a", "b")
+    second.connection.abort()
+    first.report("broken", 7, suspect="b")
+    view = await first.viewed()
+    assert (view.generation, view.step, [member.peer_id for member in view.members]) == (2, 7, ["a"])
+
+
+async def test_a_restarted_seed_takes_the_ring_back_without_touching_it(bench: Bench) -> None:
+    a, b = await bench.ring("a", "b")
+    a.say(StepMetrics(a.job, 1, 9, {"loss": 2.5, "tokens_per_s": 100.0, "step_ms": 10.0}))
+    await a.beaten()
+    await bench.end()
+    assert (await a.hear(Refuse)).code == RefusalCode.SHUTTING_DOWN
+    await bench.start()
+    job = await bench.job_is("forming")
+    assert (job["step"], job["loss"], job["generation"], job["tokens_total"]) == (9, 2.5, 1, 9)
+    for worker in (a, b):
+        await worker.connection.close()
+        await worker.join(job=worker.job, generation=1)
+        worker.report("training", 12)
+    job = await bench.job_is("running")
+    assert (job["step"], job["members"]) == (12, ["a", "b"])
+    await a.beaten()  # nothing else was said to it
+
+
+async def test_pause_resume_save_and_cancel_reach_the_members(bench: Bench) -> None:
+    a, b = await bench.ring("a", "b")
+    assert (await bench.ask("jobs.save", job="first"))["job"] == a.job
+    for worker in (a, b):
+        await worker.hear(SaveNow)
+    await bench.ask("jobs.pause", job=a.job)
+    for worker in (a, b):
+        assert (await worker.hear(Hold)).generation == 1
+        worker.report("held", 3)
+    await bench.job_is("paused")
+    assert (await bench.refused("jobs.pause", job="first")).code == "wrong-state"
+    assert (await bench.refused("jobs.save", job="first")).code == "wrong-state"
+    await bench.ask("jobs.resume", job=a.job)
+    assert (await a.viewed()).step == 3
+    assert (await b.viewed()).generation == 2
+    assert (await bench.refused("jobs.resume", job="first")).code == "wrong-state"
+    await bench.ask("jobs.cancel", job=a.job)
+    assert "cancelled" in (await a.hear(Release)).reason
+    await b.hear(Release)
+    assert (await bench.job_is("cancelled"))["finished_at"] is not None
+    assert (await bench.refused("jobs.cancel", job="first")).code == "wrong-state"
+
+
+async def test_a_pause_outlives_the_seed(bench: Bench) -> None:
+    a, b = await bench.ring("a", "b")
+    await bench.ask("jobs.pause", job="first")
+    for worker in (a, b):
+        await worker.hear(Hold)
+    await bench.kill()
+    await bench.start()
+    assert (await bench.job_is("paused"))["members"] == ["a", "b"]
+    await bench.ask("jobs.resume", job="first")
+
+
+async def test_jobs_queue_and_the_workers_go_to_the_next(bench: Bench) -> None:
+    await bench.ask("jobs.create", name="second", profile="tiny", spec=SPEC)  # made first: it is the older one
+    a, b = await bench.ring("a", "b")
+    older = a.job
+    jobs = {job["name"]: job for job in (await bench.ask("jobs.list"))["jobs"]}
+    assert (jobs["second"]["id"], jobs["first"]["state"]) == (older, "queued")
+    for worker in (a, b):
+        worker.report("done", 100)
+    for worker in (a, b):
+        assert (await worker.assigned()).job == jobs["first"]["id"]
+    assert (await a.viewed()).job == jobs["first"]["id"]
+    assert (await bench.job_is("done"))["id"] == older
+
+
+async def test_a_worker_with_other_data_hears_what_to_do(bench: Bench) -> None:
+    await bench.ask("jobs.create", name="first", profile="tiny", spec=SPEC)
+    a, b = [await bench.worker(peer_id) for peer_id in ("a", "b")]
+    await a.assigned()
+    await a.beaten()
+    b.job = (await b.hear(Assign)).job
+    b.report("ready", corpus="decaf")
+    assert "its data differs" in (await b.hear(Release)).reason
+    assert (await bench.event("corpus"))["level"] == "error"
+
+
+async def test_a_worker_that_comes_back_for_a_job_that_is_over_is_given_another(bench: Bench) -> None:
+    a, b = await bench.ring("a", "b")
+    a.connection.abort()
+    await bench.ask("jobs.cancel", job="first")
+    await b.hear(Release)
+    await a.join(job=a.job, generation=1)
+    created = await bench.ask("jobs.create", name="next", profile="tiny", spec=SPEC)
+    assert (await a.hear(Assign)).job == created["job"]
+
+
+# ------------------------------------------------------------------------------------------------ metrics, checkpoints
+
+
+async def test_metrics_page_by_page_and_steps_that_were_taken_back_are_not_counted(bench: Bench) -> None:
+    a, b = await bench.ring("a", "b")
+    for step in (1, 2, 3):
+        a.say(StepMetrics(a.job, 1, step, {"loss": 1.0 / step, "members": 2.0, "secret": 5.0, "lr": float("nan")}))
+    await a.beaten()
+    a.report("broken", 2, suspect="b")
+    b.report("broken", 2, suspect="a")
+    await a.viewed()
+    a.say(StepMetrics(a.job, 1, 3, {"loss": 9.0}))  # late, of the ring that is over
+    a.say(StepMetrics(a.job, 2, 10**9, {"loss": 9.0}))  # of a step that the job does not have
+    await a.beaten()
+    rows = (await bench.ask("metrics.history", job="first", after_step=1, limit=5))["rows"]
+    assert [(row["step"], row["loss"], row["members"], row["lr"], row["generation"]) for row in rows] == [
+        (2, 0.5, 2, None, 1)
+    ]
+    assert (await bench.ask("jobs.show", job="first"))["job"]["loss"] == 0.5
+
+
+async def test_checkpoints_are_listed_as_their_holder_keeps_them_and_deleted_there(bench: Bench) -> None:
+    a, _ = await bench.ring("a", "b")
+    for step in (10, 20, 30):
+        a.say(CheckpointSaved(a.job, step, f"/c/{step}", "d", 5, 1.5))
+    await a.beaten()
+    listed = (await bench.ask("checkpoints.list", job="first"))["checkpoints"]
+    assert [item["step"] for item in listed] == [20, 30]  # the job keeps 2
+    assert (listed[0]["id"], listed[0]["val_loss"]) == (f"{a.job}@20@a", 1.5)
+
+    deleting = asyncio.create_task(bench.ask("checkpoints.delete", id=f"{a.job}@20@a"))
+    request = await a.hear(Request)
+    assert (request.method, request.params) == ("checkpoint.delete", {"job": a.job, "step": 20})
+    a.say(Response(request.id, {"deleted": 20}))
+    assert (await deleting)["deleted"] == f"{a.job}@20@a"
+    assert [item["step"] for item in (await bench.ask("checkpoints.list"))["checkpoints"]] == [30]
+
+
+async def test_what_the_holder_answers_to_a_deletion_reaches_the_operator(bench: Bench) -> None:
+    a, _ = await bench.ring("a", "b")
+    a.say(CheckpointSaved(a.job, 10, "/c/10", "d", 5))
+    await a.beaten()
+    deleting = asyncio.create_task(bench.refused("checkpoints.delete", id=f"{a.job}@10@a"))
+    a.say(Response((await a.hear(Request)).id, {}, "failed", "the disk is read-only", "remount it"))
+    problem = await deleting
+    assert ("read-only" in problem.message, problem.remedy) == (True, "remount it")
+    deleting = asyncio.create_task(bench.refused("checkpoints.delete", id=f"{a.job}@10@a"))
+    await a.hear(Request)
+    a.connection.abort()
+    assert "gone" in (await deleting).message
+    assert (await bench.refused("checkpoints.delete", id=f"{a.job}@10@a")).code == "holder-away"
+    assert len((await bench.ask("checkpoints.list"))["checkpoints"]) == 1
+
+
+async def test_restore_takes_the_ring_back(bench: Bench) -> None:
+    a, b = await bench.ring("a", "b")
+    a.say(CheckpointSaved(a.job, 10, "/c/10", "d", 5))
+    await a.beaten()
+    await bench.ask("checkpoints.restore", id=f"{a.job}@10@a")
+    for worker in (a, b):
+        await worker.hear(Hold)
+        worker.report("held", 15)
+    for worker, applied in ((a, 10), (b, 0)):
+        assert (await worker.assigned(applied)).restore_step == 10
+    view = await a.viewed()
+    healthy = {member.peer_id: member.healthy for member in view.members}
+    assert (view.step, healthy) == (10, {"a": True, "b": False})
+    assert (await bench.refused("checkpoints.restore", id="nothing@1@a")).code == "unknown-checkpoint"
+
+
+# ----------------------------------------------------------------------------------------------------------- operators
+
+
+async def test_jobs_are_found_by_id_beginning_or_name(bench: Bench) -> None:
+    job = (await bench.ask("jobs.create", name="first", profile="tiny", spec=SPEC))["job"]
+    for text in (job, job[:5], "first"):
+        shown = await bench.ask("jobs.show", job=text)
+        assert (shown["job"]["id"], shown["spec"]) == (job, SPEC)
+    problem = await bench.refused("jobs.show", job="frist")
+    assert problem.code == "unknown-job"
+    assert "did you mean 'first'?" in problem.message
+    assert (await bench.refused("job.show", job=job)).message.endswith("did you mean 'jobs.show'?")
+
+
+async def test_an_ambiguous_beginning_names_the_candidates(bench: Bench) -> None:
+    jobs = [(await bench.ask("jobs.create", name="x", profile="tiny", spec=SPEC))["job"] for _ in range(17)]
+    first = next(text for text in "0123456789abcdef" if sum(job.startswith(text) for job in jobs) > 1)
+    assert (await bench.refused("jobs.show", job=first)).code == "ambiguous"
+
+
+@pytest.mark.parametrize(
+    ("method", "params", "code"),
+    [
+        ("jobs.create", {"name": "n", "profile": "p"}, "bad-parameter"),
+        ("jobs.create", {"name": "n", "profile": "p", "spec": "{}{"}, "bad-spec"),
+        ("jobs.create", {"name": "n", "profile": "p", "spec": '{"job": {"workers": -1}}'}, "bad-spec"),
+        ("jobs.create", {"name": "n" * 100, "profile": "p", "spec": SPEC}, "bad-parameter"),
+        ("jobs.create", {"name": "n", "profile": "p", "spec": "x" * (33 << 10)}, "bad-parameter"),
+        ("jobs.pause", {"job": 5}, "bad-parameter"),
+        ("metrics.history", {"job": "first", "limit": 201}, "bad-parameter"),
+        ("metrics.history", {"job": "first", "after_step": "x"}, "bad-parameter"),
+        ("events.list", {"limit": True}, "bad-parameter"),
+        ("probe.sink", {"size_bytes": (16 << 20) + 1, "stream": 1}, "bad-parameter"),
+        ("probe.dialback", {"port": 0}, "bad-parameter"),
+        ("probe.dialback", {"port": 1}, "unreachable"),
+        ("checkpoints.restore", {}, "bad-parameter"),
+        ("nonsense", {}, "unknown-method"),
+    ],
+)
+async def test_bad_requests_are_refused_and_the_connection_lives_on(
+    bench: Bench, method: str, params: dict[str, Any], code: str
+) -> None:
+    await bench.ask("jobs.create", name="first", profile="tiny", spec=SPEC)
+    async with bench.operator() as client:
+        with pytest.raises(Refused) as caught:
+            await client.request(method, params)
+        assert caught.value.code == code
+        assert (await client.request("cluster.info"))["cluster"]["name"] == "seed"
+
+
+async def test_probes(bench: Bench) -> None:
+    worker = await bench.worker("a")
+    async with bench.operator() as client:
+        assert (await client.request("probe.clock"))["wall"] > 1e9
+        assert (await client.request("probe.dialback", {"port": worker.server.address[1]}))["port"]
+        for size_bytes in (0, 1 << 20):
+            asking = asyncio.create_task(client.request("probe.sink", {"size_bytes": size_bytes, "stream": 3}))
+            await asyncio.sleep(0)  # the request goes first
+            client.connection.send_bulk(memoryview(bytes(size_bytes)), generation=0, stream=3)
+            assert (await asking)["size_bytes"] == size_bytes
+
+
+async def test_a_bandwidth_probe_that_breaks_off_frees_the_sink(bench: Bench) -> None:
+    async with bench.operator() as first:
+        asking = asyncio.create_task(first.request("probe.sink", {"size_bytes": 9, "stream": 1}))
+        await asyncio.sleep(0)
+        await bench.ask("cluster.info")  # by now the request has been read
+        assert (await bench.refused("probe.sink", size_bytes=9, stream=1)).code == "busy"
+        first.connection.abort()
+        with pytest.raises(ConnectionLost):
+            await asking
+    async with bench.operator() as client:
+        asking = asyncio.create_task(client.request("probe.sink", {"size_bytes": 1, "stream": 1}))
+        await asyncio.sleep(0)
+        client.connection.send_bulk(memoryview(b"x"), generation=0, stream=1)
+        assert (await asking)["size_bytes"] == 1
+
+
+async def test_a_full_page_of_the_largest_rows_fits_a_frame() -> None:
+    big = 1.2345678901234567e-300
+    row = MetricRow("0123456789ab", 2**31, big, big, big, big, big, big, big, big, big, big, 1000, 2**31)
+    event = EventInfo(2**31, big, "warning", "k" * 24, clipped("ü" * 999), "0123456789ab", "0123456789ab")
+    assert len(event.text.encode()) <= TEXT_BYTES
+    for name, item in (("rows", row), ("events", event)):
+        assert len(encode(Response(2**31, {name: [item.to_map()] * 200}))) < CONTROL_FRAME_BYTES - 64
+
+
+# ------------------------------------------------------------------------------------------------------------- updates
+
+
+async def test_a_subscriber_gets_all_there_is_and_then_what_changes(bench: Bench) -> None:
+    a, _ = await bench.ring("a", "b")
+    a.say(StepMetrics(a.job, 1, 1, {"loss": 2.0}))
+    a.say(CheckpointSaved(a.job, 1, "/c/1", "d", 5))
+    await a.beaten()
+    seen: dict[str, list[dict[str, Any]]] = {}
+    async with asyncio.timeout(DEADLINE_S), bench.operator() as client:
+        await client.request("subscribe")
+        updates = client.updates()
+        while len(seen) < 6:
+            update = await anext(updates)
+            seen.setdefault(update.topic, []).extend(update.items)
+        assert set(seen) == {"cluster", "peers", "jobs", "checkpoints", "metrics", "events"}
+        assert {peer["id"] for peer in seen["peers"]} == {"a", "b"}
+        assert [row["loss"] for row in seen["metrics"]] == [2.0]
+        a.say(StepMetrics(a.job, 1, 2, {"loss": 1.0}))
+        a.say(EventNotice("warning", "hot", "the fan is loud"))
+        news: list[dict[str, Any]] = []
+        while not any(item.get("text") == "name-a: the fan is loud" for item in news):
+            news += (await anext(updates)).items
+        assert any(item.get("step") == 2 and item.get("loss") == 1.0 for item in news)
+
+
+async def test_updates_are_cut_into_small_frames_and_a_record_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Update] = []
+    told = asyncio.Event()
+
+    class Reader:
+        def send(self, message: Update) -> None:
+            sent.append(message)
+            told.set()
+
+        async def flush(self, *, timeout_s: float) -> None: ...
+
+    board = Board(lambda topic, item_id: {"id": item_id, "text": "x" * 500} if item_id != "gone" else None)
+    feed = board.open()
+    for _ in range(3):
+        board.touch("peers", *(f"p{number}" for number in range(300)), "gone")
+    running = asyncio.create_task(board.serve(feed, Reader()))  # type: ignore[arg-type]
+    await told.wait()
+    running.cancel()
+    assert sum(len(update.items) for update in sent if update.topic == "peers") == 300
+    assert max(len(encode(update)) for update in sent) < 32 << 10
+    assert [update.items for update in sent if update.topic == "peers-gone"] == [[{"id": "gone"}]]
+
+
+async def test_a_subscriber_that_does_not_read_is_dropped_with_a_reason(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(updates_module, "MAX_ROWS", 50)
+    monkeypatch.setattr(updates_module, "PATIENCE_S", 0.05)
+    worker = await bench.worker("a")
+    hello = local_hello(peer_id="op", name="op", roles=[], purpose="operator")
+    connection, _ = await dial(bench.network, *bench.address, hello, timeout_s=DEADLINE_S)
+    connection.send(Request(1, "subscribe"))
+    await connection.expect(Response, timeout_s=DEADLINE_S)
+    async with asyncio.timeout(DEADLINE_S):
+        while not connection.closed.is_set():  # it never reads again: its inbox, then the pipe, then the feed fill up
+            worker.say(EventNotice("info", "noise", "x" * 150))
+            await worker.beaten()
+    await worker.beaten()  # everybody else is served
+    await connection.close()
+
+
+async def test_the_diary_is_paged_and_cleaned(bench: Bench) -> None:
+    worker = await bench.worker("a")
+    worker.say(EventNotice("shouting", "kind\x1b[31m", "red\x1b[31m text\nand more", job="unknown"))
+    await worker.beaten()
+    events = (await bench.ask("events.list", after_id=0, limit=200))["events"]
+    assert [event["id"] for event in events] == list(range(1, len(events) + 1))
+    event = events[-1]
+    assert (event["level"], event["text"], event["job"]) == ("info", "name-a: red [31m text and more", "")
+    assert (await bench.ask("events.list", after_id=events[-1]["id"]))["events"] == []
+
+
+# -------------------------------------------------------------------------------------------------- start, stop, weight
+
+
+async def test_a_second_seed_on_the_same_state_is_refused(bench: Bench) -> None:
+    second = Bench(bench.root)
+    with pytest.raises(UserError, match="another seed is running"):
+        await second.start()
+
+
+async def test_a_seed_comes_back_as_the_same_cluster(bench: Bench) -> None:
+    before = (await bench.ask("cluster.info"))["cluster"]
+    await bench.end()
+    await bench.start()
+    after = (await bench.ask("cluster.info"))["cluster"]
+    assert (after["cluster_id"], after["address"]) == (before["cluster_id"], f"127.0.0.1:{bench.address[1]}")
+    kinds = [event["kind"] for event in (await bench.ask("events.list"))["events"]]
+    assert kinds.count("seed-started") == 2
+
+
+def test_a_loopback_address_is_told_on_the_seeds_machine_only() -> None:
+    peers = [Peer("a", "a", "127.0.0.1", 1), Peer("b", "b", "10.0.0.2", 2), Peer("c", "c", "::1", 3)]
+    view = View("j", 1, 0, "L", records(peers, 4, ["a"]), 2.0)
+    assert [member.host for member in announced_to("127.0.0.1", view).members] == ["127.0.0.1", "10.0.0.2", "::1"]
+    elsewhere = announced_to("10.0.0.9", view)
+    assert [member.host for member in elsewhere.members] == ["", "10.0.0.2", ""]
+    assert View.from_message_untrusted(elsewhere).square_sum == 2.0
+
+
+WEIGH = """
+import asyncio, pathlib, random, sys, psutil
+from p2ptrain.core.world import real_world
+from roles.seed import run_seed
+from wire.client import SeedClient
+from wire.transport import TcpNetwork
+async def main():
+    ready, stop = asyncio.get_running_loop().create_future(), asyncio.Event()
+    network = TcpNetwork()
+    seed = asyncio.create_task(run_seed(real_world(network), state_dir=pathlib.Path(sys.argv[1]), host="127.0.0.1",
+        port=0, name="s", on_ready=ready.set_result, stop=stop))
+    client = await SeedClient.connect(network, *await ready, name="t")
+    await client.request("jobs.create", {"name": "n", "profile": "p", "spec": sys.argv[2]})
+    await client.close()
+    print(psutil.Process().memory_info().rss, "torch" in sys.modules, "numpy" in sys.modules)
+    stop.set()
+    await seed
+asyncio.run(main())
+"""
+
+
+def test_a_seed_weighs_less_than_60_mb_and_never_loads_torch(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WEIGH, str(tmp_path), SPEC]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    rss_bytes, *loaded = done.stdout.split()
+    assert int(rss_bytes) < 60e6
+    assert loaded == ["False", "False"]
