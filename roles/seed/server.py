@@ -24,7 +24,7 @@ from roles.seed.peers import NAME_CHARS, Link, check_hello, check_report, clippe
 from roles.seed.requests import Clerk
 from roles.seed.store import JobRecord, PeerRecord, Records, Store
 from roles.seed.updates import Board, Map
-from wire.connection import Connection
+from wire.connection import Connection, last_word
 from wire.handshake import RefusalCode, Server, dial, local_hello, local_welcome, serve
 from wire.messages import (
     CheckpointSaved,
@@ -216,7 +216,8 @@ class Seed:
             farewell = await self._listen(link)
         except P2PTrainError as problem:
             farewell = co.PeerLost(link.id, problem.message)
-            connection.abort(problem)  # a peer at fault is told so
+            code = RefusalCode.PROTOCOL if isinstance(problem, ProtocolError) else RefusalCode.TOO_SLOW
+            _say(connection, last_word(code, problem))
             raise
         finally:
             if not self._stopping and self.links.get(link.id) is link:
