@@ -253,12 +253,8 @@ class Connection(asyncio.BufferedProtocol):
         self._remote = _address(transport.get_extra_info("peername"))
         self._local = _address(transport.get_extra_info("sockname"))
         self.last_heard = self._loop.time()
-        self._transport.set_write_buffer_limits(
-            high=0
-        )  # resume_writing then means: all of the caller's memory was taken
-        if (
-            self._ended
-        ):  # given up while it was being dialled; uvloop must have come to own the socket before it is closed
+        self._transport.set_write_buffer_limits(high=0)  # so resume_writing means that the kernel has all
+        if self._ended:  # given up while it was dialled; not at once, for uvloop must come to own the socket first
             self._loop.call_soon(self._transport.abort)
         elif self._opened is not None:
             self._opened(self)
@@ -296,7 +292,6 @@ class Connection(asyncio.BufferedProtocol):
         """The kernel took less than all. Nothing to do: senders are bounded by ``flush`` and the send limit."""
 
     def resume_writing(self) -> None:
-        self._control_unsent = 0
         self._wake()
 
     # ------------------------------------------------------------------------------------------------------ internals

@@ -173,6 +173,19 @@ def test_updates_come_in_order_among_answers_until_the_end(play: Play):
     play(scenario)
 
 
+def test_an_update_reaches_who_waits_for_it(play: Play):
+    async def scenario(network: Network) -> None:
+        async with operator(network) as (client, seed, _):
+            updates = client.updates()
+            coming = asyncio.ensure_future(anext(updates))
+            await client.request("subscribe")
+            seed.send(Update("peers", []))
+            assert await coming == Update("peers", [])
+            await updates.aclose()  # type: ignore[attr-defined]
+
+    play(scenario)
+
+
 def test_closing_the_client_ends_the_updates(play: Play):
     async def scenario(network: Network) -> None:
         async with operator(network) as (client, _, _):

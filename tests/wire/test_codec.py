@@ -247,6 +247,21 @@ def test_bytes_that_are_no_message(kind: int, body: bytes):
         decode_untrusted(kind, body)
 
 
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (b"\x82\xa1a\x01\xa1a\x02", "names a key twice"),
+        (b"\x81\xc4\x01a\x01", "a key that is not text"),
+        (b"\xd4\x05\x00", "max_ext_len"),
+        (b"\xd6\xff\x00\x00\x00\x00", "max_ext_len"),
+        (b"\xc7\x00\x05", "holds a ExtType"),
+    ],
+)
+def test_free_form_values_that_json_does_not_know(value: bytes, what: str):
+    with pytest.raises(ProtocolError, match=what):
+        decode_untrusted(Request.KIND, packed(id=1, method="m", params={"a": 9})[:-1] + value)
+
+
 def test_a_kind_that_does_not_exist():
     with pytest.raises(ProtocolError, match="unknown kind 60"):
         decode_untrusted(60, packed())

@@ -136,6 +136,19 @@ def test_many_chunks_both_ways_at_once(play: Play):
     play(scenario)
 
 
+def test_done_is_never_called_from_within_post(play: Play):
+    async def scenario(network: Network) -> None:
+        near, far = await joined(network)
+        near.send_bulk(memoryview(b""), generation=1, stream=0)
+        await until(lambda: far._decoder.waiting)
+        _, done = posted(far, 0)
+        assert not done.is_set()
+        await done.wait()
+        await closed(near, far)
+
+    play(scenario)
+
+
 def test_arrays_are_sent_and_filled_as_they_are(play: Play):
     async def scenario(network: Network) -> None:
         near, far = await joined(network)
@@ -245,6 +258,28 @@ def test_control_frames_that_were_read_do_not_count(play: Play):
     play(scenario)
 
 
+def test_a_link_that_is_never_idle_does_not_count_as_unread(play_virtual: Play):
+    """Something always waits to be sent, but never much, and the peer reads all of it."""
+
+    async def scenario(network: Network) -> None:
+        near, far = await joined(network, near=Connection(send_limit_bytes=64 << 10))
+        for _ in range(5):
+            near.send(EventNotice("info", "test", "x" * 30_000))
+            near.send_bulk(memoryview(b"more"), generation=1, stream=0)
+            await far.expect(EventNotice, timeout_s=5)
+            await until(lambda: far._decoder.waiting)
+            near.send(EventNotice("info", "test", ""))
+            posted(far, 4)
+            near.send_bulk(memoryview(b"more"), generation=1, stream=0)
+            await far.expect(EventNotice, timeout_s=5)
+            near.send(EventNotice("info", "test", ""))
+            posted(far, 4)
+            await far.expect(EventNotice, timeout_s=5)
+        await closed(near, far)
+
+    play_virtual(scenario)
+
+
 # ------------------------------------------------------------------------------------------------- before the handshake
 
 
@@ -341,6 +376,20 @@ def test_the_end_reaches_every_waiter_at_once(play: Play):
         await far.closed.wait()
         assert not done.is_set()
         await closed(near, far)
+
+    play(scenario)
+
+
+def test_who_closed_is_not_waited_for_to_read(play: Play):
+    async def scenario(network: Network) -> None:
+        near, far = await joined(network)
+        near._transport.pause_reading()
+        far.send_bulk(memoryview(bytes(8 * MIB)), generation=1, stream=0)
+        near._transport.write_eof()
+        await far.closed.wait()
+        assert isinstance(far.close_cause, ConnectionLost)
+        near.abort()
+        await closed(near)
 
     play(scenario)
 

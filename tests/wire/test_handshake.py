@@ -169,6 +169,8 @@ def test_let_in_and_served(play: Play):
         assert welcome == WELCOME
         assert owner.hellos == [HELLO]
         assert len((await connection.expect(EventNotice, timeout_s=5)).text) == 30_000
+        connection.send(EventNotice("info", "thanks", "x" * 30_000))
+        assert (await owner.serving[0].expect(EventNotice, timeout_s=5)).kind == "thanks"
         owner.finish.set()
         await connection.closed.wait()
         assert isinstance(connection.close_cause, ConnectionLost)
@@ -331,6 +333,22 @@ def test_closing_the_server_ends_everything_within_a_second(play: Play):
         await server.close()
 
     play(scenario)
+
+
+def test_closing_the_server_cancels_at_once(play_virtual: Play):
+    async def scenario(network: Network) -> None:
+        loop, owner = asyncio.get_running_loop(), Owner()
+        server = await owner.listen(network)
+        connection, _ = await knock(network, server)
+        await connection.expect(EventNotice, timeout_s=5)
+        silent = await raw(network, server)
+        began = loop.time()
+        await server.close()
+        assert loop.time() == began
+        for each in (connection, silent):
+            await each.closed.wait()
+
+    play_virtual(scenario)
 
 
 def test_closing_the_server_does_not_wait_for_who_does_not_end(play_virtual: Play):
