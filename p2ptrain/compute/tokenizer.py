@@ -67,7 +67,7 @@ class Tokenizer:
             return cls(tokenizers.Tokenizer.from_str(path.read_text("utf-8")), directory)
         except Exception as error:  # the library raises bare Exception for a malformed file
             raise ConfigError(
-                f"cannot read the tokenizer {path}: {error}",
+                f"cannot read the tokenizer {path}: {getattr(error, 'strerror', None) or error}",
                 remedy="save the fast tokenizer there: AutoTokenizer.from_pretrained(...).save_pretrained(...)",
             ) from error
 
