@@ -34,12 +34,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from ring import coordination as co
 from ring.coordination import ENDED, STANDSTILL, TRANSITIONS, InvalidTransition, Phase
-from ring.formation import Reports, arranged, holds, newest, records, square_sum
+from ring.formation import Reports, described, holds, newest, ordered, records, sources, square_sum
+from ring.roster import Known, Roster
 from ring.suspects import LinkJudge
 from ring.view import View
 from wire.messages import Report
@@ -48,14 +48,6 @@ TORN_S = 3.0
 """A member that was healing may first have to load its state anew: the others wait no longer than this for it."""
 LEAVE_S = 1.0
 """A ring that stops unasked has a member that leaves, and says so next: a view with it would break at once."""
-
-
-@dataclass(slots=True)
-class _Known:
-    """One peer of the job. ``standing``: its report, where it stands still and so may be put into a view."""
-
-    peer: co.Peer
-    standing: Report | None = None
 
 
 class Coordinator:
@@ -69,26 +61,19 @@ class Coordinator:
         self.restore: co.Restore | None = None
         self.reason = past.reason
         self.phase = Phase(past.state) if past.state in ENDED else Phase.PAUSED if past.paused else Phase.WAITING
-        self._peers: dict[str, _Known] = {}
-        self._running: set[str] = set()
-        self._unheard: set[str] = set()  # of those running: silent since the seed, or their link, came back
-        self._away: set[str] = set()  # members of a running view whose link to the seed ended
-        self._healing: set[str] = set()
+        self._who = Roster()
         self._banned: set[str] = set()  # failed, or have other data: not taken until they connect anew
         self._failures: dict[str, str] = {}  # in the last view
         self._branch = set(past.branch) if past.branch is not None else None
         self._deadlines: dict[str, float] = {}
         self._grace_over = False
-        self._broken = False  # the view's ring
-        self._first_break: tuple[str, str] | None = None  # who reported, whom it suspects
-        self._somebody_died = False  # in the view, or left
         self._links = LinkJudge(terms.cooldown_s)
         self._history: deque[str] = deque(maxlen=40)
         self._out: list[co.Instruction] = []
         if self.phase is Phase.WAITING and self.view is not None:  # its ring may well be running: take it back as it is
             self.phase = Phase.RUNNING
-            self._running = {member.peer_id for member in self.view.members}
-            self._unheard = set(self._running)
+            self._who.running = {member.peer_id for member in self.view.members}
+            self._who.unheard = set(self._who.running)
             self._deadlines["absence"] = now + terms.grace_s
         self._told = (self.state, self.reason)
 
@@ -97,21 +82,17 @@ class Coordinator:
     @property
     def state(self) -> str:
         """``JobInfo.state``: as the phase, but ``forming`` while a view is being made or taken back."""
-        forming = self.phase is Phase.STOPPING or (self.phase is Phase.RUNNING and bool(self._unheard))
+        forming = self.phase is Phase.STOPPING or (self.phase is Phase.RUNNING and bool(self._who.unheard))
         return "forming" if forming else self.phase.value
 
     @property
     def peer_ids(self) -> frozenset[str]:
         """The peers that this job has now: members, spares, and those that build."""
-        return frozenset(self._peers)
+        return frozenset(self._who.peers)
 
     def wants(self, peer_id: str) -> bool:
         """Whether the free worker should be offered to this job."""
-        return (
-            self.phase in (Phase.WAITING, Phase.RUNNING, Phase.STOPPING)
-            and not self.paused
-            and peer_id not in self._banned
-        )
+        return self.phase not in {*ENDED, Phase.PAUSED} and not self.paused and peer_id not in self._banned
 
     def next_deadline(self) -> float | None:
         """When to ``handle(Tick())`` at the latest."""
@@ -121,8 +102,7 @@ class Coordinator:
         """Take in one event; returns what to do, in order. ``now`` is monotonic seconds and never goes back."""
         self._out = []
         self._history.append(f"{now:.3f} {self.phase} {event}"[:300])
-        handler = _HANDLERS.get(type(event))
-        if handler is not None:
+        if handler := _HANDLERS.get(type(event)):
             handler(self, event, now)
         self._expire(now)
         self._advance(now)
@@ -133,23 +113,17 @@ class Coordinator:
 
     def validate(self) -> None:
         """Assert what must hold between events."""
-        story = "; ".join(self._history)
-        members = {member.peer_id for member in self.view.members} if self.view else set()
-        standing = {peer_id for peer_id, known in self._peers.items() if known.standing}
-        assert self._running <= members, story
-        assert self._unheard <= self._running, story
-        assert self._running <= set(self._peers) | self._unheard, story
-        assert not self._running & (standing | self._away), story
-        assert not self._banned & set(self._peers), story
-        assert self.phase is not Phase.RUNNING or self._running, story
-        assert self.phase is not Phase.STOPPING or self._running or "leave" in self._deadlines, story
-        assert self.phase is not Phase.WAITING or not self._running, story
-        assert (self.phase is Phase.STOPPING) == ("stop" in self._deadlines), story
-        assert self.phase is not Phase.RUNNING or not self._unheard | self._away or "absence" in self._deadlines, story
-        assert self.phase is not Phase.PAUSED or self.paused, story
-        if self.phase in ENDED:
-            assert not self._peers, story
-            assert self.next_deadline() is None, story
+        story, who, phase = "; ".join(self._history), self._who, self.phase
+        who.validate(self.view, story)
+        assert not self._banned & set(who.peers), story
+        assert phase is not Phase.RUNNING or who.running, story
+        assert phase is not Phase.RUNNING or not who.unheard | who.away or "absence" in self._deadlines, story
+        assert phase is not Phase.STOPPING or who.running or "leave" in self._deadlines, story
+        assert (phase is Phase.STOPPING) == ("stop" in self._deadlines), story
+        assert phase is not Phase.WAITING or not who.running, story
+        assert phase is not Phase.PAUSED or self.paused, story
+        assert phase not in ENDED or not who.peers, story
+        assert phase not in ENDED or self.next_deadline() is None, story
 
     # ----------------------------------------------------------------------------------------------------------- events
 
@@ -158,7 +132,7 @@ class Coordinator:
         if not self.wants(peer_id):
             self._out.append(co.SendRelease(peer_id, f"the job is {self.state} and takes no worker now"))
             return
-        self._peers[peer_id] = _Known(event.peer)
+        self._who.peers[peer_id] = Known(event.peer)
         self._assign(peer_id)
 
     def _returned(self, event: co.PeerReturned, now: float) -> None:
@@ -167,20 +141,20 @@ class Coordinator:
         if self.phase in ENDED:
             self._out.append(co.SendRelease(peer_id, f"the job is {self.state}"))
             return
-        self._peers[peer_id] = _Known(event.peer)
+        self._who.peers[peer_id] = Known(event.peer)
         if self.phase is Phase.WAITING and self.restore:
             self._assign(peer_id)
         elif self._is_current(peer_id, event.generation):
-            self._away.discard(peer_id)
-            self._running.add(peer_id)
-            self._unheard.add(peer_id)
+            self._who.away.discard(peer_id)
+            self._who.running.add(peer_id)
+            self._who.unheard.add(peer_id)
             if self.phase is Phase.WAITING:
                 self._go(Phase.RUNNING, "a member is back")
             if self.phase is Phase.RUNNING:
                 self._deadlines.setdefault("absence", now + self.terms.grace_s)
 
     def _reported(self, event: co.PeerReported, now: float) -> None:
-        known, report = self._peers.get(event.peer_id), event.report
+        known, report = self._who.peers.get(event.peer_id), event.report
         if known is None:
             return
         current = self._is_current(event.peer_id, report.generation)
@@ -192,7 +166,7 @@ class Coordinator:
             return  # it was told to load a checkpoint: what it was before that is of no interest
         elif current:
             self._of_the_view(known, report, now)
-        elif event.peer_id in self._running:
+        elif event.peer_id in self._who.running:
             return  # said before the view it is in now was announced
         elif report.status in STANDSTILL:
             known.standing = report  # of a ring that is over: it heals, as a newcomer
@@ -200,39 +174,36 @@ class Coordinator:
             self._forget(event.peer_id)
             self._out.append(co.SendRelease(event.peer_id, "the ring went on without it"))
 
-    def _of_the_view(self, known: _Known, report: Report, now: float) -> None:
+    def _of_the_view(self, known: Known, report: Report, now: float) -> None:
         peer_id = known.peer.peer_id
-        self._unheard.discard(peer_id)
+        self._who.unheard.discard(peer_id)
         self.known_step = max(self.known_step, report.applied)
         if report.status == "training":
-            self._trains(known)
-            self._settle_absence(now)
+            self._trains(known, now)
         elif report.status == "healed":
-            self._healing.discard(peer_id)
+            self._who.healing.discard(peer_id)
         elif report.status in STANDSTILL:
             known.standing = report
-            if report.status == "broken" and self._first_break is None:
-                self._first_break = (peer_id, report.suspect)
+            if report.status == "broken":
+                self._links.reported(peer_id, report.suspect)
             self._no_longer_trains(peer_id, now, report.status)
 
-    def _trains(self, known: _Known) -> None:
+    def _trains(self, known: Known, now: float) -> None:
         """After a reconnect: its ring still runs, whatever this seed thought."""
         known.standing = None
-        self._away.discard(known.peer.peer_id)
-        self._running.add(known.peer.peer_id)
+        self._who.away.discard(known.peer.peer_id)
+        self._who.running.add(known.peer.peer_id)
         if self.phase is Phase.WAITING:
             self._go(Phase.RUNNING, "its ring is running")
         elif self.phase is Phase.STOPPING:
             self._hold([known.peer.peer_id], self.reason)
-
-    def _settle_absence(self, now: float) -> None:
-        if self.phase is Phase.PAUSED:
+        elif self.phase is Phase.PAUSED:
             self._stop(now, "the job is paused")
-        elif self.phase is Phase.RUNNING and not self._unheard | self._away:
+        if self.phase is Phase.RUNNING and not self._who.unheard | self._who.away:
             self._deadlines.pop("absence", None)
             self.reason = ""
 
-    def _ready(self, known: _Known, report: Report, now: float) -> None:
+    def _ready(self, known: Known, report: Report, now: float) -> None:
         if report.corpus and not self.corpus:
             self.corpus = report.corpus
             self._out.append(co.SetCorpus(report.corpus))
@@ -244,56 +215,56 @@ class Coordinator:
             self._ban(known, f"its data differs from the job's (SHA-256 {mine}, not {ours}); {remedy}", "corpus")
         self._no_longer_trains(known.peer.peer_id, now)  # a member that is ready again has lost its ring
 
-    def _failed(self, known: _Known, report: Report, now: float) -> None:
+    def _failed(self, known: Known, report: Report, now: float) -> None:
         peer_id = known.peer.peer_id
         self._failures[peer_id] = report.reason or "it did not say why"
         self._ban(known, f"cannot go on: {self._failures[peer_id]}", "member-failed")
         self._no_longer_trains(peer_id, now)
-        if not self._peers and self.phase in (Phase.WAITING, Phase.PAUSED):
+        if not self._who.peers and self.phase in (Phase.WAITING, Phase.PAUSED):
             self._end(Phase.FAILED, self._failures[peer_id])
 
     def _no_longer_trains(self, peer_id: str, now: float, status: str = "broken") -> None:
         """If it was in the running view, the others cannot go on either."""
-        if peer_id not in self._running:
+        if peer_id not in self._who.running:
             return
-        for group in (self._running, self._unheard):
-            group.discard(peer_id)
+        self._who.running.discard(peer_id)
+        self._who.unheard.discard(peer_id)
         if self.phase is Phase.RUNNING:
             self._stop(now, "the ring stopped")
             if status == "held":
                 self._deadlines["leave"] = now + LEAVE_S
         if status == "broken":  # so all others report soon; held and done wait for the slowest member's disk
-            self._broken = True
+            self._links.broken = True
             self._hurry(now)
 
     def _hurry(self, now: float) -> None:
-        if self._broken and self.phase is Phase.STOPPING:
+        if self._links.broken and self.phase is Phase.STOPPING:
             self._deadlines.pop("leave", None)
-            patience_s = self.terms.settle_s if self._running - self._healing else min(self.terms.settle_s, TORN_S)
+            patience_s = self.terms.settle_s if self._who.running - self._who.healing else TORN_S
             self._deadlines["stop"] = min(self._deadlines["stop"], now + patience_s)
 
     def _lost(self, event: co.PeerLost | co.PeerLeft, now: float) -> None:
         peer_id = event.peer_id
         self._banned.discard(peer_id)
-        known = self._peers.get(peer_id)
-        was_running = peer_id in self._running
+        known = self._who.peers.get(peer_id)
+        was_running = peer_id in self._who.running
         self._forget(peer_id)
-        if known is None or not self._is_member(peer_id):
+        if known is None or self.view is None or self.view.rank_of(peer_id) is None:
             return
-        self._somebody_died = True
+        self._links.somebody_died = True
         self._deadlines.pop("leave", None)
-        if was_running and self.phase is Phase.RUNNING and self._running:
+        if was_running and self.phase is Phase.RUNNING and self._who.running:
             if isinstance(event, co.PeerLeft):
                 self._stop(now, f"{known.peer.name} left")
             else:  # rule 4
-                self._away.add(peer_id)
+                self._who.away.add(peer_id)
                 self._deadlines.setdefault("absence", now + self.terms.grace_s)
         self._hurry(now)
 
     def _progress(self, event: co.Progress, now: float) -> None:
         self.known_step = max(self.known_step, event.step)
         if self.view and event.step > self.view.step:
-            self._healing.clear()  # a step is committed by all members or by none
+            self._who.healing.clear()  # a step is committed by all members or by none
             self._links.committed()
 
     def _pause(self, event: co.Pause, now: float) -> None:
@@ -316,7 +287,7 @@ class Coordinator:
 
     def _save(self, event: co.Save, now: float) -> None:
         if self.phase is Phase.RUNNING:
-            self._out.append(co.SendSave(tuple(sorted(self._running - self._unheard))))
+            self._out.append(co.SendSave(tuple(sorted(self._who.running - self._who.unheard))))
 
     def _restore(self, event: co.Restore, now: float) -> None:
         self.restore, self.paused = event, False
@@ -334,34 +305,34 @@ class Coordinator:
             del self._deadlines[name]
         self._grace_over |= "grace" in due
         if "absence" in due and self.phase is Phase.RUNNING:
-            self._strike_off(self._unheard | self._away, "it stayed away")
-            if self._running:
+            self._strike_off(self._who.unheard | self._who.away, "it stayed away")
+            if self._who.running:
                 self._stop(now, "members stayed away")
         if "stop" in due:
             self._deadlines["stop"] = now + self.terms.hold_s  # until the phase ends, which clears it
-            if self._broken or not self._running & self._healing:  # a long transfer is no reason
-                self._strike_off(set(self._running), "it did not stop in time")
+            if self._links.broken or not self._who.running & self._who.healing:  # a long transfer is no reason
+                self._strike_off(set(self._who.running), "it did not stop in time")
         if "restore" in due and self.restore and not self._holders():
             text = f"nobody could load the checkpoint of step {self.restore.step}"
-            self._out.append(co.Emit("error", "restore-failed", text))
+            self._say("error", "restore-failed", text)
             self.restore = None
 
     def _advance(self, now: float) -> None:
-        if self.phase is Phase.RUNNING and not self._running:
+        if self.phase is Phase.RUNNING and not self._who.running:
             self._go(Phase.WAITING, "every member is gone")
         if (
             self.phase is Phase.RUNNING
-            and not self._unheard | self._away | self._healing
+            and not self._who.unheard | self._who.away | self._who.healing
             and (names := self._newcomers())
         ):
             self._stop(now, f"{', '.join(names)} joining")
-        if self.phase is Phase.STOPPING and not self._running and "leave" not in self._deadlines:
+        if self.phase is Phase.STOPPING and not self._who.running and "leave" not in self._deadlines:
             self._stood_still(now)
         if self.phase is Phase.WAITING:
             self._try_mint(now)
 
     def _stood_still(self, now: float) -> None:
-        heirs = self._heirs()
+        heirs = self._who.heirs(self.view)
         if self.restore:
             self._begin_restore(now)
         elif heirs and all(report.status == "done" for report in heirs.values()):
@@ -371,127 +342,72 @@ class Coordinator:
         elif self.paused:
             self._go(Phase.PAUSED, "paused by a person")
         else:
-            self._judge_break(heirs, now)
+            began_at = self.view.step if self.view else 0
+            if text := self._links.judge(heirs, began_at, self._who.name, now):
+                self._say("warning", "link", text)
             self._go(Phase.WAITING, "every member stands still")
 
-    def _judge_break(self, heirs: Reports, now: float) -> None:
-        """A link that breaks twice without a step in between, though nobody died: part the two, or bench one."""
-        if self._first_break is None or self.view is None:
-            return
-        if any(report.applied > self.view.step for report in heirs.values()):
-            self._links.committed()
-        reporter, suspect = self._first_break
-        if self._somebody_died or reporter == suspect or not {reporter, suspect} <= set(heirs):
-            return
-        done = self._links.broke(reporter, suspect, heirs, now)
-        if done:
-            names = f"{self._peers[reporter].peer.name} and {self._peers[suspect].peer.name}"
-            self._out.append(co.Emit("warning", "link", f"the link between {names} keeps breaking: {done}", suspect))
-
     def _try_mint(self, now: float) -> None:
-        """Rules 2 and 3, and what to do where no heir is left."""
+        """Rules 2 and 3, and patience where no heir is left."""
         ready = self._candidates()
-        least = self.view.step if self.view else 0
-        heirs = {peer_id: report for peer_id, report in self._heirs().items() if report.applied >= least}
         if self.restore:
-            building = any(known.standing is None for known in self._peers.values())
-            if (holders := self._holders()) and (not building or "restore" not in self._deadlines):
+            holders = self._holders()
+            if holders and (not self._who.building() or "restore" not in self._deadlines):
                 self._mint(holders)
-        elif heirs:
-            self._mint(heirs)
-        elif not ready:
+            return
+        if not ready:
             self._deadlines.pop("grace", None)
             self._grace_over = False
-        elif len(ready) >= self.terms.workers or self._grace_over or (self.view and self._at_hand(ready)):
-            trusted = {peer_id: ready[peer_id] for peer_id in ready if self._is_trusted(peer_id)}
-            self._mint(self._at_hand(ready) or trusted or ready)
-        elif self.view is None:
-            self.reason = f"{len(ready)} of {self.terms.workers} workers are ready"
-        else:
-            best = max(report.applied for report in ready.values())
-            self.reason = f"waiting for a worker that holds step {self.known_step} (at hand: step {best})"
+            return
+        trusted = ready if self._branch is None else self._branch
+        enough = 1 if self._grace_over else self.terms.workers
+        chosen, self.reason = sources(ready, self._who.heirs(self.view), self.view, self.known_step, trusted, enough)
+        if chosen:
+            self._mint(chosen)
+        elif self.view:
             self._deadlines.setdefault("grace", now + self.terms.grace_s)
 
-    def _at_hand(self, ready: Reports) -> Reports:
-        """Those among the ready that hold the newest state known."""
-        return {
-            peer_id: report
-            for peer_id, report in ready.items()
-            if report.applied >= self.known_step and self._is_trusted(peer_id)
-        }
-
-    def _is_trusted(self, peer_id: str) -> bool:
-        """After a restore, what peers hold that have not been in a view since is of the branch that was given up."""
-        return self._branch is None or peer_id in self._branch
-
-    def _mint(self, sources: Reports) -> None:
-        """The next view, from the newest state among ``sources``, with all that stand still, as far as there is work."""
-        step, lineage = newest(sources)
-        if self.restore and self.restore.peer_id in sources:
-            lineage = sources[self.restore.peer_id].lineage
-        ready, before = self._candidates(), self._heirs()
+    def _mint(self, chosen_from: Reports) -> None:
+        """The next view, from the newest state among these, with all that stand still as far as there is work."""
+        step, lineage = newest(chosen_from)
+        if self.restore and self.restore.peer_id in chosen_from:
+            lineage = chosen_from[self.restore.peer_id].lineage
+        ready, heirs = self._candidates(), self._who.heirs(self.view)
         if not any(holds(report, step, lineage) for report in ready.values()):
             self._links.benched.clear()  # the only holders sit out: better a bad link than a lost step
             ready = self._candidates()
         healthy = {peer_id for peer_id, report in ready.items() if holds(report, step, lineage)}
-        order = sorted(ready, key=lambda peer_id: (peer_id not in healthy, peer_id not in before, peer_id))
-        chosen = order[: self.terms.micro_batches]
-        members = [self._peers[peer_id].peer for peer_id in arranged(chosen, self._links.apart) or chosen]
-        self._say_what_is_lost(step, before)
-        generation = (self.view.generation if self.view else 0) + 1
-        made = records(members, self.terms.micro_batches, healthy)
-        self._say_who_is_in(generation, step, members)
-        self.view = View(self.job, generation, step, lineage, made, square_sum(sources, step, lineage))
+        if step < self.known_step and not heirs and not self.restore:
+            lost = f"{self.known_step - step} steps are lost, for nobody that holds step {self.known_step} is here"
+            self._say("warning", "steps-lost", f"goes on from step {step}: {lost}")
+        chosen = ordered(ready, healthy, heirs, self.terms.micro_batches, self._links.apart)
+        members = records([self._who.peers[peer_id].peer for peer_id in chosen], self.terms.micro_batches, healthy)
+        before, generation = self.view, (self.view.generation if self.view else 0) + 1
+        self.view = View(self.job, generation, step, lineage, members, square_sum(chosen_from, step, lineage))
         self._out.append(co.Mint(self.view, self.restore is not None))
+        self._say("info", "view", described(self.view, before))
         if self.restore:
             self._branch = set()
         if self._branch is not None:
             self._branch |= set(chosen)
         for peer_id in chosen:
-            self._peers[peer_id].standing = None
-        self._running, self._healing = set(chosen), set(chosen) - healthy
-        self._broken = self._somebody_died = self._grace_over = False
-        self._first_break = self.restore = None
+            self._who.peers[peer_id].standing = None
+        self._who.running, self._who.healing = set(chosen), set(chosen) - healthy
+        self._links.view_began()
+        self._grace_over, self.restore = False, None
         self._failures.clear()
         self.known_step = step
         self._go(Phase.RUNNING, "")
 
-    def _say_what_is_lost(self, step: int, heirs: Reports) -> None:
-        if step < self.known_step and not heirs and not self.restore:
-            lost = f"{self.known_step - step} steps are lost, for nobody that holds step {self.known_step} is here"
-            self._out.append(co.Emit("warning", "steps-lost", f"goes on from step {step}: {lost}"))
-
-    def _say_who_is_in(self, generation: int, step: int, members: list[co.Peer]) -> None:
-        before = {member.peer_id: member.name for member in self.view.members} if self.view else {}
-        now_in = {peer.peer_id for peer in members}
-        gone = [name for peer_id, name in before.items() if peer_id not in now_in]
-        text = f"generation {generation} from step {step}: {', '.join(peer.name for peer in members)}"
-        self._out.append(co.Emit("info", "view", text + (f"; without {', '.join(gone)}" if gone else "")))
-
     # ---------------------------------------------------------------------------------------------------- small helpers
 
-    def _is_member(self, peer_id: str) -> bool:
-        return self.view is not None and self.view.rank_of(peer_id) is not None
-
     def _is_current(self, peer_id: str, generation: int) -> bool:
-        return self.view is not None and self.view.generation == generation and self._is_member(peer_id)
+        return self.view is not None and self.view.generation == generation and self.view.rank_of(peer_id) is not None
 
     def _candidates(self) -> Reports:
         """Who may be put into a view now. The benched are in only where there is nobody else."""
-        standing = {peer_id: known.standing for peer_id, known in self._peers.items() if known.standing}
-        return {
-            peer_id: report for peer_id, report in standing.items() if peer_id not in self._links.benched
-        } or standing
-
-    def _heirs(self) -> Reports:
-        """Members that stand still in the last view, benched or not: they carry the run's state in memory."""
-        return {
-            peer_id: known.standing
-            for peer_id, known in self._peers.items()
-            if known.standing
-            and known.standing.status in STANDSTILL
-            and self._is_current(peer_id, known.standing.generation)
-        }
+        standing = self._who.standing()
+        return {peer_id: standing[peer_id] for peer_id in standing if peer_id not in self._links.benched} or standing
 
     def _holders(self) -> Reports:
         """Who has loaded the checkpoint that is to be restored."""
@@ -502,23 +418,25 @@ class Coordinator:
         """Names of those that stand ready beside a running view that has room for them."""
         if self.view is None or self.view.size >= self.terms.micro_batches:
             return []
-        standing = [known.peer for known in self._peers.values() if known.standing]
-        return sorted(peer.name for peer in standing if peer.peer_id not in self._links.benched)
+        standing = set(self._who.standing()) - set(self._links.benched)
+        return sorted(self._who.name(peer_id) for peer_id in standing)
 
     def _go(self, phase: Phase, reason: str) -> None:
         if phase not in TRANSITIONS[self.phase]:
             raise InvalidTransition(f"{self.phase} → {phase}: " + "; ".join(self._history))
         self.phase, self.reason = phase, reason
-        for name in ("absence", "stop", "leave", "grace", "restore"):
-            self._deadlines.pop(name, None)
+        self._deadlines.clear()  # each belongs to a phase
         if phase is not Phase.RUNNING:
-            self._away.clear()
+            self._who.away.clear()
 
     def _stop(self, now: float, reason: str) -> None:
         """Bring the ring to a standstill. Whoever trains is told; where its ring broke it says so instead."""
         self._go(Phase.STOPPING, reason)
         self._deadlines["stop"] = now + self.terms.hold_s
-        self._hold(sorted(self._running - self._unheard), reason)
+        self._hold(sorted(self._who.running - self._who.unheard), reason)
+
+    def _say(self, level: str, kind: str, text: str, peer_id: str = "") -> None:
+        self._out.append(co.Emit(level, kind, text, peer_id))
 
     def _hold(self, peer_ids: Iterable[str], reason: str) -> None:
         chosen = tuple(peer_ids)
@@ -534,53 +452,47 @@ class Coordinator:
             self._go(Phase.WAITING, f"going back to step {self.restore.step}")
         self._deadlines = {"restore": now + self.terms.build_s}
         self._banned.clear()
-        for peer_id, known in self._peers.items():
+        for peer_id, known in self._who.peers.items():
             known.standing = None
             self._assign(peer_id)
 
-    def _ban(self, known: _Known, text: str, kind: str) -> None:
+    def _ban(self, known: Known, text: str, kind: str) -> None:
         """Let it go, and do not take it again until it connects anew."""
         peer_id = known.peer.peer_id
-        del self._peers[peer_id]
+        del self._who.peers[peer_id]
         self._banned.add(peer_id)
-        self._healing.discard(peer_id)
-        self._out.append(co.Emit("error", kind, f"{known.peer.name}: {text}", peer_id))
+        self._who.healing.discard(peer_id)
+        self._say("error", kind, f"{known.peer.name}: {text}", peer_id)
         self._out.append(co.SendRelease(peer_id, text))
 
     def _strike_off(self, peer_ids: set[str], why: str) -> None:
-        """Go on without them. One that may be loading its state anew, its transfer broken, stays, and is in when ready."""
+        """Go on without them. One whose transfer broke may be loading its state anew: it is in when it is ready."""
         for peer_id in sorted(peer_ids):
-            known, loading = self._peers.get(peer_id), peer_id in self._healing
+            known, loading = self._who.peers.get(peer_id), peer_id in self._who.healing
             self._forget(peer_id)
-            self._somebody_died = True
+            self._links.somebody_died = True
             if known and loading:
-                self._peers[peer_id] = _Known(known.peer)
+                self._who.peers[peer_id] = Known(known.peer)
                 continue
-            name = known.peer.name if known else self._name_in_view(peer_id)
-            self._out.append(co.Emit("warning", "struck-off", f"{name} is out of the ring: {why}", peer_id))
+            name = known.peer.name if known else peer_id
+            self._say("warning", "struck-off", f"{name} is out of the ring: {why}", peer_id)
             if known:
                 self._out.append(co.SendRelease(peer_id, f"out of the ring: {why}"))
 
-    def _name_in_view(self, peer_id: str) -> str:
-        members = self.view.members if self.view else ()
-        return next((member.name for member in members if member.peer_id == peer_id), peer_id)
-
     def _forget(self, peer_id: str) -> None:
-        self._peers.pop(peer_id, None)
+        self._who.forget(peer_id)
         self._links.forget(peer_id)
-        for group in (self._running, self._unheard, self._away, self._healing):
-            group.discard(peer_id)
 
     def _end(self, phase: Phase, reason: str) -> None:
         """The job is over. When it is done its members keep what they hold until another job needs them."""
-        keep = self._heirs() if phase is Phase.DONE else {}
-        self._out += [co.SendRelease(peer_id, reason) for peer_id in sorted(self._peers) if peer_id not in keep]
-        self._out.append(co.Emit("error" if phase is Phase.FAILED else "info", f"job-{phase}", reason))
+        keep = self._who.heirs(self.view) if phase is Phase.DONE else {}
+        self._out += [co.SendRelease(peer_id, reason) for peer_id in sorted(self._who.peers) if peer_id not in keep]
+        self._say("error" if phase is Phase.FAILED else "info", f"job-{phase}", reason)
         self._go(phase, reason)
-        for table in (self._peers, self._links.benched, self._failures):
-            table.clear()
-        for group in (self._running, self._unheard, self._healing, self._banned):
-            group.clear()
+        self._who.clear()
+        self._links.benched.clear()
+        self._failures.clear()
+        self._banned.clear()
         self.restore, self.paused = None, False
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from ring.coordination import STANDSTILL, Peer
-from ring.view import shares
+from ring.view import View, shares
 from wire.messages import MemberRecord, Report
 
 Reports = dict[str, Report]
@@ -42,6 +42,45 @@ def records(members: Sequence[Peer], micro_batches: int, healthy: Iterable[str])
         MemberRecord(peer.peer_id, peer.name, peer.host, peer.port, first, count, peer.peer_id in sound)
         for peer, (first, count) in zip(members, shares(micro_batches, [1.0] * len(members)), strict=True)
     )
+
+
+def sources(
+    ready: Reports, heirs: Reports, view: View | None, known_step: int, trusted: Collection[str], workers: int
+) -> tuple[Reports, str]:
+    """Whose state the next view may start from at once; where nobody's, why.
+
+    Args:
+        ready: all that stand still. heirs: those that do so in ``view``, the last one; they carry the run's state.
+        known_step: the newest step that somebody is known to have applied.
+        trusted: of the ready, whose state is of this run, and not of one that was given up by a restore.
+        workers: so many need not wait for more.
+    """
+    if view is None:
+        return (ready, "") if len(ready) >= workers else ({}, f"{len(ready)} of {workers} workers are ready")
+    if carried := {peer_id: report for peer_id, report in heirs.items() if report.applied >= view.step}:
+        return carried, ""
+    own = {peer_id: report for peer_id, report in ready.items() if peer_id in trusted}
+    if at_hand := {peer_id: report for peer_id, report in own.items() if report.applied >= known_step}:
+        return at_hand, ""
+    if len(ready) >= workers:
+        return own or ready, ""
+    best = max(report.applied for report in ready.values())
+    return {}, f"waiting for a worker that holds step {known_step} (at hand: step {best})"
+
+
+def ordered(
+    ready: Reports, healthy: Collection[str], heirs: Collection[str], most: int, apart: Iterable[Edge]
+) -> list[str]:
+    """Whom to take, in rank order: who holds the state first, then who was in before, at most ``most``."""
+    chosen = sorted(ready, key=lambda peer_id: (peer_id not in healthy, peer_id not in heirs, peer_id))[:most]
+    return arranged(chosen, apart) or chosen
+
+
+def described(view: View, before: View | None) -> str:
+    """The view in a line: who is in, who no longer is."""
+    gone = [member.name for member in before.members if view.rank_of(member.peer_id) is None] if before else []
+    text = f"generation {view.generation} from step {view.step}: {', '.join(member.name for member in view.members)}"
+    return text + (f"; without {', '.join(gone)}" if gone else "")
 
 
 def arranged(order: Sequence[str], apart: Iterable[Edge]) -> list[str]:

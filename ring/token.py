@@ -47,9 +47,13 @@ class Token:
         return cls(generation, step, Flag(flags), part, digest, lineage)
 
 
-def first_lineage(seed_material: str) -> str:
-    """Lineage of the untouched model; ``seed_material`` is whatever decides it (the job's spec). Hex, 16 bytes."""
-    return hashlib.blake2b(seed_material.encode(), digest_size=16).hexdigest()
+def first_lineage(spec: str, digest: bytes = b"") -> str:
+    """Lineage of the untouched model: the job's spec, and the digest of the state's bytes. Hex, 16 bytes.
+
+    The digest is what makes "equal lineage, equal bits" true from the start: another version of torch may draw other
+    initial weights from the same seed, and such a member must be healed, not believed.
+    """
+    return hashlib.blake2b(spec.encode() + digest, digest_size=16).hexdigest()
 
 
 def next_lineage(lineage: str, digest: bytes) -> str:

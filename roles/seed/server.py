@@ -186,6 +186,9 @@ class Seed:
             self._operators.add(connection)
             try:
                 await self._clerk.serve(connection)
+            except P2PTrainError as problem:
+                _say_last(connection, problem)
+                raise
             finally:
                 self._operators.discard(connection)
 
@@ -216,8 +219,7 @@ class Seed:
             farewell = await self._listen(link)
         except P2PTrainError as problem:
             farewell = co.PeerLost(link.id, problem.message)
-            code = RefusalCode.PROTOCOL if isinstance(problem, ProtocolError) else RefusalCode.TOO_SLOW
-            _say(connection, last_word(code, problem))
+            _say_last(connection, problem)
             raise
         finally:
             if not self._stopping and self.links.get(link.id) is link:
@@ -269,14 +271,15 @@ class Seed:
                 raise ProtocolError(f"a worker does not say {type(message).__name__} to a seed")
 
     def _gone(self, link: Link, event: co.PeerLost | co.PeerLeft) -> None:
-        now, desk = self.world.clock.now(), self.desks.get(link.job)
+        now = self.world.clock.now()
         verb, level = ("left", "info") if isinstance(event, co.PeerLeft) else ("is lost", "warning")
         self.note(level, verb.split()[-1], f"{link.name} {verb}: {event.reason}", link.id, link.job)
         del self.links[link.id]
         link.lost(now)
         self._lost[link.id] = link
-        if desk is not None:
-            desk.post(event)
+        for other in self.desks.values():  # one that let it go for cause may take it again when it comes back
+            if other.live:
+                other.post(event)
         self.board.touch("peers", link.id)
         self.board.touch("cluster", "")
 
@@ -451,6 +454,11 @@ def _first(group: BaseExceptionGroup[P2PTrainError]) -> P2PTrainError:
         error = error.exceptions[0]
     assert isinstance(error, P2PTrainError)
     return error
+
+
+def _say_last(connection: Connection, problem: P2PTrainError) -> None:
+    code = RefusalCode.PROTOCOL if isinstance(problem, ProtocolError) else RefusalCode.TOO_SLOW
+    _say(connection, last_word(code, problem))
 
 
 def _say(connection: Connection, message: Message) -> None:

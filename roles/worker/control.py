@@ -77,6 +77,7 @@ class SeedLink:
         self._connection: Connection | None = None
         self._kept: deque[Message] = deque(maxlen=KEPT_MESSAGES)
         self.rtt_ms: float | None = None
+        self._leaving = False
         self._sent_at: dict[int, float] = {}
 
     @property
@@ -95,7 +96,7 @@ class SeedLink:
             self._kept.append(message)
 
     async def run(self) -> None:
-        """Stay connected until cancelled.
+        """Stay connected until ``leave``, or cancelled.
 
         Raises:
             NetworkError, Refused: the *first* connection could not be made, or the seed refuses for a reason that time
@@ -104,11 +105,14 @@ class SeedLink:
         connection, welcome = await self._dial()
         while True:
             problem = await self._live(connection, welcome)
+            if self._leaving:
+                return
             self._on_down(problem)
             connection, welcome = await self._find_again()
 
     async def leave(self, reason: str) -> None:
         """Say goodbye and close."""
+        self._leaving = True
         connection, self._connection = self._connection, None
         if connection is not None:
             try:

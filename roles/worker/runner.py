@@ -9,6 +9,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
+import xxhash
+
 from configs.schema import Profile
 from p2ptrain.core.checkpoints import CheckpointEntry, CheckpointStore
 from p2ptrain.core.errors import JobFailed, NetworkError, P2PTrainError, PeerError, StorageError
@@ -41,7 +43,7 @@ from ring.transaction import (
 )
 from ring.view import View, shares
 from roles.compute_thread import ComputeThread
-from roles.engine import Applied, Engine
+from roles.engine import Applied, Blob, Engine
 from roles.strategies import Strategy, strategy_named
 from roles.worker import heal
 from roles.worker.timing import StepClock
@@ -92,7 +94,7 @@ class JobRunner:
         self.clock = StepClock(around.world.clock.now)
         self.bytes_in = self.bytes_out = self.tokens = 0
         self._around = around
-        self._lineage_of_nothing = first_lineage(spec)
+        self._spec = spec
         self._store = store
         self._restore_step = restore_step
         self._engine: Engine | None = None
@@ -270,7 +272,8 @@ class JobRunner:
         entry = await around.compute.run(self._entry_to_load)
         if entry is None:
             await around.compute.run(self._engine.load_initial)
-            self._handle(Loaded(0, self._lineage_of_nothing))
+            digest = await around.compute.run(_digest, self._engine.state())
+            self._handle(Loaded(0, first_lineage(self._spec, digest)))
             return
         await around.compute.run(self._engine.load, entry.path)
         self._saved_step = entry.step
@@ -481,6 +484,13 @@ class JobRunner:
         if self._session is None:
             raise NetworkError("the ring is gone")
         return self._session
+
+
+def _digest(state: list[Blob]) -> bytes:
+    digest = xxhash.xxh3_128()
+    for blob in state:
+        digest.update(blob.view)
+    return digest.digest()
 
 
 def _described(view: View, peer_id: str) -> str:

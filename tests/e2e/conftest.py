@@ -135,6 +135,10 @@ class Machine:
     async def join(self, *arguments: str) -> Process:
         return await self.start("join", f"127.0.0.1:{self.port}", "--state", str(self.root), *arguments)
 
+    def said(self) -> str:
+        """Everything that every process said, for the message of a failed test."""
+        return "\n\n".join(process.text for process in self.processes)
+
     async def ask(self, method: str, **params: Any) -> dict[str, Any]:
         client = await SeedClient.connect(TcpNetwork(), "127.0.0.1", self.port, name="test")
         try:
@@ -154,9 +158,9 @@ class Machine:
                         last = item
                         if fits(item):
                             return item
+                        assert item["state"] not in ("done", "failed", "cancelled"), (item, self.said())
         except TimeoutError:
-            logs = "\n\n".join(process.text for process in self.processes)
-            raise AssertionError(f"the job never got there: {last}\n{logs}") from None
+            raise AssertionError(f"the job never got there: {last}\n{self.said()}") from None
         finally:
             await client.close()
         raise AssertionError("the updates ended")

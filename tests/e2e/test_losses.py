@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +16,7 @@ from configs.schema import Profile
 from p2ptrain.compute.data import DataSpec, load_corpus
 from p2ptrain.compute.sampling import WindowSampler
 from p2ptrain.compute.tokenizer import Tokenizer
-from roles.in_process import Cluster
 from roles.worker.build import engine_builder
-from wire.transport import TcpNetwork
 
 pytestmark = pytest.mark.slow
 
@@ -98,17 +96,14 @@ def initial_model(wanted: Profile) -> LlamaForCausalLM:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
-async def test_the_losses_of_the_first_fifty_steps_are_those_of_one_process(tmp_path: Path, workers: int) -> None:
-    cluster = Cluster(tmp_path, TcpNetwork())
-    await cluster.start_seed()
-    job = await cluster.create(profile(workers))
+async def test_the_losses_of_the_first_fifty_steps_are_those_of_one_process(machine: Any, workers: int) -> None:
+    await machine.seed(*(part for text in [*SETS, f"job.workers={workers}"] for part in ("--set", text)))
     for _ in range(workers):
-        cluster.join(engine_builder(threads=1))
-    ended = await cluster.job_until(job, lambda item: item["state"] in ("done", "failed"))
-    assert (ended["state"], len(ended["members"])) == ("done", workers)
-    rows = (await cluster.ask("metrics.history", job=job, after_step=0, limit=200))["rows"]
-    await cluster.close()
-    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+        await machine.join()
+    ended = await machine.job_until(lambda item: item["state"] in ("done", "failed"))
+    assert ended["state"] == "done"
+    rows = (await machine.ask("metrics.history", job=ended["id"], after_step=0, limit=200))["rows"]
+    assert [(row["step"], row["members"]) for row in rows] == [(step, workers) for step in range(1, STEPS + 1)]
     worst = max(abs(row["loss"] / plain - 1) for row, plain in zip(rows, plain_losses(), strict=True))
     print(f"{workers} workers: largest relative difference of a loss in {STEPS} steps: {worst:.1e}")
     assert worst < 1e-4
