@@ -313,18 +313,13 @@ class Coordinator:
             if self._links.broken or not self._who.running & self._who.healing:  # a long transfer is no reason
                 self._strike_off(set(self._who.running), "it did not stop in time")
         if "restore" in due and self.restore and not self._holders():
-            text = f"nobody could load the checkpoint of step {self.restore.step}"
-            self._say("error", "restore-failed", text)
+            self._say("error", "restore-failed", f"nobody could load the checkpoint of step {self.restore.step}")
             self.restore = None
 
     def _advance(self, now: float) -> None:
         if self.phase is Phase.RUNNING and not self._who.running:
             self._go(Phase.WAITING, "every member is gone")
-        if (
-            self.phase is Phase.RUNNING
-            and not self._who.unheard | self._who.away | self._who.healing
-            and (names := self._newcomers())
-        ):
+        if self.phase is Phase.RUNNING and self._who.undisturbed() and (names := self._newcomers()):
             self._stop(now, f"{', '.join(names)} joining")
         if self.phase is Phase.STOPPING and not self._who.running and "leave" not in self._deadlines:
             self._stood_still(now)
@@ -474,10 +469,10 @@ class Coordinator:
             if known and loading:
                 self._who.peers[peer_id] = Known(known.peer)
                 continue
-            name = known.peer.name if known else peer_id
-            self._say("warning", "struck-off", f"{name} is out of the ring: {why}", peer_id)
             if known:
                 self._out.append(co.SendRelease(peer_id, f"out of the ring: {why}"))
+            name = known.peer.name if known else peer_id
+            self._say("warning", "struck-off", f"{name} is out of the ring: {why}", peer_id)
 
     def _forget(self, peer_id: str) -> None:
         self._who.forget(peer_id)

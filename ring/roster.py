@@ -1,0 +1,81 @@
+"""Who is on a job, and what the coordinator knows of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ring.coordination import STANDSTILL, Peer
+from ring.formation import Reports
+from ring.view import View
+from wire.messages import Report
+
+
+@dataclass(slots=True)
+class Known:
+    """One peer of the job. ``standing``: its report, where it stands still and so may be put into a view."""
+
+    peer: Peer
+    standing: Report | None = None
+
+
+@dataclass(slots=True)
+class Roster:
+    """The peers of a job, and where the members of its last view are.
+
+    Attributes:
+        running: members whose standstill is not known.
+        unheard: of those, who has said nothing since the seed, or its link, came back.
+        away: members of a running view whose link to the seed ended.
+        healing: members that fetch the state.
+    """
+
+    peers: dict[str, Known] = field(default_factory=dict)
+    running: set[str] = field(default_factory=set)
+    unheard: set[str] = field(default_factory=set)
+    away: set[str] = field(default_factory=set)
+    healing: set[str] = field(default_factory=set)
+
+    def name(self, peer_id: str) -> str:
+        known = self.peers.get(peer_id)
+        return known.peer.name if known else peer_id
+
+    def forget(self, peer_id: str) -> None:
+        self.peers.pop(peer_id, None)
+        for group in (self.running, self.unheard, self.away, self.healing):
+            group.discard(peer_id)
+
+    def clear(self) -> None:
+        for group in (self.running, self.unheard, self.away, self.healing):
+            group.clear()
+        self.peers.clear()
+
+    def standing(self) -> Reports:
+        """Everybody that stands still."""
+        return {peer_id: known.standing for peer_id, known in self.peers.items() if known.standing}
+
+    def heirs(self, view: View | None) -> Reports:
+        """Members that stand still in ``view``: they carry the run's state in memory."""
+        return {
+            peer_id: report
+            for peer_id, report in self.standing().items()
+            if view is not None
+            and report.status in STANDSTILL
+            and report.generation == view.generation
+            and view.rank_of(peer_id) is not None
+        }
+
+    def undisturbed(self) -> bool:
+        """Whether every member is heard of and holds the state."""
+        return not self.unheard | self.away | self.healing
+
+    def building(self) -> bool:
+        """Whether somebody is not ready yet."""
+        return any(known.standing is None for known in self.peers.values())
+
+    def validate(self, view: View | None, story: str) -> None:
+        """Assert how the sets relate."""
+        members = {member.peer_id for member in view.members} if view else set()
+        assert self.running <= members, story
+        assert self.unheard <= self.running, story
+        assert self.running <= set(self.peers) | self.unheard, story
+        assert not self.running & (set(self.standing()) | self.away), story
