@@ -12,6 +12,10 @@ STANDSTILL = frozenset({"held", "broken", "done"})
 """Values of ``Report.status`` by which a member says that it trains no more in the view that it names."""
 STATUSES = STANDSTILL | {"ready", "training", "healed", "failed"}
 """All values of ``Report.status``."""
+TORN_S = 3.0
+"""A member that was healing may first have to load its state anew: the others wait no longer than this for it."""
+LEAVE_S = 1.0
+"""A ring that stops unasked has a member that leaves, and says so next: a view with it would break at once."""
 
 
 class Phase(StrEnum):

@@ -37,17 +37,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ring import coordination as co
-from ring.coordination import ENDED, STANDSTILL, TRANSITIONS, InvalidTransition, Phase
+from ring.coordination import ENDED, LEAVE_S, STANDSTILL, TORN_S, TRANSITIONS, InvalidTransition, Phase
 from ring.formation import Reports, described, holds, newest, ordered, records, sources, square_sum
 from ring.roster import Known, Roster
 from ring.suspects import LinkJudge
 from ring.view import View
 from wire.messages import Report
-
-TORN_S = 3.0
-"""A member that was healing may first have to load its state anew: the others wait no longer than this for it."""
-LEAVE_S = 1.0
-"""A ring that stops unasked has a member that leaves, and says so next: a view with it would break at once."""
 
 
 class Coordinator:
@@ -301,8 +296,7 @@ class Coordinator:
     def _expire(self, now: float) -> None:
         self._links.expire(now)
         due = {name for name, at in self._deadlines.items() if at <= now}
-        for name in due:
-            del self._deadlines[name]
+        self._deadlines = {name: at for name, at in self._deadlines.items() if name not in due}
         self._grace_over |= "grace" in due
         if "absence" in due and self.phase is Phase.RUNNING:
             self._strike_off(self._who.unheard | self._who.away, "it stayed away")

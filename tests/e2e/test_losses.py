@@ -53,10 +53,12 @@ def plain_losses() -> list[float]:
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=wanted.optimizer.lr, betas=(0.9, 0.95), eps=1e-8)
 
+    least = wanted.optimizer.min_lr_ratio
+
     def rate(applied: int) -> float:
         if applied < 10:
             return (applied + 1) / 10
-        return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (applied - 10) / (STEPS - 10)))
+        return least + (1 - least) * 0.5 * (1 + math.cos(math.pi * (applied - 10) / (STEPS - 10)))
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     losses = []

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
 from ring import coordination as co
-from ring.coordination import ENDED, TRANSITIONS, InvalidTransition, Phase
-from ring.coordinator import LEAVE_S, TORN_S, Coordinator
+from ring.coordination import ENDED, LEAVE_S, TORN_S, TRANSITIONS, InvalidTransition, Phase
+from ring.coordinator import Coordinator
 from ring.view import View
 from wire.messages import Report
 
@@ -56,7 +57,7 @@ class Desk:
         self.ready(*peer_ids, applied=applied)
         return self.minted()
 
-    def stand(self, status: str, applied: int, *peer_ids: str, **more: object) -> None:
+    def stand(self, status: str, applied: int, *peer_ids: str, **more: Any) -> None:
         for peer_id in peer_ids:
             self.report(peer_id, status, applied, **more)
 

@@ -64,9 +64,10 @@ class Member:
         """Its newest checkpoint."""
         (self.applied, self.lineage), self.prepared_lineage, self.torn = self.disk, "", False
         self.building = False
-        self.view, pending = None, self.view if self.status == "pending" else None
+        pending = self.view if self.status == "pending" else None
+        self.view = None
         self.say("ready")
-        if pending:
+        if pending is not None:
             self.enter(pending)
 
     def enter(self, view: View) -> None:
@@ -161,7 +162,7 @@ class Cluster(RuleBasedStateMachine):
             report = self.heard.get(record.peer_id)
             if record.peer_id not in self.core.peer_ids or not member.linked:
                 continue
-            if member.view is before and member.alive and not item.restored:
+            if before and member.view is before and member.alive and not item.restored:
                 assert not (member.trains and not member.torn), f"{record.peer_id} still trains in {before}"
                 if report and report.generation == before.generation:
                     assert view.step >= report.applied, "a surviving member had applied more"
