@@ -130,13 +130,14 @@ async def _cluster(plan: Plan, *, full_screen: bool) -> dict[str, Any]:
             watching.cancel()
             stopping.cancel()
             console.finish()
-        summary = await watcher.summary(interrupted=not watching.done() or watching.cancelled())
+        interrupted = stop.is_set()
+        await end_all(children[1:])  # before the seed, so that it hears what they saved on leaving
+        summary = await watcher.summary(interrupted=interrupted)
         await client.close()
         return summary
     finally:
-        workers, seeds = children[1:], children[:1]
-        await end_all(workers)
-        await end_all(seeds)  # last, so that it hears what the workers saved
+        await end_all(children[1:])
+        await end_all(children[:1])
 
 
 async def _start_seed(plan: Plan) -> Child:
@@ -213,9 +214,11 @@ class Watcher:
         self._client, self._job, self._children, self._console = client, job, children, console
         self._began = time.monotonic()
         self._last: dict[str, Any] = {}
+        self._told = -1  # the newest step that was told; before that, the step where this start found the job
 
     async def run(self) -> None:
         """Until the job is finished. Raises ``JobFailed`` when the processes that do it are gone."""
+        self._told = int((await self._client.request("jobs.show", {"job": self._job}))["job"]["step"])
         await self._client.request("subscribe")
         reaper = asyncio.create_task(self._all_gone(), name="reaper")
         following = asyncio.create_task(self._follow(), name="follow")
@@ -236,13 +239,18 @@ class Watcher:
                     self._last = item
                     if item.get("state") in FINISHED:
                         return
-                elif update.topic == "metrics" and item.get("job") == self._job and not self.quiet:
-                    known = {key: value for key, value in item.items() if isinstance(value, int | float)}
-                    total = int(self._last.get("steps_total", 0))
-                    self._console.progress(step_line(int(item["step"]), total, known), last="val_loss" in known)
+                elif update.topic == "metrics" and item.get("job") == self._job and int(item["step"]) > self._told:
+                    self._tell(item)
                 elif update.topic == "events" and item.get("level") != "info" and not self.quiet:
                     self._console.event(str(item.get("level")), str(item.get("text")))
         raise ConnectionLost("the seed ended")
+
+    def _tell(self, row: dict[str, Any]) -> None:
+        self._told = int(row["step"])
+        known = {key: value for key, value in row.items() if isinstance(value, int | float)}
+        if not self.quiet:
+            total = int(self._last.get("steps_total", 0))
+            self._console.progress(step_line(self._told, total, known), last="val_loss" in known)
 
     async def _all_gone(self) -> None:
         """Ends, with the reason, when the seed or the last worker is gone."""
