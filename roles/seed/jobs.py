@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from p2ptrain.core.world import Clock
@@ -42,6 +42,7 @@ class Office:
         links: peer id → the worker that is connected under it.
         note: (level, kind, text, peer id, job id) into the diary.
         freed: workers may be free now, or a job may want some.
+        restored: a job went back to the step of this view: what its members saved later is set aside.
     """
 
     clock: Clock
@@ -50,6 +51,7 @@ class Office:
     links: dict[str, Link]
     note: Callable[[str, str, str, str, str], None]
     freed: Callable[[], None]
+    restored: Callable[[View], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,8 @@ class Desk:
             if link is not None:
                 self._say(member.peer_id, announced_to(link.host, view))
         office.board.touch("peers", *(member.peer_id for member in view.members))
+        if restored:
+            await office.restored(view)
 
     async def _set_state(self, state: str, reason: str) -> None:
         wall, record = self._office.clock.wall(), self.record

@@ -14,7 +14,7 @@ from ring import coordination as co
 from ring.coordination import ENDED, Phase
 from roles.seed.peers import NAME_CHARS, clipped
 from roles.seed.store import JobRecord, Records
-from roles.seed.updates import Feed
+from roles.seed.updates import Feed, newest_that_fit
 from wire.connection import Connection
 from wire.messages import Request, Response
 from wire.records import CheckpointInfo
@@ -30,8 +30,6 @@ MAX_ROWS = 200
 MAX_SINK_BYTES = 16 << 20
 SINK_S = 60.0
 WORKER_S = 10.0
-RESULT_ITEMS = 100
-"""Of lists without pages: with this many records of any kind an answer still fits a frame."""
 FIRST_ROWS = 300
 
 Params = dict[str, Any]
@@ -124,7 +122,7 @@ class Clerk:
 
     async def _peers_list(self, params: Params, connection: Connection) -> Result:
         infos = self._seed.peer_infos()
-        return {"peers": [info.to_map() for info in infos[:RESULT_ITEMS]], "total": len(infos)}
+        return {"peers": newest_that_fit(info.to_map() for info in infos), "total": len(infos)}
 
     # ------------------------------------------------------------------------------------------------------------- jobs
 
@@ -150,8 +148,10 @@ class Clerk:
 
     async def _jobs_list(self, params: Params, connection: Connection) -> Result:
         desks = list(self._seed.desks.values())
-        maps = [desk.info(queued=self._seed.is_queued(desk)).to_map() for desk in desks[-RESULT_ITEMS:]]
-        return {"jobs": maps, "total": len(desks)}
+        desks.sort(key=lambda desk: (bool(desk.core.peer_ids), desk.live))  # what is cut away is the least interesting
+        infos = (desk.info(queued=self._seed.is_queued(desk)) for desk in desks)
+        jobs = newest_that_fit(info.to_map() for info in infos)
+        return {"jobs": sorted(jobs, key=lambda job: float(job["created_at"])), "total": len(desks)}
 
     async def _jobs_show(self, params: Params, connection: Connection) -> Result:
         desk = self._desk(params)
@@ -222,7 +222,7 @@ class Clerk:
     async def _checkpoints_list(self, params: Params, connection: Connection) -> Result:
         job = self._desk(params).id if "job" in params else ""
         found = [item for item in self._seed.checkpoints.values() if item.job == job or not job]
-        return {"checkpoints": [item.to_map() for item in found[-RESULT_ITEMS:]], "total": len(found)}
+        return {"checkpoints": newest_that_fit(item.to_map() for item in found), "total": len(found)}
 
     async def _checkpoints_restore(self, params: Params, connection: Connection) -> Result:
         checkpoint = self._checkpoint(params)

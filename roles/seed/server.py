@@ -19,6 +19,7 @@ from p2ptrain.core.ids import new_id
 from p2ptrain.core.world import World
 from ring import coordination as co
 from ring.detector import beat_defaults
+from ring.view import View
 from roles.seed.jobs import Desk, History, Office, history
 from roles.seed.peers import NAME_CHARS, Link, check_hello, check_report, clipped
 from roles.seed.requests import Clerk
@@ -35,6 +36,7 @@ from wire.messages import (
     Leave,
     Message,
     Refuse,
+    Release,
     Report,
     Response,
     StepMetrics,
@@ -86,7 +88,7 @@ class Seed:
         self._tasks: asyncio.TaskGroup | None = None
         self._stopping = False
         self._clerk = Clerk(self)
-        self.office = Office(world.clock, store, self.board, self.links, self.note, self._assign_free)
+        self.office = Office(world.clock, store, self.board, self.links, self.note, self._assign_free, self._went_back)
 
     @classmethod
     async def open(cls, world: World, store: Store, *, name: str, beats: Beats) -> Seed:
@@ -231,6 +233,8 @@ class Seed:
         if desk is not None and desk.live:
             link.job = desk.id
             desk.post(co.PeerReturned(link.peer, link.hello.generation))
+        elif link.hello.job:
+            link.say(Release(link.hello.job[:64], "the job is over"))
         self._assign_free()
 
     async def _listen(self, link: Link) -> co.PeerLeft:
@@ -293,6 +297,7 @@ class Seed:
                 link.job = desk.id
                 desk.post(co.PeerOffered(link.peer))
                 self.board.touch("peers", link.id)
+        self.board.touch("jobs", *(desk.id for desk in self.desks.values() if desk.core.phase is co.Phase.WAITING))
 
     async def _saved(self, link: Link, message: CheckpointSaved) -> None:
         """A checkpoint is durable at ``link``, which keeps as many as the job says, the newest."""
@@ -315,6 +320,11 @@ class Seed:
         mine.sort(key=lambda item: item.step, reverse=True)
         dropped = mine[max(self.desks[info.job].record.keep, 2) :]
         await self.drop_checkpoints([item.id for item in dropped if item.id != info.id])
+
+    async def _went_back(self, view: View) -> None:
+        members = {member.peer_id for member in view.members}
+        later = [item for item in self.checkpoints.values() if item.job == view.job and item.step > view.step]
+        await self.drop_checkpoints([item.id for item in later if item.peer_id in members])
 
     async def drop_checkpoints(self, ids: list[str]) -> None:
         """They are no longer there."""

@@ -121,6 +121,17 @@ class Board:
             self._feeds.discard(feed)
 
 
+def newest_that_fit(items: Iterable[Map], limit_bytes: int = 40 << 10) -> list[Map]:
+    """The last of the items, as many as one answer holds."""
+    chosen: list[Map] = []
+    for item in reversed(list(items)):
+        limit_bytes -= len(msgpack.packb(item))
+        if limit_bytes < 0:
+            break
+        chosen.append(item)
+    return chosen[::-1]
+
+
 def _updates(topic: str, items: Iterable[Map]) -> Iterator[Update]:
     batch: list[Map] = []
     size_bytes = 0

@@ -293,6 +293,17 @@ def test_a_committed_step_between_two_breaks_forgives() -> None:
         assert sorted(ids(desk.minted())) == ["a", "b"]
 
 
+def test_a_death_explains_any_break() -> None:
+    desk = Desk(co.Terms(workers=4, micro_batches=8))
+    desk.start("a", "b", "c", "d")
+    for dead in ("d", "c"):
+        desk.report("a", "broken", 0, suspect="b")  # b passed on what it saw
+        desk.tell(co.PeerLost(dead, "closed"))
+        desk.stand("broken", 0, *{"b", "c"} - {dead})
+    assert ids(desk.minted()) == ["a", "b"]
+    assert "link" not in desk.kinds()
+
+
 def test_who_sits_out_still_gives_the_state_that_only_it_has() -> None:
     desk = Desk()
     desk.start("a", "b")

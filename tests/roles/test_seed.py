@@ -445,12 +445,26 @@ async def test_a_worker_with_other_data_hears_what_to_do(bench: Bench) -> None:
     assert (await bench.event("corpus"))["level"] == "error"
 
 
+async def test_it_may_try_again_with_the_right_data(bench: Bench) -> None:
+    await bench.ask("jobs.create", name="first", profile="tiny", spec=SPEC)
+    a, b = [await bench.worker(peer_id) for peer_id in ("a", "b")]
+    await a.assigned()
+    await a.beaten()
+    b.job = (await b.hear(Assign)).job
+    b.report("ready", corpus="decaf")
+    await b.hear(Release)
+    await b.join()  # another process: it is not on the job any more
+    await b.assigned()
+    assert [member.peer_id for member in (await a.viewed()).members] == ["a", "b"]
+
+
 async def test_a_worker_that_comes_back_for_a_job_that_is_over_is_given_another(bench: Bench) -> None:
     a, b = await bench.ring("a", "b")
     a.connection.abort()
     await bench.ask("jobs.cancel", job="first")
     await b.hear(Release)
     await a.join(job=a.job, generation=1)
+    assert (await a.hear(Release)).job == a.job
     created = await bench.ask("jobs.create", name="next", profile="tiny", spec=SPEC)
     assert (await a.hear(Assign)).job == created["job"]
 
@@ -511,7 +525,8 @@ async def test_what_the_holder_answers_to_a_deletion_reaches_the_operator(bench:
 
 async def test_restore_takes_the_ring_back(bench: Bench) -> None:
     a, b = await bench.ring("a", "b")
-    a.say(CheckpointSaved(a.job, 10, "/c/10", "d", 5))
+    for step in (10, 15):
+        a.say(CheckpointSaved(a.job, step, f"/c/{step}", "d", 5))
     await a.beaten()
     await bench.ask("checkpoints.restore", id=f"{a.job}@10@a")
     for worker in (a, b):
@@ -522,6 +537,8 @@ async def test_restore_takes_the_ring_back(bench: Bench) -> None:
     view = await a.viewed()
     healthy = {member.peer_id: member.healthy for member in view.members}
     assert (view.step, healthy) == (10, {"a": True, "b": False})
+    left = (await bench.ask("checkpoints.list"))["checkpoints"]
+    assert [item["step"] for item in left] == [10]  # the later one is set aside by its holder
     assert (await bench.refused("checkpoints.restore", id="nothing@1@a")).code == "unknown-checkpoint"
 
 
@@ -537,6 +554,18 @@ async def test_jobs_are_found_by_id_beginning_or_name(bench: Bench) -> None:
     assert problem.code == "unknown-job"
     assert "did you mean 'first'?" in problem.message
     assert (await bench.refused("job.show", job=job)).message.endswith("did you mean 'jobs.show'?")
+
+
+async def test_long_lists_are_cut_to_a_frame_and_say_so(bench: Bench) -> None:
+    a, _ = await bench.ring("a", "b")
+    for _ in range(150):
+        await bench.ask("jobs.create", name="x" * 60, profile="y" * 60, spec=SPEC)
+    answer = await bench.ask("jobs.list")
+    assert answer["total"] == 151
+    assert 50 < len(answer["jobs"]) < 151
+    assert answer["jobs"][0]["id"] == a.job  # the oldest, but it runs
+    created = [job["created_at"] for job in answer["jobs"]]
+    assert created == sorted(created)
 
 
 async def test_an_ambiguous_beginning_names_the_candidates(bench: Bench) -> None:
