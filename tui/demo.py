@@ -79,7 +79,7 @@ class DemoCluster:
         device, memory, load = DEVICES[index % len(DEVICES)]
         ranked = index < self._members()
         name = NAMES[index] if index < len(NAMES) else f"{NAMES[index % len(NAMES)]}-{index // len(NAMES) + 1}"
-        flow = 2.4e6 * (1 + 0.1 * self._noise("flow", index, self.step)) if ranked else 0.0
+        flow_bps = 8 * 2.4e6 * (1 + 0.1 * self._noise("flow", index, self.step)) if ranked else 0.0
         trains = {"running": "training", "paused": "held"}.get(self.state, "idle")
         return PeerInfo(
             id=f"peer{index}",
@@ -91,8 +91,8 @@ class DemoCluster:
             joined_at=EPOCH + 7 * index,
             heartbeat_age_s=0.5 + 0.4 * self._noise("age", index, self.step),
             rtt_ms=0.4 + 11 * abs(self._noise("rtt", index)) + 0.1 * self._noise("rtt", index, self.step),
-            in_bps=flow,
-            out_bps=flow * 1.02,
+            in_bps=flow_bps,
+            out_bps=flow_bps * 1.02,
             tokens_per_s=TOKENS_PER_STEP / STEP_S / self._members() if trains == "training" and ranked else 0.0,
             memory_bytes=int(memory * (0.55 + 0.3 * self._noise("memory", index))) if ranked else memory // 9,
             memory_total_bytes=memory,

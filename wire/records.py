@@ -85,6 +85,7 @@ class PeerInfo(Record):
     Attributes:
         state: ``joining``, ``idle``, ``building``, ``waiting``, ``healing``, ``training``, ``held``, ``failed``,
             ``leaving``, ``lost``.
+        in_bps, out_bps: bits per second over the ring.
         rank: position in its job's ring; None outside one.
         share: micro-batches of a step that it computes.
     """

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any
 
 import psutil
+
+
+SMOOTHING_S = 3.0
+"""Rates are averaged over about so long: a step may be longer than the time between two beats."""
 
 
 class Gauges:
@@ -19,15 +24,18 @@ class Gauges:
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._process = psutil.Process()
-        self._totals: dict[str, tuple[float, float]] = {}
+        self._totals: dict[str, tuple[float, float, float]] = {}  # total, time, smoothed rate
         self._gpu = _gpu_reader()
 
     def rate(self, name: str, total: float) -> float:
-        """Units a second that ``total`` has grown by since the last call under this name."""
+        """Units a second by which ``total`` grows: an exponential average over the calls under this name."""
         now = self._now()
-        before, then = self._totals.get(name, (total, now))
-        self._totals[name] = (total, now)
-        return max(0.0, total - before) / (now - then) if now > then else 0.0
+        before, then, smoothed = self._totals.get(name, (total, now, 0.0))
+        if now > then:
+            latest = max(0.0, total - before) / (now - then)
+            smoothed += (1 - math.exp((then - now) / SMOOTHING_S)) * (latest - smoothed)
+        self._totals[name] = (total, now, smoothed)
+        return smoothed
 
     def machine(self) -> dict[str, float]:
         """Memory of this process and of the machine, and the load of its GPU where there is one."""

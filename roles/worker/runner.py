@@ -63,6 +63,7 @@ class Surroundings:
     Attributes:
         say: sends to the seed, now or when it is back.
         notify: tells the person, here and at the seed.
+        tell: tells the person here only: the seed knows it already.
         beats: (heartbeat_s, death_s) between neighbours.
         build_engine: blocking; called on the compute thread.
         on_step: called after every commit with the metrics of the step.
@@ -77,6 +78,7 @@ class Surroundings:
     compute: ComputeThread
     say: Callable[[Message], None]
     notify: Notify
+    tell: Notify
     build_engine: Callable[[Profile], Engine]
     on_step: Callable[[int, int, dict[str, float]], None]
 
@@ -313,7 +315,7 @@ class JobRunner:
         self._session = session
         session.broken.add_done_callback(lambda _: self._session_broke(session, form.view.generation))
         self.clock.view_began()
-        around.notify("info", "view", _described(form.view, around.peer_id))
+        around.tell("info", "view", _described(form.view, around.peer_id))
         self._handle(Finished(form.ticket))
 
     def _session_broke(self, session: RingSession, generation: int) -> None:

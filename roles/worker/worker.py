@@ -180,7 +180,7 @@ class Worker:
 
     def _seed_up(self, welcome: Welcome) -> None:
         self._beats = (welcome.heartbeat_s, welcome.death_s)
-        self._notify("info", "joined", f"joined {welcome.name} ({welcome.cluster_id})")
+        self._notify_person("info", "joined", f"joined {welcome.name} ({welcome.cluster_id})")
         if self._runner is not None:
             self._runner.seed_is_back()
 
@@ -229,7 +229,7 @@ class Worker:
             store=self._store(message.job, profile.checkpoint.keep),
             restore_step=message.restore_step,
         )
-        self._notify("info", "building", f"building the model of job {message.job}")
+        self._notify_person("info", "building", f"building the model of job {message.job}")
         self._tasks.create_task(self._runner.run(), name=f"job {message.job}")
 
     def _surroundings(self) -> Surroundings:
@@ -243,6 +243,7 @@ class Worker:
             compute=self._compute,
             say=self._link.send,
             notify=self._notify,
+            tell=self._notify_person,
             build_engine=self._build_engine,
             on_step=self._on_step,
         )
