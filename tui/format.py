@@ -43,7 +43,7 @@ PEER_LOOKS = {
     "idle": Look("○", "calm"),
     "held": Look("■", "warn"),
     "leaving": Look("↗", "warn"),
-    "failed": Look("✗", "bad"),
+    "failed": Look("!", "bad"),
     "lost": Look("✗", "bad"),
 }
 JOB_LOOKS = {

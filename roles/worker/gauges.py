@@ -9,7 +9,6 @@ from typing import Any
 
 import psutil
 
-
 SMOOTHING_S = 3.0
 """Rates are averaged over about so long: a step may be longer than the time between two beats."""
 
