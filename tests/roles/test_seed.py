@@ -21,6 +21,7 @@ from p2ptrain.core.world import LoopClock, World
 from ring.coordination import Peer
 from ring.formation import records
 from ring.view import View
+from roles.seed import requests as requests_module
 from roles.seed import run_seed
 from roles.seed import updates as updates_module
 from roles.seed.peers import TEXT_BYTES, announced_to, clipped
@@ -630,6 +631,15 @@ async def test_a_bandwidth_probe_that_breaks_off_frees_the_sink(bench: Bench) ->
         await asyncio.sleep(0)
         client.connection.send_bulk(memoryview(b"x"), generation=0, stream=1)
         assert (await asking)["size_bytes"] == 1
+
+
+async def test_a_bandwidth_probe_without_its_bytes_ends_the_connection(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests_module, "SINK_S", 0.05)
+    async with bench.operator() as client:
+        with pytest.raises(ConnectionLost):
+            await client.request("probe.sink", {"size_bytes": 9, "stream": 1})
 
 
 async def test_a_full_page_of_the_largest_rows_fits_a_frame() -> None:

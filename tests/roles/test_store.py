@@ -113,6 +113,11 @@ def test_checkpoints_come_and_go(kept: Records) -> None:
     assert [item.step for item in kept.checkpoints()] == [2]
 
 
+def test_every_commit_reaches_the_disk(kept: Records) -> None:
+    assert kept._one("PRAGMA journal_mode") == "wal"
+    assert kept._one("PRAGMA synchronous") == 2  # FULL
+
+
 def test_a_fact_is_made_once(kept: Records) -> None:
     assert kept.fact("cluster-id", lambda: "one") == "one"
     assert kept.fact("cluster-id", lambda: "two") == "one"
