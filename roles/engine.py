@@ -33,6 +33,10 @@ class Engine(Protocol):
     device: str
     reduce_buffer: npt.NDArray[Any]
 
+    def share_cores(self, workers: int) -> None:
+        """So many members of the ring compute on this machine: take this one's part of its cores."""
+        ...
+
     def begin_step(self, step: int) -> None:
         """Zero the gradients. ``step`` counts from 0: it is the number of steps applied so far."""
         ...

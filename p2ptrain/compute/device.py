@@ -16,10 +16,15 @@ from p2ptrain.core.errors import ConfigError, ResourceError, UserError
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A torch device, and its name for people, such as ``"cpu (2 threads)"`` or ``"cuda:0 NVIDIA H100"``."""
+    """A torch device, and its name for people, such as ``"cpu (2 threads)"`` or ``"cuda:0 NVIDIA H100"``.
+
+    Attributes:
+        threads: of CPU kernels, as a person asked for; 0 where nobody did.
+    """
 
     torch_device: torch.device
     label: str
+    threads: int = 0
 
     @property
     def kind(self) -> str:
@@ -55,7 +60,7 @@ def pick_device(kind: str, threads: int = 0) -> Device:
             raise UserError("this machine has no MPS device (Apple GPU)", remedy="use auto or cpu")
         return Device(torch.device("mps"), f"mps {platform.machine()}")
     count = torch.get_num_threads()
-    return Device(torch.device("cpu"), f"cpu ({count} thread{'s' * (count != 1)})")
+    return Device(torch.device("cpu"), f"cpu ({count} thread{'s' * (count != 1)})", threads)
 
 
 def _cuda(index: int, kind: str) -> Device:
@@ -67,6 +72,15 @@ def _cuda(index: int, kind: str) -> Device:
         )
         raise UserError(f"device {kind!r} was asked for and this machine has {have}", remedy=remedy)
     return Device(torch.device("cuda", index), f"cuda:{index} {torch.cuda.get_device_name(index)}")
+
+
+def share_cores(device: Device, workers: int) -> None:
+    """Take this process' part of the cores that ``workers`` processes compute on, unless a person chose the threads.
+
+    Twice as many threads as cores are far slower than half as many: they wait for one another's turn.
+    """
+    if device.kind == "cpu" and not device.threads:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // max(1, workers)))
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from p2ptrain.compute.data import DataSpec, load_corpus
-from p2ptrain.compute.device import Device, flushed_denormals
+from p2ptrain.compute.device import Device, flushed_denormals, share_cores
 from p2ptrain.compute.flat import FlatAdamW, FlatModel, OptimizerSpec, square_sum
 from p2ptrain.compute.model import ModelSpec, build_model, check_training_memory, load_model, model_config
 from p2ptrain.compute.sampling import Indices, WindowSampler
@@ -89,7 +89,7 @@ class Trainer:
                 f"{len(self._corpus.validation)} windows are held out, a micro-batch takes {micro_batch_sequences}",
                 remedy="raise data.validation_fraction, give more text, or set validation.batches = 0",
             )
-        self._device = device.torch_device
+        self._device, self._chosen = device.torch_device, device
         self._autocast_dtype = PRECISIONS[precision]
         self._is_host = device.kind == "cpu"
         self._host = self._flat.gradients if self._is_host else _host_buffer(self._flat.gradients)
@@ -100,6 +100,10 @@ class Trainer:
         self.tokens_per_micro_batch = micro_batch_sequences * data.sequence_tokens
         self.device = device.label
         self.reduce_buffer: npt.NDArray[np.generic] = self._host.numpy()
+
+    def share_cores(self, workers: int) -> None:
+        """Take a part of the cores: so many members compute on this machine."""
+        share_cores(self._chosen, workers)
 
     # ---------------------------------------------------------------------------------------------------------- a step
 

@@ -313,6 +313,9 @@ class JobRunner:
             timeout_s=FORM_TIMEOUT_S,
         )
         self._session = session
+        here = form.view.members[session.rank].host
+        beside = sum(member.host == here for member in form.view.members)
+        await around.compute.run(self._ready_engine().share_cores, beside)
         session.broken.add_done_callback(lambda _: self._session_broke(session, form.view.generation))
         self.clock.view_began()
         around.tell("info", "view", _described(form.view, around.peer_id))

@@ -7,7 +7,7 @@ from threading import Thread
 import pytest
 import torch
 
-from p2ptrain.compute.device import HOST, check_memory, flushed_denormals, pick_device
+from p2ptrain.compute.device import HOST, check_memory, flushed_denormals, pick_device, share_cores
 from p2ptrain.core.errors import ConfigError, ResourceError, UserError
 
 
@@ -84,3 +84,17 @@ def test_memory_is_checked_with_numbers() -> None:
     check_memory(1 << 20, HOST, "a little")
     with pytest.raises(ResourceError, match=r"a lot needs 1048576\.00 GiB and this machine .* has \d+\.\d\d GiB free"):
         check_memory(1 << 50, HOST, "a lot")
+
+
+@pytest.mark.parametrize(("asked", "workers", "expected"), [(0, 2, 2), (0, 3, 1), (0, 99, 1), (0, 0, 4), (3, 2, 3)])
+def test_workers_share_the_cores_unless_a_person_chose(
+    monkeypatch: pytest.MonkeyPatch, asked: int, workers: int, expected: int
+) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    try:
+        device = pick_device("cpu", threads=asked)
+        share_cores(device, workers)
+        assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)
