@@ -40,6 +40,7 @@ class RefusalCode(StrEnum):
     NOT_A_NEIGHBOUR = "not-a-neighbour"
     NOT_A_MEMBER = "not-a-member"
     UNREACHABLE = "unreachable"
+    LOOPBACK_ONLY = "loopback-only"
     DUPLICATE_PEER = "duplicate-peer"
     ROLE = "role"
     FULL = "full"

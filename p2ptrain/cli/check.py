@@ -134,6 +134,7 @@ class Visit:
     def __init__(self, network: Network, clock: Clock, host: str, port: int, dialback_port: int) -> None:
         self._network, self._clock = network, clock
         self._host, self._port, self._dialback_port = host, port, dialback_port
+        self._peer_id = new_id()  # the seed wants the worker that it dials back to be the one that called
         self._client: SeedClient | None = None
         self._server: Server | None = None
         self._pings: list[tuple[float, float]] = []
@@ -237,7 +238,7 @@ class Visit:
         from wire.messages import Leave
 
         _, port = (await self._listen()).address
-        hello = local_hello(peer_id=new_id(), name=operator_name(), roles=["worker"], purpose="peer", port=port)
+        hello = local_hello(peer_id=self._peer_id, name=operator_name(), roles=["worker"], purpose="peer", port=port)
         connection, welcome = await dial(self._network, self._host, self._port, hello, timeout_s=REQUEST_TIMEOUT_S)
         connection.send(Leave("it was only a check"))
         await connection.close()
@@ -252,7 +253,7 @@ class Visit:
                 self._network,
                 self._connected().connection.local[0],
                 self._dialback_port,
-                decide=partial(_welcome, self._clock),
+                decide=partial(_welcome, self._clock, self._peer_id),
                 serve=_hold_until_closed,
                 on_problem=_not_ours,
             )
@@ -288,14 +289,14 @@ async def _push(connection: Connection) -> None:
     await connection.flush(timeout_s=SINK_TIMEOUT_S)
 
 
-async def _welcome(clock: Clock, hello: Hello, connection: Connection) -> Welcome | Refuse:
+async def _welcome(clock: Clock, peer_id: str, hello: Hello, connection: Connection) -> Welcome | Refuse:
     """Our answer to the seed's dial-back; any other caller has no business here."""
     from wire.handshake import RefusalCode, local_welcome
     from wire.messages import Refuse
 
     if hello.purpose != "probe":
         return Refuse(RefusalCode.ROLE, "this is only a check, no worker")
-    return local_welcome(peer_id=new_id(), name=operator_name(), wall=clock.wall())
+    return local_welcome(peer_id=peer_id, name=operator_name(), wall=clock.wall())
 
 
 async def _hold_until_closed(connection: Connection, hello: Hello) -> None:

@@ -13,6 +13,8 @@ import typer
 from p2ptrain.cli.console import Console, step_line
 from p2ptrain.cli.runtime import DEFAULT_SEED, SEED_VARIABLE, default_state_dir, is_loopback, run, seed_address
 
+EVERYWHERE = "0.0.0.0"  # noqa: S104 - members on other machines must reach this one
+
 
 def join(
     address: Annotated[
@@ -66,9 +68,8 @@ def join(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     seed = seed_address(address)
     advertised = _advertised(advertise)
-    listen = (host or ("127.0.0.1" if is_loopback(seed[0]) else "0.0.0.0"), port)  # noqa: S104 - other members must reach it
     root = state or default_state_dir()
-    run(_work(seed, name, root, slot, listen, advertised, device, threads, link, with_parent))
+    run(_work(seed, name, root, slot, host, port, advertised, device, threads, link, with_parent))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # a kernel may still run on the compute thread; the interpreter's own shutdown would wait for it
@@ -93,7 +94,8 @@ async def _work(
     name: str,
     root: Path,
     slot: int | None,
-    listen: tuple[str, int],
+    host: str,
+    port: int,
     advertise: tuple[str, int],
     device: str,
     threads: int,
@@ -102,11 +104,13 @@ async def _work(
 ) -> None:
     from p2ptrain.cli.children import leave_with_parent
     from p2ptrain.cli.stopping import stop_on_signals
+    from p2ptrain.core.errors import Refused
     from p2ptrain.core.world import real_world
     from roles.identity import claim
     from roles.worker.build import capabilities, engine_builder, warm_up
     from roles.worker.worker import Worker, WorkerOptions
     from wire.emulate import EmulatedNetwork
+    from wire.handshake import RefusalCode
     from wire.shaper import preset_named
     from wire.transport import TcpNetwork
 
@@ -117,21 +121,35 @@ async def _work(
     network = EmulatedNetwork(TcpNetwork(), preset_named(link), os.getpid()) if link else TcpNetwork()
     world = real_world(network)
     identity = claim(world.disk, root, role="worker", name=name, slot=slot)
-    worker = Worker(
-        world,
-        identity,
-        WorkerOptions(seed=seed, listen=listen, advertise=advertise, capabilities=capabilities(device)),
-        build_engine=engine_builder(device=device, threads=threads),
-        warm_up=warm_up,
-        notify=lambda level, _, text: console.event(level, text),
-        on_step=lambda applied, total, values: console.progress(
-            step_line(applied, total, values), last=applied == total
-        ),
-    )
+
+    def worker(listen: tuple[str, int]) -> Worker:
+        return Worker(
+            world,
+            identity,
+            WorkerOptions(seed=seed, listen=listen, advertise=advertise, capabilities=capabilities(device)),
+            build_engine=engine_builder(device=device, threads=threads),
+            warm_up=warm_up,
+            notify=lambda level, _, text: console.event(level, text),
+            on_step=lambda applied, total, values: console.progress(
+                step_line(applied, total, values), last=applied == total
+            ),
+        )
+
     console.event("info", f"worker {identity.name} ({identity.peer_id}) joins {seed[0]}:{seed[1]}")
     try:
-        await worker.run(stop)
+        try:
+            await worker((host or _usual_host(seed[0]), port)).run(stop)
+        except Refused as refusal:
+            if host or refusal.code != RefusalCode.LOOPBACK_ONLY:
+                raise
+            console.event("info", "workers of other machines join this seed: listening on all addresses")
+            await worker((EVERYWHERE, port)).run(stop)
     finally:
         console.finish()
         identity.release()
     console.event("info", "left")
+
+
+def _usual_host(seed: str) -> str:
+    """Where to listen when nobody said: other members must reach us, and are elsewhere where the seed is."""
+    return "127.0.0.1" if is_loopback(seed) else EVERYWHERE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -78,7 +78,8 @@ async def _serve(
                 stop=stop,
             )
         )
-        await asyncio.wait({serving, address}, return_when=asyncio.FIRST_COMPLETED)
+        first: set[asyncio.Future[Any]] = {serving, address}
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         if not address.done():
             return
         bound_host, bound_port = address.result()

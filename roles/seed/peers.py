@@ -20,12 +20,10 @@ from wire.transport_base import format_address
 NAME_CHARS = 64
 TEXT_BYTES = 190
 """Of an event's text: 200 events and what is around them fit a frame of 64 KiB."""
-_STATES = {
-    **dict.fromkeys(("idle", "done", "failed"), "idle"),
-    **dict.fromkeys(("redoing", "forming", "computing", "reducing", "voting", "applying", "boundary"), "training"),
-    **{state: state for state in ("joining", "building", "waiting", "healing", "training", "held", "leaving")},
-}
-"""Phase of a worker (``Heartbeat.state``) → what people are shown."""
+_STATES = frozenset(
+    ("joining", "idle", "building", "waiting", "healing", "training", "held", "failed", "leaving"),
+)
+"""What a worker may call its own state (``Heartbeat.state``)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -107,9 +105,11 @@ class Link:
 
     def info(self, now: float, view: View | None) -> PeerInfo:
         """What people see. ``view``: the running view of its job, None where it is in none."""
-        beat, stats = self.beat, self.beat.stats if self.beat else {}
+        beat, gone = self.beat, self.lost_at is not None
+        stats = beat.stats if beat and not gone else {}
         rank = view.rank_of(self.id) if view else None
-        state = "lost" if self.lost_at is not None else _STATES.get(beat.state, "idle") if beat else "joining"
+        said = beat.state if beat else "joining"
+        state = "lost" if gone else said if said in _STATES else "idle"
         return PeerInfo(
             id=self.id,
             name=self.name,

@@ -21,7 +21,7 @@ from ring import coordination as co
 from ring.detector import beat_defaults
 from ring.view import View
 from roles.seed.jobs import Desk, History, Office, history
-from roles.seed.peers import NAME_CHARS, Link, check_hello, check_report, clipped
+from roles.seed.peers import NAME_CHARS, Link, check_hello, check_report, clipped, is_loopback
 from roles.seed.requests import Clerk
 from roles.seed.store import JobRecord, PeerRecord, Records, Store
 from roles.seed.updates import Board, Map
@@ -80,7 +80,7 @@ class Seed:
         self.recent: deque[EventInfo] = deque(maxlen=RECENT_EVENTS)
         self._cluster_id, self._name, self._beats = cluster_id, name, beats
         self._started_at = world.clock.wall()
-        self._address = ""
+        self._address, self._host = "", "127.0.0.1"
         self._last_event_id = 0
         self._lost: dict[str, Link] = {}
         self._measured: WeakKeyDictionary[Connection, float] = WeakKeyDictionary()  # round trip, ms
@@ -106,7 +106,7 @@ class Seed:
     def start(self, tasks: asyncio.TaskGroup, address: tuple[str, int]) -> None:
         """Run the jobs and the housekeeping in ``tasks``."""
         self._tasks = tasks
-        self._address = format_address(*address)
+        self._address, self._host = format_address(*address), address[0]
         for desk in self.desks.values():
             tasks.create_task(desk.run(), name=f"job {desk.id}")
         tasks.create_task(self.store.run(), name="store")
@@ -143,6 +143,10 @@ class Seed:
         if old is not None and not self._is_replaced(old, host, hello.port):
             text = f"a worker with this id ({hello.peer_id}) is already here, as {old.name} at {old.host}"
             return Refuse(RefusalCode.DUPLICATE_PEER, text, "stop the other one, or give this one its own --state")
+        listens = hello.capabilities.get("listens")
+        if isinstance(listens, str) and is_loopback(listens) and not is_loopback(self._host):
+            text = "workers of other machines join this seed, and this one listens on the loopback only"
+            return Refuse(RefusalCode.LOOPBACK_ONLY, text, "join with --host 0.0.0.0")
         if len(self.links) >= MAX_PEERS:
             return Refuse(RefusalCode.FULL, f"{MAX_PEERS} workers are here", "start another seed")
         began = self.world.clock.now()

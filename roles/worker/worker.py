@@ -157,7 +157,7 @@ class Worker:
             name=self._identity.name,
             roles=["worker"],
             purpose="peer",
-            capabilities=self._options.capabilities,
+            capabilities={**self._options.capabilities, "listens": self._options.listen[0]},
             job=self._runner.job if self._runner else "",
             generation=view.generation if view else 0,
             host=self._options.advertise[0],

@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +103,14 @@ class Machine:
         values = SMALL | {name.replace("__", "."): value for name, value in changes.items()}
         return [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
 
-    async def start(self, *arguments: str, **environment: str) -> Process:
-        """Start ``p2ptrain`` with arguments; it is killed at the end of the test if it still runs."""
+    async def start(self, *arguments: str, inside: Sequence[str] = (), **environment: str) -> Process:
+        """Start ``p2ptrain`` with arguments; it is killed at the end of the test if it still runs.
+
+        Args:
+            inside: a command that runs another one somewhere, such as ``ip netns exec NAME``.
+        """
         process = await asyncio.create_subprocess_exec(
+            *inside,
             sys.executable,
             "-m",
             "p2ptrain",
