@@ -1,83 +1,36 @@
-"""The entry point: names the commands, and turns every failure into one line, its remedy, and an exit code.
+"""The entry point: runs one command, and turns every failure into one line, its remedy, and an exit code.
 
 Exit codes: 0 well, 1 anything else, 2 a wrong argument or profile, 3 the network, 4 a peer, 5 the job, 6 memory or
 storage, 70 a mistake in this program, 130 interrupted.
+
+Only the standard library is loaded with this module: Ctrl+C while the rest loads shall end the process without a word.
 """
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, ClassVar
 
-import typer
-
-import p2ptrain
-from p2ptrain.cli.lazy import Entry, LazyGroup, new_typer
-from p2ptrain.core.errors import P2PTrainError, UserError
+from p2ptrain.core.errors import P2PTrainError, StorageError, UserError
 
 DEBUG_VARIABLE = "P2PTRAIN_DEBUG"
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 EXIT_MISTAKE = 70  # EX_SOFTWARE of sysexits.h
-
-_RUN, _WATCH, _USE = "Run a cluster", "Watch and control it", "Use it"
-
-
-class Commands(LazyGroup):
-    """Everything that the executable can do."""
-
-    entries: ClassVar[tuple[Entry, ...]] = (
-        Entry("up", "p2ptrain.cli.up:up", "Start a whole cluster on this machine and train.", _RUN),
-        Entry("seed", "p2ptrain.cli.seed:seed", "Start a seed: the place where workers meet.", _RUN),
-        Entry("join", "p2ptrain.cli.join:join", "Start a worker that joins a seed.", _RUN),
-        Entry("tui", "p2ptrain.cli.tui:tui", "Watch a cluster full-screen.", _WATCH),
-        Entry("peers", "p2ptrain.cli.peers:peers", "Who is there, and what each one does.", _WATCH),
-        Entry("jobs", "p2ptrain.cli.jobs:app", "Create, show, pause, resume, save and cancel jobs.", _WATCH),
-        Entry("checkpoints", "p2ptrain.cli.checkpoints:app", "List, restore and delete checkpoints.", _WATCH),
-        Entry("check", "p2ptrain.cli.check:check", "Find out why this machine cannot join a seed.", _WATCH),
-        Entry("generate", "p2ptrain.cli.generate:generate", "Write text with a checkpoint.", _USE),
-        Entry(
-            "profiles", "p2ptrain.cli.profiles:app", "List the profiles that ship; show every effective setting.", _USE
-        ),
-    )
-
-
-app = new_typer(cls=Commands, invoke_without_command=True)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"p2ptrain {p2ptrain.__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def root(
-    context: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
-    ] = False,
-) -> None:
-    """A few ordinary machines, made one language-model trainer and server.
-
-    \b
-    Everything on this machine:   p2ptrain up
-    On several machines:          p2ptrain seed           (on one)
-                                  p2ptrain join HOST      (on each of the others)
-                                  p2ptrain tui HOST       (to watch)
-    """
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+_FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up"}
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run one command and leave with its exit code. Raises ``SystemExit``."""
+    _open_missing_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a place that cannot show "→" shows "?" instead of failing
     try:
+        from p2ptrain.cli.commands import app
+
         code = app(args=None if args is None else list(args), prog_name="p2ptrain", standalone_mode=False)
     except KeyboardInterrupt:  # before Typer watches for it
         code = EXIT_INTERRUPTED
@@ -88,7 +41,19 @@ def main(args: Sequence[str] | None = None) -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
+def _open_missing_streams() -> None:
+    """Put the null device where the caller closed standard input, output or error (``>&-``, some supervisors).
+
+    Else the next socket or file takes that number, and what is meant for a person is written into it.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - until the process ends
+
+
 def _print_error(error: Exception) -> int:
+    import typer
+
     from p2ptrain.cli.output import printable
 
     known = _translated(error)
@@ -96,12 +61,16 @@ def _print_error(error: Exception) -> int:
     typer.echo(printable(known.message), err=True)
     if known.remedy:
         typer.echo(f"  → {printable(known.remedy)}", err=True)
-    return known.exit_code if known is error or isinstance(known, UserError) else EXIT_MISTAKE
+    return known.exit_code if known is error or isinstance(known, UserError | StorageError) else EXIT_MISTAKE
 
 
 def _translated(error: Exception) -> P2PTrainError:
     if isinstance(error, P2PTrainError):
         return error
+    if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
+        return StorageError(f"cannot write the output: {_FULL[error.errno]}", remedy="make room, or write it elsewhere")
+    import typer
+
     if isinstance(error, typer.Abort):  # a question that was answered with no
         return UserError("nothing was done")
     usage = getattr(

@@ -11,6 +11,7 @@ import typer
 
 from p2ptrain.cli.console import Console
 from p2ptrain.cli.runtime import DEFAULT_PORT, JsonOption, SetOption, default_state_dir, is_loopback, operator_name, run
+from p2ptrain.core.errors import P2PTrainError
 
 
 def seed(
@@ -66,26 +67,37 @@ async def _serve(
         leave_with_parent(stop)
     address: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
     spec = _spec(job, sets) if job is not None else None
-    async with asyncio.TaskGroup() as tasks:
-        serving = tasks.create_task(
-            run_seed(
-                real_world(TcpNetwork()),
-                state_dir=state_dir,
-                host=host,
-                port=port,
-                name=name or operator_name().removeprefix("cli@"),
-                on_ready=address.set_result,
-                stop=stop,
-            )
-        )
+    cluster = name or operator_name().removeprefix("cli@")
+    world = real_world(TcpNetwork())
+    serving = asyncio.create_task(
+        run_seed(
+            world, state_dir=state_dir, host=host, port=port, name=cluster, on_ready=address.set_result, stop=stop
+        ),
+        name="serve",
+    )
+    try:
         first: set[asyncio.Future[Any]] = {serving, address}
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-        if not address.done():
-            return
-        bound_host, bound_port = address.result()
-        if spec is not None and job is not None:
-            await _first_job(bound_host, bound_port, job, spec, console)
-        _tell(console, bound_host, bound_port, as_json)
+        if address.done():
+            try:
+                await _announce(address.result(), job, spec, console, as_json=as_json)
+            except P2PTrainError:
+                if not stop.is_set():  # else it was told to stop meanwhile, and let us go like everybody else
+                    stop.set()
+                    await serving  # where it failed itself, its reason is the one to tell
+                    raise
+        await serving
+    finally:
+        stop.set()
+        await asyncio.wait({serving})
+
+
+async def _announce(
+    address: tuple[str, int], job: str | None, spec: str | None, console: Console, *, as_json: bool
+) -> None:
+    if spec is not None and job is not None:
+        await _first_job(*address, job, spec, console)
+    _tell(console, *address, as_json)
 
 
 def _spec(profile: str, sets: list[str]) -> str:

@@ -14,7 +14,7 @@ import pytest
 
 import p2ptrain
 from p2ptrain.cli import lazy, runtime
-from p2ptrain.cli.main import Commands
+from p2ptrain.cli.commands import Commands
 from p2ptrain.core import errors
 
 Command = Callable[..., Any]

@@ -1,0 +1,59 @@
+"""The names of all commands, and what ``p2ptrain`` says of itself."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+import typer
+
+import p2ptrain
+from p2ptrain.cli.lazy import Entry, LazyGroup, new_typer
+
+_RUN, _WATCH, _USE = "Run a cluster", "Watch and control it", "Use it"
+
+
+class Commands(LazyGroup):
+    """Everything that the executable can do."""
+
+    entries: ClassVar[tuple[Entry, ...]] = (
+        Entry("up", "p2ptrain.cli.up:up", "Start a whole cluster on this machine and train.", _RUN),
+        Entry("seed", "p2ptrain.cli.seed:seed", "Start a seed: the place where workers meet.", _RUN),
+        Entry("join", "p2ptrain.cli.join:join", "Start a worker that joins a seed.", _RUN),
+        Entry("tui", "p2ptrain.cli.tui:tui", "Watch a cluster full-screen.", _WATCH),
+        Entry("peers", "p2ptrain.cli.peers:peers", "Who is there, and what each one does.", _WATCH),
+        Entry("jobs", "p2ptrain.cli.jobs:app", "Create, show, pause, resume, save and cancel jobs.", _WATCH),
+        Entry("checkpoints", "p2ptrain.cli.checkpoints:app", "List, restore and delete checkpoints.", _WATCH),
+        Entry("check", "p2ptrain.cli.check:check", "Find out why this machine cannot join a seed.", _WATCH),
+        Entry("generate", "p2ptrain.cli.generate:generate", "Write text with a checkpoint.", _USE),
+        Entry(
+            "profiles", "p2ptrain.cli.profiles:app", "List the profiles that ship; show every effective setting.", _USE
+        ),
+    )
+
+
+app = new_typer(cls=Commands, invoke_without_command=True)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"p2ptrain {p2ptrain.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """A few ordinary machines, made one language-model trainer and server.
+
+    \b
+    Everything on this machine:   p2ptrain up
+    On several machines:          p2ptrain seed           (on one)
+                                  p2ptrain join HOST      (on each of the others)
+                                  p2ptrain tui HOST       (to watch)
+    """
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
