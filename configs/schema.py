@@ -164,12 +164,13 @@ class Checkpoint(Table):
     )
 
 
+DEVICE_KIND = r"^(auto|cpu|mps|cuda(:\d{1,2})?)$"
+
+
 class Device(Table):
     """What each worker computes on. The first fitting device is found where kind is 'auto'."""
 
-    kind: str = Field(
-        default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d{1,2})?)$", description="auto, cpu, cuda, cuda:1, ... or mps."
-    )
+    kind: str = Field(default="auto", pattern=DEVICE_KIND, description="auto, cpu, cuda, cuda:1, ... or mps.")
     threads: int = Field(
         default=0,
         ge=0,

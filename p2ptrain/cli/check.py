@@ -64,10 +64,13 @@ class Probe:
 
 def check(
     address: Annotated[
-        str, typer.Argument(envvar=SEED_VARIABLE, metavar="[HOST[:PORT]]", help="Address of the seed.")
+        str, typer.Argument(envvar=SEED_VARIABLE, metavar="HOST[:PORT]", help="Address of the seed.")
     ] = DEFAULT_SEED,
     port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="Port to be dialled back on; 0 picks a free one.")
+        int,
+        typer.Option(
+            "--port", metavar="PORT", min=0, max=65535, help="Port to be dialled back on; 0 picks a free one."
+        ),
     ] = 0,
     once: Annotated[bool, typer.Option("--once", help="Also join as a worker, and leave at once.")] = False,
     as_json: JsonOption = False,

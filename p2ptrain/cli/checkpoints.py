@@ -8,16 +8,18 @@ import typer
 
 from p2ptrain.cli.lazy import new_typer
 from p2ptrain.cli.output import checked, confirm, human_bytes, human_time, number, print_json, print_table, printable
-from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, YesOption, ask
+from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, YesOption, ask, not_empty
 
 app = new_typer(help="List, restore and delete checkpoints.")
 
-CheckpointArgument = Annotated[str, typer.Argument(metavar="ID", help="As `p2ptrain checkpoints list` shows it.")]
+CheckpointArgument = Annotated[
+    str, typer.Argument(metavar="ID", callback=not_empty, help="As `p2ptrain checkpoints list` shows it.")
+]
 
 
 @app.command("list")
 def list_checkpoints(
-    job: Annotated[str, typer.Option("--job", help="Only those of this job.")] = "",
+    job: Annotated[str, typer.Option("--job", metavar="JOB", help="Only those of this job.")] = "",
     seed: SeedOption = DEFAULT_SEED,
     as_json: JsonOption = False,
 ) -> None:

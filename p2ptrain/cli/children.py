@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 import threading
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from dataclasses import dataclass
 from pathlib import Path
 
-from p2ptrain.core.errors import StorageError
+from p2ptrain.core.errors import JobFailed, StorageError
 
 LEAVE_S = 3.0  # a worker leaves within two seconds
 TAIL_BYTES = 4096
+_ERROR, _REMEDY = "error: ", "  → "  # as ``p2ptrain.cli.main`` writes them
 
 
 @dataclass(slots=True)
@@ -27,6 +29,7 @@ class Child:
     name: str
     process: Process
     log: Path
+    log_start: int
 
     @classmethod
     async def start(cls, name: str, arguments: list[str], log: Path, *, listen: bool = False) -> Child:
@@ -34,6 +37,7 @@ class Child:
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
             sink = log.open("ab")
+            log_start = sink.tell()  # opened for appending: its end
         except OSError as error:
             raise StorageError(f"cannot write {log}: {error.strerror}", remedy="choose another --state") from error
         with sink:
@@ -48,7 +52,7 @@ class Child:
                 stderr=sink,
                 start_new_session=True,
             )
-        return cls(name, process, log)
+        return cls(name, process, log, log_start)
 
     @property
     def alive(self) -> bool:
@@ -67,15 +71,35 @@ class Child:
             self.process.kill()
             await self.process.wait()
 
-    def last_words(self) -> str:
-        """The end of its log, for an error message."""
+    def failed(self, what: str) -> JobFailed:
+        """The error that says why it ended: its own last words, with their remedy, or the signal that killed it.
+
+        Args:
+            what: happened, such as ``"the seed did not start"``.
+        """
+        reason, remedy = self._last_words()
+        code = self.process.returncode
+        if code is not None and code < 0 and os.name == "posix":
+            reason, remedy = f"it was killed by {signal.Signals(-code).name}", ""
+            if -code == signal.SIGKILL:
+                remedy = "the machine may have run out of memory"
+        text = f"{what}: {reason}" if reason else what
+        return JobFailed(text, remedy=f"{remedy}; its log is {self.log}".removeprefix("; "))
+
+    def _last_words(self) -> tuple[str, str]:
+        """The error that this process (its log may be older) wrote last, and the remedy; else its last line."""
         try:
             with self.log.open("rb") as handle:
-                handle.seek(max(0, self.log.stat().st_size - TAIL_BYTES))
+                handle.seek(max(self.log_start, self.log.stat().st_size - TAIL_BYTES))
                 lines = handle.read(TAIL_BYTES).decode(errors="replace").strip().splitlines()
         except OSError:
-            return ""
-        return lines[-1] if lines else ""
+            return "", ""
+        for number in reversed(range(len(lines))):
+            if lines[number].startswith(_ERROR):
+                follows = lines[number + 1] if number + 1 < len(lines) else ""
+                remedy = follows.removeprefix(_REMEDY) if follows.startswith(_REMEDY) else ""
+                return lines[number].removeprefix(_ERROR), remedy
+        return (lines[-1] if lines else ""), ""
 
 
 async def end_all(children: list[Child]) -> None:

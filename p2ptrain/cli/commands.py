@@ -47,13 +47,18 @@ def root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
     ] = False,
 ) -> None:
-    """A few ordinary machines, made one language-model trainer and server.
+    """A few ordinary machines, made one language-model trainer.
 
     \b
     Everything on this machine:   p2ptrain up
     On several machines:          p2ptrain seed           (on one)
                                   p2ptrain join HOST      (on each of the others)
                                   p2ptrain tui HOST       (to watch)
+    When something is wrong:      p2ptrain check HOST
+
+    \b
+    Exit codes: 0 well, 2 a wrong argument or profile, 3 the network, 4 a peer said no,
+    5 the job, 6 memory or storage, 130 interrupted.
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

@@ -14,20 +14,31 @@ from p2ptrain.core.errors import UserError
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The text to go on from.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to go on from.")],
     checkpoint: Annotated[
         Path | None,
         typer.Option("--checkpoint", "-c", metavar="DIR", help="A checkpoint, or a directory to find the newest in."),
     ] = None,
-    job: Annotated[str, typer.Option("--job", help="Use the newest checkpoint of this job on this machine.")] = "",
-    max_new_tokens: Annotated[int, typer.Option("--tokens", "-n", min=1, help="Write at most so many tokens.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Choose among the k likeliest tokens; 0: among all.")] = 0,
+    job: Annotated[
+        str, typer.Option("--job", metavar="JOB", help="Use the newest checkpoint of this job on this machine.")
+    ] = "",
+    max_new_tokens: Annotated[
+        int, typer.Option("--tokens", "-n", metavar="N", min=1, help="Write at most so many tokens.")
+    ] = 200,
+    temperature: Annotated[float, typer.Option(metavar="T", min=0.0, help="0: always the likeliest token.")] = 0.8,
+    top_k: Annotated[
+        int, typer.Option(metavar="K", min=0, help="Choose among the k likeliest tokens; 0: among all.")
+    ] = 0,
     top_p: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Choose among the likeliest tokens that hold this probability.")
+        float,
+        typer.Option(
+            metavar="P", min=0.0, max=1.0, help="Choose among the likeliest tokens that hold this probability."
+        ),
     ] = 0.95,
-    random_seed: Annotated[int, typer.Option("--random-seed", min=0, help="The same seed gives the same text.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ... or mps.")] = "auto",
+    random_seed: Annotated[
+        int, typer.Option("--random-seed", metavar="N", min=0, help="The same seed gives the same text.")
+    ] = 0,
+    device: Annotated[str, typer.Option(metavar="KIND", help="auto, cpu, cuda, cuda:1, ... or mps.")] = "auto",
     seed: SeedOption = DEFAULT_SEED,
     as_json: JsonOption = False,
 ) -> None:

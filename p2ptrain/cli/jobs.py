@@ -20,21 +20,34 @@ from p2ptrain.cli.output import (
     print_table,
     printable,
 )
-from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, ProfileOption, SeedOption, SetOption, YesOption, ask
+from p2ptrain.cli.runtime import (
+    DEFAULT_SEED,
+    JsonOption,
+    ProfileOption,
+    SeedOption,
+    SetOption,
+    YesOption,
+    ask,
+    not_empty,
+)
 
 if TYPE_CHECKING:
     from wire.records import JobInfo
 
 app = new_typer(help="Create, show, pause, resume, save and cancel jobs.")
 
-JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="Id of the job, the beginning of one, or its name.")]
+JobArgument = Annotated[
+    str, typer.Argument(metavar="JOB", callback=not_empty, help="Id of the job, the beginning of one, or its name.")
+]
 
 
 @app.command()
 def create(
     profile: ProfileOption = "tiny",
     sets: SetOption = [],  # noqa: B006 - Typer copies it
-    name: Annotated[str, typer.Option("--name", help="What to call it; the profile's name if not given.")] = "",
+    name: Annotated[
+        str, typer.Option("--name", metavar="NAME", help="What to call it; the profile's name if not given.")
+    ] = "",
     seed: SeedOption = DEFAULT_SEED,
     as_json: JsonOption = False,
 ) -> None:

@@ -11,20 +11,34 @@ from typing import Annotated
 import typer
 
 from p2ptrain.cli.console import Console, step_line
-from p2ptrain.cli.runtime import DEFAULT_SEED, SEED_VARIABLE, default_state_dir, is_loopback, run, seed_address
+from p2ptrain.cli.runtime import (
+    DEFAULT_SEED,
+    SEED_VARIABLE,
+    STATE_DEFAULT,
+    default_state_dir,
+    is_loopback,
+    run,
+    seed_address,
+)
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - members on other machines must reach this one
 
 
 def join(
     address: Annotated[
-        str, typer.Argument(envvar=SEED_VARIABLE, metavar="[HOST[:PORT]]", help="Address of the seed.")
+        str, typer.Argument(envvar=SEED_VARIABLE, metavar="HOST[:PORT]", help="Address of the seed.")
     ] = DEFAULT_SEED,
-    name: Annotated[str, typer.Option("--name", help="What to call this worker.")] = "",
-    state: Annotated[Path | None, typer.Option("--state", metavar="DIR", help="Where checkpoints are kept.")] = None,
+    name: Annotated[
+        str, typer.Option("--name", metavar="NAME", help="What to call this worker; default: the machine's name.")
+    ] = "",
+    state: Annotated[
+        Path | None, typer.Option("--state", metavar="DIR", help=f"Where checkpoints are kept. {STATE_DEFAULT}")
+    ] = None,
     slot: Annotated[
         int | None,
-        typer.Option("--slot", min=1, max=64, help="Take this place in --state; default: the first free one."),
+        typer.Option(
+            "--slot", metavar="N", min=1, max=64, help="Take this place in --state; default: the first free one."
+        ),
     ] = None,
     host: Annotated[
         str,
@@ -32,7 +46,9 @@ def join(
             "--host", metavar="ADDRESS", help="Listen here for other workers; default: where the seed can reach it."
         ),
     ] = "",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Listen on this port; 0: any free one.")] = 0,
+    port: Annotated[
+        int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="Listen on this port; 0: any free one.")
+    ] = 0,
     advertise: Annotated[
         str,
         typer.Option(
@@ -40,10 +56,12 @@ def join(
         ),
     ] = "",
     device: Annotated[
-        str, typer.Option("--device", help="cpu, cuda, cuda:1, mps; default: what the profile says.")
+        str,
+        typer.Option("--device", metavar="KIND", help="auto, cpu, cuda, cuda:1, mps; default: what the profile says."),
     ] = "",
     threads: Annotated[
-        int, typer.Option("--threads", min=0, help="CPU threads to compute with; 0: what the profile says.")
+        int,
+        typer.Option("--threads", metavar="N", min=0, help="CPU threads to compute with; 0: what the profile says."),
     ] = 0,
     with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
     link: Annotated[
@@ -68,11 +86,23 @@ def join(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     seed = seed_address(address)
     advertised = _advertised(advertise)
+    _check_device(device)
     root = state or default_state_dir()
     run(_work(seed, name, root, slot, host, port, advertised, device, threads, link, with_parent))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # a kernel may still run on the compute thread; the interpreter's own shutdown would wait for it
+
+
+def _check_device(kind: str) -> None:
+    """Refuse what is no device anywhere; whether this machine has it is known when the model is built."""
+    import re
+
+    from configs.schema import DEVICE_KIND
+    from p2ptrain.core.errors import UserError
+
+    if kind and not re.fullmatch(DEVICE_KIND, kind):
+        raise UserError(f"--device {kind} is not a device", remedy="use auto, cpu, cuda, cuda:1, ... or mps")
 
 
 def _advertised(text: str) -> tuple[str, int]:
@@ -81,8 +111,8 @@ def _advertised(text: str) -> tuple[str, int]:
 
     if not text:
         return ("", 0)
-    host, port = parse_address(text, default_port=0)
-    if not port:
+    host, port = parse_address(text, default_port=1)
+    if port != parse_address(text, default_port=2)[1]:
         raise UserError(
             f"--advertise {text} names no port", remedy="write HOST:PORT, the address that others shall dial"
         )

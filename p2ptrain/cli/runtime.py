@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ T = TypeVar("T")
 DEFAULT_PORT = 7337  # that of wire.client, written again so that --help need not load the wire; a test compares them
 DEFAULT_SEED = f"127.0.0.1:{DEFAULT_PORT}"
 SEED_VARIABLE = "P2PTRAIN_SEED"
+STATE_DEFAULT = "Default: the usual place for a program's data on this system."
 CONNECT_TIMEOUT_S = 5.0
 REQUEST_TIMEOUT_S = 20.0  # longer than the seed waits for a worker that it asks on our behalf
 
@@ -87,6 +89,11 @@ def ask(seed: str, method: str, **params: Any) -> dict[str, Any]:
     return run(once())
 
 
+def at_terminal() -> bool:
+    """Whether there is a person and a screen: the full-screen view reads standard input and draws on standard error."""
+    return sys.stdin.isatty() and sys.stdout.isatty() and sys.stderr.isatty()
+
+
 def is_loopback(host: str) -> bool:
     """Whether an address names this machine only."""
     import ipaddress
@@ -95,6 +102,13 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def not_empty(text: str) -> str:
+    """A callback of arguments: an empty one is most often a variable of a script that was never set."""
+    if not text.strip():
+        raise typer.BadParameter("it is empty")
+    return text
 
 
 def operator_name() -> str:

@@ -10,21 +10,31 @@ from typing import Annotated, Any
 import typer
 
 from p2ptrain.cli.console import Console
-from p2ptrain.cli.runtime import DEFAULT_PORT, JsonOption, SetOption, default_state_dir, is_loopback, operator_name, run
+from p2ptrain.cli.runtime import (
+    DEFAULT_PORT,
+    STATE_DEFAULT,
+    SetOption,
+    default_state_dir,
+    is_loopback,
+    operator_name,
+    run,
+)
 from p2ptrain.core.errors import P2PTrainError
 
 
 def seed(
     host: Annotated[
-        str, typer.Option("--host", metavar="ADDRESS", help="Listen here; 0.0.0.0: everywhere.")
+        str, typer.Option("--host", metavar="ADDRESS", help="Listen here; 0.0.0.0: for other machines too.")
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="Listen on this port; 0: any free one.")
+        int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="Listen on this port; 0: any free one.")
     ] = DEFAULT_PORT,
     state: Annotated[
-        Path | None, typer.Option("--state", metavar="DIR", help="Where jobs and metrics are kept.")
+        Path | None, typer.Option("--state", metavar="DIR", help=f"Where jobs and metrics are kept. {STATE_DEFAULT}")
     ] = None,
-    name: Annotated[str, typer.Option("--name", help="What to call this cluster.")] = "",
+    name: Annotated[
+        str, typer.Option("--name", metavar="NAME", help="What to call this cluster; default: the machine's name.")
+    ] = "",
     job: Annotated[
         str,
         typer.Option(
@@ -35,7 +45,9 @@ def seed(
         bool, typer.Option("--no-job", help="Begin with no job; `p2ptrain jobs create` makes one.")
     ] = False,
     sets: SetOption = [],  # noqa: B006 - Typer copies it
-    as_json: JsonOption = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Write one line of JSON when it listens: event, host, port.")
+    ] = False,
     with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
 ) -> None:
     """Start a seed: the place where workers meet. It keeps the record and never computes.

@@ -18,9 +18,11 @@ from p2ptrain.cli.children import Child, end_all
 from p2ptrain.cli.console import Console, step_line
 from p2ptrain.cli.runtime import (
     DEFAULT_PORT,
+    STATE_DEFAULT,
     JsonOption,
     ProfileOption,
     SetOption,
+    at_terminal,
     default_state_dir,
     operator_name,
     run,
@@ -38,11 +40,16 @@ FINISHED = ("done", "cancelled", "failed")
 def up(
     profile: ProfileOption = "tiny",
     workers: Annotated[
-        int, typer.Option("--workers", "-n", min=1, max=64, help="How many workers; 0 is not a cluster.")
+        int, typer.Option("--workers", "-n", metavar="N", min=1, max=64, help="How many workers to start.")
     ] = 2,
-    state: Annotated[Path | None, typer.Option("--state", metavar="DIR", help="Where everything is kept.")] = None,
+    state: Annotated[
+        Path | None, typer.Option("--state", metavar="DIR", help=f"Where everything is kept. {STATE_DEFAULT}")
+    ] = None,
     port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="Port of the seed; 0: 7337 if it is free, else any.")
+        int,
+        typer.Option(
+            "--port", metavar="PORT", min=0, max=65535, help="Port of the seed; 0: 7337 if it is free, else any."
+        ),
     ] = 0,
     sets: SetOption = [],  # noqa: B006 - Typer copies it
     new: Annotated[
@@ -53,7 +60,12 @@ def up(
     ] = False,
     link: Annotated[
         str,
-        typer.Option("--link", metavar="PRESET", help="Emulate a link between the workers; default: the profile's."),
+        typer.Option(
+            "--link",
+            metavar="PRESET",
+            help="Emulate a link between the workers: lan, wifi, metro, wan, transcontinental, satellite, lossy; "
+            "default: the profile's.",
+        ),
     ] = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -68,7 +80,10 @@ def up(
       p2ptrain up --profile my.toml --state ./run --plain
     """
     from configs.loader import load
+    from wire.shaper import preset_named
 
+    if link:
+        preset_named(link)  # refused here: each worker would only end
     loaded = load(profile, os.environ, sets).profile
     plan = Plan(
         profile_name=profile,
@@ -79,7 +94,7 @@ def up(
         new=new,
         link=link or loaded.link.preset,
     )
-    full_screen = not plain and not as_json and sys.stdout.isatty() and sys.stdin.isatty()
+    full_screen = not plain and not as_json and at_terminal()
     summary = run(_cluster(plan, full_screen=full_screen))
     if as_json:
         typer.echo(json.dumps(summary, indent=2))
@@ -161,7 +176,7 @@ async def _start_seed(plan: Plan) -> Child:
         line = b""
     if not line:
         await end_all([child])
-        raise JobFailed(f"the seed did not start: {child.last_words()}", remedy=f"its log is {child.log}")
+        raise child.failed("the seed did not start")
     return child
 
 
@@ -263,7 +278,7 @@ class Watcher:
             return_when=asyncio.FIRST_COMPLETED,
         )
         gone = seed if not seed.alive else workers[-1]
-        raise JobFailed(f"{gone.name} ended: {gone.last_words()}", remedy=f"its log is {gone.log}")
+        raise gone.failed(f"{gone.name} ended")
 
     async def summary(self, *, interrupted: bool) -> dict[str, Any]:
         """What came of it, for people and programs."""

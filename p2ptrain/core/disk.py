@@ -6,6 +6,7 @@ the directory flushed. A reader therefore sees the old or the new content, never
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -130,8 +131,9 @@ def write_atomic(disk: Disk, path: Path, data: bytes) -> None:
 
 
 def _translated(verb: str, path: Path, error: OSError) -> StorageError:
-    remedy = {
-        28: "free some space, or choose another place with --state",  # ENOSPC
-        13: "check the owner and the permissions, or choose another place with --state",  # EACCES
+    first = {
+        errno.ENOSPC: "free some space, or ",
+        errno.EACCES: "check the owner and the permissions, or ",
     }.get(error.errno or 0, "")
+    remedy = f"{first}choose another place with --state"
     return StorageError(f"cannot {verb} {path}: {error.strerror or error}", remedy=remedy)
