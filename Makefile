@@ -18,7 +18,7 @@ help: ## show this list
 
 demo: $(VENV)/.installed ## train a small model on this machine with two workers, then let it write
 	$(BIN)/p2ptrain up --profile tiny --state $(DEMO_STATE) --plain $(DEMO_ARGS)
-	$(BIN)/p2ptrain generate "$(PROMPT)" --tokens 200 --checkpoint $(DEMO_STATE)
+	$(BIN)/p2ptrain generate "$(PROMPT)" --tokens 200 --temperature 0.6 --checkpoint $(DEMO_STATE)
 
 test: $(VENV)/.installed-dev ## run all tests
 	$(BIN)/python -m pytest
