@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 from dataclasses import dataclass, replace
 from enum import IntFlag
 
 from p2ptrain.core.errors import ProtocolError
 
+_LINEAGE = re.compile(r"[0-9a-f]{32}")
 # generation, step, flags, padding, partial square sum, digest of the reduced bytes, lineage before the step
 _TOKEN = struct.Struct("!QQIId16s16s")
 TOKEN_BYTES = _TOKEN.size
@@ -45,6 +47,11 @@ class Token:
         if padding or flags & ~int(Flag.HOLD | Flag.SAVE | Flag.LEAVE):
             raise ProtocolError(f"a step token with unknown flags {flags:#x}")
         return cls(generation, step, Flag(flags), part, digest, lineage)
+
+
+def is_lineage(text: str) -> bool:
+    """Whether ``text`` may be a lineage: 16 bytes in hex. What comes from a peer or a file is asked first."""
+    return _LINEAGE.fullmatch(text) is not None
 
 
 def first_lineage(spec: str, digest: bytes = b"") -> str:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from p2ptrain.core.errors import ProtocolError
+from ring.token import is_lineage
 from wire.messages import MemberRecord, ViewAnnounced
+
+LONGEST_SILENCE_S = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +22,8 @@ class View:
         lineage: lineage at ``step``, hex.
         members: in rank order; the right neighbour of rank r is rank (r + 1) mod n.
         square_sum: squared gradient norm that step ``step`` was committed with; whoever redoes the step clips with it.
+        heartbeat_s, death_s: between neighbours, the same for all: a patient member beside a hasty one would be
+            declared dead; 0 where the seed has not said.
     """
 
     job: str
@@ -26,6 +32,8 @@ class View:
     lineage: str
     members: tuple[MemberRecord, ...]
     square_sum: float = 0.0
+    heartbeat_s: float = 0.0
+    death_s: float = 0.0
 
     @property
     def size(self) -> int:
@@ -49,7 +57,16 @@ class View:
         return tuple(member for member in self.members if member.healthy)
 
     def to_message(self) -> ViewAnnounced:
-        return ViewAnnounced(self.job, self.generation, self.step, self.lineage, list(self.members), self.square_sum)
+        return ViewAnnounced(
+            self.job,
+            self.generation,
+            self.step,
+            self.lineage,
+            list(self.members),
+            self.square_sum,
+            self.heartbeat_s,
+            self.death_s,
+        )
 
     @classmethod
     def from_message_untrusted(cls, message: ViewAnnounced) -> View:
@@ -66,7 +83,12 @@ class View:
             if member.first != covered or member.count < 0:
                 raise ProtocolError("a view whose shares do not cover the micro-batches in order")
             covered += member.count
-        return cls(message.job, message.generation, message.step, message.lineage, members, message.square_sum)
+        if not is_lineage(message.lineage):
+            raise ProtocolError("a view whose lineage is none")
+        beats = (message.heartbeat_s, message.death_s)
+        if not all(0 <= seconds <= LONGEST_SILENCE_S for seconds in beats) or not math.isfinite(message.square_sum):
+            raise ProtocolError("a view with times or a norm that cannot be")
+        return cls(message.job, message.generation, message.step, message.lineage, members, message.square_sum, *beats)
 
 
 def shares(micro_batches: int, weights: list[float]) -> list[tuple[int, int]]:

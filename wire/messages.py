@@ -201,6 +201,7 @@ class ViewAnnounced(Message):
         step: steps already applied when this view begins.
         lineage: lineage at ``step``; members that differ fetch the state from a healthy member first.
         square_sum: the squared gradient norm that step ``step`` was committed with, for members that redo it.
+        heartbeat_s, death_s: between neighbours, the same for all: those of the member that is farthest from the seed.
     """
 
     KIND: ClassVar[int] = 20
@@ -210,6 +211,8 @@ class ViewAnnounced(Message):
     lineage: str
     members: list[MemberRecord]
     square_sum: float = 0.0
+    heartbeat_s: float = 0.0
+    death_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
