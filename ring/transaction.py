@@ -12,8 +12,8 @@ Rules
 4. Ring-wide wishes (hold, save, leave) travel as flags inside the tokens. All members see the same set of tokens, so
    all stop, or save, after the same step.
 5. An optimizer step cannot be interrupted: a break that arrives during it is dealt with after it.
-6. A state that is being replaced is *torn* until the last byte is there. A torn state is never reported, trained on or
-   given to others: it is healed again, or loaded anew from the disk.
+6. A state that is being replaced, or that was found to differ from the others', is *torn*. A torn state is never
+   reported, trained on or given to others: it is healed again, or loaded anew from the disk.
 
 Theory of operation
 -------------------
@@ -29,166 +29,37 @@ partial squared norm.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from enum import StrEnum
 
+from ring.activities import (
+    Apply,
+    Boundary,
+    Broken,
+    Compute,
+    Disband,
+    Drifted,
+    Event,
+    Failed,
+    Finished,
+    Form,
+    Heal,
+    Instruction,
+    Loaded,
+    Reduce,
+    Reduced,
+    Reload,
+    Say,
+    ViewArrived,
+    Vote,
+    Voted,
+    Wish,
+)
 from ring.token import Flag, Token, difference, next_lineage
 from ring.view import View
 from wire.messages import Report
 
-# ------------------------------------------------------------------------------------------------------------- events
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Base of all events."""
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded(Event):
-    """The engine holds a state: the initial one or a checkpoint's."""
-
-    applied: int
-    lineage: str
-
-
-@dataclass(frozen=True, slots=True)
-class ViewArrived(Event):
-    view: View
-
-
-@dataclass(frozen=True, slots=True)
-class Finished(Event):
-    """The activity with ``ticket`` ended well."""
-
-    ticket: int
-
-
-@dataclass(frozen=True, slots=True)
-class Reduced(Event):
-    """The reduce with ``ticket`` ended well. ``part``: this member's share of the squared norm."""
-
-    ticket: int
-    digest: bytes
-    part: float
-
-
-@dataclass(frozen=True, slots=True)
-class Voted(Event):
-    """The tokens of all members, in rank order."""
-
-    ticket: int
-    tokens: tuple[bytes, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Broken(Event):
-    """The ring of ``generation`` cannot go on: a neighbour is gone, or a collective failed."""
-
-    generation: int
-    suspect: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Failed(Event):
-    """This member cannot go on at all: out of memory, a loss that is not finite, a disk that is full."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Wish(Event):
-    """Ask the ring for something at the next step boundary. ``generation`` 0 means: whichever view runs."""
-
-    flag: Flag
-    generation: int = 0
-
-
-# ------------------------------------------------------------------------------------------------------- instructions
-
-
-@dataclass(frozen=True, slots=True)
-class Instruction:
-    """Base of all instructions. Activities carry a ticket that their closing event repeats."""
-
-
-@dataclass(frozen=True, slots=True)
-class Form(Instruction):
-    ticket: int
-    view: View
-
-
-@dataclass(frozen=True, slots=True)
-class Heal(Instruction):
-    """Fetch the state of ``view.step`` from one of ``view.donors()``."""
-
-    ticket: int
-    view: View
-
-
-@dataclass(frozen=True, slots=True)
-class Compute(Instruction):
-    """Gradients of micro-batches ``range(first, first + count)`` of step ``step`` (steps applied so far)."""
-
-    ticket: int
-    step: int
-    first: int
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class Reduce(Instruction):
-    ticket: int
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Vote(Instruction):
-    ticket: int
-    token: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Apply(Instruction):
-    """One optimizer step from the reduced bytes. ``redo``: the commit was another view's."""
-
-    ticket: int
-    step: int
-    square_sum: float
-    redo: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Boundary(Instruction):
-    """Between two steps: validate and save as the job's calendar, or ``save``, asks. ``last``: the job is complete."""
-
-    ticket: int
-    applied: int
-    save: bool
-    last: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Disband(Instruction):
-    """Close the session of the current view, and abandon its activity."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Reload(Instruction):
-    """The state in memory is torn: load the newest good one from the disk, then say ``Loaded``."""
-
-
-@dataclass(frozen=True, slots=True)
-class Say(Instruction):
-    """Send this to the seed."""
-
-    report: Report
-
-
-# --------------------------------------------------------------------------------------------------------------- core
+REASON_CHARS = 500
+"""Of a report's reason: it may hold what a neighbour said, and must fit a control frame."""
 
 
 class Phase(StrEnum):
@@ -285,6 +156,9 @@ class Transaction:
                 return self._view_arrived(view)
             case Broken():
                 return self._broken(event)
+            case Drifted(ticket) if ticket == self._ticket:
+                self.torn = True
+                return self._break_off(Broken(0, "", "its state has drifted from the others'"))
             case Failed(reason):
                 return self._failed(reason)
             case Wish():
@@ -310,7 +184,7 @@ class Transaction:
             prepared_lineage=self.prepared_lineage,
             square_sum=self.square_sum,
             suspect=suspect,
-            reason=reason,
+            reason=reason[:REASON_CHARS],
         )
 
     @property
@@ -345,7 +219,7 @@ class Transaction:
         instructions = self._leave_view("the state was replaced") if self.running else []
         view, self._pending_view = self._pending_view, None
         self.applied, self.lineage, self.torn = event.applied, event.lineage, False
-        self.square_sum, self.prepared_lineage, self._pending_break = 0.0, "", None
+        self.square_sum, self.prepared_lineage, self._pending_break = event.square_sum, "", None
         self.phase = Phase.IDLE  # from everywhere
         return [*instructions, Say(self.report("ready")), *(self._enter(view) if view else [])]
 
@@ -367,7 +241,8 @@ class Transaction:
             return [Reload()] if self.torn else []
         self.view, self._rank = view, rank
         old = [Disband("a new view was announced")] if self.phase in (Phase.HELD, Phase.DONE) else []
-        redo = bool(self.prepared_lineage) and self.applied + 1 == view.step and self.prepared_lineage == view.lineage
+        committed = self.applied + 1 == view.step and self.prepared_lineage == view.lineage
+        redo = bool(self.prepared_lineage) and committed and view.square_sum > 0  # without the norm: other bits
         if redo:
             self._go(Phase.REDOING)
             return [*old, Apply(self._next_ticket(), self.applied, view.square_sum, redo=True)]
@@ -521,7 +396,8 @@ class Transaction:
     def _stop(self, phase: Phase, status: str) -> list[Instruction]:
         """Stand still together. The session stays open until the next view: a slower member may still need it."""
         self._go(phase)
-        self._wishes = self._granted = Flag(0)
+        self._wishes &= Flag.SAVE  # one that came too late for the last token is granted after the next step
+        self._granted = Flag(0)
         self._ticket += 1
         return [Say(self.report(status))]
 

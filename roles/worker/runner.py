@@ -15,9 +15,7 @@ from configs.schema import Profile
 from p2ptrain.core.checkpoints import CheckpointEntry, CheckpointStore
 from p2ptrain.core.errors import JobFailed, NetworkError, P2PTrainError, PeerError, StorageError
 from p2ptrain.core.world import World
-from ring.session import Inbound, RingBroken, RingSession
-from ring.token import Flag, first_lineage
-from ring.transaction import (
+from ring.activities import (
     Apply,
     Boundary,
     Broken,
@@ -30,17 +28,18 @@ from ring.transaction import (
     Heal,
     Instruction,
     Loaded,
-    Phase,
     Reduce,
     Reduced,
     Reload,
     Say,
-    Transaction,
     ViewArrived,
     Vote,
     Voted,
     Wish,
 )
+from ring.session import Inbound, RingBroken, RingSession
+from ring.token import Flag, first_lineage
+from ring.transaction import Phase, Transaction
 from ring.view import View, shares
 from roles.compute_thread import ComputeThread
 from roles.engine import Applied, Blob, Engine

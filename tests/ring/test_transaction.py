@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2ptrain.core.errors import ProtocolError
-from ring.token import TOKEN_BYTES, Flag, Token, first_lineage, next_lineage
-from ring.transaction import (
+from ring.activities import (
     Apply,
     Boundary,
     Broken,
     Compute,
     Disband,
+    Drifted,
     Event,
     Failed,
     Finished,
@@ -30,17 +30,17 @@ from ring.transaction import (
     Heal,
     Instruction,
     Loaded,
-    Phase,
     Reduce,
     Reduced,
     Reload,
     Say,
-    Transaction,
     ViewArrived,
     Vote,
     Voted,
     Wish,
 )
+from ring.token import TOKEN_BYTES, Flag, Token, first_lineage, next_lineage
+from ring.transaction import Phase, Transaction
 from ring.view import View, shares
 from wire.messages import MemberRecord, Report
 
@@ -263,6 +263,49 @@ def test_a_member_that_differs_stops_the_commit_and_is_named(name: str) -> None:
     report = member.said[-1]
     assert (report.status, report.suspect, report.applied, report.prepared) == ("broken", "b", 0, 0)
     assert name in report.reason
+
+
+def test_a_member_whose_state_drifted_loads_another_and_heals() -> None:
+    member = alone()
+    member.handle(ViewArrived(view(1, ["a", "b"])))
+    member.finish()
+    member.finish()
+    reduce_(member, 1)
+    vote = member.activity
+    assert isinstance(vote, Vote)
+    member.handle(Voted(vote.ticket, (vote.token, vote.token)))
+    member.finish()
+    boundary = member.activity
+    assert isinstance(boundary, Boundary)
+    member.handle(Drifted(boundary.ticket - 1))
+    assert member.activity is boundary, "what belongs to another activity changes nothing"
+    member.handle(Drifted(boundary.ticket))
+    assert isinstance(member.activity, Reload)
+    assert not member.core.may_give
+    member.finish()
+    assert (member.said[-1].status, member.said[-1].applied) == ("ready", 0)
+
+
+def test_a_step_whose_norm_nobody_knows_is_not_redone() -> None:
+    member = alone()
+    member.handle(ViewArrived(view(1, ["a", "b"])))
+    member.finish()
+    member.finish()
+    reduce_(member, 1)
+    member.handle(Broken(1, "b", "died"))
+    committed = next_lineage(ORIGIN, digest_of(1, 0))
+    unknown = replace(view(2, ["a", "c"], step=1, lineage=committed, healthy={"c"}), square_sum=0.0)
+    member.handle(ViewArrived(unknown))
+    assert isinstance(member.activity, Form)
+    member.finish()
+    assert isinstance(member.activity, Heal)
+
+
+def test_a_long_reason_is_cut_to_what_a_report_can_carry() -> None:
+    member = alone()
+    member.handle(ViewArrived(view(1, ["a", "b"])))
+    member.handle(Broken(1, "b", "x" * 100_000))
+    assert len(member.said[-1].reason) <= 500
 
 
 def test_a_failure_is_final_until_the_state_is_loaded_anew() -> None:

@@ -1,0 +1,168 @@
+"""The step transaction's vocabulary: what it is told (events), and what it has its shell do (instructions)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ring.token import Flag
+from ring.view import View
+from wire.messages import Report
+
+# ------------------------------------------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Base of all events."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded(Event):
+    """The engine holds a state: the initial one or a checkpoint's."""
+
+    applied: int
+    lineage: str
+    square_sum: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ViewArrived(Event):
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Finished(Event):
+    """The activity with ``ticket`` ended well."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced(Event):
+    """The reduce with ``ticket`` ended well. ``part``: this member's share of the squared norm."""
+
+    ticket: int
+    digest: bytes
+    part: float
+
+
+@dataclass(frozen=True, slots=True)
+class Voted(Event):
+    """The tokens of all members, in rank order."""
+
+    ticket: int
+    tokens: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Broken(Event):
+    """The ring of ``generation`` cannot go on: a neighbour is gone, or a collective failed."""
+
+    generation: int
+    suspect: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drifted(Event):
+    """The digests of the members' states were compared, and this member's is not that of the most."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed(Event):
+    """This member cannot go on at all: out of memory, a loss that is not finite, a disk that is full."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wish(Event):
+    """Ask the ring for something at the next step boundary. ``generation`` 0 means: whichever view runs."""
+
+    flag: Flag
+    generation: int = 0
+
+
+# ------------------------------------------------------------------------------------------------------- instructions
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """Base of all instructions. Activities carry a ticket that their closing event repeats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form(Instruction):
+    ticket: int
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Heal(Instruction):
+    """Fetch the state of ``view.step`` from one of ``view.donors()``."""
+
+    ticket: int
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Compute(Instruction):
+    """Gradients of micro-batches ``range(first, first + count)`` of step ``step`` (steps applied so far)."""
+
+    ticket: int
+    step: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce(Instruction):
+    ticket: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Vote(Instruction):
+    ticket: int
+    token: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Apply(Instruction):
+    """One optimizer step from the reduced bytes. ``redo``: the commit was another view's."""
+
+    ticket: int
+    step: int
+    square_sum: float
+    redo: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary(Instruction):
+    """Between two steps: validate and save as the job's calendar, or ``save``, asks. ``last``: the job is complete."""
+
+    ticket: int
+    applied: int
+    save: bool
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Disband(Instruction):
+    """Close the session of the current view, and abandon its activity."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reload(Instruction):
+    """The state in memory is torn: load the newest good one from the disk, then say ``Loaded``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Say(Instruction):
+    """Send this to the seed."""
+
+    report: Report
