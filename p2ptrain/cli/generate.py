@@ -9,12 +9,12 @@ from typing import Annotated
 import typer
 
 from p2ptrain.cli.output import checked, print_json
-from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, ask
+from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, ask, is_text
 from p2ptrain.core.errors import UserError
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to go on from.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", callback=is_text, help="The text to go on from.")],
     checkpoint: Annotated[
         Path | None,
         typer.Option("--checkpoint", "-c", metavar="DIR", help="A checkpoint, or a directory to find the newest in."),
@@ -36,7 +36,7 @@ def generate(
         ),
     ] = 0.95,
     random_seed: Annotated[
-        int, typer.Option("--random-seed", metavar="N", min=0, help="The same seed gives the same text.")
+        int, typer.Option("--random-seed", metavar="N", min=0, max=2**63 - 1, help="The same seed gives the same text.")
     ] = 0,
     device: Annotated[str, typer.Option(metavar="KIND", help="auto, cpu, cuda, cuda:1, ... or mps.")] = "auto",
     seed: SeedOption = DEFAULT_SEED,

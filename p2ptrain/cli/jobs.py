@@ -28,6 +28,7 @@ from p2ptrain.cli.runtime import (
     SetOption,
     YesOption,
     ask,
+    is_name,
     not_empty,
 )
 
@@ -46,7 +47,10 @@ def create(
     profile: ProfileOption = "tiny",
     sets: SetOption = [],  # noqa: B006 - Typer copies it
     name: Annotated[
-        str, typer.Option("--name", metavar="NAME", help="What to call it; the profile's name if not given.")
+        str,
+        typer.Option(
+            "--name", metavar="NAME", callback=is_name, help="What to call it; the profile's name if not given."
+        ),
     ] = "",
     seed: SeedOption = DEFAULT_SEED,
     as_json: JsonOption = False,

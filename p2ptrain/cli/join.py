@@ -17,6 +17,7 @@ from p2ptrain.cli.runtime import (
     STATE_DEFAULT,
     default_state_dir,
     is_loopback,
+    is_name,
     run,
     seed_address,
 )
@@ -29,7 +30,10 @@ def join(
         str, typer.Argument(envvar=SEED_VARIABLE, metavar="HOST[:PORT]", help="Address of the seed.")
     ] = DEFAULT_SEED,
     name: Annotated[
-        str, typer.Option("--name", metavar="NAME", help="What to call this worker; default: the machine's name.")
+        str,
+        typer.Option(
+            "--name", metavar="NAME", callback=is_name, help="What to call this worker; default: the machine's name."
+        ),
     ] = "",
     state: Annotated[
         Path | None, typer.Option("--state", metavar="DIR", help=f"Where checkpoints are kept. {STATE_DEFAULT}")

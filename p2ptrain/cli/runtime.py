@@ -19,6 +19,7 @@ T = TypeVar("T")
 DEFAULT_PORT = 7337  # that of wire.client, written again so that --help need not load the wire; a test compares them
 DEFAULT_SEED = f"127.0.0.1:{DEFAULT_PORT}"
 SEED_VARIABLE = "P2PTRAIN_SEED"
+NAME_BYTES = 64  # that of roles.seed, written again for the same reason
 STATE_DEFAULT = "Default: the usual place for a program's data on this system."
 CONNECT_TIMEOUT_S = 5.0
 REQUEST_TIMEOUT_S = 20.0  # longer than the seed waits for a worker that it asks on our behalf
@@ -104,10 +105,26 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def is_text(text: str) -> str:
+    """A callback of arguments that go to other machines: only UTF-8 can be sent."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise typer.BadParameter("it is not UTF-8 text") from None
+    return text
+
+
 def not_empty(text: str) -> str:
     """A callback of arguments: an empty one is most often a variable of a script that was never set."""
     if not text.strip():
         raise typer.BadParameter("it is empty")
+    return is_text(text)
+
+
+def is_name(text: str) -> str:
+    """A callback of names that people give; an empty one means: not given."""
+    if (size_bytes := len(is_text(text).encode())) > NAME_BYTES:
+        raise typer.BadParameter(f"it has {size_bytes} bytes, a name may have {NAME_BYTES}")
     return text
 
 

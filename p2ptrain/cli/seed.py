@@ -16,6 +16,7 @@ from p2ptrain.cli.runtime import (
     SetOption,
     default_state_dir,
     is_loopback,
+    is_name,
     operator_name,
     run,
 )
@@ -33,7 +34,10 @@ def seed(
         Path | None, typer.Option("--state", metavar="DIR", help=f"Where jobs and metrics are kept. {STATE_DEFAULT}")
     ] = None,
     name: Annotated[
-        str, typer.Option("--name", metavar="NAME", help="What to call this cluster; default: the machine's name.")
+        str,
+        typer.Option(
+            "--name", metavar="NAME", callback=is_name, help="What to call this cluster; default: the machine's name."
+        ),
     ] = "",
     job: Annotated[
         str,

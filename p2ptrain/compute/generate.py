@@ -17,6 +17,9 @@ from p2ptrain.compute.model import ModelSpec, load_model, model_config, paramete
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import UserError
 
+COLDEST = 1e-4
+"""Below this temperature the scaled logits overflow and sampling has no distribution: it is the likeliest token."""
+
 
 @dataclass(frozen=True, slots=True)
 class GenerateResult:
@@ -64,7 +67,8 @@ def generate(
     model: Any = load_model(directory, config=config)
     model.to(place.torch_device).eval()
     streamer = _TextStreamer(tokenizer, on_text)
-    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p} if temperature > 0 else {}
+    sampled = temperature > COLDEST
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p} if sampled else {}
     started = time.perf_counter()
     with torch.random.fork_rng(devices=[place.torch_device] if place.kind == "cuda" else []), torch.inference_mode():
         torch.manual_seed(seed)
@@ -73,7 +77,7 @@ def generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=max_new_tokens,
-            do_sample=temperature > 0,
+            do_sample=sampled,
             use_cache=True,
             pad_token_id=0,
             streamer=streamer,

@@ -87,7 +87,7 @@ class Trainer:
         if validation_batches and not self._validation_batches:
             raise ConfigError(
                 f"{len(self._corpus.validation)} windows are held out, a micro-batch takes {micro_batch_sequences}",
-                remedy="raise data.validation_fraction, give more text, or set validation.batches = 0",
+                remedy="raise data.validation_fraction, give more text, or lower batch.micro_batch_sequences",
             )
         self._device, self._chosen = device.torch_device, device
         self._autocast_dtype = PRECISIONS[precision]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import signal
@@ -47,6 +48,13 @@ def test_every_command_explains_itself_with_an_example(command: Command, entry: 
         assert page.code == 0
         assert "Example" in page.out
         assert f"p2ptrain {entry.name}" in page.out.partition("Example")[2]
+
+
+def test_a_full_disk_under_the_output(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    _fail_with(monkeypatch, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    outcome = command("profiles", "list")
+    assert (outcome.code, outcome.out) == (6, "")
+    assert outcome.err == "error: cannot write the output: the disk is full\n  → make room, or write it elsewhere\n"
 
 
 def test_version(command: Command) -> None:

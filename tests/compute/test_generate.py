@@ -58,6 +58,7 @@ def test_greedy_is_the_likeliest_token_each_time(checkpoint: Path) -> None:
             ids = torch.cat([ids, model(ids).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
     expected = bytes(ids[0, 4:].tolist()).decode(errors="replace")
     assert run(checkpoint, temperature=0)[0].text == expected
+    assert run(checkpoint, temperature=1e-300)[0].text == expected
     assert run(checkpoint, top_k=1, seed=7)[0].text == expected
     assert run(checkpoint, top_p=1e-6, seed=8)[0].text == expected
 
