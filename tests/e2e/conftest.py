@@ -44,14 +44,17 @@ class Process:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
         self.lines: list[str] = []
+        self.out: list[str] = []  # those of standard output
         self._news = asyncio.Condition()
-        self._readers = [asyncio.create_task(self._read(stream)) for stream in (process.stdout, process.stderr)]
+        readers = ((process.stdout, self.out), (process.stderr, list[str]()))
+        self._readers = [asyncio.create_task(self._read(*reader)) for reader in readers]
 
-    async def _read(self, stream: asyncio.StreamReader | None) -> None:
+    async def _read(self, stream: asyncio.StreamReader | None, kept: list[str]) -> None:
         assert stream is not None
         while line := await stream.readline():
             async with self._news:
-                self.lines.append(line.decode(errors="replace").rstrip())
+                kept.append(line.decode(errors="replace").rstrip())
+                self.lines.append(kept[-1])
                 self._news.notify_all()
 
     @property
@@ -151,8 +154,8 @@ class Machine:
         finally:
             await client.close()
 
-    async def job_until(self, fits: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """The first job's record as soon as it fits."""
+    async def job_until(self, fits: Callable[[dict[str, Any]], bool], job: str = "") -> dict[str, Any]:
+        """A job's record as soon as it fits: that of ``job``, or of the only one."""
         last: dict[str, Any] = {}
         client = await SeedClient.connect(TcpNetwork(), "127.0.0.1", self.port, name="test")
         try:
@@ -160,6 +163,8 @@ class Machine:
                 await client.request("subscribe")
                 async for update in client.updates():
                     for item in update.items if update.topic == "jobs" else []:
+                        if job and item["id"] != job:
+                            continue
                         last = item
                         if fits(item):
                             return item
