@@ -253,7 +253,7 @@ class Transaction:
     def _broken(self, event: Broken) -> list[Instruction]:
         if self.view is None or event.generation != self.view.generation:
             return []
-        if self.phase in (Phase.APPLYING, Phase.BOUNDARY) and self._stopping():
+        if self.phase in (Phase.APPLYING, Phase.BOUNDARY) and self.stopping:
             return []  # all have voted to stop after this step: whoever was faster may be gone
         if self.phase in _UNINTERRUPTIBLE:
             self._pending_break = self._pending_break or event
@@ -379,7 +379,8 @@ class Transaction:
         last = self.applied >= self.steps_total
         return [Boundary(self._next_ticket(), self.applied, save=Flag.SAVE in self._granted, last=last)]
 
-    def _stopping(self) -> bool:
+    @property
+    def stopping(self) -> bool:
         """Whether the ring stands still after the step that is being applied, or was applied last."""
         applied = self.applied + (self.phase is Phase.APPLYING)
         return bool(self._granted & (Flag.HOLD | Flag.LEAVE)) or applied >= self.steps_total
@@ -387,7 +388,7 @@ class Transaction:
     def _boundary_done(self) -> list[Instruction]:
         if self.applied >= self.steps_total:
             return self._stop(Phase.DONE, "done")
-        if self._stopping():
+        if self.stopping:
             return self._stop(Phase.HELD, "held")
         return self._start_step()
 

@@ -42,6 +42,7 @@ class Peer:
         self.stop.set()
         async with asyncio.timeout(5):
             await self.task
+        self.identity.release()
 
     async def die(self) -> None:
         """End without a word, as a process that is killed: its sockets close, nothing else happens."""

@@ -50,8 +50,9 @@ def chunks_of(blobs: list[Blob], chunk_bytes: int) -> list[Chunk]:
 # -------------------------------------------------------------------------------------------------------------- donor
 
 
-async def give(connection: Connection, state: list[Blob], *, step: int, lineage: str) -> None:
-    """Answer one healing member until it closes. ``state`` must not change meanwhile."""
+async def give(connection: Connection, state: list[Blob], view: View) -> None:
+    """Answer one healing member of ``view`` until it closes. ``state``, that of the view's start, must not change."""
+    step, lineage, generation = view.step, view.lineage, view.generation
     blobs = {blob.name: blob for blob in state}
     request = await connection.expect(HealRequest, timeout_s=SILENCE_S)
     if (request.step, request.lineage) != (step, lineage):
@@ -61,15 +62,15 @@ async def give(connection: Connection, state: list[Blob], *, step: int, lineage:
         await connection.flush(timeout_s=SILENCE_S)
         return
     records = [BlobRecord(blob.name, blob.view.nbytes) for blob in state]
-    connection.send(HealOffer(step, lineage, records, CHUNK_BYTES))
+    connection.send(HealOffer(step, lineage, records, CHUNK_BYTES), generation=generation)
     while True:
         try:
             wanted = await connection.expect(ChunkRequest, timeout_s=SILENCE_S)
         except ConnectionLost:
             return  # it has all it needs, or is gone
         chunk = _checked(wanted, blobs)
-        connection.send(ChunkDigest(wanted.stream, xxhash.xxh3_128_digest(chunk)))
-        connection.send_bulk(chunk, generation=0, stream=wanted.stream)
+        connection.send(ChunkDigest(wanted.stream, xxhash.xxh3_128_digest(chunk)), generation=generation)
+        connection.send_bulk(chunk, generation=generation, stream=wanted.stream)
         await connection.flush(timeout_s=SILENCE_S)
 
 
@@ -126,13 +127,15 @@ async def fetch(
 async def _fetch_from(
     connection: Connection, view: View, state: list[Blob], on_progress: Callable[[int, int], None]
 ) -> None:
-    connection.send(HealRequest(view.job, view.step, view.lineage))
+    connection.send(HealRequest(view.job, view.step, view.lineage), generation=view.generation)
     offer = await connection.expect(HealOffer, timeout_s=SILENCE_S)
     mine = [(blob.name, blob.view.nbytes) for blob in state]
     if [(record.name, record.size_bytes) for record in offer.blobs] != mine:
         raise ProtocolError("its state has other parts or sizes than this model's")
+    if offer.chunk_bytes != CHUNK_BYTES:
+        raise ProtocolError(f"it gives chunks of {offer.chunk_bytes} bytes, this version takes {CHUNK_BYTES}")
     total = sum(size for _, size in mine)
-    waiting = deque((chunk, 1) for chunk in chunks_of(state, min(offer.chunk_bytes, CHUNK_BYTES)))
+    waiting = deque((chunk, 1) for chunk in chunks_of(state, CHUNK_BYTES))
     under_way: dict[int, tuple[Chunk, int, asyncio.Event]] = {}
     stream, done_bytes = 0, 0
     while waiting or under_way:
@@ -141,8 +144,9 @@ async def _fetch_from(
             stream += 1
             arrived = asyncio.Event()
             under_way[stream] = (chunk, attempt, arrived)
-            connection.post(chunk.view, generation=0, stream=stream, done=arrived.set)
-            connection.send(ChunkRequest(chunk.blob.name, chunk.offset, chunk.size_bytes, stream))
+            connection.post(chunk.view, generation=view.generation, stream=stream, done=arrived.set)
+            wanted = ChunkRequest(chunk.blob.name, chunk.offset, chunk.size_bytes, stream)
+            connection.send(wanted, generation=view.generation)
         answer = await connection.expect(ChunkDigest, timeout_s=SILENCE_S)
         if answer.stream not in under_way:
             raise ProtocolError(f"it announced a chunk {answer.stream} that was not asked for")

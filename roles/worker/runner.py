@@ -9,11 +9,9 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
-import xxhash
-
 from configs.schema import Profile
-from p2ptrain.core.checkpoints import CheckpointEntry, CheckpointStore
-from p2ptrain.core.errors import JobFailed, NetworkError, P2PTrainError, PeerError, StorageError
+from p2ptrain.core.checkpoints import CheckpointEntry, Meta
+from p2ptrain.core.errors import JobFailed, NetworkError, P2PTrainError, PeerError
 from p2ptrain.core.world import World
 from ring.activities import (
     Apply,
@@ -21,6 +19,7 @@ from ring.activities import (
     Broken,
     Compute,
     Disband,
+    Drifted,
     Event,
     Failed,
     Finished,
@@ -38,18 +37,21 @@ from ring.activities import (
     Wish,
 )
 from ring.session import Inbound, RingBroken, RingSession
-from ring.token import Flag, first_lineage
+from ring.token import Flag
 from ring.transaction import Phase, Transaction
 from ring.view import View, shares
 from roles.compute_thread import ComputeThread
-from roles.engine import Applied, Blob, Engine
+from roles.engine import Applied, Engine
 from roles.strategies import Strategy, strategy_named
 from roles.worker import heal
+from roles.worker.keeper import Keeper, odd_ones_out, state_bytes, state_digest
 from roles.worker.timing import StepClock
 from wire.connection import Connection
 from wire.messages import CheckpointSaved, Message, StepMetrics
 
 FORM_TIMEOUT_S = 20.0  # a neighbour may still be aborting a long micro-batch before it turns to the new view
+REDO_BYTES_PER_S = 100e6  # it may also be redoing a step: one thread's optimizer, seen at four times that
+FIRST_STEP_S = 600.0
 _VALIDATION = struct.Struct("!dQ")  # sum of losses in nats, number of targets
 
 Notify = Callable[[str, str, str], None]  # level, kind, text
@@ -86,7 +88,7 @@ class JobRunner:
     """One worker's part in one job, from ``Assign`` to ``Release``."""
 
     def __init__(
-        self, around: Surroundings, *, job: str, profile: Profile, spec: str, store: CheckpointStore, restore_step: int
+        self, around: Surroundings, *, job: str, profile: Profile, spec: str, keeper: Keeper, restore_step: int
     ) -> None:
         self.job = job
         self.profile = profile
@@ -96,7 +98,7 @@ class JobRunner:
         self.bytes_in = self.bytes_out = self.tokens = 0
         self._around = around
         self._spec = spec
-        self._store = store
+        self.keeper = keeper
         self._restore_step = restore_step
         self._engine: Engine | None = None
         self._strategy: Strategy | None = None
@@ -109,6 +111,7 @@ class JobRunner:
         self._last: Applied | None = None
         self._val_loss: float | None = None
         self._saved_step = -1
+        self._state_bytes = 0
 
     # ------------------------------------------------------------------------------------------- what the worker calls
 
@@ -170,13 +173,12 @@ class JobRunner:
             raise PeerError("this member has no state to give in that view")
         self._donations.add(connection)
         try:
-            await heal.give(connection, self._engine.state(), step=core.applied, lineage=core.lineage)
+            state = await self._around.compute.run(self._engine.state)
+            if core.view is not view or not core.may_give:
+                raise PeerError("the view ended before the state was at hand")
+            await heal.give(connection, state, view)
         finally:
             self._donations.discard(connection)
-
-    async def delete_checkpoint(self, step: int) -> bool:
-        """Whether there was one; on the compute thread, so never while one is written. Raises ``StorageError``."""
-        return await self._around.compute.run(self._store.delete, step)
 
     # ------------------------------------------------------------------------------------------------ core and shell
 
@@ -270,35 +272,24 @@ class JobRunner:
             self._engine = await around.compute.run(around.build_engine, self.profile)
             factory = strategy_named(self.profile.job.strategy)
             self._strategy = factory(self._engine, around.compute, self._did_something)
-        entry = await around.compute.run(self._entry_to_load)
-        if entry is None:
-            await around.compute.run(self._engine.load_initial)
-            digest = await around.compute.run(_digest, self._engine.state())
-            self._handle(Loaded(0, first_lineage(self._spec, digest)))
-            return
-        await around.compute.run(self._engine.load, entry.path)
-        self._saved_step = entry.step
-        around.notify("info", "checkpoint-loaded", f"resuming from {entry.path} (step {entry.step})")
-        self._handle(Loaded(entry.step, str(entry.meta["lineage"])))
-
-    def _entry_to_load(self) -> CheckpointEntry | None:
-        def damaged(path: Any, problem: str) -> None:
-            text = f"checkpoint {path} is damaged ({problem}); falling back to the one before it"
-            self._around.notify("warning", "checkpoint-damaged", text)
-
-        if self._restore_step >= 0:
-            step, self._restore_step = self._restore_step, -1
-            for path in self._store.set_aside_after(step):
-                self._around.notify("info", "checkpoint-superseded", f"a newer checkpoint is kept as {path}")
-        entry = self._store.newest_good(damaged)
-        if entry is not None and not isinstance(entry.meta.get("lineage"), str):
-            raise StorageError(f"{entry.path} does not say which state it holds", remedy="move it away and join again")
-        return entry
+        restore_step, self._restore_step = self._restore_step, -1
+        applied, lineage, square_sum, entry = await around.compute.run(
+            self.keeper.load, self._engine, spec=self._spec, restore_step=restore_step
+        )
+        self._state_bytes = await around.compute.run(lambda: state_bytes(self._ready_engine().state()))
+        self._last = None
+        if entry is not None:
+            self._saved_step = entry.step
+            around.notify("info", "checkpoint-loaded", f"resuming from {entry.path} (step {entry.step})")
+        for known in await around.compute.run(self.keeper.entries):
+            self._announce(known)  # the seed may have lost its record, or this worker may be new to it
+        self._handle(Loaded(applied, lineage, square_sum))
 
     async def _form(self, form: Form) -> None:
         around = self._around
-        usual_s, membership = around.beats(), self.profile.membership
-        heartbeat_s, death_s = membership.heartbeat_s or usual_s[0], membership.death_s or usual_s[1]
+        membership, usual_s = self.profile.membership, around.beats()
+        heartbeat_s = membership.heartbeat_s or form.view.heartbeat_s or usual_s[0]
+        death_s = membership.death_s or form.view.death_s or usual_s[1]
         session = await RingSession.form(
             world=around.world,
             view=form.view,
@@ -309,7 +300,7 @@ class JobRunner:
             heartbeat_s=heartbeat_s,
             death_s=death_s,
             sub_chunk_bytes=self.profile.ring.sub_chunk_bytes,
-            timeout_s=FORM_TIMEOUT_S,
+            timeout_s=FORM_TIMEOUT_S + self._state_bytes / REDO_BYTES_PER_S,
         )
         self._session = session
         here = form.view.members[session.rank].host
@@ -327,7 +318,8 @@ class JobRunner:
 
     async def _heal(self, instruction: Heal) -> None:
         around, engine, view = self._around, self._ready_engine(), instruction.view
-        await around.compute.run(lambda: None)  # an abandoned micro-batch may still be using the state
+        # On the compute thread, so after an abandoned micro-batch, which may still be using the state.
+        state = await around.compute.run(engine.state)
         began = around.world.clock.now()
 
         def progress(done_bytes: int, total_bytes: int) -> None:
@@ -336,7 +328,7 @@ class JobRunner:
         donor = await heal.fetch(
             around.world,
             view,
-            engine.state(),
+            state,
             peer_id=around.peer_id,
             name=around.name,
             seed_host=around.seed_host,
@@ -378,17 +370,36 @@ class JobRunner:
     async def _boundary(self, instruction: Boundary) -> None:
         profile, applied, last = self.profile, instruction.applied, instruction.last
         rank, session = self._rank(), self._ready_session()
-        timing = self.clock.step_done()
+        timing, self._val_loss = self.clock.step_done(), None
         if last or (profile.validation.every and applied % profile.validation.every == 0):
             try:
                 self._val_loss = await self._validate(session, rank)
             except NetworkError as problem:  # whoever was faster may be gone: the step itself is safe
                 self._around.notify("warning", "validation", f"validation after step {applied} skipped: {problem}")
         self._tell_metrics(applied, rank, session.size, timing)
-        due = instruction.save or last or (profile.checkpoint.every and applied % profile.checkpoint.every == 0)
-        if due and rank < profile.checkpoint.copies and applied != self._saved_step:
-            await self._save(applied)
+        if instruction.save or last or (profile.checkpoint.every and applied % profile.checkpoint.every == 0):
+            if await self._drifted(session, rank):
+                self._handle(Drifted(instruction.ticket))
+                return
+            if rank < profile.checkpoint.copies and applied != self._saved_step:
+                # A ring that breaks meanwhile abandons the boundary, not the checkpoint.
+                await asyncio.shield(self._tasks.create_task(self._save(applied), name=f"save {applied}"))
         self._handle(Finished(instruction.ticket))
+
+    async def _drifted(self, session: RingSession, rank: int) -> bool:
+        """Whether this member's state differs from that of the most: equal lineages promise equal bits, this checks."""
+        digest = await self._around.compute.run(lambda: state_digest(self._ready_engine().state()))
+        try:
+            digests = await session.all_gather(digest, patience_s=self._patience_s())
+        except NetworkError:
+            if self.core.stopping:
+                return False  # whoever was faster may be gone
+            raise
+        odd = odd_ones_out(digests)
+        if odd and rank == 0:
+            names = ", ".join(session.view.members[number].name for number in sorted(odd))
+            self._around.notify("warning", "drift", f"the state of {names} differs from the others': it is healed")
+        return rank in odd
 
     async def _validate(self, session: RingSession, rank: int) -> float:
         """Mean loss over the held-out micro-batches, in nats a token; the members share them."""
@@ -404,37 +415,33 @@ class JobRunner:
         return math.fsum(float(part) for part, _ in parts) / max(1, sum(int(number) for _, number in parts))
 
     async def _save(self, applied: int) -> None:
-        around, engine, lineage = self._around, self._ready_engine(), self.core.lineage
+        around, engine = self._around, self._ready_engine()
         view = self.core.view
-        meta: dict[str, str | int | float | bool | None] = {
+        meta: Meta = {
             "job": self.job,
-            "lineage": lineage,
+            "lineage": self.core.lineage,
+            "square_sum": self.core.square_sum,
             "generation": view.generation if view else 0,
             "corpus": engine.corpus_digest,
             "val_loss": self._val_loss,
-            "loss": self._last.loss if self._last else None,
+            "loss": self._last.loss if self._last and self._last.step == applied else None,
         }
-
-        def write() -> CheckpointEntry:
-            need_bytes = sum(blob.view.nbytes for blob in engine.state())
-            temporary = self._store.begin(applied, need_bytes=need_bytes)
-            try:
-                engine.save(temporary)
-                return self._store.commit(temporary, applied, meta)
-            except BaseException:
-                self._store.discard(temporary)
-                raise
-
         try:
-            entry = await around.compute.run(write)
-        except (StorageError, P2PTrainError) as problem:
+            entry = await around.compute.run(self.keeper.save, engine, applied, meta)
+        except P2PTrainError as problem:
             # A full disk must not end the run: the state is in memory, here and at every member.
             text = f"no checkpoint at step {applied}: {problem.message}. {problem.remedy}".rstrip(". ")
             around.notify("error", "checkpoint-failed", text)
             return
         self._saved_step = applied
-        around.say(CheckpointSaved(self.job, applied, str(entry.path), entry.digest, entry.size_bytes, self._val_loss))
+        self._announce(entry)
         around.notify("info", "checkpoint-saved", f"step {applied} saved to {entry.path}")
+
+    def _announce(self, entry: CheckpointEntry) -> None:
+        val_loss = entry.meta.get("val_loss")
+        known = float(val_loss) if isinstance(val_loss, float | int) else None
+        path = str(entry.path)
+        self._around.say(CheckpointSaved(self.job, entry.step, path, entry.digest, entry.size_bytes, known))
 
     # -------------------------------------------------------------------------------------------------------- helpers
 
@@ -451,8 +458,7 @@ class JobRunner:
         }
         if timing.get("step_ms"):
             values["tokens_per_s"] = tokens / timing["step_ms"] * 1e3
-        validated = self.profile.validation.every and applied % self.profile.validation.every == 0
-        if self._val_loss is not None and (validated or applied >= self.core.steps_total):
+        if self._val_loss is not None:
             values["val_loss"] = self._val_loss
         view = self.core.view
         if rank == 0 and view is not None:
@@ -462,10 +468,11 @@ class JobRunner:
     def _patience_s(self) -> float:
         """How long a collective may stand still. Neighbours that beat are alive; this bounds one that is stuck.
 
-        The slowest honest reasons: it computes (20 times this member's longest step), it heals (the state at 1 MB/s).
+        Honest reasons to be slow: a member computes (20 times the longest step that the ring was seen to take; nothing
+        is known before the first one), or heals (the whole state at 1 MB/s).
         """
-        state_bytes = sum(blob.view.nbytes for blob in self._ready_engine().state())
-        return 60.0 + 20.0 * self.clock.longest_s + state_bytes / 1e6
+        usual_s = 20.0 * self.clock.longest_s if self.clock.longest_s else FIRST_STEP_S
+        return 60.0 + usual_s + self._state_bytes / 1e6
 
     def _rank(self) -> int:
         view = self.core.view
@@ -488,13 +495,6 @@ class JobRunner:
         if self._session is None:
             raise NetworkError("the ring is gone")
         return self._session
-
-
-def _digest(state: list[Blob]) -> bytes:
-    digest = xxhash.xxh3_128()
-    for blob in state:
-        digest.update(blob.view)
-    return digest.digest()
 
 
 def _described(view: View, peer_id: str) -> str:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.schema import Profile
-from p2ptrain.core.checkpoints import CheckpointStore
-from p2ptrain.core.errors import P2PTrainError, PeerError, ProtocolError, Refused, UserError
+from p2ptrain.core.errors import P2PTrainError, PeerError, ProtocolError, Refused
 from p2ptrain.core.ids import is_id
 from p2ptrain.core.world import World
 from ring.session import Inbound
@@ -21,6 +20,7 @@ from roles.engine import Engine
 from roles.identity import Identity
 from roles.worker.control import Pulse, SeedLink
 from roles.worker.gauges import Gauges
+from roles.worker.keeper import Keeper, lineage_of
 from roles.worker.runner import JobRunner, Notify, Surroundings
 from wire.connection import Connection
 from wire.handshake import RefusalCode, local_hello, local_welcome, serve
@@ -104,6 +104,7 @@ class Worker:
         self._gauges = Gauges(world.clock.now)
         self._beats = IDLE_BEATS_S
         self._runner: JobRunner | None = None
+        self._job_task: asyncio.Task[None] | None = None
         self._leaving = False
         self._tasks = asyncio.TaskGroup()
         self._port = options.listen[1]
@@ -226,11 +227,11 @@ class Worker:
             job=message.job,
             profile=profile,
             spec=message.spec,
-            store=self._store(message.job, profile.checkpoint.keep),
+            keeper=self._keeper(message.job, profile.checkpoint.keep),
             restore_step=message.restore_step,
         )
         self._notify_person("info", "building", f"building the model of job {message.job}")
-        self._tasks.create_task(self._runner.run(), name=f"job {message.job}")
+        self._job_task = self._tasks.create_task(self._runner.run(), name=f"job {message.job}")
 
     def _surroundings(self) -> Surroundings:
         return Surroundings(
@@ -258,20 +259,27 @@ class Worker:
 
     async def _requested(self, request: Request) -> dict[str, Any]:
         job, step = request.params.get("job"), request.params.get("step")
-        if request.method != "checkpoint.delete":
-            raise Refused("unknown-method", f"a worker does not know {request.method[:80]!r}")
-        if not isinstance(job, str) or not is_id(job) or not isinstance(step, int):
-            raise ProtocolError("checkpoint.delete needs job and step")
-        if self._runner is not None and self._runner.job == job:
-            there = await self._runner.delete_checkpoint(step)
-        else:
-            there = await self._compute.run(self._store(job, 2).delete, step)
-        if not there:
-            raise UserError(f"{self._identity.name} has no checkpoint of step {step}")
-        return {"deleted": step}
+        if not isinstance(job, str) or not is_id(job) or not isinstance(step, int) or step < 0:
+            raise ProtocolError(f"{request.method[:80]} needs job and step")
+        keeper = self._runner.keeper if self._runner and self._runner.job == job else self._keeper(job, 2)
+        match request.method:
+            case "checkpoint.verify":
+                entry = await self._compute.run(keeper.verify, step)
+                return {"step": entry.step, "lineage": lineage_of(entry)}
+            case "checkpoint.delete":
+                if not await self._compute.run(keeper.delete, step):
+                    raise Refused("not-here", f"{self._identity.name} has no checkpoint of step {step}")
+                return {"deleted": step}
+        raise Refused("unknown-method", f"a worker does not know {request.method[:80]!r}")
 
-    def _store(self, job: str, keep: int) -> CheckpointStore:
-        return CheckpointStore(self._world.disk, self._identity.directory / "jobs" / job / "checkpoints", keep)
+    def _keeper(self, job: str, keep: int) -> Keeper:
+        root = self._identity.directory / "jobs" / job / "checkpoints"
+        loop = asyncio.get_running_loop()
+
+        def tell(level: str, kind: str, text: str) -> None:
+            loop.call_soon_threadsafe(self._notify, level, kind, text)
+
+        return Keeper(self._world.disk, root, keep, tell)
 
     def _notify(self, level: str, kind: str, text: str) -> None:
         self._notify_person(level, kind, text)
@@ -325,8 +333,8 @@ class Worker:
             except TimeoutError:
                 pass  # the step is long: the others abort it and go on without this member
         await self._link.leave("the person stopped it")
-        if runner is not None:
-            runner.release()
+        if self._job_task is not None:
+            self._job_task.cancel()  # not waited for: what is half written is cleared by the next start
 
 
 def _first(group: BaseExceptionGroup[P2PTrainError]) -> P2PTrainError:

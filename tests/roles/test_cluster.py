@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sqlite3
 import threading
 from typing import Any
 
 import pytest
 
 from configs.schema import Profile
+from p2ptrain.core.training import Applied
 from roles.in_process import Cluster, Peer
 from roles.stand_in import StandInEngine
 
@@ -277,6 +280,47 @@ async def test_a_worker_with_other_data_is_let_go_with_the_reason(cluster: Clust
     rows = (await cluster.ask("metrics.history", job=job, after_step=0, limit=100))["rows"]
     assert {row["members"] for row in rows} == {2}
     assert any(kind == "released" and "its data differs" in text for _, kind, text in stranger.told)
+
+
+class Drifting(StandInEngine):
+    """Differs in one bit from step 6 on, as another kind of device might."""
+
+    def apply(self, step: int, square_sum: float) -> Applied:
+        applied = super().apply(step, square_sum)
+        if step == 5:
+            self._parameters.view("uint32")[0] ^= 1
+        return applied
+
+
+async def test_a_member_whose_state_drifts_is_healed_at_the_next_checkpoint(cluster: Cluster) -> None:
+    job = await cluster.create(small_profile(job={"workers": 3}))
+    peers = [cluster.join(engine) for engine in (StandInEngine, Drifting, StandInEngine)]
+    await cluster.job_until(job, done)
+    assert len({state_of(peer) for peer in peers}) == 1
+    events = (await cluster.ask("events.list", after_id=0, limit=200))["events"]
+    drifts = [event["text"] for event in events if event["kind"] == "drift"]
+    assert len(drifts) == 1
+    assert peers[1].identity.name in drifts[0]
+
+
+async def test_checkpoints_on_disk_are_made_known_to_a_seed_that_has_no_record_of_them(cluster: Cluster) -> None:
+    job = await cluster.create(small_profile(job={"steps": 100_000}, checkpoint={"keep": 1000}))
+    peers = [cluster.join() for _ in range(2)]
+    await cluster.job_until(job, at(9))
+    for peer in peers:
+        await peer.leave()
+    before = (await cluster.ask("checkpoints.list", job=job))["checkpoints"]
+    await cluster.stop_seed()
+    with contextlib.closing(sqlite3.connect(cluster.root / "seed" / "seed.sqlite3")) as record, record:
+        record.execute("DELETE FROM checkpoints")
+    await cluster.start_seed(cluster.address[1])
+    assert (await cluster.ask("checkpoints.list", job=job))["checkpoints"] == []
+    again = [cluster.join(slot=slot) for slot in (1, 2)]
+    await cluster.job_until(job, lambda item: item["state"] == "running")
+    after = (await cluster.ask("checkpoints.list", job=job))["checkpoints"]
+    assert {item["id"] for item in before} <= {item["id"] for item in after}
+    for peer in again:
+        await peer.leave()
 
 
 async def test_a_loss_that_is_not_finite_fails_the_job_with_the_reason(cluster: Cluster) -> None:

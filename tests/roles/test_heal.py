@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -67,7 +68,7 @@ async def donors(world: World, **behaviours: Donor) -> AsyncIterator[list[P2PTra
 
 
 def honest(source: list[Blob]) -> Donor:
-    return lambda connection: heal.give(connection, source, step=7, lineage=LINEAGE)
+    return lambda connection: heal.give(connection, source, view_of(1))
 
 
 async def fetch(world: World, view: View, target: list[Blob]) -> str:
@@ -100,7 +101,9 @@ async def test_the_state_arrives_bit_by_bit_and_progress_ends_at_the_whole() -> 
     assert problems == []
 
 
-@pytest.mark.parametrize("what", ["dies", "is_elsewhere", "has_another_model", "corrupts", "speaks_nonsense"])
+@pytest.mark.parametrize(
+    "what", ["dies", "is_elsewhere", "has_another_model", "corrupts", "speaks_nonsense", "gives_no_chunks"]
+)
 async def test_a_donor_that_fails_is_followed_by_the_next(what: str) -> None:
     here, source, target = world(), state(1), state(None)
 
@@ -111,10 +114,10 @@ async def test_a_donor_that_fails_is_followed_by_the_next(what: str) -> None:
         connection.abort()
 
     async def is_elsewhere(connection: Connection) -> None:
-        await heal.give(connection, source, step=8, lineage=LINEAGE)
+        await heal.give(connection, source, replace(view_of(1), step=8))
 
     async def has_another_model(connection: Connection) -> None:
-        await heal.give(connection, state(1, numel=10), step=7, lineage=LINEAGE)
+        await heal.give(connection, state(1, numel=10), view_of(1))
 
     async def corrupts(connection: Connection) -> None:
         await connection.expect(HealRequest, timeout_s=5)
@@ -123,12 +126,17 @@ async def test_a_donor_that_fails_is_followed_by_the_next(what: str) -> None:
             wanted = await connection.expect(ChunkRequest, timeout_s=5)
             bad = memoryview(bytearray(wanted.size_bytes))
             connection.send(ChunkDigest(wanted.stream, xxhash.xxh3_128_digest(b"something else")))
-            connection.send_bulk(bad, generation=0, stream=wanted.stream)
+            connection.send_bulk(bad, generation=3, stream=wanted.stream)
             await connection.flush(timeout_s=5)
 
     async def speaks_nonsense(connection: Connection) -> None:
         await connection.expect(HealRequest, timeout_s=5)
         connection.send(ChunkDigest(99, b"?"))
+        await connection.flush(timeout_s=5)
+
+    async def gives_no_chunks(connection: Connection) -> None:
+        await connection.expect(HealRequest, timeout_s=5)
+        connection.send(HealOffer(7, LINEAGE, [BlobRecord(b.name, b.view.nbytes) for b in source], -1))
         await connection.flush(timeout_s=5)
 
     async with donors(here, bad=locals()[what], good=honest(source)):
