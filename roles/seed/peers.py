@@ -11,6 +11,7 @@ from typing import Any
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, ProtocolError, Refused
 from p2ptrain.core.ids import is_id
 from ring.coordination import STATUSES, Peer
+from ring.token import is_lineage
 from ring.view import View
 from wire.connection import Connection
 from wire.messages import Heartbeat, Hello, MemberRecord, Message, Report, Request, Response, ViewAnnounced
@@ -175,7 +176,11 @@ def check_report(report: Report) -> None:
         raise ProtocolError(f"a report of {report.applied} applied and {report.prepared} prepared steps")
     if not math.isfinite(report.square_sum):
         raise ProtocolError("a report of a norm that is not finite")
-    if any(len(text) > 128 for text in (report.lineage, report.prepared_lineage, report.corpus, report.suspect)):
+    nothing_loaded = report.status == "failed" and not report.lineage
+    prepared = is_lineage(report.prepared_lineage) if report.prepared > report.applied else not report.prepared_lineage
+    if not (nothing_loaded or is_lineage(report.lineage)) or not prepared:
+        raise ProtocolError("a report with a lineage that is none")
+    if any(len(text) > 128 for text in (report.corpus, report.suspect)):
         raise ProtocolError("a report with a digest or id that is none")
 
 

@@ -63,6 +63,11 @@ SPEC = Profile.model_validate(
 ).to_spec()
 
 
+def lineage_of(step: int) -> str:
+    """What all workers here hold at a step."""
+    return f"{step:032x}"
+
+
 class Worker:
     """A worker as a script writes it: it says what it is told to say, and hands out what it hears."""
 
@@ -101,7 +106,7 @@ class Worker:
     def report(self, status: str, applied: int = 0, *, lineage: str = "", **more: Any) -> None:
         generation = 0 if status == "ready" else self.view.generation
         more = {"corpus": "c0ffee", **more}
-        self.say(Report(self.job, generation, status, applied, applied, lineage or f"L{applied}", **more))
+        self.say(Report(self.job, generation, status, applied, applied, lineage or lineage_of(applied), **more))
 
     async def assigned(self, applied: int = 0) -> Assign:
         """Take the job and be ready for it."""
@@ -314,13 +319,27 @@ async def test_a_closed_link_is_a_death_notice_and_a_leave_is_not(bench: Bench) 
 @pytest.mark.parametrize(
     "nonsense",
     [
-        Report("{job}", 1, "resting", 0, 0, "L"),
-        Report("{job}", 1, "held", 5, 7, "L"),
-        Report("{job}", 1, "held", -1, -1, "L"),
-        Report("{job}", 1, "held", 0, 0, "L" * 999),
+        Report("{job}", 1, "resting", 0, 0, lineage_of(0)),
+        Report("{job}", 1, "held", 5, 7, lineage_of(5)),
+        Report("{job}", 1, "held", -1, -1, lineage_of(0)),
+        Report("{job}", 1, "held", 0, 0, "L" * 32),
+        Report("{job}", 1, "held", 0, 0, ""),
+        Report("{job}", 1, "failed", 0, 0, "nonsense"),
+        Report("{job}", 1, "held", 0, 1, lineage_of(0), prepared_lineage=""),
+        Report("{job}", 1, "held", 0, 1, lineage_of(0), prepared_lineage="L" * 32),
         Hold("{job}", 1, "a seed says this"),
     ],
-    ids=["status", "two prepared", "negative", "lineage", "kind"],
+    ids=[
+        "status",
+        "two prepared",
+        "negative",
+        "lineage",
+        "no lineage",
+        "failed with nonsense",
+        "no prepared lineage",
+        "prepared lineage",
+        "kind",
+    ],
 )
 async def test_nonsense_ends_the_link_and_says_why(bench: Bench, nonsense: Message) -> None:
     worker, _ = await bench.ring("a", "b")
@@ -341,7 +360,7 @@ async def test_from_offer_to_a_running_view(bench: Bench) -> None:
     await b.assigned()
     view = await a.viewed()
     assert view == await b.viewed()
-    assert (view.generation, view.step, view.lineage) == (1, 0, "L0")
+    assert (view.generation, view.step, view.lineage) == (1, 0, lineage_of(0))
     assert [(member.peer_id, member.first, member.count) for member in view.members] == [("a", 0, 2), ("b", 2, 2)]
     job = await bench.job_is("running")
     assert (job["members"], job["generation"], job["steps_total"]) == (["a", "b"], 1, 100)
@@ -750,7 +769,7 @@ async def test_a_seed_comes_back_as_the_same_cluster(bench: Bench) -> None:
 
 def test_a_loopback_address_is_told_on_the_seeds_machine_only() -> None:
     peers = [Peer("a", "a", "127.0.0.1", 1), Peer("b", "b", "10.0.0.2", 2), Peer("c", "c", "::1", 3)]
-    view = View("j", 1, 0, "L", records(peers, 4, ["a"]), 2.0)
+    view = View("j", 1, 0, lineage_of(0), records(peers, 4, ["a"]), 2.0)
     assert [member.host for member in announced_to("127.0.0.1", view).members] == ["127.0.0.1", "10.0.0.2", "::1"]
     elsewhere = announced_to("10.0.0.9", view)
     assert [member.host for member in elsewhere.members] == ["", "10.0.0.2", ""]
