@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+from p2ptrain.core.errors import P2PTrainError, ResourceError
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -30,6 +32,9 @@ class ComputeThread:
         """Call ``function`` on the thread and give its result.
 
         A cancelled caller stops waiting; a call that has not begun is then skipped, one that has runs to its end.
+
+        Raises:
+            P2PTrainError: as raised by the call; whatever else it raised, libraries' errors too, as ``ComputeFailed``.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
@@ -55,10 +60,27 @@ class ComputeThread:
                 return  # the loop is closed: nobody waits any more
 
 
+class ComputeFailed(ResourceError):
+    """Something that is not this project's failed while it computed. ``__cause__`` has the traceback."""
+
+
+def translated(error: BaseException) -> ComputeFailed:
+    """What a library raised, for people."""
+    line = " ".join(str(error).split())[:300] or "it did not say why"
+    remedy = ""
+    if isinstance(error, MemoryError) or "out of memory" in line.lower():
+        remedy = "lower batch.micro_batch_sequences, or use a smaller model"
+    failed = ComputeFailed(f"{type(error).__name__} while computing: {line}", remedy=remedy)
+    failed.__cause__ = error
+    return failed
+
+
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
     if future.done():
         return
-    if error is not None:
+    if isinstance(error, P2PTrainError):
         future.set_exception(error)
+    elif error is not None:
+        future.set_exception(translated(error))
     else:
         future.set_result(result)

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
-from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused
+from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused, first_error
 from p2ptrain.core.world import Clock, LoopClock, Network
 from tui.model import Link, Phase, Store, clean
 from wire.client import SeedClient
@@ -115,7 +115,7 @@ class SeedSource:
                 tasks.create_task(self._load_events())
                 tasks.create_task(self._load_histories())
         except* P2PTrainError as errors:
-            problem = _first(errors)
+            problem = first_error(errors)
         finally:
             self._client = None
             self._note_how_far()
@@ -222,8 +222,3 @@ def _advance(items: list[Any], key: str, after: int) -> int:
     if not values or max(values) <= after:
         raise ProtocolError(f"a page of {len(items)} items does not go beyond {key} {after}")
     return max(values)
-
-
-def _first(errors: BaseExceptionGroup[P2PTrainError]) -> P2PTrainError:
-    error = errors.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error

@@ -9,6 +9,7 @@
     ├── NetworkError       the wire between
     │   ├── Unreachable      nothing answered
     │   ├── ConnectionLost   an established connection ended
+    │   ├── NeighbourAway    the next one in the ring was not reached in time
     │   └── DeadlineExceeded the peer was silent for longer than it may be
     ├── ResourceError      memory, disk space, a device
     ├── StorageError       a file or directory is damaged or cannot be written
@@ -37,6 +38,15 @@ class P2PTrainError(Exception):
         super().__init__(message)
         self.message = message
         self.remedy = remedy
+
+
+def first_error(group: BaseExceptionGroup[P2PTrainError]) -> P2PTrainError:
+    """The one to show of a task group's errors: the first, which made the others."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, P2PTrainError)
+    return error
 
 
 class UserError(P2PTrainError):
@@ -86,6 +96,18 @@ class Unreachable(NetworkError):
 
 class ConnectionLost(NetworkError):
     """An established connection ended before its time."""
+
+
+class NeighbourAway(NetworkError):
+    """The next member of the ring was not reached in time.
+
+    Args:
+        peer_id: which one.
+    """
+
+    def __init__(self, message: str, *, peer_id: str, remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.peer_id = peer_id
 
 
 class DeadlineExceeded(NetworkError):

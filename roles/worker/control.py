@@ -34,8 +34,13 @@ MAX_DELAY_S = 5.0
 KEPT_MESSAGES = 20_000
 """Metrics rows kept while the seed is away: about half a day at two seconds a step, 10 MB at most."""
 
-# Refusals that time mends: the seed has not yet noticed that the old connection is dead, is full, or is going down.
-_PASSING = frozenset({RefusalCode.DUPLICATE_PEER, RefusalCode.BUSY, RefusalCode.FULL, RefusalCode.SHUTTING_DOWN})
+RESENT_MESSAGES = 512
+"""The newest ones that were sent are sent again after a loss of the link: they may have died in a socket's buffer. The
+seed keeps one of each."""
+TOLD_EVERY_S = 30.0
+
+# What no other try can mend: the two sides do not speak the same protocol.
+_FINAL = frozenset({RefusalCode.VERSION})
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,7 @@ class SeedLink:
         self._on_message, self._on_up, self._on_down = on_message, on_up, on_down
         self._connection: Connection | None = None
         self._kept: deque[Message] = deque(maxlen=KEPT_MESSAGES)
+        self._recent: deque[Message] = deque(maxlen=RESENT_MESSAGES)
         self.rtt_ms: float | None = None
         self._leaving = False
         self._sent_at: dict[int, float] = {}
@@ -89,6 +95,8 @@ class SeedLink:
         if self._connection is not None:
             try:
                 self._connection.send(message)
+                if isinstance(message, StepMetrics | CheckpointSaved):
+                    self._recent.append(message)
                 return
             except ConnectionLost:
                 pass  # the reader sees it too, and reconnects
@@ -99,8 +107,8 @@ class SeedLink:
         """Stay connected until ``leave``, or cancelled.
 
         Raises:
-            NetworkError, Refused: the *first* connection could not be made, or the seed refuses for a reason that time
-                does not mend. Later losses of the link are only told to ``on_down``.
+            NetworkError, Refused: the *first* connection could not be made, or the seed speaks another protocol now.
+                Later losses and refusals are only told to ``on_down``: a worker that trains does not end for them.
         """
         connection, welcome = await self._dial()
         while True:
@@ -128,16 +136,19 @@ class SeedLink:
         return await dial(self._world.network, host, port, self._hello(), timeout_s=DIAL_TIMEOUT_S)
 
     async def _find_again(self) -> tuple[Connection, Welcome]:
-        delay_s = FIRST_DELAY_S
+        clock = self._world.clock
+        delay_s, tell_at = FIRST_DELAY_S, clock.now()
         while True:
             await asyncio.sleep(delay_s * (0.5 + self._world.random.random()))
             try:
                 return await self._dial()
-            except Refused as refusal:
-                if refusal.code not in _PASSING:
+            except P2PTrainError as problem:
+                if isinstance(problem, Refused) and problem.code in _FINAL:
                     raise
-            except P2PTrainError:
-                pass  # not back yet: on_down has told the person, and the next try tells more
+                # That it is not back yet was told; why it refuses was not.
+                if isinstance(problem, Refused) and clock.now() >= tell_at:
+                    tell_at = clock.now() + TOLD_EVERY_S
+                    self._on_down(problem)
             delay_s = min(2 * delay_s, MAX_DELAY_S)
 
     async def _live(self, connection: Connection, welcome: Welcome) -> P2PTrainError:
@@ -147,10 +158,7 @@ class SeedLink:
         beats = asyncio.create_task(self._beat(connection, welcome.heartbeat_s), name="beats")
         try:
             self._on_up(welcome)
-            while self._kept:
-                connection.send(self._kept.popleft())
-                if len(self._kept) % 256 == 0:
-                    await connection.flush(timeout_s=welcome.death_s)
+            await self._catch_up(connection, welcome.death_s)
             while True:
                 received = await connection.receive(timeout_s=welcome.death_s)
                 if isinstance(received.message, HeartbeatAck):
@@ -167,6 +175,21 @@ class SeedLink:
             self._connection = None
             beats.cancel()
             connection.abort()
+
+    async def _catch_up(self, connection: Connection, timeout_s: float) -> None:
+        """Send what the seed may have missed."""
+        missed = [*self._recent, *self._kept]
+        self._recent.clear()
+        self._kept.clear()
+        self._kept.extend(missed)
+        while self._kept:
+            message = self._kept[0]
+            connection.send(message)
+            if isinstance(message, StepMetrics | CheckpointSaved):
+                self._recent.append(message)
+            self._kept.popleft()
+            if len(self._kept) % 256 == 0:
+                await connection.flush(timeout_s=timeout_s)
 
     async def _beat(self, connection: Connection, interval_s: float) -> None:
         clock = self._world.clock

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.schema import Profile
-from p2ptrain.core.errors import P2PTrainError, PeerError, ProtocolError, Refused
+from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused, first_error
 from p2ptrain.core.ids import is_id
 from p2ptrain.core.world import World
 from ring.session import Inbound
 from ring.token import Flag
-from ring.transaction import Phase
+from ring.transaction import REASON_CHARS, Phase
 from ring.view import View
 from roles.compute_thread import ComputeThread
 from roles.engine import Engine
@@ -32,6 +32,7 @@ from wire.messages import (
     Message,
     Refuse,
     Release,
+    Report,
     Request,
     Response,
     SaveNow,
@@ -144,7 +145,7 @@ class Worker:
                 else:
                     stopped.cancel()  # the link raised: the group ends with its error
         except* P2PTrainError as group:
-            raise _first(group) from None
+            raise first_error(group) from None
         finally:
             await server.close()
             self._compute.close()
@@ -221,7 +222,13 @@ class Worker:
             return
         if self._runner is not None:
             self._runner.release()
-        profile = Profile.from_spec_untrusted(message.spec)
+        try:
+            profile = Profile.from_spec_untrusted(message.spec)
+        except ProtocolError as problem:  # a seed of another version: no reason to leave it
+            reason = f"this version cannot read the job's profile: {problem.message}"
+            self._notify("error", "worker-failed", reason)
+            self._link.send(Report(message.job, 0, "failed", 0, 0, "", reason=reason[:REASON_CHARS]))
+            return
         self._runner = JobRunner(
             self._surroundings(),
             job=message.job,
@@ -335,13 +342,3 @@ class Worker:
         await self._link.leave("the person stopped it")
         if self._job_task is not None:
             self._job_task.cancel()  # not waited for: what is half written is cleared by the next start
-
-
-def _first(group: BaseExceptionGroup[P2PTrainError]) -> P2PTrainError:
-    """One error to show: the first, which made the others."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    if not isinstance(error, P2PTrainError):
-        raise PeerError(f"an unexpected {type(error).__name__}")
-    return error

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from roles.compute_thread import ComputeThread
+from roles.compute_thread import ComputeFailed, ComputeThread, translated
 
 
 async def test_calls_run_in_order_on_one_other_thread() -> None:
@@ -24,8 +24,9 @@ async def test_calls_run_in_order_on_one_other_thread() -> None:
 
 async def test_an_error_reaches_the_caller_and_the_thread_goes_on() -> None:
     thread = ComputeThread()
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ComputeFailed, match="ZeroDivisionError while computing") as caught:
         await thread.run(lambda: 1 // 0)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert await thread.run(lambda: 7) == 7
     thread.close()
 
@@ -50,3 +51,8 @@ async def test_a_cancelled_call_that_has_not_begun_is_skipped_and_one_that_has_r
     await thread.run(ran.append, "third")
     assert ran == ["first", "third"]
     thread.close()
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")])
+def test_too_little_memory_names_what_to_lower(error: BaseException) -> None:
+    assert "micro_batch_sequences" in translated(error).remedy

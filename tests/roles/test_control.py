@@ -1,0 +1,215 @@
+"""The control link: found again after losses and refusals, with nothing forgotten that must not be."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+import pytest
+
+from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.errors import P2PTrainError, Refused, Unreachable
+from p2ptrain.core.world import LoopClock, World
+from roles.worker.control import Pulse, SeedLink
+from wire.connection import Connection
+from wire.handshake import RefusalCode, Server, local_hello, local_welcome, serve
+from wire.memory import MemoryNetwork
+from wire.messages import Heartbeat, HeartbeatAck, Hello, Message, Refuse, SaveNow, StepMetrics, Welcome
+from wire.virtual import run_virtual
+
+T = TypeVar("T")
+
+
+class Box(Generic[T]):
+    """What a callback was given, and a way to wait for more."""
+
+    def __init__(self) -> None:
+        self.items: list[T] = []
+        self._news = asyncio.Event()
+
+    def put(self, item: T) -> None:
+        self.items.append(item)
+        self._news.set()
+
+    async def until(self, count: int = 1) -> list[T]:
+        async with asyncio.timeout(600):
+            while len(self.items) < count:
+                self._news.clear()
+                await self._news.wait()
+        return self.items
+
+
+@dataclass
+class Linked:
+    """A link that runs, and what it told."""
+
+    link: SeedLink
+    downs: Box[P2PTrainError]
+    messages: Box[Message]
+    running: asyncio.Task[None]
+
+
+class FakeSeed:
+    """Takes what workers say, and refuses as it is told to."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.heard: list[Message] = []
+        self.refusals: list[Refuse] = []
+        self.connections: list[Connection] = []
+        self.news = asyncio.Condition()
+        self._server: Server | None = None
+
+    async def start(self) -> None:
+        self._server = await serve(
+            self.world.network, "seed", 1, decide=self._decide, serve=self._serve, on_problem=lambda *_: None
+        )
+
+    async def stop(self) -> None:
+        assert self._server is not None
+        await self._server.close()
+
+    async def until(self, count: int, kind: type[Message]) -> list[Message]:
+        async with asyncio.timeout(600), self.news:
+            while len(found := [message for message in self.heard if isinstance(message, kind)]) < count:
+                await self.news.wait()
+        return found
+
+    async def _decide(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
+        if self.refusals:
+            return self.refusals.pop(0)
+        return local_welcome(peer_id="seed", name="seed", wall=0.0, cluster_id="c", heartbeat_s=1.0, death_s=3.0)
+
+    async def _serve(self, connection: Connection, hello: Hello) -> None:
+        self.connections.append(connection)
+        while True:
+            received = await connection.receive(timeout_s=60)
+            if isinstance(received.message, Heartbeat):
+                connection.send(HeartbeatAck(received.message.seq))
+            async with self.news:
+                self.heard.append(received.message)
+                self.news.notify_all()
+
+
+def metrics(step: int) -> StepMetrics:
+    return StepMetrics("job", 1, step, {"loss": 1.0})
+
+
+@asynccontextmanager
+async def linked(seed: FakeSeed) -> AsyncIterator[Linked]:
+    downs, messages = Box[P2PTrainError](), Box[Message]()
+    network = seed.world.network
+    assert isinstance(network, MemoryNetwork)
+    link = SeedLink(
+        world=replace(seed.world, network=network.at("worker")),
+        host="seed",
+        port=1,
+        hello=lambda: local_hello(peer_id="w", name="w", roles=["worker"], purpose="peer", port=5),
+        pulse=lambda: Pulse(1, 2, "training", {}),
+        on_message=messages.put,
+        on_up=lambda welcome: None,
+        on_down=downs.put,
+    )
+    running = asyncio.create_task(link.run())
+    yield Linked(link, downs, messages, running)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+def world() -> World:
+    return World(LoopClock(), MemoryNetwork(), RealDisk(), random.Random(3))
+
+
+def test_what_was_said_while_the_seed_was_away_arrives_and_so_does_what_may_have_been_lost() -> None:
+    async def scenario() -> None:
+        seed = FakeSeed(world())
+        await seed.start()
+        async with linked(seed) as here:
+            await seed.until(1, Heartbeat)
+            here.link.send(metrics(1))
+            await seed.until(1, StepMetrics)
+            await seed.stop()
+            await here.downs.until()
+            here.link.send(metrics(2))
+            here.link.send(SaveNow("job"))  # of no use later
+            seed.heard.clear()
+            await seed.start()
+            again = await seed.until(2, StepMetrics)
+            assert [message.step for message in again if isinstance(message, StepMetrics)] == [1, 2]
+            assert not any(isinstance(message, SaveNow) for message in seed.heard)
+            assert len(here.downs.items) == 1
+            seed.connections[-1].send(SaveNow("job"))
+            assert await here.messages.until() == [SaveNow("job")]
+            assert here.link.rtt_ms is not None
+        await seed.stop()
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("code", [RefusalCode.UNREACHABLE, RefusalCode.BUSY, RefusalCode.DUPLICATE_PEER])
+def test_a_refusal_after_the_first_join_is_told_and_tried_again(code: RefusalCode) -> None:
+    async def scenario() -> None:
+        seed = FakeSeed(world())
+        await seed.start()
+        async with linked(seed) as here:
+            await seed.until(1, Heartbeat)
+            seed.refusals = [Refuse(code, "not now"), Refuse(code, "not now")]
+            seed.connections[-1].abort()
+            seed.heard.clear()
+            await seed.until(1, Heartbeat)
+            assert not here.running.done()
+            assert any(isinstance(problem, Refused) and problem.code == code for problem in here.downs.items)
+        await seed.stop()
+
+    run_virtual(scenario())
+
+
+def test_another_protocol_after_a_restart_ends_the_worker() -> None:
+    async def scenario() -> None:
+        seed = FakeSeed(world())
+        await seed.start()
+        async with linked(seed) as here:
+            await seed.until(1, Heartbeat)
+            seed.refusals = [Refuse(RefusalCode.VERSION, "another protocol")]
+            seed.connections[-1].abort()
+            with pytest.raises(Refused, match="another protocol"):
+                await here.running
+        await seed.stop()
+
+    run_virtual(scenario())
+
+
+def test_the_first_join_must_succeed() -> None:
+    async def scenario() -> None:
+        seed = FakeSeed(world())
+        async with linked(seed) as here:
+            with pytest.raises(Unreachable):
+                await here.running
+        await seed.start()
+        seed.refusals = [Refuse(RefusalCode.UNREACHABLE, "cannot reach you")]
+        async with linked(seed) as here:
+            with pytest.raises(Refused, match="cannot reach you"):
+                await here.running
+        await seed.stop()
+
+    run_virtual(scenario())
+
+
+def test_a_seed_that_falls_silent_is_given_up_after_its_death_time() -> None:
+    async def scenario() -> None:
+        seed = FakeSeed(world())
+        await seed.start()
+        async with linked(seed) as here:
+            await seed.until(1, Heartbeat)
+            assert isinstance(seed.world.network, MemoryNetwork)
+            seed.world.network.silence("seed", "worker")
+            began = asyncio.get_running_loop().time()
+            await here.downs.until()
+            assert asyncio.get_running_loop().time() - began < 6
+        await seed.stop()
+
+    run_virtual(scenario())
