@@ -27,6 +27,7 @@ from p2ptrain.core.errors import ConfigError
 PROFILES_DIR = Path(__file__).parent / "profiles"
 ENVIRONMENT_PREFIX = "P2PTRAIN__"
 DEFAULT_SOURCE = "default"
+_SHIPPED_SOURCE = "profile "
 _FILE_LIMIT_BYTES = 1024 * 1024
 
 _FIELDS: dict[str, FieldInfo] = dict(fields())
@@ -62,6 +63,11 @@ def shipped() -> dict[str, Path]:
     return {path.stem: path for path in sorted(PROFILES_DIR.glob("*.toml"))}
 
 
+def is_shipped(source: str) -> bool:
+    """Whether a value's source (``Loaded.sources``) is this project, and not the person."""
+    return source == DEFAULT_SOURCE or source.startswith(_SHIPPED_SOURCE)
+
+
 def describe(path: Path) -> str:
     """What a profile is for: its first line, which is a comment."""
     first = path.read_text(encoding="utf-8").partition("\n")[0]
@@ -94,7 +100,7 @@ def load(profile: str, environ: Mapping[str, str], sets: Sequence[str]) -> Loade
 def _profile_layers(profile: str) -> Iterator[tuple[str, _Setting]]:
     names = shipped()
     if profile in names:
-        yield from _file_layers(names[profile], f"profile {profile}")
+        yield from _file_layers(names[profile], f"{_SHIPPED_SOURCE}{profile}")
     elif profile.endswith(".toml") or "/" in profile or "\\" in profile:
         yield from _file_layers(Path(profile), "")
     else:
@@ -128,7 +134,7 @@ def _base_layers(base: object, place: str) -> Iterator[tuple[str, _Setting]]:
         raise ConfigError(
             f"{place}: base = {_shown(base)} is not a shipped profile", remedy=_remedy(str(base), names, "these ship")
         )
-    yield from _file_layers(names[base], f"profile {base}")
+    yield from _file_layers(names[base], f"{_SHIPPED_SOURCE}{base}")
 
 
 def _environment_layer(environ: Mapping[str, str]) -> Iterator[tuple[str, _Setting]]:
@@ -153,11 +159,13 @@ def _override_layer(sets: Sequence[str]) -> Iterator[tuple[str, _Setting]]:
 
 def _read(path: Path) -> str:
     try:
-        if path.stat().st_size > _FILE_LIMIT_BYTES:
+        with path.open("rb") as file:
+            content = file.read(_FILE_LIMIT_BYTES + 1)  # not its size: a pipe and a device have none
+        if len(content) > _FILE_LIMIT_BYTES:
             raise ConfigError(
                 f"{path} is larger than a profile may be ({_FILE_LIMIT_BYTES} bytes)", remedy="is this the right file?"
             )
-        return path.read_text(encoding="utf-8")
+        return content.decode("utf-8-sig")  # some editors begin a file with a byte order mark
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not UTF-8 text", remedy="is this the right file?") from None
     except OSError as error:

@@ -79,12 +79,11 @@ def up(
       p2ptrain up --workers 4 --set job.steps=1000
       p2ptrain up --profile my.toml --state ./run --plain
     """
-    from configs.loader import load
     from wire.shaper import preset_named
 
     if link:
         preset_named(link)  # refused here: each worker would only end
-    loaded = load(profile, os.environ, sets).profile
+    loaded = _profile(profile, sets, workers)
     plan = Plan(
         profile_name=profile,
         profile=loaded,
@@ -102,6 +101,26 @@ def up(
         _print_summary(summary)
     if summary["state"] != "done":
         raise typer.Exit(130 if summary["state"] == "interrupted" else JobFailed.exit_code)
+
+
+def _profile(name: str, sets: list[str], workers: int) -> Profile:
+    """The profile for this many workers. A job that begins with more of them would wait for ever.
+
+    Raises:
+        ConfigError, UserError: it is wrong, or the person asked for a job that begins with more.
+    """
+    from configs.loader import is_shipped, load
+
+    loaded = load(name, os.environ, sets)
+    wanted, source = loaded.profile.job.workers, loaded.sources["job.workers"]
+    if workers >= wanted:
+        return loaded.profile
+    if is_shipped(source):
+        return load(name, os.environ, [*sets, f"job.workers={workers}"]).profile
+    raise UserError(
+        f"{source}: the job begins with {wanted} workers, and {workers} would be started",
+        remedy=f"give --workers {wanted}, or --set job.workers={workers}",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +148,10 @@ async def _cluster(plan: Plan, *, full_screen: bool) -> dict[str, Any]:
         job = await _job(client, plan, console)
         for number in range(1, plan.workers + 1):
             children.append(await _start_worker(plan, number))
-        console.event("info", f"{plan.workers} workers start; logs are in {plan.root / 'logs'}")
+        console.event(
+            "info",
+            f"{plan.workers} worker{'s start' if plan.workers > 1 else ' starts'}; logs are in {plan.root / 'logs'}",
+        )
         watcher = Watcher(client, job, children, console, quiet=full_screen)
         watching = asyncio.create_task(watcher.run(), name="watch")
         stopping = asyncio.create_task(stop.wait(), name="stop")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.loader import load
+from configs.loader import is_shipped, load
 from p2ptrain.core.errors import ConfigError
 
 TINY_STEPS = load("tiny", {}, []).profile.job.steps
@@ -243,6 +243,15 @@ def test_an_unknown_profile_lists_those_that_ship() -> None:
     assert _refusal("zzz")[1] == SHIPPED + own
 
 
+def test_a_file_may_begin_with_a_byte_order_mark_and_end_its_lines_as_on_windows(tmp_path: Path) -> None:
+    path = tmp_path / "windows.toml"
+    path.write_bytes(b"\xef\xbb\xbf[job]\r\nsteps = 3\r\nseed = 4\r\n")
+    loaded = load(str(path), {}, [])
+    assert (loaded.profile.job.steps, loaded.sources["job.seed"]) == (3, f"{path}:3")
+    assert [is_shipped(loaded.sources[key]) for key in ("job.steps", "job.workers")] == [False, True]
+    assert is_shipped(load("tiny", {}, []).sources["model.layers"])
+
+
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     missing = tmp_path / "none.toml"
     assert _refusal(str(missing)) == (
@@ -255,6 +264,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     binary = tmp_path / "binary.toml"
     binary.write_bytes(b"\xff\xfe\x00")
     assert _refusal(str(binary)) == (f"{binary} is not UTF-8 text", "is this the right file?")
+    assert _refusal("/dev/zero")[0] == "/dev/zero is larger than a profile may be (1048576 bytes)"
     large = tmp_path / "large.toml"
     large.write_bytes(b"#" * (1024 * 1024 + 1))
     assert _refusal(str(large))[0] == f"{large} is larger than a profile may be (1048576 bytes)"

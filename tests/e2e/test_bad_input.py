@@ -170,6 +170,11 @@ ELSEWHERE: list[tuple[str, str, str]] = [
         "the full-screen view needs a terminal, and this is none",
         "for scripts there are `p2ptrain jobs list --json` and `p2ptrain peers --json`",
     ),
+    (
+        "up --workers 2 --set job.workers=3",
+        "--set job.workers=3: the job begins with 3 workers, and 2 would be started",
+        "give --workers 3, or --set job.workers=2",
+    ),
     ("generate hi", "generate needs one checkpoint", "give either --checkpoint DIR or --job JOB"),
 ]
 
@@ -525,9 +530,10 @@ async def test_a_second_ctrl_c_does_not_wait_for_the_step(machine: Any) -> None:
     await clean(worker)
 
 
-@pytest.mark.parametrize("moment", ["created job", "workers start", "step"])
+@pytest.mark.parametrize("moment", ["created job", "1 worker starts", "step"])
 async def test_up_leaves_nobody_behind(machine: Any, moment: str) -> None:
-    up = await machine.start("up", "--json", "--state", str(machine.root), *machine.settings(job__steps=LONG))
+    alone = ["--workers", "1"]  # the shipped profile begins with two: it shall not wait for the second
+    up = await machine.start("up", "--json", *alone, "--state", str(machine.root), *machine.settings(job__steps=LONG))
     await up.until(moment)
     children = psutil.Process(up.process.pid).children(recursive=True)
     assert await up.interrupt() == 130, up.text
