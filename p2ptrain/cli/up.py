@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from wire.client import SeedClient
 
 SEED_READY_S = 20.0
+DEATH_KNOWN_S = 2.0  # from the end of a child's connections to the end of its process
 FINISHED = ("done", "cancelled", "failed")
 
 
@@ -261,10 +262,11 @@ class Watcher:
         following = asyncio.create_task(self._follow(), name="follow")
         try:
             await asyncio.wait({reaper, following}, return_when=asyncio.FIRST_COMPLETED)
-            if following.done():
-                following.result()
-            else:
-                reaper.result()
+            if following.done() and following.exception() is None:
+                return
+            # A seed that dies closes its connections first. That it died, and why, says more.
+            await asyncio.wait({reaper}, timeout=DEATH_KNOWN_S)
+            (reaper if reaper.done() else following).result()
         finally:
             reaper.cancel()
             following.cancel()

@@ -553,6 +553,21 @@ async def test_children_leave_when_their_parent_is_killed(machine: Any) -> None:
         assert "Traceback" not in log.read_text()
 
 
+@pytest.mark.parametrize("role", ["seed", "join"])
+async def test_up_says_which_child_died_and_of_what(machine: Any, role: str) -> None:
+    settings = machine.settings(job__steps=LONG)
+    up = await machine.start("up", "--workers", "1", "--state", str(machine.root), *settings)
+    await up.until("step")
+    children = psutil.Process(up.process.pid).children(recursive=True)
+    (victim,) = [child for child in children if role in child.cmdline()]
+    victim.kill()
+    name = "seed" if role == "seed" else "worker-1"
+    remedy = f"the machine may have run out of memory; its log is {machine.root}/logs/{name}.log"
+    assert await up.end() == 5
+    assert up.lines[-2:] == [f"error: {name} ended: it was killed by SIGKILL", f"  → {remedy}"]
+    assert await gone(children)
+
+
 async def gone(processes: list[psutil.Process]) -> bool:
     """Whether all end by themselves."""
     _, alive = await asyncio.to_thread(psutil.wait_procs, processes, timeout=DEADLINE_S)
