@@ -268,6 +268,7 @@ async def test_a_record_that_is_damaged(machine: Any) -> None:
     await refused(machine, "up", *where, code=5, cause=cause, remedy=remedy)
 
 
+@pytest.mark.slow
 async def test_two_of_a_kind_in_one_directory(machine: Any) -> None:
     up = ["up", "--plain", "--state", str(machine.root), *machine.settings(job__steps=LONG)]
     first = await machine.start(*up)
@@ -312,6 +313,7 @@ async def test_a_seed_of_another_version(machine: Any) -> None:
     await elder.close()
 
 
+@pytest.mark.slow
 async def test_a_worker_of_another_version_and_garbage_are_refused_and_training_goes_on(machine: Any) -> None:
     seed = await machine.seed(*machine.settings(job__steps=LONG, job__workers=1))
     worker = await machine.join()
@@ -382,6 +384,7 @@ HUGE = {"device__kind": "cpu", "model__hidden_size": 8192, "model__layers": 64, 
 ASK_SHOW = "see p2ptrain jobs show"
 
 
+@pytest.mark.slow
 async def test_a_job_that_cannot_be_done_fails_with_its_reason_and_the_worker_does_the_next_one(machine: Any) -> None:
     seed, worker = await machine.seed("--no-job"), await machine.join()
     data = machine.root / "data"
@@ -432,6 +435,7 @@ def address(machine: Any) -> str:
     return f"127.0.0.1:{machine.port}"
 
 
+@pytest.mark.slow
 async def test_requests_that_cannot_be_granted(machine: Any) -> None:
     seed, worker = await machine.seed("--no-job"), await machine.join()
     where = ["--seed", address(machine)]
@@ -496,6 +500,7 @@ async def test_generate_from_what_is_no_checkpoint(machine: Any) -> None:
 # ---------------------------------------------------------------------------------------------- leaving, at any moment
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("moment", ["dialling", "building", "training"])
 async def test_a_worker_leaves_at_any_moment(machine: Any, moment: str, number: signal.Signals) -> None:
@@ -519,6 +524,7 @@ async def test_a_seed_leaves(machine: Any, number: signal.Signals) -> None:
     assert "leaving" in await clean(seed)
 
 
+@pytest.mark.slow
 async def test_a_second_ctrl_c_does_not_wait_for_the_step(machine: Any) -> None:
     slow = {"batch__micro_batches": 4096, "job__workers": 1, "job__steps": LONG}  # a step of minutes
     await machine.seed(*machine.settings(**slow))
@@ -530,6 +536,7 @@ async def test_a_second_ctrl_c_does_not_wait_for_the_step(machine: Any) -> None:
     await clean(worker)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["created job", "1 worker starts", "step"])
 async def test_up_leaves_nobody_behind(machine: Any, moment: str) -> None:
     alone = ["--workers", "1"]  # the shipped profile begins with two: it shall not wait for the second
@@ -542,6 +549,7 @@ async def test_up_leaves_nobody_behind(machine: Any, moment: str) -> None:
     assert await gone(children)
 
 
+@pytest.mark.slow
 async def test_children_leave_when_their_parent_is_killed(machine: Any) -> None:
     up = await machine.start("up", "--plain", "--state", str(machine.root), *machine.settings(job__steps=LONG))
     await up.until("step")
@@ -553,6 +561,7 @@ async def test_children_leave_when_their_parent_is_killed(machine: Any) -> None:
         assert "Traceback" not in log.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["seed", "join"])
 async def test_up_says_which_child_died_and_of_what(machine: Any, role: str) -> None:
     settings = machine.settings(job__steps=LONG)
