@@ -26,6 +26,13 @@ class Loaded(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Unloaded(Event):
+    """The state in memory is given up: a person took the run back to a checkpoint. ``Loaded`` follows."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class ViewArrived(Event):
     view: View
 

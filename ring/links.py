@@ -9,7 +9,15 @@ from __future__ import annotations
 
 import asyncio
 
-from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NetworkError, P2PTrainError, Refused, Unreachable
+from p2ptrain.core.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    NeighbourAway,
+    NetworkError,
+    P2PTrainError,
+    Refused,
+    Unreachable,
+)
 from p2ptrain.core.world import World
 from wire.connection import Connection
 from wire.handshake import HANDSHAKE_TIMEOUT_S, RefusalCode, dial
@@ -134,7 +142,7 @@ async def dial_patiently(
         seed_host: dialled where the member's own host is empty.
 
     Raises:
-        DeadlineExceeded: it could not be reached in time.
+        NeighbourAway: it could not be reached in time.
         Refused, ProtocolError: it does not want us, and time will not change that.
     """
     now, host, pause_s = world.clock.now, member.host or seed_host, FIRST_PAUSE_S
@@ -155,8 +163,10 @@ async def dial_patiently(
             problem = error
         delay_s = pause_s * world.random.uniform(0.5, 1.5)  # or members that were refused together come back together
         if now() + delay_s >= deadline:
-            raise DeadlineExceeded(
-                f"the right neighbour {member.name} was not reached in time: {problem.message}", remedy=problem.remedy
+            raise NeighbourAway(
+                f"the right neighbour {member.name} was not reached in time: {problem.message}",
+                peer_id=member.peer_id,
+                remedy=problem.remedy,
             ) from problem
         await asyncio.sleep(delay_s)
         pause_s = min(2 * pause_s, MAX_PAUSE_S)

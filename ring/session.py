@@ -45,6 +45,8 @@ __all__ = ["Inbound", "RingBroken", "RingSession", "RingStats"]
 
 PATIENCE_S = 120.0
 MAX_SUB_CHUNK_BYTES = 64 << 20
+DIAL_PART = 0.4
+"""Of the time to form: for dialling. Who knows which link is missing says so before all others' time is up."""
 
 _LISTEN_S = 3600.0  # a quiet control connection is no fault: silence is judged by the detector
 
@@ -161,7 +163,8 @@ class RingSession:
         Raises:
             ValueError: ``peer_id`` is no member, or ``sub_chunk_bytes`` is not in 8 .. 64 MiB.
             Refused: the right neighbour is in a newer view.
-            DeadlineExceeded: a neighbour could not be reached, or a member was not there, within ``timeout_s``.
+            NeighbourAway: the right neighbour could not be reached within ``DIAL_PART`` of ``timeout_s``.
+            DeadlineExceeded: a member was not there within ``timeout_s``.
             ConnectionLost, ProtocolError: a member went away meanwhile, or spoke nonsense.
         """
         rank = view.rank_of(peer_id)
@@ -172,7 +175,8 @@ class RingSession:
         inbound.expect(view.job, view.generation)
         if view.size == 1:
             return cls(world=world, view=view, rank=0, left=None, right=None, sub_chunk_bytes=sub_chunk_bytes)
-        deadline = world.clock.now() + timeout_s
+        began = world.clock.now()
+        deadline, dial_deadline = began + timeout_s, began + DIAL_PART * timeout_s
         opened: list[Connection] = []
         right, left = view.right_of(rank), view.left_of(rank)
         try:
@@ -186,7 +190,7 @@ class RingSession:
                     job=view.job,
                     generation=view.generation,
                 )
-                opened.append(await dial_patiently(world, right, seed_host, hello, deadline=deadline))
+                opened.append(await dial_patiently(world, right, seed_host, hello, deadline=dial_deadline))
             for channel in CHANNELS:
                 remaining_s = deadline - world.clock.now()
                 opened.append(

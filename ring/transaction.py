@@ -49,6 +49,7 @@ from ring.activities import (
     Reduced,
     Reload,
     Say,
+    Unloaded,
     ViewArrived,
     Vote,
     Voted,
@@ -152,6 +153,8 @@ class Transaction:
         match event:
             case Loaded():
                 return self._loaded(event)
+            case Unloaded(reason):
+                return self._unloaded(reason)
             case ViewArrived(view):
                 return self._view_arrived(view)
             case Broken():
@@ -223,6 +226,14 @@ class Transaction:
         self.phase = Phase.IDLE  # from everywhere
         return [*instructions, Say(self.report("ready")), *(self._enter(view) if view else [])]
 
+    def _unloaded(self, reason: str) -> list[Instruction]:
+        if self.running:
+            self._leave_view(reason)
+        self._pending_view = self._pending_break = None
+        self.prepared_lineage, self.torn = "", True
+        self.phase = Phase.EMPTY  # from everywhere
+        return [Disband(reason), Reload()]
+
     def _view_arrived(self, view: View) -> list[Instruction]:
         newest = self._pending_view or self.view
         if self.phase is Phase.FAILED or (newest is not None and view.generation <= newest.generation):
@@ -281,6 +292,8 @@ class Transaction:
         generation = self.view.generation if self.view else 0
         if event.generation not in (0, generation):
             return []
+        if event.flag is Flag.HOLD and self.phase is Phase.FORMING:
+            return self._stop_forming()
         if self.running:
             self._wishes |= event.flag
             return []
@@ -291,6 +304,14 @@ class Transaction:
                 case Phase.DONE:
                     return [Say(self.report("done"))]
         return []
+
+    def _stop_forming(self) -> list[Instruction]:
+        """There is no step to finish, and perhaps no ring to finish it with: stand still at once."""
+        instructions = self._leave_view("the view was given up before its ring was formed")
+        if self.torn:
+            self._go(Phase.EMPTY)
+            return [*instructions, Reload()]
+        return [*instructions, Say(self.report("held"))]
 
     # -------------------------------------------------------------------------------------------- ends of activities
 

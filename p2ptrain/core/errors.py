@@ -9,8 +9,8 @@
     ├── NetworkError       the wire between
     │   ├── Unreachable      nothing answered
     │   ├── ConnectionLost   an established connection ended
-    │   ├── NeighbourAway    the next one in the ring was not reached in time
     │   └── DeadlineExceeded the peer was silent for longer than it may be
+    │       └── NeighbourAway    the next one in the ring was not reached in time
     ├── ResourceError      memory, disk space, a device
     ├── StorageError       a file or directory is damaged or cannot be written
     └── JobFailed          the work itself ended badly (every member refused, loss not finite, ...)
@@ -98,7 +98,11 @@ class ConnectionLost(NetworkError):
     """An established connection ended before its time."""
 
 
-class NeighbourAway(NetworkError):
+class DeadlineExceeded(NetworkError):
+    """A peer was silent for longer than it may be."""
+
+
+class NeighbourAway(DeadlineExceeded):
     """The next member of the ring was not reached in time.
 
     Args:
@@ -108,10 +112,6 @@ class NeighbourAway(NetworkError):
     def __init__(self, message: str, *, peer_id: str, remedy: str = "") -> None:
         super().__init__(message, remedy=remedy)
         self.peer_id = peer_id
-
-
-class DeadlineExceeded(NetworkError):
-    """A peer was silent for longer than it may be."""
 
 
 class ResourceError(P2PTrainError):

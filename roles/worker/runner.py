@@ -7,11 +7,11 @@ import math
 import struct
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ParamSpec
 
 from configs.schema import Profile
 from p2ptrain.core.checkpoints import CheckpointEntry, Meta
-from p2ptrain.core.errors import JobFailed, NetworkError, P2PTrainError, PeerError
+from p2ptrain.core.errors import JobFailed, NeighbourAway, NetworkError, P2PTrainError, PeerError
 from p2ptrain.core.world import World
 from ring.activities import (
     Apply,
@@ -31,6 +31,7 @@ from ring.activities import (
     Reduced,
     Reload,
     Say,
+    Unloaded,
     ViewArrived,
     Vote,
     Voted,
@@ -47,13 +48,14 @@ from roles.worker import heal
 from roles.worker.keeper import Keeper, odd_ones_out, state_bytes, state_digest
 from roles.worker.timing import StepClock
 from wire.connection import Connection
-from wire.messages import CheckpointSaved, Message, StepMetrics
+from wire.messages import CheckpointSaved, Message, Report, StepMetrics
 
 FORM_TIMEOUT_S = 20.0  # a neighbour may still be aborting a long micro-batch before it turns to the new view
 REDO_BYTES_PER_S = 100e6  # it may also be redoing a step: one thread's optimizer, seen at four times that
 FIRST_STEP_S = 600.0
 _VALIDATION = struct.Struct("!dQ")  # sum of losses in nats, number of targets
 
+P = ParamSpec("P")
 Notify = Callable[[str, str, str], None]  # level, kind, text
 
 
@@ -112,6 +114,7 @@ class JobRunner:
         self._val_loss: float | None = None
         self._saved_step = -1
         self._state_bytes = 0
+        self._trouble = ("", "")  # suspect and reason of the last report, for a seed that was away when it was made
 
     # ------------------------------------------------------------------------------------------- what the worker calls
 
@@ -119,7 +122,7 @@ class JobRunner:
         """Work until ``release``."""
         try:
             async with self._tasks:
-                self._start(self._load())
+                self._start(self._load)
                 await self._released.wait()
                 self._disband("the job was released")
         finally:
@@ -140,8 +143,7 @@ class JobRunner:
     def restore(self, step: int) -> None:
         """Go back to the checkpoint of ``step``; where this member has none, to an older one: it will be healed."""
         self._restore_step = step
-        self._disband("the job goes back to a checkpoint")
-        self._start(self._load())
+        self._handle(Unloaded("the job goes back to a checkpoint"))
 
     def seed_is_back(self) -> None:
         """Tell a seed that was away where this member stands."""
@@ -152,13 +154,16 @@ class JobRunner:
                 status = "held"
             case Phase.DONE:
                 status = "done"
+            case Phase.IDLE if self.core.view:
+                status = "broken"
             case Phase.IDLE:
-                status = "broken" if self.core.view else "ready"
+                status = "ready"
             case Phase.FAILED:
                 status = "failed"
             case _:
                 status = "training"
-        self._say_report(status)
+        suspect, reason = self._trouble if status in ("broken", "failed") else ("", "")
+        self._around.say(self._report(status, suspect=suspect, reason=reason))
 
     async def stand_still(self) -> None:
         """Wait until no step is under way."""
@@ -196,41 +201,48 @@ class JobRunner:
     def _carry_out(self, instruction: Instruction) -> None:
         match instruction:
             case Say(report):
-                self._say_report(report.status, suspect=report.suspect, reason=report.reason)
+                self._say_report(report)
             case Disband(reason):
                 self._disband(reason)
             case Reload():
-                self._start(self._load())
+                self._start(self._load)
             case Form():
-                self._start(self._form(instruction))
+                self._start(self._form, instruction)
             case Heal():
-                self._start(self._heal(instruction))
+                self._start(self._heal, instruction)
             case Compute():
-                self._start(self._compute(instruction))
+                self._start(self._compute, instruction)
             case Reduce():
-                self._start(self._reduce(instruction))
+                self._start(self._reduce, instruction)
             case Vote():
-                self._start(self._vote(instruction))
+                self._start(self._vote, instruction)
             case Apply():
-                self._start(self._apply(instruction))
+                self._start(self._apply, instruction)
             case Boundary():
-                self._start(self._boundary(instruction))
+                self._start(self._boundary, instruction)
 
-    def _say_report(self, status: str, *, suspect: str = "", reason: str = "") -> None:
+    def _report(self, status: str, *, suspect: str, reason: str) -> Report:
         report = self.core.report(status, suspect=suspect, reason=reason)
-        corpus = self._engine.corpus_digest if self._engine else ""
-        self._around.say(replace(report, corpus=corpus))
-        if status == "broken":
-            self._around.notify("warning", "ring-broken", f"step {report.applied + 1} aborted: {reason}")
+        return replace(report, corpus=self._engine.corpus_digest if self._engine else "")
 
-    def _start(self, activity: Coroutine[Any, Any, None]) -> None:
-        self._activity = self._tasks.create_task(self._guarded(activity), name=f"job {self.job}")
+    def _say_report(self, report: Report) -> None:
+        self._trouble = report.suspect, report.reason
+        self._around.say(self._report(report.status, suspect=report.suspect, reason=report.reason))
+        if report.status == "broken":
+            self._around.notify("warning", "ring-broken", f"step {report.applied + 1} aborted: {report.reason}")
 
-    async def _guarded(self, activity: Coroutine[Any, Any, None]) -> None:
+    def _start(self, activity: Callable[P, Coroutine[Any, Any, None]], *args: P.args, **kwargs: P.kwargs) -> None:
+        self._activity = self._tasks.create_task(self._guarded(activity, *args, **kwargs), name=f"job {self.job}")
+
+    async def _guarded(
+        self, activity: Callable[P, Coroutine[Any, Any, None]], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
         """Run one activity. What the ring did is a break; what this member cannot do is a failure."""
         generation = self.core.view.generation if self.core.view else 0
         try:
-            await activity
+            await activity(*args, **kwargs)
+        except NeighbourAway as problem:
+            self._handle(Broken(generation, problem.peer_id, problem.message))
         except (NetworkError, PeerError) as problem:
             broken = self._session.broken_by if self._session else None
             suspect = broken.suspect if broken else ""
@@ -277,9 +289,8 @@ class JobRunner:
             self.keeper.load, self._engine, spec=self._spec, restore_step=restore_step
         )
         self._state_bytes = await around.compute.run(lambda: state_bytes(self._ready_engine().state()))
-        self._last = None
+        self._last, self._saved_step = None, entry.step if entry is not None else -1
         if entry is not None:
-            self._saved_step = entry.step
             around.notify("info", "checkpoint-loaded", f"resuming from {entry.path} (step {entry.step})")
         for known in await around.compute.run(self.keeper.entries):
             self._announce(known)  # the seed may have lost its record, or this worker may be new to it
@@ -374,7 +385,7 @@ class JobRunner:
         if last or (profile.validation.every and applied % profile.validation.every == 0):
             try:
                 self._val_loss = await self._validate(session, rank)
-            except NetworkError as problem:  # whoever was faster may be gone: the step itself is safe
+            except (NetworkError, PeerError) as problem:  # whoever was faster may be gone: the step itself is safe
                 self._around.notify("warning", "validation", f"validation after step {applied} skipped: {problem}")
         self._tell_metrics(applied, rank, session.size, timing)
         if instruction.save or last or (profile.checkpoint.every and applied % profile.checkpoint.every == 0):
@@ -391,7 +402,7 @@ class JobRunner:
         digest = await self._around.compute.run(lambda: state_digest(self._ready_engine().state()))
         try:
             digests = await session.all_gather(digest, patience_s=self._patience_s())
-        except NetworkError:
+        except (NetworkError, PeerError):
             if self.core.stopping:
                 return False  # whoever was faster may be gone
             raise

@@ -81,7 +81,7 @@ async def test_a_neighbour_that_does_not_listen_yet_is_dialled_again():
     members = [LocalMember(peer_id, network) for peer_id in "ab"]
     view = local_view({"a": await members[0].listen(), "b": 7000})
     early = asyncio.create_task(members[0].form(view))
-    await asyncio.sleep(5)
+    await asyncio.sleep(3)
     await members[1].listen(port=7000)
     await members[1].form(view)
     await early

@@ -34,6 +34,7 @@ from ring.activities import (
     Reduced,
     Reload,
     Say,
+    Unloaded,
     ViewArrived,
     Vote,
     Voted,
@@ -167,6 +168,44 @@ def test_a_hold_stops_at_the_boundary_and_the_session_stays() -> None:
     assert (member.said[-1].status, member.said[-1].applied) == ("held", 1)
     member.handle(Broken(1, "b", "the faster one is gone"))
     assert member.core.phase is Phase.HELD
+
+
+def test_a_hold_before_the_ring_is_formed_is_a_standstill_at_once() -> None:
+    member = alone()
+    member.handle(ViewArrived(view(1, ["a", "b"])))
+    assert isinstance(member.activity, Form)
+    member.handle(Wish(Flag.HOLD, 1))
+    assert member.activity is None
+    assert (member.said[-1].status, member.said[-1].generation) == ("held", 1)
+    member.handle(ViewArrived(view(2, ["a"])))
+    assert isinstance(member.activity, Form)
+
+
+def test_a_torn_member_that_is_held_while_it_forms_loads_its_state_first() -> None:
+    member = alone()
+    member.handle(ViewArrived(view(1, ["a", "b"], step=3, lineage="ab" * 32)))
+    member.finish()
+    assert isinstance(member.activity, Heal)
+    member.handle(ViewArrived(view(2, ["a", "b"], step=3, lineage="ab" * 32)))
+    said = len(member.said)
+    member.handle(Wish(Flag.HOLD, 2))
+    assert isinstance(member.activity, Reload)
+    assert len(member.said) == said
+
+
+def test_a_state_that_is_given_up_is_not_trained_on_nor_given_until_another_is_loaded() -> None:
+    member = alone()
+    member.handle(ViewArrived(view(1, ["a"])))
+    member.finish()
+    run_step(member, 1)
+    member.handle(Unloaded("back to a checkpoint"))
+    assert isinstance(member.activity, Reload)
+    member.handle(ViewArrived(view(2, ["a"])))
+    assert isinstance(member.activity, Reload), "the view waits for the state"
+    assert not member.core.may_give
+    member.finish()
+    assert member.said[-1].status == "ready"
+    assert isinstance(member.activity, Form)
 
 
 def test_a_hold_for_another_generation_changes_nothing() -> None:
@@ -448,7 +487,9 @@ class Cluster:
         return found
 
     def has_left(self, peer: str, current: View) -> bool:
-        return (peer, current.generation) in self.noticed
+        core = self.members[peer].core
+        gave_up = core.phase is Phase.IDLE and core.view is current  # while the ring was formed
+        return (peer, current.generation) in self.noticed or gave_up
 
     # ------------------------------------------------------------------------------------------------------ the seed
 
