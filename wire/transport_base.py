@@ -18,6 +18,12 @@ def format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def told_of(address: tuple[str, int], text: str) -> str:
+    """``text`` about the peer at ``address``, which is named once."""
+    named = format_address(*address)
+    return text if named in text else f"{named}: {text}"
+
+
 def bytes_view(data: WriteData) -> memoryview:
     """``data`` as a flat view of bytes, not copied. Raises ``TypeError`` where it is not one contiguous buffer."""
     view = memoryview(data)

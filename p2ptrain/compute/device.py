@@ -110,7 +110,7 @@ def check_memory(need_bytes: int, device: Device, what: str) -> None:
     if need_bytes > available:
         raise ResourceError(
             f"{what} needs {need_bytes / 2**30:.2f} GiB and {device.label} has {available / 2**30:.2f} GiB free",
-            remedy="use a smaller model or less data, close other programs, or use a larger device",
+            remedy="use a smaller model, micro-batch or corpus, close other programs, or use a larger device",
         )
 
 

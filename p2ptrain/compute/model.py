@@ -136,12 +136,14 @@ def parameter_count(config: PretrainedConfig) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def check_training_memory(config: PretrainedConfig, device: Device) -> int:
+def check_training_memory(config: PretrainedConfig, device: Device, *, micro_batch_tokens: int = 0) -> int:
     """Refuse a model that cannot be trained here; returns its parameter count.
 
     Counted per parameter, in fp32: on the device the weight, the gradient and two Adam moments; on the host the reduce
-    buffer. On a CPU the gradient is the reduce buffer, and a clipped copy of it is made. Activations come on top: they
-    depend on the micro-batch.
+    buffer. On a CPU the gradient is the reduce buffer, and a clipped copy of it is made.
+
+    Per token of a micro-batch: the logits, their softmax and its gradient, and what each layer keeps for the backward
+    pass (about 16 times its width, and 3 times that of its feed-forward part). A lower bound: attention comes on top.
 
     Raises:
         ResourceError: with the numbers.
@@ -149,10 +151,14 @@ def check_training_memory(config: PretrainedConfig, device: Device) -> int:
     """
     count = parameter_count(config)
     what = f"training {count / 1e6:.2f} M parameters"
+    per_layer = 16 * config.hidden_size + 3 * (getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+    kept = 4 * micro_batch_tokens * (3 * config.vocab_size + config.num_hidden_layers * per_layer)
+    if micro_batch_tokens:
+        what += f" with micro-batches of {micro_batch_tokens:,} tokens"
     if device.kind == "cpu":
-        check_memory(count * 4 * 5, device, what)
+        check_memory(count * 4 * 5 + kept, device, what)
     else:
-        check_memory(count * 4 * 4, device, what)
+        check_memory(count * 4 * 4 + kept, device, what)
         check_memory(count * 4 * 2, HOST, what)  # the reduce buffer, and the weights while they are built
     return count
 

@@ -74,7 +74,8 @@ class Trainer:
         self._tokenizer = Tokenizer.of_bytes() if model.path is None else Tokenizer.of_directory(model.path)
         config = model_config(model, self._tokenizer.vocab_size)
         _check_context(config, data.sequence_tokens)
-        check_training_memory(config, device)
+        micro_batch_tokens = micro_batch_sequences * data.sequence_tokens
+        check_training_memory(config, device, micro_batch_tokens=micro_batch_tokens)
         self._corpus = load_corpus(data, self._tokenizer)
         self._build = partial(build_model, model, self._tokenizer.vocab_size, seed, config=config)
         with flushed_denormals():  # the kernels' threads start here, and inherit it

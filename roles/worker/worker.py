@@ -40,10 +40,10 @@ from wire.messages import (
     ViewAnnounced,
     Welcome,
 )
+from wire.transport_base import told_of
 
 LEAVE_S = 1.2  # how long a leaving worker waits for the step boundary; with closing, Ctrl+C takes less than 2 s
 IDLE_BEATS_S = (0.5, 2.0)  # between neighbours before the seed has said how far apart they are
-
 # What people are shown (``wire.records.PeerInfo.state``); every other phase is part of training.
 _SHOWN = {
     Phase.EMPTY: "building",
@@ -325,7 +325,7 @@ class Worker:
                 await self._runner.give_state(connection, hello.generation)
 
     def _stranger(self, problem: P2PTrainError, address: tuple[str, int]) -> None:
-        self._notify_person("warning", "stranger", f"{address[0]}:{address[1]}: {problem.message}")
+        self._notify_person("warning", "stranger", told_of(address, problem.message))
 
     # -------------------------------------------------------------------------------------------------------- leaving
 

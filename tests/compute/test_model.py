@@ -164,3 +164,10 @@ def test_weights_of_fewer_layers_are_refused(tmp_path: Path) -> None:
     deeper = model_config(tiny(layers=3), 256)
     with pytest.raises(ConfigError, match=r"lack model\.layers\.2"):
         load_model(tmp_path, config=deeper)
+
+
+def test_a_micro_batch_too_large_is_refused_before_it_is_computed() -> None:
+    config = model_config(ModelSpec(hidden_size=64, layers=2, heads=4, kv_heads=4, intermediate_size=128), 256)
+    assert check_training_memory(config, pick_device("cpu"), micro_batch_tokens=4096) < 1_000_000
+    with pytest.raises(ResourceError, match=r"micro-batches of 1,000,000,000 tokens needs .* GiB"):
+        check_training_memory(config, pick_device("cpu"), micro_batch_tokens=10**9)

@@ -46,6 +46,7 @@ class Process:
         self.lines: list[str] = []
         self.out: list[str] = []  # those of standard output
         self._news = asyncio.Condition()
+        self._ended = 0  # of its two streams
         readers = ((process.stdout, self.out), (process.stderr, list[str]()))
         self._readers = [asyncio.create_task(self._read(*reader)) for reader in readers]
 
@@ -56,6 +57,9 @@ class Process:
                 kept.append(line.decode(errors="replace").rstrip())
                 self.lines.append(kept[-1])
                 self._news.notify_all()
+        self._ended += 1
+        async with self._news:
+            self._news.notify_all()
 
     @property
     def text(self) -> str:
@@ -70,6 +74,7 @@ class Process:
         try:
             async with asyncio.timeout(DEADLINE_S), self._news:
                 while (match := found()) is None:
+                    assert self._ended < 2, f"it ended without {pattern!r}:\n{self.text}"
                     await self._news.wait()
                 return match
         except TimeoutError:
