@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ring.view import View
@@ -14,6 +15,11 @@ STATUSES = STANDSTILL | {"ready", "training", "healed", "failed"}
 """All values of ``Report.status``."""
 TORN_S = 3.0
 """A member that was healing may first have to load its state anew: the others wait no longer than this for it."""
+SPARES = 2
+"""Workers that a job keeps beside those that it has work for: they take a place that becomes free."""
+RETURN_S = 10.0
+"""Longer than the longest pause of a worker that looks for its seed: who is not back by then, beside members that stand
+still and so wait, is no longer waited for."""
 LEAVE_S = 1.0
 """A ring that stops unasked has a member that leaves, and says so next: a view with it would break at once."""
 
@@ -59,12 +65,12 @@ class Terms:
 
     Attributes:
         workers: the first view waits for this many.
-        micro_batches: of a global batch; more members than that stay spare.
+        micro_batches: of a global batch; more members than that stay spare, and of those at most ``SPARES``.
         settle_s: after a break, until members that are alive but say nothing are struck off. The dead are not waited
             for: their connections tell.
         hold_s: after a hold, the same. Long: a step may be.
         grace_s: for members that are away while the ring runs, and for the holder of the newest state.
-        build_s: for members to load a checkpoint that is to be restored.
+        build_s: for workers to build what may turn out to be the newest state, or a checkpoint that is to be restored.
         cooldown_s: first time out for a peer whose link keeps breaking; doubles each time.
     """
 
@@ -76,6 +82,11 @@ class Terms:
     build_s: float = 600.0
     cooldown_s: float = 30.0
 
+    @property
+    def most(self) -> int:
+        """So many peers, and no more, are of use to the job."""
+        return max(self.workers, self.micro_batches) + SPARES
+
 
 @dataclass(frozen=True, slots=True)
 class Past:
@@ -83,7 +94,8 @@ class Past:
 
     Attributes:
         paused: a person asked for it; the state may not have got there.
-        branch: peers that were in a view since the last restore; None where there was none.
+        saved: peer id → step of the newest checkpoint that it is known to hold.
+        branch: peers whose newest checkpoint is of this run, if it ever went back; see ``Mint``.
     """
 
     state: str = "waiting"
@@ -92,6 +104,7 @@ class Past:
     view: View | None = None
     corpus: str = ""
     known_step: int = 0
+    saved: Mapping[str, int] = field(default_factory=dict)
     branch: frozenset[str] | None = None
 
 
@@ -148,6 +161,13 @@ class Progress(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Saved(Event):
+    """``newest``: peer id → step of the newest checkpoint that it is known to hold, of all that hold one."""
+
+    newest: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Pause(Event):
     pass
 
@@ -169,10 +189,16 @@ class Save(Event):
 
 @dataclass(frozen=True, slots=True)
 class Restore(Event):
-    """Go back to the checkpoint of ``step``, which ``peer_id`` holds."""
+    """Go back to the checkpoint of ``step`` and ``lineage``, which ``peer_id`` holds and has verified."""
 
     step: int
     peer_id: str
+    lineage: str
+
+
+@dataclass(frozen=True, slots=True)
+class Yield(Event):
+    """Another job waits for workers: a paused one whose state is on a disk lets its own go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,12 +245,15 @@ class SendRelease(Instruction):
 class Mint(Instruction):
     """Make the view durable, then announce it to all its members.
 
-    ``restored``: a person took the run back to ``view.step``; what peers hold that were in no view since is not of this
-    run any more.
+    Attributes:
+        restored: the run went back to ``view.step``, because a person said so or because nothing newer was to be had:
+            what peers hold of later steps is not of this run any more.
+        branch: the peers whose newest checkpoint may be taken for this run's from now on; None: whoever comes.
     """
 
     view: View
     restored: bool
+    branch: frozenset[str] | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,13 @@ Rules
     2. The run's state belongs to the *heirs*: members of the last view that stand still in it. A newcomer heals; what
        it brings from its own disk counts only where no heir is left.
     3. A view starts at the highest step that an heir applied. Who can redo it from its redo buffer is healthy, too.
-    4. A lost link to the seed is not a death: the ring's neighbours see a death at once and report ``broken``. Only for
-       a member that stays away while the ring runs on, the ring is held, and goes on without it.
-    5. What a person asked for (pause, restore) is carried out when all stand still; cancel, at once.
+    4. A lost link to the seed is not a death, be it that of all: the ring's neighbours see a death at once and report
+       ``broken``. Only for a member that stays away while the ring runs on, the ring is held, and goes on without it.
+       Before the first commit of a view there may be no ring yet that could notice: there it counts as a death. A
+       member that comes as a new worker has no ring any more, and so its whole view has none.
+    5. Where no heir is left, nothing is given up that may still come: less than the newest known step is started from
+       only when nobody has more, or after patience. What peers hold of a course given up counts no more (``Course``).
+    6. What a person asked for (pause, restore) is carried out when all stand still; cancel, at once.
 
 Theory of operation: ``_running`` is the set of members whose standstill is not known. Every event changes what is
 known; then ``_advance`` looks whether the phase may change. Time enters only as ``now``; deadlines are named and armed,
@@ -20,13 +24,13 @@ and expire with whatever event comes after them (``Tick`` says nothing but the t
     WAITING   pause                                                    PAUSED
     RUNNING   newcomer, pause, restore, leave, a member stays away     STOPPING    SendHold
     RUNNING   a member reports held, broken, done, failed or ready     STOPPING    SendHold
-    RUNNING   nobody is left                                           WAITING
+    RUNNING   nobody is left, or came back in time                     WAITING
     STOPPING  all stand still                                          WAITING     (then Mint, if the state is at hand)
     STOPPING  all stand still, a pause was asked for                   PAUSED
     STOPPING  all stand still, all done / all failed                   DONE, FAILED
     PAUSED    resume, restore, or a member that still trains           STOPPING    SendHold
     any live  cancel                                                   CANCELLED   SendRelease
-    any live  the only worker there is failed                          FAILED
+    WAITING   every worker there is failed, and there never was a view FAILED
     ended     restore                                                  WAITING     SendAssign, as peers are offered
 """
 
@@ -37,8 +41,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ring import coordination as co
-from ring.coordination import ENDED, LEAVE_S, STANDSTILL, TORN_S, TRANSITIONS, InvalidTransition, Phase
-from ring.formation import Reports, described, holds, newest, ordered, records, sources, square_sum
+from ring.coordination import ENDED, LEAVE_S, RETURN_S, STANDSTILL, TORN_S, TRANSITIONS, InvalidTransition, Phase
+from ring.course import Course
+from ring.deadlines import Deadlines
+from ring.formation import Reports, described, holds, newest, ordered, records, square_sum
 from ring.roster import Known, Roster
 from ring.suspects import LinkJudge
 from ring.view import View
@@ -51,7 +57,6 @@ class Coordinator:
     def __init__(self, job: str, terms: co.Terms, *, past: co.Past | None = None, now: float = 0.0) -> None:
         past = past or co.Past()
         self.job, self.terms, self.view, self.corpus = job, terms, past.view, past.corpus
-        self.known_step = past.known_step  # the newest step that somebody is known to have applied
         self.paused = past.paused  # what a person wants; the phase follows
         self.restore: co.Restore | None = None
         self.reason = past.reason
@@ -59,9 +64,9 @@ class Coordinator:
         self._who = Roster()
         self._banned: set[str] = set()  # failed, or have other data: not taken until they connect anew
         self._failures: dict[str, str] = {}  # in the last view
-        self._branch = set(past.branch) if past.branch is not None else None
-        self._deadlines: dict[str, float] = {}
-        self._grace_over = False
+        self._course = Course(past.known_step, past.saved, past.branch)
+        self._deadlines = Deadlines()
+        self._committed = True  # a step, in the present view; one from before this seed has had its time
         self._links = LinkJudge(terms.cooldown_s)
         self._history: deque[str] = deque(maxlen=40)
         self._out: list[co.Instruction] = []
@@ -69,7 +74,7 @@ class Coordinator:
             self.phase = Phase.RUNNING
             self._who.running = {member.peer_id for member in self.view.members}
             self._who.unheard = set(self._who.running)
-            self._deadlines["absence"] = now + terms.grace_s
+            self._deadlines.arm("absence", now + terms.grace_s)
         self._told = (self.state, self.reason)
 
     # ---------------------------------------------------------------------------------------------------- the interface
@@ -77,8 +82,14 @@ class Coordinator:
     @property
     def state(self) -> str:
         """``JobInfo.state``: as the phase, but ``forming`` while a view is being made or taken back."""
-        forming = self.phase is Phase.STOPPING or (self.phase is Phase.RUNNING and bool(self._who.unheard))
+        unheard = bool(self._who.unheard) or not self._who.running
+        forming = self.phase is Phase.STOPPING or (self.phase is Phase.RUNNING and unheard)
         return "forming" if forming else self.phase.value
+
+    @property
+    def known_step(self) -> int:
+        """The newest step that somebody is known to have applied."""
+        return self._course.known_step
 
     @property
     def peer_ids(self) -> frozenset[str]:
@@ -87,11 +98,24 @@ class Coordinator:
 
     def wants(self, peer_id: str) -> bool:
         """Whether the free worker should be offered to this job."""
-        return self.phase not in {*ENDED, Phase.PAUSED} and not self.paused and peer_id not in self._banned
+        if self.phase in {*ENDED, Phase.PAUSED} or self.paused or peer_id in self._banned:
+            return False
+        return len(self._who.peers) < self.terms.most or (self.restore is not None and self.restore.peer_id == peer_id)
+
+    @property
+    def short(self) -> bool:
+        """Whether it waits for workers."""
+        enough = 1 if self.view else self.terms.workers
+        return self.phase is Phase.WAITING and len(self._who.peers) < enough
+
+    def paused_heirs(self) -> Reports | None:
+        """Those that carry a paused job's state in memory; None where it is not paused, or has nobody to let go."""
+        quiet = self.phase is Phase.PAUSED and bool(self._who.peers) and not self._who.running
+        return self._who.heirs(self.view) if quiet else None
 
     def next_deadline(self) -> float | None:
         """When to ``handle(Tick())`` at the latest."""
-        return min([*self._deadlines.values(), *self._links.benched.values()], default=None)
+        return min([*self._deadlines.next(), *self._links.benched.values()], default=None)
 
     def handle(self, event: co.Event, now: float) -> list[co.Instruction]:
         """Take in one event; returns what to do, in order. ``now`` is monotonic seconds and never goes back."""
@@ -111,7 +135,7 @@ class Coordinator:
         story, who, phase = "; ".join(self._history), self._who, self.phase
         who.validate(self.view, story)
         assert not self._banned & set(who.peers), story
-        assert phase is not Phase.RUNNING or who.running, story
+        assert phase is not Phase.RUNNING or who.running | who.away, story
         assert phase is not Phase.RUNNING or not who.unheard | who.away or "absence" in self._deadlines, story
         assert phase is not Phase.STOPPING or who.running or "leave" in self._deadlines, story
         assert (phase is Phase.STOPPING) == ("stop" in self._deadlines), story
@@ -129,6 +153,7 @@ class Coordinator:
             return
         self._who.peers[peer_id] = Known(event.peer)
         self._assign(peer_id)
+        self._no_longer_trains(peer_id, now)  # rule 4
 
     def _returned(self, event: co.PeerReturned, now: float) -> None:
         """Its own report follows and says how it stands; only a restore that it missed must be told."""
@@ -146,7 +171,7 @@ class Coordinator:
             if self.phase is Phase.WAITING:
                 self._go(Phase.RUNNING, "a member is back")
             if self.phase is Phase.RUNNING:
-                self._deadlines.setdefault("absence", now + self.terms.grace_s)
+                self._deadlines.start("absence", now + self.terms.grace_s)
 
     def _reported(self, event: co.PeerReported, now: float) -> None:
         known, report = self._who.peers.get(event.peer_id), event.report
@@ -172,7 +197,7 @@ class Coordinator:
     def _of_the_view(self, known: Known, report: Report, now: float) -> None:
         peer_id = known.peer.peer_id
         self._who.unheard.discard(peer_id)
-        self.known_step = max(self.known_step, report.applied)
+        self._course.known_step = max(self.known_step, report.applied)
         if report.status == "training":
             self._trains(known, now)
         elif report.status == "healed":
@@ -182,6 +207,10 @@ class Coordinator:
             if report.status == "broken":
                 self._links.reported(peer_id, report.suspect)
             self._no_longer_trains(peer_id, now, report.status)
+            if report.suspect in self._who.unheard and report.suspect not in self._who.peers:
+                # Neither its neighbour nor this seed has a link to it.
+                self._forget(report.suspect)
+                self._links.somebody_died = True
 
     def _trains(self, known: Known, now: float) -> None:
         """After a reconnect: its ring still runs, whatever this seed thought."""
@@ -195,7 +224,7 @@ class Coordinator:
         elif self.phase is Phase.PAUSED:
             self._stop(now, "the job is paused")
         if self.phase is Phase.RUNNING and not self._who.unheard | self._who.away:
-            self._deadlines.pop("absence", None)
+            self._deadlines.drop("absence")
             self.reason = ""
 
     def _ready(self, known: Known, report: Report, now: float) -> None:
@@ -212,31 +241,35 @@ class Coordinator:
 
     def _failed(self, known: Known, report: Report, now: float) -> None:
         peer_id = known.peer.peer_id
-        self._failures[peer_id] = report.reason or "it did not say why"
-        self._ban(known, f"cannot go on: {self._failures[peer_id]}", "member-failed")
+        reason = report.reason or "it did not say why"
+        if self._is_current(peer_id, report.generation):
+            self._failures[peer_id] = reason
+        self._ban(known, f"cannot go on: {reason}", "member-failed")
         self._no_longer_trains(peer_id, now)
-        if not self._who.peers and self.phase in (Phase.WAITING, Phase.PAUSED):
-            self._end(Phase.FAILED, self._failures[peer_id])
+        if not self._who.peers and self.view is None:
+            self._end(Phase.FAILED, reason)
+        elif not self._who.peers and self.phase is Phase.WAITING:
+            self.reason = f"waiting for another worker: {known.peer.name} cannot go on: {reason}"
 
     def _no_longer_trains(self, peer_id: str, now: float, status: str = "broken") -> None:
         """If it was in the running view, the others cannot go on either."""
-        if peer_id not in self._who.running:
+        if peer_id not in self._who.running | self._who.away:
             return
-        self._who.running.discard(peer_id)
-        self._who.unheard.discard(peer_id)
+        for group in (self._who.running, self._who.unheard, self._who.away, self._who.healing):
+            group.discard(peer_id)
         if self.phase is Phase.RUNNING:
             self._stop(now, "the ring stopped")
             if status == "held":
-                self._deadlines["leave"] = now + LEAVE_S
+                self._deadlines.arm("leave", now + LEAVE_S)
         if status == "broken":  # so all others report soon; held and done wait for the slowest member's disk
             self._links.broken = True
             self._hurry(now)
 
     def _hurry(self, now: float) -> None:
         if self._links.broken and self.phase is Phase.STOPPING:
-            self._deadlines.pop("leave", None)
+            self._deadlines.drop("leave")
             patience_s = self.terms.settle_s if self._who.running - self._who.healing else TORN_S
-            self._deadlines["stop"] = min(self._deadlines["stop"], now + patience_s)
+            self._deadlines.hasten("stop", now + patience_s)
 
     def _lost(self, event: co.PeerLost | co.PeerLeft, now: float) -> None:
         peer_id = event.peer_id
@@ -247,25 +280,35 @@ class Coordinator:
         if known is None or self.view is None or self.view.rank_of(peer_id) is None:
             return
         self._links.somebody_died = True
-        self._deadlines.pop("leave", None)
-        if was_running and self.phase is Phase.RUNNING and self._who.running:
+        self._deadlines.drop("leave")
+        if was_running and self.phase is Phase.RUNNING:
             if isinstance(event, co.PeerLeft):
                 self._stop(now, f"{known.peer.name} left")
+            elif not self._committed:  # nothing runs on yet: members that form a ring would dial it in vain
+                self._stop(now, f"{known.peer.name} is lost")
             else:  # rule 4
                 self._who.away.add(peer_id)
-                self._deadlines.setdefault("absence", now + self.terms.grace_s)
+                self._deadlines.start("absence", now + self.terms.grace_s)
+                if not self._who.running:
+                    self.reason = "no member is connected: its ring may well be running"
         self._hurry(now)
 
     def _progress(self, event: co.Progress, now: float) -> None:
-        self.known_step = max(self.known_step, event.step)
+        self._course.known_step = max(self.known_step, event.step)
         if self.view and event.step > self.view.step:
+            self._committed = True
             self._who.healing.clear()  # a step is committed by all members or by none
             self._links.committed()
 
+    def _saved(self, event: co.Saved, now: float) -> None:
+        self._course.saved = event.newest
+
     def _pause(self, event: co.Pause, now: float) -> None:
+        """The members save with the step that they stop at, so that they may be let go (``_yield``)."""
         if self.phase in ENDED:
             return
         self.paused = True
+        self._save(co.Save(), now)
         if self.phase is Phase.RUNNING:
             self._stop(now, "the job is to pause")
         elif self.phase is Phase.WAITING:
@@ -276,13 +319,20 @@ class Coordinator:
         if self.phase is Phase.PAUSED:
             self._stop(now, "the job goes on")
 
+    def _yield(self, event: co.Yield, now: float) -> None:
+        if self.paused_heirs() is not None:
+            for peer_id in sorted(self._who.peers):
+                self._out.append(co.SendRelease(peer_id, "the job is paused, and another needs its workers"))
+                self._forget(peer_id)
+
     def _cancel(self, event: co.Cancel, now: float) -> None:
         if self.phase not in ENDED:
             self._end(Phase.CANCELLED, "cancelled by a person")
 
     def _save(self, event: co.Save, now: float) -> None:
-        if self.phase is Phase.RUNNING:
-            self._out.append(co.SendSave(tuple(sorted(self._who.running - self._who.unheard))))
+        members = tuple(sorted(self._who.running - self._who.unheard))
+        if members and self.phase in (Phase.RUNNING, Phase.STOPPING):
+            self._out.append(co.SendSave(members))
 
     def _restore(self, event: co.Restore, now: float) -> None:
         self.restore, self.paused = event, False
@@ -295,23 +345,18 @@ class Coordinator:
 
     def _expire(self, now: float) -> None:
         self._links.expire(now)
-        due = {name for name, at in self._deadlines.items() if at <= now}
-        self._deadlines = {name: at for name, at in self._deadlines.items() if name not in due}
-        self._grace_over |= "grace" in due
-        if "absence" in due and self.phase is Phase.RUNNING:
+        due = self._deadlines.expire(now)
+        if "absence" in due and self.phase in (Phase.RUNNING, Phase.STOPPING):
             self._strike_off(self._who.unheard | self._who.away, "it stayed away")
-            if self._who.running:
+            if self._who.running and self.phase is Phase.RUNNING:
                 self._stop(now, "members stayed away")
         if "stop" in due:
-            self._deadlines["stop"] = now + self.terms.hold_s  # until the phase ends, which clears it
+            self._deadlines.arm("stop", now + self.terms.hold_s)  # until the phase ends, which clears it
             if self._links.broken or not self._who.running & self._who.healing:  # a long transfer is no reason
                 self._strike_off(set(self._who.running), "it did not stop in time")
-        if "restore" in due and self.restore and not self._holders():
-            self._say("error", "restore-failed", f"nobody could load the checkpoint of step {self.restore.step}")
-            self.restore = None
 
     def _advance(self, now: float) -> None:
-        if self.phase is Phase.RUNNING and not self._who.running:
+        if self.phase is Phase.RUNNING and not self._who.running | self._who.away:
             self._go(Phase.WAITING, "every member is gone")
         if self.phase is Phase.RUNNING and self._who.undisturbed() and (names := self._newcomers()):
             self._stop(now, f"{', '.join(names)} joining")
@@ -337,55 +382,64 @@ class Coordinator:
             self._go(Phase.WAITING, "every member stands still")
 
     def _try_mint(self, now: float) -> None:
-        """Rules 2 and 3, and patience where no heir is left."""
-        ready = self._candidates()
-        if self.restore:
-            holders = self._holders()
-            if holders and (not self._who.building() or "restore" not in self._deadlines):
-                self._mint(holders)
+        """Rules 2, 3 and 5."""
+        if self.restore and not self._restored(self.restore):
             return
+        ready, passed = self._candidates(), self._deadlines.passed
         if not ready:
-            self._deadlines.pop("grace", None)
-            self._grace_over = False
-            return
-        trusted = ready if self._branch is None else self._branch
-        enough = 1 if self._grace_over else self.terms.workers
-        chosen, self.reason = sources(ready, self._who.heirs(self.view), self.view, self.known_step, trusted, enough)
-        if chosen:
-            self._mint(chosen)
-        elif self.view:
-            self._deadlines.setdefault("grace", now + self.terms.grace_s)
+            self._deadlines.drop("grace", "build")
+        elif self.view is None:
+            self.reason = f"{len(ready)} of {self.terms.workers} workers are ready"
+            if len(ready) >= self.terms.workers:
+                self._mint(ready)
+        else:
+            patient = "grace" not in passed or ("build" not in passed and self._who.building())
+            heirs, in_memory = self._who.heirs(self.view), not self._who.all_back(self.view)
+            chosen, self.reason = self._course.sources(ready, heirs, self.view, in_memory=in_memory, patient=patient)
+            if chosen:
+                self._mint(chosen)
+            else:
+                self._deadlines.start("grace", now + self.terms.grace_s)
+                self._deadlines.start("build", now + self.terms.build_s)
+
+    def _restored(self, restore: co.Restore) -> bool:
+        """Mint from the checkpoint that a person chose when all had time to load it; whether to look for another."""
+        overdue, holders = "restore" in self._deadlines.passed, self._holders(restore)
+        if not overdue and (self._who.building() or not self._who.peers):
+            return False
+        if holders:
+            self._mint(holders)
+            return False
+        self._say("error", "restore-failed", f"nobody could load the checkpoint of step {restore.step}")
+        self.restore = None
+        self._deadlines.passed |= {"grace", "build"}  # what was newer has been set aside: there is nothing to wait for
+        return True
 
     def _mint(self, chosen_from: Reports) -> None:
         """The next view, from the newest state among these, with all that stand still as far as there is work."""
         step, lineage = newest(chosen_from)
-        if self.restore and self.restore.peer_id in chosen_from:
-            lineage = chosen_from[self.restore.peer_id].lineage
         ready, heirs = self._candidates(), self._who.heirs(self.view)
         if not any(holds(report, step, lineage) for report in ready.values()):
             self._links.benched.clear()  # the only holders sit out: better a bad link than a lost step
             ready = self._candidates()
         healthy = {peer_id for peer_id, report in ready.items() if holds(report, step, lineage)}
-        if step < self.known_step and not heirs and not self.restore:
-            lost = f"{self.known_step - step} steps are lost, for nobody that holds step {self.known_step} is here"
-            self._say("warning", "steps-lost", f"goes on from step {step}: {lost}")
         chosen = ordered(ready, healthy, heirs, self.terms.micro_batches, self._links.apart)
         members = records([self._who.peers[peer_id].peer for peer_id in chosen], self.terms.micro_batches, healthy)
+        kind, text = self._course.given_up(step, chosen_from, heirs, self.view) if self.view else ("", "")
+        if kind and not self.restore:
+            self._say("warning", kind, text)
+        went_back = bool(kind) or self.restore is not None
+        self._course.begin(step, {peer_id: ready[peer_id] for peer_id in chosen}, went_back=went_back)
         before, generation = self.view, (self.view.generation if self.view else 0) + 1
         self.view = View(self.job, generation, step, lineage, members, square_sum(chosen_from, step, lineage))
-        self._out.append(co.Mint(self.view, self.restore is not None))
+        self._out.append(co.Mint(self.view, went_back, self._course.branch))
         self._say("info", "view", described(self.view, before))
-        if self.restore:
-            self._branch = set()
-        if self._branch is not None:
-            self._branch |= set(chosen)
         for peer_id in chosen:
             self._who.peers[peer_id].standing = None
         self._who.running, self._who.healing = set(chosen), set(chosen) - healthy
         self._links.view_began()
-        self._grace_over, self.restore = False, None
+        self.restore, self._committed = None, False
         self._failures.clear()
-        self.known_step = step
         self._go(Phase.RUNNING, "")
 
     # ---------------------------------------------------------------------------------------------------- small helpers
@@ -398,10 +452,10 @@ class Coordinator:
         standing = self._who.standing()
         return {peer_id: standing[peer_id] for peer_id in standing if peer_id not in self._links.benched} or standing
 
-    def _holders(self) -> Reports:
+    def _holders(self, restore: co.Restore) -> Reports:
         """Who has loaded the checkpoint that is to be restored."""
-        step = self.restore.step if self.restore else -1
-        return {peer_id: report for peer_id, report in self._candidates().items() if report.applied == step}
+        wanted = (restore.step, restore.lineage)
+        return {key: report for key, report in self._candidates().items() if (report.applied, report.lineage) == wanted}
 
     def _newcomers(self) -> list[str]:
         """Names of those that stand ready beside a running view that has room for them."""
@@ -410,18 +464,21 @@ class Coordinator:
         standing = set(self._who.standing()) - set(self._links.benched)
         return sorted(self._who.name(peer_id) for peer_id in standing)
 
-    def _go(self, phase: Phase, reason: str) -> None:
+    def _go(self, phase: Phase, reason: str, *, keep: str = "") -> None:
         if phase not in TRANSITIONS[self.phase]:
             raise InvalidTransition(f"{self.phase} → {phase}: " + "; ".join(self._history))
         self.phase, self.reason = phase, reason
-        self._deadlines.clear()  # each belongs to a phase
+        self._deadlines.clear(keep=keep)  # each belongs to a phase
         if phase is not Phase.RUNNING:
             self._who.away.clear()
 
     def _stop(self, now: float, reason: str) -> None:
         """Bring the ring to a standstill. Whoever trains is told; where its ring broke it says so instead."""
-        self._go(Phase.STOPPING, reason)
-        self._deadlines["stop"] = now + self.terms.hold_s
+        # Who is unheard and not back by then is not waited for any longer.
+        self._go(Phase.STOPPING, reason, keep="absence" if self._who.unheard else "")
+        if "absence" in self._deadlines:
+            self._deadlines.hasten("absence", now + RETURN_S)
+        self._deadlines.arm("stop", now + self.terms.hold_s)
         self._hold(sorted(self._who.running - self._who.unheard), reason)
 
     def _say(self, level: str, kind: str, text: str, peer_id: str = "") -> None:
@@ -439,7 +496,8 @@ class Coordinator:
         assert self.restore is not None
         if self.phase is not Phase.WAITING:
             self._go(Phase.WAITING, f"going back to step {self.restore.step}")
-        self._deadlines = {"restore": now + self.terms.build_s}
+        self._deadlines.clear()
+        self._deadlines.arm("restore", now + self.terms.build_s)
         self._banned.clear()
         for peer_id, known in self._who.peers.items():
             known.standing = None
@@ -492,6 +550,8 @@ _HANDLERS: dict[type[co.Event], Callable[[Coordinator, Any, float], None]] = {
     co.PeerLost: Coordinator._lost,
     co.PeerLeft: Coordinator._lost,
     co.Progress: Coordinator._progress,
+    co.Saved: Coordinator._saved,
+    co.Yield: Coordinator._yield,
     co.Pause: Coordinator._pause,
     co.Resume: Coordinator._resume,
     co.Cancel: Coordinator._cancel,

@@ -44,30 +44,6 @@ def records(members: Sequence[Peer], micro_batches: int, healthy: Iterable[str])
     )
 
 
-def sources(
-    ready: Reports, heirs: Reports, view: View | None, known_step: int, trusted: Collection[str], workers: int
-) -> tuple[Reports, str]:
-    """Whose state the next view may start from at once; where nobody's, why.
-
-    Args:
-        ready: all that stand still. heirs: those that do so in ``view``, the last one; they carry the run's state.
-        known_step: the newest step that somebody is known to have applied.
-        trusted: of the ready, whose state is of this run, and not of one that was given up by a restore.
-        workers: so many need not wait for more.
-    """
-    if view is None:
-        return (ready, "") if len(ready) >= workers else ({}, f"{len(ready)} of {workers} workers are ready")
-    if carried := {peer_id: report for peer_id, report in heirs.items() if report.applied >= view.step}:
-        return carried, ""
-    own = {peer_id: report for peer_id, report in ready.items() if peer_id in trusted}
-    if at_hand := {peer_id: report for peer_id, report in own.items() if report.applied >= known_step}:
-        return at_hand, ""
-    if len(ready) >= workers:
-        return own or ready, ""
-    best = max(report.applied for report in ready.values())
-    return {}, f"waiting for a worker that holds step {known_step} (at hand: step {best})"
-
-
 def ordered(
     ready: Reports, healthy: Collection[str], heirs: Collection[str], most: int, apart: Iterable[Edge]
 ) -> list[str]:

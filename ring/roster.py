@@ -25,7 +25,7 @@ class Roster:
     Attributes:
         running: members whose standstill is not known.
         unheard: of those, who has said nothing since the seed, or its link, came back.
-        away: members of a running view whose link to the seed ended.
+        away: members of a running view whose link to the seed ended; maybe all of them.
         healing: members that fetch the state.
     """
 
@@ -63,6 +63,11 @@ class Roster:
             and report.generation == view.generation
             and view.rank_of(peer_id) is not None
         }
+
+    def all_back(self, view: View) -> bool:
+        """Whether every member of ``view`` is here and has loaded its state anew: nobody has it in memory any more."""
+        standing = self.standing()
+        return all(member.peer_id in standing and standing[member.peer_id].status == "ready" for member in view.members)
 
     def undisturbed(self) -> bool:
         """Whether every member is heard of and holds the state."""

@@ -315,8 +315,8 @@ class Update(Message):
     """Seed to subscriber: what changed since the last update, coalesced, at most ten a second.
 
     Attributes:
-        topic: ``cluster``, ``peers``, ``peers-gone`` (items hold ``id`` only), ``jobs``, ``metrics``, ``events``,
-            ``checkpoints``.
+        topic: ``cluster``, ``peers``, ``jobs``, ``metrics``, ``events``, ``checkpoints``; ``peers-gone``, ``jobs-gone``
+            and ``checkpoints-gone``, whose items hold ``id`` only.
         items: maps as made by ``to_map`` of the topic's record in ``wire.records``; metrics carry ``job`` besides.
     """
 

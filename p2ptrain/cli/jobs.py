@@ -35,7 +35,7 @@ from p2ptrain.cli.runtime import (
 if TYPE_CHECKING:
     from wire.records import JobInfo
 
-app = new_typer(help="Create, show, pause, resume, save and cancel jobs.")
+app = new_typer(help="Create, show, pause, resume, save, cancel and forget jobs.")
 
 JobArgument = Annotated[
     str, typer.Argument(metavar="JOB", callback=not_empty, help="Id of the job, the beginning of one, or its name.")
@@ -227,6 +227,21 @@ def cancel(
     """
     confirm(f"End {job} for good?", yes=yes)
     _command(seed, "cancel", job, "is cancelled", as_json=as_json)
+
+
+@app.command()
+def forget(
+    job: JobArgument, yes: YesOption = False, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False
+) -> None:
+    """Remove a job that is over from the seed's record. Its checkpoints stay on the workers' disks.
+
+    \b
+    Examples:
+      p2ptrain jobs forget tiny
+      p2ptrain jobs forget 3f9a --yes
+    """
+    confirm(f"Forget {job} and its metrics for good?", yes=yes)
+    _command(seed, "forget", job, "is forgotten", as_json=as_json)
 
 
 def _command(seed: str, verb: str, job: str, done: str, *, as_json: bool) -> None:

@@ -11,14 +11,15 @@ import asyncio
 import dataclasses
 import math
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import itemgetter
 
 from p2ptrain.core.world import Clock
 from ring import coordination as co
 from ring.coordination import ENDED, Phase
 from ring.coordinator import Coordinator
 from ring.view import View
-from roles.seed.peers import Link, announced_to
+from roles.seed.peers import MAX_WHOLE, Link, announced_to, whole
 from roles.seed.store import JobRecord, Records, Store
 from roles.seed.updates import Board
 from wire.messages import Assign, Hold, Message, Release, SaveNow, StepMetrics
@@ -59,9 +60,9 @@ class History:
     """What the store knows of a job beside its record."""
 
     view: View | None = None
-    branch: frozenset[str] | None = None
     row: MetricRow | None = None
     val_loss: float | None = None
+    saved: dict[str, int] = field(default_factory=dict)
 
 
 class Desk:
@@ -73,7 +74,8 @@ class Desk:
         self._office = office
         self._row = history.row
         self._val_loss = history.val_loss
-        self._events: asyncio.Queue[tuple[co.Event, asyncio.Future[None]]] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[co.Event, asyncio.Future[bool]]] = asyncio.Queue()
+        self._retired = asyncio.Event()
         view = history.view
         past = co.Past(
             state=record.state,
@@ -82,7 +84,8 @@ class Desk:
             view=view,
             corpus=record.corpus,
             known_step=max(view.step if view else 0, history.row.step if history.row else 0),
-            branch=history.branch,
+            saved=history.saved,
+            branch=frozenset(record.branch) if record.branch is not None else None,
         )
         terms = co.Terms(workers=record.workers, micro_batches=record.micro_batches)
         self.core = Coordinator(record.id, terms, past=past, now=office.clock.now())
@@ -100,30 +103,43 @@ class Desk:
         """The view, while it has members."""
         return self.core.view if self.core.phase in (Phase.RUNNING, Phase.STOPPING, Phase.PAUSED) else None
 
-    def post(self, event: co.Event) -> asyncio.Future[None]:
-        """Have the event handled; the future tells when it is."""
-        handled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._events.put_nowait((event, handled))
+    def post(self, event: co.Event) -> asyncio.Future[bool]:
+        """Have the event handled; the future tells when it is, or with False that the job is no more."""
+        handled: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        if self._retired.is_set():
+            handled.set_result(False)
+        else:
+            self._events.put_nowait((event, handled))
         return handled
 
     async def run(self) -> None:
-        """Handle events and deadlines until cancelled. Raises ``StorageError``."""
-        while True:
-            handled: asyncio.Future[None] | None = None
+        """Handle events and deadlines until ``retire``, or cancelled. Raises ``StorageError``."""
+        while not self._retired.is_set():
+            handled: asyncio.Future[bool] | None = None
             event: co.Event = co.Tick()
             try:
                 async with asyncio.timeout_at(self.core.next_deadline()):
                     event, handled = await self._events.get()
             except TimeoutError:
                 pass
+            if self._retired.is_set():
+                _tell(handled, False)
+                break
             for instruction in self.core.handle(event, self._office.clock.now()):
                 await self._carry_out(instruction)
             if self.record.paused != self.core.paused:
                 await self._keep(paused=self.core.paused)
-            if handled is not None and not handled.done():
-                handled.set_result(None)
+            _tell(handled, True)
             self._office.board.touch("jobs", self.id)
             self._office.freed()
+        while not self._events.empty():
+            _tell(self._events.get_nowait()[1], False)
+
+    def retire(self) -> None:
+        """The job is to be forgotten, which must have ended: nothing is handled from now on."""
+        assert not self.live
+        self.post(co.Tick())  # so that it looks
+        self._retired.set()
 
     async def _carry_out(self, instruction: co.Instruction) -> None:
         match instruction:
@@ -138,8 +154,8 @@ class Desk:
             case co.SendRelease(peer_id, reason):
                 self._say(peer_id, Release(self.id, reason))
                 self._let_go(peer_id)
-            case co.Mint(view, restored):
-                await self._mint(view, restored=restored)
+            case co.Mint(view, restored, branch):
+                await self._mint(view, branch, restored=restored)
             case co.SetState(state, reason):
                 await self._set_state(state, reason)
             case co.SetCorpus(digest):
@@ -157,15 +173,20 @@ class Desk:
         if link is not None and link.job == self.id:
             link.job = ""
 
-    async def _mint(self, view: View, *, restored: bool) -> None:
+    async def _mint(self, view: View, branch: frozenset[str] | None, *, restored: bool) -> None:
         office = self._office
-        await office.store.call(Records.add_view, view, restored=restored, wall=office.clock.wall())
+        self.record = dataclasses.replace(self.record, branch=sorted(branch) if branch is not None else None)
+        wall = office.clock.wall()
+        await office.store.call(Records.add_view, view, self.record, restored=restored, wall=wall)
         if self._row is not None and self._row.step > view.step:
             self._row, self._val_loss = await office.store.call(_last, self.id)
-        for member in view.members:
-            link = office.links.get(member.peer_id)
-            if link is not None:
-                self._say(member.peer_id, announced_to(link.host, view))
+        links = [office.links[member.peer_id] for member in view.members if member.peer_id in office.links]
+        heartbeat_s, death_s = max(
+            ((link.heartbeat_s, link.death_s) for link in links), key=itemgetter(1), default=(0, 0)
+        )
+        view = dataclasses.replace(view, heartbeat_s=heartbeat_s, death_s=death_s)  # neighbours must agree on them
+        for link in links:
+            self._say(link.id, announced_to(link.host, view))
         office.board.touch("peers", *(member.peer_id for member in view.members))
         if restored:
             await office.restored(view)
@@ -189,18 +210,17 @@ class Desk:
     async def committed(self, message: StepMetrics) -> None:
         """Rank 0 told of a step. Steps that a later view took back are not counted."""
         view, office = self.core.view, self._office
-        if view is None or message.step < 0 or message.step > self.record.steps_total:
+        if view is None:
             return
         if message.generation != view.generation and message.step > view.step:
             return
         known = {name: value for name, value in message.values.items() if name in _METRICS and math.isfinite(value)}
-        members = message.values.get("members", 0.0)
         row = MetricRow(
             job=self.id,
             step=message.step,
             wall=office.clock.wall(),
             generation=message.generation,
-            members=int(members) if math.isfinite(members) else None,
+            members=whole(message.values.get("members")),
             **known,
         )
         office.store.add(row)
@@ -213,11 +233,11 @@ class Desk:
             await office.store.flush()
 
     def info(self, *, queued: bool) -> JobInfo:
-        """What people see. ``queued``: the workers are with an older job."""
+        """What people see. ``queued``: the workers are with another job."""
         record, row, view = self.record, self._row, self.running_view
         shown = {name: getattr(row, name) for name in _SHOWN} if row else {}
         step = self.core.known_step
-        tokens_per_step = round((row.tokens_per_s or 0.0) * (row.step_ms or 0.0) / 1e3) if row else 0
+        tokens = step * round(min((row.tokens_per_s or 0.0) * (row.step_ms or 0.0) / 1e3, 1e12)) if row else 0
         return JobInfo(
             id=record.id,
             name=record.name,
@@ -232,8 +252,8 @@ class Desk:
             started_at=record.started_at,
             finished_at=record.finished_at,
             val_loss=self._val_loss,
-            tokens_total=step * tokens_per_step,
-            reason="an older job has the workers" if queued else self.core.reason,
+            tokens_total=min(tokens, MAX_WHOLE),
+            reason="another job has the workers" if queued else self.core.reason,
             **shown,
         )
 
@@ -245,4 +265,9 @@ def _last(records: Records, job: str) -> tuple[MetricRow | None, float | None]:
 def history(records: Records, job: str) -> History:
     """What the store knows of a job beside its record. On the store's thread."""
     row, val_loss = _last(records, job)
-    return History(records.last_view(job), records.branch(job), row, val_loss)
+    return History(records.last_view(job), row, val_loss, records.newest_checkpoints(job))
+
+
+def _tell(handled: asyncio.Future[bool] | None, result: bool) -> None:
+    if handled is not None and not handled.done():
+        handled.set_result(result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import ipaddress
 import math
 from dataclasses import dataclass, field
@@ -14,13 +15,26 @@ from ring.coordination import STATUSES, Peer
 from ring.token import is_lineage
 from ring.view import View
 from wire.connection import Connection
-from wire.messages import Heartbeat, Hello, MemberRecord, Message, Report, Request, Response, ViewAnnounced
+from wire.messages import (
+    CheckpointSaved,
+    Heartbeat,
+    Hello,
+    MemberRecord,
+    Message,
+    Report,
+    Request,
+    Response,
+    StepMetrics,
+    ViewAnnounced,
+)
 from wire.records import PeerInfo
 from wire.transport_base import format_address
 
 NAME_CHARS = 64
 TEXT_BYTES = 190
 """Of an event's text: 200 events and what is around them fit a frame of 64 KiB."""
+MAX_WHOLE = 2**53
+"""No number that a peer sends is larger, or less than 0: SQLite, msgpack and viewers of any kind hold these."""
 _STATES = frozenset(
     ("joining", "idle", "building", "waiting", "healing", "training", "held", "failed", "leaving"),
 )
@@ -107,7 +121,7 @@ class Link:
     def info(self, now: float, view: View | None) -> PeerInfo:
         """What people see. ``view``: the running view of its job, None where it is in none."""
         beat, gone = self.beat, self.lost_at is not None
-        stats = beat.stats if beat and not gone else {}
+        stats = {name: value for name, value in beat.stats.items() if math.isfinite(value)} if beat and not gone else {}
         rank = view.rank_of(self.id) if view else None
         said = beat.state if beat else "joining"
         state = "lost" if gone else said if said in _STATES else "idle"
@@ -124,8 +138,8 @@ class Link:
             in_bps=stats.get("in_bps", 0.0),
             out_bps=stats.get("out_bps", 0.0),
             tokens_per_s=stats.get("tokens_per_s", 0.0),
-            memory_bytes=_whole(stats.get("memory_bytes")),
-            memory_total_bytes=_whole(stats.get("memory_total_bytes")),
+            memory_bytes=whole(stats.get("memory_bytes")),
+            memory_total_bytes=whole(stats.get("memory_total_bytes")),
             gpu_load=stats.get("gpu_load"),
             job=self.job,
             rank=rank,
@@ -148,8 +162,7 @@ def announced_to(host: str, view: View) -> ViewAnnounced:
     message = view.to_message()
     if is_loopback(host):
         return message
-    members = [_without_loopback(member) for member in message.members]
-    return ViewAnnounced(view.job, view.generation, view.step, view.lineage, members, view.square_sum)
+    return dataclasses.replace(message, members=[_without_loopback(member) for member in message.members])
 
 
 def _without_loopback(member: MemberRecord) -> MemberRecord:
@@ -160,6 +173,7 @@ def _without_loopback(member: MemberRecord) -> MemberRecord:
 
 def check_hello(hello: Hello) -> None:
     """Raise ``Refused`` or ``ProtocolError`` where a worker's introduction cannot be worked with."""
+    check_numbers(hello)
     if not is_id(hello.peer_id):
         raise ProtocolError("the peer id is none")
     if not 0 < hello.port < 65536 or len(hello.host) > 255:
@@ -168,11 +182,25 @@ def check_hello(hello: Hello) -> None:
         raise Refused("role", "a peer of a seed is a worker", remedy="join with p2ptrain join")
 
 
-def check_report(report: Report) -> None:
-    """Raise ``ProtocolError`` where a report says what cannot be."""
+def check_numbers(message: Message) -> None:
+    """Raise ``ProtocolError`` where a whole number in a worker's message cannot be kept or shown."""
+    for item in dataclasses.fields(message):
+        value = getattr(message, item.name)
+        if type(value) is int and not 0 <= value <= MAX_WHOLE:
+            raise ProtocolError(f"{type(message).__name__}.{item.name} is {value}")
+
+
+def check_step(message: StepMetrics | CheckpointSaved, steps_total: int) -> None:
+    """Raise ``ProtocolError`` where a worker tells of a step that its job does not have."""
+    if message.step > steps_total:
+        raise ProtocolError(f"{type(message).__name__} of step {message.step}, and the job has {steps_total}")
+
+
+def checked_report(report: Report, steps_total: int) -> Report:
+    """The report with its reason as a line for people. Raises ``ProtocolError`` where it says what cannot be."""
     if report.status not in STATUSES:
         raise ProtocolError(f"a report of status {report.status[:40]!r}")
-    if report.applied < 0 or report.prepared not in (report.applied, report.applied + 1) or report.generation < 0:
+    if report.applied > steps_total or report.prepared not in (report.applied, report.applied + 1):
         raise ProtocolError(f"a report of {report.applied} applied and {report.prepared} prepared steps")
     if not math.isfinite(report.square_sum):
         raise ProtocolError("a report of a norm that is not finite")
@@ -182,6 +210,7 @@ def check_report(report: Report) -> None:
         raise ProtocolError("a report with a lineage that is none")
     if any(len(text) > 128 for text in (report.corpus, report.suspect)):
         raise ProtocolError("a report with a digest or id that is none")
+    return dataclasses.replace(report, reason=clipped(report.reason))
 
 
 def clipped(text: str, limit_bytes: int = TEXT_BYTES) -> str:
@@ -191,5 +220,6 @@ def clipped(text: str, limit_bytes: int = TEXT_BYTES) -> str:
     return raw.decode() if len(raw) <= limit_bytes else raw[: limit_bytes - 3].decode(errors="ignore") + "…"
 
 
-def _whole(value: float | None) -> int:
-    return int(value) if value is not None and math.isfinite(value) else 0
+def whole(value: float | None) -> int:
+    """What a worker measured, as a number that can be kept and shown; 0 for what is none."""
+    return int(min(max(value, 0.0), MAX_WHOLE)) if value is not None and math.isfinite(value) else 0

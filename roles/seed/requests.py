@@ -12,15 +12,17 @@ from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, ProtocolError,
 from p2ptrain.core.ids import new_id
 from ring import coordination as co
 from ring.coordination import ENDED, Phase
+from ring.token import is_lineage
 from roles.seed.peers import NAME_CHARS, clipped
 from roles.seed.store import JobRecord, Records
-from roles.seed.updates import Feed, newest_that_fit
+from roles.seed.updates import newest_that_fit
 from wire.connection import Connection
 from wire.messages import Request, Response
 from wire.records import CheckpointInfo
 
 if TYPE_CHECKING:
     from roles.seed.jobs import Desk
+    from roles.seed.peers import Link
     from roles.seed.server import Seed
 
 IDLE_S = 120.0
@@ -30,6 +32,7 @@ MAX_ROWS = 200
 MAX_SINK_BYTES = 16 << 20
 SINK_S = 60.0
 WORKER_S = 10.0
+VERIFY_S = 60.0  # it reads the whole checkpoint
 FIRST_ROWS = 300
 
 Params = dict[str, Any]
@@ -52,6 +55,7 @@ class Clerk:
             "jobs.resume": self._jobs_resume,
             "jobs.cancel": self._jobs_cancel,
             "jobs.save": self._jobs_save,
+            "jobs.forget": self._jobs_forget,
             "metrics.history": self._metrics_history,
             "events.list": self._events_list,
             "checkpoints.list": self._checkpoints_list,
@@ -104,16 +108,16 @@ class Clerk:
     async def _watch(self, connection: Connection) -> None:
         """Everything as it is now, then what changes."""
         seed = self._seed
-        feed: Feed = seed.board.open()
-        feed.touch("cluster", [""])
-        feed.touch("peers", [info.id for info in seed.peer_infos()])
-        feed.touch("jobs", seed.desks)
-        feed.touch("checkpoints", seed.checkpoints)
-        feed.add(seed.recent)
-        shown = [desk.id for desk in seed.desks.values() if desk.live] or list(seed.desks)[-1:]
-        for job in shown[:4]:
-            feed.add(await seed.store.call(Records.last_metrics, job, FIRST_ROWS))
-        await seed.board.serve(feed, connection)
+        with seed.board.open() as feed:
+            feed.touch("cluster", [""])
+            feed.touch("peers", [info.id for info in seed.peer_infos()])
+            feed.touch("jobs", seed.desks)
+            feed.touch("checkpoints", seed.checkpoints)
+            feed.add(seed.recent)
+            shown = [desk.id for desk in seed.desks.values() if desk.live] or list(seed.desks)[-1:]
+            for job in shown[:4]:
+                feed.add(await seed.store.call(Records.last_metrics, job, FIRST_ROWS))
+            await seed.board.serve(feed, connection)
 
     # ------------------------------------------------------------------------------------------------ cluster and peers
 
@@ -134,8 +138,8 @@ class Clerk:
             raise Refused("bad-spec", problem.message, remedy="make it with p2ptrain jobs create") from problem
         record = JobRecord(
             id=new_id(),
-            name=clipped(_text(params, "name", NAME_CHARS), NAME_CHARS),
-            profile=clipped(_text(params, "profile", NAME_CHARS), NAME_CHARS),
+            name=_label(params, "name"),
+            profile=_label(params, "profile"),
             strategy=profile.job.strategy,
             workers=profile.job.workers,
             micro_batches=profile.batch.micro_batches,
@@ -183,7 +187,16 @@ class Clerk:
 
     async def _tell(self, desk: Desk, event: co.Event, what: str) -> Result:
         self._seed.note("info", "operator", f"job {desk.record.name} {what}", "", desk.id)
-        await desk.post(event)
+        if not await desk.post(event):
+            raise Refused("unknown-job", f"job {desk.record.name} was forgotten meanwhile")
+        return {"job": desk.id}
+
+    async def _jobs_forget(self, params: Params, connection: Connection) -> Result:
+        desk = self._desk(params)
+        if desk.live:
+            raise _wrong_state(desk, "forgotten", "only a job that is over can be", "cancel it first")
+        self._seed.note("info", "operator", f"job {desk.record.name} was forgotten", "", desk.id)
+        await self._seed.forget_job(desk)
         return {"job": desk.id}
 
     def _desk(self, params: Params) -> Desk:
@@ -229,24 +242,44 @@ class Clerk:
         desk = self._seed.desks.get(checkpoint.job)
         if desk is None:
             raise Refused("unknown-job", f"the job {checkpoint.job} of that checkpoint is not known here")
-        holder = self._seed.links.get(checkpoint.peer_id)
-        if holder is None:
-            raise _away(checkpoint)
+        lineage = await self._verified(checkpoint)  # before anybody sets newer ones aside
+        holder = self._holder(checkpoint)
+        other = self._seed.desks.get(holder.job)
+        if other is not None and other is not desk and self._seed.may_yield(other):
+            await other.post(co.Yield())
         if holder.job not in ("", desk.id):
             text = f"{holder.name}, which holds that checkpoint, works on job {holder.job}"
             raise Refused("busy", text, remedy="pause or cancel that job first")
-        restored = co.Restore(checkpoint.step, checkpoint.peer_id)
+        restored = co.Restore(checkpoint.step, checkpoint.peer_id, lineage)
         return await self._tell(desk, restored, f"goes back to step {checkpoint.step}")
+
+    async def _verified(self, checkpoint: CheckpointInfo) -> str:
+        """The lineage of a checkpoint, of which its holder has just read every byte."""
+        params = {"job": checkpoint.job, "step": checkpoint.step}
+        result = await self._holder(checkpoint).ask("checkpoint.verify", params, timeout_s=VERIFY_S)
+        lineage = result.get("lineage")
+        if result.get("step") != checkpoint.step or not isinstance(lineage, str) or not is_lineage(lineage):
+            raise Refused("damaged", f"{checkpoint.peer_name} does not say what state that checkpoint holds")
+        return lineage
 
     async def _checkpoints_delete(self, params: Params, connection: Connection) -> Result:
         checkpoint = self._checkpoint(params)
+        params, was_there = {"job": checkpoint.job, "step": checkpoint.step}, True
+        try:
+            await self._holder(checkpoint).ask("checkpoint.delete", params, timeout_s=WORKER_S)
+        except Refused as problem:
+            if problem.code != "not-here":
+                raise
+            was_there = False  # somebody removed it there
+        await self._seed.drop_checkpoints([checkpoint.id])
+        return {"deleted": checkpoint.id, "was_there": was_there}
+
+    def _holder(self, checkpoint: CheckpointInfo) -> Link:
         holder = self._seed.links.get(checkpoint.peer_id)
         if holder is None:
-            raise _away(checkpoint)
-        params = {"job": checkpoint.job, "step": checkpoint.step}
-        await holder.ask("checkpoint.delete", params, timeout_s=WORKER_S)
-        await self._seed.drop_checkpoints([checkpoint.id])
-        return {"deleted": checkpoint.id}
+            text = f"{checkpoint.peer_name}, which holds that checkpoint, is not connected"
+            raise Refused("holder-away", text, remedy="start that worker, or choose a checkpoint of another")
+        return holder
 
     def _checkpoint(self, params: Params) -> CheckpointInfo:
         text = _text(params, "id", 256)
@@ -307,6 +340,13 @@ def _text(params: Params, name: str, limit: int) -> str:
     return value
 
 
+def _label(params: Params, name: str) -> str:
+    label = clipped(_text(params, name, NAME_CHARS), NAME_CHARS)
+    if not label:
+        raise Refused("bad-parameter", f"{name} has nothing that can be shown", remedy=f"give {name}")
+    return label
+
+
 def _whole(params: Params, name: str, default: int | None, least: int, most: int) -> int:
     value = params.get(name, default)
     if type(value) is not int or not least <= value <= most:
@@ -314,14 +354,9 @@ def _whole(params: Params, name: str, default: int | None, least: int, most: int
     return value
 
 
-def _wrong_state(desk: Desk, verb: str, why: str) -> Refused:
+def _wrong_state(desk: Desk, verb: str, why: str, remedy: str = "see p2ptrain jobs show") -> Refused:
     text = f"job {desk.record.name} is {desk.core.state} and cannot be {verb}: {why}"
-    return Refused("wrong-state", text, remedy="see p2ptrain jobs show")
-
-
-def _away(checkpoint: CheckpointInfo) -> Refused:
-    text = f"{checkpoint.peer_name}, which holds that checkpoint, is not connected"
-    return Refused("holder-away", text, remedy="start that worker, or choose a checkpoint of another")
+    return Refused("wrong-state", text, remedy=remedy)
 
 
 def _did_you_mean(text: str, known: Iterable[str]) -> str:

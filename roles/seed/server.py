@@ -7,6 +7,7 @@ neighbours, and is told so at once, with a remedy, instead of breaking a ring la
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +22,16 @@ from ring import coordination as co
 from ring.detector import beat_defaults
 from ring.view import View
 from roles.seed.jobs import Desk, History, Office, history
-from roles.seed.peers import NAME_CHARS, Link, check_hello, check_report, clipped, is_loopback
+from roles.seed.peers import (
+    NAME_CHARS,
+    Link,
+    check_hello,
+    check_numbers,
+    check_step,
+    checked_report,
+    clipped,
+    is_loopback,
+)
 from roles.seed.requests import Clerk
 from roles.seed.store import JobRecord, PeerRecord, Records, Store
 from roles.seed.updates import Board, Map
@@ -43,7 +53,7 @@ from wire.messages import (
     Welcome,
 )
 from wire.records import CheckpointInfo, ClusterInfo, EventInfo, PeerInfo
-from wire.transport_base import format_address
+from wire.transport_base import format_address, told_of
 
 DIAL_BACK_S = 3.0
 LOST_SHOWN_S = 60.0
@@ -201,7 +211,7 @@ class Seed:
     def problem(self, problem: P2PTrainError, address: tuple[str, int]) -> None:
         """A stranger was refused, or sent nonsense."""
         if isinstance(problem, Refused | ProtocolError):
-            self.note("warning", "refused", f"{format_address(*address)}: {problem.message}", "", "")
+            self.note("warning", "refused", told_of(address, problem.message), "", "")
 
     # ---------------------------------------------------------------------------------------------------------- workers
 
@@ -253,6 +263,7 @@ class Seed:
             await self._heard(link, received.message)
 
     async def _heard(self, link: Link, message: Message) -> None:
+        check_numbers(message)
         desk = self.desks.get(link.job)
         match message:
             case Heartbeat():
@@ -260,11 +271,12 @@ class Seed:
                 link.connection.send(HeartbeatAck(message.seq))
                 self.board.touch("peers", link.id)
             case Report() if desk is not None and message.job == desk.id:
-                check_report(message)
-                await desk.post(co.PeerReported(link.id, message))
-            case StepMetrics() if desk is not None and message.job == desk.id:
-                await desk.committed(message)
+                await desk.post(co.PeerReported(link.id, checked_report(message, desk.record.steps_total)))
+            case StepMetrics() if (trained := self._trained_by(link, message.job)) is not None:
+                check_step(message, trained.record.steps_total)
+                await trained.committed(message)
             case CheckpointSaved() if message.job in self.desks:
+                check_step(message, self.desks[message.job].record.steps_total)
                 await self._saved(link, message)
             case EventNotice():
                 job = message.job if message.job in self.desks else ""
@@ -277,6 +289,13 @@ class Seed:
                 pass  # of a job that it is no longer on
             case _:
                 raise ProtocolError(f"a worker does not say {type(message).__name__} to a seed")
+
+    def _trained_by(self, link: Link, job: str) -> Desk | None:
+        """The job, where the worker is on it, or was to the end: what it kept while the link was down comes late."""
+        desk = self.desks.get(job)
+        if desk is None or link.job == job:
+            return desk
+        return desk if desk.core.view and desk.core.view.rank_of(link.id) is not None else None
 
     def _gone(self, link: Link, event: co.PeerLost | co.PeerLeft) -> None:
         now = self.world.clock.now()
@@ -292,7 +311,7 @@ class Seed:
         self.board.touch("cluster", "")
 
     def _assign_free(self) -> None:
-        """Free workers go to the oldest job that wants them."""
+        """Free workers go to the oldest job that wants them; where none is free, paused jobs may have some."""
         for link in self.links.values():
             if link.job:
                 continue
@@ -301,7 +320,21 @@ class Seed:
                 link.job = desk.id
                 desk.post(co.PeerOffered(link.peer))
                 self.board.touch("peers", link.id)
-        self.board.touch("jobs", *(desk.id for desk in self.desks.values() if desk.core.phase is co.Phase.WAITING))
+        waiting = [desk for desk in self.desks.values() if desk.core.phase is co.Phase.WAITING]
+        if any(desk.core.short for desk in waiting):
+            for desk in self.desks.values():
+                if self.may_yield(desk):
+                    desk.post(co.Yield())
+        self.board.touch("jobs", *(desk.id for desk in waiting))
+
+    def may_yield(self, desk: Desk) -> bool:
+        """Whether a paused job can let its workers go: where it stopped is on the disk of one of them."""
+        heirs = desk.core.paused_heirs()
+        if not heirs:
+            return heirs is not None
+        step = max(report.applied for report in heirs.values())
+        saved = (f"{desk.id}@{step}@{peer_id}" for peer_id, report in heirs.items() if report.applied == step)
+        return any(item_id in self.checkpoints for item_id in saved)
 
     async def _saved(self, link: Link, message: CheckpointSaved) -> None:
         """A checkpoint is durable at ``link``, which keeps as many as the job says, the newest."""
@@ -315,15 +348,16 @@ class Seed:
             digest=message.digest[:128],
             size_bytes=message.size_bytes,
             created_at=self.world.clock.wall(),
-            val_loss=message.val_loss,
+            val_loss=message.val_loss if message.val_loss is not None and math.isfinite(message.val_loss) else None,
         )
+        keep = max(self.desks[info.job].record.keep, 2)
         self.checkpoints[info.id] = info
         await self.store.call(Records.add_checkpoint, info)
         self.board.touch("checkpoints", info.id)
         mine = [item for item in self.checkpoints.values() if (item.job, item.peer_id) == (info.job, info.peer_id)]
         mine.sort(key=lambda item: item.step, reverse=True)
-        dropped = mine[max(self.desks[info.job].record.keep, 2) :]
-        await self.drop_checkpoints([item.id for item in dropped if item.id != info.id])
+        await self.drop_checkpoints([item.id for item in mine[keep:] if item.id != info.id])
+        self._tell_newest(info.job)
 
     async def _went_back(self, view: View) -> None:
         members = {member.peer_id for member in view.members}
@@ -337,6 +371,14 @@ class Seed:
                 self.checkpoints.pop(item_id, None)
             await self.store.call(Records.remove_checkpoints, ids)
             self.board.touch("checkpoints", *ids)
+            for job in {item_id.partition("@")[0] for item_id in ids}:
+                self._tell_newest(job)
+
+    def _tell_newest(self, job: str) -> None:
+        """A job knows how far it could go back, or on, from the disks of its workers."""
+        if job in self.desks:
+            held = sorted((item.step, item.peer_id) for item in self.checkpoints.values() if item.job == job)
+            self.desks[job].post(co.Saved({peer_id: step for step, peer_id in held}))
 
     # ------------------------------------------------------------------------------------------------------------- jobs
 
@@ -350,6 +392,18 @@ class Seed:
         self.board.touch("jobs", record.id)
         self.board.touch("cluster", "")
         self._assign_free()
+
+    async def forget_job(self, desk: Desk) -> None:
+        """Remove an ended job and all that is kept of it here; its checkpoints stay on the workers' disks."""
+        desk.retire()
+        del self.desks[desk.id]
+        gone = [item.id for item in self.checkpoints.values() if item.job == desk.id]
+        for item_id in gone:
+            del self.checkpoints[item_id]
+        self.board.touch("jobs", desk.id)
+        self.board.touch("checkpoints", *gone)
+        self.board.touch("cluster", "")
+        await self.store.call(Records.forget_job, desk.id)
 
     # -------------------------------------------------------------------------------------------------- what people see
 
@@ -378,11 +432,10 @@ class Seed:
         return link.info(now, desk.running_view if desk else None)
 
     def is_queued(self, desk: Desk) -> bool:
-        """Whether the workers that it waits for are with an older job."""
+        """Whether the workers that it waits for are with another job."""
         if desk.core.phase is not co.Phase.WAITING or desk.core.peer_ids:
             return False
-        before = list(self.desks.values())[: list(self.desks).index(desk.id)]
-        return any(older.live and older.core.peer_ids for older in before)
+        return any(other.live and other.core.peer_ids for other in self.desks.values())
 
     def render(self, topic: str, item_id: str) -> Map | None:
         """A record as it is now, for the board."""

@@ -85,6 +85,8 @@ class JobRecord:
     corpus: str = ""
     started_at: float | None = None
     finished_at: float | None = None
+    branch: list[str] | None = None
+    """Peers whose newest checkpoint is of this run, once it went back (``ring.course``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,10 @@ class Records:
 
     def save_job(self, job: JobRecord) -> None:
         with self._transaction():
-            self._db.execute("UPDATE jobs SET record = ? WHERE id = ?", (json.dumps(dataclasses.asdict(job)), job.id))
+            self._save(job)
+
+    def _save(self, job: JobRecord) -> None:
+        self._db.execute("UPDATE jobs SET record = ? WHERE id = ?", (json.dumps(dataclasses.asdict(job)), job.id))
 
     def jobs(self) -> list[tuple[JobRecord, str]]:
         """All jobs and their specs, oldest first."""
@@ -140,12 +145,20 @@ class Records:
             rows = self._db.execute("SELECT record, spec FROM jobs ORDER BY created_at, id").fetchall()
             return [(JobRecord(**json.loads(record)), spec) for record, spec in rows]
 
-    def add_view(self, view: View, *, restored: bool, wall: float) -> None:
-        """Durable when this returns. Rows of steps that are given up by it go."""
+    def forget_job(self, job: str) -> None:
+        """Remove all that is kept of a job but what the diary says of it."""
+        with self._transaction():
+            self._db.execute("DELETE FROM jobs WHERE id = ?", (job,))
+            for table in ("views", "metrics", "checkpoints"):
+                self._db.execute(f"DELETE FROM {table} WHERE job = ?", (job,))  # noqa: S608 - our own constants
+
+    def add_view(self, view: View, job: JobRecord, *, restored: bool, wall: float) -> None:
+        """Durable when this returns, and what ``job`` says of its branch with it. Rows of steps given up by it go."""
         members = json.dumps([dataclasses.astuple(member) for member in view.members])
         row = (view.job, view.generation, view.step, view.lineage, view.square_sum, members, int(restored), wall)
         with self._transaction():
             self._db.execute("INSERT INTO views VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+            self._save(job)
             self._db.execute("DELETE FROM metrics WHERE job = ? AND step > ?", (view.job, view.step))
             oldest = view.generation - VIEWS_KEPT
             self._db.execute("DELETE FROM views WHERE job = ? AND generation <= ?", (view.job, oldest))
@@ -158,16 +171,6 @@ class Records:
                 return None
             members = tuple(MemberRecord(*values) for values in json.loads(row[5]))
             return View(row[0], row[1], row[2], row[3], members, row[4])
-
-    def branch(self, job: str) -> frozenset[str] | None:
-        """The peers that were in a view since the last restore; None where there was none."""
-        with _translated(self._path):
-            since = self._one("SELECT max(generation) FROM views WHERE job = ? AND restored", job)
-            if since is None:
-                return None
-            sql = "SELECT members FROM views WHERE job = ? AND generation >= ?"
-            rows = self._db.execute(sql, (job, since)).fetchall()
-            return frozenset(values[0] for (members,) in rows for values in json.loads(members))
 
     # ------------------------------------------------------------------------------------------ metrics, events, peers
 
@@ -238,6 +241,12 @@ class Records:
         with _translated(self._path):
             rows = self._db.execute("SELECT * FROM checkpoints ORDER BY created_at, id").fetchall()
             return [CheckpointInfo(*row) for row in rows]
+
+    def newest_checkpoints(self, job: str) -> dict[str, int]:
+        """Peer id → step of the newest that it holds."""
+        with _translated(self._path):
+            sql = "SELECT peer_id, max(step) FROM checkpoints WHERE job = ? GROUP BY peer_id"
+            return dict(self._db.execute(sql, (job,)))
 
     # -------------------------------------------------------------------------------------------------------- helpers
 
@@ -346,7 +355,7 @@ def _nothing(records: Records) -> None:
 def _translated(path: Path) -> Iterator[None]:
     try:
         yield
-    except sqlite3.Error as error:
+    except (sqlite3.Error, OverflowError, UnicodeError) as error:  # the latter: a value that SQLite does not hold
         text = str(error)
         if "full" in text:
             remedy = "free some space on that disk, then start the seed again: the workers train on meanwhile"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgpack
@@ -76,8 +77,7 @@ class Feed:
             ids, self._dirty[topic] = self._dirty[topic], {}
             found = {item_id: self._render(topic, item_id) for item_id in ids}
             yield from _updates(topic, (item for item in found.values() if item is not None))
-            if topic == "peers":
-                yield from _updates("peers-gone", ({"id": item_id} for item_id in ids if found[item_id] is None))
+            yield from _updates(f"{topic}-gone", ({"id": item_id} for item_id in ids if found[item_id] is None))
         for topic, queue in self._rows.items():
             rows = list(queue)
             queue.clear()
@@ -103,11 +103,15 @@ class Board:
         for feed in self._feeds:
             feed.add((row,))
 
-    def open(self) -> Feed:
-        """A feed that learns of every change from now on."""
+    @contextmanager
+    def open(self) -> Iterator[Feed]:
+        """A feed that learns of every change from now on, until it is left."""
         feed = Feed(self._render)
         self._feeds.add(feed)
-        return feed
+        try:
+            yield feed
+        finally:
+            self._feeds.discard(feed)
 
     async def serve(self, feed: Feed, connection: Connection) -> None:
         """Run the feed; a reader that is too slow loses its connection. Returns when the connection is gone."""
@@ -117,8 +121,6 @@ class Board:
             connection.abort(DeadlineExceeded(f"a subscriber was dropped: {problem.message}", remedy=problem.remedy))
         except ConnectionLost:
             pass  # its reader tells
-        finally:
-            self._feeds.discard(feed)
 
 
 def newest_that_fit(items: Iterable[Map], limit_bytes: int = 40 << 10) -> list[Map]:

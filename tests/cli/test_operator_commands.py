@@ -184,6 +184,7 @@ def test_show_survives_a_bad_spec(command: Command, fake_seed: Any, spec: object
         ("resume", "goes on"),
         ("save", "writes a checkpoint after this step"),
         ("cancel", "is cancelled"),
+        ("forget", "is forgotten"),
     ],
 )
 def test_commands_to_a_job(command: Command, fake_seed: Any, verb: str, text: str) -> None:

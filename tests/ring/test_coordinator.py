@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ring import coordination as co
-from ring.coordination import ENDED, LEAVE_S, TORN_S, TRANSITIONS, InvalidTransition, Phase
+from ring.coordination import ENDED, LEAVE_S, RETURN_S, TORN_S, TRANSITIONS, InvalidTransition, Phase
 from ring.coordinator import Coordinator
 from ring.view import View
 from wire.messages import Report
@@ -30,8 +30,14 @@ class Desk:
         return self.said
 
     def after(self, seconds: float) -> list[co.Instruction]:
-        self.now += seconds
-        return self.tell(co.Tick())
+        """Let time pass, as the shell does: a tick at each deadline."""
+        until, said = self.now + seconds, []
+        while (at := self.core.next_deadline()) is not None and at < until:
+            self.now = at
+            said += self.tell(co.Tick())
+        self.now = until
+        self.said = said + self.tell(co.Tick())
+        return self.said
 
     def offer(self, *peer_ids: str) -> None:
         for peer_id in peer_ids:
@@ -56,6 +62,12 @@ class Desk:
         self.offer(*peer_ids)
         self.ready(*peer_ids, applied=applied)
         return self.minted()
+
+    def run(self, *peer_ids: str, applied: int = 0) -> View:
+        """The same, with its first step committed."""
+        view = self.start(*peer_ids, applied=applied)
+        self.tell(co.Progress(view.step + 1))
+        return view
 
     def stand(self, status: str, applied: int, *peer_ids: str, **more: Any) -> None:
         for peer_id in peer_ids:
@@ -198,7 +210,7 @@ def test_a_newcomers_own_state_never_overrules_the_ring() -> None:
 
 def test_after_a_death_whoever_holds_the_redo_buffer_is_healthy() -> None:
     desk = Desk(co.Terms(workers=4, micro_batches=8))
-    desk.start("a", "b", "c", "d")
+    desk.run("a", "b", "c", "d")
     desk.tell(co.PeerLost("d", "closed"))
     assert desk.said == []  # the ring will tell
     desk.report("a", "broken", 10, square_sum=3.0, suspect="d")
@@ -321,7 +333,7 @@ def test_who_sits_out_still_gives_the_state_that_only_it_has() -> None:
 
 def test_a_lost_link_to_the_seed_does_not_disturb_a_ring_that_runs() -> None:
     desk = Desk()
-    desk.start("a", "b")
+    desk.run("a", "b")
     assert desk.tell(co.PeerLost("a", "closed")) == []
     desk.now += 10
     assert desk.tell(co.PeerReturned(peer("a"), 1)) == [co.SetState("forming", "")]
@@ -331,7 +343,7 @@ def test_a_lost_link_to_the_seed_does_not_disturb_a_ring_that_runs() -> None:
 
 def test_a_member_that_stays_away_from_the_seed_is_left_behind() -> None:
     desk = Desk()
-    desk.start("a", "b")
+    desk.run("a", "b")
     desk.tell(co.PeerLost("a", "closed"))
     desk.after(30.0)
     assert desk.of(co.SendHold) == [co.SendHold(("b",), 1, "members stayed away")]
@@ -346,7 +358,7 @@ def test_a_member_that_stays_away_from_the_seed_is_left_behind() -> None:
 
 def test_a_member_that_comes_back_while_the_ring_is_stopping_is_told_to_stop_too() -> None:
     desk = Desk(co.Terms(workers=3, micro_batches=8))
-    desk.start("a", "b", "c")
+    desk.run("a", "b", "c")
     desk.tell(co.PeerLost("c", "closed"))
     desk.tell(co.Pause())
     desk.tell(co.PeerReturned(peer("c"), 1))
@@ -392,10 +404,37 @@ def test_a_restarted_seed_waits_for_all_reports_of_a_ring_that_broke_meanwhile()
     assert desk.of(co.Mint) == []
     desk.tell(co.PeerReturned(peer("c"), 1))
     desk.report("c", "broken", 32, suspect="a")
-    assert desk.of(co.Mint) == []  # a may have committed more
-    desk.after(30.0)
     view = desk.minted()
     assert (view.generation, view.step, ids(view), healthy(view)) == (2, 32, ["c", "b"], ["c"])
+
+
+def test_the_seed_losing_every_link_at_once_takes_the_ring_for_running() -> None:
+    desk = Desk()
+    desk.start("a", "b")
+    desk.offer("c")
+    desk.tell(co.Progress(1000))
+    for peer_id in ("a", "b"):
+        desk.tell(co.PeerLost(peer_id, "the seed's network is down"))
+    desk.ready("c")
+    assert desk.of(co.Mint) == []
+    for peer_id in ("a", "b"):
+        desk.now += 10
+        desk.tell(co.PeerReturned(peer(peer_id), 1))
+        desk.report(peer_id, "training", 1010)
+    assert desk.of(co.SendRelease) == []
+    assert desk.of(co.SendHold) == [co.SendHold(("a", "b"), 1, "name-c joining")]
+    desk.stand("held", 1011, "a", "b")
+    assert (desk.minted().step, healthy(desk.minted())) == (1011, ["a", "b"])
+
+
+def test_a_ring_of_which_nobody_returns_is_over_when_patience_is() -> None:
+    desk = Desk()
+    desk.run("a", "b")
+    for peer_id in ("a", "b"):
+        desk.tell(co.PeerLost(peer_id, "closed"))
+    assert desk.core.state == "forming"
+    desk.after(30.0)
+    assert desk.core.state == "waiting"
 
 
 # -------------------------------------------------------------------------------------------------- everybody was gone
@@ -407,21 +446,22 @@ def test_after_everybody_was_gone_the_holder_of_the_newest_state_goes_on_at_once
     desk.tell(co.Progress(73))
     desk.tell(co.PeerLost("a", "closed"))
     desk.tell(co.PeerLost("b", "closed"))
+    desk.offer("b")  # so its ring is over
     assert desk.core.state == "waiting"
-    desk.offer("b")
     desk.ready("b", applied=73)
     view = desk.minted()
     assert (view.generation, view.step, ids(view)) == (2, 73, ["b"])
 
 
-@pytest.mark.parametrize("how", ["enough workers", "patience"])
-def test_if_the_holder_stays_away_the_best_at_hand_is_used_and_the_loss_is_named(how: str) -> None:
+@pytest.mark.parametrize("how", ["all members are back", "patience"])
+def test_if_the_newest_state_is_gone_the_best_at_hand_is_used_and_the_loss_is_named(how: str) -> None:
     desk = Desk()
     desk.start("a", "b")
+    desk.tell(co.Saved({"a": 50, "b": 60}))
     desk.tell(co.Progress(73))
     for peer_id in ("a", "b"):
         desk.tell(co.PeerLost(peer_id, "closed"))
-    desk.offer("a", "b")
+    desk.offer("a")
     desk.ready("a", applied=50)
     assert desk.of(co.SetState) == [
         co.SetState("waiting", "waiting for a worker that holds step 73 (at hand: step 50)")
@@ -429,10 +469,101 @@ def test_if_the_holder_stays_away_the_best_at_hand_is_used_and_the_loss_is_named
     if how == "patience":
         desk.after(30.0)
     else:
-        desk.ready("b", applied=25)
-    assert desk.minted().step == 50
+        desk.offer("b")
+        desk.ready("b", applied=25)  # nobody has 73 in memory any more, and its 60 is damaged
+    assert (desk.minted().step, desk.core.known_step) == (50, 50)
     assert any(isinstance(item, co.Emit) and "23 steps are lost" in item.text for item in desk.said)
-    assert desk.core.known_step == 50
+
+
+def test_a_checkpoint_elsewhere_is_waited_for_though_all_members_are_back() -> None:
+    desk = Desk()
+    desk.start("a", "b")
+    desk.tell(co.Saved({"a": 50, "c": 70}))
+    desk.tell(co.Progress(73))
+    for peer_id in ("a", "b"):
+        desk.tell(co.PeerLost(peer_id, "closed"))
+    desk.offer("a", "b")
+    desk.ready("a", "b", applied=50)
+    assert desk.of(co.Mint) == []
+    desk.offer("c")
+    desk.ready("c", applied=70)
+    assert (desk.minted().step, healthy(desk.minted())) == (70, ["c"])
+
+
+def test_fresh_workers_wait_for_the_holder_that_is_still_building() -> None:
+    desk = Desk(past=co.Past(view=Desk().start("h", "i"), corpus="C", known_step=1000))
+    desk.offer("h", "x", "y")
+    desk.now = 5.0
+    desk.ready("x", "y")
+    desk.after(28.0)
+    assert desk.core.phase is Phase.WAITING
+    desk.after(100.0)
+    assert desk.of(co.Mint) == []
+    desk.ready("h", applied=1000)
+    assert (desk.minted().step, healthy(desk.minted())) == (1000, ["h"])
+
+
+def test_whoever_builds_for_ever_is_not_waited_for_for_ever() -> None:
+    desk = Desk(past=co.Past(view=Desk().start("h", "i"), corpus="C", known_step=1000))
+    desk.offer("h", "x")
+    desk.ready("x")
+    desk.after(RETURN_S + TERMS.build_s - 1.0)  # the other member is given up first
+    assert desk.of(co.Mint) == []
+    desk.after(1.0)
+    assert (desk.minted().step, ids(desk.minted())) == (0, ["x"])
+
+
+def test_members_that_build_after_a_full_restart_are_not_struck_off() -> None:
+    desk = Desk(past=co.Past(view=Desk().start("a", "b"), corpus="C", known_step=73))
+    desk.offer("a", "b")
+    assert desk.core.state == "waiting"  # nobody runs any more
+    desk.after(300.0)
+    assert desk.of(co.SendRelease) == []
+    desk.ready("a", applied=73)
+    assert desk.minted().step == 73
+
+
+def lossy() -> Desk:
+    """A job that went on from step 0 because the holder of step 1000 stayed away."""
+    desk = Desk(past=co.Past(view=Desk(co.Terms(workers=1, micro_batches=8)).start("h"), corpus="C", known_step=1000))
+    desk.after(30.0)
+    desk.offer("x")
+    desk.ready("x")
+    desk.after(30.0)
+    (mint,) = desk.of(co.Mint)
+    assert isinstance(mint, co.Mint)
+    assert (mint.view.step, mint.restored, mint.branch) == (0, True, {"x"})
+    return desk
+
+
+def test_steps_that_were_given_up_do_not_come_back_at_the_next_restart() -> None:
+    desk = lossy()
+    desk.offer("h")
+    desk.ready("h", applied=1000)
+    desk.stand("held", 5, "x")
+    (mint,) = desk.of(co.Mint)
+    assert isinstance(mint, co.Mint)
+    assert (mint.view.step, ids(mint.view), mint.branch) == (5, ["x", "h"], {"x"})  # h still has 1000 on its disk
+    desk = Desk(past=co.Past(view=mint.view, corpus="C", known_step=8, branch=mint.branch))
+    desk.offer("h", "x")
+    desk.ready("h", applied=1000)
+    assert desk.of(co.Mint) == []
+    desk.ready("x", applied=5)
+    assert (desk.minted().step, healthy(desk.minted())) == (5, ["x"])
+
+
+def test_where_only_a_given_up_state_is_left_it_is_used_and_said() -> None:
+    desk = lossy()
+    desk.tell(co.PeerLost("x", "closed"))
+    desk.after(30.0)
+    desk.offer("h")
+    desk.ready("h", applied=1000)
+    assert desk.of(co.Mint) == []
+    desk.after(30.0)
+    (mint,) = desk.of(co.Mint)
+    assert isinstance(mint, co.Mint)
+    assert (mint.view.step, mint.branch) == (1000, {"h"})
+    assert "branch" in desk.kinds()
 
 
 # ----------------------------------------------------------------------------------------------- what a person asks for
@@ -499,7 +630,7 @@ def test_restore_takes_all_back_and_state_of_the_given_up_branch_counts_no_more(
     desk = Desk()
     desk.start("a", "b", applied=200)
     desk.tell(co.PeerLost("b", "closed"))  # it keeps step 200 on its disk
-    desk.tell(co.Restore(100, "a"))
+    desk.tell(co.Restore(100, "a", "L100"))
     desk.stand("held", 205, "a")
     assert desk.said[0] == co.SendAssign("a", "C", 100)
     desk.report("a", "held", 205)  # said before it read the order
@@ -523,7 +654,7 @@ def test_restore_of_a_finished_job_offers_it_again() -> None:
     desk.start("a", "b")
     desk.stand("done", 400, "a", "b")
     assert desk.core.state == "done"
-    desk.tell(co.Restore(300, "a"))
+    desk.tell(co.Restore(300, "a", "L300"))
     assert desk.core.wants("a")
     desk.tell(co.PeerOffered(peer("a")))
     assert desk.said == [co.SendAssign("a", "C", 300)]
@@ -534,13 +665,26 @@ def test_restore_of_a_finished_job_offers_it_again() -> None:
 def test_restore_that_nobody_can_do_says_so_and_goes_on() -> None:
     desk = Desk()
     desk.start("a", "b")
-    desk.tell(co.Restore(100, "a"))
+    desk.tell(co.Restore(100, "a", "L100"))
     desk.stand("held", 205, "a", "b")
-    desk.ready("a", "b", applied=0)
+    desk.ready("a", applied=0)
     assert desk.of(co.Mint) == []
+    desk.ready("b", applied=50)  # nobody builds, nobody holds it
+    assert "restore-failed" in desk.kinds()
+    (mint,) = desk.of(co.Mint)
+    assert isinstance(mint, co.Mint)
+    assert (mint.view.step, mint.restored) == (50, True)
+
+
+def test_restore_waits_no_longer_than_a_build_may_take() -> None:
+    desk = Desk()
+    desk.start("a", "b")
+    desk.tell(co.Restore(100, "a", "L100"))
+    desk.stand("held", 205, "a", "b")
+    desk.report("b", "ready", 100, "another state of the same step")
     desk.after(TERMS.build_s)
     assert "restore-failed" in desk.kinds()
-    assert desk.minted().step == 0
+    assert desk.minted().step == 100
 
 
 # ------------------------------------------------------------------------------------------------------ ends and leaves
@@ -589,9 +733,59 @@ def test_when_all_members_fail_the_job_has_failed_with_their_reason(spares: Iter
 
 def test_a_job_that_its_only_worker_cannot_build_has_failed() -> None:
     desk = Desk()
-    desk.offer("a")
+    desk.offer("a", "b")
     desk.report("a", "failed", 0, reason="no such file")
+    assert desk.core.state == "waiting"
+    desk.report("b", "failed", 0, reason="no such file")
     assert desk.core.state == "failed"
+
+
+def test_a_job_that_once_ran_survives_a_worker_that_cannot_build_it() -> None:
+    desk = Desk(past=co.Past(view=Desk().start("a", "b"), corpus="C", known_step=5000))
+    desk.after(30.0)
+    desk.offer("c")
+    desk.report("c", "failed", 0, generation=0, reason="no such file")
+    assert (desk.core.state, desk.core.wants("c")) == ("waiting", False)
+    assert desk.core.reason == "waiting for another worker: name-c cannot go on: no such file"
+    desk.tell(co.PeerLost("c", "closed"))
+    assert desk.core.wants("c")
+    desk.offer("a")
+    desk.ready("a", applied=5000)
+    assert desk.minted().step == 5000
+
+
+def test_a_job_takes_two_workers_more_than_it_has_work_for() -> None:
+    desk = Desk(co.Terms(workers=2, micro_batches=2))
+    desk.start("a", "b")
+    desk.offer("c", "d")
+    assert not desk.core.wants("e")
+    desk.tell(co.PeerOffered(peer("e")))
+    assert [type(item) for item in desk.said] == [co.SendRelease]
+    desk.tell(co.PeerLost("c", "closed"))
+    assert desk.core.wants("e")
+    desk.offer("e")
+    desk.tell(co.Restore(0, "f", "L0"))
+    assert desk.core.wants("f")  # whoever holds the checkpoint comes in whatever the number
+
+
+def test_a_paused_job_saves_where_it_stops_and_can_let_its_workers_go() -> None:
+    desk = Desk()
+    desk.run("a", "b")
+    desk.tell(co.Pause())
+    assert [type(item) for item in desk.said[:2]] == [co.SendSave, co.SendHold]  # in this order: both in one step
+    assert desk.tell(co.Yield()) == []  # it still trains
+    desk.stand("held", 6, "a", "b")
+    heirs = desk.core.paused_heirs()
+    assert heirs is not None
+    assert {peer_id: report.applied for peer_id, report in heirs.items()} == {"a": 6, "b": 6}
+    desk.tell(co.Saved({"a": 6}))
+    desk.tell(co.Yield())
+    assert [item.peer_id for item in desk.said if isinstance(item, co.SendRelease)] == ["a", "b"]
+    assert (desk.core.state, desk.core.paused_heirs()) == ("paused", None)
+    desk.tell(co.Resume())
+    desk.offer("b")
+    desk.ready("b", applied=6)
+    assert desk.minted().step == 6
 
 
 def test_a_member_that_leaves_at_a_boundary_is_not_put_into_the_next_view() -> None:

@@ -98,7 +98,7 @@ class Cluster(RuleBasedStateMachine):
         self.confirmed = 0
         self.nonce = 0
         self.stored = co.Past()
-        self.branch: set[str] | None = None
+        self.branch: frozenset[str] | None = None
         for peer_id in PEERS[:running]:
             self.start(peer_id)
         for _ in range(3):
@@ -168,10 +168,8 @@ class Cluster(RuleBasedStateMachine):
                     assert view.step >= report.applied, "a surviving member had applied more"
         self.minted.append(view)
         self.stored = co.Past(view=view)
-        if item.restored:
-            self.branch = set()
-        if self.branch is not None:
-            self.branch |= {record.peer_id for record in view.members}
+        assert item.branch is not None or not item.restored
+        self.branch = item.branch
 
     # ---- the ring
 
@@ -316,6 +314,11 @@ class Cluster(RuleBasedStateMachine):
         if member.alive and member.status in ("training", "held", "done") and not member.torn:
             member.disk = (member.applied, member.lineage)
             member.older.append(member.disk)
+            if member.linked:
+                self.tell(co.Saved(self.newest_saved()))
+
+    def newest_saved(self) -> dict[str, int]:
+        return {member.peer_id: member.older[-1][0] for member in self.members.values()}
 
     @rule(peer_id=st.sampled_from(PEERS))
     def die(self, peer_id: str) -> None:
@@ -391,8 +394,18 @@ class Cluster(RuleBasedStateMachine):
     def restore(self, peer_id: str, index: int) -> None:
         member = self.members[peer_id]
         if member.linked:
-            self.tell(co.Restore(member.older[index % len(member.older)][0], peer_id))
+            step, lineage = member.older[index % len(member.older)]
+            self.tell(co.Restore(step, peer_id, lineage))
             self.offer()
+
+    @rule()
+    def another_job_waits(self) -> None:
+        """The shell lets a paused job's workers go where one of them has the state on its disk."""
+        heirs = self.core.paused_heirs()
+        newest = max((report.applied for report in heirs.values()), default=0) if heirs else 0
+        if heirs and any((newest, heirs[peer_id].lineage) == self.members[peer_id].disk for peer_id in heirs):
+            self.tell(co.Yield())
+            assert not self.core.peer_ids
 
     @rule()
     def restart_the_seed(self) -> None:
@@ -400,7 +413,7 @@ class Cluster(RuleBasedStateMachine):
         ended = core.state in ("done", "cancelled", "failed")
         past = co.Past(
             state=core.state if ended else "waiting", paused=core.paused, view=core.view, corpus=core.corpus,
-            known_step=core.known_step, branch=frozenset(self.branch) if self.branch is not None else None,
+            known_step=core.known_step, saved=self.newest_saved(), branch=self.branch,
         )  # fmt: skip
         for member in self.members.values():
             member.linked = False

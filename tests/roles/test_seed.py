@@ -23,6 +23,7 @@ from ring.formation import records
 from ring.view import View
 from roles.seed import requests as requests_module
 from roles.seed import run_seed
+from roles.seed import server as server_module
 from roles.seed import updates as updates_module
 from roles.seed.peers import TEXT_BYTES, announced_to, clipped
 from roles.seed.store import Records, Store
@@ -327,6 +328,14 @@ async def test_a_closed_link_is_a_death_notice_and_a_leave_is_not(bench: Bench) 
         Report("{job}", 1, "failed", 0, 0, "nonsense"),
         Report("{job}", 1, "held", 0, 1, lineage_of(0), prepared_lineage=""),
         Report("{job}", 1, "held", 0, 1, lineage_of(0), prepared_lineage="L" * 32),
+        Report("{job}", 2**64 - 1, "held", 0, 0, lineage_of(0)),
+        Report("{job}", 1, "held", 2**63, 2**63, lineage_of(0)),
+        Report("{job}", 1, "held", 101, 101, lineage_of(0)),
+        StepMetrics("{job}", 2**64 - 1, 1, {}),
+        StepMetrics("{job}", 1, 101, {}),
+        StepMetrics("{job}", -1, 1, {}),
+        CheckpointSaved("{job}", 101, "/c", "d", 5),
+        CheckpointSaved("{job}", 1, "/c", "d", 2**63),
         Hold("{job}", 1, "a seed says this"),
     ],
     ids=[
@@ -338,12 +347,20 @@ async def test_a_closed_link_is_a_death_notice_and_a_leave_is_not(bench: Bench) 
         "failed with nonsense",
         "no prepared lineage",
         "prepared lineage",
+        "generation",
+        "overflow",
+        "a step too many",
+        "generation of metrics",
+        "metrics of a step too many",
+        "negative generation",
+        "checkpoint of a step too many",
+        "size",
         "kind",
     ],
 )
 async def test_nonsense_ends_the_link_and_says_why(bench: Bench, nonsense: Message) -> None:
     worker, _ = await bench.ring("a", "b")
-    assert isinstance(nonsense, Report | Hold)
+    assert isinstance(nonsense, Report | Hold | StepMetrics | CheckpointSaved)
     worker.say(dataclasses.replace(nonsense, job=worker.job))
     assert (await worker.hear(Refuse)).code == RefusalCode.PROTOCOL
     await asyncio.wait_for(worker.connection.closed.wait(), DEADLINE_S)
@@ -413,6 +430,7 @@ async def test_pause_resume_save_and_cancel_reach_the_members(bench: Bench) -> N
         await worker.hear(SaveNow)
     await bench.ask("jobs.pause", job=a.job)
     for worker in (a, b):
+        await worker.hear(SaveNow)
         assert (await worker.hear(Hold)).generation == 1
         worker.report("held", 3)
     await bench.job_is("paused")
@@ -433,6 +451,7 @@ async def test_a_pause_outlives_the_seed(bench: Bench) -> None:
     a, b = await bench.ring("a", "b")
     await bench.ask("jobs.pause", job="first")
     for worker in (a, b):
+        await worker.hear(SaveNow)
         await worker.hear(Hold)
     await bench.kill()
     await bench.start()
@@ -501,7 +520,6 @@ async def test_metrics_page_by_page_and_steps_that_were_taken_back_are_not_count
     b.report("broken", 2, suspect="a")
     await a.viewed()
     a.say(StepMetrics(a.job, 1, 3, {"loss": 9.0}))  # late, of the ring that is over
-    a.say(StepMetrics(a.job, 2, 10**9, {"loss": 9.0}))  # of a step that the job does not have
     await a.beaten()
     rows = (await bench.ask("metrics.history", job="first", after_step=1, limit=5))["rows"]
     assert [(row["step"], row["loss"], row["members"], row["lr"], row["generation"]) for row in rows] == [
@@ -548,7 +566,11 @@ async def test_restore_takes_the_ring_back(bench: Bench) -> None:
     for step in (10, 15):
         a.say(CheckpointSaved(a.job, step, f"/c/{step}", "d", 5))
     await a.beaten()
-    await bench.ask("checkpoints.restore", id=f"{a.job}@10@a")
+    restoring = asyncio.create_task(bench.ask("checkpoints.restore", id=f"{a.job}@10@a"))
+    request = await a.hear(Request)
+    assert (request.method, request.params) == ("checkpoint.verify", {"job": a.job, "step": 10})
+    a.say(Response(request.id, {"step": 10, "lineage": lineage_of(10)}))
+    assert (await restoring)["job"] == a.job
     for worker in (a, b):
         await worker.hear(Hold)
         worker.report("held", 15)
@@ -560,6 +582,129 @@ async def test_restore_takes_the_ring_back(bench: Bench) -> None:
     left = (await bench.ask("checkpoints.list"))["checkpoints"]
     assert [item["step"] for item in left] == [10]  # the later one is set aside by its holder
     assert (await bench.refused("checkpoints.restore", id="nothing@1@a")).code == "unknown-checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("result", "code"),
+    [
+        (Response(0, {}, "failed", "model.safetensors differs from what was written"), "failed"),
+        (Response(0, {}, "not-here", "no such checkpoint"), "not-here"),
+        (Response(0, {"step": 10, "lineage": "none"}), "damaged"),
+        (Response(0, {"step": 11, "lineage": lineage_of(11)}), "damaged"),
+    ],
+    ids=["damaged", "gone", "no lineage", "another step"],
+)
+async def test_a_checkpoint_that_cannot_be_restored_is_refused_before_anybody_stops(
+    bench: Bench, result: Response, code: str
+) -> None:
+    a, b = await bench.ring("a", "b")
+    a.say(CheckpointSaved(a.job, 10, "/c/10", "d", 5))
+    await a.beaten()
+    restoring = asyncio.create_task(bench.refused("checkpoints.restore", id=f"{a.job}@10@a"))
+    a.say(dataclasses.replace(result, id=(await a.hear(Request)).id))
+    assert (await restoring).code == code
+    assert (await bench.ask("jobs.show", job=a.job))["job"]["state"] == "running"
+    for worker in (a, b):
+        await worker.beaten()
+
+
+async def test_a_checkpoint_that_its_holder_does_not_have_leaves_the_list_when_it_is_deleted(bench: Bench) -> None:
+    a, _ = await bench.ring("a", "b")
+    a.say(CheckpointSaved(a.job, 10, "/c/10", "d", 5))
+    await a.beaten()
+    deleting = asyncio.create_task(bench.ask("checkpoints.delete", id=f"{a.job}@10@a"))
+    a.say(Response((await a.hear(Request)).id, {}, "not-here", "no checkpoint of step 10"))
+    assert await deleting == {"deleted": f"{a.job}@10@a", "was_there": False}
+    assert (await bench.ask("checkpoints.list"))["checkpoints"] == []
+
+
+async def test_a_job_that_is_over_can_be_forgotten(bench: Bench) -> None:
+    a, b = await bench.ring("a", "b")
+    a.say(CheckpointSaved(a.job, 10, "/c/10", "d", 5))
+    await a.beaten()
+    problem = await bench.refused("jobs.forget", job="first")
+    assert (problem.code, problem.remedy) == ("wrong-state", "cancel it first")
+    await bench.ask("jobs.cancel", job="first")
+    async with asyncio.timeout(DEADLINE_S), bench.operator() as client:
+        await client.request("subscribe")
+        await client.request("jobs.forget", {"job": "first"})
+        gone: dict[str, list[dict[str, Any]]] = {}
+        updates = client.updates()
+        while not {"jobs-gone", "checkpoints-gone"} <= set(gone):
+            update = await anext(updates)
+            gone[update.topic] = update.items
+    assert (gone["jobs-gone"], gone["checkpoints-gone"]) == ([{"id": a.job}], [{"id": f"{a.job}@10@a"}])
+    assert (await bench.refused("jobs.show", job=a.job)).code == "unknown-job"
+    await bench.end()
+    await bench.start()
+    assert (await bench.ask("jobs.list"))["jobs"] == (await bench.ask("checkpoints.list"))["checkpoints"] == []
+    await b.connection.close()
+    await b.join(job=a.job, generation=1)
+    assert (await b.hear(Release)).job == a.job
+
+
+async def test_a_paused_job_lets_its_workers_go_when_another_needs_them(bench: Bench) -> None:
+    a, b = await bench.ring("a", "b")
+    first = a.job
+    second = (await bench.ask("jobs.create", name="second", profile="tiny", spec=SPEC))["job"]
+    await bench.ask("jobs.pause", job="first")
+    for worker in (a, b):
+        await worker.hear(SaveNow)
+        await worker.hear(Hold)
+    b.report("held", 3)
+    a.report("held", 3)
+    await a.beaten()
+    shown = await bench.job_is("paused")
+    assert shown["members"] == ["a", "b"]  # nobody has saved it: their memory is all there is
+    a.say(CheckpointSaved(first, 3, "/c/3", "d", 5))
+    for worker in (a, b):
+        assert "paused" in (await worker.hear(Release)).reason
+        assert (await worker.assigned()).job == second
+    assert (await a.viewed()).job == second
+    assert (await b.viewed()).job == second
+    await bench.ask("jobs.resume", job="first")
+    job = await bench.until("jobs", lambda job: bool(job["id"] == first and job["state"] == "queued"))
+    assert job["reason"] == "another job has the workers"
+    for worker in (a, b):
+        worker.report("done", 100)
+    for worker in (a, b):
+        assert (await worker.assigned(3)).job == first
+    assert (await a.viewed()).step == 3
+
+
+async def test_spares_go_where_they_are_needed(bench: Bench) -> None:
+    await bench.ring("a", "b")
+    second = (await bench.ask("jobs.create", name="second", profile="tiny", spec=SPEC))["job"]
+    more = [await bench.worker(f"w{number}") for number in range(6)]  # 4 micro-batches: 2 more share, 2 are spare
+    assigned = [(await worker.hear(Assign)).job for worker in more]
+    assert assigned.count(second) == 2
+
+
+async def test_neighbours_are_told_the_patience_that_the_farthest_of_them_needs(bench: Bench) -> None:
+    await bench.ask("jobs.create", name="first", profile="tiny", spec=SPEC)
+    a = await bench.worker("a")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server_module, "beat_defaults", lambda rtt_ms: (3.0, 9.0))
+        b = await bench.worker("b")
+    for worker in (a, b):
+        await worker.assigned()
+    for worker in (a, b):
+        view = await worker.viewed()
+        assert (view.heartbeat_s, view.death_s) == (3.0, 9.0)
+
+
+async def test_a_long_reason_is_a_line_of_the_list(bench: Bench) -> None:
+    for name in ("first", "second"):
+        await bench.ask("jobs.create", name=name, profile="tiny", spec=SPEC)
+    a = await bench.worker("a")
+    for _ in range(2):
+        a.job = (await a.hear(Assign)).job
+        a.report("failed", reason="\x1b[31m" + "no memory\n" * 6000)
+        await a.hear(Release)
+    await bench.until("jobs", lambda job: bool(job["name"] == "second" and job["state"] == "failed"))
+    jobs = (await bench.ask("jobs.list"))["jobs"]
+    assert [job["state"] for job in jobs] == ["failed", "failed"]
+    assert all(job["reason"].isprintable() and len(job["reason"].encode()) <= TEXT_BYTES for job in jobs)
 
 
 # ----------------------------------------------------------------------------------------------------------- operators
@@ -708,15 +853,36 @@ async def test_updates_are_cut_into_small_frames_and_a_record_is_told_once(monke
         async def flush(self, *, timeout_s: float) -> None: ...
 
     board = Board(lambda topic, item_id: {"id": item_id, "text": "x" * 500} if item_id != "gone" else None)
-    feed = board.open()
-    for _ in range(3):
-        board.touch("peers", *(f"p{number}" for number in range(300)), "gone")
-    running = asyncio.create_task(board.serve(feed, Reader()))  # type: ignore[arg-type]
-    await told.wait()
-    running.cancel()
+    with board.open() as feed:
+        for _ in range(3):
+            board.touch("peers", *(f"p{number}" for number in range(300)), "gone")
+        running = asyncio.create_task(board.serve(feed, Reader()))  # type: ignore[arg-type]
+        await asyncio.wait_for(told.wait(), DEADLINE_S)
+        running.cancel()
+    assert not board.watched
     assert sum(len(update.items) for update in sent if update.topic == "peers") == 300
     assert max(len(encode(update)) for update in sent) < 32 << 10
     assert [update.items for update in sent if update.topic == "peers-gone"] == [[{"id": "gone"}]]
+
+
+async def test_viewers_that_leave_at_once_are_forgotten(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    await bench.ring("a", "b")
+    boards: set[Board] = set()
+    touch = Board.touch
+
+    def spy(board: Board, topic: str, *ids: str) -> None:
+        boards.add(board)
+        touch(board, topic, *ids)
+
+    monkeypatch.setattr(Board, "touch", spy)
+    for _ in range(5):
+        async with bench.operator() as client:
+            await client.request("subscribe")  # its rows are still being read when it goes
+    await bench.worker("c")
+    (board,) = boards
+    async with asyncio.timeout(DEADLINE_S):
+        while board.watched:
+            await bench.ask("cluster.info")
 
 
 async def test_a_subscriber_that_does_not_read_is_dropped_with_a_reason(
@@ -780,6 +946,7 @@ WEIGH = """
 import asyncio, pathlib, random, sys, psutil
 from p2ptrain.core.world import real_world
 from roles.seed import run_seed
+from roles.seed import server as server_module
 from wire.client import SeedClient
 from wire.transport import TcpNetwork
 async def main():

@@ -55,29 +55,52 @@ def test_jobs_come_back_oldest_first_with_their_specs(kept: Records, tmp_path: P
 
 def test_the_last_view_comes_back_whole(kept: Records) -> None:
     assert kept.last_view("j1") is None
-    kept.add_view(view(1, 0, "a"), restored=False, wall=1.0)
-    kept.add_view(view(2, 7, "a", "b"), restored=False, wall=2.0)
+    kept.add_view(view(1, 0, "a"), JOB, restored=False, wall=1.0)
+    kept.add_view(view(2, 7, "a", "b"), JOB, restored=False, wall=2.0)
     assert kept.last_view("j1") == view(2, 7, "a", "b")
 
 
 def test_a_generation_is_minted_once(kept: Records) -> None:
-    kept.add_view(view(1, 0, "a"), restored=False, wall=1.0)
+    kept.add_view(view(1, 0, "a"), JOB, restored=False, wall=1.0)
     with pytest.raises(StorageError):
-        kept.add_view(view(1, 3, "b"), restored=False, wall=1.0)
+        kept.add_view(view(1, 3, "b"), JOB, restored=False, wall=1.0)
     assert kept.last_view("j1") == view(1, 0, "a")
 
 
-def test_the_branch_is_who_was_in_a_view_since_the_last_restore(kept: Records) -> None:
-    kept.add_view(view(1, 0, "a", "b"), restored=False, wall=1.0)
-    assert kept.branch("j1") is None
-    kept.add_view(view(2, 0, "a"), restored=True, wall=1.0)
-    kept.add_view(view(3, 9, "a", "c"), restored=False, wall=1.0)
-    assert kept.branch("j1") == frozenset({"a", "c"})
+def test_a_view_and_its_jobs_branch_become_durable_together(kept: Records) -> None:
+    kept.add_job(JOB, "{1}")
+    kept.add_view(view(1, 0, "a"), dataclasses.replace(JOB, branch=["a"]), restored=True, wall=1.0)
+    assert kept.jobs()[0][0].branch == ["a"]
+    with pytest.raises(StorageError):
+        kept.add_view(view(1, 3, "b"), dataclasses.replace(JOB, branch=["b"]), restored=True, wall=1.0)
+    assert kept.jobs()[0][0].branch == ["a"]
+
+
+def test_a_forgotten_job_leaves_nothing_behind_but_the_diary(kept: Records) -> None:
+    for job in ("j1", "j2"):
+        kept.add_job(dataclasses.replace(JOB, id=job), "{}")
+        kept.add_view(dataclasses.replace(view(1, 0, "a"), job=job), JOB, restored=False, wall=1.0)
+        kept.add_rows([dataclasses.replace(row(1), job=job)], [event(1)], [])
+        kept.add_checkpoint(CheckpointInfo(f"{job}@9@p", job, 9, "/c", "p", "p", "d", 5, 1.0))
+    assert (kept.newest_checkpoints("j1"), kept.newest_checkpoints("none")) == ({"p": 9}, {})
+    kept.forget_job("j1")
+    assert [job.id for job, _ in kept.jobs()] == ["j2"]
+    assert (kept.last_view("j1"), kept.last_metrics("j1", 9)) == (None, [])
+    assert [item.job for item in kept.checkpoints()] == ["j2"]
+    assert len(kept.last_metrics("j2", 9)) == len(kept.events(0, 9)) == 1
+    assert kept.last_view("j2") is not None
+
+
+@pytest.mark.parametrize("value", [2**64, -(2**63) - 1])
+def test_a_number_that_sqlite_does_not_hold_is_a_storage_error(kept: Records, value: int) -> None:
+    with pytest.raises(StorageError):
+        kept.add_rows([row(value)], [], [])
+    kept.add_rows([row(1)], [], [])
 
 
 def test_a_view_takes_back_the_rows_of_steps_that_it_gives_up(kept: Records) -> None:
     kept.add_rows([row(step) for step in range(1, 10)], [], [])
-    kept.add_view(view(2, 5, "a"), restored=True, wall=1.0)
+    kept.add_view(view(2, 5, "a"), JOB, restored=True, wall=1.0)
     assert [item.step for item in kept.metrics("j1", 0, 100)] == [1, 2, 3, 4, 5]
 
 
@@ -96,7 +119,7 @@ def test_old_rows_are_dropped(kept: Records, monkeypatch: pytest.MonkeyPatch) ->
     peers = [PeerRecord(f"p{number}", "n", ["worker"], "cpu", float(number)) for number in range(9)]
     kept.add_rows([row(step) for step in range(1, 10)], [event(number) for number in range(1, 10)], peers)
     for generation in range(1, 10):
-        kept.add_view(view(generation, 99, "a"), restored=False, wall=1.0)
+        kept.add_view(view(generation, 99, "a"), JOB, restored=False, wall=1.0)
     assert [item.step for item in kept.metrics("j1", 0, 100)] == [7, 8, 9]
     assert [item.id for item in kept.events(0, 100)] == [7, 8, 9]
     assert kept.last_event_id() == 9
