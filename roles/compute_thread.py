@@ -47,17 +47,27 @@ class ComputeThread:
 
     def _loop(self) -> None:
         while (job := self._jobs.get()) is not None:
-            loop, future, call = job
-            if future.cancelled():
-                continue
-            try:
-                result, error = call(), None
-            except BaseException as raised:  # noqa: BLE001 - carried to the caller, who decides
-                result, error = None, raised
-            try:
-                loop.call_soon_threadsafe(_settle, future, result, error)
-            except RuntimeError:
-                return  # the loop is closed: nobody waits any more
+            if not _carried_out(*job):
+                return
+            del job  # while it waits for the next one it must not keep alive what this one was about: a whole model
+
+
+def _carried_out(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], call: Callable[[], Any]) -> bool:
+    """Call, and hand over what came of it; False where the loop is closed, and so nobody waits any more."""
+    if future.cancelled():
+        return True
+    result, error = None, None
+    try:
+        result = call()
+    except BaseException as raised:  # noqa: BLE001 - carried to the caller, who decides
+        error = raised
+    try:
+        loop.call_soon_threadsafe(_settle, future, result, error)
+    except RuntimeError:
+        return False
+    finally:
+        del error  # it holds a traceback, which holds this frame
+    return True
 
 
 class ComputeFailed(ResourceError):

@@ -127,6 +127,7 @@ class JobRunner:
                 self._disband("the job was released")
         finally:
             self._disband("this worker ended")
+            self._engine = self._strategy = None  # its memory, now: the next job may need as much
 
     def release(self) -> None:
         """Drop the job: close the session, give up the activity, end ``run``."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import sqlite3
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -230,6 +232,21 @@ async def test_cancel_frees_the_workers_for_the_next_job(cluster: Cluster) -> No
     following = await cluster.create(small_profile(job={"steps": 3}), name="next")
     await cluster.job_until(following, done)
     assert len({state_of(peer) for peer in peers}) == 1
+
+
+async def test_the_memory_of_a_job_is_free_before_the_next_one_computes(cluster: Cluster) -> None:
+    job = await cluster.create(small_profile(job={"steps": 3}))
+    peers = [cluster.join() for _ in range(2)]
+    await cluster.job_until(job, done)
+    engines = [weakref.ref(peer.engines.pop()) for peer in peers]
+    gc.collect()
+    gc.disable()  # nothing but the last reference may be what frees a model
+    try:
+        following = await cluster.create(small_profile(job={"steps": 3}), name="next")
+        await cluster.job_until(following, done)
+        assert [engine() for engine in engines] == [None, None]
+    finally:
+        gc.enable()
 
 
 async def test_restore_goes_back_for_everybody_and_keeps_what_was_newer(cluster: Cluster) -> None:
