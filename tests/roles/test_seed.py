@@ -528,6 +528,17 @@ async def test_metrics_page_by_page_and_steps_that_were_taken_back_are_not_count
     assert (await bench.ask("jobs.show", job="first"))["job"]["loss"] == 0.5
 
 
+async def test_metrics_that_no_column_holds_are_cut(bench: Bench) -> None:
+    a, _ = await bench.ring("a", "b")
+    a.say(StepMetrics(a.job, 1, 1, {"members": 1e308, "tokens_per_s": 1e308, "step_ms": 1e308}))
+    a.say(Heartbeat(1, 1, 1, "training", 0.0, {"memory_bytes": 1e308, "rtt_ms": float("inf")}))
+    await a.beaten()
+    (row,) = (await bench.ask("metrics.history", job="first"))["rows"]
+    assert row["members"] == 2**53
+    assert (await bench.ask("jobs.show", job="first"))["job"]["tokens_total"] <= 2**53
+    assert len((await bench.ask("peers.list"))["peers"]) == 2
+
+
 async def test_checkpoints_are_listed_as_their_holder_keeps_them_and_deleted_there(bench: Bench) -> None:
     a, _ = await bench.ring("a", "b")
     for step in (10, 20, 30):
