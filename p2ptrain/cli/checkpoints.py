@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,6 +12,7 @@ from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, YesOption
 
 app = new_typer(help="List, restore and delete checkpoints.")
 
+VERIFY_TIMEOUT_S = 75.0  # its holder reads every byte first, for which the seed gives it a minute
 CheckpointArgument = Annotated[
     str, typer.Argument(metavar="ID", callback=not_empty, help="As `p2ptrain checkpoints list` shows it.")
 ]
@@ -32,7 +33,8 @@ def list_checkpoints(
     """
     from wire.records import CheckpointInfo
 
-    answer = ask(seed, "checkpoints.list", **({"job": job} if job else {}))
+    wanted: dict[str, Any] = {"job": job} if job else {}
+    answer = ask(seed, "checkpoints.list", **wanted)
     found = [CheckpointInfo.from_map_untrusted(item) for item in checked(answer, "checkpoints", list)]
     if as_json:
         print_json({"checkpoints": [item.to_map() for item in found]})
@@ -65,7 +67,8 @@ def restore(
       p2ptrain checkpoints restore 3f9a12bc04de@200@5c1be07a9f3d
     """
     confirm(f"Go back to {checkpoint}? Later steps are run again.", yes=yes)
-    job = checked(ask(seed, "checkpoints.restore", id=checkpoint), "job", str)
+    answer = ask(seed, "checkpoints.restore", timeout_s=VERIFY_TIMEOUT_S, id=checkpoint)
+    job = checked(answer, "job", str)
     print_json({"job": job}) if as_json else typer.echo(f"job {printable(job)} goes back to {checkpoint}")
 
 

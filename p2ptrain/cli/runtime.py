@@ -80,12 +80,12 @@ async def connected(seed: str) -> AsyncIterator[SeedClient]:
         await client.close()
 
 
-def ask(seed: str, method: str, **params: Any) -> dict[str, Any]:
+def ask(seed: str, method: str, *, timeout_s: float = REQUEST_TIMEOUT_S, **params: Any) -> dict[str, Any]:
     """One request to the seed, from connecting to its answer. Raises what ``SeedClient`` raises."""
 
     async def once() -> dict[str, Any]:
         async with connected(seed) as client:
-            return await client.request(method, params, timeout_s=REQUEST_TIMEOUT_S)
+            return await client.request(method, params, timeout_s=timeout_s)
 
     return run(once())
 

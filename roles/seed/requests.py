@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import difflib
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from configs.schema import Profile
-from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, ProtocolError, Refused
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.ids import new_id
 from ring import coordination as co
 from ring.coordination import ENDED, Phase
@@ -35,6 +36,7 @@ WORKER_S = 10.0
 VERIFY_S = 60.0  # it reads the whole checkpoint
 FIRST_ROWS = 300
 
+_SLOW = frozenset({"checkpoints.restore", "checkpoints.delete"})
 Params = dict[str, Any]
 Result = dict[str, Any]
 
@@ -67,8 +69,9 @@ class Clerk:
         }
 
     async def serve(self, connection: Connection) -> None:
-        """One operator, until it goes. Requests are answered in order."""
+        """One operator, until it goes. Requests are answered in order, but for those that wait for a worker."""
         feed: asyncio.Task[None] | None = None
+        slow: asyncio.Task[None] | None = None
         try:
             while True:
                 try:
@@ -83,12 +86,22 @@ class Clerk:
                 if request.method == "subscribe" and feed is None:
                     connection.send(Response(request.id, {}))
                     feed = asyncio.create_task(self._watch(connection), name="feed")
+                elif request.method in _SLOW:  # meanwhile the operator must hear that the seed is there
+                    if slow is not None:
+                        await slow
+                    slow = asyncio.create_task(self._answer_later(request, connection), name=request.method)
                 else:
                     connection.send(await self.answer(request, connection))
         finally:
-            if feed is not None:
-                feed.cancel()
-                await asyncio.wait([feed])
+            if tasks := [task for task in (feed, slow) if task is not None]:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
+
+    async def _answer_later(self, request: Request, connection: Connection) -> None:
+        response = await self.answer(request, connection)
+        with suppress(ConnectionLost):  # its reader tells
+            connection.send(response)
 
     async def answer(self, request: Request, connection: Connection) -> Response:
         """The answer to one request; what went wrong is in it, too."""

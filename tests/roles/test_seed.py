@@ -619,6 +619,19 @@ async def test_a_checkpoint_that_cannot_be_restored_is_refused_before_anybody_st
         await worker.beaten()
 
 
+async def test_an_operator_is_answered_while_a_checkpoint_is_being_verified(bench: Bench) -> None:
+    a, _ = await bench.ring("a", "b")
+    a.say(CheckpointSaved(a.job, 10, "/c/10", "d", 5))
+    await a.beaten()
+    async with bench.operator() as client:
+        restoring = asyncio.create_task(client.request("checkpoints.restore", {"id": f"{a.job}@10@a"}))
+        request = await a.hear(Request)
+        assert (await client.request("probe.clock"))["wall"] > 1e9
+        assert not restoring.done()
+        a.say(Response(request.id, {"step": 10, "lineage": lineage_of(10)}))
+        assert (await restoring)["job"] == a.job
+
+
 async def test_a_checkpoint_that_its_holder_does_not_have_leaves_the_list_when_it_is_deleted(bench: Bench) -> None:
     a, _ = await bench.ring("a", "b")
     a.say(CheckpointSaved(a.job, 10, "/c/10", "d", 5))
