@@ -31,6 +31,8 @@ from wire.records import PeerInfo
 from wire.transport_base import format_address
 
 NAME_CHARS = 64
+REASON_BYTES = 480
+"""Of a report's reason: the cause and the remedy of a job that failed."""
 TEXT_BYTES = 190
 """Of an event's text: 200 events and what is around them fit a frame of 64 KiB."""
 MAX_WHOLE = 2**53
@@ -210,7 +212,7 @@ def checked_report(report: Report, steps_total: int) -> Report:
         raise ProtocolError("a report with a lineage that is none")
     if any(len(text) > 128 for text in (report.corpus, report.suspect)):
         raise ProtocolError("a report with a digest or id that is none")
-    return dataclasses.replace(report, reason=clipped(report.reason))
+    return dataclasses.replace(report, reason=clipped(report.reason, REASON_BYTES))
 
 
 def clipped(text: str, limit_bytes: int = TEXT_BYTES) -> str:

@@ -413,7 +413,7 @@ async def test_a_job_that_cannot_be_done_fails_with_its_reason_and_the_worker_do
         assert failed["state"] == "failed"
         assert reason in failed["reason"]
         assert "; " in failed["reason"], "and a remedy"
-        await worker.until(re.escape(f"✗ {failed['reason']}"))
+        await worker.until(re.escape(f"✗ {failed['reason'].rstrip('…')}"))
     code, text = await machine.run(
         "jobs", "create", "--seed", address(machine), *machine.settings(job__workers=1, job__steps=2)
     )

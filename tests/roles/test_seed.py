@@ -25,7 +25,7 @@ from roles.seed import requests as requests_module
 from roles.seed import run_seed
 from roles.seed import server as server_module
 from roles.seed import updates as updates_module
-from roles.seed.peers import TEXT_BYTES, announced_to, clipped
+from roles.seed.peers import REASON_BYTES, TEXT_BYTES, announced_to, clipped
 from roles.seed.store import Records, Store
 from roles.seed.updates import Board
 from wire.client import SeedClient
@@ -728,7 +728,7 @@ async def test_a_long_reason_is_a_line_of_the_list(bench: Bench) -> None:
     await bench.until("jobs", lambda job: bool(job["name"] == "second" and job["state"] == "failed"))
     jobs = (await bench.ask("jobs.list"))["jobs"]
     assert [job["state"] for job in jobs] == ["failed", "failed"]
-    assert all(job["reason"].isprintable() and len(job["reason"].encode()) <= TEXT_BYTES for job in jobs)
+    assert all(job["reason"].isprintable() and len(job["reason"].encode()) <= REASON_BYTES for job in jobs)
 
 
 # ----------------------------------------------------------------------------------------------------------- operators
