@@ -195,12 +195,11 @@ class Ring(Table):
 
 
 class Link(Table):
-    """Emulation of a slow network between members on a fast one, for trying things out."""
+    """Emulation of a slow network between the workers of `p2ptrain up`, for trying things out on one machine."""
 
     preset: LinkPresetName = Field(
         default="", description=f"Kind of link: {', '.join(LINK_PRESETS)}. Empty: the network as it is."
     )
-    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of the emulated jitter, loss and stalls.")
 
 
 class Membership(Table):

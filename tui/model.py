@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeGuard, TypeVar
 
@@ -213,7 +214,7 @@ class Store:
             except ProtocolError as error:
                 self.malformed += 1
                 bad = error
-        self._changed("peers" if topic == "peers-gone" else topic)
+        self._changed(topic.removesuffix("-gone"))
         if bad is not None:
             self._changed("link")
             raise ProtocolError(f"a malformed item in an update of {clean(topic, 40)}: {bad.message}")
@@ -241,7 +242,7 @@ class Store:
     def _changed(self, topic: str) -> None:
         self.versions[topic] += 1
 
-    def _takers(self) -> dict[str, Callable[[object, float], None]]:
+    def _takers(self) -> dict[str, Callable[[object, float], object]]:
         return {
             "cluster": self._take_cluster,
             "peers": self._take_peer,
@@ -250,6 +251,8 @@ class Store:
             "metrics": self._take_metric,
             "events": self._take_event,
             "checkpoints": self._take_checkpoint,
+            "jobs-gone": partial(self._drop, self.jobs),
+            "checkpoints-gone": partial(self._drop, self.checkpoints),
         }
 
     def _take_cluster(self, item: object, now: float) -> None:
@@ -269,10 +272,13 @@ class Store:
             self.peers_seen = {id_: self.peers_seen.get(id_, now) for id_ in self.peers}
 
     def _drop_peer(self, item: object, now: float) -> None:
+        self.peers_seen.pop(self._drop(self.peers, item, now), None)
+
+    def _drop(self, known: dict[str, Any], item: object, now: float) -> str:
         if not isinstance(item, dict) or not isinstance(item.get("id"), str):
-            raise ProtocolError("a peer that is gone has no id")
-        self.peers.pop(item["id"], None)
-        self.peers_seen.pop(item["id"], None)
+            raise ProtocolError("what is gone has no id")
+        known.pop(item["id"], None)
+        return str(item["id"])
 
     def _take_job(self, item: object, now: float) -> None:
         job = _parse(JobInfo, item)

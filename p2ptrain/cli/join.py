@@ -16,11 +16,11 @@ from p2ptrain.cli.runtime import (
     SEED_VARIABLE,
     STATE_DEFAULT,
     default_state_dir,
-    is_loopback,
     is_name,
     run,
     seed_address,
 )
+from wire.transport_base import is_loopback
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - members on other machines must reach this one
 

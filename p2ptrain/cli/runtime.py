@@ -37,17 +37,23 @@ SetOption = Annotated[
 ]
 
 
-def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run a command's coroutine to its end, on uvloop where it exists. The only place that chooses a loop."""
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+def run(main: Coroutine[Any, Any, T], *, children: bool = False) -> T:
+    """Run a command's coroutine to its end, on uvloop where it exists. The only place that chooses a loop.
+
+    Args:
+        children: it starts processes.
+    """
+    with asyncio.Runner(loop_factory=_loop_factory(children)) as runner:
         return runner.run(main)
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def _loop_factory(children: bool) -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
         import uvloop
     except ImportError:  # Windows, or an interpreter without a build: asyncio's own loop does the same, slower
-        return None
+        # Windows' usual loop does not stop reading when a connection asks it to, which bulk payloads rely on; the
+        # other one cannot start processes.
+        return asyncio.SelectorEventLoop if sys.platform == "win32" and not children else None
     factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
     return factory
 
@@ -93,16 +99,6 @@ def ask(seed: str, method: str, *, timeout_s: float = REQUEST_TIMEOUT_S, **param
 def at_terminal() -> bool:
     """Whether there is a person and a screen: the full-screen view reads standard input and draws on standard error."""
     return sys.stdin.isatty() and sys.stdout.isatty() and sys.stderr.isatty()
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address names this machine only."""
-    import ipaddress
-
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def is_text(text: str) -> str:

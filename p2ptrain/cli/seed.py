@@ -15,12 +15,12 @@ from p2ptrain.cli.runtime import (
     STATE_DEFAULT,
     SetOption,
     default_state_dir,
-    is_loopback,
     is_name,
     operator_name,
     run,
 )
 from p2ptrain.core.errors import P2PTrainError
+from wire.transport_base import is_loopback
 
 
 def seed(

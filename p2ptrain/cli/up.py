@@ -95,7 +95,7 @@ def up(
         link=link or loaded.link.preset,
     )
     full_screen = not plain and not as_json and at_terminal()
-    summary = run(_cluster(plan, full_screen=full_screen))
+    summary = run(_cluster(plan, full_screen=full_screen), children=True)
     if as_json:
         typer.echo(json.dumps(summary, indent=2))
     else:

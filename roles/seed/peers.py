@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import ipaddress
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +27,7 @@ from wire.messages import (
     ViewAnnounced,
 )
 from wire.records import PeerInfo
-from wire.transport_base import format_address
+from wire.transport_base import format_address, is_loopback
 
 NAME_CHARS = 64
 REASON_BYTES = 480
@@ -149,14 +148,6 @@ class Link:
             step=beat.step if beat else 0,
             share=view.members[rank].count if view and rank is not None else 0,
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only the same machine reaches ``host``."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def announced_to(host: str, view: View) -> ViewAnnounced:

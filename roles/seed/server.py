@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from p2ptrain import __version__
@@ -30,13 +28,12 @@ from roles.seed.peers import (
     check_step,
     checked_report,
     clipped,
-    is_loopback,
 )
 from roles.seed.requests import Clerk
 from roles.seed.store import JobRecord, PeerRecord, Records, Store
 from roles.seed.updates import Board, Map
 from wire.connection import Connection, last_word
-from wire.handshake import RefusalCode, Server, dial, local_hello, local_welcome, serve
+from wire.handshake import RefusalCode, dial, local_hello, local_welcome
 from wire.messages import (
     CheckpointSaved,
     EventNotice,
@@ -53,7 +50,7 @@ from wire.messages import (
     Welcome,
 )
 from wire.records import CheckpointInfo, ClusterInfo, EventInfo, PeerInfo
-from wire.transport_base import format_address, told_of
+from wire.transport_base import format_address, is_loopback, told_of
 
 DIAL_BACK_S = 3.0
 LOST_SHOWN_S = 60.0
@@ -460,67 +457,6 @@ class Seed:
                 self.board.touch("peers", link.id)
             if self.board.watched:
                 self.board.touch("peers", *self.links)
-
-
-async def run_seed(
-    world: World,
-    *,
-    state_dir: Path,
-    host: str,
-    port: int,
-    name: str,
-    heartbeat_s: float = 0,
-    death_s: float = 0,
-    on_ready: Callable[[tuple[str, int]], None],
-    stop: asyncio.Event,
-) -> None:
-    """Run a seed until ``stop`` is set; then it says goodbye, writes what is left, and ends within about a second.
-
-    Args:
-        state_dir: where it keeps its record; made where it does not exist. One seed at a time.
-        heartbeat_s, death_s: of the links to workers; 0 and 0: from each worker's measured round trip.
-        on_ready: called with the address that it listens on.
-
-    Raises:
-        UserError: the address or the directory is in use. StorageError: the record cannot be read or written.
-    """
-    store = await Store.open(world.disk, state_dir)
-    try:
-        seed = await Seed.open(world, store, name=name, beats=Beats(heartbeat_s, death_s))
-        server = await serve(world.network, host, port, decide=seed.decide, serve=seed.serve, on_problem=seed.problem)
-        try:
-            await _until(stop, seed, server, on_ready)
-        finally:
-            await server.close()
-    finally:
-        await store.close()
-
-
-async def _until(stop: asyncio.Event, seed: Seed, server: Server, on_ready: Callable[[tuple[str, int]], None]) -> None:
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            work = tasks.create_task(_work(seed, server.address))
-            seed.note("info", "seed-started", f"the seed listens on {format_address(*server.address)}", "", "")
-            on_ready(server.address)
-            await stop.wait()
-            seed.stop()
-            work.cancel()
-    except* P2PTrainError as group:
-        raise _first(group) from None
-
-
-async def _work(seed: Seed, address: tuple[str, int]) -> None:
-    async with asyncio.TaskGroup() as tasks:
-        seed.start(tasks, address)
-        await asyncio.Event().wait()  # until cancelled: jobs come and go
-
-
-def _first(group: BaseExceptionGroup[P2PTrainError]) -> P2PTrainError:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, P2PTrainError)
-    return error
 
 
 def _say_last(connection: Connection, problem: P2PTrainError) -> None:

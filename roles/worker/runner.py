@@ -6,13 +6,12 @@ import asyncio
 import math
 import struct
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ParamSpec
 
 from configs.schema import Profile
 from p2ptrain.core.checkpoints import CheckpointEntry, Meta
 from p2ptrain.core.errors import JobFailed, NeighbourAway, NetworkError, P2PTrainError, PeerError
-from p2ptrain.core.world import World
 from ring.activities import (
     Apply,
     Boundary,
@@ -37,18 +36,18 @@ from ring.activities import (
     Voted,
     Wish,
 )
-from ring.session import Inbound, RingBroken, RingSession
+from ring.session import RingBroken, RingSession
 from ring.token import Flag
 from ring.transaction import Phase, Transaction
 from ring.view import View, shares
-from roles.compute_thread import ComputeThread
 from roles.engine import Applied, Engine
 from roles.strategies import Strategy, strategy_named
 from roles.worker import heal
 from roles.worker.keeper import Keeper, odd_ones_out, state_bytes, state_digest
+from roles.worker.surroundings import Surroundings
 from roles.worker.timing import StepClock
 from wire.connection import Connection
-from wire.messages import CheckpointSaved, Message, Report, StepMetrics
+from wire.messages import CheckpointSaved, Report, StepMetrics
 
 FORM_TIMEOUT_S = 20.0  # a neighbour may still be aborting a long micro-batch before it turns to the new view
 REDO_BYTES_PER_S = 100e6  # it may also be redoing a step: one thread's optimizer, seen at four times that
@@ -56,34 +55,6 @@ FIRST_STEP_S = 600.0
 _VALIDATION = struct.Struct("!dQ")  # sum of losses in nats, number of targets
 
 P = ParamSpec("P")
-Notify = Callable[[str, str, str], None]  # level, kind, text
-
-
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What a runner needs of its worker.
-
-    Attributes:
-        say: sends to the seed, now or when it is back.
-        notify: tells the person, here and at the seed.
-        tell: tells the person here only: the seed knows it already.
-        beats: (heartbeat_s, death_s) between neighbours.
-        build_engine: blocking; called on the compute thread.
-        on_step: called after every commit with the metrics of the step.
-    """
-
-    world: World
-    peer_id: str
-    name: str
-    seed_host: str
-    beats: Callable[[], tuple[float, float]]
-    inbound: Inbound
-    compute: ComputeThread
-    say: Callable[[Message], None]
-    notify: Notify
-    tell: Notify
-    build_engine: Callable[[Profile], Engine]
-    on_step: Callable[[int, int, dict[str, float]], None]
 
 
 class JobRunner:

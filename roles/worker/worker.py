@@ -21,7 +21,8 @@ from roles.identity import Identity
 from roles.worker.control import Pulse, SeedLink
 from roles.worker.gauges import Gauges
 from roles.worker.keeper import Keeper, lineage_of
-from roles.worker.runner import JobRunner, Notify, Surroundings
+from roles.worker.runner import JobRunner
+from roles.worker.surroundings import Notify, Surroundings
 from wire.connection import Connection
 from wire.handshake import RefusalCode, local_hello, local_welcome, serve
 from wire.messages import (

@@ -17,6 +17,7 @@ import p2ptrain
 from p2ptrain.cli import lazy, runtime
 from p2ptrain.cli.commands import Commands
 from p2ptrain.core import errors
+from wire.transport_base import is_loopback
 
 Command = Callable[..., Any]
 
@@ -168,4 +169,4 @@ def test_the_default_port_is_that_of_the_wire() -> None:
     [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("box", False)],
 )
 def test_is_loopback(host: str, expected: bool) -> None:
-    assert runtime.is_loopback(host) is expected
+    assert is_loopback(host) is expected

@@ -400,7 +400,7 @@ async def test_a_job_that_cannot_be_done_fails_with_its_reason_and_the_worker_do
         ({"data__path": data / "short.txt"}, f"data.path = '{data}/short.txt' has 6 {few}"),
         ({"data__path": data / "bytes.txt"}, f"{data}/bytes.txt is not UTF-8 text (byte 0); convert it with iconv"),
         ({"model__path": data}, f"cannot read the tokenizer {data}/tokenizer.json: No such file"),
-        (HUGE, "training 68722.63 M parameters with micro-batches of 64 tokens needs 1283.56 GiB and cpu (1 thread) has "),
+        (HUGE, "training 68722.63 M parameters with micro-batches of 64 tokens needs 1283.56 GiB and cpu (1 thread)"),
         ({"device__kind": "mps" if sys.platform != "darwin" else "cuda"}, "this machine has no "),
     ]
     for number, (changes, reason) in enumerate(bad):

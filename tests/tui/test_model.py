@@ -284,3 +284,17 @@ def test_the_split_is_the_mean_of_the_rows_that_have_one():
     assert (found.compute_ms, found.communicate_ms, found.wait_ms, found.step_ms) == (150, 50, 5, 205)
     assert split(rows[1:2]) is None
     assert split([MetricRow("j", 1, 1.0, compute_ms=-5)]) is None
+
+
+def test_a_job_or_a_checkpoint_that_is_gone_is_shown_no_more():
+    store = fed(DemoCluster(6))
+    gone = store.checkpoints_in_order("j1")[0]
+    before = store.versions.copy()
+    store.apply("jobs-gone", [{"id": "j0"}], 0.0)
+    store.apply("checkpoints-gone", [{"id": gone.id}], 0.0)
+    assert [job.id for job in store.jobs_in_order()] == ["j2", "j1"]
+    assert gone not in store.checkpoints_in_order("j1")
+    assert store.versions["jobs"] == before["jobs"] + 1
+    assert store.versions["checkpoints"] == before["checkpoints"] + 1
+    with pytest.raises(ProtocolError, match="no id"):
+        store.apply("jobs-gone", [{}], 0.0)

@@ -1,0 +1,42 @@
+"""What a job's runner needs of its worker, and of the world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from configs.schema import Profile
+from p2ptrain.core.world import World
+from ring.session import Inbound
+from roles.compute_thread import ComputeThread
+from roles.engine import Engine
+from wire.messages import Message
+
+Notify = Callable[[str, str, str], None]  # level, kind, text
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a runner needs of its worker.
+
+    Attributes:
+        say: sends to the seed, now or when it is back.
+        notify: tells the person, here and at the seed.
+        tell: tells the person here only: the seed knows it already.
+        beats: (heartbeat_s, death_s) between neighbours.
+        build_engine: blocking; called on the compute thread.
+        on_step: called after every commit with the metrics of the step.
+    """
+
+    world: World
+    peer_id: str
+    name: str
+    seed_host: str
+    beats: Callable[[], tuple[float, float]]
+    inbound: Inbound
+    compute: ComputeThread
+    say: Callable[[Message], None]
+    notify: Notify
+    tell: Notify
+    build_engine: Callable[[Profile], Engine]
+    on_step: Callable[[int, int, dict[str, float]], None]
