@@ -91,7 +91,7 @@ def join(
     seed = seed_address(address)
     advertised = _advertised(advertise)
     _check_device(device)
-    root = state or default_state_dir()
+    root = (state or default_state_dir()).absolute()  # checkpoints are told to people elsewhere by their paths
     run(_work(seed, name, root, slot, host, port, advertised, device, threads, link, with_parent))
     sys.stdout.flush()
     sys.stderr.flush()

@@ -64,7 +64,7 @@ def seed(
       p2ptrain seed --host 0.0.0.0 --job small --set job.steps=2000
       p2ptrain seed --no-job --port 9000
     """
-    root = (state or default_state_dir()) / "seed"
+    root = (state or default_state_dir()).absolute() / "seed"
     run(_serve(root, host, port, name, None if no_job else job, sets, as_json, with_parent))
 
 
