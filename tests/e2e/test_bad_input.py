@@ -240,14 +240,14 @@ async def test_a_directory_that_cannot_hold_state(machine: Any) -> None:
         machine,
         *("seed", "--port", "0", "--state", "file"),
         code=6,
-        cause="cannot make the directory file/seed: Not a directory",
+        cause=f"cannot make the directory {machine.root}/file/seed: Not a directory",
         remedy=elsewhere,
     )
     await refused(
         machine,
         *("join", "--state", "file"),
         code=6,
-        cause="cannot make the directory file/worker-1: Not a directory",
+        cause=f"cannot make the directory {machine.root}/file/worker-1: Not a directory",
         remedy=elsewhere,
     )
     path = machine.root / "file" / "logs" / "seed.log"
