@@ -112,6 +112,10 @@ class PeerInfo(Record):
     share: int = 0
 
 
+FINISHED_STATES = frozenset({"done", "cancelled", "failed"})
+"""Of a job: it will not go on by itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class JobInfo(Record):
     """One job.

@@ -20,6 +20,7 @@ from p2ptrain.cli.runtime import (
     run,
 )
 from p2ptrain.core.errors import P2PTrainError
+from wire.records import FINISHED_STATES
 from wire.transport_base import is_loopback
 
 
@@ -133,7 +134,7 @@ async def _first_job(host: str, port: int, profile: str, spec: str, console: Con
     client = await SeedClient.connect(TcpNetwork(), dial_host, port, name=operator_name())
     try:
         jobs = (await client.request("jobs.list", {}))["jobs"]
-        unfinished = [item for item in jobs if item["state"] not in ("done", "cancelled", "failed")]
+        unfinished = [item for item in jobs if item["state"] not in FINISHED_STATES]
         if unfinished:
             console.event(
                 "info",

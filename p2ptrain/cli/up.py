@@ -28,6 +28,7 @@ from p2ptrain.cli.runtime import (
     run,
 )
 from p2ptrain.core.errors import ConnectionLost, JobFailed, P2PTrainError, UserError
+from wire.records import FINISHED_STATES
 
 if TYPE_CHECKING:
     from configs.schema import Profile
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 SEED_READY_S = 20.0
 DEATH_KNOWN_S = 2.0  # from the end of a child's connections to the end of its process
-FINISHED = ("done", "cancelled", "failed")
 
 
 def up(
@@ -217,7 +217,7 @@ async def _job(client: SeedClient, plan: Plan, console: Console) -> str:
     spec = plan.profile.to_spec()
     name = Path(plan.profile_name).stem
     for item in (await client.request("jobs.list"))["jobs"]:
-        if item["state"] in FINISHED:
+        if item["state"] in FINISHED_STATES:
             continue
         shown = await client.request("jobs.show", {"job": item["id"]})
         if shown["spec"] == spec:
@@ -276,7 +276,7 @@ class Watcher:
             for item in update.items:
                 if update.topic == "jobs" and item.get("id") == self._job:
                     self._last = item
-                    if item.get("state") in FINISHED:
+                    if item.get("state") in FINISHED_STATES:
                         return
                 elif update.topic == "metrics" and item.get("job") == self._job and int(item["step"]) > self._told:
                     self._tell(item)
@@ -314,7 +314,7 @@ class Watcher:
         newest = max(saved, key=lambda item: item["step"], default=None)
         return {
             "job": self._job,
-            "state": "interrupted" if interrupted and shown.get("state") not in FINISHED else shown.get("state"),
+            "state": "interrupted" if interrupted and shown.get("state") not in FINISHED_STATES else shown.get("state"),
             "reason": shown.get("reason", ""),
             "step": shown.get("step"),
             "steps": shown.get("steps_total"),

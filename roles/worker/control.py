@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NetworkError, P2PTrainError, Refused
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, Refused
 from p2ptrain.core.world import World
 from wire.connection import Connection
 from wire.handshake import RefusalCode, dial
@@ -167,9 +167,7 @@ class SeedLink:
                     self._on_message(received.message)
         except DeadlineExceeded:
             return DeadlineExceeded(f"the seed was silent for {welcome.death_s:.0f} s")
-        except (NetworkError, Refused) as problem:
-            return problem
-        except P2PTrainError as problem:  # it speaks nonsense: a fresh connection may not
+        except P2PTrainError as problem:  # where it speaks nonsense, too: a fresh connection may not
             return problem
         finally:
             self._connection = None

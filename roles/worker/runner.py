@@ -135,7 +135,7 @@ class JobRunner:
             case _:
                 status = "training"
         suspect, reason = self._trouble if status in ("broken", "failed") else ("", "")
-        self._around.say(self._report(status, suspect=suspect, reason=reason))
+        self._send(self.core.report(status, suspect=suspect, reason=reason))
 
     async def stand_still(self) -> None:
         """Wait until no step is under way."""
@@ -193,13 +193,12 @@ class JobRunner:
             case Boundary():
                 self._start(self._boundary, instruction)
 
-    def _report(self, status: str, *, suspect: str, reason: str) -> Report:
-        report = self.core.report(status, suspect=suspect, reason=reason)
-        return replace(report, corpus=self._engine.corpus_digest if self._engine else "")
+    def _send(self, report: Report) -> None:
+        self._around.say(replace(report, corpus=self._engine.corpus_digest if self._engine else ""))
 
     def _say_report(self, report: Report) -> None:
         self._trouble = report.suspect, report.reason
-        self._around.say(self._report(report.status, suspect=report.suspect, reason=report.reason))
+        self._send(report)
         if report.status == "broken":
             self._around.notify("warning", "ring-broken", f"step {report.applied + 1} aborted: {report.reason}")
 
@@ -304,10 +303,6 @@ class JobRunner:
         # On the compute thread, so after an abandoned micro-batch, which may still be using the state.
         state = await around.compute.run(engine.state)
         began = around.world.clock.now()
-
-        def progress(done_bytes: int, total_bytes: int) -> None:
-            self._did_something()
-
         donor = await heal.fetch(
             around.world,
             view,
@@ -315,7 +310,7 @@ class JobRunner:
             peer_id=around.peer_id,
             name=around.name,
             seed_host=around.seed_host,
-            on_progress=progress,
+            on_progress=lambda done_bytes, total_bytes: self._did_something(),
         )
         await around.compute.run(engine.state_loaded, view.step)
         seconds = around.world.clock.now() - began
