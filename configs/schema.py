@@ -183,14 +183,46 @@ class Device(Table):
 
 
 class Ring(Table):
-    """The exchange between members."""
+    """The exchange between members. What is left to itself is chosen from the measured links, with every new view."""
 
+    order: Literal["auto", "joined"] = Field(
+        default="auto",
+        description="Who sits beside whom: 'auto' makes the slowest link of the ring as fast as it can be, 'joined' "
+        "keeps the order in which members were taken in.",
+    )
+    codec: Literal["fp32", "bf16", "fp16", "int8", "int4", "topk", "auto"] = Field(
+        default="fp32",
+        description="How gradients travel: fp32 as they are, the others smaller and less exact; 'auto': the smallest "
+        "that error_budget allows, where the network is what a step waits for.",
+    )
+    error_budget: float = Field(
+        default=0.02,
+        ge=0,
+        le=1,
+        description="Relative error of the reduced gradients that codec 'auto' may cause (fp16 0.0003, bf16 0.002, "
+        "int8 0.01, int4 0.15 or so).",
+    )
+    streams: int = Field(
+        default=0,
+        ge=0,
+        le=16,
+        description="Connections to each neighbour that share the bulk: more fill a long fat link; 0: by itself.",
+    )
     sub_chunk_bytes: int = Field(
-        default=256 * 1024,
-        ge=4096,
+        default=0,
+        ge=0,
         le=16 * 1024 * 1024,
         multiple_of=1024,
-        description="Bytes reduced and passed on as one piece: small ones overlap better, large ones cost less.",
+        description="Bytes reduced and passed on as one piece: small ones overlap better, large ones cost less; "
+        "0: by itself.",
+    )
+    bucket_bytes: int = Field(
+        default=0,
+        ge=0,
+        le=2**30,
+        multiple_of=1024,
+        description="Bytes of gradients that are sent as soon as the backward pass has made them, while it goes on; "
+        "0: by itself.",
     )
 
 

@@ -10,6 +10,10 @@ from ring.token import is_lineage
 from wire.messages import MemberRecord, ViewAnnounced
 
 LONGEST_SILENCE_S = 86_400.0
+MAX_STREAMS = 16
+MIN_SUB_CHUNK_BYTES, MAX_SUB_CHUNK_BYTES = 8, 64 << 20
+CODEC_NAMES = frozenset({"fp32", "bf16", "fp16", "int8", "int4", "topk"})
+"""Those of ``ring.codecs``; a test keeps the two equal, because a view is read where numpy is not needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,9 @@ class View:
         square_sum: squared gradient norm that step ``step`` was committed with; whoever redoes the step clips with it.
         heartbeat_s, death_s: between neighbours, the same for all: a patient member beside a hasty one would be
             declared dead; 0 where the seed has not said.
+        streams: bulk connections from each member to its right neighbour; an array is striped over them.
+        sub_chunk_bytes: reduced and passed on as one piece; 0 leaves it to the session.
+        codec: name of the encoding in which gradients travel (``ring.codecs``).
     """
 
     job: str
@@ -34,6 +41,9 @@ class View:
     square_sum: float = 0.0
     heartbeat_s: float = 0.0
     death_s: float = 0.0
+    streams: int = 1
+    sub_chunk_bytes: int = 0
+    codec: str = "fp32"
 
     @property
     def size(self) -> int:
@@ -66,6 +76,9 @@ class View:
             self.square_sum,
             self.heartbeat_s,
             self.death_s,
+            self.streams,
+            self.sub_chunk_bytes,
+            self.codec,
         )
 
     @classmethod
@@ -88,7 +101,28 @@ class View:
         beats = (message.heartbeat_s, message.death_s)
         if not all(0 <= seconds <= LONGEST_SILENCE_S for seconds in beats) or not math.isfinite(message.square_sum):
             raise ProtocolError("a view with times or a norm that cannot be")
-        return cls(message.job, message.generation, message.step, message.lineage, members, message.square_sum, *beats)
+        _check_carriage_untrusted(message.streams, message.sub_chunk_bytes, message.codec)
+        return cls(
+            message.job,
+            message.generation,
+            message.step,
+            message.lineage,
+            members,
+            message.square_sum,
+            *beats,
+            streams=message.streams,
+            sub_chunk_bytes=message.sub_chunk_bytes,
+            codec=message.codec,
+        )
+
+
+def _check_carriage_untrusted(streams: int, sub_chunk_bytes: int, codec: str) -> None:
+    if not 1 <= streams <= MAX_STREAMS:
+        raise ProtocolError(f"a view of {streams} streams, 1 to {MAX_STREAMS} are possible")
+    if sub_chunk_bytes and not MIN_SUB_CHUNK_BYTES <= sub_chunk_bytes <= MAX_SUB_CHUNK_BYTES:
+        raise ProtocolError(f"a view whose sub-chunks are of {sub_chunk_bytes} bytes")
+    if codec not in CODEC_NAMES:
+        raise ProtocolError(f"a view whose codec {codec[:20]!r} is none")
 
 
 def shares(micro_batches: int, weights: list[float]) -> list[tuple[int, int]]:

@@ -202,6 +202,7 @@ class ViewAnnounced(Message):
         lineage: lineage at ``step``; members that differ fetch the state from a healthy member first.
         square_sum: the squared gradient norm that step ``step`` was committed with, for members that redo it.
         heartbeat_s, death_s: between neighbours, the same for all: those of the member that is farthest from the seed.
+        streams, sub_chunk_bytes, codec: how gradients travel; see ``ring.view.View``.
     """
 
     KIND: ClassVar[int] = 20
@@ -213,6 +214,9 @@ class ViewAnnounced(Message):
     square_sum: float = 0.0
     heartbeat_s: float = 0.0
     death_s: float = 0.0
+    streams: int = 1
+    sub_chunk_bytes: int = 0
+    codec: str = "fp32"
 
 
 @dataclass(frozen=True, slots=True)

@@ -281,7 +281,7 @@ class JobRunner:
             inbound=around.inbound,
             heartbeat_s=heartbeat_s,
             death_s=death_s,
-            sub_chunk_bytes=self.profile.ring.sub_chunk_bytes,
+            sub_chunk_bytes=form.view.sub_chunk_bytes or 256 << 10,
             timeout_s=FORM_TIMEOUT_S + self._state_bytes / REDO_BYTES_PER_S,
         )
         self._session = session

@@ -151,7 +151,7 @@ def _refusal(profile: str, environ: dict[str, str] | None = None, sets: list[str
             "ring.sub_chunk_bytes=5000",
             "ring.sub_chunk_bytes = 5000 must be a multiple of 1024",
             "ring.sub_chunk_bytes: Bytes reduced and passed on as one piece: small ones overlap better, "
-            "large ones cost less.",
+            "large ones cost less; 0: by itself.",
         ),
         (
             "model.hidden_size=130",

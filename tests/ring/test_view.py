@@ -36,7 +36,7 @@ def test_alone_a_member_is_its_own_neighbour():
 
 
 def test_a_view_survives_its_message():
-    view = make_view("a", "b")
+    view = dataclasses.replace(make_view("a", "b"), streams=16, sub_chunk_bytes=8, codec="int8")
     assert View.from_message_untrusted(view.to_message()) == view
 
 
@@ -57,6 +57,12 @@ def member(peer_id: str, first: int, count: int) -> MemberRecord:
         (spoiled(step=-1), "step -1"),
         (spoiled(members=[member("a", 0, 2), member("b", 3, 2)]), "do not cover"),
         (spoiled(members=[member("a", 0, 2), member("b", 2, -1)]), "do not cover"),
+        (spoiled(streams=0), "0 streams"),
+        (spoiled(streams=17), "17 streams"),
+        (spoiled(sub_chunk_bytes=7), "of 7 bytes"),
+        (spoiled(sub_chunk_bytes=-1), "of -1 bytes"),
+        (spoiled(sub_chunk_bytes=(64 << 20) + 1), "of 67108865 bytes"),
+        (spoiled(codec="zip"), "codec 'zip' is none"),
     ],
 )
 def test_what_is_no_view_is_refused(message, why):
