@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-import re
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any, Self
 
-from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused, UserError
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.ids import new_id
 from p2ptrain.core.world import Network
+from wire.address import DEFAULT_PORT as DEFAULT_PORT
+from wire.address import parse_address as parse_address
 from wire.connection import Connection, Received
 from wire.handshake import dial, local_hello
 from wire.messages import Message, Refuse, Request, Response, Update, Welcome
 
-DEFAULT_PORT = 7337
 SILENCE_S = 15.0
 """After this long without a frame the seed is asked whether it is still there, and has as long again to answer."""
 MAX_UPDATES = 1024
 """Updates that may wait for a viewer. To drop one would leave it with a wrong picture: the connection ends instead."""
-
-_ADDRESS = re.compile(r"(?:\[(?P<v6>[^\[\]]+)\]|(?P<host>[^\s:/@\[\]]+))(?::(?P<port>\d{1,5}))?", re.ASCII)
 
 
 class SeedClient:
@@ -131,26 +128,3 @@ class SeedClient:
                 answer.set_result(message)
         elif not isinstance(message, Refuse):  # that one explains the end that follows it
             raise ProtocolError(f"the seed sent an operator {type(message).__name__}, which answers nothing")
-
-
-def parse_address(text: str, *, default_port: int = DEFAULT_PORT) -> tuple[str, int]:
-    """Host and port of ``host``, ``host:port``, ``[IPv6]`` or ``[IPv6]:port``. Raises ``UserError``."""
-    match = _ADDRESS.fullmatch(text.strip())
-    if match is None:
-        raise _bad_address(text, "it is no host with or without a port")
-    host, port = match["v6"] or match["host"], int(match["port"] or default_port)
-    if match["v6"]:
-        try:
-            ipaddress.IPv6Address(host)
-        except ValueError:
-            raise _bad_address(text, f"{host!r} is no IPv6 address") from None
-    if not 1 <= port <= 65535:
-        raise _bad_address(text, f"port {port} is not between 1 and 65535")
-    return host, port
-
-
-def _bad_address(text: str, why: str) -> UserError:
-    return UserError(
-        f"{text!r} is not an address: {why}",
-        remedy=f"write host, host:port or [IPv6]:port, such as 192.168.1.20:{DEFAULT_PORT} or [fe80::1]:{DEFAULT_PORT}",
-    )

@@ -22,6 +22,7 @@ class Disk(Protocol):
     def read(self, path: Path, *, max_bytes: int) -> bytes: ...
     def hash_file(self, path: Path) -> str: ...
     def write_file(self, path: Path, data: bytes) -> None: ...
+    def set_mode(self, path: Path, mode: int) -> None: ...
     def sync_file(self, path: Path) -> None: ...
     def sync_dir(self, path: Path) -> None: ...
     def make_dir(self, path: Path, *, mode: int = 0o755) -> None: ...
@@ -58,6 +59,12 @@ class RealDisk:
             path.write_bytes(data)
         except OSError as error:
             raise _translated("write", path, error) from error
+
+    def set_mode(self, path: Path, mode: int) -> None:
+        try:
+            path.chmod(mode)
+        except OSError as error:
+            raise _translated("restrict", path, error) from error
 
     def sync_file(self, path: Path) -> None:
         self._sync(path, os.O_RDWR)
@@ -121,9 +128,16 @@ class RealDisk:
             raise _translated("measure the free space of", path, error) from error
 
 
-def write_atomic(disk: Disk, path: Path, data: bytes) -> None:
-    """Replace ``path`` by ``data`` so that a crash at any moment leaves the old or the new file, whole."""
+def write_atomic(disk: Disk, path: Path, data: bytes, *, private: bool = False) -> None:
+    """Replace ``path`` by ``data`` so that a crash at any moment leaves the old or the new file, whole.
+
+    Args:
+        private: nobody but this user may read it, at any moment.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    if private:
+        disk.write_file(temporary, b"")
+        disk.set_mode(temporary, 0o600)
     disk.write_file(temporary, data)
     disk.sync_file(temporary)
     disk.rename(temporary, path)

@@ -1,0 +1,35 @@
+"""Addresses as a person writes them."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+
+from p2ptrain.core.errors import UserError
+
+DEFAULT_PORT = 7337
+
+_ADDRESS = re.compile(r"(?:\[(?P<v6>[^\[\]]+)\]|(?P<host>[^\s:/@\[\]]+))(?::(?P<port>\d{1,5}))?", re.ASCII)
+
+
+def parse_address(text: str, *, default_port: int = DEFAULT_PORT) -> tuple[str, int]:
+    """Host and port of ``host``, ``host:port``, ``[IPv6]`` or ``[IPv6]:port``. Raises ``UserError``."""
+    match = _ADDRESS.fullmatch(text.strip())
+    if match is None:
+        raise _bad_address(text, "it is no host with or without a port")
+    host, port = match["v6"] or match["host"], int(match["port"] or default_port)
+    if match["v6"]:
+        try:
+            ipaddress.IPv6Address(host)
+        except ValueError:
+            raise _bad_address(text, f"{host!r} is no IPv6 address") from None
+    if not 1 <= port <= 65535:
+        raise _bad_address(text, f"port {port} is not between 1 and 65535")
+    return host, port
+
+
+def _bad_address(text: str, why: str) -> UserError:
+    return UserError(
+        f"{text!r} is not an address: {why}",
+        remedy=f"write host, host:port or [IPv6]:port, such as 192.168.1.20:{DEFAULT_PORT} or [fe80::1]:{DEFAULT_PORT}",
+    )

@@ -1,0 +1,345 @@
+"""Who a peer is on an encrypted wire: its key, its certificate, and the run's CA, which alone is trusted.
+
+A certificate names its bearer in URIs of the subject alternative name: ``p2ptrain:peer:<id>`` once, and
+``p2ptrain:role:<role>`` for each role. Host names mean nothing here: a peer may move, its id may not.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Self
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from p2ptrain.core.disk import Disk, write_atomic
+from p2ptrain.core.errors import ProtocolError, StorageError
+from p2ptrain.core.ids import is_id
+
+CERTIFICATE_LIFETIME_S = 24 * 3600.0
+AUTHORITY_LIFETIME_S = 10 * 365 * 24 * 3600.0
+SKEW_S = 3600.0
+"""Certificates are valid from this long before they were made, for machines whose clock is late."""
+MAX_DER_BYTES = 2048
+"""Longest certificate or request that is looked at: P-256 makes some 600 bytes, and a handshake frame holds 4 KiB."""
+FILE_NAME = "credentials.pem"
+
+_PEER, _ROLE = "p2ptrain:peer:", "p2ptrain:role:"
+_MAX_ROLES = 8
+_MAX_FILE_BYTES = 32 << 10
+_MARK = b"-----BEGIN CERTIFICATE-----"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerIdentity:
+    """What a certificate says of its bearer.
+
+    Attributes:
+        not_after: Unix seconds after which nobody believes it.
+        serial: names the certificate within its run.
+    """
+
+    peer_id: str
+    roles: frozenset[str]
+    not_after: float
+    serial: int
+
+
+# ------------------------------------------------------------------------------------------- what comes from a peer
+
+
+def identity_of_untrusted(certificate_der: bytes) -> PeerIdentity:
+    """Who a certificate names. That the run's CA signed it is for TLS to check.
+
+    Raises:
+        ProtocolError: it is no certificate of a peer.
+    """
+    certificate = certificate_of_untrusted(certificate_der)
+    try:
+        names = _names(certificate.extensions)
+    except (ValueError, x509.ExtensionNotFound, x509.DuplicateExtension, UnsupportedAlgorithm) as error:
+        raise ProtocolError(f"a certificate that names no peer: {error}") from error
+    peers = [name.removeprefix(_PEER) for name in names if name.startswith(_PEER)]
+    roles = [name.removeprefix(_ROLE) for name in names if name.startswith(_ROLE)]
+    if len(peers) != 1 or len(peers) + len(roles) != len(names) or len(roles) > _MAX_ROLES:
+        raise ProtocolError("a certificate that does not name one peer and its roles")
+    if not all(map(is_id, (*peers, *roles))):
+        raise ProtocolError("a certificate whose peer or role is no identifier")
+    return PeerIdentity(
+        peers[0], frozenset(roles), certificate.not_valid_after_utc.timestamp(), certificate.serial_number
+    )
+
+
+def certificate_of_untrusted(certificate_der: bytes) -> x509.Certificate:
+    """The certificate in ``certificate_der``. Raises ``ProtocolError``."""
+    if len(certificate_der) > MAX_DER_BYTES:
+        raise ProtocolError(f"a certificate of {len(certificate_der)} bytes, {MAX_DER_BYTES} are allowed")
+    try:
+        certificate = x509.load_der_x509_certificate(certificate_der)
+        _ = (certificate.serial_number, certificate.not_valid_after_utc, certificate.version)  # parsed when asked for
+    except (ValueError, x509.InvalidVersion) as error:
+        raise ProtocolError(f"not a certificate: {error}") from error
+    return certificate
+
+
+def request_of_untrusted(csr_der: bytes) -> tuple[str, ec.EllipticCurvePublicKey]:
+    """The peer id and the key that a certificate request asks a certificate for.
+
+    Raises:
+        ProtocolError: it is no request, not for a P-256 key, or not signed with that key.
+    """
+    if len(csr_der) > MAX_DER_BYTES:
+        raise ProtocolError(f"a certificate request of {len(csr_der)} bytes, {MAX_DER_BYTES} are allowed")
+    try:
+        request = x509.load_der_x509_csr(csr_der)
+        key = request.public_key()
+        if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
+            raise ProtocolError("a certificate request for a key that is not P-256")
+        if not request.is_signature_valid:
+            raise ProtocolError("a certificate request that its own key did not sign")
+        names = _names(request.extensions)
+    except (ValueError, x509.ExtensionNotFound, x509.DuplicateExtension, x509.InvalidVersion) as error:
+        raise ProtocolError(f"not a certificate request: {error}") from error
+    except (UnsupportedAlgorithm, InvalidSignature) as error:
+        raise ProtocolError("a certificate request of an unknown algorithm") from error
+    if len(names) != 1 or not names[0].startswith(_PEER) or not is_id(peer_id := names[0].removeprefix(_PEER)):
+        raise ProtocolError("a certificate request that does not name one peer")
+    return peer_id, key
+
+
+def _names(extensions: x509.Extensions) -> list[str]:
+    names = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    if not all(isinstance(name, x509.UniformResourceIdentifier) for name in names):
+        raise ProtocolError("a name that is no URI")
+    return [str(name.value) for name in names]
+
+
+# ----------------------------------------------------------------------------------------- making keys and certificates
+
+
+def new_key_and_request(peer_id: str) -> tuple[bytes, bytes]:
+    """A fresh P-256 key (PEM, PKCS #8, to be kept secret) and the request (DER) for a certificate of ``peer_id``."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    builder = x509.CertificateSigningRequestBuilder().subject_name(_common_name(peer_id))
+    request = builder.add_extension(_alternative([_PEER + peer_id]), critical=False).sign(key, hashes.SHA256())
+    return _key_pem(key), request.public_bytes(serialization.Encoding.DER)
+
+
+def new_authority(name: str, *, now: float) -> tuple[bytes, bytes]:
+    """A run CA: its key (PEM, to be kept secret) and its own certificate (PEM), which signs peers and nothing else.
+
+    Args:
+        name: shown to people only.
+        now: Unix seconds.
+    """
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = _common_name(name)
+    builder = _builder(subject, subject, key.public_key(), key.public_key(), now, AUTHORITY_LIFETIME_S)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    builder = builder.add_extension(_usage(signs_certificates=True), critical=True)
+    return _key_pem(key), builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+
+def sign_certificate(
+    ca_key_pem: bytes,
+    ca_pem: bytes,
+    public_key: ec.EllipticCurvePublicKey,
+    *,
+    peer_id: str,
+    roles: Iterable[str],
+    now: float,
+    lifetime_s: float = CERTIFICATE_LIFETIME_S,
+) -> bytes:
+    """A certificate (DER) under the run CA for ``public_key``, naming ``peer_id`` and ``roles``.
+
+    Args:
+        now: Unix seconds; it is valid from ``SKEW_S`` before, for ``lifetime_s`` after.
+
+    Raises:
+        ValueError: the CA's key or certificate is damaged.
+    """
+    ca_key = serialization.load_pem_private_key(ca_key_pem, password=None)
+    if not isinstance(ca_key, ec.EllipticCurvePrivateKey):
+        raise ValueError("the CA's key is not of an elliptic curve")
+    issuer = x509.load_pem_x509_certificate(ca_pem).subject
+    builder = _builder(_common_name(peer_id), issuer, public_key, ca_key.public_key(), now, lifetime_s)
+    names = [_PEER + peer_id, *(_ROLE + role for role in sorted(roles))]
+    builder = builder.add_extension(_alternative(names), critical=False)
+    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    builder = builder.add_extension(_usage(signs_certificates=False), critical=True)
+    builder = builder.add_extension(
+        x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False
+    )
+    return builder.sign(ca_key, hashes.SHA256()).public_bytes(serialization.Encoding.DER)
+
+
+def der_of(certificate_pem: bytes) -> bytes:
+    """A PEM certificate as DER, the form that travels and is pinned. Raises ``ValueError``."""
+    return x509.load_pem_x509_certificate(certificate_pem).public_bytes(serialization.Encoding.DER)
+
+
+def pem_of(certificate_der: bytes) -> bytes:
+    """A DER certificate as PEM, the form that is stored."""
+    return ssl.DER_cert_to_PEM_cert(certificate_der).encode()
+
+
+def _builder(
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePublicKey,
+    signer: ec.EllipticCurvePublicKey,
+    now: float,
+    lifetime_s: float,
+) -> x509.CertificateBuilder:
+    builder = x509.CertificateBuilder(issuer, subject, key, x509.random_serial_number())
+    builder = builder.not_valid_before(datetime.fromtimestamp(now - SKEW_S, UTC))
+    builder = builder.not_valid_after(datetime.fromtimestamp(now + lifetime_s, UTC))
+    builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+    return builder.add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer), critical=False)
+
+
+def _common_name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
+
+
+def _alternative(uris: list[str]) -> x509.SubjectAlternativeName:
+    return x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri) for uri in uris])
+
+
+def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+# ---------------------------------------------------------------------------------------------- what a peer presents
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """A peer's key, its certificate and the run's CA, as they lie in one file of ``directory``.
+
+    One file, so that a renewal replaces key and certificate together or not at all, and because OpenSSL takes a key
+    from a file only.
+    """
+
+    directory: Path
+    ca_pem: bytes
+    certificate_pem: bytes
+    key_pem: bytes = field(repr=False)
+
+    @property
+    def identity(self) -> PeerIdentity:
+        """Whom the certificate names."""
+        return identity_of_untrusted(der_of(self.certificate_pem))
+
+    @property
+    def path(self) -> Path:
+        return self.directory / FILE_NAME
+
+    @classmethod
+    def load(cls, disk: Disk, directory: Path) -> Self:
+        """The credentials in ``directory``, checked to belong together; whether they are expired is not.
+
+        Raises:
+            StorageError: there are none, or they are damaged.
+        """
+        path = directory / FILE_NAME
+        key, *certificates = disk.read(path, max_bytes=_MAX_FILE_BYTES).split(_MARK)
+        try:
+            certificate_pem, ca_pem = (_MARK + each for each in certificates)
+            found = cls(directory, ca_pem, certificate_pem, key)
+            found._check()
+        except (
+            ValueError,
+            TypeError,
+            InvalidSignature,
+            UnsupportedAlgorithm,
+            x509.InvalidVersion,
+            ProtocolError,
+        ) as error:
+            raise StorageError(f"{path} is damaged: {error}", remedy="remove it, and join with a ticket") from error
+        return found
+
+    def save(self, disk: Disk) -> None:
+        """Write all, readable by this user only, so that a crash leaves the old or the new. Raises ``StorageError``."""
+        disk.make_dir(self.directory, mode=0o700)
+        disk.set_mode(self.directory, 0o700)  # where it was there before
+        write_atomic(disk, self.path, self.key_pem + self.certificate_pem + self.ca_pem, private=True)
+
+    def server_context(self, *, require_client_certificate: bool = True) -> ssl.SSLContext:
+        """For accepting: TLS 1.3, callers under the run's CA only.
+
+        Args:
+            require_client_certificate: whether a caller without a certificate is refused; who enrols has none yet.
+
+        Raises:
+            StorageError: what was saved cannot be read again.
+        """
+        context = self._context(ssl.PROTOCOL_TLS_SERVER)
+        context.num_tickets = 0  # no resumption: every connection proves its certificate anew
+        context.verify_mode = ssl.CERT_REQUIRED if require_client_certificate else ssl.CERT_OPTIONAL
+        return context
+
+    def client_context(self) -> ssl.SSLContext:
+        """For dialling: TLS 1.3, a server under the run's CA only. Raises ``StorageError``."""
+        return self._context(ssl.PROTOCOL_TLS_CLIENT)
+
+    def _context(self, protocol: int) -> ssl.SSLContext:
+        context = authority_context(self.ca_pem, protocol)
+        try:
+            context.load_cert_chain(self.path)
+        except (OSError, ssl.SSLError) as error:
+            raise StorageError(
+                f"cannot use {self.path}: {error}", remedy="remove it, and join with a ticket"
+            ) from error
+        return context
+
+    def _check(self) -> None:
+        key = serialization.load_pem_private_key(self.key_pem, password=None)
+        certificate, authority = map(x509.load_pem_x509_certificate, (self.certificate_pem, self.ca_pem))
+        certificate.verify_directly_issued_by(authority)
+        if key.public_key() != certificate.public_key():
+            raise ValueError("the key is not the certificate's")
+        identity_of_untrusted(der_of(self.certificate_pem))
+
+
+def authority_context(ca_pem: bytes, protocol: int = ssl.PROTOCOL_TLS_CLIENT) -> ssl.SSLContext:
+    """TLS 1.3 under the CA in ``ca_pem`` and no other; without a certificate of one's own.
+
+    Host names are not checked: a certificate names a peer id, which the handshake compares.
+    """
+    context = unverified_context(protocol)
+    context.load_verify_locations(cadata=ca_pem.decode("ascii"))
+    context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def unverified_context(protocol: int = ssl.PROTOCOL_TLS_CLIENT) -> ssl.SSLContext:
+    """TLS 1.3 with whoever answers: only to fetch the CA that a ticket's pin then judges."""
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context

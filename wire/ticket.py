@@ -1,0 +1,131 @@
+"""Tickets: an address that carries the hash of a run's CA and a secret, and the proof that one holds the secret.
+
+::
+
+    HOST:PORT/ base64url( version and role (1) ‖ id (6) ‖ secret (16) ‖ pin (32) ‖ checksum (2) )
+
+The checksum finds what a hand or a terminal damaged; it leaves the address out, so that a person may write another
+name of the same seed before the slash. The secret never travels: a joiner proves that it has it (``proof``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from dataclasses import dataclass, field
+from typing import Self
+
+from p2ptrain.core.errors import ProtocolError, UserError
+from wire.address import parse_address
+from wire.transport_base import format_address
+
+ROLES = ("worker", "operator")
+"""What a ticket may make of its bearer; the index is on the wire."""
+
+ID_BYTES = 6
+SECRET_BYTES = 16
+PIN_BYTES = 32
+NONCE_BYTES = 32
+MAX_TICKET_CHARS = 512
+"""Longer than the longest host name and a ticket; checked before anything is decoded."""
+
+_VERSION = 1
+_CHECKSUM_BYTES = 2
+_BODY_BYTES = 1 + ID_BYTES + SECRET_BYTES + PIN_BYTES
+_BODY = re.compile(rf"[A-Za-z0-9_-]{{{(_BODY_BYTES + _CHECKSUM_BYTES) * 4 // 3}}}")
+_PROOF_LABEL = b"p2ptrain enrolment proof 1"
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What a person pastes to join.
+
+    Attributes:
+        host, port: the seed's.
+        role: one of ``ROLES``.
+        id: names the ticket; 12 hex digits, no secret.
+        secret: 16 random bytes.
+        pin: SHA-256 of the run CA's certificate in DER.
+
+    Raises:
+        ValueError: a part does not fit.
+    """
+
+    host: str
+    port: int
+    role: str
+    id: str
+    secret: bytes = field(repr=False)
+    pin: bytes
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise ValueError(f"a ticket is for one of {ROLES}, not for {self.role!r}")
+        if bytes.fromhex(self.id).hex() != self.id or len(self.id) != 2 * ID_BYTES:
+            raise ValueError(f"{self.id!r} is no id of a ticket")
+        if (len(self.secret), len(self.pin)) != (SECRET_BYTES, PIN_BYTES):
+            raise ValueError("a secret or a pin of the wrong length")
+
+    def __str__(self) -> str:
+        """The whole ticket, its secret included: only for where a ticket is shown or stored on purpose."""
+        head = bytes([_VERSION << 4 | ROLES.index(self.role)])
+        body = head + bytes.fromhex(self.id) + self.secret + self.pin
+        return f"{format_address(self.host, self.port)}/{urlsafe_b64encode(body + _checksum(body)).decode()}"
+
+    @classmethod
+    def parse_untrusted(cls, text: str) -> Self:
+        """The ticket in ``text``; white space in it, as a terminal leaves where it wraps a line, does not matter.
+
+        Raises:
+            ProtocolError: it is no ticket. The text is not repeated, for it may hold a secret.
+        """
+        if len(text) > MAX_TICKET_CHARS:
+            raise _no_ticket(f"it is longer than {MAX_TICKET_CHARS} characters")
+        address, _, encoded = "".join(text.split()).rpartition("/")
+        if not _BODY.fullmatch(encoded):
+            raise _no_ticket("what follows the address has not the length or the letters of one")
+        raw = urlsafe_b64decode(encoded)
+        body = raw[:_BODY_BYTES]
+        if raw[_BODY_BYTES:] != _checksum(body):
+            raise _no_ticket("a part of it was changed or lost")
+        version, role = body[0] >> 4, body[0] & 15
+        if version != _VERSION or role >= len(ROLES):
+            raise _no_ticket(f"it is of version {version}, kind {role}", "use the same release of p2ptrain as the seed")
+        secret_at = 1 + ID_BYTES
+        try:
+            host, port = parse_address(address)
+        except UserError as error:
+            raise _no_ticket("what stands before the slash is not an address", error.remedy) from None
+        return cls(
+            host=host,
+            port=port,
+            role=ROLES[role],
+            id=body[1:secret_at].hex(),
+            secret=body[secret_at : secret_at + SECRET_BYTES],
+            pin=body[secret_at + SECRET_BYTES :],
+        )
+
+
+def is_ticket(text: str) -> bool:
+    """Whether ``text``, given where an address is wanted, was meant to be a ticket: no address has a slash."""
+    return "/" in text
+
+
+def proof(secret: bytes, nonce: bytes, csr_der: bytes) -> bytes:
+    """HMAC-SHA256 over the server's nonce and the certificate request: who made it knows ``secret`` (RFC 2104)."""
+    return hmac.digest(secret, b"%s\0%s%s" % (_PROOF_LABEL, hashlib.sha256(nonce).digest(), csr_der), "sha256")
+
+
+def verify_proof(mac: bytes, *, secret: bytes, nonce: bytes, csr_der: bytes) -> bool:
+    """Whether ``mac`` is the ``proof``, in a time that does not tell how much of it is right."""
+    return hmac.compare_digest(mac, proof(secret, nonce, csr_der))
+
+
+def _checksum(body: bytes) -> bytes:
+    return hashlib.sha256(body).digest()[:_CHECKSUM_BYTES]
+
+
+def _no_ticket(why: str, remedy: str = "copy the whole ticket again, or ask for a new one") -> ProtocolError:
+    return ProtocolError(f"this is not a ticket: {why}", remedy=remedy)
