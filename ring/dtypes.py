@@ -44,19 +44,33 @@ def sum_into(dst: Array, src: Array, dtype: str) -> None:
         np.add(dst, src, out=dst)
 
 
-def _sum_bfloat16_into(dst: Array, src: Array) -> None:
-    with np.errstate(all="ignore"):
-        total = _widened(dst)
-        total += _widened(src)
-    bits = total.view(np.uint32)
-    is_nan = np.isnan(total)
+def round_to_bfloat16(values: Array, out: Array, scratch: Array | None = None) -> None:
+    """Round float32 ``values`` (numel,) to bfloat16, ties to even, stored as uint16 in ``out`` (numel,).
+
+    Every NaN becomes the one quiet NaN 0x7FC0; what is too large becomes infinite. ``scratch`` (numel,), uint32, is
+    overwritten; without it, it is allocated.
+    """
+    bits = values.view(np.uint32)
+    rounded = np.right_shift(bits, np.uint32(16), out=scratch)
     # Half of the last kept bit, less one where that bit is even: ties go to even. Adding it to a NaN could carry into
     # infinity.
-    bits += np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    np.right_shift(bits, np.uint32(16), out=bits)
-    bits[is_nan] = 0x7FC0
-    dst[:] = bits
+    rounded &= np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += bits
+    rounded >>= np.uint32(16)
+    np.copyto(out, rounded, casting="unsafe")
+    out[np.isnan(values)] = 0x7FC0
 
 
-def _widened(stored: Array) -> npt.NDArray[np.float32]:
-    return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
+def widen_bfloat16(stored: Array, out: Array) -> None:
+    """The float32 values ``out`` (numel,) of bfloat16 numbers ``stored`` (numel,) as uint16. Exact."""
+    np.left_shift(stored, np.uint32(16), out=out.view(np.uint32), dtype=np.uint32, casting="unsafe")
+
+
+def _sum_bfloat16_into(dst: Array, src: Array) -> None:
+    total, addend = np.empty(dst.shape, np.float32), np.empty(src.shape, np.float32)
+    widen_bfloat16(dst, total)
+    widen_bfloat16(src, addend)
+    with np.errstate(all="ignore"):
+        total += addend
+    round_to_bfloat16(total, dst, addend.view(np.uint32))

@@ -1,0 +1,196 @@
+"""Codecs: sizes, bounds of the error, odd input, and whatever a peer may send."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from p2ptrain.core.errors import ConfigError, ProtocolError
+from ring.codecs import CODECS, Codec, codec_named
+
+every_codec = pytest.mark.parametrize("name", CODECS)
+numels = st.integers(0, 1500)
+any_values = hnp.arrays(np.float32, numels, elements=st.floats(width=32), fill=st.floats(width=32))
+
+
+def encoded(codec: Codec, values: np.ndarray) -> np.ndarray:
+    result = np.full(codec.encoded_bytes(values.size), 0xAA, np.uint8)
+    codec.encode(values, result)
+    return result
+
+
+def round_trip(codec: Codec, values: np.ndarray) -> np.ndarray:
+    result = np.full_like(values, 7)
+    codec.decode(encoded(codec, values), result)
+    return result
+
+
+def gaussian(numel: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(numel).astype(np.float32)
+
+
+# --- sizes
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match="'zstd'") as caught:
+        codec_named("zstd")
+    assert caught.value.remedy == "known are " + ", ".join(CODECS)
+
+
+@every_codec
+def test_a_codec_has_the_name_it_is_asked_for_by_and_memory_of_its_own(name):
+    assert codec_named(name).name == name
+    assert codec_named(name) is not codec_named(name)
+
+
+@pytest.mark.parametrize(("name", "share"), [("fp32", 1), ("fp16", 0.5), ("bf16", 0.5), ("int8", 0.265)])
+def test_what_a_codec_costs(name, share):
+    for numel in (1 << 16, 1 << 18, (1 << 18) - 37):
+        assert codec_named(name).encoded_bytes(numel) <= share * 4 * numel
+
+
+@every_codec
+@settings(deadline=None)
+@given(numel=numels)
+def test_blocks_cut_from_an_array_cost_what_they_cost_together(name, numel):
+    codec = codec_named(name)
+    head = numel // 2 // codec.block_numel * codec.block_numel
+    assert codec.encoded_bytes(head) + codec.encoded_bytes(numel - head) == codec.encoded_bytes(numel)
+    both = encoded(codec, gaussian(numel))
+    assert np.array_equal(round_trip(codec, gaussian(numel)[:head]), decoded(codec, both, numel)[:head])
+
+
+def decoded(codec: Codec, payload: np.ndarray, numel: int) -> np.ndarray:
+    result = np.empty(numel, np.float32)
+    codec.decode(payload, result)
+    return result
+
+
+# --- the error
+
+
+@every_codec
+@settings(deadline=None)
+@given(values=any_values)
+def test_any_input_is_encoded_the_same_twice_and_what_is_not_finite_stays_so(name, values):
+    codec = codec_named(name)
+    kept = values.copy()
+    payload = encoded(codec, values)
+    assert values.tobytes() == kept.tobytes(), "the input was changed"
+    codec.encode(gaussian(values.size), np.empty_like(payload))  # scratch holds something else now
+    assert encoded(codec, values).tobytes() == payload.tobytes()
+    assert encoded(codec_named(name), values).tobytes() == payload.tobytes()
+    if not np.isfinite(values).all():
+        assert not np.isfinite(decoded(codec, payload, values.size)).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", [name for name in CODECS if codec_named(name).block_numel > 1])
+def test_one_bad_element_spoils_its_block_and_no_other(name, bad):
+    codec = codec_named(name)
+    values = gaussian(3 * codec.block_numel)
+    values[codec.block_numel + 3] = bad
+    finite = np.isfinite(round_trip(codec, values).reshape(3, -1))
+    assert finite[[0, 2]].all()
+    assert not finite[1].all()
+
+
+@every_codec
+def test_decode_add_adds_what_decode_gives(name):
+    codec = codec_named(name)
+    values, into = gaussian(1000), gaussian(1000, seed=1)
+    expected = into + round_trip(codec, values)
+    codec.decode_add(encoded(codec, values), into)
+    assert into.tobytes() == expected.tobytes()
+
+
+@every_codec
+def test_unaligned_and_empty_memory(name):
+    codec = codec_named(name)
+    values = gaussian(777)
+    payload = encoded(codec, values)
+    raw = np.zeros(payload.size + 1, np.uint8)
+    codec.encode(values, raw[1:])
+    assert raw[1:].tobytes() == payload.tobytes()
+    memory = np.zeros(4 * values.size + 1, np.uint8)
+    odd = memory[1:].view(np.float32)
+    codec.decode(raw[1:], odd)
+    assert odd.tobytes() == decoded(codec, payload, 777).tobytes()
+    codec.encode(odd, raw[1:])
+    codec.decode_add(raw[1:], odd)
+    assert codec.encoded_bytes(0) == 0
+    codec.decode_add(encoded(codec, values[:0]), values[:0])
+
+
+@settings(deadline=None)
+@given(hnp.arrays(np.float32, numels, elements=st.floats(-(2.0**100), 2.0**100, width=32)))
+def test_int8_is_wrong_by_half_a_level_at_most(values):
+    codec = codec_named("int8")
+    result = round_trip(codec, values)
+    for start in range(0, values.size, codec.block_numel):
+        block = slice(start, start + codec.block_numel)
+        level = max(np.abs(values[block]).max() / 127 * (1 + 2**-7), 2.0**-126)
+        assert np.abs(result[block].astype(float) - values[block]).max() <= level / 2 * (1 + 1e-6)
+
+
+@settings(deadline=None)
+@given(hnp.arrays(np.float32, numels, elements=st.floats(-(2.0**100), 2.0**100, width=32)))
+def test_bf16_keeps_eight_significant_bits(values):
+    error = np.abs(round_trip(codec_named("bf16"), values).astype(float) - values)
+    assert (error <= np.maximum(np.abs(values) * 2.0**-8, 2.0**-134)).all()
+
+
+def test_fp16_keeps_eleven_significant_bits_within_its_range():
+    values = np.array([1, 1 + 2**-11, 1 + 3 * 2**-11, 65504, 65520, 6e-8, 2e-8], np.float32)
+    assert round_trip(codec_named("fp16"), values).tolist() == [1, 1, 1 + 2**-9, 65504, np.inf, 2**-24, 0]
+
+
+@pytest.mark.parametrize("name", [name for name in CODECS if name not in ("fp16", "fp32")])
+@pytest.mark.parametrize("scale", [2.0**-100, 1e-8, 2.0**100])
+def test_the_magnitude_of_gradients_does_not_matter(name, scale):
+    codec = codec_named(name)
+    values = gaussian(5000)
+    error = np.linalg.norm(round_trip(codec, values) - values) / np.linalg.norm(values)
+    scaled = values * np.float32(scale)
+    scaled_error = np.linalg.norm((round_trip(codec, scaled) - scaled) / scale) / np.linalg.norm(values)
+    assert scaled_error == pytest.approx(error, rel=0.05)
+
+
+# --- whatever a peer sends
+
+
+@every_codec
+@settings(deadline=None)
+@given(numel=numels, data=st.data())
+def test_any_bytes_decode_or_are_a_protocol_error(name, numel, data):
+    codec = codec_named(name)
+    size = codec.encoded_bytes(numel)
+    payload = np.frombuffer(data.draw(st.binary(min_size=size, max_size=size)), np.uint8)
+    memory = np.full(numel + 2, 5, np.float32)
+    results = []
+    for decode in (codec.decode, codec.decode_add, codec.decode):
+        try:
+            decode(payload, memory[1:-1])
+        except ProtocolError:
+            results.append(b"")
+        else:
+            results.append(memory[1:-1].tobytes())
+        assert memory[[0, -1]].tolist() == [5, 5], "written out of bounds"
+    assert results[0] == results[2]
+
+
+@every_codec
+def test_a_wrong_size_is_a_peers_fault_when_decoding_and_ones_own_when_encoding(name):
+    codec = codec_named(name)
+    values = gaussian(100)
+    payload = encoded(codec, values)
+    for wrong in (payload[:-1], payload[:0], np.append(payload, np.uint8(0))):
+        for decode in (codec.decode, codec.decode_add):
+            with pytest.raises(ProtocolError, match=f"100 elements in {name} are {payload.size} bytes"):
+                decode(wrong, values)
+        with pytest.raises(ValueError, match="100 elements"):
+            codec.encode(values, wrong)
