@@ -156,11 +156,13 @@ def sign_certificate(
     roles: Iterable[str],
     now: float,
     lifetime_s: float = CERTIFICATE_LIFETIME_S,
+    serial: int = 0,
 ) -> bytes:
     """A certificate (DER) under the run CA for ``public_key``, naming ``peer_id`` and ``roles``.
 
     Args:
         now: Unix seconds; it is valid from ``SKEW_S`` before, for ``lifetime_s`` after.
+        serial: at most 20 bytes long, unique within the run; 0: a random one.
 
     Raises:
         ValueError: the CA's key or certificate is damaged.
@@ -169,7 +171,7 @@ def sign_certificate(
     if not isinstance(ca_key, ec.EllipticCurvePrivateKey):
         raise ValueError("the CA's key is not of an elliptic curve")
     issuer = x509.load_pem_x509_certificate(ca_pem).subject
-    builder = _builder(_common_name(peer_id), issuer, public_key, ca_key.public_key(), now, lifetime_s)
+    builder = _builder(_common_name(peer_id), issuer, public_key, ca_key.public_key(), now, lifetime_s, serial)
     names = [_PEER + peer_id, *(_ROLE + role for role in sorted(roles))]
     builder = builder.add_extension(_alternative(names), critical=False)
     builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -197,8 +199,9 @@ def _builder(
     signer: ec.EllipticCurvePublicKey,
     now: float,
     lifetime_s: float,
+    serial: int = 0,
 ) -> x509.CertificateBuilder:
-    builder = x509.CertificateBuilder(issuer, subject, key, x509.random_serial_number())
+    builder = x509.CertificateBuilder(issuer, subject, key, serial or x509.random_serial_number())
     builder = builder.not_valid_before(datetime.fromtimestamp(now - SKEW_S, UTC))
     builder = builder.not_valid_after(datetime.fromtimestamp(now + lifetime_s, UTC))
     builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)

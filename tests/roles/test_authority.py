@@ -1,0 +1,158 @@
+"""The run's authority on a real disk: what it signs, what it remembers, and who may read it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+
+from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.errors import ProtocolError, Refused, StorageError
+from roles.seed.authority import Authority, ticket_of
+from wire.credentials import (
+    CERTIFICATE_LIFETIME_S,
+    SKEW_S,
+    Credentials,
+    PeerIdentity,
+    identity_of_untrusted,
+    new_key_and_request,
+)
+from wire.ticket import Ticket
+
+NOW = 1_800_000_000.0
+
+
+def opened(root: Path) -> Authority:
+    return Authority.open(RealDisk(), root / "authority", name="test", now=NOW)
+
+
+async def test_a_certificate_names_the_peer_its_role_its_ticket_and_a_day(tmp_path):
+    authority = opened(tmp_path)
+    ticket = await authority.new_ticket("operator", host="h", now=NOW, expires_s=60)
+    _, csr = new_key_and_request("p1")
+    der = await authority.enrol(ticket.id, "p1", csr, NOW)
+    identity = identity_of_untrusted(der)
+    assert (identity.peer_id, identity.roles) == ("p1", {"operator"})
+    assert identity.not_after == NOW + CERTIFICATE_LIFETIME_S
+    assert x509.load_der_x509_certificate(der).not_valid_before_utc.timestamp() == NOW - SKEW_S
+    assert ticket_of(identity) == ticket.id
+    authority.judge(identity)
+
+
+async def test_all_is_remembered_over_a_restart(tmp_path):
+    authority = opened(tmp_path)
+    first = await authority.first_ticket(host="h", now=NOW)
+    _, csr = new_key_and_request("p1")
+    identity = identity_of_untrusted(await authority.enrol(first.id, "p1", csr, NOW))
+    await authority.evict("p2", "bob")
+    again = opened(tmp_path)
+    assert (again.pin, again.book) == (authority.pin, authority.book)
+    assert str(again.ticket(await again.first_ticket(host="h", now=NOW + 1), 7)) == str(authority.ticket(first, 7))
+    again.judge(identity)
+    await again.revoke(first.id, NOW)
+    with pytest.raises(Refused, match="was revoked"):
+        opened(tmp_path).judge(identity)
+    assert (await again.first_ticket(host="h", now=NOW)).id != first.id
+
+
+async def test_the_first_ticket_is_another_when_it_is_over_or_for_another_address(tmp_path):
+    authority = opened(tmp_path)
+    first = await authority.first_ticket(host="h", now=NOW)
+    assert first.expires_at is not None
+    assert (await authority.first_ticket(host="h", now=first.expires_at)).id != first.id
+    assert (await authority.first_ticket(host="other", now=NOW)).id != first.id
+    await authority.rotate(NOW)
+    assert authority.book.of_kind("first", "worker", NOW) is None
+
+
+async def test_a_member_renews_with_a_new_key_and_nobody_else_for_it(tmp_path):
+    authority = opened(tmp_path)
+    ticket = await authority.new_ticket("worker", host="h", now=NOW, expires_s=60, uses=1)
+    identity = identity_of_untrusted(await authority.enrol(ticket.id, "p1", new_key_and_request("p1")[1], NOW))
+    later = NOW + CERTIFICATE_LIFETIME_S / 2  # the ticket has expired by then, and is used up
+    der = await authority.renew(identity, new_key_and_request("p1")[1], later)
+    assert identity_of_untrusted(der).not_after == later + CERTIFICATE_LIFETIME_S
+    assert authority.book.tickets[ticket.id].used == 1
+    with pytest.raises(ProtocolError, match="a certificate request for p2 from p1"):
+        await authority.renew(identity, new_key_and_request("p2")[1], later)
+    await authority.evict("p1", "ann")
+    with pytest.raises(Refused, match="evicted"):
+        await authority.renew(identity, new_key_and_request("p1")[1], later)
+
+
+async def test_one_use_is_one_peer_however_many_come_at_once(tmp_path):
+    authority = opened(tmp_path)
+    ticket = await authority.new_ticket("worker", host="h", now=NOW, expires_s=60, uses=1)
+    tries = [authority.enrol(ticket.id, peer, new_key_and_request(peer)[1], NOW) for peer in ("p1", "p2", "p3")]
+    ends = await asyncio.gather(*tries, return_exceptions=True)
+    assert [end.code for end in ends if isinstance(end, Refused)] == ["ticket-used", "ticket-used"]
+    assert opened(tmp_path).book.tickets[ticket.id].used == 1
+
+
+async def test_a_caller_that_goes_away_leaves_disk_and_memory_the_same(tmp_path):
+    authority = opened(tmp_path)
+    task = asyncio.create_task(authority.evict("p1", "ann"))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await authority.evict("p2", "bob")
+    assert set(authority.book.evicted) == set(opened(tmp_path).book.evicted) == {"p1", "p2"}
+
+
+async def test_only_the_owner_reads_it(tmp_path):
+    (tmp_path / "authority").mkdir(mode=0o755)
+    authority = opened(tmp_path)
+    await authority.write_local_tickets(host="127.0.0.1", port=7, now=NOW)
+    authority.own_credentials("5eed", NOW)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "authority").rglob("*")}
+    assert stat.S_IMODE((tmp_path / "authority").stat().st_mode) == 0o700
+    assert modes.pop("self") == 0o700
+    assert modes.pop("ca.pem") & 0o777 in (0o600, 0o644)
+    assert set(modes.values()) == {0o600}, modes
+    assert os.sep not in "".join(modes)
+
+
+async def test_local_tickets_are_tickets_of_both_roles_and_stay(tmp_path):
+    authority = opened(tmp_path)
+    for port in (7, 8):
+        await authority.write_local_tickets(host="127.0.0.1", port=port, now=NOW + port * CERTIFICATE_LIFETIME_S * 99)
+    for role in ("worker", "operator"):
+        ticket = Ticket.parse_untrusted((tmp_path / "authority" / f"local-{role}.ticket").read_text())
+        assert (ticket.role, ticket.host, ticket.port, ticket.pin) == (role, "127.0.0.1", 8, authority.pin)
+        assert ticket.secret == authority.secret(ticket.id)
+    assert len(authority.book.tickets) == 2
+
+
+def test_own_credentials_serve_and_dial(tmp_path):
+    authority = opened(tmp_path)
+    made = authority.own_credentials("5eed", NOW)
+    assert Credentials.load(RealDisk(), made.directory) == made
+    assert made.identity.roles == {"seed"}
+    authority.judge(made.identity)
+
+
+def test_a_certificate_of_elsewhere_is_not_honoured(tmp_path):
+    authority = opened(tmp_path)
+    for serial in (0, 5, 1 << 158, (1 << 112) + 7):
+        with pytest.raises(Refused) as refusal:
+            authority.judge(PeerIdentity("p1", frozenset({"worker"}), NOW, serial))
+        assert refusal.value.code == "ticket-unknown"
+
+
+def test_of_a_ticket_that_is_none_no_secret_is_right(tmp_path):
+    authority = opened(tmp_path)
+    assert authority.secret("0" * 12) != authority.secret("0" * 12)
+
+
+@pytest.mark.parametrize("name", ["ca.key", "ca.pem", "tickets.json"])
+async def test_a_damaged_authority_says_which_file_and_what_to_do(tmp_path, name):
+    await opened(tmp_path).first_ticket(host="h", now=NOW)
+    (tmp_path / "authority" / name).write_bytes(b"damaged")
+    with pytest.raises(StorageError) as problem:
+        opened(tmp_path)
+    assert str(tmp_path) in problem.value.message
+    assert "every member needs a new ticket" in problem.value.remedy

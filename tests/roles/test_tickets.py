@@ -1,0 +1,140 @@
+"""Who is let in, who no longer, and that the book survives the disk."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2ptrain.core.errors import Refused, StorageError
+from roles.seed.tickets import MAX_EVICTED, MAX_MEMBERS, MAX_TICKETS, Book, Member, TicketRecord
+
+NOW, DAY = 1_800_000_000.0, 86_400.0
+T1, T2 = "aaaaaaaaaaaa", "bbbbbbbbbbbb"
+SECRET = bytes(range(200, 216))
+
+
+def record(ticket_id: str = T1, **changes: object) -> TicketRecord:
+    made = TicketRecord(ticket_id, "worker", SECRET, "10.0.0.1", NOW, NOW + 7 * DAY)
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def book(*tickets: TicketRecord) -> Book:
+    made = Book()
+    for ticket in tickets or (record(),):
+        made = made.with_ticket(ticket, NOW)
+    return made
+
+
+def enrolled(made: Book, peer_id: str, ticket_id: str = T1, key: str = "k", now: float = NOW) -> Book:
+    made.judge_enrolment(ticket_id, peer_id, key, now)
+    return made.with_member(ticket_id, peer_id, key, now + DAY, now)
+
+
+def refusal(made: Book, peer_id: str = "p1", ticket_id: str = T1, key: str = "k", now: float = NOW) -> str:
+    with pytest.raises(Refused) as caught:
+        made.judge_enrolment(ticket_id, peer_id, key, now)
+    assert caught.value.message
+    assert caught.value.remedy
+    return caught.value.code
+
+
+def test_every_reason_to_let_nobody_in():
+    assert refusal(Book()) == "ticket-unknown"
+    assert refusal(book(), now=NOW + 7 * DAY) == "ticket-expired"
+    assert refusal(book().rotated(NOW)) == "ticket-revoked"
+    assert refusal(book().without_ticket(T1, NOW)) == "ticket-revoked"
+    assert refusal(enrolled(book(record(uses=1)), "p1"), "p2") == "ticket-used"
+    assert refusal(book().with_evicted("p1", "ann")) == "evicted"
+    assert refusal(enrolled(book(), "p1"), key="another") == "duplicate-peer"
+    book().judge_enrolment(T1, "p1", "k", NOW)
+
+
+def test_a_use_is_a_peer_and_not_a_try():
+    made = enrolled(enrolled(book(record(uses=1)), "p1"), "p1")
+    assert made.tickets[T1].used == 1
+    assert refusal(made, "p2") == "ticket-used"
+
+
+def test_members_stay_when_their_ticket_is_over_and_go_when_it_is_revoked():
+    made = enrolled(book(record(uses=1)), "p1")
+    for over in (made, made.rotated(NOW), made.pruned(NOW + 23 * 3600)):
+        over.judge_certificate(T1, "p1")
+    for gone in (made.without_ticket(T1, NOW), made.with_evicted("p1", "ann")):
+        with pytest.raises(Refused):
+            gone.judge_certificate(T1, "p1")
+
+
+def test_a_peer_id_is_free_again_when_its_certificate_is_over_or_was_revoked():
+    made = enrolled(book(record(), record(T2)), "p1")
+    assert refusal(made, ticket_id=T2, key="another") == "duplicate-peer"
+    made.without_ticket(T1, NOW).judge_enrolment(T2, "p1", "another", NOW)
+    made.judge_enrolment(T2, "p1", "another", NOW + DAY)
+    made.judge_enrolment(T2, "p1", "k", NOW)
+
+
+def test_what_decides_nothing_any_more_is_forgotten():
+    made = enrolled(book(record(), record(T2, expires_at=None)), "p1").rotated(NOW)
+    assert set(made.pruned(NOW).tickets) == {T1}, "its certificate is still to be judged"
+    after = made.pruned(NOW + DAY)
+    assert (dict(after.tickets), dict(after.members)) == ({}, {})
+
+
+def test_everything_is_bounded():
+    many = Book({f"{n:012x}": record(f"{n:012x}") for n in range(MAX_TICKETS)})
+    with pytest.raises(Refused, match="tickets are kept"):
+        many.with_ticket(record(), NOW)
+    full = replace(book(), members={f"p{n}": Member(T1, "k", NOW + DAY) for n in range(MAX_MEMBERS)})
+    assert refusal(full, "new") == "full"
+    full.judge_enrolment(T1, "p7", "k", NOW)
+    with pytest.raises(Refused, match="evicted already"):
+        Book(evicted={f"p{n}": "" for n in range(MAX_EVICTED)}).with_evicted("one-more", "")
+
+
+def test_nothing_that_is_shown_has_the_secret():
+    shown = (repr(record()), repr(book()), json.dumps(record().to_map(NOW)))
+    for form in (SECRET.hex(), repr(SECRET), repr(SECRET)[2:-1], "secret="):
+        assert not any(form in text for text in shown)
+
+
+@given(
+    st.lists(
+        st.builds(
+            lambda ids, role, uses, expires, closed: record(
+                f"{ids:012x}", role=role, uses=uses, expires_at=expires, closed_at=closed, revoked=closed is not None
+            ),
+            st.integers(0, 2**48 - 1),
+            st.sampled_from(["worker", "operator"]),
+            st.none() | st.integers(1, 9),
+            st.none() | st.floats(0, 4e9),
+            st.none() | st.floats(0, 4e9),
+        ),
+        max_size=5,
+    ),
+    st.dictionaries(st.from_regex(r"[0-9a-z][0-9a-z-]{0,9}", fullmatch=True), st.text(max_size=9), max_size=3),
+)
+def test_the_book_survives_the_disk(tickets, evicted):
+    made = Book({ticket.id: ticket for ticket in tickets}, {"p1": Member(T1, "k", NOW)}, evicted)
+    assert Book.from_json(made.to_json()) == made
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"version": 2}',
+        b'{"version": 1, "tickets": [{}], "members": {}, "evicted": {}}',
+        b'{"version": 1, "tickets": [], "evicted": {}, "members": {"/": {"ticket": "a", "key": "b", "not_after": 1}}}',
+        book().to_json().replace(b'"worker"', b'"seed"'),
+        book().to_json()[:-9],
+        b"\xff\xfe",
+    ],
+)
+def test_a_damaged_book_is_no_book(data):
+    with pytest.raises(StorageError, match=r"damaged|another release"):
+        Book.from_json(data)
