@@ -23,7 +23,7 @@ import enum
 import math
 import random
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 from p2ptrain.core.world import Listener, Network, ProtocolFactory
@@ -33,6 +33,8 @@ from wire.transport_base import FlowControl, WriteData, bytes_view, unreachable
 PIECE_BYTES = 16 << 10
 SPARE_BYTES = 128 << 10
 MOST_WINDOW_BYTES = 8 << 20
+PresetOf = Callable[[str, int], LinkPreset]
+"""The other side's host and port → the link to it. An accepted connection's port says nothing: it is any free one."""
 UNLIMITED_BPS = 1e9  # what an unlimited rate counts as when the high-water mark is chosen
 
 
@@ -40,31 +42,38 @@ class EmulatedNetwork:
     """A ``Network`` over another one, each of whose connections sends through its own ``LinkShaper``.
 
     Args:
+        preset: of every connection; or a function from the other side's (host, port) to it, for links that differ.
         seed: fixes jitter, losses and stalls of the n-th connection of this network.
     """
 
-    def __init__(self, inner: Network, preset: LinkPreset, seed: int) -> None:
+    def __init__(self, inner: Network, preset: LinkPreset | PresetOf, seed: int) -> None:
         self._inner = inner
-        self._preset = preset
+        self._preset_of = (lambda host, port: preset) if isinstance(preset, LinkPreset) else preset
         self._seeds = random.Random(seed)  # noqa: S311 - the weather of a link is no secret
 
     async def connect(self, host: str, port: int, factory: ProtocolFactory, *, timeout_s: float) -> None:
         """Dial ``host:port``, one round trip later. Raises ``Unreachable``."""
-        round_trip_s = self._preset.rtt_s
+        preset = self._preset_of(host, port)
+        round_trip_s = preset.rtt_s
         await asyncio.sleep(min(round_trip_s, timeout_s))
         if round_trip_s >= timeout_s:
             raise unreachable(host, port, TimeoutError(), timeout_s)
-        await self._inner.connect(host, port, self._emulated(factory), timeout_s=timeout_s - round_trip_s)
+        emulated = self._emulated(factory, lambda remote_host, remote_port: preset)
+        await self._inner.connect(host, port, emulated, timeout_s=timeout_s - round_trip_s)
 
     async def listen(self, host: str, port: int, factory: ProtocolFactory) -> Listener:
         """Accept connections on ``host:port``. Raises ``UserError`` where it cannot be bound."""
-        return await self._inner.listen(host, port, self._emulated(factory))
+        return await self._inner.listen(host, port, self._emulated(factory, self._preset_of))
 
-    def _emulated(self, factory: ProtocolFactory) -> ProtocolFactory:
+    def _emulated(self, factory: ProtocolFactory, preset_of: PresetOf) -> ProtocolFactory:
         def wrapped() -> asyncio.BufferedProtocol:
             rng = random.Random(self._seeds.getrandbits(64))  # noqa: S311
             opened_at = asyncio.get_running_loop().time()
-            return _InnerProtocol(factory(), LinkShaper(self._preset, rng, opened_at=opened_at))
+
+            def shaper_to(host: str, port: int) -> LinkShaper:
+                return LinkShaper(preset_of(host, port), rng, opened_at=opened_at)
+
+            return _InnerProtocol(factory(), shaper_to)
 
         return wrapped
 
@@ -72,14 +81,15 @@ class EmulatedNetwork:
 class _InnerProtocol(asyncio.BufferedProtocol):
     """Stands between the inner transport and the real protocol: passes reading through, keeps writing for itself."""
 
-    def __init__(self, protocol: asyncio.BufferedProtocol, shaper: LinkShaper) -> None:
+    def __init__(self, protocol: asyncio.BufferedProtocol, shaper_to: Callable[[str, int], LinkShaper]) -> None:
         self._protocol = protocol
-        self._shaper = shaper
+        self._shaper_to = shaper_to
         self._transport: EmulatedTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         inner = cast(asyncio.Transport, transport)  # uvloop's are none by name
-        self._transport = EmulatedTransport(inner, self._protocol, self._shaper)
+        peername = transport.get_extra_info("peername") or ("", 0)  # of a connection that is lost already: none
+        self._transport = EmulatedTransport(inner, self._protocol, self._shaper_to(*peername[:2]))
         self._protocol.connection_made(self._transport)
 
     def connection_lost(self, exc: Exception | None) -> None:

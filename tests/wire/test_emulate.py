@@ -70,6 +70,28 @@ def test_one_end_emulated_delays_what_it_sends_only() -> None:
     run_virtual(main())
 
 
+def test_a_link_may_be_another_one_for_each_peer() -> None:
+    async def main() -> None:
+        hub = MemoryNetwork()
+        links = {"near": replace(PLAIN, delay_ms=1.0), "far": PLAIN, "here": LinkPreset("none", delay_ms=0.0)}
+        network = EmulatedNetwork(hub.at("here"), lambda host, port: links[host], 0)
+        for host, delay_s in (("near", 0.001), ("far", 0.050)):
+            there = EmulatedNetwork(hub.at(host), lambda caller, port, host=host: links[host], 0)
+            acceptor, dialler = Recorder(), Recorder()
+            listener = await there.listen("0.0.0.0", 0, lambda acceptor=acceptor: acceptor)  # noqa: S104
+            began = now()
+            await network.connect(host, listener.address[1], lambda dialler=dialler: dialler, timeout_s=5)
+            assert now() == exactly(began + 2 * delay_s)
+            await acceptor.until(lambda acceptor=acceptor: bool(acceptor.events))
+            for sender, receiver in ((dialler, acceptor), (acceptor, dialler)):
+                sent_at = now()
+                sender.transport.write(b"ping")
+                await receiver.until_received(4)
+                assert now() == exactly(sent_at + delay_s)
+
+    run_virtual(main())
+
+
 def test_dialling_takes_a_round_trip_and_fails_when_that_is_too_long() -> None:
     async def main() -> None:
         network = EmulatedNetwork(MemoryNetwork(), PLAIN, 0)

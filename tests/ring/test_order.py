@@ -1,0 +1,164 @@
+"""The order of a ring: against brute force, deterministic, and what is not known or not wanted."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ring import order
+from ring.order import MARGIN, Costs, LinkQuality, best_order, known_link
+
+
+def names(size: int) -> list[str]:
+    return [f"p{index}" for index in range(size)]
+
+
+def sites(size: int, seed: int) -> dict[tuple[str, str], LinkQuality]:
+    """Members at three sites: near and fast within one, far and slower between them; measured in one direction."""
+    rng = random.Random(seed)
+    members, site = names(size), [rng.randrange(3) for _ in range(size)]
+    far = {pair: rng.uniform(1, 2) for pair in itertools.combinations(range(3), 2)}
+    links = {}
+    for one, other in itertools.combinations(range(size), 2):
+        here, there = sorted((site[one], site[other]))
+        distance = far[here, there] * rng.uniform(0.95, 1.05) if here != there else 0
+        link = LinkQuality(0.02 * distance, 100e6 / distance) if distance else LinkQuality(1e-4, 1e9)
+        links[members[one], members[other]] = link
+    return links
+
+
+qualities = st.builds(LinkQuality, st.floats(1e-5, 0.3), st.none() | st.floats(1e6, 1e10))
+
+
+@st.composite
+def rings(draw: st.DrawFn, least: int = 2, most: int = 7) -> tuple[list[str], dict[tuple[str, str], LinkQuality]]:
+    """Members and directed links, some unknown, one known at least."""
+    members = names(draw(st.integers(least, most)))
+    pairs = list(itertools.permutations(members, 2))
+    known = draw(st.sets(st.sampled_from(pairs), min_size=1))
+    return members, {pair: draw(qualities) for pair in sorted(known)}
+
+
+def brute_force(costs: Costs) -> float:
+    return min(costs.seconds((0, *rest)) for rest in itertools.permutations(range(1, costs.size)))
+
+
+@settings(deadline=None)
+@given(rings(), st.sampled_from([1, 1 << 16, 1 << 22, 1 << 28]))
+def test_the_best_order_is_found_or_the_given_one_is_as_good(ring, total_bytes):
+    members, links = ring
+    found = best_order(members, links, total_bytes=total_bytes)
+    assert found is not None
+    assert found.exact
+    assert sorted(found.order) == members
+    assert found.order[0] == members[0]
+    least_s = brute_force(Costs(members, links, total_bytes=total_bytes))
+    if found.order == tuple(members):
+        assert found.seconds <= least_s * (1 + MARGIN) * (1 + 1e-9)
+    else:
+        assert found.seconds == pytest.approx(least_s)
+
+
+@pytest.mark.parametrize("size", [8, 9, 10])
+@pytest.mark.parametrize("total_bytes", [1 << 16, 1 << 26])
+def test_beyond_the_exact_search_the_order_is_nearly_as_good(size, total_bytes, monkeypatch):
+    for seed in range(6):
+        members, links = names(size), sites(size, seed)
+        exact = best_order(members, links, total_bytes=total_bytes)
+        with monkeypatch.context() as patch:
+            patch.setattr(order, "EXACT_MEMBERS", 3)
+            quick = best_order(members, links, total_bytes=total_bytes)
+        assert exact is not None
+        assert quick is not None
+        assert (exact.exact, quick.exact) == (True, False)
+        assert quick.seconds <= 1.1 * exact.seconds
+
+
+@pytest.mark.parametrize("size", [20, 64, 128, 129])
+def test_large_rings_cross_between_sites_no_more_than_needed(size):
+    links = sites(size, seed=size)
+    found = best_order(names(size), links, total_bytes=1 << 26)
+    assert found is not None
+    assert best_order(names(size), links, total_bytes=1 << 26) == found
+    if size > order.MOST_MEMBERS:
+        assert found.order == tuple(names(size))
+        return
+    between = [pair for pair in edges(found.order) if (known_link(links, *pair) or LinkQuality(0)).latency_s > 0.001]
+    assert len(between) <= 4  # three sites can be visited over three links
+    assert found.seconds < 0.8 * found.joined_s
+
+
+def edges(circle: tuple[str, ...]) -> list[tuple[str, str]]:
+    return list(zip(circle, circle[1:] + circle[:1], strict=True))
+
+
+def test_a_slow_edge_is_left_out_whichever_way_it_was_measured():
+    members = names(4)
+    links = {pair: LinkQuality(1e-3, 1e9) for pair in itertools.permutations(members, 2)}
+    links["p0", "p1"] = links["p1", "p0"] = LinkQuality(1e-3, 1e7)
+    found = best_order(members, links, total_bytes=1 << 24)
+    assert found is not None
+    assert found.order == ("p0", "p2", "p1", "p3")
+    del links["p0", "p1"]  # it is still known the other way round
+    assert best_order(members, links, total_bytes=1 << 24) == found
+
+
+def test_where_one_direction_is_slow_the_ring_goes_the_other_way():
+    members = names(3)
+    links = {pair: LinkQuality(1e-3, 1e9) for pair in itertools.permutations(members, 2)}
+    links["p0", "p1"] = LinkQuality(1e-3, 1e7)
+    found = best_order(members, links, total_bytes=1 << 24)
+    assert found is not None
+    assert found.order == ("p0", "p2", "p1")
+
+
+def test_without_a_measurement_there_is_no_order():
+    assert best_order(["a"], {}, total_bytes=1) is None
+    assert best_order(["a", "b", "c"], {}, total_bytes=1) is None
+    assert best_order(["a", "b"], {("a", "x"): LinkQuality(1, 1e6)}, total_bytes=1) is None
+    with pytest.raises(ValueError, match="no link"):
+        Costs(["a", "b"], {}, total_bytes=1)
+
+
+def test_two_members_sit_beside_each_other():
+    found = best_order(["b", "a"], {("a", "b"): LinkQuality(1e-3, 1e8)}, total_bytes=1 << 20)
+    assert found is not None
+    assert found.order == ("b", "a")
+    assert found.seconds == pytest.approx((1 << 20) * 8 / 1e8 + 2 * (1e-3 + (1 << 17) * 8 / 1e8))
+
+
+def test_an_order_that_is_hardly_better_is_not_taken():
+    members = names(4)
+    for gain, taken in ((0.03, False), (0.3, True)):
+        links = {pair: LinkQuality(0.0, 1e9) for pair in itertools.permutations(members, 2)}
+        links["p0", "p1"] = links["p1", "p0"] = LinkQuality(0.0, 1e9 / (1 + gain))
+        found = best_order(members, links, total_bytes=1 << 26)
+        assert found is not None
+        assert (found.order != tuple(members)) == taken
+
+
+@settings(deadline=None)
+@given(rings(least=3), st.data())
+def test_those_that_cannot_reach_each_other_are_no_neighbours(ring, data):
+    members, links = ring
+    pairs = [frozenset(pair) for pair in itertools.combinations(members, 2)]
+    apart = data.draw(st.sets(st.sampled_from(pairs)))
+    found = best_order(members, links, total_bytes=1 << 22, apart=apart)
+    possible = any(
+        not apart & {frozenset(edge) for edge in edges((members[0], *rest))}
+        for rest in itertools.permutations(members[1:])
+    )
+    assert (found is not None) == possible
+    if found is not None:
+        assert not apart & {frozenset(edge) for edge in edges(found.order)}
+
+
+def test_a_bandwidth_that_is_not_known_is_taken_from_the_way_back():
+    links = {("a", "b"): LinkQuality(0.2), ("b", "a"): LinkQuality(0.3, 1e6, 2e6)}
+    assert known_link(links, "a", "b") == LinkQuality(0.2, 1e6, 2e6)
+    assert known_link(links, "b", "a") == LinkQuality(0.3, 1e6, 2e6)
+    assert known_link(links, "a", "c") is None
