@@ -1,16 +1,19 @@
 """How the members of a view find each other: dialling to the right, and being dialled from the left.
 
 The seed announces a view to all members at once, but one of them always hears it first and dials at once. Its
-connection may name a generation that this worker does not know yet: it is held, for a while and in bounded number. A
-generation older than the newest one known is refused: its ring is over.
+connections may name a generation that this worker does not know yet: they are held, for a while and in bounded number,
+one view's for each peer. A generation older than the newest one known is refused: its ring is over. So is, in the
+newest one, whoever is not the left neighbour there; those held for it are judged when the view arrives. On an
+encrypted wire the handshake has compared the peer id with the certificate: nobody takes the place of another, or two.
 """
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
+from typing import Any
 
 from p2ptrain.core.errors import (
-    ConnectionLost,
     DeadlineExceeded,
     NeighbourAway,
     NetworkError,
@@ -19,11 +22,12 @@ from p2ptrain.core.errors import (
     Unreachable,
 )
 from p2ptrain.core.world import World
+from ring.view import MAX_STREAMS, View
 from wire.connection import Connection
 from wire.handshake import HANDSHAKE_TIMEOUT_S, RefusalCode, dial
 from wire.messages import Hello, MemberRecord, Refuse
 
-CHANNELS = ("bulk", "beat")
+BEAT = "beat"
 MAX_HELD = 16
 HOLD_S = 60.0
 """How long a connection waits for its view: longer than a member takes to turn from a step to the next view."""
@@ -31,8 +35,25 @@ HOLD_S = 60.0
 FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 1.0
 
+
+def bulk_channel(stream: int) -> str:
+    """The name of one of the connections that carry payloads."""
+    return f"bulk-{stream}" if stream else "bulk"
+
+
+CHANNELS = frozenset({BEAT, *map(bulk_channel, range(MAX_STREAMS))})
 _PASSING = frozenset({RefusalCode.BUSY, RefusalCode.FULL})  # refusals that time mends
+_OTHER_PEER = "wrong-identity"  # whoever answers at the neighbour's address is not the neighbour, not yet perhaps
 _Key = tuple[str, int, str, str]  # job, generation, peer id, channel
+
+
+@dataclass(eq=False, slots=True)
+class _Place:
+    """What is held for one peer: its connections for one view, by channel, each with the future that lets it go."""
+
+    job: str
+    generation: int
+    held: dict[str, tuple[Connection, asyncio.Future[Refuse]]] = field(default_factory=dict)
 
 
 class Inbound:
@@ -40,61 +61,107 @@ class Inbound:
     ``offer``.
 
     Args:
-        max_held: connections held for views that have not arrived; more are refused as ``BUSY``, and the dialler
-        tries again. hold_s: how long each of them is held.
+        max_held: peers whose connections are held for views that have not arrived; more are refused as ``BUSY``, and
+        the dialler tries again. hold_s: how long each connection is held.
     """
 
     def __init__(self, *, max_held: int = MAX_HELD, hold_s: float = HOLD_S) -> None:
         self._max_held = max_held
         self._hold_s = hold_s
         self._newest = ("", 0)
-        self._held: dict[_Key, Connection] = {}
+        self._left = ""  # the left neighbour in the newest view, where that is known
+        self._places: dict[str, _Place] = {}
         self._waiting: dict[_Key, asyncio.Future[Connection]] = {}
+
+    def announced(self, view: View, peer_id: str) -> None:
+        """The view in which this worker, ``peer_id``, has a place: from now on only its left neighbour may connect."""
+        self.expect(view.job, view.generation)
+        rank = view.rank_of(peer_id)
+        if rank is not None and self._newest == (view.job, view.generation):
+            self._left = view.left_of(rank).peer_id
+            self._judge_held()
 
     def expect(self, job: str, generation: int) -> None:
         """A view of ``job`` is known here: from now on older generations of it are refused, and those held are
         closed.
         """
-        if job == self._newest[0]:
-            generation = max(generation, self._newest[1])
-        self._newest = (job, generation)
-        for key in [key for key in self._held if key[0] == job and key[1] < generation]:
-            self._held.pop(key).abort(ConnectionLost(f"the view of generation {key[1]} is over"))
+        if job == self._newest[0] and generation <= self._newest[1]:
+            return
+        self._newest, self._left = (job, generation), ""
+        self._judge_held()
 
     def decide(self, hello: Hello) -> Refuse | None:
         """Why this caller may not connect, None where it may. For the handshake's decision; changes nothing."""
-        channel = hello.capabilities.get("channel")
-        if not hello.job or hello.generation < 1 or channel not in CHANNELS:
+        if not hello.job or hello.generation < 1 or hello.capabilities.get("channel") not in CHANNELS:
             return Refuse(RefusalCode.NOT_A_NEIGHBOUR, "a ring connection names its job, generation and channel")
-        job, newest = self._newest
-        if hello.job == job and hello.generation < newest:
-            text = f"generation {hello.generation} is over, the job is at {newest}"
+        if refusal := self._judge(hello.job, hello.generation, hello.peer_id):
+            return refusal
+        if hello.peer_id in self._places or _key(hello) in self._waiting or len(self._places) < self._max_held:
+            return None
+        return Refuse(RefusalCode.BUSY, f"{len(self._places)} ring connections wait for their views", "try again")
+
+    def _judge(self, job: str, generation: int, peer_id: str) -> Refuse | None:
+        newest_job, newest = self._newest
+        if job != newest_job:
+            return None
+        if generation < newest:
+            text = f"generation {generation} is over, the job is at {newest}"
             return Refuse(RefusalCode.STALE_GENERATION, text, "wait for the view that the seed announces next")
-        key = _key(hello)
-        if len(self._held) >= self._max_held and key not in self._held and key not in self._waiting:
-            return Refuse(RefusalCode.BUSY, f"{len(self._held)} ring connections wait for their views", "try again")
+        if generation == newest and self._left and peer_id != self._left:
+            text = f"{peer_id[:64]} is not the left neighbour here in generation {generation}"
+            return Refuse(RefusalCode.NOT_A_NEIGHBOUR, text, "dial the right neighbour that the seed announced")
         return None
 
+    def _judge_held(self) -> None:
+        for peer_id, place in list(self._places.items()):
+            if refusal := self._judge(place.job, place.generation, peer_id):
+                self._let_go(peer_id, refusal)
+
     async def offer(self, connection: Connection, hello: Hello) -> None:
-        """Keep an accepted connection for whoever takes it; returns when it is closed, by whomever."""
-        if self.decide(hello) is not None:  # the last place may have gone while the handshake ended
-            connection.abort()
-            return
-        key = _key(hello)
-        waiter = self._waiting.get(key)
-        if waiter is not None and not waiter.done():
-            waiter.set_result(connection)
-            await connection.closed.wait()
-            return
-        if key in self._held:  # the neighbour dialled again, so it has given up the first one
-            self._held.pop(key).abort()
-        self._held[key] = connection
-        expiry = asyncio.get_running_loop().call_later(self._hold_s, self._drop, key, connection)
+        """Keep an accepted connection for whoever takes it; returns when it is closed, by whomever.
+
+        Raises:
+            Refused: its view arrived, and has no place for it; the other side was told.
+        """
+        refusal = self.decide(hello)  # again: the last place may have gone while the handshake ended
+        if refusal is None:
+            waiter = self._waiting.get(_key(hello))
+            if waiter is not None and not waiter.done():
+                waiter.set_result(connection)
+                await connection.closed.wait()
+                return
+            refusal = await self._hold(connection, hello)
+        if refusal is not None and not connection.closed.is_set():
+            connection.send(refusal)
+            raise Refused(refusal.code, refusal.message, remedy=refusal.remedy)
+
+    async def _hold(self, connection: Connection, hello: Hello) -> Refuse | None:
+        """Hold it until it is closed (None), or must be (why)."""
+        peer_id, channel = hello.peer_id, str(hello.capabilities.get("channel"))
+        again = Refuse(RefusalCode.STALE_GENERATION, "this peer has dialled again since", "wait for the next view")
+        place = self._places.get(peer_id)
+        if place is None or (place.job, place.generation) != (hello.job, hello.generation):
+            if place is not None:
+                if place.job == hello.job and place.generation > hello.generation:
+                    return again
+                self._let_go(peer_id, again)  # it has gone on to another view
+            place = self._places[peer_id] = _Place(hello.job, hello.generation)
+        elif channel in place.held:  # it has given up the first one
+            place.held.pop(channel)[1].set_result(again)
+        loop = asyncio.get_running_loop()
+        let_go: asyncio.Future[Refuse] = loop.create_future()
+        place.held[channel] = (connection, let_go)
+        overdue = Refuse(RefusalCode.BUSY, f"no view asked for this connection within {self._hold_s:g} s", "try again")
+        expiry = loop.call_later(self._hold_s, self._expire, place, channel, let_go, overdue)
+        closed = loop.create_task(connection.closed.wait(), name="held")
+        ends: set[asyncio.Future[Any]] = {closed, let_go}
         try:
-            await connection.closed.wait()
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            return let_go.result() if let_go.done() and not let_go.cancelled() else None
         finally:
             expiry.cancel()
-            self._drop(key, connection)
+            closed.cancel()
+            self._forget(peer_id, place, channel, let_go)
 
     async def take(self, job: str, generation: int, peer_id: str, channel: str, *, timeout_s: float) -> Connection:
         """The connection that ``peer_id`` opened for this view; it belongs to the caller from now on.
@@ -102,9 +169,13 @@ class Inbound:
         Raises:
             DeadlineExceeded: it has not come within ``timeout_s``.
         """
+        place = self._places.get(peer_id)
+        if place is not None and (place.job, place.generation) == (job, generation) and channel in place.held:
+            connection, _ = place.held.pop(channel)
+            if not place.held:
+                del self._places[peer_id]
+            return connection
         key = (job, generation, peer_id, channel)
-        if key in self._held:
-            return self._held.pop(key)
         waiter: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
         self._waiting[key] = waiter
         try:
@@ -122,11 +193,23 @@ class Inbound:
         finally:
             del self._waiting[key]
 
-    def _drop(self, key: _Key, connection: Connection) -> None:
-        """No longer hold ``connection``, if it is still held."""
-        if self._held.get(key) is connection:
-            del self._held[key]
-            connection.abort()
+    def _let_go(self, peer_id: str, refusal: Refuse) -> None:
+        """No longer hold anything of this peer; the tasks that wait with its connections tell it why."""
+        for _, let_go in self._places.pop(peer_id).held.values():
+            if not let_go.done():
+                let_go.set_result(refusal)
+
+    def _expire(self, place: _Place, channel: str, let_go: asyncio.Future[Refuse], refusal: Refuse) -> None:
+        held = place.held.get(channel)
+        if held is not None and held[1] is let_go and not let_go.done():  # else it was taken, or let go
+            let_go.set_result(refusal)
+
+    def _forget(self, peer_id: str, place: _Place, channel: str, let_go: asyncio.Future[Refuse]) -> None:
+        held = place.held.get(channel)
+        if held is not None and held[1] is let_go:
+            del place.held[channel]
+        if not place.held and self._places.get(peer_id) is place:
+            del self._places[peer_id]
 
 
 def _key(hello: Hello) -> _Key:
@@ -158,15 +241,16 @@ async def dial_patiently(
         except NetworkError as error:
             problem = error
         except Refused as error:
-            if error.code not in _PASSING:
+            if error.code not in _PASSING and error.code != _OTHER_PEER:
                 raise
             problem = error
-        delay_s = pause_s * world.random.uniform(0.5, 1.5)  # or members that were refused together come back together
-        if now() + delay_s >= deadline:
+        left_s = deadline - now()
+        if left_s <= FIRST_PAUSE_S:
             raise NeighbourAway(
                 f"the right neighbour {member.name} was not reached in time: {problem.message}",
                 peer_id=member.peer_id,
                 remedy=problem.remedy,
             ) from problem
-        await asyncio.sleep(delay_s)
+        # Spread, or members that were refused together come back together; and more often when time runs out.
+        await asyncio.sleep(min(pause_s * world.random.uniform(0.5, 1.5), max(left_s / 2, FIRST_PAUSE_S)))
         pause_s = min(2 * pause_s, MAX_PAUSE_S)

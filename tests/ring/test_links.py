@@ -13,6 +13,7 @@ from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, Refused
 from p2ptrain.core.world import Network
 from ring.links import Inbound
 from ring.local import HOST, LocalMember, local_view
+from ring.view import View
 from wire.connection import Connection
 from wire.handshake import RefusalCode, dial, local_hello
 from wire.memory import MemoryNetwork
@@ -116,7 +117,7 @@ async def test_a_neighbour_that_never_dials_is_named():
     with pytest.raises(DeadlineExceeded, match="left neighbour b has not connected within 10 s"):
         await members[0].form(view)
     await asyncio.sleep(1)
-    assert not members[1].inbound._held, "the connections of a ring that did not form were left open"
+    assert not members[1].inbound._places, "the connections of a ring that did not form were left open"
     for member in members:
         await member.stop()
 
@@ -303,4 +304,69 @@ async def test_whoever_stops_waiting_in_the_instant_of_arrival_leaves_no_connect
     await asyncio.wait([waiting, offering])
     assert waiting.cancelled()
     await dialled.closed.wait()
+    await member.stop()
+
+
+# ---------------------------------------------------------------------------------------- who may take which place here
+
+
+def ring_view(*peer_ids: str, generation: int = 1) -> View:
+    return local_view(dict.fromkeys(peer_ids, 1), generation=generation)
+
+
+def test_a_member_that_is_not_the_left_neighbour_is_refused_once_the_view_is_known():
+    inbound = Inbound()
+    inbound.announced(ring_view("a", "b", "c", generation=4), "b")
+    inbound.expect("job", 4)  # the same view, told by the session: what is known of it stays known
+    assert inbound.decide(ring_hello("a", generation=4)) is None
+    refusal = inbound.decide(ring_hello("c", generation=4))
+    assert (refusal.code, "c is not the left neighbour" in refusal.message) == (RefusalCode.NOT_A_NEIGHBOUR, True)
+    assert inbound.decide(ring_hello("c", generation=5)) is None, "where it stands in the next view is not known yet"
+    inbound.announced(ring_view("c", "b", "a", generation=5), "b")
+    assert inbound.decide(ring_hello("c", generation=5)) is None
+    assert inbound.decide(ring_hello("a", generation=5)).code == RefusalCode.NOT_A_NEIGHBOUR
+
+
+@virtual
+async def test_whoever_waits_for_a_view_is_judged_when_it_arrives_and_both_sides_hear_why():
+    member = LocalMember("b", MemoryNetwork())
+    await member.listen()
+    left, other = [await dial_member(member, ring_hello(peer_id, generation=4)) for peer_id in "ac"]
+    await asyncio.sleep(1)
+    member.inbound.announced(ring_view("a", "b", "c", generation=4), "b")
+    await asyncio.sleep(1)
+    assert not left.closed.is_set()
+    assert isinstance(other.close_cause, Refused)
+    assert other.close_cause.code == RefusalCode.NOT_A_NEIGHBOUR
+    assert [problem.code for problem in member.problems] == [RefusalCode.NOT_A_NEIGHBOUR]
+    left.abort()
+    await member.stop()
+
+
+@virtual
+async def test_one_peer_holds_one_place_whatever_it_claims():
+    member = LocalMember("b", MemoryNetwork())
+    member.inbound = Inbound(max_held=2)
+    await member.listen()
+    greedy = [
+        await dial_member(member, ring_hello("x", channel, job=job, generation=generation))
+        for job, generation in (("job", 1), ("job", 2), ("other", 1), ("third", 9))
+        for channel in ("bulk", "bulk-1", "beat")
+    ]
+    await asyncio.sleep(1)
+    assert [connection.closed.is_set() for connection in greedy] == [True] * 9 + [False] * 3
+    honest = await dial_member(member, ring_hello("y"))
+    for connection in (honest, *greedy):
+        connection.abort()
+    await member.stop()
+
+
+@virtual
+async def test_an_older_view_does_not_take_the_place_of_a_newer_one():
+    member = LocalMember("b", MemoryNetwork())
+    await member.listen()
+    newer, older = [await dial_member(member, ring_hello("a", generation=generation)) for generation in (7, 6)]
+    await asyncio.sleep(1)
+    assert (newer.closed.is_set(), older.closed.is_set()) == (False, True)
+    newer.abort()
     await member.stop()
