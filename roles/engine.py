@@ -6,6 +6,7 @@ All methods block and are called on one dedicated compute thread (``roles.comput
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,7 +14,11 @@ import numpy.typing as npt
 
 from p2ptrain.core.training import Applied, Blob
 
-__all__ = ["Applied", "Blob", "Engine"]
+__all__ = ["Applied", "Blob", "Engine", "OnFinal"]
+
+OnFinal = Callable[[int], None]
+"""Elements [0, given) of ``reduce_buffer`` are final in this step: the ring may have them. Called on any thread, once a
+parameter or so, with numbers that do not fall."""
 
 
 class Engine(Protocol):
@@ -24,14 +29,17 @@ class Engine(Protocol):
         tokens_per_micro_batch: targets in one micro-batch.
         device: for people, such as ``"cpu (2 threads)"`` or ``"cuda:0 NVIDIA H100"``.
         reduce_buffer: flat host array of the computing dtype, shape (numel + 1,): the gradients, then one slot for the
-            sum of the micro-batches' losses. Reduced in place by the ring (sum over members). It stays untouched from
-            ``finish_gradients`` until the next ``begin_step``: it is the redo buffer.
+            sum of the micro-batches' losses. Reduced in place by the ring (sum over members), its front while the rest
+            is still being computed. The engine leaves what it called final alone until the next ``begin_step``: it is
+            the redo buffer.
+        exact_from: elements from here on (norms, biases, the loss) are few, and travel as they are whatever the codec.
     """
 
     corpus_digest: str
     tokens_per_micro_batch: int
     device: str
     reduce_buffer: npt.NDArray[Any]
+    exact_from: int
 
     def share_cores(self, workers: int) -> None:
         """So many members of the ring compute on this machine: take this one's part of its cores."""
@@ -41,15 +49,16 @@ class Engine(Protocol):
         """Zero the gradients. ``step`` counts from 0: it is the number of steps applied so far."""
         ...
 
-    def micro_batch(self, step: int, index: int) -> None:
+    def micro_batch(self, step: int, index: int, on_final: OnFinal | None = None) -> None:
         """Forward and backward of micro-batch ``index`` of step ``step``; adds its mean loss' gradient / M.
 
-        M is the number of micro-batches in a global batch, whoever computes them.
+        M is the number of micro-batches in a global batch, whoever computes them. ``on_final`` is given with the last
+        one of this member's share.
         """
         ...
 
-    def finish_gradients(self) -> None:
-        """Bring the gradients and the loss into ``reduce_buffer``."""
+    def finish_gradients(self, on_final: OnFinal | None = None) -> None:
+        """Bring the gradients and the loss into ``reduce_buffer``; when it returns all of that is final."""
         ...
 
     def partial_square_sum(self, start: int, stop: int) -> float:

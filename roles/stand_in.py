@@ -20,6 +20,7 @@ import numpy.typing as npt
 from configs.schema import Profile
 from p2ptrain.core.errors import JobFailed, StorageError
 from p2ptrain.core.training import Applied, Blob
+from roles.engine import OnFinal
 
 _FILE = "state.bin"
 
@@ -51,6 +52,7 @@ class StandInEngine:
         self.tokens_per_micro_batch = profile.batch.micro_batch_sequences * profile.data.sequence_tokens
         self.device = "stand-in"
         self.reduce_buffer: npt.NDArray[Any] = np.zeros(numel + 1, np.float32)
+        self.exact_from = numel
 
     def share_cores(self, workers: int) -> None:
         """It computes on one core in any case."""
@@ -58,13 +60,18 @@ class StandInEngine:
     def begin_step(self, step: int) -> None:
         self.reduce_buffer[:] = 0
 
-    def micro_batch(self, step: int, index: int) -> None:
+    def micro_batch(self, step: int, index: int, on_final: OnFinal | None = None) -> None:
         self._on_micro_batch(step, index)
         difference = self._parameters - self._target(step, index)
-        self.reduce_buffer[:-1] += 2 * difference / np.float32(difference.size * self._micro_batches)
+        gradient = 2 * difference / np.float32(difference.size * self._micro_batches)
+        middle = gradient.size // 2
+        self.reduce_buffer[:middle] += gradient[:middle]
+        if on_final is not None:
+            on_final(middle)  # so the front is on its way while the rest is still being added
+        self.reduce_buffer[middle:-1] += gradient[middle:]
         self.reduce_buffer[-1] += np.mean(difference**2, dtype=np.float64).astype(np.float32)
 
-    def finish_gradients(self) -> None:
+    def finish_gradients(self, on_final: OnFinal | None = None) -> None:
         """Nothing to bring anywhere: the gradients are made in the buffer."""
 
     def partial_square_sum(self, start: int, stop: int) -> float:

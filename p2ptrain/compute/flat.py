@@ -7,6 +7,10 @@ All parameters are views of one array and all gradients views of another, in two
 
 So the ring reduces one array, healing copies three, the optimizer makes two calls, and zeroing is one. Each parameter
 starts on a 64-byte boundary; the padding stays zero.
+
+Both segments hold the parameters in the reverse of the order in which the model registered them, which is about the
+order in which a backward pass makes their gradients: the output's and the last layer's first, the embedding's last. So
+the front of the array is final early, and the ring may have it while the rest is still being computed.
 """
 
 from __future__ import annotations
@@ -36,6 +40,10 @@ class Segment:
     offset: int
     shape: tuple[int, ...]
 
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
 
 class FlatModel:
     """``model`` on ``device``, its parameters and gradients made views of flat fp32 arrays. Tied parameters appear
@@ -51,15 +59,9 @@ class FlatModel:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         named = dict(model.named_parameters())
-        matrices = [name for name, parameter in named.items() if parameter.ndim >= 2]
-        vectors = [name for name, parameter in named.items() if parameter.ndim < 2]
-        self.segments, self.decayed_numel, self.numel = [], 0, 0
-        for names in (matrices, vectors):
-            for name in names:
-                self.segments.append(Segment(name, self.numel, tuple(named[name].shape)))
-                self.numel += -(-named[name].numel() // _ALIGN_NUMEL) * _ALIGN_NUMEL
-            self.decayed_numel = self.decayed_numel or self.numel
-        self.layout = hashlib.sha256(repr([(s.name, s.offset, s.shape) for s in self.segments]).encode()).hexdigest()
+        shapes = {name: tuple(parameter.shape) for name, parameter in reversed(named.items())}
+        self.segments, self.decayed_numel, self.numel = _placed(shapes)
+        self.layout = _layout(self.segments)
         self.parameters = torch.zeros(self.numel, device=device)
         self.gradients = torch.zeros(self.numel + 1, device=device)
         for segment in self.segments:
@@ -70,6 +72,11 @@ class FlatModel:
             parameter.grad = self._view(self.gradients, segment)
         model.to(device)  # the buffers, such as rotary frequencies; parameters are there already
         self.model = model
+
+    @property
+    def stops(self) -> list[int]:
+        """Where each segment ends, its padding included."""
+        return [segment.offset for segment in self.segments[1:]] + [self.numel]
 
     @property
     def loss_sum(self) -> Tensor:
@@ -84,6 +91,20 @@ class FlatModel:
         for segment in self.segments:
             self._view(self.parameters, segment).copy_(source.get_parameter(segment.name).detach())
 
+    def former_layouts(self) -> dict[str, list[Segment]]:
+        """Layouts of this model that earlier versions of this program used, for arrays that they wrote: in the order of
+        registration.
+        """
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.model.named_parameters()}
+        segments = _placed(shapes)[0]
+        return {_layout(segments): segments}
+
+    def rearrange(self, source: Tensor, segments: list[Segment], target: Tensor) -> None:
+        """Copy a flat array in which parameters lie at ``segments`` into ``target``, where they lie as here."""
+        there = {segment.name: segment for segment in segments}
+        for segment in self.segments:
+            self._view(target, segment).copy_(self._view(source, there[segment.name]))
+
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters by name, tied ones once, as copies on the host that share no memory."""
         return {
@@ -92,7 +113,25 @@ class FlatModel:
         }
 
     def _view(self, flat: Tensor, segment: Segment) -> Tensor:
-        return flat[segment.offset : segment.offset + math.prod(segment.shape)].view(segment.shape)
+        return flat[segment.offset : segment.offset + segment.numel].view(segment.shape)
+
+
+def _placed(shapes: dict[str, tuple[int, ...]]) -> tuple[list[Segment], int, int]:
+    """Segments of parameters in this order, matrices before vectors; elements of the matrices, and of all."""
+    segments: list[Segment] = []
+    ends = []
+    numel = 0
+    for is_matrix in (True, False):
+        for name, shape in shapes.items():
+            if (len(shape) >= 2) is is_matrix:
+                segments.append(Segment(name, numel, shape))
+                numel += -(-segments[-1].numel // _ALIGN_NUMEL) * _ALIGN_NUMEL
+        ends.append(numel)
+    return segments, ends[0], ends[1]
+
+
+def _layout(segments: list[Segment]) -> str:
+    return hashlib.sha256(repr([(s.name, s.offset, s.shape) for s in segments]).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

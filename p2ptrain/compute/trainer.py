@@ -1,7 +1,11 @@
 """The real engine: a model, its optimizer and its data behind ``roles.engine.Engine``.
 
 On a CPU the reduce buffer *is* the gradient memory: nothing is copied between backward and the ring. On a GPU the
-gradients live there and are copied to a (pinned, for CUDA) host buffer once per step, and back once it is reduced.
+gradients live there and are copied to a (pinned, for CUDA) host buffer, and back once it is reduced. With CUDA the
+copies run on a stream of their own, piece by piece while backward still computes.
+
+In the last micro-batch of a share a hook on each parameter tells how far the gradients are final (``compute.buckets``),
+so that the ring may begin with the front of the buffer. The hooks run on autograd's thread, inside backward.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from p2ptrain.compute.buckets import Ferry, OnFinal, Watch, bucket_bounds
 from p2ptrain.compute.data import DataSpec, load_corpus
 from p2ptrain.compute.device import Device, flushed_denormals, share_cores
 from p2ptrain.compute.flat import FlatAdamW, FlatModel, OptimizerSpec, square_sum
@@ -94,6 +99,12 @@ class Trainer:
         self._autocast_dtype = PRECISIONS[precision]
         self._is_host = device.kind == "cpu"
         self._host = self._flat.gradients if self._is_host else _host_buffer(self._flat.gradients)
+        self._ferry = _ferry(self._flat.gradients, self._host, device.kind)
+        self._watch = Watch(self._flat.stops, self._ferry)
+        for index, segment in enumerate(self._flat.segments):
+            parameter = self._model.get_parameter(segment.name)
+            hook = partial(self._watch.gradient_final, index)
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self._mirrors: list[tuple[Tensor, Tensor]] = []  # (on the device, what state() gave out) on a GPU
         self._step = 0
         self._is_initial = True
@@ -101,6 +112,7 @@ class Trainer:
         self.tokens_per_micro_batch = micro_batch_sequences * data.sequence_tokens
         self.device = device.label
         self.reduce_buffer: npt.NDArray[np.generic] = self._host.numpy()
+        self.exact_from = self._flat.decayed_numel
 
     def share_cores(self, workers: int) -> None:
         """Take a part of the cores: so many members compute on this machine."""
@@ -111,18 +123,26 @@ class Trainer:
     def begin_step(self, step: int) -> None:
         """Zero the gradients and the loss slot."""
         self._flat.gradients.zero_()
+        self._watch.begin()
 
-    def micro_batch(self, step: int, index: int) -> None:
-        """Forward and backward of one micro-batch; adds its mean loss' gradient / M."""
+    def micro_batch(self, step: int, index: int, on_final: OnFinal | None = None) -> None:
+        """Forward and backward of one micro-batch; adds its mean loss' gradient / M.
+
+        Args:
+            on_final: given with the last one only: called on the way with how much of the buffer's front is final.
+        """
         windows = self._corpus.training[self._sampler.sample(step, index)]
         with flushed_denormals(), _out_of_memory_told():
             loss = self._loss(windows, "mean")
-            (loss / self._micro_batches).backward()  # type: ignore[no-untyped-call]
+            with self._watch.telling(on_final):
+                (loss / self._micro_batches).backward()  # type: ignore[no-untyped-call]
         self._flat.loss_sum.add_(loss.detach())
 
-    def finish_gradients(self) -> None:
-        """Bring the gradients and the loss into ``reduce_buffer``."""
-        if not self._is_host:
+    def finish_gradients(self, on_final: OnFinal | None = None) -> None:
+        """Bring what is left of the gradients, and the loss, into ``reduce_buffer``."""
+        if self._ferry is not None:
+            self._ferry.finish(on_final or (lambda numel: None))
+        elif not self._is_host:
             self._host.copy_(self._flat.gradients)  # blocks until the device is done
 
     def partial_square_sum(self, start: int, stop: int) -> float:
@@ -210,7 +230,10 @@ class Trainer:
         moments = {name: array for name, array in self._state_arrays().items() if name != "parameters"}
         try:
             notes = json.loads((directory / TRAINING_FILE).read_bytes())
+            places = self._flat.segments
             if notes["layout"] != self._flat.layout:
+                places = self._flat.former_layouts().get(notes["layout"], [])
+            if not places:
                 raise StorageError(
                     f"the checkpoint {directory} is of another model",
                     remedy="restore it into a job with its [model] table",
@@ -229,7 +252,7 @@ class Trainer:
             raise StorageError(f"the optimizer's moments in {directory} are of another size")
         self._flat.copy_weights(weights)
         for name, array in moments.items():
-            array.copy_(loaded[name])
+            self._flat.rearrange(loaded[name], places, array)
         self._moved_to(step)
 
     # ---------------------------------------------------------------------------------------------------------- inside
@@ -289,3 +312,28 @@ def _blob(name: str, array: Tensor) -> Blob:
 
 def _host_buffer(like: Tensor) -> Tensor:
     return torch.zeros(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
+
+
+def _ferry(gradients: Tensor, host: Tensor, kind: str) -> Ferry | None:
+    """Copies gradients to the host while backward runs, where the device can do that: with CUDA."""
+    if kind != "cuda":
+        return None
+    stops = [stop for _, stop in bucket_bounds(len(gradients), gradients.element_size())]
+    return Ferry(_SideStream(gradients, host).copy, stops)
+
+
+class _SideStream:
+    """Copies from the device into pinned memory, beside what it computes."""
+
+    def __init__(self, source: Tensor, target: Tensor) -> None:
+        self._source, self._target = source, target
+        self._stream = torch.cuda.Stream(source.device)  # type: ignore[no-untyped-call]
+
+    def copy(self, start: int, stop: int) -> torch.cuda.Event:
+        """See ``Ferry``. In a hook, the current stream is the one that backward computes this gradient on."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._source.device))
+        with torch.cuda.stream(self._stream):
+            self._target[start:stop].copy_(self._source[start:stop], non_blocking=True)
+            landing = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            landing.record(self._stream)
+        return landing

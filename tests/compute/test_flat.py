@@ -46,6 +46,17 @@ def test_matrices_come_first_and_vectors_last() -> None:
     assert {len(segment.shape) for segment in flat.segments} == {1, 2}
 
 
+@pytest.mark.parametrize("tie", [True, False])
+def test_the_last_layer_comes_first_and_the_embedding_last(tie: bool) -> None:
+    flat = flat_model(tie_embeddings=tie)
+    matrices = [segment.name for segment in flat.segments if segment.offset < flat.decayed_numel]
+    assert (matrices[0] == "lm_head.weight") is not tie
+    assert matrices[-1] == "model.embed_tokens.weight"
+    layers = [int(name.split(".")[2]) for name in matrices if ".layers." in name]
+    assert layers == sorted(layers, reverse=True)
+    assert flat.stops == [*(segment.offset for segment in flat.segments[1:]), flat.numel]
+
+
 def test_backward_adds_into_the_flat_gradients() -> None:
     flat = flat_model()
     ids = torch.arange(10)[None]
@@ -66,6 +77,20 @@ def test_backward_adds_into_the_flat_gradients() -> None:
 def test_layout_tells_models_apart() -> None:
     assert flat_model().layout == flat_model().layout
     assert len({flat_model().layout, flat_model(layers=3).layout, flat_model(tie_embeddings=False).layout}) == 3
+
+
+def test_an_array_of_the_former_layout_is_rearranged_by_name() -> None:
+    flat = flat_model(architecture="qwen2")
+    ((layout, former),) = flat.former_layouts().items()
+    assert layout != flat.layout
+    assert former[0].name == "model.embed_tokens.weight"
+    source, target = torch.zeros(flat.numel), torch.zeros(flat.numel)
+    for number, segment in enumerate(former):
+        source[segment.offset : segment.offset + segment.numel] = number + 1
+    flat.rearrange(source, former, target)
+    numbers = {segment.name: number + 1 for number, segment in enumerate(former)}
+    for segment in flat.segments:
+        assert (target[segment.offset : segment.offset + segment.numel] == numbers[segment.name]).all()
 
 
 def test_copy_weights() -> None:

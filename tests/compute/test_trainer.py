@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from p2ptrain.compute.buckets import Ferry, bucket_bounds
 from p2ptrain.compute.data import DataSpec, load_corpus
 from p2ptrain.compute.device import Device
 from p2ptrain.compute.model import ModelSpec, build_model
@@ -46,6 +50,143 @@ def test_the_reduce_buffer_is_the_gradient_memory(make_trainer: MakeTrainer) -> 
     assert np.array_equal(trainer.reduce_buffer, before)
     trainer.begin_step(1)
     assert not trainer.reduce_buffer.any()
+
+
+class Follower:
+    """Looks at the reduce buffer's front whenever it is said to be final, from within the backward pass."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.fronts: list[tuple[int, bytes]] = []
+        self.backward_ended_at = 0
+
+    def __call__(self, numel: int) -> None:
+        self.fronts.append((numel, self.trainer.reduce_buffer[:numel].tobytes()))
+
+    def run(self, step: int, share: list[int]) -> None:
+        self.trainer.begin_step(step)
+        for index in share:
+            self.trainer.micro_batch(step, index, self if index == share[-1] else None)
+        self.backward_ended_at = len(self.fronts)
+        self.trainer.finish_gradients(self)
+
+
+@pytest.mark.parametrize("model", [TINY, tiny(tie_embeddings=False), tiny(architecture="gpt2", kv_heads=4)])
+@pytest.mark.parametrize("share", [[0], [2, 0, 3]])
+def test_what_is_called_final_changes_no_more(make_trainer: MakeTrainer, model: ModelSpec, share: list[int]) -> None:
+    trainer, plain = make_trainer(model=model), make_trainer(model=model)
+    follower = Follower(trainer)
+    for step in (0, 1):
+        follower.fronts.clear()
+        follower.run(step, share)
+        final = trainer.reduce_buffer.tobytes()
+        numels = [numel for numel, _ in follower.fronts]
+        assert numels == sorted(numels)
+        assert len(set(numels)) > len(trainer._flat.segments) / 3, "the layout is far from the order of backward"
+        assert all(final.startswith(front) for _, front in follower.fronts)
+        early = max(numel for numel, _ in follower.fronts[:-1] if numel < trainer.exact_from)
+        assert early > trainer.exact_from / 2, "the embedding is what comes last"
+        assert max(numels) <= trainer._flat.numel
+        plain.begin_step(step)
+        for index in share:
+            plain.micro_batch(step, index)
+        plain.finish_gradients()
+        assert final == plain.reduce_buffer.tobytes()
+
+
+def test_a_parameter_without_a_gradient_holds_up_the_front_and_nothing_else(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer()
+    idle = trainer._flat.segments[3].name
+    follower = Follower(trainer)
+    trainer._model.get_parameter(idle).requires_grad_(False)
+    follower.run(0, [0, 1])
+    numels = [numel for numel, _ in follower.fronts]
+    assert numels
+    assert max(numels) == trainer._flat.segments[3].offset
+    assert trainer.reduce_buffer.any()
+
+
+def test_a_gradient_that_grows_after_it_was_called_final_is_an_error(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer()
+    trainer.begin_step(0)
+    with trainer._watch.telling(lambda numel: None):
+        trainer._watch.gradient_final(4, None)
+    with pytest.raises(ValueError, match="part 4 became final twice"):
+        trainer.micro_batch(0, 0, lambda numel: None)
+
+
+def test_a_trainer_is_freed_with_its_last_reference(make_trainer: MakeTrainer) -> None:
+    """The hooks must not make a ring of references: the next job needs the memory at once."""
+    trainer = make_trainer()
+    run_step(trainer, 0)
+    watched = weakref.ref(trainer)
+    gc.collect()
+    gc.disable()
+    try:
+        del trainer
+        assert watched() is None
+    finally:
+        gc.enable()
+
+
+class SideStream:
+    """Stands for a CUDA stream: a copy lands when the next one is started, or when somebody waits for it."""
+
+    def __init__(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        self.source, self.target = source, target
+        self.copies: list[SideCopy] = []
+
+    def copy(self, start: int, stop: int) -> SideCopy:
+        if self.copies:
+            self.copies[-1].synchronize()
+        self.copies.append(SideCopy(self, start, stop))
+        return self.copies[-1]
+
+
+class SideCopy:
+    def __init__(self, stream: SideStream, start: int, stop: int) -> None:
+        self._stream, self._part = stream, slice(start, stop)
+        self._landed = False
+
+    def query(self) -> bool:
+        return self._landed
+
+    def synchronize(self) -> None:
+        if not self._landed:
+            self._stream.target[self._part] = self._stream.source[self._part]
+        self._landed = True
+
+
+def test_a_gpu_brings_gradients_to_the_host_while_backward_runs(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = []
+
+    def ferry(gradients: torch.Tensor, host: torch.Tensor, kind: str) -> Ferry:
+        streams.append(SideStream(gradients, host))
+        return Ferry(streams[-1].copy, [stop for _, stop in bucket_bounds(len(gradients), 4, 4096)])
+
+    near = make_trainer()
+    monkeypatch.setattr("p2ptrain.compute.trainer._ferry", ferry)
+    apart = make_trainer(device=APART)
+    follower, stream = Follower(apart), streams[0]
+    for step in range(3):
+        stream.copies.clear()
+        follower.fronts.clear()
+        follower.run(step, [1, 3])
+        near.begin_step(step)
+        for index in (1, 3):
+            near.micro_batch(step, index)
+        near.finish_gradients()
+        assert np.array_equal(near.reduce_buffer, apart.reduce_buffer)
+        assert len(stream.copies) > 10
+        final = apart.reduce_buffer.tobytes()
+        assert all(final.startswith(front) for _, front in follower.fronts)
+        assert follower.fronts[follower.backward_ended_at - 1][0] > apart.exact_from / 2, "landed during backward"
+        assert follower.fronts[-1][0] == len(apart.reduce_buffer)
+        apart.apply(step, apart.partial_square_sum(0, len(final) // 4))
+        near.apply(step, near.partial_square_sum(0, len(final) // 4))
+    assert state_bytes(near) == state_bytes(apart)
 
 
 def _batch_tokens(text_file: Path, step: int, indices: list[int]) -> torch.Tensor:
@@ -271,6 +412,29 @@ def test_going_on_from_a_directory(make_trainer: MakeTrainer, tmp_path: Path) ->
     assert not any(state_bytes(second)["exp_avg"])
     assert second.corpus_digest == first.corpus_digest
     assert run_step(second, 0) > 0
+
+
+def test_a_checkpoint_of_the_former_layout_is_read_by_name(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    trainer = make_trainer()
+    for step in range(3):
+        run_step(trainer, step)
+    trainer.save(tmp_path)
+    ((layout, former),) = trainer._flat.former_layouts().items()
+    moments = {}
+    for name, array in trainer._state_arrays().items():
+        if name == "parameters":
+            continue
+        moments[name] = torch.zeros_like(array)
+        for ours in trainer._flat.segments:
+            theirs = next(segment for segment in former if segment.name == ours.name)
+            there = slice(theirs.offset, theirs.offset + theirs.numel)
+            moments[name][there] = array[ours.offset : ours.offset + ours.numel]
+    save_file(moments, tmp_path / "optimizer.safetensors", metadata={"layout": layout})
+    notes = json.loads((tmp_path / "training.json").read_text())
+    (tmp_path / "training.json").write_text(json.dumps(notes | {"layout": layout}))
+    other = make_trainer(seed=99)
+    other.load(tmp_path)
+    assert state_bytes(other) == state_bytes(trainer)
 
 
 def _damage_layout(path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from configs.schema import Profile
 from p2ptrain.core.training import Applied
+from roles.engine import OnFinal
 from roles.in_process import Cluster, Peer
 from roles.stand_in import StandInEngine
 
@@ -342,8 +343,8 @@ async def test_checkpoints_on_disk_are_made_known_to_a_seed_that_has_no_record_o
 
 async def test_a_loss_that_is_not_finite_fails_the_job_with_the_reason(cluster: Cluster) -> None:
     class Diverging(StandInEngine):
-        def micro_batch(self, step: int, index: int) -> None:
-            super().micro_batch(step, index)
+        def micro_batch(self, step: int, index: int, on_final: OnFinal | None = None) -> None:
+            super().micro_batch(step, index, on_final)
             if step == 3:
                 self.reduce_buffer[-1] = float("nan")
 
