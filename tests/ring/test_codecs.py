@@ -10,6 +10,7 @@ from hypothesis.extra import numpy as hnp
 
 from p2ptrain.core.errors import ConfigError, ProtocolError
 from ring.codecs import CODECS, Codec, codec_named
+from ring.view import CODEC_NAMES
 
 every_codec = pytest.mark.parametrize("name", CODECS)
 numels = st.integers(0, 1500)
@@ -47,10 +48,21 @@ def test_a_codec_has_the_name_it_is_asked_for_by_and_memory_of_its_own(name):
     assert codec_named(name) is not codec_named(name)
 
 
-@pytest.mark.parametrize(("name", "share"), [("fp32", 1), ("fp16", 0.5), ("bf16", 0.5), ("int8", 0.265)])
+@pytest.mark.parametrize(
+    ("name", "share"), [("fp32", 1), ("fp16", 0.5), ("bf16", 0.5), ("int8", 0.265), ("int4", 0.16), ("topk", 0.024)]
+)
 def test_what_a_codec_costs(name, share):
     for numel in (1 << 16, 1 << 18, (1 << 18) - 37):
         assert codec_named(name).encoded_bytes(numel) <= share * 4 * numel
+
+
+def test_a_view_may_name_every_codec_and_no_other():
+    assert set(CODECS) == CODEC_NAMES
+
+
+def test_names_are_in_order_of_size():
+    sizes = [codec_named(name).encoded_bytes(1 << 16) for name in CODECS]
+    assert sizes == sorted(sizes, reverse=True)
 
 
 @every_codec
@@ -68,6 +80,42 @@ def decoded(codec: Codec, payload: np.ndarray, numel: int) -> np.ndarray:
     result = np.empty(numel, np.float32)
     codec.decode(payload, result)
     return result
+
+
+# --- the bytes
+
+
+def test_int8_sends_a_bfloat16_step_and_whole_numbers_of_it():
+    values = np.array([-127, 0, 127, 62.5, 63.5, 1.4], np.float32)
+    step = [0x80, 0xBF]  # -1: the largest magnitude is -127 steps, the first of equals being the positive one
+    codes = np.array([127, 0, -127, -62, -64, -1], np.int8).view(np.uint8)  # ties go to even
+    assert encoded(codec_named("int8"), values).tolist() == [*step, *codes]
+
+
+def test_int4_packs_two_codes_a_byte_and_fills_an_odd_end():
+    values = np.arange(-8, 7, dtype=np.float32)
+    payload = encoded(codec_named("int4"), values)
+    assert payload.tobytes().hex(" ") == "80 3f 10 32 54 76 98 ba dc 8e"
+    assert np.array_equal(decoded(codec_named("int4"), payload, 15), values)
+
+
+def test_topk_sends_rising_places_then_values():
+    values = np.zeros(256 + 33, np.float32)
+    large = [3, 50, 51, 100, 200, 201, 254, 255, 257, 288]
+    values[large] = np.arange(1, 11) * np.array([1, -1] * 5)
+    codec = codec_named("topk")
+    payload = encoded(codec, values)
+    assert payload[:10].tolist() == [3, 50, 51, 100, 200, 201, 254, 255, 1, 32]
+    assert payload[10:14].tobytes().hex(" ") == "80 3f 00 c0"
+    assert np.array_equal(decoded(codec, payload, values.size), values)
+
+
+def test_topk_keeps_the_first_of_equals():
+    codec = codec_named("topk")
+    values = np.full(256 + 64, -2, np.float32)
+    values[100] = 2 + 2**-20  # equal in 16 bits
+    assert np.flatnonzero(round_trip(codec, values)).tolist() == [*range(8), 256, 257]
+    assert encoded(codec, np.zeros(256, np.float32))[:8].tolist() == list(range(8))
 
 
 # --- the error
@@ -88,7 +136,9 @@ def test_any_input_is_encoded_the_same_twice_and_what_is_not_finite_stays_so(nam
         assert not np.isfinite(decoded(codec, payload, values.size)).all()
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    "bad", [*np.array([0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001], np.uint32).view(np.float32), np.inf, -np.inf]
+)
 @pytest.mark.parametrize("name", [name for name in CODECS if codec_named(name).block_numel > 1])
 def test_one_bad_element_spoils_its_block_and_no_other(name, bad):
     codec = codec_named(name)
@@ -135,6 +185,33 @@ def test_int8_is_wrong_by_half_a_level_at_most(values):
         block = slice(start, start + codec.block_numel)
         level = max(np.abs(values[block]).max() / 127 * (1 + 2**-7), 2.0**-126)
         assert np.abs(result[block].astype(float) - values[block]).max() <= level / 2 * (1 + 1e-6)
+
+
+@settings(deadline=None)
+@given(hnp.arrays(np.float32, numels, elements=st.floats(-(2.0**100), 2.0**100, width=32)))
+def test_int4_is_wrong_by_half_a_level_and_by_one_at_the_far_end(values):
+    codec = codec_named("int4")
+    result = round_trip(codec, values)
+    for start in range(0, values.size, codec.block_numel):
+        block = slice(start, start + codec.block_numel)
+        level = max(np.abs(values[block]).max() / 8 * (1 + 2**-7), 2.0**-126)
+        error = np.abs(result[block].astype(float) - values[block])
+        within = np.abs(values[block]) <= 7 * level
+        assert error[within].max(initial=0) <= level / 2 * (1 + 1e-6)
+        assert error.max() <= level * (1 + 1e-6)
+
+
+@settings(deadline=None)
+@given(hnp.arrays(np.float32, numels, elements=st.floats(-(2.0**100), 2.0**100, width=32)))
+def test_topk_loses_nothing_larger_than_what_it_keeps(values):
+    codec = codec_named("topk")
+    result = round_trip(codec, values)
+    for start in range(0, values.size, 256):
+        block, got = values[start : start + 256], result[start : start + 256]
+        kept = got != 0
+        assert kept.sum() <= -(-block.size // 32)
+        assert np.abs(block[~kept]).max(initial=0) <= np.abs(block[kept]).min(initial=np.inf) * (1 + 2**-15)
+        assert (np.abs(got[kept].astype(float) - block[kept]) <= np.abs(block[kept]) * 2.0**-8).all()
 
 
 @settings(deadline=None)
@@ -194,3 +271,19 @@ def test_a_wrong_size_is_a_peers_fault_when_decoding_and_ones_own_when_encoding(
                 decode(wrong, values)
         with pytest.raises(ValueError, match="100 elements"):
             codec.encode(values, wrong)
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        pytest.param([0, 1, 2, 3, 4, 5, 7, 7, 0, 1], id="twice"),
+        pytest.param([0, 1, 2, 3, 4, 6, 5, 7, 0, 1], id="falling"),
+        pytest.param([0, 1, 2, 3, 4, 5, 6, 7, 0, 33], id="beyond the tail"),
+    ],
+)
+def test_topk_refuses_places_that_do_not_rise_within_their_block(places):
+    codec, memory = codec_named("topk"), np.zeros(256 + 33, np.float32)
+    payload = np.array(places + [0] * 20, np.uint8)
+    for decode in (codec.decode, codec.decode_add):
+        with pytest.raises(ProtocolError, match="do not rise, or leave their block"):
+            decode(payload, memory)

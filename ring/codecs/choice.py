@@ -1,0 +1,82 @@
+"""Which codec an edge needs: the least lossy one that is fast enough. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from ring.codecs import codec_named
+from ring.codecs.error import STATED_ERROR
+
+CANDIDATES: Final[tuple[str, ...]] = ("fp32", "bf16", "int8", "int4", "topk")
+"""The least lossy first. Not fp16: at the size of bf16 it loses small gradients altogether. A person may choose it."""
+
+NEARLY_BEST: Final = 1.1
+"""A codec that takes a tenth longer than the fastest is as good, and less lossy."""
+
+_SAMPLE_NUMEL: Final = 1 << 20  # large enough for a size per element without a tail's rounding
+_NO_COST: Final[Mapping[str, float]] = MappingProxyType({})
+
+
+def choose_codec(
+    edge_bps: float,
+    rtt_s: float,
+    total_bytes: int,
+    compute_s: float,
+    error_budget: float,
+    *,
+    coding_bps: Mapping[str, float] = _NO_COST,
+) -> tuple[str, str]:
+    """The name of the codec for a ring whose slowest edge is this one, and why.
+
+    It is the least lossy whose exchange stays below ``compute_s`` (it is hidden behind it), or is within a tenth of the
+    fastest. A codec whose ``STATED_ERROR`` is above the budget is never chosen, but for fp32, below which nothing is.
+
+    Args:
+        edge_bps: what the edge carries, bits per second.
+        rtt_s: how long an exchange waits for round trips, whatever its bytes.
+        total_bytes: what the edge has to carry in one exchange as float32; 2 (n - 1) / n of the array in a ring of n.
+        compute_s: how long a step computes while the exchange may go on.
+        error_budget: the largest relative error that one exchange may have.
+        coding_bps: by codec, how many bits of float32 this machine encodes and decodes per second; while it does, the
+            edge is busy with the sub-chunk before. One that is missing costs no time.
+
+    Raises:
+        ValueError: where an argument is negative or not finite, or a rate is not positive.
+    """
+    if not (math.isfinite(edge_bps) and edge_bps > 0 and all(rate > 0 for rate in coding_bps.values())):
+        raise ValueError(f"a rate is positive, not {edge_bps} or one of {dict(coding_bps)}")
+    if not all(math.isfinite(value) and value >= 0 for value in (rtt_s, total_bytes, compute_s, error_budget)):
+        raise ValueError(f"not a time, size or error: {(rtt_s, total_bytes, compute_s, error_budget)}")
+
+    def exchange_s(name: str) -> float:
+        share = codec_named(name).encoded_bytes(_SAMPLE_NUMEL) / (4 * _SAMPLE_NUMEL)
+        return rtt_s + 8 * total_bytes * max(share / edge_bps, 1 / coding_bps.get(name, math.inf))
+
+    allowed = [name for name in CANDIDATES if name == CANDIDATES[0] or STATED_ERROR[name] <= error_budget]
+    needed_s = {name: exchange_s(name) for name in allowed}
+    best_s = min(needed_s.values())
+    limit_s = max(compute_s, NEARLY_BEST * best_s)
+    chosen = next(name for name in allowed if needed_s[name] <= limit_s)
+    return chosen, _reason(chosen, needed_s, compute_s, edge_bps, error_budget)
+
+
+def _reason(chosen: str, needed_s: Mapping[str, float], compute_s: float, edge_bps: float, error_budget: float) -> str:
+    taken = f"{chosen} takes {_time(needed_s[chosen])} at {edge_bps / 1e6:,.{0 if edge_bps >= 1e7 else 2}f} Mbit/s"
+    if needed_s[chosen] <= compute_s:
+        why = f"hidden behind {_time(compute_s)} of computing"
+    elif len(needed_s) == 1:
+        why = f"and an error of {error_budget:g} allows no other"
+    else:
+        why = f"as fast as an error of {error_budget:g} allows, computing takes {_time(compute_s)}"
+    names = list(needed_s)
+    if chosen == names[0]:
+        return f"{taken}, {why}"
+    less_lossy = names[names.index(chosen) - 1]
+    return f"{taken}, {why}; {less_lossy} would take {_time(needed_s[less_lossy])}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"

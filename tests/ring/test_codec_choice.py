@@ -1,0 +1,90 @@
+"""Which codec an edge needs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ring.codecs.choice import CANDIDATES, NEARLY_BEST, choose_codec
+from ring.codecs.error import STATED_ERROR
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("edge_bps", "compute_s", "budget", "chosen"),
+    [
+        (1e9, 1.0, 1.0, "fp32"),
+        (3e8, 1.0, 1.0, "bf16"),
+        (1e8, 1.0, 1.0, "int8"),
+        (5e7, 1.0, 1.0, "int4"),
+        (1e7, 1.0, 1.0, "topk"),
+        (1e7, 1.0, 0.3, "int4"),
+        (1e7, 1.0, 0.03, "int8"),
+        (1e7, 1.0, 0.005, "bf16"),
+        (1e7, 1.0, 0.0, "fp32"),
+    ],
+)
+def test_the_least_lossy_that_fits_is_chosen(edge_bps, compute_s, budget, chosen):
+    assert choose_codec(edge_bps, 0.02, 40 * MIB, compute_s, budget)[0] == chosen
+
+
+def test_where_round_trips_take_the_time_fewer_bytes_are_not_worth_the_loss():
+    assert choose_codec(1e9, 5.0, 40 * MIB, 0.1, 1.0)[0] == "fp32"
+
+
+def test_where_coding_takes_the_time_fewer_bytes_are_not_worth_it():
+    coding_bps = {"fp32": 1e11, "bf16": 3e10, "int8": 1e10, "int4": 8e9, "topk": 1e10}
+    assert choose_codec(1e10, 0.0, 500 * MIB, 0.0, 1.0)[0] == "topk"
+    assert choose_codec(1e10, 0.0, 500 * MIB, 0.0, 1.0, coding_bps=coding_bps)[0] == "bf16"
+
+
+def test_the_reason_is_told():
+    told = [choose_codec(*question)[1] for question in ((1e9, 0.02, 40 * MIB, 1, 1), (1e8, 0.02, 40 * MIB, 1, 1))]
+    assert told == [
+        "fp32 takes 356 ms at 1,000 Mbit/s, hidden behind 1.00 s of computing",
+        "int8 takes 885 ms at 100 Mbit/s, hidden behind 1.00 s of computing; bf16 would take 1.70 s",
+    ]
+    told = [choose_codec(5e6, 0.02, 40 * MIB, 1, budget)[1] for budget in (0.3, 0)]
+    assert told == [
+        "int4 takes 9.46 s at 5.00 Mbit/s, as fast as an error of 0.3 allows, computing takes 1.00 s; "
+        "int8 would take 17.32 s",
+        "fp32 takes 67.13 s at 5.00 Mbit/s, and an error of 0 allows no other",
+    ]
+
+
+times = st.floats(0, 100)
+
+
+@given(st.floats(1e3, 1e12), times, st.integers(0, 1 << 34), times, st.floats(0, 2), st.floats(0, 2))
+def test_a_budget_is_kept_and_more_of_it_is_never_slower(edge_bps, rtt_s, total_bytes, compute_s, budget, more):
+    chosen, reason = choose_codec(edge_bps, rtt_s, total_bytes, compute_s, budget)
+    assert chosen == CANDIDATES[0] or STATED_ERROR[chosen] <= budget
+    assert reason.startswith(f"{chosen} takes ")
+    freer, _ = choose_codec(edge_bps, rtt_s, total_bytes, compute_s, budget + more)
+    assert CANDIDATES.index(freer) >= CANDIDATES.index(chosen)
+    faster, _ = choose_codec(2 * edge_bps, rtt_s, total_bytes, compute_s, budget)
+    assert CANDIDATES.index(faster) <= CANDIDATES.index(chosen)
+
+
+def test_candidates_lose_more_in_their_order_and_the_margin_is_one():
+    errors = [STATED_ERROR[name] for name in CANDIDATES]
+    assert errors == sorted(errors)
+    assert NEARLY_BEST > 1
+
+
+@pytest.mark.parametrize(
+    "question",
+    [(0, 0, 1, 1, 1), (math.nan, 0, 1, 1, 1), (math.inf, 0, 1, 1, 1), (1e9, -1, 1, 1, 1), (1e9, 0, 1, math.nan, 1)],
+)
+def test_what_is_no_measurement_is_refused(question):
+    with pytest.raises(ValueError, match="not"):
+        choose_codec(*question)
+
+
+def test_a_rate_of_coding_is_positive():
+    with pytest.raises(ValueError, match="rate"):
+        choose_codec(1e9, 0, 1, 1, 1, coding_bps={"int8": 0.0})
