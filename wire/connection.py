@@ -11,11 +11,12 @@ the other side sends right behind its last handshake frame stays in the kernel u
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from p2ptrain.core.errors import (
     ConnectionLost,
@@ -33,6 +34,10 @@ from wire.frame import (
     encode_control,
 )
 from wire.messages import Message, Refuse
+from wire.tls_problems import tls_problem
+
+if TYPE_CHECKING:  # a plain cluster need not load cryptography
+    from wire.credentials import PeerIdentity
 
 INBOX_FRAMES = 64
 SEND_LIMIT_BYTES = 1 << 20
@@ -68,8 +73,12 @@ class Connection(asyncio.BufferedProtocol):
     Attributes:
         bytes_in, bytes_out: running totals, headers included, for people.
         last_heard: loop time of the last byte received.
+        on_drained: called each time the kernel has taken all that was handed to the transport; for a sender that keeps
+            the link busy without a task.
         closed: set when the transport is gone.
         close_cause: why the connection ended; None while it lives and where this side closed it on purpose.
+        encrypted: whether the transport is TLS.
+        identity: whom the other side's certificate names, once TLS has verified it; None without TLS or certificate.
     """
 
     def __init__(
@@ -78,8 +87,11 @@ class Connection(asyncio.BufferedProtocol):
         self.bytes_in = 0
         self.bytes_out = 0
         self.last_heard = 0.0
+        self.on_drained: Callable[[], None] | None = None
         self.closed = asyncio.Event()
         self.close_cause: P2PTrainError | None = None
+        self.encrypted = False
+        self.identity: PeerIdentity | None = None
         self._opened = opened
         self._send_limit_bytes = send_limit_bytes
         self._decoder = FrameDecoder(_KINDS)
@@ -102,6 +114,11 @@ class Connection(asyncio.BufferedProtocol):
     @property
     def local(self) -> tuple[str, int]:
         return self._local
+
+    @property
+    def unsent_bytes(self) -> int:
+        """What the kernel has not taken yet; 0 once the connection ended."""
+        return 0 if self._ended or not self._attached else self._transport.get_write_buffer_size()
 
     @property
     def fence(self) -> int:
@@ -253,6 +270,10 @@ class Connection(asyncio.BufferedProtocol):
         self._remote = _address(transport.get_extra_info("peername"))
         self._local = _address(transport.get_extra_info("sockname"))
         self.last_heard = self._loop.time()
+        try:
+            self._identify(transport.get_extra_info("ssl_object"))
+        except ProtocolError as error:  # signed by the run's CA, and yet it names no peer
+            self._loop.call_soon(self.abort, error)
         self._transport.set_write_buffer_limits(high=0)  # so resume_writing means that the kernel has all
         if self._ended:  # given up while it was dialled; not at once, for uvloop must come to own the socket first
             self._loop.call_soon(self._transport.abort)
@@ -285,6 +306,8 @@ class Connection(asyncio.BufferedProtocol):
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if isinstance(exc, ssl.SSLError):
+            self._end(tls_problem(exc, self._name))
         self._end_by_peer(f"the connection to {self._name} broke: {exc or 'it was reset'}")
         self.closed.set()
 
@@ -293,12 +316,24 @@ class Connection(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self._wake()
+        if self.on_drained is not None:
+            self.on_drained()
 
     # ------------------------------------------------------------------------------------------------------ internals
 
     @property
     def _name(self) -> str:
         return f"{self._remote[0]}:{self._remote[1]}"
+
+    def _identify(self, ssl_object: ssl.SSLObject | None) -> None:
+        self.encrypted = ssl_object is not None
+        if ssl_object is None or ssl_object.context.verify_mode == ssl.CERT_NONE:
+            return  # a certificate that nobody verified names nobody
+        certificate_der = ssl_object.getpeercert(binary_form=True)
+        if certificate_der is not None:
+            from wire.credentials import identity_of_untrusted  # loaded already, where TLS is
+
+            self.identity = identity_of_untrusted(certificate_der)
 
     def _check_open(self) -> None:
         if self._ended:

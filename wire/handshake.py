@@ -8,7 +8,11 @@
       judge_answer  ◀────────── Welcome | Refuse
       large frames allowed                        large frames allowed, serve(connection, hello) runs
 
-The two judges are pure and are paired in the tests without sockets; ``dial`` and ``serve`` are the shells around them.
+The judges are pure and are paired in the tests without sockets; ``dial`` and ``serve`` are the shells around them.
+
+Over TLS a ``Hello`` is worth what its caller's certificate says: the peer id must be the certificate's, and its roles
+must allow the purpose (``PERMITTED``). Only ``enrol`` needs no certificate; who enrols stays in the doorway, within
+4 KiB, the handshake's time and ``wire.half_open``, until it has one and comes again.
 """
 
 from __future__ import annotations
@@ -17,16 +21,34 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Protocol
 
 from p2ptrain import __version__
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused
-from p2ptrain.core.world import Listener, Network
+from p2ptrain.core.world import Listener, Network, ProtocolFactory
 from wire.connection import GARBLED, Connection, last_word
+from wire.half_open import MAX_HALF_OPEN, MAX_HALF_OPEN_PER_MACHINE, HalfOpen
 from wire.messages import PROTOCOL_VERSION, Hello, Message, Refuse, Scalar, Welcome
+
+if TYPE_CHECKING:  # a plain cluster need not load cryptography
+    from wire.credentials import PeerIdentity
 
 HANDSHAKE_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 1.0
 SOFTWARE = f"p2ptrain {__version__}"
+ENROL = "enrol"
+"""Purpose of who has no certificate yet."""
+PERMITTED = MappingProxyType(
+    {
+        "peer": frozenset({"worker"}),
+        "ring": frozenset({"worker"}),
+        "heal": frozenset({"worker"}),
+        "operator": frozenset({"operator"}),
+        "probe": frozenset({"seed", "worker"}),
+    }
+)
+"""Purpose → roles, of which a certificate must name one. What is not here is permitted to nobody over TLS."""
 
 
 class RefusalCode(StrEnum):
@@ -47,6 +69,16 @@ class RefusalCode(StrEnum):
     CORPUS = "corpus"
     BUSY = "busy"
     SHUTTING_DOWN = "shutting-down"
+    TLS_REQUIRED = "tls-required"
+    NOT_ENCRYPTED = "not-encrypted"
+    IDENTITY = "wrong-identity"
+    NOT_PERMITTED = "not-permitted"
+    WRONG_PIN = "wrong-pin"
+    TICKET_UNKNOWN = "ticket-unknown"
+    TICKET_EXPIRED = "ticket-expired"
+    TICKET_REVOKED = "ticket-revoked"
+    TICKET_USED = "ticket-used"
+    BAD_PROOF = "bad-proof"
 
 
 Decide = Callable[[Hello, Connection], Awaitable[Welcome | Refuse]]
@@ -121,6 +153,44 @@ def judge_answer(answer: Message, address: str) -> Welcome:
     return answer
 
 
+def judge_caller(hello: Hello, identity: PeerIdentity | None) -> Refuse | None:
+    """What the certificate of who calls over TLS does not allow; None where the owner decides.
+
+    Args:
+        identity: what its certificate says; None where it has none.
+    """
+    if hello.purpose == ENROL:
+        return None
+    if identity is None:
+        text = "it presents no certificate, and this is an encrypted cluster"
+        return Refuse(RefusalCode.NOT_PERMITTED, text, "join with a ticket: p2ptrain ticket new, at the seed")
+    if hello.peer_id != identity.peer_id:
+        text = f"it calls itself {hello.peer_id[:64]!r}, and its certificate says {identity.peer_id!r}"
+        return Refuse(RefusalCode.IDENTITY, text, "give each worker its own --state, or join again with a ticket")
+    if not identity.roles & PERMITTED.get(hello.purpose, frozenset()):
+        roles = ", ".join(sorted(identity.roles)) or "nothing"
+        text = f"its certificate is for {roles}, which does not permit {hello.purpose[:40]!r}"
+        return Refuse(RefusalCode.NOT_PERMITTED, text, "ask for a ticket of the right kind: p2ptrain ticket new")
+    return None
+
+
+def judge_answerer(identity: PeerIdentity | None, *, peer_id: str, role: str) -> Refuse | None:
+    """Why who answered over TLS is not whom the caller wanted, as the last word to it; None where it is.
+
+    Args:
+        identity: what its certificate says; None where nobody vouches for it.
+        peer_id, role: wanted; empty where any will do.
+    """
+    if not peer_id and not role:
+        return None
+    found = f"peer {identity.peer_id!r} ({', '.join(sorted(identity.roles))})" if identity else "nobody that is known"
+    if identity is not None and peer_id in ("", identity.peer_id) and (not role or role in identity.roles):
+        return None
+    wanted = " ".join(filter(None, (f"peer {peer_id!r}" if peer_id else "", f"a {role}" if role else "")))
+    text = f"{wanted} was dialled, and the certificate names {found}"
+    return Refuse(RefusalCode.IDENTITY, text, "check the address; has another peer taken it over?")
+
+
 def _version_refusal(caller: tuple[int, str], answerer: tuple[int, str]) -> Refuse:
     """Both (version, software) in one sentence that is true on both sides of the wire, and who is to upgrade."""
     older = "calling" if caller < answerer else "answering"
@@ -135,11 +205,29 @@ def _version_refusal(caller: tuple[int, str], answerer: tuple[int, str]) -> Refu
 # -------------------------------------------------------------------------------------------------------------- shells
 
 
-async def dial(network: Network, host: str, port: int, hello: Hello, *, timeout_s: float) -> tuple[Connection, Welcome]:
+class Dialler(Protocol):
+    """The half of a ``Network`` that dials."""
+
+    async def connect(self, host: str, port: int, factory: ProtocolFactory, *, timeout_s: float) -> None: ...
+
+
+async def dial(
+    network: Dialler,
+    host: str,
+    port: int,
+    hello: Hello,
+    *,
+    timeout_s: float,
+    expect_peer: str = "",
+    expect_role: str = "",
+) -> tuple[Connection, Welcome]:
     """Connect, say ``hello``, be let in. On any failure, cancellation included, the connection is closed.
 
     Args:
         timeout_s: for all of it, from the first packet to the answer.
+        expect_peer, expect_role: whom the certificate of the other side must name, over TLS; where it does not,
+            ``hello`` is not said, the other side is told why, and ``Refused`` ("wrong-identity") is raised. A plain
+            connection has no certificate: it is on the loopback, where the owner of the machine vouches.
 
     Raises:
         Unreachable, Refused, ProtocolError, DeadlineExceeded, ConnectionLost
@@ -153,11 +241,16 @@ async def dial(network: Network, host: str, port: int, hello: Hello, *, timeout_
         connection.abort()  # no more than that: a transport given up half way may never report its end
         raise
     try:
+        if connection.encrypted:
+            await _check_answerer(connection, peer_id=expect_peer, role=expect_role)
         with suppress(ConnectionLost):  # what it said before it closed, a refusal perhaps, says more
             connection.send(hello)
         answer = await connection.receive(timeout_s=max(0.0, deadline - loop.time()))
         welcome = judge_answer(answer.message, f"{host}:{port}")
-        connection.allow_large()
+        if connection.identity is not None:  # what it says of itself may not be more than its certificate does
+            await _check_answerer(connection, peer_id=welcome.peer_id, role="")
+        if hello.purpose != ENROL:
+            connection.allow_large()
     except BaseException:
         connection.abort()
         await connection.close()
@@ -165,18 +258,28 @@ async def dial(network: Network, host: str, port: int, hello: Hello, *, timeout_
     return connection, welcome
 
 
+async def _check_answerer(connection: Connection, *, peer_id: str, role: str) -> None:
+    refuse = judge_answerer(connection.identity, peer_id=peer_id, role=role)
+    if refuse is None:
+        return
+    host, port = connection.remote
+    with suppress(ConnectionLost):
+        connection.send(refuse)
+    await connection.close(timeout_s=CLOSE_TIMEOUT_S)
+    raise Refused(refuse.code, f"not connected to {host}:{port}: {refuse.message}", remedy=refuse.remedy)
+
+
 class Server:
     """Accepts connections, shakes hands, and runs the owner's ``serve`` for each. Made by ``serve()``."""
 
     def __init__(
-        self, *, decide: Decide, serve: Serve, max_half_open: int, on_problem: OnProblem, handshake_timeout_s: float
+        self, *, decide: Decide, serve: Serve, half_open: HalfOpen, on_problem: OnProblem, handshake_timeout_s: float
     ) -> None:
         self._decide = decide
         self._serve = serve
-        self._max_half_open = max_half_open
+        self._half_open = half_open
         self._on_problem = on_problem
         self._handshake_timeout_s = handshake_timeout_s
-        self._half_open = 0
         self._handlers: dict[asyncio.Task[None], Connection] = {}
         self._closing = False
         self._listener: Listener | None = None
@@ -220,37 +323,65 @@ class Server:
 
     async def _handle(self, connection: Connection) -> None:
         try:
-            verdict = await self._verdict(connection)
-            if isinstance(verdict, Refuse):
-                self._on_problem(Refused(verdict.code, verdict.message, remedy=verdict.remedy), connection.remote)
-                connection.send(verdict)
-                return
-            hello, welcome = verdict
-            connection.allow_large()  # before the answer: the caller may speak as soon as it has it
-            connection.send(welcome)
-            await self._serve(connection, hello)
+            let_in = await self._doorway(connection)
+            if let_in is not None:
+                hello, welcome = let_in
+                connection.allow_large()  # before the answer: the caller may speak as soon as it has it
+                connection.send(welcome)
+                await self._serve(connection, hello)
         except P2PTrainError as error:
             self._on_problem(error, connection.remote)
         finally:
             await connection.close(timeout_s=CLOSE_TIMEOUT_S)
 
+    async def _doorway(self, connection: Connection) -> tuple[Hello, Welcome] | None:
+        """Who is let in, and with which answer; None where nobody is left to serve."""
+        host = connection.remote[0]
+        if busy := self._half_open.enter(host):
+            self._refuse(connection, Refuse(RefusalCode.BUSY, busy, "try again in a few seconds"))
+            return None
+        try:
+            verdict = await self._verdict(connection)
+            if isinstance(verdict, Refuse):
+                self._refuse(connection, verdict)
+            elif verdict[0].purpose != ENROL:
+                return verdict
+            else:
+                connection.send(verdict[1])
+                await self._enrol(connection, verdict[0])
+            return None
+        finally:
+            self._half_open.leave(host)
+
+    def _refuse(self, connection: Connection, refuse: Refuse) -> None:
+        self._on_problem(Refused(refuse.code, refuse.message, remedy=refuse.remedy), connection.remote)
+        connection.send(refuse)
+
+    async def _enrol(self, connection: Connection, hello: Hello) -> None:
+        """Serve a caller that nobody vouches for: in small frames, and within the handshake's time."""
+        try:
+            async with asyncio.timeout(self._handshake_timeout_s):
+                await self._serve(connection, hello)
+        except TimeoutError:
+            text = f"enrolment did not end within {self._handshake_timeout_s:g} s"
+            self._refuse(connection, Refuse(RefusalCode.TOO_SLOW, text, "try again"))
+
     async def _verdict(self, connection: Connection) -> tuple[Hello, Welcome] | Refuse:
-        if self._half_open >= self._max_half_open:
-            return Refuse(RefusalCode.BUSY, f"{self._half_open} handshakes are under way", "try again in a few seconds")
         deadline = asyncio.get_running_loop().time() + self._handshake_timeout_s
-        self._half_open += 1
         try:
             hello = await connection.expect(Hello, timeout_s=self._handshake_timeout_s)
+            if refuse := judge_hello(hello) or (
+                judge_caller(hello, connection.identity) if connection.encrypted else None
+            ):
+                return refuse
             async with asyncio.timeout_at(deadline):
-                answer = judge_hello(hello) or await self._decide(hello, connection)
+                answer = await self._decide(hello, connection)
         except DeadlineExceeded as error:
             return last_word(RefusalCode.TOO_SLOW, error)
         except TimeoutError:
             return Refuse(RefusalCode.TOO_SLOW, f"no decision within {self._handshake_timeout_s:g} s", "try again")
         except Refused as error:
             return last_word(error.code, error)
-        finally:
-            self._half_open -= 1
         return answer if isinstance(answer, Refuse) else (hello, answer)
 
 
@@ -262,7 +393,8 @@ async def serve(
     decide: Decide,
     serve: Serve,
     on_problem: OnProblem,
-    max_half_open: int = 256,
+    max_half_open: int = MAX_HALF_OPEN,
+    max_half_open_per_machine: int = MAX_HALF_OPEN_PER_MACHINE,
     handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
 ) -> Server:
     """Listen on ``host:port`` and serve whoever is let in.
@@ -273,8 +405,9 @@ async def serve(
         serve: runs as a task of its own per connection; when it returns or raises a ``P2PTrainError`` the connection is
             closed.
         on_problem: told of every refusal, and every error of a handshake or of ``serve``, with the peer's address.
-        max_half_open: connections whose handshake has not ended; more are refused as busy.
-        handshake_timeout_s: for the whole handshake, ``decide`` included.
+        max_half_open, max_half_open_per_machine: connections whose handshake has not ended, in all and of one machine
+            (``wire.half_open``); more are refused as busy.
+        handshake_timeout_s: for the whole handshake, ``decide`` included; and as long again for an enrolment.
 
     Raises:
         UserError: the address cannot be bound.
@@ -282,7 +415,7 @@ async def serve(
     server = Server(
         decide=decide,
         serve=serve,
-        max_half_open=max_half_open,
+        half_open=HalfOpen(max_half_open, max_half_open_per_machine),
         on_problem=on_problem,
         handshake_timeout_s=handshake_timeout_s,
     )

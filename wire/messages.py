@@ -3,6 +3,7 @@
 Who says what to whom::
 
     anyone → anyone    Hello → Welcome | Refuse                       (handshake; 4 KiB, 5 s)
+    newcomer → seed    CaRequest → CaOffer; EnrolRequest → EnrolChallenge, EnrolProof → EnrolGranted (see wire.enrol)
     peer   → seed      Heartbeat, Report, StepMetrics, EventNotice, CheckpointSaved, Leave
     seed   → peer      HeartbeatAck, Assign, ViewAnnounced, Hold, Release
     operator ↔ seed    Request ↔ Response; after ``subscribe``: seed → operator Update
@@ -40,7 +41,8 @@ class Hello(Message):
 
     Attributes:
         purpose: ``peer`` (a worker to its seed), ``operator`` (a command line or TUI), ``ring`` (a member to its right
-            neighbour), ``heal`` (to a donor), ``probe`` (only to see whether somebody answers).
+            neighbour), ``heal`` (to a donor), ``probe`` (only to see whether somebody answers), ``enrol`` (a newcomer
+            to a seed, for a certificate).
         job, generation: the view that the caller believes in; empty and 0 where there is none.
         port: where this peer listens for other peers, 0 where it does not.
         host: the address under which others reach this peer; empty to let the other side use the one it sees.
@@ -89,6 +91,59 @@ class Refuse(Message):
     code: str
     message: str
     remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CaRequest(Message):
+    """Newcomer to seed: show me the run's CA; I know its hash from my ticket."""
+
+    KIND: ClassVar[int] = 4
+
+
+@dataclass(frozen=True, slots=True)
+class CaOffer(Message):
+    """The run's CA certificate, in DER."""
+
+    KIND: ClassVar[int] = 5
+    ca_der: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EnrolRequest(Message):
+    """Newcomer to seed, over TLS under the run's CA: sign this, on the strength of this ticket.
+
+    Attributes:
+        ticket_id: which ticket; its secret does not travel.
+        csr_der: the certificate request (PKCS #10), which names the peer id.
+    """
+
+    KIND: ClassVar[int] = 6
+    ticket_id: str
+    csr_der: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EnrolChallenge(Message):
+    """Prove the secret over this nonce (32 random bytes, for this connection only)."""
+
+    KIND: ClassVar[int] = 7
+    nonce: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EnrolProof(Message):
+    """``wire.ticket.proof`` of the ticket's secret, the nonce and the request."""
+
+    KIND: ClassVar[int] = 8
+    mac: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EnrolGranted(Message):
+    """The certificate asked for, in DER. The connection ends here; the newcomer comes again with it."""
+
+    KIND: ClassVar[int] = 9
+    certificate_der: bytes
 
 
 # --------------------------------------------------------------------------------------------------- peer and its seed
@@ -158,6 +213,7 @@ class Report(Message):
         prepared_lineage: what ``lineage`` becomes if the prepared step is committed; empty where none is prepared.
         square_sum: the squared gradient norm that step ``applied`` was committed with; 0 where it is not known.
         suspect: peer id of the neighbour that was lost, for ``broken``.
+        reduce_bytes: of the array that every step reduces, 0 where it is not known: the ring is planned with it.
     """
 
     KIND: ClassVar[int] = 19
@@ -172,6 +228,7 @@ class Report(Message):
     corpus: str = ""
     suspect: str = ""
     reason: str = ""
+    reduce_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
