@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from ring.order import Links
+from ring.plan import Wishes
 from ring.view import View
 from wire.messages import Report
 
@@ -72,6 +74,7 @@ class Terms:
         grace_s: for members that are away while the ring runs, and for the holder of the newest state.
         build_s: for workers to build what may turn out to be the newest state, or a checkpoint that is to be restored.
         cooldown_s: first time out for a peer whose link keeps breaking; doubles each time.
+        wishes: what the profile says of the ring.
     """
 
     workers: int
@@ -81,6 +84,7 @@ class Terms:
     grace_s: float = 30.0
     build_s: float = 600.0
     cooldown_s: float = 30.0
+    wishes: Wishes = Wishes()
 
     @property
     def most(self) -> int:
@@ -158,6 +162,15 @@ class Progress(Event):
     """Rank 0 told of a committed step."""
 
     step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured(Event):
+    """What is known now of the links between peers, and of a step's computing (0: nothing). Counts from the next view
+    on: no ring is ended for the sake of a better order."""
+
+    links: Links
+    compute_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,7 @@ from ring.coordination import ENDED, LEAVE_S, RETURN_S, STANDSTILL, TORN_S, TRAN
 from ring.course import Course
 from ring.deadlines import Deadlines
 from ring.formation import Reports, described, holds, newest, ordered, records, square_sum
+from ring.plan import Load, plan_ring
 from ring.roster import Known, Roster
 from ring.suspects import LinkJudge
 from ring.view import View
@@ -68,6 +69,8 @@ class Coordinator:
         self._deadlines = Deadlines()
         self._committed = True  # a step, in the present view; one from before this seed has had its time
         self._links = LinkJudge(terms.cooldown_s)
+        self._measured = co.Measured({})
+        self._carriage = ""  # what was last said of streams and codec
         self._history: deque[str] = deque(maxlen=40)
         self._out: list[co.Instruction] = []
         if self.phase is Phase.WAITING and self.view is not None:  # its ring may well be running: take it back as it is
@@ -300,6 +303,9 @@ class Coordinator:
             self._who.healing.clear()  # a step is committed by all members or by none
             self._links.committed()
 
+    def _measured_anew(self, event: co.Measured, now: float) -> None:
+        self._measured = event
+
     def _saved(self, event: co.Saved, now: float) -> None:
         self._course.saved = event.newest
 
@@ -424,16 +430,34 @@ class Coordinator:
             ready = self._candidates()
         healthy = {peer_id for peer_id, report in ready.items() if holds(report, step, lineage)}
         chosen = ordered(ready, healthy, heirs, self.terms.micro_batches, self._links.apart)
-        members = records([self._who.peers[peer_id].peer for peer_id in chosen], self.terms.micro_batches, healthy)
+        load = Load(max(report.reduce_bytes for report in ready.values()), self._measured.compute_s)
+        wishes, apart = self.terms.wishes, self._links.apart
+        plan = plan_ring(chosen, self._measured.links, wishes, load, apart=apart, name=self._who.name)
+        members = records([self._who.peers[peer_id].peer for peer_id in plan.order], self.terms.micro_batches, healthy)
         kind, text = self._course.given_up(step, chosen_from, heirs, self.view) if self.view else ("", "")
         if kind and not self.restore:
             self._say("warning", kind, text)
         went_back = bool(kind) or self.restore is not None
         self._course.begin(step, {peer_id: ready[peer_id] for peer_id in chosen}, went_back=went_back)
         before, generation = self.view, (self.view.generation if self.view else 0) + 1
-        self.view = View(self.job, generation, step, lineage, members, square_sum(chosen_from, step, lineage))
+        self.view = View(
+            self.job,
+            generation,
+            step,
+            lineage,
+            members,
+            square_sum(chosen_from, step, lineage),
+            streams=plan.streams,
+            sub_chunk_bytes=plan.sub_chunk_bytes,
+            codec=plan.codec,
+        )
         self._out.append(co.Mint(self.view, went_back, self._course.branch))
         self._say("info", "view", described(self.view, before))
+        if plan.slowest is not None:
+            self._say("info", "ring-order", plan.reason)
+            if plan.carriage_reason != self._carriage:
+                self._say("info", "ring-carriage", plan.carriage_reason)
+            self._carriage = plan.carriage_reason
         for peer_id in chosen:
             self._who.peers[peer_id].standing = None
         self._who.running, self._who.healing = set(chosen), set(chosen) - healthy
@@ -551,6 +575,7 @@ _HANDLERS: dict[type[co.Event], Callable[[Coordinator, Any, float], None]] = {
     co.PeerLeft: Coordinator._lost,
     co.Progress: Coordinator._progress,
     co.Saved: Coordinator._saved,
+    co.Measured: Coordinator._measured_anew,
     co.Yield: Coordinator._yield,
     co.Pause: Coordinator._pause,
     co.Resume: Coordinator._resume,

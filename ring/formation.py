@@ -53,9 +53,9 @@ def ordered(
 
 
 def described(view: View, before: View | None) -> str:
-    """The view in a line: who is in, who no longer is."""
+    """The view in a line: who is in, in rank order, and who no longer is."""
     gone = [member.name for member in before.members if view.rank_of(member.peer_id) is None] if before else []
-    text = f"generation {view.generation} from step {view.step}: {', '.join(member.name for member in view.members)}"
+    text = f"generation {view.generation} from step {view.step}: {' → '.join(member.name for member in view.members)}"
     return text + (f"; without {', '.join(gone)}" if gone else "")
 
 

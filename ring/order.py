@@ -30,6 +30,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 EXACT_MEMBERS = 10
 """Seen to take 45 ms at most, its start included; with 11 members it was 85 ms, and each one more doubles it."""
@@ -125,8 +126,8 @@ def best_order(
 ) -> Found | None:
     """The order in which an all-reduce of ``total_bytes`` is fastest; it begins with ``members[0]``.
 
-    The order given is kept where no other is faster by more than ``MARGIN``. None where nothing is known of any link, or
-    where no order keeps all pairs of ``apart`` from being neighbours.
+    The order given is kept where no other is faster by more than ``MARGIN``. None where nothing is known of any link,
+    or where no order keeps all pairs of ``apart`` from being neighbours.
     """
     size, forbidden = len(members), set(apart)
     if size < 2 or not any(known_link(links, *pair) for pair in _pairs(members)):
@@ -297,10 +298,10 @@ def _costliest(costs: Costs, circle: list[int]) -> list[int]:
 def _moves(size: int, rank: int) -> Iterable[Callable[[list[int]], list[int]]]:
     """Ways to be rid of the edge from ``rank`` to its right neighbour."""
     for length in range(2, size - 1):
-        yield lambda circle, length=length: _turned(circle, rank + 1, length)
+        yield partial(_turned, first=rank + 1, length=length)
     for first, length in ((rank + 1, 1), (rank, 1), (rank + 1, 2), (rank - 1, 2), (rank + 1, 3), (rank - 2, 3)):
         for gap in range(1, size - length):
-            yield lambda circle, first=first, length=length, gap=gap: _put_elsewhere(circle, first, length, gap)
+            yield partial(_put_elsewhere, first=first, length=length, gap=gap)
 
 
 def _turned(circle: list[int], first: int, length: int) -> list[int]:

@@ -78,7 +78,7 @@ def test_a_link_may_be_another_one_for_each_peer() -> None:
         for host, delay_s in (("near", 0.001), ("far", 0.050)):
             there = EmulatedNetwork(hub.at(host), lambda caller, port, host=host: links[host], 0)
             acceptor, dialler = Recorder(), Recorder()
-            listener = await there.listen("0.0.0.0", 0, lambda acceptor=acceptor: acceptor)  # noqa: S104
+            listener = await there.listen("0.0.0.0", 0, lambda acceptor=acceptor: acceptor)
             began = now()
             await network.connect(host, listener.address[1], lambda dialler=dialler: dialler, timeout_s=5)
             assert now() == exactly(began + 2 * delay_s)
