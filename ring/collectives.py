@@ -18,13 +18,17 @@ So an *all-reduce* is 2n - 2 rounds of one rule, and each rank sends and receive
 optimal in bandwidth (Patarasu and Yuan, 2009). A *broadcast* is a chain that starts at the root. A *barrier* is an
 all-gather of one byte each: nobody has every byte before everybody has entered.
 
-**Sub-chunks.** A chunk travels as sub-chunks, each forwarded as soon as it is reduced, so every link is busy in both
-directions while later parts still arrive. Bounds follow from (n, numel, sub_chunk_numel) alone, TCP keeps order, and
-every rank sends first its own and then what it forwards in the order of arrival: both ends know what comes next, a
-sub-chunk needs no header. An empty chunk (numel < n) has no sub-chunks.
+**Sub-chunks and their order.** A chunk travels as sub-chunks. The g-th sub-chunk of every chunk together are *segment*
+g, an all-reduce of its own; sub-chunk (g, t), segment g in round t, is sent in the order of ``g + depth * t``. So
+``depth`` segments are on their way at any time, and each is done with soon after it was begun, while a processor's
+cache still holds it: a sum goes on hot from the addition, not after the whole chunk. What a rank passes on it received
+``depth`` places earlier, so a hop may take as long as ``depth * (2n - 2)`` sub-chunks take to send before the wire
+falls idle. The order is the same on every rank, and each send depends on a receive with a lesser place, so no order of
+arrivals can lock the ring. Bounds follow from (n, numel, sub_chunk_numel, depth) alone and TCP keeps order: both ends
+know what comes next, a sub-chunk needs no header. An empty one is left out.
 
-**Memory.** A sub-chunk to be reduced lands in one of two scratch slots (one is added while the next arrives); a final
-one lands in its place. The slot is posted again only after it was added.
+**Memory.** At most ``SCRATCH_SLOTS`` receives are posted ahead. A sub-chunk to be reduced lands in a scratch slot (one
+is added while the next arrives); a final one may land in its place.
 
 **Sent memory.** Sending borrows the array, it copies nothing, so a range must not change while its bytes are on their
 way out. Nothing here waits for that, because cause and effect do. A range is written after it was sent in one case
@@ -34,13 +38,15 @@ Sub-chunks must be cut equally in both passes for this to hold, and they are. Wh
 has been received is flushed by the shell before the caller gets the array back.
 
 **Equal bits.** One rank, the owner, computes the final sum of an element; all others copy it. So all members end with
-the same bits, though floating-point addition is not associative.
+the same bits, though floating-point addition is not associative. A lossy codec keeps that: a final sum is encoded once,
+by its owner, who takes the decoded values for its own; the others pass the encoded bytes on as they came.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 SCRATCH_SLOTS = 2
 """Receives posted ahead. Two keep the socket busy: one is being filled while the other is added."""
@@ -48,118 +54,102 @@ SCRATCH_SLOTS = 2
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Elements [start, stop) may go to the right neighbour now; they are final for this hop."""
+    """Elements [start, stop) go to the right neighbour once ``after`` receives are handled.
 
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class Post:
-    """Expect the next sub-chunk from the left: elements [start, stop), into scratch ``slot``, or in place where that
-    is None.
+    Attributes:
+        relay: index of the receive whose bytes go on as they came; None where the elements are this rank's own: its
+            contribution, a partial sum, or the final sum of a chunk that it owns.
+        final: they are the final sum, and this rank owns it.
     """
 
-    index: int
     start: int
     stop: int
-    slot: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Reduce:
-    """Add the sub-chunk in scratch ``slot`` to elements [start, stop)."""
-
-    start: int
-    stop: int
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """Everything was received and handled; the result is there once the sends are flushed."""
-
-
-Instruction = Send | Post | Reduce | Done
+    after: int = 0
+    relay: int | None = None
+    final: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """One planned sub-chunk from the left: elements [start, stop), added or stored, and passed on or not."""
+    """One planned sub-chunk from the left: elements [start, stop), added or stored.
+
+    Attributes:
+        relayed: whether its bytes are sent on as they came.
+    """
 
     start: int
     stop: int
     reduce: bool
-    forward: bool
+    relayed: bool = False
 
 
 class Schedule:
-    """One member's side of one collective operation. Give instructions to the shell in order; it must carry them out
-    in order.
+    """One member's side of one collective operation, as cursors over a fixed plan. The shell pulls.
+
+    It posts what ``next_receive`` gives, in order; handles what arrived, in order, and says so with ``received``; sends
+    what ``next_send`` gives, in order. All may be called at any time; None means: not yet, or no more.
 
     Args:
-        sends: what this member puts into the ring by itself, in order.
+        sends: what this member sends, in order.
         receives: every sub-chunk that the left neighbour will send, in order.
     """
 
     def __init__(self, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
         self._sends = tuple(sends)
         self._receives = tuple(receives)
+        self._sent = 0
         self._posted = 0
         self._handled = 0
-        self._started = False
 
     @property
-    def done(self) -> bool:
-        """Whether ``Done`` was given."""
-        return self._started and self._handled == len(self._receives)
+    def all_sent(self) -> bool:
+        """Whether ``next_send`` gives no more."""
+        return self._sent == len(self._sends)
 
-    def start(self) -> list[Instruction]:
-        """The first instructions: own sends, and the first receives to post. Called once."""
-        if self._started:
-            raise ValueError("the schedule has already started")
-        self._started = True
-        result: list[Instruction] = list(self._sends)
-        while self._posted < min(SCRATCH_SLOTS, len(self._receives)):
-            result.append(self._post())
-        if self.done:
-            result.append(Done())
-        return result
+    @property
+    def all_posted(self) -> bool:
+        """Whether ``next_receive`` gives no more."""
+        return self._posted == len(self._receives)
 
-    def on_received(self, index: int) -> list[Instruction]:
-        """The sub-chunk of ``Post(index)`` has arrived whole. Raises ``ValueError`` for any but the oldest post."""
-        if index != self._handled or index >= self._posted:
-            raise ValueError(f"sub-chunk {index} arrived, {self._handled} of {self._posted} posted are handled")
-        receive = self._receives[index]
+    @property
+    def all_received(self) -> bool:
+        """Whether everything was received and handled: the result is there once the sends are flushed."""
+        return self._handled == len(self._receives)
+
+    def next_receive(self) -> Receive | None:
+        """The next sub-chunk to expect from the left; it counts as posted from now on."""
+        if self.all_posted:
+            return None
+        self._posted += 1
+        return self._receives[self._posted - 1]
+
+    def received(self) -> int:
+        """The oldest posted sub-chunk has arrived and was added or stored; its index.
+
+        Raises:
+            ValueError: nothing is posted.
+        """
+        if self._handled == self._posted:
+            raise ValueError(f"a sub-chunk arrived, all of {self._posted} posted are handled")
         self._handled += 1
-        result: list[Instruction] = []
-        if receive.reduce:
-            result.append(Reduce(receive.start, receive.stop, index % SCRATCH_SLOTS))
-        if receive.forward:
-            result.append(Send(receive.start, receive.stop))
-        if self._posted < len(self._receives):
-            result.append(self._post())
-        if self.done:
-            result.append(Done())
-        return result
+        return self._handled - 1
+
+    def next_send(self) -> Send | None:
+        """The next sub-chunk to send, where its time has come; it counts as sent from now on."""
+        if self.all_sent or self._sends[self._sent].after > self._handled:
+            return None
+        self._sent += 1
+        return self._sends[self._sent - 1]
 
     def validate(self) -> None:
         """Assert what is true between any two calls."""
         assert 0 <= self._handled <= self._posted <= len(self._receives)
-        assert self._posted - self._handled <= SCRATCH_SLOTS
-        assert self._started or self._posted == 0
-        if self._started:
-            assert self._posted == min(self._handled + SCRATCH_SLOTS, len(self._receives)), (
-                "a receive was not posted in time"
-            )
+        assert 0 <= self._sent <= len(self._sends)
         spans: list[Send | Receive] = [*self._sends, *self._receives]
         assert all(0 <= span.start < span.stop for span in spans), "an empty sub-chunk"
-
-    def _post(self) -> Post:
-        index = self._posted
-        receive = self._receives[index]
-        self._posted += 1
-        return Post(index, receive.start, receive.stop, index % SCRATCH_SLOTS if receive.reduce else None)
+        assert all(send.after <= len(self._receives) for send in self._sends), "a send that waits for ever"
+        relays = [send.relay for send in self._sends if send.relay is not None]
+        assert relays == [index for index, item in enumerate(self._receives) if item.relayed], "a relay is lost"
 
 
 def owned_range(rank: int, n: int, numel: int) -> tuple[int, int]:
@@ -170,19 +160,19 @@ def owned_range(rank: int, n: int, numel: int) -> tuple[int, int]:
     return rank * numel // n, (rank + 1) * numel // n
 
 
-def all_reduce(rank: int, n: int, numel: int, sub_chunk_numel: int) -> Schedule:
+def all_reduce(rank: int, n: int, numel: int, sub_chunk_numel: int, depth: int = 1) -> Schedule:
     """Every member ends with the sum of all members' arrays of ``numel`` elements, in place."""
-    return _ring(rank, n, numel, sub_chunk_numel, first_chunk=rank - 1, reduce_rounds=n - 1, store_rounds=n - 1)
+    return _ring(rank, n, numel, sub_chunk_numel, depth, first_chunk=rank - 1, reduce_rounds=n - 1, store_rounds=n - 1)
 
 
-def reduce_scatter(rank: int, n: int, numel: int, sub_chunk_numel: int) -> Schedule:
+def reduce_scatter(rank: int, n: int, numel: int, sub_chunk_numel: int, depth: int = 1) -> Schedule:
     """Every member ends with the sum over ``owned_range(rank, n, numel)``; the rest of its array holds partial sums."""
-    return _ring(rank, n, numel, sub_chunk_numel, first_chunk=rank - 1, reduce_rounds=n - 1, store_rounds=0)
+    return _ring(rank, n, numel, sub_chunk_numel, depth, first_chunk=rank - 1, reduce_rounds=n - 1, store_rounds=0)
 
 
-def all_gather(rank: int, n: int, numel: int, sub_chunk_numel: int) -> Schedule:
+def all_gather(rank: int, n: int, numel: int, sub_chunk_numel: int, depth: int = 1) -> Schedule:
     """Every member ends with all members' chunks; each brings ``owned_range(rank, n, numel)``, in place."""
-    return _ring(rank, n, numel, sub_chunk_numel, first_chunk=rank, reduce_rounds=0, store_rounds=n - 1)
+    return _ring(rank, n, numel, sub_chunk_numel, depth, first_chunk=rank, reduce_rounds=0, store_rounds=n - 1)
 
 
 def barrier(rank: int, n: int) -> Schedule:
@@ -194,40 +184,71 @@ def broadcast(rank: int, n: int, numel: int, sub_chunk_numel: int, *, root: int)
     """Every member ends with the root's array. Raises ``ValueError`` where ``root`` is no rank."""
     if not 0 <= root < n:
         raise ValueError(f"root {root} is no rank of a ring of {n}")
-    _check(rank, n, numel, sub_chunk_numel)
-    spans = list(_spans(0, numel, sub_chunk_numel))
-    if n == 1:
-        return Schedule((), ())
+    _check(rank, n, numel, sub_chunk_numel, 1)
+    spans = [(start, min(start + sub_chunk_numel, numel)) for start in range(0, numel, sub_chunk_numel) if n > 1]
     if rank == root:
         return Schedule([Send(*span) for span in spans], ())
     forward = (rank + 1) % n != root
-    return Schedule((), [Receive(*span, reduce=False, forward=forward) for span in spans])
+    receives = [Receive(*span, reduce=False, relayed=forward) for span in spans]
+    return Schedule([Send(*span, after=i + 1, relay=i) for i, span in enumerate(spans) if forward], receives)
 
 
 def _ring(
-    rank: int, n: int, numel: int, sub_chunk_numel: int, *, first_chunk: int, reduce_rounds: int, store_rounds: int
+    rank: int,
+    n: int,
+    numel: int,
+    sub_chunk_numel: int,
+    depth: int,
+    *,
+    first_chunk: int,
+    reduce_rounds: int,
+    store_rounds: int,
 ) -> Schedule:
+    _check(rank, n, numel, sub_chunk_numel, depth)
+    return Schedule(*_plan(n, numel, sub_chunk_numel, depth, first_chunk, reduce_rounds, store_rounds))
+
+
+@lru_cache(maxsize=64)  # a training step asks for the same few plans again and again
+def _plan(
+    n: int, numel: int, sub_chunk_numel: int, depth: int, first_chunk: int, reduce_rounds: int, store_rounds: int
+) -> tuple[tuple[Send, ...], tuple[Receive, ...]]:
     """The one rule: send ``first_chunk``, receive those before it; reduce, then store; pass on all but the last."""
-    _check(rank, n, numel, sub_chunk_numel)
-
-    def chunk(number: int) -> Iterator[tuple[int, int]]:
-        return _spans(*owned_range(number % n, n, numel), sub_chunk_numel)
-
     rounds = reduce_rounds + store_rounds
-    sends = [Send(*span) for span in chunk(first_chunk)] if rounds else []
-    receives = [
-        Receive(*span, reduce=t < reduce_rounds, forward=t + 1 < rounds)
-        for t in range(rounds)
-        for span in chunk(first_chunk - 1 - t)
-    ]
-    return Schedule(sends, receives)
+    segments = -(-max(stop - start for start, stop in (owned_range(c, n, numel) for c in range(n))) // sub_chunk_numel)
+    places = tuple(_places(segments, rounds, depth))
+
+    def span(chunk: int, segment: int) -> tuple[int, int]:
+        start, stop = owned_range(chunk % n, n, numel)
+        start += segment * sub_chunk_numel
+        return start, min(start + sub_chunk_numel, stop)
+
+    receives: list[Receive] = []
+    came: dict[tuple[int, int], int] = {}  # (segment, round) → index of the receive
+    for segment, t in places:
+        start, stop = span(first_chunk - 1 - t, segment)
+        if start < stop:
+            came[segment, t] = len(receives)
+            relayed = reduce_rounds <= t < rounds - 1
+            receives.append(Receive(start, stop, reduce=t < reduce_rounds, relayed=relayed))
+    sends: list[Send] = []
+    for segment, t in places:
+        start, stop = span(first_chunk - t, segment)
+        if start < stop:
+            cause = came[segment, t - 1] if t else -1
+            relay = cause if t > reduce_rounds else None
+            sends.append(Send(start, stop, cause + 1, relay, final=t == reduce_rounds))
+    return tuple(sends), tuple(receives)
 
 
-def _spans(start: int, stop: int, sub_chunk_numel: int) -> Iterator[tuple[int, int]]:
-    for first in range(start, stop, sub_chunk_numel):
-        yield first, min(first + sub_chunk_numel, stop)
+def _places(segments: int, rounds: int, depth: int) -> Iterable[tuple[int, int]]:
+    """Every (segment, round) in the order of ``segment + depth * round``, of equal ones the earlier round first."""
+    for place in range(segments + depth * (rounds - 1)):
+        for t in range(max(0, -(-(place - segments + 1) // depth)), min(rounds, place // depth + 1)):
+            yield place - depth * t, t
 
 
-def _check(rank: int, n: int, numel: int, sub_chunk_numel: int) -> None:
-    if not 0 <= rank < n or numel < 0 or sub_chunk_numel < 1:
-        raise ValueError(f"no schedule for rank {rank} of {n}, {numel} elements in sub-chunks of {sub_chunk_numel}")
+def _check(rank: int, n: int, numel: int, sub_chunk_numel: int, depth: int) -> None:
+    if not 0 <= rank < n or numel < 0 or sub_chunk_numel < 1 or depth < 1:
+        raise ValueError(
+            f"no schedule for rank {rank} of {n}, {numel} elements in sub-chunks of {sub_chunk_numel}, {depth} deep"
+        )

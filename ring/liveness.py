@@ -8,7 +8,7 @@ session's affair.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NetworkError, P2PTrainError, ProtocolError
@@ -21,21 +21,22 @@ _LISTEN_S = 3600.0  # a quiet connection is no fault in itself: silence is judge
 
 
 class Neighbour:
-    """One neighbour and the two connections shared with it.
+    """One neighbour and the connections shared with it.
 
     Attributes:
+        bulks: of payloads, one a stream. beat: of heartbeats.
         leaving: it has said that it leaves; the end of its connections is no accident.
     """
 
-    def __init__(self, side: str, member: MemberRecord, bulk: Connection, beat: Connection) -> None:
+    def __init__(self, side: str, member: MemberRecord, bulks: Sequence[Connection], beat: Connection) -> None:
         self.title = f"the {side} neighbour {member.name}"
         self.peer_id = member.peer_id
-        self.bulk, self.beat = bulk, beat
+        self.bulks, self.beat = tuple(bulks), beat
         self.leaving = False
 
     @property
-    def connections(self) -> tuple[Connection, Connection]:
-        return self.bulk, self.beat
+    def connections(self) -> tuple[Connection, ...]:
+        return *self.bulks, self.beat
 
     @property
     def last_heard(self) -> float:

@@ -60,6 +60,7 @@ class LocalMember:
         heartbeat_s: float = 5.0,
         death_s: float = 15.0,
         sub_chunk_bytes: int = 64,
+        streams: int = 1,
         timeout_s: float = 10.0,
     ) -> RingSession:
         """As ``RingSession.form``, with small sub-chunks, so that little data takes many."""
@@ -73,6 +74,7 @@ class LocalMember:
             heartbeat_s=heartbeat_s,
             death_s=death_s,
             sub_chunk_bytes=sub_chunk_bytes,
+            streams=streams,
             timeout_s=timeout_s,
         )
         return self._session
@@ -114,13 +116,21 @@ def local_view(ports: dict[str, int], *, generation: int = 1, hosts: bool = Fals
 
 @asynccontextmanager
 async def local_ring(
-    count: int, network: Network, *, heartbeat_s: float = 5.0, death_s: float = 15.0, sub_chunk_bytes: int = 64
+    count: int,
+    network: Network,
+    *,
+    heartbeat_s: float = 5.0,
+    death_s: float = 15.0,
+    sub_chunk_bytes: int = 64,
+    streams: int = 1,
 ) -> AsyncIterator[list[LocalMember]]:
     """``count`` members a, b, c ... in one formed ring; all ended with the block."""
     members = [LocalMember(chr(ord("a") + rank), network, seed=rank) for rank in range(count)]
 
     def form(member: LocalMember) -> Coroutine[Any, Any, RingSession]:
-        return member.form(view, heartbeat_s=heartbeat_s, death_s=death_s, sub_chunk_bytes=sub_chunk_bytes)
+        return member.form(
+            view, heartbeat_s=heartbeat_s, death_s=death_s, sub_chunk_bytes=sub_chunk_bytes, streams=streams
+        )
 
     try:
         view = local_view({member.peer_id: await member.listen() for member in members})

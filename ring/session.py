@@ -1,13 +1,14 @@
 """One view's ring, running: carries out the schedules of ``ring.collectives`` over connections to the neighbours.
 
-Connections. Each member dials its right neighbour twice and is dialled twice by its left one: *bulk* carries payloads
-in one direction, left to right; *beat* carries the left one's heartbeats and the right one's acknowledgements. So a
-beat never waits behind a gigabyte, and the event loop answers it whatever the compute thread does.
+Connections. Each member dials its right neighbour and is dialled by its left one. *Bulk* connections carry payloads in
+one direction, left to right, one a stream (``ring.lanes``); the *beat* carries the left one's heartbeats and the right
+one's acknowledgements. So a beat never waits behind a gigabyte, and the event loop answers it whatever the compute
+thread does.
 
-Operations. One at a time, the same on every member in the same order; each has the next stream number, so frames of
-different operations cannot mix. Received sub-chunks are handled in the callback of their arrival; sending is done by
-the calling task, one sub-chunk after the other, each flushed before the next is handed over: there is no task or
-future per sub-chunk, and what the transport holds is bounded whatever the size of the array.
+Operations. All members submit the same operations in the same order; each has the next stream number, so frames of
+different operations cannot mix. Several may be under way: what the next one sends follows the last bytes of the one
+before, so gradients can go into the ring while others are still computed. A small all-reduce is gathered whole and
+summed by everybody in rank order: n - 1 hops instead of 2n - 2, and the same bits everywhere.
 
 Ends. A session that lost a neighbour is *broken* for good: it closes all its connections, which breaks the neighbours'
 sessions, and so the news goes round the ring as fast as the wires are, with no timeout involved. A member that leaves
@@ -18,8 +19,8 @@ finished, may finish it too, for all that it needs from the leaver lies ahead of
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -29,14 +30,17 @@ from p2ptrain.core.errors import (
     DeadlineExceeded,
     P2PTrainError,
     Refused,
+    first_error,
 )
 from p2ptrain.core.world import World
 from ring import collectives
-from ring.collectives import SCRATCH_SLOTS, Done, Instruction, Post, Reduce, Schedule, Send
+from ring.codecs import Codec
+from ring.collectives import Schedule
 from ring.dtypes import Array, storage_dtype, sum_into
-from ring.links import CHANNELS, Inbound, dial_patiently
+from ring.lanes import Flow, Lane, Residual
+from ring.links import BEAT, Inbound, bulk_channel, dial_patiently
 from ring.liveness import Neighbour, Watch
-from ring.view import View
+from ring.view import MAX_STREAMS, MAX_SUB_CHUNK_BYTES, MIN_SUB_CHUNK_BYTES, View
 from wire.connection import Connection
 from wire.handshake import local_hello
 from wire.messages import Leave
@@ -44,7 +48,15 @@ from wire.messages import Leave
 __all__ = ["Inbound", "RingBroken", "RingSession", "RingStats"]
 
 PATIENCE_S = 120.0
-MAX_SUB_CHUNK_BYTES = 64 << 20
+LEAST_SUB_CHUNK_BYTES, MOST_SUB_CHUNK_BYTES = 64 << 10, 1 << 20
+"""Between these a session chooses by itself. Measured on a loopback: below, the work per sub-chunk counts; above, sums
+leave a processor's second-level cache before they are sent on."""
+SUB_CHUNKS_A_CHUNK = 4  # at least: so that reducing one overlaps with receiving the next
+WINDOW_BYTES = 2 << 20
+"""What is between a sub-chunk's arrival and its being passed on: at least so much, or a slow hop stops the ring; not
+much more, or it has left the cache."""
+SMALL_BYTES = 128 << 10
+"""An all-reduce whose members' arrays together are no longer than this is gathered whole: hops cost more than bytes."""
 DIAL_PART = 0.4
 """Of the time to form: for dialling. Who knows which link is missing says so before all others' time is up."""
 
@@ -68,25 +80,23 @@ class RingStats:
     rtt_ms: float | None
 
 
+@dataclass(eq=False, slots=True)
 class _Operation:
-    """One schedule under way: its memory, what is still to be sent, and the event that wakes the sending task."""
+    """What was submitted and is under way.
 
-    def __init__(self, title: str, schedule: Schedule, array: Array, dtype: str, stream: int) -> None:
-        self.title = title
-        self.schedule = schedule
-        self.array = array
-        self.dtype = dtype
-        self.stream = stream
-        self.outgoing: deque[Send] = deque()
-        self.news = asyncio.Event()
-        self.received = 0
-        self.first_received_at: float | None = None
-        self._bytes = array.view(np.uint8).data
+    Attributes:
+        flows_left: of its flows, those that are not done.
+        finish: called when all are, before ``future`` resolves.
+    """
 
-    def payload(self, start: int, stop: int) -> memoryview:
-        """The memory of elements [start, stop)."""
-        itemsize = self.array.itemsize
-        return self._bytes[start * itemsize : stop * itemsize]
+    title: str
+    patience_s: float
+    began_at: float
+    future: asyncio.Future[None]
+    finish: Callable[[], None] | None = None
+    flows: list[tuple[Lane, Flow]] = field(default_factory=list)
+    flows_left: int = 0
+    first_received_at: float | None = None
 
 
 class RingSession:
@@ -96,7 +106,7 @@ class RingSession:
         rank, size: this member's, and how many there are.
         broken: resolves to ``RingBroken`` as soon as the session can do no more, for whatever reason.
         progress: sub-chunks received so far; it goes out with every beat.
-        waited_s: how long the last operation waited for the left neighbour's first sub-chunk.
+        waited_s: how long the operation that ended last waited for the left neighbour's first sub-chunk.
     """
 
     def __init__(
@@ -117,12 +127,17 @@ class RingSession:
         self._world = world
         self._left, self._right = left, right
         self._sub_chunk_bytes = sub_chunk_bytes
-        self._scratch = np.empty((0, 0), np.uint8)
-        self._operation: _Operation | None = None
+        self._operations: dict[int, _Operation] = {}  # stream → what is under way, oldest first
         self._stream = 0
+        self._moved_at = 0.0  # when anything last went forward
+        self._patience: asyncio.TimerHandle | None = None
         self._parted: Neighbour | None = None  # it left while the last operation could still end well
         self._farewells: set[asyncio.Task[None]] = set()
         self._watch: Watch | None = None
+        self._lanes: list[Lane] = []
+        for neighbour in self.neighbours:
+            for bulk in neighbour.bulks:
+                bulk.fence = view.generation
         if left is not None and right is not None:
             self._watch = Watch(
                 clock=world.clock,
@@ -133,8 +148,10 @@ class RingSession:
                 on_end=self._ended,
                 on_silent=self._break,
             )
-        for neighbour in self.neighbours:
-            neighbour.bulk.fence = view.generation
+            self._lanes = [
+                Lane(incoming, outgoing, view.generation, on_progress=self._moved, on_error=self._lane_failed)
+                for incoming, outgoing in zip(left.bulks, right.bulks, strict=True)
+            ]
 
     # ---------------------------------------------------------------------------------------------- forming and ending
 
@@ -150,7 +167,8 @@ class RingSession:
         inbound: Inbound,
         heartbeat_s: float,
         death_s: float,
-        sub_chunk_bytes: int = 1 << 20,
+        sub_chunk_bytes: int = 0,
+        streams: int = 1,
         timeout_s: float,
     ) -> RingSession:
         """Connect to both neighbours, and wait until every member of the view has done so.
@@ -158,10 +176,12 @@ class RingSession:
         Args:
             seed_host: dialled for members whose own host is empty.
             heartbeat_s, death_s: beat interval, and the silence after which a neighbour counts as dead.
-            sub_chunk_bytes: the same on every member.
+            sub_chunk_bytes: reduced and passed on as one piece, the same on every member; 0: chosen by the size of each
+                array.
+            streams: bulk connections to a neighbour, the same on every member.
 
         Raises:
-            ValueError: ``peer_id`` is no member, or ``sub_chunk_bytes`` is not in 8 .. 64 MiB.
+            ValueError: ``peer_id`` is no member, or a number is not possible.
             Refused: the right neighbour is in a newer view.
             NeighbourAway: the right neighbour could not be reached within ``DIAL_PART`` of ``timeout_s``.
             DeadlineExceeded: a member was not there within ``timeout_s``.
@@ -170,8 +190,10 @@ class RingSession:
         rank = view.rank_of(peer_id)
         if rank is None:
             raise ValueError(f"{peer_id} is no member of generation {view.generation}")
-        if not 8 <= sub_chunk_bytes <= MAX_SUB_CHUNK_BYTES:
+        if sub_chunk_bytes and not MIN_SUB_CHUNK_BYTES <= sub_chunk_bytes <= MAX_SUB_CHUNK_BYTES:
             raise ValueError(f"sub-chunks of {sub_chunk_bytes} bytes, 8 to {MAX_SUB_CHUNK_BYTES} are possible")
+        if not 1 <= streams <= MAX_STREAMS:
+            raise ValueError(f"{streams} streams, 1 to {MAX_STREAMS} are possible")
         inbound.expect(view.job, view.generation)
         if view.size == 1:
             return cls(world=world, view=view, rank=0, left=None, right=None, sub_chunk_bytes=sub_chunk_bytes)
@@ -179,34 +201,39 @@ class RingSession:
         deadline, dial_deadline = began + timeout_s, began + DIAL_PART * timeout_s
         opened: list[Connection] = []
         right, left = view.right_of(rank), view.left_of(rank)
+        channels = [BEAT, *(bulk_channel(stream) for stream in range(streams))]
+
+        async def dial(channel: str) -> Connection:
+            hello = local_hello(
+                peer_id=peer_id,
+                name=name,
+                roles=["worker"],
+                purpose="ring",
+                capabilities={"channel": channel},
+                job=view.job,
+                generation=view.generation,
+            )
+            connection = await dial_patiently(world, right, seed_host, hello, deadline=dial_deadline)
+            opened.append(connection)
+            return connection
+
+        async def take(channel: str) -> Connection:
+            remaining_s = deadline - world.clock.now()
+            connection = await inbound.take(view.job, view.generation, left.peer_id, channel, timeout_s=remaining_s)
+            opened.append(connection)
+            return connection
+
         try:
-            for channel in CHANNELS:
-                hello = local_hello(
-                    peer_id=peer_id,
-                    name=name,
-                    roles=["worker"],
-                    purpose="ring",
-                    capabilities={"channel": channel},
-                    job=view.job,
-                    generation=view.generation,
-                )
-                opened.append(await dial_patiently(world, right, seed_host, hello, deadline=dial_deadline))
-            for channel in CHANNELS:
-                remaining_s = deadline - world.clock.now()
-                opened.append(
-                    await inbound.take(view.job, view.generation, left.peer_id, channel, timeout_s=remaining_s)
-                )
+            beat, *bulks = await _all_of(dial(channel) for channel in channels)
+            to_right = Neighbour("right", right, bulks, beat)
+            beat, *bulks = await _all_of(take(channel) for channel in channels)
+            from_left = Neighbour("left", left, bulks, beat)
         except BaseException:
             for connection in opened:
                 connection.abort()
             raise
         session = cls(
-            world=world,
-            view=view,
-            rank=rank,
-            left=Neighbour("left", left, opened[2], opened[3]),
-            right=Neighbour("right", right, opened[0], opened[1]),
-            sub_chunk_bytes=sub_chunk_bytes,
+            world=world, view=view, rank=rank, left=from_left, right=to_right, sub_chunk_bytes=sub_chunk_bytes
         )
         await session.barrier(patience_s=deadline - world.clock.now())
         assert session._watch is not None
@@ -214,10 +241,10 @@ class RingSession:
         return session
 
     def close(self, reason: str = "the view ended") -> None:
-        """Leave the ring, without waiting (``wait_closed`` does). An operation under way fails, here and everywhere."""
+        """Leave the ring, without waiting (``wait_closed`` does). Operations under way fail, here and everywhere."""
         if self.broken.done():
             return
-        orderly = self._operation is None
+        orderly = not self._operations
         self._settle(RingBroken("", ConnectionLost(f"this member left the ring: {reason}")))
         for neighbour in self.neighbours:
             for connection in neighbour.connections:
@@ -244,45 +271,89 @@ class RingSession:
 
     # ------------------------------------------------------------------------------------------------------ operations
 
-    async def all_reduce(self, buffer: Array, dtype: str | None = None, *, patience_s: float = PATIENCE_S) -> None:
-        """Replace ``buffer`` by the sum over all members' buffers, bit-equal on all of them.
+    def submit(
+        self,
+        buffer: Array,
+        dtype: str | None = None,
+        *,
+        codec: Codec | None = None,
+        residual: Residual | None = None,
+        patience_s: float = PATIENCE_S,
+    ) -> asyncio.Future[None]:
+        """Replace ``buffer`` by the sum over all members' buffers, bit-equal on all of them. Does not wait.
 
         Args:
-            buffer: shape (numel,), contiguous and writable, the same on every member. Not to be touched meanwhile.
+            buffer: shape (numel,), contiguous and writable, the same on every member. Not to be touched until the
+                future is done. To cancel the future breaks the session.
             dtype: the elements' type where it is not ``buffer.dtype``: ``"bfloat16"`` is stored as uint16.
-            patience_s: without any sub-chunk for so long the ring counts as broken.
+            codec: how elements travel, the same on every member; None: as they are. For float32 only. A small array, or
+                that of a ring of one, travels as it is.
+            residual: shape (numel,), float32: this member's error feedback. What the codec lost of it and of the
+                buffer is in it afterwards, and goes into the next sum of the same elements.
+            patience_s: without any progress for so long the ring counts as broken.
+
+        Returns:
+            a future that fails with DeadlineExceeded, naming the neighbour, where there was no progress for
+            ``patience_s``; with ConnectionLost or ProtocolError where the session broke. ``broken_by`` tells by whom.
 
         Raises:
             ValueError: the buffer is not as described.
-            DeadlineExceeded: no progress for ``patience_s``; names the neighbour.
-            ConnectionLost, ProtocolError: the session broke. ``broken_by`` tells by whom.
+            ConnectionLost, ProtocolError, DeadlineExceeded: the session was broken before.
         """
         dtype = dtype or buffer.dtype.name
         _check_buffer(buffer, storage_dtype(dtype))
-        sub_chunk_numel = self._sub_chunk_bytes // buffer.itemsize
-        schedule = collectives.all_reduce(self.rank, self.size, buffer.size, sub_chunk_numel)
-        await self._run("all-reduce", schedule, buffer, dtype, patience_s)
+        if codec is not None and dtype != "float32":
+            raise ValueError(f"codec {codec.name} is for float32, the buffer's elements are {dtype}")
+        if residual is not None:
+            _check_buffer(residual, np.dtype(np.float32))
+            if residual.size != buffer.size:
+                raise ValueError(f"a residual of {residual.size} elements for a buffer of {buffer.size}")
+        operation = self._begin("all-reduce", patience_s)
+        if self.size * buffer.nbytes <= min(SMALL_BYTES, self._sub_chunk_bytes or SMALL_BYTES):
+            return self._gathered(operation, buffer, dtype)
+        stripes = self._stripes(buffer.size, buffer.itemsize)
+        for lane, (start, stop) in zip(self._lanes, stripes, strict=False):
+            numel = stop - start
+            sub_chunk_numel, depth = self._cut(numel, buffer.itemsize, len(stripes), codec)
+            schedule = collectives.all_reduce(self.rank, self.size, numel, sub_chunk_numel, depth)
+            feedback = residual[start:stop] if residual is not None else None
+            self._add(operation, lane, schedule, buffer[start:stop], dtype, sub_chunk_numel, codec, feedback)
+        return self._start(operation)
+
+    async def all_reduce(
+        self,
+        buffer: Array,
+        dtype: str | None = None,
+        *,
+        codec: Codec | None = None,
+        residual: Residual | None = None,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """``submit``, and wait. What that says of the future's errors is raised here."""
+        await self.submit(buffer, dtype, codec=codec, residual=residual, patience_s=patience_s)
 
     async def broadcast(self, buffer: Array, root: int, *, patience_s: float = PATIENCE_S) -> None:
         """Replace every member's ``buffer``, of any type, by the one of rank ``root``. Otherwise as ``all_reduce``."""
         _check_buffer(buffer, buffer.dtype)
         raw = buffer.view(np.uint8)
-        schedule = collectives.broadcast(self.rank, self.size, raw.size, self._sub_chunk_bytes, root=root)
-        await self._run("broadcast", schedule, raw, "uint8", patience_s)
+        sub_chunk_numel = self._sub_chunk_bytes or min(max(raw.size // 16, LEAST_SUB_CHUNK_BYTES), MOST_SUB_CHUNK_BYTES)
+        schedule = collectives.broadcast(self.rank, self.size, raw.size, sub_chunk_numel, root=root)
+        await self._run("broadcast", schedule, raw, sub_chunk_numel, patience_s)
 
     async def all_gather(self, mine: bytes, *, patience_s: float = PATIENCE_S) -> list[bytes]:
         """Every member's bytes, in rank order; all bring equally many. Errors as ``all_reduce``."""
         each = len(mine)
         gathered = np.empty(self.size * each, np.uint8)
         gathered[self.rank * each : (self.rank + 1) * each] = np.frombuffer(mine, np.uint8)
-        schedule = collectives.all_gather(self.rank, self.size, gathered.size, self._sub_chunk_bytes)
-        await self._run("all-gather", schedule, gathered, "uint8", patience_s)
+        sub_chunk_numel = self._sub_chunk_bytes or MOST_SUB_CHUNK_BYTES
+        schedule = collectives.all_gather(self.rank, self.size, gathered.size, sub_chunk_numel)
+        await self._run("all-gather", schedule, gathered, sub_chunk_numel, patience_s)
         return [gathered[rank * each : (rank + 1) * each].tobytes() for rank in range(self.size)]
 
     async def barrier(self, *, patience_s: float = PATIENCE_S) -> None:
         """Return only after every member has called it. Errors as ``all_reduce``."""
         schedule = collectives.barrier(self.rank, self.size)
-        await self._run("barrier", schedule, np.zeros(self.size, np.uint8), "uint8", patience_s)
+        await self._run("barrier", schedule, np.zeros(self.size, np.uint8), 1, patience_s)
 
     # ------------------------------------------------------------------------------------------------------ for people
 
@@ -303,121 +374,156 @@ class RingSession:
     def stats(self) -> RingStats:
         return RingStats(self.bytes_in, self.bytes_out, self._watch.rtt_ms if self._watch is not None else None)
 
-    # ---------------------------------------------------------------------------------------------- running a schedule
+    # ---------------------------------------------------------------------------------------------- running operations
 
-    async def _run(self, title: str, schedule: Schedule, array: Array, dtype: str, patience_s: float) -> None:
-        """Carry out ``schedule``. Whatever else ends it breaks the session, for memory is posted and borrowed."""
+    async def _run(self, title: str, schedule: Schedule, array: Array, sub_chunk_numel: int, patience_s: float) -> None:
+        """One schedule over bytes, on the first lane."""
+        operation = self._begin(title, patience_s)
+        for lane in self._lanes[:1]:
+            self._add(operation, lane, schedule, array, "uint8", sub_chunk_numel)
+        await self._start(operation)
+
+    def _gathered(self, operation: _Operation, buffer: Array, dtype: str) -> asyncio.Future[None]:
+        """A small all-reduce: every member gets all arrays and adds them up in rank order."""
+        parts = np.empty((self.size, buffer.size), buffer.dtype)
+        parts[self.rank] = buffer
+
+        def finish() -> None:
+            buffer[:] = parts[0]
+            for part in parts[1:]:
+                sum_into(buffer, part, dtype)
+
+        operation.finish = finish
+        schedule = collectives.all_gather(self.rank, self.size, parts.size, max(buffer.size, 1))
+        for lane in self._lanes[:1]:
+            self._add(operation, lane, schedule, parts.reshape(-1), dtype, max(buffer.size, 1))
+        return self._start(operation)
+
+    def _stripes(self, numel: int, itemsize: int) -> list[tuple[int, int]]:
+        """The array's part of each lane that is used: as few as give each chunk of each a sub-chunk of its own."""
+        least_bytes = self.size * (self._sub_chunk_bytes or LEAST_SUB_CHUNK_BYTES)
+        count = min(len(self._lanes), max(1, numel * itemsize // least_bytes))
+        return [collectives.owned_range(lane, count, numel) for lane in range(count)]
+
+    def _cut(self, numel: int, itemsize: int, stripes: int, codec: Codec | None) -> tuple[int, int]:
+        """Elements of a sub-chunk, and how many segments are on their way at a time."""
+        chunk_bytes = -(-numel // self.size) * itemsize
+        most_bytes = max(MOST_SUB_CHUNK_BYTES // stripes, LEAST_SUB_CHUNK_BYTES)
+        fitting_bytes = min(max(chunk_bytes // SUB_CHUNKS_A_CHUNK, LEAST_SUB_CHUNK_BYTES), most_bytes)
+        sub_chunk_bytes = self._sub_chunk_bytes or fitting_bytes
+        block_numel = codec.block_numel if codec is not None else 1
+        sub_chunk_numel = max(sub_chunk_bytes // itemsize // block_numel, 1) * block_numel
+        a_segment_bytes = (2 * self.size - 2) * sub_chunk_numel * itemsize
+        return sub_chunk_numel, max(1, -(-WINDOW_BYTES // a_segment_bytes)) if a_segment_bytes else 1
+
+    def _begin(self, title: str, patience_s: float) -> _Operation:
         if self.broken.done():
             raise self._failure()
-        if self._operation is not None:
-            raise RuntimeError(f"{title} while {self._operation.title} is under way")
         self._stream += 1
-        operation = self._operation = _Operation(title, schedule, array, dtype, self._stream)
-        began = self._world.clock.now()
-        try:
-            self._carry_out(operation, schedule.start())
-            while operation.outgoing or not schedule.done:
-                if operation.outgoing:
-                    await self._send(operation, patience_s)
-                else:
-                    await self._next_arrival(operation, patience_s)
-                if self.broken.done():
-                    raise self._failure()
-        except P2PTrainError as error:
-            self._break(self._left, error)  # only posting to the left has not said so itself
-            raise self._failure() from error
-        except BaseException:
-            self._break(None, ConnectionLost(f"the {title} was abandoned by this member"))
-            raise
-        finally:
-            self._operation = None
-        self.waited_s = max((operation.first_received_at or began) - began, 0.0)
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        return _Operation(title, patience_s, self._world.clock.now(), future)
+
+    def _add(
+        self,
+        operation: _Operation,
+        lane: Lane,
+        schedule: Schedule,
+        array: Array,
+        dtype: str,
+        sub_chunk_numel: int,
+        codec: Codec | None = None,
+        residual: Residual | None = None,
+    ) -> None:
+        def done() -> None:
+            operation.flows_left -= 1
+            if not operation.flows_left:
+                self._complete(stream, operation)
+
+        stream = self._stream
+        flow = Flow(schedule, array, dtype, stream, sub_chunk_numel, done, codec, residual)
+        operation.flows.append((lane, flow))
+
+    def _start(self, operation: _Operation) -> asyncio.Future[None]:
+        operation.flows_left = len(operation.flows)
+        if not operation.flows:
+            self._complete(0, operation)
+            return operation.future
+        self._operations[self._stream] = operation
+        operation.future.add_done_callback(self._abandoned)
+        if self._patience is None:
+            self._moved_at = self._world.clock.now()
+            self._await_progress(operation.patience_s)
+        for lane, flow in operation.flows:
+            lane.submit(flow)
+        return operation.future
+
+    def _complete(self, stream: int, operation: _Operation) -> None:
+        """All of the operation was received and flushed."""
+        if operation.finish is not None:
+            operation.finish()
+        self.waited_s = max((operation.first_received_at or operation.began_at) - operation.began_at, 0.0)
+        self._operations.pop(stream, None)
+        if not operation.future.done():
+            operation.future.set_result(None)
+        if self._operations:
+            return
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
         if self._parted is not None:
             self._break(self._parted, ConnectionLost("it left the ring"))
 
-    async def _send(self, operation: _Operation, patience_s: float) -> None:
-        """Hand over the next sub-chunk, and wait until the kernel has it: its buffer keeps the link busy meanwhile."""
-        right, item = self._right, operation.outgoing.popleft()
-        assert right is not None, "a ring of one sends nothing"
-        payload = operation.payload(item.start, item.stop)
-        try:
-            right.bulk.send_bulk(payload, generation=self.view.generation, stream=operation.stream)
-            await right.bulk.flush(timeout_s=patience_s)
-        except P2PTrainError as error:
-            self._break(right, error)
-            raise
+    def _abandoned(self, future: asyncio.Future[None]) -> None:
+        """Whoever waited for an operation does so no more: memory is posted and borrowed, so the session must end."""
+        if future.cancelled():
+            self._break(None, ConnectionLost("an operation was abandoned by this member"))
 
-    async def _next_arrival(self, operation: _Operation, patience_s: float) -> None:
-        """Wait until a sub-chunk was handled or the session broke."""
-        try:
-            async with asyncio.timeout(patience_s):
-                await operation.news.wait()
-        except TimeoutError:
-            silence = DeadlineExceeded(
-                f"sent no part of the {operation.title} for {patience_s:g} s",
-                remedy="it may be stuck or very slow: look at its log",
-            )
-            self._break(self._left, silence)
-            raise silence from None
-        operation.news.clear()
-
-    def _arrived(self) -> None:
-        """The oldest posted sub-chunk is here: reduce it, queue what follows. Called by the connection."""
-        operation = self._operation
-        if operation is None or self.broken.done():
+    def _moved(self, flow: Flow | None) -> None:
+        """A sub-chunk of ``flow`` arrived, or, where that is None, the kernel took what was sent."""
+        self._moved_at = now = self._world.clock.now()
+        if flow is None:
             return
-        if operation.first_received_at is None:
-            operation.first_received_at = self._world.clock.now()
-        index, operation.received = operation.received, operation.received + 1
         self.progress += 1
-        try:
-            self._carry_out(operation, operation.schedule.on_received(index))
-        except P2PTrainError as error:
-            self._break(self._left, error)
-        operation.news.set()
+        operation = self._operations.get(flow.stream)
+        if operation is not None and operation.first_received_at is None:
+            operation.first_received_at = now
 
-    def _carry_out(self, operation: _Operation, instructions: list[Instruction]) -> None:
-        for item in instructions:
-            match item:
-                case Send():
-                    operation.outgoing.append(item)
-                case Post():
-                    self._post(operation, item)
-                case Reduce(start, stop, slot):
-                    received = self._slot(operation, slot, stop - start).view(operation.array.dtype)
-                    sum_into(operation.array[start:stop], received, operation.dtype)
-                case Done():
-                    pass  # ``schedule.done`` tells
+    def _lane_failed(self, connection: Connection, error: P2PTrainError) -> None:
+        side = self._right if self._right is not None and connection in self._right.bulks else self._left
+        self._break(side, error)
 
-    def _post(self, operation: _Operation, post: Post) -> None:
-        assert self._left is not None, "a ring of one receives nothing"
-        if post.slot is None:
-            into = operation.payload(post.start, post.stop)
-        else:
-            into = self._slot(operation, post.slot, post.stop - post.start).data
-        bulk = self._left.bulk
-        bulk.post(into, generation=self.view.generation, stream=operation.stream, done=self._arrived)
+    def _await_progress(self, in_s: float) -> None:
+        self._patience = asyncio.get_running_loop().call_later(in_s, self._judge_progress)
 
-    def _slot(self, operation: _Operation, slot: int, numel: int) -> Array:
-        """The first ``numel`` elements' bytes of a scratch slot. Both slots are made when first used, and kept."""
-        if not self._scratch.size:
-            self._scratch = np.empty((SCRATCH_SLOTS, -(-self._sub_chunk_bytes // 64) * 64), np.uint8)
-        return self._scratch[slot, : numel * operation.array.itemsize]
+    def _judge_progress(self) -> None:
+        """Break where nothing moved for as long as the oldest operation may stand still."""
+        title, patience_s = next((item.title, item.patience_s) for item in self._operations.values())
+        still_s = self._world.clock.now() - self._moved_at
+        if still_s < patience_s:
+            self._await_progress(patience_s - still_s)
+            return
+        starving = any(lane.expects for lane in self._lanes)
+        what = f"sent no part of the {title}" if starving else f"took no part of the {title}"
+        remedy = "it may be stuck or very slow: look at its log"
+        silence = DeadlineExceeded(f"{what} for {patience_s:g} s", remedy=remedy)
+        self._break(self._left if starving else self._right, silence)
 
     # -------------------------------------------------------------------------------------------------------- breaking
 
     def _status(self) -> tuple[int, int, str]:
-        return self.progress, self.view.step, self._operation.title if self._operation else "between operations"
+        titles = (operation.title for operation in self._operations.values())
+        return self.progress, self.view.step, next(titles, "between operations")
 
     def _ended(self, neighbour: Neighbour, connection: Connection, error: P2PTrainError) -> None:
-        """A connection is gone. That breaks the session, unless the operation under way can still end well without
+        """A connection is gone. That breaks the session, unless the operations under way can still end well without
         it.
         """
         if not neighbour.leaving:
             self._break(neighbour, error)
             return
-        operation, starving = self._operation, neighbour is self._left and connection is neighbour.bulk
-        if operation is None or (starving and not operation.schedule.done):
+        lanes = [lane for lane, bulk in zip(self._lanes, neighbour.bulks, strict=True) if bulk is connection]
+        starving = neighbour is self._left and any(lane.expects for lane in lanes)
+        if not self._operations or starving:
             self._break(neighbour, ConnectionLost("it left the ring"))
         elif self._parted is None:
             self._parted = neighbour
@@ -435,8 +541,15 @@ class RingSession:
         if self.broken.done():
             return
         self.broken.set_result(broken)
-        if self._operation is not None:
-            self._operation.news.set()
+        for lane in self._lanes:
+            lane.stop()
+        if self._patience is not None:
+            self._patience.cancel()
+        operations, self._operations = self._operations, {}
+        for operation in operations.values():
+            if not operation.future.done():
+                operation.future.set_exception(self._failure())
+                operation.future.exception()  # it may be that nobody waits any more; ``broken`` tells, too
         if self._watch is not None:
             self._watch.stop()
 
@@ -444,6 +557,16 @@ class RingSession:
         """The error of an operation on a broken session: a new one each time, for each grows its own traceback."""
         cause = self.broken.result().cause
         return type(cause)(cause.message, remedy=cause.remedy)
+
+
+async def _all_of(parts: Iterable[Coroutine[Any, Any, Connection]]) -> list[Connection]:
+    """The results of all, in order. Where one fails its error is raised once the others have ended."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(part) for part in parts]
+    except* P2PTrainError as errors:
+        raise first_error(errors) from None
+    return [task.result() for task in tasks]
 
 
 def _check_buffer(buffer: Array, storage: np.dtype[Any]) -> None:

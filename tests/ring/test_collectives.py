@@ -15,55 +15,49 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ring import collectives
-from ring.collectives import SCRATCH_SLOTS, Done, Instruction, Post, Reduce, Schedule, Send, owned_range
+from ring.collectives import SCRATCH_SLOTS, Receive, Schedule, Send, owned_range
 
 
 class Member:
     """An array, a schedule, and what the shell would hold."""
 
-    def __init__(self, array: np.ndarray, schedule: Schedule, sub_chunk_numel: int) -> None:
+    def __init__(self, array: np.ndarray, schedule: Schedule) -> None:
         self.array = array
         self.schedule = schedule
-        self.scratch = np.zeros((SCRATCH_SLOTS, sub_chunk_numel), array.dtype)
-        self.outgoing: deque[Send] = deque()
-        self.posts: deque[Post] = deque()
-        self.slots_in_use: set[int | None] = set()
-        self.done = False
+        self.outgoing: deque[tuple[Send, bytes | None]] = deque()  # a relay's bytes are those that came
+        self.posts: deque[Receive] = deque()
+        self.came: dict[int, bytes] = {}
 
-    def carry_out(self, instructions: list[Instruction]) -> None:
-        for item in instructions:
-            assert not self.done, "an instruction after Done"
-            match item:
-                case Send():
-                    self.outgoing.append(item)
-                case Post():
-                    assert item.slot is None or item.slot not in self.slots_in_use, "slot in use"
-                    self.slots_in_use |= {item.slot} - {None}
-                    self.posts.append(item)
-                    assert len(self.posts) <= SCRATCH_SLOTS
-                case Reduce(start, stop, slot):
-                    self.check_writable(start, stop)
-                    self.array[start:stop] += self.scratch[slot, : stop - start]
-                    self.slots_in_use.remove(slot)
-                case Done():
-                    self.done = True
+    def pull(self) -> None:
+        """Post and send all that the schedule gives now."""
+        while len(self.posts) < SCRATCH_SLOTS and (receive := self.schedule.next_receive()) is not None:
+            self.posts.append(receive)
+        while (send := self.schedule.next_send()) is not None:
+            self.outgoing.append((send, self.came.pop(send.relay) if send.relay is not None else None))
         self.schedule.validate()
-        assert self.schedule.done == self.done
 
     def check_writable(self, start: int, stop: int) -> None:
-        assert not any(send.start < stop and start < send.stop for send in self.outgoing), "sent memory overwritten"
+        assert not any(s.start < stop and start < s.stop for s, came in self.outgoing if came is None), (
+            "sent memory overwritten"
+        )
 
     def accept(self, left: Member) -> None:
         """The oldest send of the left neighbour arrives whole; only now does it leave that neighbour's memory."""
-        post, send = self.posts.popleft(), left.outgoing.popleft()
-        assert (send.start, send.stop) == (post.start, post.stop), "the two ends disagree about the next sub-chunk"
-        payload = left.array[send.start : send.stop].copy()
-        if post.slot is None:
-            self.check_writable(post.start, post.stop)
-            self.array[post.start : post.stop] = payload
-        else:
-            self.scratch[post.slot, : len(payload)] = payload
-        self.carry_out(self.schedule.on_received(post.index))
+        receive, (send, came) = self.posts.popleft(), left.outgoing.popleft()
+        span = slice(receive.start, receive.stop)
+        assert (send.start, send.stop) == (receive.start, receive.stop), "the ends disagree about the next sub-chunk"
+        payload = left.array[span].copy()
+        assert came is None or came == payload.tobytes(), "a relay that is not what the array holds"
+        self.check_writable(receive.start, receive.stop)
+        self.array[span] = self.array[span] + payload if receive.reduce else payload
+        index = self.schedule.received()
+        if receive.relayed:
+            self.came[index] = payload.tobytes()
+        self.pull()
+
+    @property
+    def done(self) -> bool:
+        return self.schedule.all_received and self.schedule.all_sent
 
 
 def deliverable(members: list[Member]) -> list[int]:
@@ -83,8 +77,7 @@ def play(members: list[Member], chance: random.Random) -> None:
     while True:
         ready = deliverable(members)
         if waiting and (not ready or chance.random() < 0.3):
-            member = members[waiting.pop()]
-            member.carry_out(member.schedule.start())
+            members[waiting.pop()].pull()
         elif ready:
             rank = chance.choice(ready)
             members[rank].accept(members[rank - 1])
@@ -93,11 +86,13 @@ def play(members: list[Member], chance: random.Random) -> None:
     for member in members:
         assert member.done, "stuck"
         assert not member.outgoing, "sent what nobody expects"
+        assert not member.came, "a relay is forgotten"
 
 
 sizes = st.integers(1, 7)
 numels = st.integers(0, 200)
 sub_chunks = st.integers(1, 70)
+depths = st.integers(1, 5)
 seeds = st.integers(0, 2**32 - 1)
 many = settings(max_examples=150, deadline=None)
 
@@ -110,11 +105,11 @@ def arrays(n: int, numel: int, seed: int, dtype: str) -> list[np.ndarray]:
 
 
 @many
-@given(sizes, numels, sub_chunks, seeds, st.sampled_from(["float32", "float64", "int64", "int8"]))
-def test_all_reduce_gives_every_member_the_same_bits_and_the_right_sum(n, numel, sub, seed, dtype):
+@given(sizes, numels, sub_chunks, depths, seeds, st.sampled_from(["float32", "float64", "int64", "int8"]))
+def test_all_reduce_gives_every_member_the_same_bits_and_the_right_sum(n, numel, sub, depth, seed, dtype):
     before = arrays(n, numel, seed, dtype)
     members = [
-        Member(array.copy(), collectives.all_reduce(rank, n, numel, sub), sub) for rank, array in enumerate(before)
+        Member(array.copy(), collectives.all_reduce(rank, n, numel, sub, depth)) for rank, array in enumerate(before)
     ]
     play(members, random.Random(seed))
     for member in members:
@@ -128,11 +123,12 @@ def test_all_reduce_gives_every_member_the_same_bits_and_the_right_sum(n, numel,
 
 
 @many
-@given(sizes, numels, sub_chunks, seeds)
-def test_reduce_scatter_gives_every_rank_the_sum_of_what_it_owns(n, numel, sub, seed):
+@given(sizes, numels, sub_chunks, depths, seeds)
+def test_reduce_scatter_gives_every_rank_the_sum_of_what_it_owns(n, numel, sub, depth, seed):
     before = arrays(n, numel, seed, "int64")
     members = [
-        Member(array.copy(), collectives.reduce_scatter(rank, n, numel, sub), sub) for rank, array in enumerate(before)
+        Member(array.copy(), collectives.reduce_scatter(rank, n, numel, sub, depth))
+        for rank, array in enumerate(before)
     ]
     play(members, random.Random(seed))
     for rank, member in enumerate(members):
@@ -141,28 +137,28 @@ def test_reduce_scatter_gives_every_rank_the_sum_of_what_it_owns(n, numel, sub, 
 
 
 @many
-@given(sizes, numels, sub_chunks, seeds)
-def test_reduce_scatter_then_all_gather_is_all_reduce(n, numel, sub, seed):
+@given(sizes, numels, sub_chunks, depths, seeds)
+def test_reduce_scatter_then_all_gather_is_all_reduce(n, numel, sub, depth, seed):
     before = arrays(n, numel, seed, "float32")
-    once = [Member(a.copy(), collectives.all_reduce(rank, n, numel, sub), sub) for rank, a in enumerate(before)]
+    once = [Member(a.copy(), collectives.all_reduce(rank, n, numel, sub, depth)) for rank, a in enumerate(before)]
     play(once, random.Random(seed))
-    first = [Member(a.copy(), collectives.reduce_scatter(rank, n, numel, sub), sub) for rank, a in enumerate(before)]
+    first = [Member(a.copy(), collectives.reduce_scatter(rank, n, numel, sub, depth)) for rank, a in enumerate(before)]
     play(first, random.Random(seed + 1))
-    second = [Member(m.array, collectives.all_gather(rank, n, numel, sub), sub) for rank, m in enumerate(first)]
+    second = [Member(m.array, collectives.all_gather(rank, n, numel, sub, depth)) for rank, m in enumerate(first)]
     play(second, random.Random(seed + 2))
     assert [m.array.tobytes() for m in second] == [m.array.tobytes() for m in once]
 
 
 @many
-@given(sizes, numels, sub_chunks, seeds)
-def test_all_gather_gives_every_member_every_chunk(n, numel, sub, seed):
+@given(sizes, numels, sub_chunks, depths, seeds)
+def test_all_gather_gives_every_member_every_chunk(n, numel, sub, depth, seed):
     whole = arrays(1, numel, seed, "int64")[0]
     members = []
     for rank in range(n):
         start, stop = owned_range(rank, n, numel)
         mine = np.zeros_like(whole)
         mine[start:stop] = whole[start:stop]
-        members.append(Member(mine, collectives.all_gather(rank, n, numel, sub), sub))
+        members.append(Member(mine, collectives.all_gather(rank, n, numel, sub, depth)))
     play(members, random.Random(seed))
     for member in members:
         assert np.array_equal(member.array, whole)
@@ -174,8 +170,7 @@ def test_broadcast_gives_every_member_the_roots_array(n, numel, sub, seed, data)
     root = data.draw(st.integers(0, n - 1))
     before = arrays(n, numel, seed, "int64")
     members = [
-        Member(array.copy(), collectives.broadcast(rank, n, numel, sub, root=root), sub)
-        for rank, array in enumerate(before)
+        Member(array.copy(), collectives.broadcast(rank, n, numel, sub, root=root)) for rank, array in enumerate(before)
     ]
     play(members, random.Random(seed))
     for member in members:
@@ -186,14 +181,14 @@ def test_broadcast_gives_every_member_the_roots_array(n, numel, sub, seed, data)
 @given(st.integers(2, 7), seeds)
 def test_nobody_leaves_a_barrier_before_everybody_entered(n, seed):
     chance = random.Random(seed)
-    members = [Member(np.zeros(n, np.uint8), collectives.barrier(rank, n), 1) for rank in range(n)]
+    members = [Member(np.zeros(n, np.uint8), collectives.barrier(rank, n)) for rank in range(n)]
     absent = members[chance.randrange(n)]
     present = [member for member in members if member is not absent]
     for member in present:
-        member.carry_out(member.schedule.start())
+        member.pull()
     deliver_all(members, chance)
     assert not any(member.done for member in present)
-    absent.carry_out(absent.schedule.start())
+    absent.pull()
     deliver_all(members, chance)
     assert all(member.done for member in members)
 
@@ -206,25 +201,44 @@ def test_owned_ranges_cover_the_array_in_order_and_evenly(n, numel):
     assert max(lengths) - min(lengths) <= 1
 
 
-def test_each_rank_sends_the_bandwidth_optimal_share():
+def sends_of(schedule: Schedule) -> list[Send]:
+    """All sends of a schedule, in order: its receives are handled as they come."""
+    sends: list[Send] = []
+    while not (schedule.all_sent and schedule.all_received):
+        while (send := schedule.next_send()) is not None:
+            sends.append(send)
+        if schedule.next_receive() is not None:
+            schedule.received()
+    return sends
+
+
+@pytest.mark.parametrize("depth", [1, 3, 100])
+def test_each_rank_sends_the_bandwidth_optimal_share(depth):
     n, numel = 4, 64
-    members = [Member(np.zeros(numel), collectives.all_reduce(rank, n, numel, 4), 4) for rank in range(n)]
-    sent = [0] * n
-    for rank, member in enumerate(members):
-        member.carry_out(member.schedule.start())
-        sent[rank] += sum(send.stop - send.start for send in member.outgoing)
-    while ready := deliverable(members):
-        rank = ready[0]
-        queued = len(members[rank].outgoing)
-        members[rank].accept(members[rank - 1])
-        sent[rank] += sum(send.stop - send.start for send in list(members[rank].outgoing)[queued:])
-    assert sent == [2 * (n - 1) * numel // n] * n
+    for rank in range(n):
+        sends = sends_of(collectives.all_reduce(rank, n, numel, 4, depth))
+        assert sum(send.stop - send.start for send in sends) == 2 * (n - 1) * numel // n
 
 
-def test_a_sub_chunk_is_forwarded_as_soon_as_it_is_reduced():
+def test_a_sum_goes_on_soon_after_it_was_made():
+    """Two members, chunks of four sub-chunks: partial and final sums take turns, ``depth`` apart."""
+    one_deep = sends_of(collectives.all_reduce(0, 2, 16, 2, depth=1))
+    assert [(send.start, send.final) for send in one_deep] == [
+        (8, False), (10, False), (0, True), (12, False), (2, True), (14, False), (4, True), (6, True)
+    ]  # fmt: skip
+    chunk_by_chunk = sends_of(collectives.all_reduce(0, 2, 16, 2, depth=4))
+    assert [send.start for send in chunk_by_chunk] == [8, 10, 12, 14, 0, 2, 4, 6]
+
+
+def test_what_is_sent_waits_for_its_cause_and_for_nothing_else():
     schedule = collectives.all_reduce(0, 3, 12, 2)
-    assert schedule.start() == [Send(8, 10), Send(10, 12), Post(0, 4, 6, 0), Post(1, 6, 8, 1)]
-    assert schedule.on_received(0) == [Reduce(4, 6, 0), Send(4, 6), Post(2, 0, 2, 0)]
+    assert schedule.next_send() == Send(8, 10)
+    assert schedule.next_send() == Send(10, 12)
+    assert schedule.next_send() is None, "what is to be added to chunk 1 has not come"
+    assert schedule.next_receive() == Receive(4, 6, reduce=True)
+    assert schedule.next_send() is None, "posted is not received"
+    assert schedule.received() == 0
+    assert schedule.next_send() == Send(4, 6, after=1)
 
 
 def test_a_ring_of_one_is_done_at_once():
@@ -235,18 +249,20 @@ def test_a_ring_of_one_is_done_at_once():
         collectives.broadcast(0, 1, 5, 2, root=0),
         collectives.barrier(0, 1),
     ):
-        assert schedule.start() == [Done()]
+        assert schedule.all_sent
+        assert schedule.all_received
+        assert schedule.next_send() is None
+        assert schedule.next_receive() is None
 
 
 def test_a_shell_that_loses_count_is_told():
     schedule = collectives.all_reduce(0, 2, 8, 2)
-    with pytest.raises(ValueError, match="sub-chunk 0 arrived"):
-        schedule.on_received(0)
-    schedule.start()
-    with pytest.raises(ValueError, match="already started"):
-        schedule.start()
-    with pytest.raises(ValueError, match="sub-chunk 1 arrived"):
-        schedule.on_received(1)
+    with pytest.raises(ValueError, match="all of 0 posted are handled"):
+        schedule.received()
+    schedule.next_receive()
+    schedule.received()
+    with pytest.raises(ValueError, match="all of 1 posted are handled"):
+        schedule.received()
 
 
 @pytest.mark.parametrize(
@@ -256,6 +272,8 @@ def test_impossible_plans_are_refused(rank, n, numel, sub):
     for build in (collectives.all_reduce, collectives.all_gather, collectives.reduce_scatter):
         with pytest.raises(ValueError, match="no schedule"):
             build(rank, n, numel, sub)
+    with pytest.raises(ValueError, match="no schedule"):
+        collectives.all_reduce(0, 2, 8, 2, depth=0)
 
 
 def test_a_root_outside_the_ring_is_refused():

@@ -124,7 +124,7 @@ async def test_progress_renews_the_patience():
 @virtual
 async def test_a_neighbour_that_takes_no_bytes_breaks_the_ring():
     async with local_ring(2, MemoryNetwork()) as members:
-        with pytest.raises(DeadlineExceeded, match=r"lost the right neighbour b: .* took no more bytes for 30 s"):
+        with pytest.raises(DeadlineExceeded, match="right neighbour b: took no part of the broadcast for 30 s"):
             await members[0].session.broadcast(np.zeros(100), 0, patience_s=30)
 
 

@@ -11,8 +11,10 @@ import pytest
 
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError
 from p2ptrain.core.world import Network
+from ring.codecs import codec_named
 from ring.local import LocalMember, local_ring
 from ring.session import RingSession
+from ring.view import CODEC_NAMES
 from wire.memory import MemoryNetwork
 from wire.messages import StepMetrics
 from wire.transport import TcpNetwork
@@ -111,6 +113,97 @@ async def test_a_buffer_may_be_reused_as_soon_as_the_operation_returned(network)
 
     async with local_ring(3, network) as members:
         assert await everyone(members, act) == [[3 * turn + 3 for turn in range(20)]] * 3
+
+
+@pytest.mark.parametrize("count", [2, 3])
+async def test_operations_follow_one_another_without_being_waited_for(count, network):
+    """Each member submits at its own pace; the order is all that they share."""
+    numels = [3000, 1, 700, 0, 5000]
+
+    async def act(session: RingSession) -> list[float]:
+        buffers = [np.full(numel, session.rank + turn, np.float64) for turn, numel in enumerate(numels)]
+        futures = []
+        for buffer in buffers:
+            futures.append(session.submit(buffer))
+            for _ in range(3 * session.rank):  # turns of the loop: the others are ahead
+                await asyncio.sleep(0)
+        tokens = await session.all_gather(bytes([session.rank]))
+        assert tokens == [bytes([rank]) for rank in range(count)]
+        assert all(future.done() for future in futures), "an operation overtook another"
+        await asyncio.gather(*futures)
+        return [float(buffer.min()) for buffer in buffers if buffer.size]
+
+    async with local_ring(count, network) as members:
+        ranks = sum(range(count))
+        wanted = [float(ranks + count * turn) for turn, numel in enumerate(numels) if numel]
+        assert await everyone(members, act) == [wanted] * count
+
+
+async def test_who_submits_ahead_does_not_stop_who_waits_for_each(network):
+    async def ahead(session: RingSession) -> None:
+        await asyncio.gather(*[session.submit(np.ones(2000)) for _ in range(10)])
+
+    async def one_by_one(session: RingSession) -> None:
+        for _ in range(10):
+            buffer = np.ones(2000)
+            await session.all_reduce(buffer)
+            assert (buffer == 3).all()
+
+    async with local_ring(3, network) as members:
+        await everyone(members, lambda session: (ahead, one_by_one, one_by_one)[session.rank](session))
+
+
+@pytest.mark.parametrize("streams", [2, 5, 16])
+async def test_several_streams_share_an_array(streams, network):
+    numel = 20_001
+    before = [np.random.default_rng(rank).standard_normal(numel).astype(np.float32) for rank in range(3)]
+
+    async def act(session: RingSession) -> bytes:
+        buffer = before[session.rank].copy()
+        await session.all_reduce(buffer)
+        carried = [bulk.bytes_out for bulk in session.neighbours[1].bulks]
+        assert max(carried) < 1.5 * min(carried), "the streams are not loaded evenly"
+        assert len(carried) == streams
+        await session.barrier()
+        return buffer.tobytes()
+
+    async with local_ring(3, network, streams=streams) as members:
+        results = await everyone(members, act)
+        assert results == results[:1] * 3
+        assert np.allclose(np.frombuffer(results[0], np.float32), np.sum(before, axis=0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+@pytest.mark.parametrize("codec", sorted(CODEC_NAMES))
+@pytest.mark.parametrize("count", [2, 3, 5])
+async def test_every_codec_leaves_the_same_bits_everywhere_and_loses_nothing_for_ever(count, codec, streams):
+    """What is in no member's result is in the members' residuals: together they are the sum, to rounding."""
+    numel = 10_007
+    before = [np.random.default_rng(rank).standard_normal(numel).astype(np.float32) for rank in range(count)]
+
+    async def act(session: RingSession) -> tuple[bytes, np.ndarray]:
+        buffer, coder = before[session.rank].copy(), codec_named(codec)
+        residual = np.zeros(numel, np.float32) if coder.feedback else None
+        await session.all_reduce(buffer, codec=coder, residual=residual)
+        return buffer.tobytes(), np.zeros(numel, np.float32) if residual is None else residual
+
+    async with local_ring(count, MemoryNetwork(), sub_chunk_bytes=4096, streams=streams) as members:
+        results = await everyone(members, act)
+    assert all(result == results[0][0] for result, _ in results), "not the same bits"
+    total = np.sum(before, axis=0, dtype=np.float64)
+    error = np.frombuffer(results[0][0], np.float32) - total
+    assert np.linalg.norm(error) < np.linalg.norm(total), "worse than nothing"
+    if codec_named(codec).feedback:
+        assert np.allclose(error + np.sum([kept for _, kept in results], axis=0), 0, atol=1e-4)
+
+
+async def test_a_codec_is_for_float32_only():
+    async with local_ring(1, MemoryNetwork()) as members:
+        session = members[0].session
+        with pytest.raises(ValueError, match="int8 is for float32, the buffer's elements are float64"):
+            session.submit(np.zeros(4), codec=codec_named("int8"))
+        with pytest.raises(ValueError, match="a residual of 3 elements for a buffer of 4"):
+            session.submit(np.zeros(4, np.float32), residual=np.zeros(3, np.float32))
 
 
 def test_it_runs_on_uvloop_too():
@@ -231,16 +324,6 @@ async def test_a_neighbour_that_speaks_nonsense_breaks_the_ring(network):
         assert "StepMetrics, which has no place" in broken.cause.message
 
 
-async def test_one_operation_at_a_time(network):
-    async with local_ring(2, network) as members:
-        first = asyncio.create_task(members[0].session.barrier())
-        await asyncio.sleep(0)
-        with pytest.raises(RuntimeError, match="barrier while barrier is under way"):
-            await members[0].session.barrier()
-        await members[1].session.barrier()
-        await first
-
-
 # ------------------------------------------------------------------------------------------------------------- leaving
 
 
@@ -277,14 +360,14 @@ async def test_who_has_left_is_not_missed_while_its_last_bytes_are_still_to_be_r
     async with local_ring(2, TcpNetwork()) as members:
         a, b = (member.session for member in members)
         left = b.neighbours[0]
-        left.bulk._transport.pause_reading()  # b is slow to read what a has sent
+        left.bulks[0]._transport.pause_reading()  # b is slow to read what a has sent
         unfinished = asyncio.create_task(b.all_gather(b"b"))
         async with asyncio.timeout(AT_ONCE_S):
             assert await a.all_gather(b"a") == [b"a", b"b"]
             a.close("done")
             await left.beat.closed.wait()
             assert not b.broken.done()
-            left.bulk._transport.resume_reading()
+            left.bulks[0]._transport.resume_reading()
             assert await unfinished == [b"a", b"b"]
             broken = await b.broken
         assert broken.suspect == "a"
@@ -295,12 +378,12 @@ async def test_memory_is_given_back_the_moment_an_operation_is_broken_off():
     """What its owner writes there afterwards must never reach a neighbour as if it were the operation's."""
     async with local_ring(2, MemoryNetwork()) as members:
         a, b = (member.session for member in members)
-        bulk = b.neighbours[0].bulk
+        bulk = b.neighbours[0].bulks[0]
         bulk._transport.pause_reading()
         sent, received = np.zeros(4), np.zeros(4)
         tasks = [asyncio.create_task(session.broadcast(buffer, 0)) for session, buffer in ((a, sent), (b, received))]
         await asyncio.sleep(0)  # let them begin
-        assert a.neighbours[1].bulk._transport.get_write_buffer_size(), "nothing of the buffer is on its way"
+        assert a.neighbours[1].bulks[0]._transport.get_write_buffer_size(), "nothing of the buffer is on its way"
         a.close()
         sent[:] = 666.0
         bulk._transport.resume_reading()

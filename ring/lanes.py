@@ -1,0 +1,270 @@
+"""A lane: one stream of sub-chunks from the left neighbour and one to the right, carrying out operations' schedules.
+
+A session has one lane, or several where one TCP flow cannot fill the link; an operation's array is striped over them,
+and each stripe is an all-reduce of its own (a *flow*), so lanes never wait for one another.
+
+Theory of operation. Flows are served in the order of their submission, the same on every member:
+
+* *receiving*: at most ``SCRATCH_SLOTS`` receives are posted ahead, of the oldest flow that has any left. What arrived
+  is added or stored in the callback of its arrival.
+* *sending*: only the oldest flow that has not sent all may send. So the bytes on a connection are in the order of the
+  flows, and a member that has not submitted the next operation yet never holds up one that it has. The next sub-chunk
+  is handed over when the transport holds nothing of the last one: what it holds is bounded, and the kernel's buffer
+  keeps the link busy meanwhile. There is no task, future, timer or allocation per sub-chunk.
+
+A flow is done when all was received and all that it sent is in the kernel: its memory is the caller's again.
+
+With a codec, sub-chunks travel encoded, and every receive lands in a scratch slot. Each rank encodes every element of
+the array exactly once: its own contribution or partial sum on the way to the owner, or as the owner the final sum. So
+with error feedback (Seide et al., 2014; Karimireddy et al., arXiv 1901.09847) one residual an element is enough: what
+the encoding lost of ``value + residual`` is remembered, and the sum of all members' residuals and of the result is
+exactly the sum of what they brought.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from p2ptrain.core.errors import P2PTrainError
+from ring.codecs import Codec
+from ring.collectives import SCRATCH_SLOTS, Receive, Schedule, Send
+from ring.dtypes import Array, sum_into
+from wire.connection import Connection
+
+Residual = npt.NDArray[np.float32]
+_ALIGN_BYTES = 64
+
+
+@dataclass(eq=False, slots=True)
+class Flow:
+    """One schedule over one stripe of an operation's array, on one lane.
+
+    Args:
+        array: shape (numel,), the stripe.
+        dtype: the elements' type, for sums.
+        stream: the frames' stream number.
+        done: called once, when everything was received and flushed.
+        residual: shape (numel,), float32; only with a codec that needs feedback.
+    """
+
+    schedule: Schedule
+    array: Array
+    dtype: str
+    stream: int
+    sub_chunk_numel: int
+    done: Callable[[], None]
+    codec: Codec | None = None
+    residual: Residual | None = None
+    flushed: bool = False
+    finished: bool = False
+    raw: memoryview = field(init=False)
+    relays: dict[int, bytearray] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.raw = self.array.view(np.uint8).data
+
+    def elements(self, start: int, stop: int) -> memoryview:
+        """The memory of elements [start, stop)."""
+        itemsize = self.array.itemsize
+        return self.raw[start * itemsize : stop * itemsize]
+
+    def wire_bytes(self, numel: int) -> int:
+        """How many bytes ``numel`` elements are on the wire."""
+        return self.codec.encoded_bytes(numel) if self.codec else numel * self.array.itemsize
+
+
+class Lane:
+    """See the module's docstring.
+
+    Args:
+        on_progress: called with the flow whose sub-chunk arrived, and with None when the kernel took what was sent.
+        on_error: called with the connection that failed, and why.
+    """
+
+    def __init__(
+        self,
+        left: Connection,
+        right: Connection,
+        generation: int,
+        *,
+        on_progress: Callable[[Flow | None], None],
+        on_error: Callable[[Connection, P2PTrainError], None],
+    ) -> None:
+        self._left, self._right = left, right
+        self._generation = generation
+        self._on_progress, self._on_error = on_progress, on_error
+        self._receiving: deque[Flow] = deque()
+        self._sending: deque[Flow] = deque()
+        self._posted: deque[tuple[Flow, Receive, int]] = deque()
+        self._flushing: deque[Flow] = deque()  # all sent, perhaps not all taken by the kernel
+        self._slots = [np.empty(0, np.uint8) for _ in range(SCRATCH_SLOTS)]
+        self._next_slot = 0
+        self._out = np.empty(0, np.uint8)
+        self._work = (np.empty(0, np.float32), np.empty(0, np.float32))
+        self._spare_relays: list[bytearray] = []
+        self._relayed: bytearray | None = None  # on its way to the kernel
+        self._pumping = self._stopped = False
+        right.on_drained = self._drained
+
+    @property
+    def expects(self) -> bool:
+        """Whether the left neighbour still has something to send for what was submitted."""
+        return bool(self._posted or self._receiving)
+
+    def submit(self, flow: Flow) -> None:
+        """Queue ``flow``, and begin with it where it is its turn."""
+        self._receiving.append(flow)
+        self._sending.append(flow)
+        self._post()
+        self._pump()
+
+    def stop(self) -> None:
+        """Touch no memory any more, whatever still arrives."""
+        self._stopped = True
+        self._right.on_drained = None
+        for queue in (self._receiving, self._sending, self._posted, self._flushing):
+            queue.clear()
+
+    # -------------------------------------------------------------------------------------------------------- receiving
+
+    def _post(self) -> None:
+        while len(self._posted) < SCRATCH_SLOTS and self._receiving:
+            flow = self._receiving[0]
+            receive = flow.schedule.next_receive()
+            if receive is None:
+                self._receiving.popleft()
+                continue
+            slot, nbytes = self._next_slot, flow.wire_bytes(receive.stop - receive.start)
+            if receive.reduce or flow.codec:
+                self._next_slot = (slot + 1) % SCRATCH_SLOTS
+                into = self._slot(slot, flow)[:nbytes].data
+            else:
+                into = flow.elements(receive.start, receive.stop)
+            self._posted.append((flow, receive, slot))
+            try:
+                self._left.post(into, generation=self._generation, stream=flow.stream, done=self._arrived)
+            except P2PTrainError as error:
+                self._on_error(self._left, error)
+                return
+
+    def _slot(self, slot: int, flow: Flow) -> npt.NDArray[np.uint8]:
+        """Scratch memory for one sub-chunk of ``flow``; made when first needed, and kept."""
+        self._slots[slot] = _at_least(self._slots[slot], flow.wire_bytes(flow.sub_chunk_numel))
+        return self._slots[slot]
+
+    def _arrived(self) -> None:
+        """The oldest posted sub-chunk is here: called by the connection."""
+        if self._stopped:
+            return
+        flow, receive, slot = self._posted.popleft()
+        target = flow.array[receive.start : receive.stop]
+        received = self._slots[slot][: flow.wire_bytes(len(target))]
+        try:
+            if flow.codec is not None:
+                (flow.codec.decode_add if receive.reduce else flow.codec.decode)(received, target)
+            elif receive.reduce:
+                sum_into(target, received.view(target.dtype), flow.dtype)
+        except P2PTrainError as error:
+            self._on_error(self._left, error)
+            return
+        index = flow.schedule.received()
+        if receive.relayed and flow.codec is not None:
+            flow.relays[index] = self._kept(received)
+        self._on_progress(flow)
+        self._post()
+        self._pump()
+        self._check_done(flow)
+
+    def _kept(self, received: npt.NDArray[np.uint8]) -> bytearray:
+        """A copy of encoded bytes that go on later, when their slot is long in use again."""
+        buffer = self._spare_relays.pop() if self._spare_relays else bytearray()
+        if len(buffer) != len(received):
+            buffer = bytearray(len(received))
+        buffer[:] = received.data
+        return buffer
+
+    # ---------------------------------------------------------------------------------------------------------- sending
+
+    def _drained(self) -> None:
+        """The kernel has all that was handed over."""
+        self._on_progress(None)
+        self._pump()
+
+    def _pump(self) -> None:
+        """Hand over what may be sent, as long as the transport takes it at once (and says so within the call)."""
+        if self._pumping:
+            return
+        self._pumping = True
+        try:
+            self._send_ready()
+        finally:
+            self._pumping = False
+
+    def _send_ready(self) -> None:
+        while not self._right.unsent_bytes:
+            if self._relayed is not None:
+                self._spare_relays.append(self._relayed)
+                self._relayed = None
+            while self._flushing:
+                flow = self._flushing.popleft()
+                flow.flushed = True
+                self._check_done(flow)
+            if not self._sending or self._stopped:
+                return
+            flow = self._sending[0]
+            if flow.schedule.all_sent:
+                self._sending.popleft()
+                self._flushing.append(flow)
+                continue
+            send = flow.schedule.next_send()
+            if send is None:
+                return
+            codec = flow.codec
+            payload = flow.elements(send.start, send.stop) if codec is None else self._encoded(flow, codec, send)
+            try:
+                self._right.send_bulk(payload, generation=self._generation, stream=flow.stream)
+            except P2PTrainError as error:
+                self._on_error(self._right, error)
+                return
+
+    def _encoded(self, flow: Flow, codec: Codec, send: Send) -> memoryview:
+        """The bytes of ``send``. The last ones are in the kernel by now, so their memory is free."""
+        if send.relay is not None:
+            self._relayed = flow.relays.pop(send.relay)
+            return memoryview(self._relayed)
+        values = flow.array[send.start : send.stop]
+        numel = len(values)
+        self._out = _at_least(self._out, codec.encoded_bytes(flow.sub_chunk_numel))
+        out = self._out[: codec.encoded_bytes(numel)]
+        if flow.residual is None:
+            codec.encode(values, out)
+            if send.final:
+                codec.decode(out, values)
+            return out.data
+        if len(self._work[0]) < numel:
+            self._work = np.empty(flow.sub_chunk_numel, np.float32), np.empty(flow.sub_chunk_numel, np.float32)
+        wanted, got = self._work[0][:numel], self._work[1][:numel]
+        residual = flow.residual[send.start : send.stop]
+        np.add(values, residual, out=wanted)
+        codec.encode(wanted, out)
+        codec.decode(out, got)
+        with np.errstate(invalid="ignore"):  # infinity less infinity: the step will be refused for it
+            np.subtract(wanted, got, out=residual)
+        if send.final:
+            values[:] = got
+        return out.data
+
+    def _check_done(self, flow: Flow) -> None:
+        if flow.flushed and flow.schedule.all_received and not (flow.finished or self._stopped):
+            flow.finished = True
+            flow.done()
+
+
+def _at_least(buffer: npt.NDArray[np.uint8], nbytes: int) -> npt.NDArray[np.uint8]:
+    """``buffer``, or a new one where it is shorter than ``nbytes``."""
+    return buffer if len(buffer) >= nbytes else np.empty(-(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES, np.uint8)
