@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from ring.codecs.base import F32, I8, U8, U16_WIRE, Array, CodecBase, blocks_of
-from ring.dtypes import widen_bfloat16
+from ring.dtypes import round_to_bfloat16, widen_bfloat16
 
 _SMALLEST_STEP = np.float32(2.0**-126)  # the smallest normal number: its inverse is finite, its multiples are normal
-_NAN_BFLOAT16 = 0x7FC0
 
 
 class Blockwise(CodecBase):
@@ -50,17 +49,13 @@ class Blockwise(CodecBase):
     def _round_steps(self, steps: F32, scales: Array) -> None:
         """From each block's extreme element its step, as bfloat16 in ``scales``, and in place.
 
-        Its magnitude is rounded up, so that no element is beyond the last level, and is never below the smallest normal
-        number, so that zeros and denormals are no special case. Not finite becomes NaN: all of the block decodes to it.
+        Rounding to nearest takes no element beyond the last level: 127 (1 + 2**-8) steps are still nearest to 127. The
+        magnitude is never below the smallest normal number, so that zeros and denormals are no special case. Where it
+        is not finite, all of the block decodes to NaN.
         """
-        not_finite = ~np.isfinite(steps)
         steps /= np.float32(-self.levels)
         np.copysign(np.maximum(np.abs(steps), _SMALLEST_STEP), steps, out=steps)
-        bits = steps.view(np.uint32)
-        bits += np.uint32(0xFFFF)
-        bits >>= np.uint32(16)
-        np.copyto(scales, bits, casting="unsafe")
-        scales[not_finite] = _NAN_BFLOAT16
+        round_to_bfloat16(steps, scales, self._scratch.array("bits", steps.size, np.uint32))
         widen_bfloat16(scales, steps)
 
     def _decode_untrusted(self, encoded: U8, out: F32) -> None:

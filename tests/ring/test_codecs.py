@@ -176,6 +176,17 @@ def test_unaligned_and_empty_memory(name):
     codec.decode_add(encoded(codec, values[:0]), values[:0])
 
 
+@pytest.mark.parametrize(("name", "levels"), [("int8", 127), ("int4", 8)])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_no_rounding_of_the_step_takes_the_largest_element_beyond_its_level(name, levels, sign):
+    codec = codec_named(name)
+    largest = np.linspace(1, 2, 1 << 13, dtype=np.float32)  # every way in which the step's mantissa is rounded
+    values = np.zeros((largest.size, codec.block_numel), np.float32)
+    values[:, 5] = sign * largest
+    error = np.abs(round_trip(codec, values.ravel()).reshape(values.shape)[:, 5] - values[:, 5])
+    assert (error < largest / levels / 2).all()
+
+
 @settings(deadline=None)
 @given(hnp.arrays(np.float32, numels, elements=st.floats(-(2.0**100), 2.0**100, width=32)))
 def test_int8_is_wrong_by_half_a_level_at_most(values):
