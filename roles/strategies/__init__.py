@@ -24,15 +24,26 @@ class Strategy(Protocol):
     """The three activities of a step. Each is cancelled when the ring breaks; only ``commit`` runs to its end.
 
     Attributes:
-        progress: called after every piece of work, so that the heartbeat can tell a slow peer from a stuck one.
+        exposed_s: how long the last step waited for the ring after this member's own share was computed.
+        communicating_s: how long its operations were under way, behind the computing or not.
     """
 
-    async def compute(self, step: int, first: int, count: int) -> None:
-        """This member's share of step ``step``: micro-batches ``range(first, first + count)``."""
+    exposed_s: float
+    communicating_s: float
+
+    async def compute(self, step: int, first: int, count: int, session: RingSession, *, patience_s: float) -> None:
+        """This member's share of step ``step``: micro-batches ``range(first, first + count)``.
+
+        What it makes may go into the ring of ``session`` at once, so the buffer holds sums when this returns, not
+        contributions; whoever gives the step up closes the session first, and computes it again from zero.
+
+        Args:
+            patience_s: see ``RingSession.submit``.
+        """
         ...
 
-    async def reduce(self, session: RingSession, *, patience_s: float) -> Contribution:
-        """Bring the members' contributions together; afterwards all hold the same bytes."""
+    async def reduce(self, session: RingSession) -> Contribution:
+        """Wait until the members' contributions were brought together; then all hold the same bytes."""
         ...
 
     async def commit(self, step: int, square_sum: float) -> Applied:
@@ -40,7 +51,9 @@ class Strategy(Protocol):
         ...
 
 
-Factory = Callable[[Engine, ComputeThread, Callable[[], None]], Strategy]
+Factory = Callable[[Engine, ComputeThread, Callable[[], None], int], Strategy]
+"""From the engine, its thread, what to call after every piece of work (the heartbeat tells a slow peer from a stuck one
+by it), and the bytes of a bucket (0: by itself)."""
 
 
 def strategy_named(name: str) -> Factory:

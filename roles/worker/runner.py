@@ -105,7 +105,7 @@ class JobRunner:
         self._released.set()
 
     def view_announced(self, view: View) -> None:
-        self._around.inbound.expect(self.job, view.generation)
+        self._around.inbound.announced(view, self._around.peer_id)
         self._handle(ViewArrived(view))
 
     def wish(self, flag: Flag, generation: int = 0) -> None:
@@ -254,7 +254,8 @@ class JobRunner:
         if self._engine is None:
             self._engine = await around.compute.run(around.build_engine, self.profile)
             factory = strategy_named(self.profile.job.strategy)
-            self._strategy = factory(self._engine, around.compute, self._did_something)
+            ring = self.profile.ring
+            self._strategy = factory(self._engine, around.compute, self._did_something, ring.bucket_bytes)
         restore_step, self._restore_step = self._restore_step, -1
         applied, lineage, square_sum, entry = await around.compute.run(
             self.keeper.load, self._engine, spec=self._spec, restore_step=restore_step
@@ -281,7 +282,8 @@ class JobRunner:
             inbound=around.inbound,
             heartbeat_s=heartbeat_s,
             death_s=death_s,
-            sub_chunk_bytes=form.view.sub_chunk_bytes or 256 << 10,
+            sub_chunk_bytes=form.view.sub_chunk_bytes,
+            streams=form.view.streams,
             timeout_s=FORM_TIMEOUT_S + self._state_bytes / REDO_BYTES_PER_S,
         )
         self._session = session
@@ -318,16 +320,19 @@ class JobRunner:
         self._handle(Finished(instruction.ticket))
 
     async def _compute(self, instruction: Compute) -> None:
+        step, first, count = instruction.step, instruction.first, instruction.count
+        session, patience_s = self._ready_session(), self._patience_s()
         with self.clock.phase("compute"):
-            await self._ready_strategy().compute(instruction.step, instruction.first, instruction.count)
+            await self._ready_strategy().compute(step, first, count, session, patience_s=patience_s)
         self.tokens += instruction.count * self._ready_engine().tokens_per_micro_batch
         self._handle(Finished(instruction.ticket))
 
     async def _reduce(self, instruction: Reduce) -> None:
-        session = self._ready_session()
+        session, strategy = self._ready_session(), self._ready_strategy()
         with self.clock.phase("communicate"):
-            contribution = await self._ready_strategy().reduce(session, patience_s=self._patience_s())
+            contribution = await strategy.reduce(session)
         self.clock.waited(session.waited_s)
+        self.clock.exchanged(exposed_s=strategy.exposed_s, communicating_s=strategy.communicating_s)
         self._handle(Reduced(instruction.ticket, contribution.digest, contribution.part))
 
     async def _vote(self, instruction: Vote) -> None:

@@ -17,6 +17,7 @@ class StepClock:
         self._now = now
         self._spent: dict[str, float] = {}
         self._waited_s = 0.0
+        self._hidden_s = 0.0
         self._began = now()
         self.longest_s = 0.0
         self.last_ms: dict[str, float] = {}
@@ -34,14 +35,23 @@ class StepClock:
         """So much of the communication was waiting for a neighbour that had nothing to send yet."""
         self._waited_s += seconds
 
+    def exchanged(self, *, exposed_s: float, communicating_s: float) -> None:
+        """The gradients were under way for ``communicating_s``, of which ``exposed_s`` came after the own share."""
+        self._hidden_s = max(0.0, communicating_s - exposed_s)
+
     def view_began(self) -> None:
         """A step that spans two views is not a measurement."""
         self._spent.clear()
         self._waited_s = 0.0
+        self._hidden_s = 0.0
         self._began = self._now()
 
     def step_done(self) -> dict[str, float]:
-        """Milliseconds of the step just applied: ``step_ms``, ``compute_ms``, ``communicate_ms``, ``wait_ms``."""
+        """Milliseconds of the step just applied.
+
+        ``step_ms``; ``compute_ms``; ``communicate_ms`` and ``wait_ms``: what the ring cost after the computing;
+        ``hidden_ms``: what it cost beside the computing, which is no part of the step's time.
+        """
         now = self._now()
         step_s = now - self._began
         communicate_s = self._spent.get("communicate", 0.0)
@@ -51,6 +61,7 @@ class StepClock:
             "compute_ms": self._spent.get("compute", 0.0) * 1e3,
             "communicate_ms": (communicate_s - wait_s) * 1e3,
             "wait_ms": wait_s * 1e3,
+            "hidden_ms": self._hidden_s * 1e3,
         }
         self.longest_s = max(self.longest_s, step_s)
         self.view_began()

@@ -81,8 +81,8 @@ class WatchedNetwork:
     async def connect(self, host: str, port: int, factory: ProtocolFactory, *, timeout_s: float) -> None:
         await self._inner.connect(host, port, self._watched(factory), timeout_s=timeout_s)
 
-    async def listen(self, host: str, port: int, factory: ProtocolFactory) -> Listener:
-        return await self._inner.listen(host, port, self._watched(factory))
+    async def listen(self, host: str, port: int, factory: ProtocolFactory, on_problem: Any = None) -> Listener:
+        return await self._inner.listen(host, port, self._watched(factory), on_problem)
 
     def _watched(self, factory: ProtocolFactory) -> ProtocolFactory:
         def make() -> asyncio.BufferedProtocol:
@@ -379,6 +379,7 @@ PROFILE = Profile.model_validate(
         "validation": {"every": 7, "batches": 3},
         "checkpoint": {"every": 4},
         "membership": {"heartbeat_s": BEAT_S, "death_s": DEATH_S},
+        "ring": {"bucket_bytes": 1024},  # two buckets, the first of which is sent while the step is being computed
     }
 )
 
