@@ -1,0 +1,303 @@
+"""How far and how wide the way to another worker is: measured by the one, with a helping hand from the other.
+
+The one that measures dials the other's port with purpose ``probe``. The answering side (``Sink``) tells the time when
+asked (``probe.clock``), which is a round trip, and takes bulk frames when it is the caller's turn (``probe.turn``, then
+``probe.sink`` with each), each answered when it is there.
+
+Latency is half the shortest of a few round trips on an open connection. Bandwidth is how fast answers come back to
+pieces that were sent all at once: delays on the way, which are in every answer, cancel. Where the round trip is long,
+the same is tried over several connections together, to see whether one flow fills the link.
+
+None of it may be felt by a step: a push is ``PUSH_BYTES`` at most and given up after ``PUSH_S``; a worker pushes to one
+other at a time, and takes the push of one at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from p2ptrain.core.errors import DeadlineExceeded, NetworkError, P2PTrainError, ProtocolError, Refused
+from p2ptrain.core.ids import is_id
+from p2ptrain.core.world import World
+from ring.order import STRIPES, LinkQuality
+from ring.plan import NEAR_RTT_S
+from wire.connection import Connection
+from wire.handshake import dial, local_hello
+from wire.messages import Hello, Request, Response
+
+ROUND_TRIPS = 5
+ROUND_TRIPS_S = 0.3
+"""After so much of it, two round trips are enough: far away, what varies is small beside what does not."""
+PIECE_BYTES = 32 << 10
+PUSH_BYTES = 1 << 20
+"""With ``PUSH_S``, all that one measurement may put on a link: a tenth of a second of 100 Mbit/s."""
+PUSH_S = 0.5
+MAX_ASKED = 16
+"""Peers in one request."""
+MAX_DEADLINE_S = 60.0
+MAX_CALLERS = 32
+"""Probe connections that a worker serves at a time; more are told that it is busy."""
+QUIET_S = 5.0
+"""A probe connection that asks nothing for so long is closed: who measures is never that slow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Another worker's port. An empty ``host`` is the seed's."""
+
+    peer_id: str
+    host: str
+    port: int
+
+
+# --------------------------------------------------------------------------------------------------------- being asked
+
+
+class Sink:
+    """A worker's answering side. One for all of its callers."""
+
+    def __init__(self) -> None:
+        self._callers = 0
+        self._turn = asyncio.Condition()
+        self._pushing = ""  # peer id of the caller whose turn it is
+        self._pushes = 0  # its connections that are being pushed on
+
+    @property
+    def full(self) -> bool:
+        return self._callers >= MAX_CALLERS
+
+    async def serve(self, connection: Connection, hello: Hello) -> None:
+        """Answer one probe connection until it is closed, silent, or has pushed what it may.
+
+        Raises:
+            ProtocolError: it asked for what there is not.
+        """
+        self._callers += 1
+        try:
+            await self._answer(connection, hello.peer_id)
+        except NetworkError:
+            return  # it is done, in its own way
+        finally:
+            self._callers -= 1
+
+    async def _answer(self, connection: Connection, caller: str) -> None:
+        while True:
+            request = await connection.expect(Request, timeout_s=QUIET_S)
+            if request.method == "probe.turn":
+                async with self._turn_of(caller):
+                    connection.send(Response(request.id))
+                    await self._take(connection)
+                return
+            if request.method != "probe.clock":
+                raise ProtocolError(f"a worker does not answer {request.method[:80]!r} to a probe")
+            connection.send(Response(request.id))
+
+    async def _take(self, connection: Connection) -> None:
+        """Take frames of ``PIECE_BYTES``, each announced by a request, ``PUSH_BYTES`` at most."""
+        into, arrived = memoryview(bytearray(PIECE_BYTES)), asyncio.Event()
+        for _ in range(PUSH_BYTES // PIECE_BYTES):
+            request = await connection.expect(Request, timeout_s=QUIET_S)
+            stream = request.params.get("stream")
+            if request.method != "probe.sink" or not isinstance(stream, int) or not 0 <= stream < 2**31:
+                raise ProtocolError("a push is a row of probe.sink requests, each with a stream")
+            arrived.clear()
+            connection.post(into, generation=0, stream=stream, done=arrived.set)
+            waiting = [asyncio.create_task(arrived.wait()), asyncio.create_task(connection.closed.wait())]
+            try:
+                await asyncio.wait(waiting, timeout=QUIET_S, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in waiting:
+                    task.cancel()
+            if not arrived.is_set():
+                connection.abort()  # the memory is given up: nothing may land in it later
+                return
+            connection.send(Response(request.id))
+
+    @asynccontextmanager
+    async def _turn_of(self, caller: str) -> AsyncIterator[None]:
+        """One caller at a time pushes, on as many connections as it has."""
+        async with self._turn:
+            async with within(QUIET_S):
+                await self._turn.wait_for(lambda: self._pushing in ("", caller))
+            self._pushing, self._pushes = caller, self._pushes + 1
+        try:
+            yield
+        finally:
+            self._pushes -= 1
+            if not self._pushes:
+                self._pushing = ""
+                async with self._turn:
+                    self._turn.notify_all()
+
+
+# -------------------------------------------------------------------------------------------------------------- asking
+
+
+def targets_untrusted(params: dict[str, Any]) -> tuple[list[Target], float]:
+    """The parameters of ``links.measure``: whom to measure, and within how many seconds. Raises ``ProtocolError``."""
+    peers, deadline_s = params.get("peers"), params.get("deadline_s")
+    if not isinstance(peers, list) or not 0 < len(peers) <= MAX_ASKED:
+        raise ProtocolError(f"links.measure needs 1 to {MAX_ASKED} peers")
+    if not isinstance(deadline_s, int | float) or not 0 < deadline_s <= MAX_DEADLINE_S:
+        raise ProtocolError(f"links.measure needs deadline_s, {MAX_DEADLINE_S:g} at most")
+    return [_target_untrusted(item) for item in peers], float(deadline_s)
+
+
+def _target_untrusted(item: object) -> Target:
+    if isinstance(item, dict):
+        peer_id, host, port = item.get("id"), item.get("host"), item.get("port")
+        texts = isinstance(peer_id, str) and is_id(peer_id) and isinstance(host, str) and len(host) <= 255
+        if texts and isinstance(port, int) and 0 < port < 65536:
+            return Target(str(peer_id), str(host), port)
+    raise ProtocolError("a peer to measure is {id, host, port}")
+
+
+class Prober:
+    """A worker's asking side.
+
+    Args:
+        seed_host: dialled where a target's host is empty.
+    """
+
+    def __init__(self, world: World, *, peer_id: str, name: str, seed_host: str) -> None:
+        self._world = world
+        self._seed_host = seed_host
+        self._hello = local_hello(peer_id=peer_id, name=name, roles=["worker"], purpose="probe")
+        self._push = asyncio.Lock()  # to one other at a time
+
+    async def measure(self, targets: Sequence[Target], *, deadline_s: float) -> dict[str, LinkQuality]:
+        """Peer id → what was measured within ``deadline_s``; who was not reached is not in it.
+
+        The latencies of all are measured side by side, bandwidths one after the other, so what time does not allow is
+        missing at the end of ``targets``.
+        """
+        found: dict[str, LinkQuality] = {}
+        tasks = [asyncio.create_task(self._measure(target, found), name="links.measure") for target in targets]
+        try:
+            await asyncio.wait(tasks, timeout=deadline_s)
+        finally:
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception) and not isinstance(result, P2PTrainError):
+                raise result
+        return found
+
+    async def _measure(self, target: Target, found: dict[str, LinkQuality]) -> None:
+        connection = await self._dial(target)
+        try:
+            latency_s = await self._latency_s(connection)
+            found[target.peer_id] = LinkQuality(latency_s)
+            async with self._push:
+                bandwidth_bps = await self._pushed_bps([connection], latency_s)
+                found[target.peer_id] = LinkQuality(latency_s, bandwidth_bps)
+        finally:
+            connection.abort()
+        if 2 * latency_s < NEAR_RTT_S or bandwidth_bps is None:
+            return
+        async with self._push:
+            striped_bps = await self._striped_bps(target, latency_s)
+        if striped_bps is not None:
+            striped_bps = min(max(striped_bps, bandwidth_bps), STRIPES * bandwidth_bps)
+            found[target.peer_id] = LinkQuality(latency_s, bandwidth_bps, striped_bps)
+
+    async def _dial(self, target: Target) -> Connection:
+        host = target.host or self._seed_host
+        connection, welcome = await dial(
+            self._world.network, host, target.port, self._hello, timeout_s=MAX_DEADLINE_S, expect_peer=target.peer_id
+        )
+        if welcome.peer_id != target.peer_id:
+            connection.abort()
+            raise Refused("wrong-identity", f"another peer answers at {host}:{target.port}")
+        return connection
+
+    async def _latency_s(self, connection: Connection) -> float:
+        now, round_trips_s = self._world.clock.now, list[float]()
+        while len(round_trips_s) < (ROUND_TRIPS if sum(round_trips_s) < ROUND_TRIPS_S else 2):
+            began = now()
+            connection.send(Request(len(round_trips_s), "probe.clock"))
+            await connection.expect(Response, timeout_s=MAX_DEADLINE_S)
+            round_trips_s.append(now() - began)
+        return min(round_trips_s) / 2
+
+    async def _striped_bps(self, target: Target, latency_s: float) -> float | None:
+        opened = await asyncio.gather(*(self._dial(target) for _ in range(STRIPES)), return_exceptions=True)
+        connections = [item for item in opened if isinstance(item, Connection)]
+        try:
+            if len(connections) < STRIPES:
+                return None  # it answered a moment ago: what one connection carries is known
+            return await self._pushed_bps(connections, latency_s)
+        finally:
+            for connection in connections:
+                connection.abort()
+
+    async def _pushed_bps(self, connections: list[Connection], latency_s: float) -> float | None:
+        """Bits per second that they carry of ``PUSH_BYTES``, the rates of all added up; None where too little came
+        through."""
+        pieces = PUSH_BYTES // PIECE_BYTES // len(connections)
+        answered: list[list[float]] = [[] for _ in connections]
+        payload = memoryview(bytes(PIECE_BYTES))
+        for connection in connections:
+            connection.send(Request(0, "probe.turn"))
+        for connection in connections:
+            await connection.expect(Response, timeout_s=MAX_DEADLINE_S)
+        for connection in connections:
+            for number in range(pieces):
+                connection.send(Request(number, "probe.sink", {"stream": number}))
+                connection.send_bulk(payload, generation=0, stream=number)
+        pairs = zip(connections, answered, strict=True)
+        listening = [asyncio.create_task(self._answers(connection, pieces, times)) for connection, times in pairs]
+        try:
+            async with within(PUSH_S + 2 * latency_s):
+                await asyncio.gather(*listening)
+        except NetworkError:
+            pass  # out of time, or broken off: what came is looked at
+        finally:
+            for task in listening:
+                task.cancel()
+        rates = [rate for times in answered if (rate := rate_bps(times)) is not None]
+        return sum(rates) if rates else None
+
+    async def _answers(self, connection: Connection, pieces: int, answered: list[float]) -> None:
+        for number in range(pieces):
+            response = await connection.expect(Response, timeout_s=MAX_DEADLINE_S)
+            if response.id != number:
+                raise ProtocolError(f"an answer to piece {response.id}, where {number} was due")
+            answered.append(self._world.clock.now())
+
+
+@asynccontextmanager
+async def within(seconds: float) -> AsyncIterator[None]:
+    """``asyncio.timeout``, which raises ``DeadlineExceeded``."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise DeadlineExceeded(f"not done within {seconds:g} s") from None
+
+
+def rate_bps(answered: Sequence[float]) -> float | None:
+    """Bits per second from the times at which pieces were answered; None where they are too few to tell.
+
+    The median over all runs of a quarter of the pieces, but for the first ones, which a flow's slow start holds back. A
+    lost segment makes one pause, and what comes right after it all at once: neither is the rate of the link.
+    """
+    if len(answered) < 3:
+        return None
+    run = max(2, len(answered) // 4)
+    starts = range(min(run, len(answered) - 1 - run), len(answered) - run)
+    seconds = [answered[start + run] - answered[start] for start in starts]
+    rates = [8 * PIECE_BYTES * run / took_s for took_s in seconds if took_s > 0]
+    return statistics.median(rates) if rates else None
+
+
+def to_result(found: dict[str, LinkQuality]) -> dict[str, Any]:
+    """The answer to ``links.measure``."""
+    links = [[peer_id, link.latency_s, link.bandwidth_bps, link.striped_bps] for peer_id, link in found.items()]
+    return {"links": links}

@@ -1,0 +1,305 @@
+"""Measuring links: what the emulated presets are, and what a measurement may not do."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import pytest
+
+from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.errors import P2PTrainError, ProtocolError
+from p2ptrain.core.world import LoopClock, Network, World
+from ring.order import STRIPES, LinkQuality
+from ring.plan import NEAR_RTT_S
+from roles.worker.links import (
+    MAX_ASKED,
+    PIECE_BYTES,
+    PUSH_BYTES,
+    PUSH_S,
+    QUIET_S,
+    Prober,
+    Sink,
+    Target,
+    rate_bps,
+    targets_untrusted,
+    to_result,
+)
+from wire.connection import Connection
+from wire.emulate import EmulatedNetwork
+from wire.handshake import Server, dial, local_hello, local_welcome, serve
+from wire.memory import MemoryNetwork
+from wire.messages import Hello, Request, Response, Welcome
+from wire.shaper import PRESETS, LinkPreset
+from wire.transport import TcpNetwork
+from wire.virtual import run_virtual
+
+
+@dataclass
+class Side:
+    """A worker as far as measuring goes."""
+
+    peer_id: str
+    network: Network
+    sink: Sink = field(default_factory=Sink)
+    problems: list[P2PTrainError] = field(default_factory=list)
+    server: Server | None = None
+
+    @property
+    def world(self) -> World:
+        return World(LoopClock(), self.network, RealDisk(), random.Random(1))
+
+    @property
+    def prober(self) -> Prober:
+        return Prober(self.world, peer_id=self.peer_id, name=self.peer_id, seed_host="127.0.0.1")
+
+    async def listen(self) -> Target:
+        async def decide(hello: Hello, connection: Connection) -> Welcome:
+            return local_welcome(peer_id=self.peer_id, name=self.peer_id, wall=0.0)
+
+        self.server = await serve(
+            self.network,
+            "0.0.0.0",
+            0,
+            decide=decide,
+            serve=self.sink.serve,
+            on_problem=lambda problem, address: self.problems.append(problem),
+        )
+        host = self.peer_id if isinstance(self.network, EmulatedNetwork | MemoryNetwork) else ""
+        return Target(self.peer_id, host, self.server.address[1])
+
+    async def stop(self) -> None:
+        if self.server is not None:
+            await self.server.close()
+
+
+def two_sides(preset: LinkPreset | None, seed: int = 0) -> tuple[Side, Side]:
+    hub = MemoryNetwork()
+    networks: list[Network] = [hub.at(name) for name in ("aa", "bb")]
+    if preset is not None:
+        networks = [EmulatedNetwork(network, preset, seed + number) for number, network in enumerate(networks)]
+    one, other = (Side(name, network) for name, network in zip(("aa", "bb"), networks, strict=True))
+    return one, other
+
+
+def measured(preset: LinkPreset, deadline_s: float = 30.0, seed: int = 0) -> tuple[LinkQuality | None, float]:
+    async def main() -> tuple[LinkQuality | None, float]:
+        one, other = two_sides(preset, seed)
+        target = await other.listen()
+        began = asyncio.get_running_loop().time()
+        found = await one.prober.measure([target], deadline_s=deadline_s)
+        took_s = asyncio.get_running_loop().time() - began
+        await other.stop()
+        assert not other.problems
+        return found.get("bb"), took_s
+
+    return run_virtual(main())
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_the_presets_are_measured_as_they_are(name: str) -> None:
+    preset = PRESETS[name]
+    results = [measured(preset, seed=7 * seed) for seed in range(9)]
+    found = [quality for quality, _ in results if quality is not None]
+    assert len(found) == len(results)
+    latency_s = statistics.median(quality.latency_s for quality in found)
+    assert preset.delay_s <= latency_s <= preset.delay_s + preset.jitter_s
+    loss = 0.1 if name == "lossy" else 0.03
+    assert statistics.median(quality.bandwidth_bps or 0 for quality in found) == pytest.approx(
+        preset.rate_bps, rel=loss
+    )
+    if preset.rtt_s > NEAR_RTT_S:  # connections of an emulated link do not compete
+        assert statistics.median(quality.striped_bps or 0 for quality in found) > 0.7 * STRIPES * preset.rate_bps
+    else:
+        assert {quality.striped_bps for quality in found} == {None}
+    round_trips = 2 + 2 + 1 + 1 + 2 + 1 + 1  # dialling, pings, a turn, answers; four connections: all but the pings
+    assert (
+        max(took_s for _, took_s in results) < 2 * PUSH_S + (round_trips + 3) * (preset.rtt_s + 2 * preset.jitter_s) + 1
+    )
+
+
+def test_a_slow_link_is_not_pushed_on_for_long() -> None:
+    found, took_s = measured(LinkPreset("modem", 10.0, rate_bps=2e6))
+    assert found is not None
+    assert found.bandwidth_bps == pytest.approx(2e6, rel=0.1)
+    assert took_s < 2 * PUSH_S + 0.5
+    found, took_s = measured(LinkPreset("morse", 10.0, rate_bps=50e3))
+    assert found is not None
+    assert found.bandwidth_bps is None  # not even three pieces came through
+    assert took_s < PUSH_S + 0.5
+
+
+def test_without_time_the_latency_is_better_than_nothing() -> None:
+    found, took_s = measured(PRESETS["wan"], deadline_s=0.4)
+    assert found is not None
+    assert found.bandwidth_bps is None
+    assert took_s == pytest.approx(0.4)
+    assert measured(PRESETS["satellite"], deadline_s=1.0)[0] is None
+
+
+def test_who_is_not_there_does_not_hold_up_the_others() -> None:
+    async def main() -> None:
+        one, other = two_sides(LinkPreset("plain", 5.0, rate_bps=1e8))
+        target = await other.listen()
+        hub = one.network._inner  # type: ignore[attr-defined]
+        hub.silence("aa", "gone")
+        began = asyncio.get_running_loop().time()
+        found = await one.prober.measure(
+            [Target("cc", "gone", 1), Target("dd", "bb", target.port), target], deadline_s=3
+        )
+        assert set(found) == {"bb"}  # the second answers under another name
+        assert found["bb"].bandwidth_bps == pytest.approx(1e8, rel=0.05)
+        assert asyncio.get_running_loop().time() - began == pytest.approx(3)
+        await other.stop()
+
+    run_virtual(main())
+
+
+def test_a_worker_takes_the_push_of_one_at_a_time() -> None:
+    async def main() -> None:
+        hub, link = MemoryNetwork(), LinkPreset("plain", 1.0, rate_bps=50e6)
+        names = ("aa", "bb", "cc", "dd")
+        sides = [Side(name, EmulatedNetwork(hub.at(name), link, 0)) for name in names]
+        target = await sides[0].listen()
+        busy: list[int] = []
+        take = sides[0].sink._take
+
+        async def watched(connection: Connection) -> None:
+            busy.append(1)
+            assert len(busy) == 1
+            await take(connection)
+            busy.pop()
+
+        sides[0].sink._take = watched  # type: ignore[method-assign]
+        results = await asyncio.gather(*(side.prober.measure([target], deadline_s=10) for side in sides[1:]))
+        for found in results:
+            assert found["aa"].bandwidth_bps == pytest.approx(50e6, rel=0.05)
+        await sides[0].stop()
+
+    run_virtual(main())
+
+
+async def called(side: Side, target: Target, name: str = "ee") -> Connection:
+    hello = local_hello(peer_id=name, name=name, roles=["worker"], purpose="probe")
+    connection, _ = await dial(side.network, target.host, target.port, hello, timeout_s=5)
+    return connection
+
+
+def push(connection: Connection, pieces: int) -> None:
+    for number in range(pieces):
+        connection.send(Request(number, "probe.sink", {"stream": number}))
+        connection.send_bulk(memoryview(bytes(PIECE_BYTES)), generation=0, stream=number)
+
+
+def test_no_more_is_taken_than_a_measurement_needs() -> None:
+    async def main() -> None:
+        one, other = two_sides(None)
+        target = await other.listen()
+        connection = await called(one, target)
+        connection.send(Request(0, "probe.turn"))
+        push(connection, 2 * PUSH_BYTES // PIECE_BYTES)
+        answers = 0
+        with suppress(P2PTrainError):
+            while True:
+                await connection.expect(Response, timeout_s=60)
+                answers += 1
+        await connection.closed.wait()
+        assert answers == 1 + PUSH_BYTES // PIECE_BYTES
+        await other.stop()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    "rude",
+    [
+        lambda connection: connection.send(Request(0, "jobs.cancel")),
+        lambda connection: connection.send(Request(0, "probe.sink", {"stream": 1})),
+        lambda connection: (connection.send(Request(0, "probe.turn")), connection.send(Request(1, "probe.clock"))),
+        lambda connection: (connection.send(Request(0, "probe.turn")), connection.send(Request(1, "probe.sink"))),
+    ],
+)
+def test_what_is_no_measurement_ends_the_connection(rude: Callable[[Connection], object]) -> None:
+    async def main() -> None:
+        one, other = two_sides(None)
+        target = await other.listen()
+        connection = await called(one, target)
+        rude(connection)
+        await connection.closed.wait()
+        assert isinstance(other.problems[0], ProtocolError)
+        assert await one.prober.measure([target], deadline_s=5)  # nobody else is kept waiting
+        await other.stop()
+
+    run_virtual(main())
+
+
+def test_who_takes_a_turn_and_does_nothing_keeps_the_others_waiting_for_a_while_only() -> None:
+    async def main() -> None:
+        one, other = two_sides(None)
+        target = await other.listen()
+        idle = await called(one, target)
+        idle.send(Request(0, "probe.turn"))
+        await idle.expect(Response, timeout_s=1)
+        began = asyncio.get_running_loop().time()
+        assert set(await one.prober.measure([target], deadline_s=20)) == {"bb"}
+        assert asyncio.get_running_loop().time() - began <= QUIET_S + 1
+        await other.stop()
+
+    run_virtual(main())
+
+
+async def test_over_real_sockets() -> None:
+    one, other = Side("aa", TcpNetwork()), Side("bb", TcpNetwork())
+    target = await other.listen()
+    found = (await one.prober.measure([target], deadline_s=10))["bb"]
+    assert 0 < found.latency_s < 0.1
+    assert found.bandwidth_bps is not None
+    assert found.bandwidth_bps > 50e6
+    await other.stop()
+    assert not other.problems
+
+
+def test_the_rate_is_that_between_pauses() -> None:
+    piece_s = 8 * PIECE_BYTES / 1e6
+    steady = [number * piece_s for number in range(32)]
+    assert rate_bps(steady) == pytest.approx(1e6)
+    slow_start = [10.0 * number for number in range(-8, 0)] + steady[:24]
+    assert rate_bps(slow_start) == pytest.approx(1e6)
+    lost_one = steady[:20] + [steady[19] + 0.2 + max(0.0, number * piece_s - 0.2) for number in range(1, 13)]
+    assert rate_bps(lost_one) == pytest.approx(1e6, rel=0.05)
+    assert rate_bps([0.0, 1.0]) is None
+    assert rate_bps([1.0] * 9) is None
+
+
+GOOD = {"id": "ab", "host": "h", "port": 1}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"peers": [], "deadline_s": 1},
+        {"peers": [GOOD] * (MAX_ASKED + 1), "deadline_s": 1},
+        {"peers": [GOOD], "deadline_s": 0},
+        {"peers": [GOOD], "deadline_s": float("nan")},
+        {"peers": [GOOD], "deadline_s": 1e9},
+        {"peers": ["ab"], "deadline_s": 1},
+        {"peers": [GOOD | {"port": 0}], "deadline_s": 1},
+        {"peers": [GOOD | {"id": "../x"}], "deadline_s": 1},
+        {"peers": [GOOD | {"host": "h" * 256}], "deadline_s": 1},
+    ],
+)
+def test_a_request_that_cannot_be_is_refused(params: dict[str, object]) -> None:
+    with pytest.raises(ProtocolError):
+        targets_untrusted(params)
+
+
+def test_a_request_and_its_answer() -> None:
+    good = GOOD | {"id": "0123456789ab"}
+    assert targets_untrusted({"peers": [good], "deadline_s": 2}) == ([Target("0123456789ab", "h", 1)], 2.0)
+    assert to_result({"ab": LinkQuality(0.1, 2.0)}) == {"links": [["ab", 0.1, 2.0, None]]}
+    assert STRIPES * PIECE_BYTES <= PUSH_BYTES
