@@ -42,8 +42,8 @@ def bulk_channel(stream: int) -> str:
 
 
 CHANNELS = frozenset({BEAT, *map(bulk_channel, range(MAX_STREAMS))})
-_PASSING = frozenset({RefusalCode.BUSY, RefusalCode.FULL})  # refusals that time mends
-_OTHER_PEER = "wrong-identity"  # whoever answers at the neighbour's address is not the neighbour, not yet perhaps
+# Refusals that time mends; the last one is of another peer that has the address now, perhaps not for long.
+_PASSING = frozenset({RefusalCode.BUSY, RefusalCode.FULL, RefusalCode.IDENTITY})
 _Key = tuple[str, int, str, str]  # job, generation, peer id, channel
 
 
@@ -233,7 +233,9 @@ async def dial_patiently(
     while True:
         try:
             timeout_s = max(min(HANDSHAKE_TIMEOUT_S, deadline - now()), 0.0)
-            connection, welcome = await dial(world.network, host, member.port, hello, timeout_s=timeout_s)
+            connection, welcome = await dial(
+                world.network, host, member.port, hello, timeout_s=timeout_s, expect_peer=member.peer_id
+            )
             if welcome.peer_id == member.peer_id:
                 return connection
             connection.abort()
@@ -241,7 +243,7 @@ async def dial_patiently(
         except NetworkError as error:
             problem = error
         except Refused as error:
-            if error.code not in _PASSING and error.code != _OTHER_PEER:
+            if error.code not in _PASSING:
                 raise
             problem = error
         left_s = deadline - now()

@@ -15,6 +15,7 @@ import hmac
 import re
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Self
 
 from p2ptrain.core.errors import ProtocolError, UserError
@@ -106,6 +107,11 @@ class Ticket:
             secret=body[secret_at : secret_at + SECRET_BYTES],
             pin=body[secret_at + SECRET_BYTES :],
         )
+
+
+def local_ticket_path(state_dir: Path, role: str) -> Path:
+    """Where a seed with this state directory leaves a ticket for programs of the same user on its machine."""
+    return state_dir / "seed" / "authority" / f"local-{role}.ticket"
 
 
 def is_ticket(text: str) -> bool:

@@ -39,7 +39,7 @@ from wire.credentials import (
     request_of_untrusted,
     sign_certificate,
 )
-from wire.ticket import Ticket
+from wire.ticket import Ticket, local_ticket_path
 
 FIRST_TICKET_S = 7 * 86_400.0
 """The ticket shown at the start: machines are added within days; a forgotten line in a chat is worth nothing later."""
@@ -141,11 +141,6 @@ class Authority:
         if "seed" not in identity.roles:
             self.book.judge_certificate(ticket_of(identity), identity.peer_id)
 
-    def secret(self, ticket_id: str) -> bytes:
-        """What the proof is checked against. Of a ticket that there is not, a random one: then no proof is right."""
-        ticket = self.book.tickets.get(ticket_id)
-        return ticket.secret if ticket else secrets.token_bytes(SECRET_BYTES)
-
     def _sign(self, key: ec.EllipticCurvePublicKey, peer_id: str, role: str, ticket_id: bytes, now: float) -> bytes:
         serial = int.from_bytes(_SERIAL_LEAD + ticket_id + secrets.token_bytes(_SERIAL_RANDOM_BYTES))
         return sign_certificate(self._key_pem, self._ca_pem, key, peer_id=peer_id, roles=[role], now=now, serial=serial)
@@ -187,7 +182,7 @@ class Authority:
             if record is None:
                 record = await self.new_ticket(role, host=host, now=now, expires_s=None, kind="local")
             ticket = Ticket(host, port, role, record.id, record.secret, self.pin)
-            path = self._directory / local_ticket_name(role)
+            path = self._directory / local_ticket_path(Path(), role).name
             data = f"{ticket}\n".encode()
             await asyncio.to_thread(write_atomic, self._disk, path, data, private=True)
 
@@ -238,8 +233,3 @@ def ticket_of(identity: PeerIdentity) -> str:
         if raw.startswith(_SERIAL_LEAD):
             return raw[len(_SERIAL_LEAD) :][:ID_BYTES].hex()
     raise Refused("ticket-unknown", "a certificate that does not tell the ticket it came from")
-
-
-def local_ticket_name(role: str) -> str:
-    """The file in which a seed leaves a ticket for programs of the same user on its machine."""
-    return f"local-{role}.ticket"

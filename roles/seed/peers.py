@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, ProtocolError, Refused
+from p2ptrain.core.errors import ConnectionLost, ProtocolError, Refused
 from p2ptrain.core.ids import is_id
 from ring.coordination import STATUSES, Peer
 from ring.token import is_lineage
 from ring.view import View
+from wire.calls import Calls
 from wire.connection import Connection
 from wire.messages import (
     CheckpointSaved,
@@ -21,8 +21,6 @@ from wire.messages import (
     MemberRecord,
     Message,
     Report,
-    Request,
-    Response,
     StepMetrics,
     ViewAnnounced,
 )
@@ -64,8 +62,7 @@ class Link:
     job: str = ""
     lost_at: float | None = None
     beat: Heartbeat | None = None
-    _pending: dict[int, asyncio.Future[Response]] = field(default_factory=dict)
-    _last_id: int = 0
+    calls: Calls = field(default_factory=Calls)
 
     @property
     def id(self) -> str:
@@ -92,32 +89,11 @@ class Link:
         Raises:
             Refused: what it answered. DeadlineExceeded, ConnectionLost: it did not.
         """
-        self._last_id += 1
-        number = self._last_id
-        answer: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
-        self._pending[number] = answer
-        try:
-            self.connection.send(Request(number, method, params))
-            async with asyncio.timeout(timeout_s):
-                response = await answer
-        except TimeoutError:
-            raise DeadlineExceeded(f"{self.name} did not answer {method} within {timeout_s:g} s") from None
-        finally:
-            del self._pending[number]
-        if response.error_code:
-            raise Refused(response.error_code, f"{self.name}: {response.error_message}", remedy=response.error_remedy)
-        return response.result
-
-    def answered(self, response: Response) -> None:
-        answer = self._pending.get(response.id)
-        if answer is not None and not answer.done():
-            answer.set_result(response)
+        return await self.calls.ask(self.connection.send, method, params, whom=self.name, timeout_s=timeout_s)
 
     def lost(self, now: float) -> None:
         self.lost_at, self.job = now, ""
-        for answer in self._pending.values():
-            if not answer.done():
-                answer.set_exception(ConnectionLost(f"{self.name} is gone"))
+        self.calls.lost(self.name)
 
     def info(self, now: float, view: View | None) -> PeerInfo:
         """What people see. ``view``: the running view of its job, None where it is in none."""

@@ -11,9 +11,11 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, Refused
 from p2ptrain.core.world import World
+from wire.calls import Calls
 from wire.connection import Connection
 from wire.handshake import RefusalCode, dial
 from wire.messages import (
@@ -24,6 +26,7 @@ from wire.messages import (
     Hello,
     Leave,
     Message,
+    Response,
     StepMetrics,
     Welcome,
 )
@@ -39,8 +42,8 @@ RESENT_MESSAGES = 512
 seed keeps one of each."""
 TOLD_EVERY_S = 30.0
 
-# What no other try can mend: the two sides do not speak the same protocol.
-_FINAL = frozenset({RefusalCode.VERSION})
+# What no other try can mend: the two sides do not speak the same protocol, or the seed wants us no more.
+_FINAL = frozenset({RefusalCode.VERSION, RefusalCode.TICKET_REVOKED, "evicted"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,7 @@ class SeedLink:
         self.rtt_ms: float | None = None
         self._leaving = False
         self._sent_at: dict[int, float] = {}
+        self._calls = Calls()
 
     @property
     def up(self) -> bool:
@@ -102,6 +106,12 @@ class SeedLink:
                 pass  # the reader sees it too, and reconnects
         if isinstance(message, StepMetrics | CheckpointSaved | EventNotice):
             self._kept.append(message)
+
+    async def ask(self, method: str, params: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
+        """A request to the seed. Raises ``Refused``, ``DeadlineExceeded`` or ``ConnectionLost``."""
+        if self._connection is None:
+            raise ConnectionLost("there is no connection to the seed")
+        return await self._calls.ask(self._connection.send, method, params, whom="the seed", timeout_s=timeout_s)
 
     async def run(self) -> None:
         """Stay connected until ``leave``, or cancelled.
@@ -133,7 +143,7 @@ class SeedLink:
 
     async def _dial(self) -> tuple[Connection, Welcome]:
         host, port = self._address
-        return await dial(self._world.network, host, port, self._hello(), timeout_s=DIAL_TIMEOUT_S)
+        return await dial(self._world.network, host, port, self._hello(), timeout_s=DIAL_TIMEOUT_S, expect_role="seed")
 
     async def _find_again(self) -> tuple[Connection, Welcome]:
         clock = self._world.clock
@@ -163,6 +173,8 @@ class SeedLink:
                 received = await connection.receive(timeout_s=welcome.death_s)
                 if isinstance(received.message, HeartbeatAck):
                     self._acknowledged(received.message)
+                elif isinstance(received.message, Response):
+                    self._calls.answered(received.message)
                 else:
                     self._on_message(received.message)
         except DeadlineExceeded:
@@ -171,6 +183,7 @@ class SeedLink:
             return problem
         finally:
             self._connection = None
+            self._calls.lost("the seed")
             beats.cancel()
             connection.abort()
 

@@ -113,7 +113,10 @@ async def fetch(
             hello = local_hello(
                 peer_id=peer_id, name=name, roles=["worker"], purpose="heal", job=view.job, generation=view.generation
             )
-            connection, _ = await dial(world.network, donor.host or seed_host, donor.port, hello, timeout_s=SILENCE_S)
+            host = donor.host or seed_host
+            connection, _ = await dial(
+                world.network, host, donor.port, hello, timeout_s=SILENCE_S, expect_peer=donor.peer_id
+            )
             try:
                 await _fetch_from(connection, view, state, on_progress)
                 return donor.name
