@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,8 +33,20 @@ class Child:
     log_start: int
 
     @classmethod
-    async def start(cls, name: str, arguments: list[str], log: Path, *, listen: bool = False) -> Child:
-        """Start ``p2ptrain``; ``listen`` keeps its standard output readable. Raises ``StorageError``."""
+    async def start(
+        cls,
+        name: str,
+        arguments: list[str],
+        log: Path,
+        *,
+        listen: bool = False,
+        environment: Mapping[str, str] | None = None,
+    ) -> Child:
+        """Start ``p2ptrain``; ``listen`` keeps its standard output readable. Raises ``StorageError``.
+
+        Args:
+            environment: the child's, whole; None for this process' own.
+        """
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
             sink = log.open("ab")
@@ -51,6 +64,7 @@ class Child:
                 stdout=PIPE if listen else DEVNULL,
                 stderr=sink,
                 start_new_session=True,
+                env=environment,
             )
         return cls(name, process, log, log_start)
 

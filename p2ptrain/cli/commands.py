@@ -23,6 +23,9 @@ class Commands(LazyGroup):
         Entry("peers", "p2ptrain.cli.peers:peers", "Who is there, and what each one does.", _WATCH),
         Entry("jobs", "p2ptrain.cli.jobs:app", "Create, show, pause, resume, save and cancel jobs.", _WATCH),
         Entry("checkpoints", "p2ptrain.cli.checkpoints:app", "List, restore and delete checkpoints.", _WATCH),
+        Entry(
+            "bench", "p2ptrain.cli.bench.commands:app", "Measure this machine, beside what there is to beat.", _WATCH
+        ),
         Entry("check", "p2ptrain.cli.check:check", "Find out why this machine cannot join a seed.", _WATCH),
         Entry("generate", "p2ptrain.cli.generate:generate", "Write text with a checkpoint.", _USE),
         Entry(

@@ -7,6 +7,7 @@ import platform
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -49,40 +50,48 @@ def engine_builder(*, device: str = "", threads: int = 0) -> Callable[[Profile],
     """A builder for this worker; ``device`` and ``threads`` override the profile where they are given."""
 
     def build(profile: Profile) -> Engine:
-        from p2ptrain.compute.data import DataSpec
         from p2ptrain.compute.device import pick_device
-        from p2ptrain.compute.flat import OptimizerSpec
-        from p2ptrain.compute.model import ModelSpec
         from p2ptrain.compute.trainer import Trainer
 
-        model, data, batch = profile.model, profile.data, profile.batch
         return Trainer(
-            model=ModelSpec(
-                architecture=model.architecture,
-                path=Path(model.path) if model.path else None,
-                hidden_size=model.hidden_size,
-                layers=model.layers,
-                heads=model.heads,
-                kv_heads=model.kv_heads,
-                intermediate_size=model.intermediate_size,
-                context=model.context,
-                tie_embeddings=model.tie_embeddings,
-            ),
-            data=DataSpec(
-                path=data.path,
-                sequence_tokens=data.sequence_tokens,
-                text_key=data.text_key,
-                limit_bytes=data.limit_bytes,
-                validation_fraction=data.validation_fraction,
-            ),
-            optimizer=OptimizerSpec(**profile.optimizer.model_dump()),
-            steps=profile.job.steps,
-            seed=profile.job.seed,
-            micro_batches=batch.micro_batches,
-            micro_batch_sequences=batch.micro_batch_sequences,
+            **trainer_arguments(profile),
             validation_batches=profile.validation.batches,
             device=pick_device(device or profile.device.kind, threads or profile.device.threads),
             precision=profile.device.precision,
         )
 
     return build
+
+
+def trainer_arguments(profile: Profile) -> dict[str, Any]:
+    """What decides the numbers of a training, whoever runs it: keyword arguments of ``Trainer``, and of its rivals."""
+    from p2ptrain.compute.data import DataSpec
+    from p2ptrain.compute.flat import OptimizerSpec
+    from p2ptrain.compute.model import ModelSpec
+
+    model, data, batch = profile.model, profile.data, profile.batch
+    return {
+        "model": ModelSpec(
+            architecture=model.architecture,
+            path=Path(model.path) if model.path else None,
+            hidden_size=model.hidden_size,
+            layers=model.layers,
+            heads=model.heads,
+            kv_heads=model.kv_heads,
+            intermediate_size=model.intermediate_size,
+            context=model.context,
+            tie_embeddings=model.tie_embeddings,
+        ),
+        "data": DataSpec(
+            path=data.path,
+            sequence_tokens=data.sequence_tokens,
+            text_key=data.text_key,
+            limit_bytes=data.limit_bytes,
+            validation_fraction=data.validation_fraction,
+        ),
+        "optimizer": OptimizerSpec(**profile.optimizer.model_dump()),
+        "steps": profile.job.steps,
+        "seed": profile.job.seed,
+        "micro_batches": batch.micro_batches,
+        "micro_batch_sequences": batch.micro_batch_sequences,
+    }

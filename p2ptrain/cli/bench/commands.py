@@ -1,0 +1,258 @@
+"""``p2ptrain bench ...``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from p2ptrain.cli.lazy import new_typer
+from p2ptrain.cli.runtime import ProfileOption, SetOption, run
+from p2ptrain.core.errors import UserError
+
+app = new_typer(help="Measure this machine: the ring, training steps, links and codecs, each beside what it must beat.")
+
+EXIT_INTERRUPTED = 130
+SIZES = "4K,64K,1M,16M,64M,256M"
+LINK_SIZES = "64K,1M,4M"
+"""Over an emulated link: the largest one takes half a second at 100 Mbit/s."""
+
+PIECE_BYTES = 256 << 10
+"""Of the plain sockets' sends and receives where no --sub-chunk is given: of those tried, none was faster."""
+
+LinkOption = Annotated[
+    str,
+    typer.Option(
+        "--link",
+        metavar="PRESET",
+        help="Emulate a link between the peers: lan, wifi, metro, wan, transcontinental, satellite, lossy.",
+    ),
+]
+CodecOption = Annotated[
+    str, typer.Option("--codec", metavar="NAME", help="How elements travel: fp32, bf16, fp16, int8, int4, topk.")
+]
+TlsOption = Annotated[bool, typer.Option("--tls", help="Encrypt, as peers do off the loopback.")]
+JsonTo = Annotated[str, typer.Option("--json", metavar="FILE", help="Write JSON; - for standard output, alone.")]
+CsvTo = Annotated[str, typer.Option("--csv", metavar="FILE", help="Write CSV, one row a sample.")]
+PlotTo = Annotated[str, typer.Option("--plot", metavar="FILE.svg", help="Draw it as SVG.")]
+
+
+@app.command()
+def allreduce(
+    peers: Annotated[int, typer.Option("--peers", "-n", metavar="N", help="Processes, on the loopback.")] = 2,
+    sizes: Annotated[
+        str,
+        typer.Option("--sizes", metavar="LIST", help=f"Of the tensor; by itself {SIZES}, with --link {LINK_SIZES}."),
+    ] = "",
+    dtype: Annotated[str, typer.Option("--dtype", metavar="TYPE", help="Of the elements.")] = "float32",
+    codec: CodecOption = "fp32",
+    link: LinkOption = "",
+    tls: TlsOption = False,
+    streams: Annotated[
+        int, typer.Option("--streams", metavar="N", min=1, max=16, help="Connections to each neighbour.")
+    ] = 1,
+    sub_chunk: Annotated[
+        str, typer.Option("--sub-chunk", metavar="SIZE", help="Bytes that travel as one piece. Default: by itself.")
+    ] = "",
+    rounds: Annotated[
+        int, typer.Option("--rounds", metavar="N", min=0, max=10_000, help="Of each size; 0: as the time allows.")
+    ] = 0,
+    json_to: JsonTo = "",
+    csv_to: CsvTo = "",
+    plot_to: PlotTo = "",
+) -> None:
+    """This ring, torch's Gloo and plain sockets in the same processes, round by round beside one another.
+
+    The time of an operation is that of the slowest member. GB/s are bytes of the tensor. Sockets are the limit: they
+    move the same bytes and do nothing else.
+
+    \b
+    Examples:
+      p2ptrain bench allreduce
+      p2ptrain bench allreduce --peers 4 --sizes 1M,64M --plot ring.svg
+      p2ptrain bench allreduce --codec int8 --link wan
+    """
+    from p2ptrain.cli.bench import plan
+    from p2ptrain.cli.bench.allreduce import AllReduce, Plan
+    from p2ptrain.cli.bench.conduct import Ring, conduct
+    from p2ptrain.cli.bench.machine import available_bytes, origin
+    from p2ptrain.cli.bench.report import Targets, publish
+
+    targets = Targets(json_to, csv_to, plot_to)
+    targets.check()
+    plan.check_peers(peers)
+    _check_link(link)
+    _check_codec(codec)
+    if dtype not in plan.ITEM_BYTES:
+        raise UserError(f"no sum is known for elements of type {dtype!r}", remedy=f"use {', '.join(plan.ITEM_BYTES)}")
+    if codec != "fp32" and dtype != "float32":
+        raise UserError(f"the codec {codec} is for float32, not {dtype}", remedy="leave out --dtype, or --codec")
+    chosen = plan.sizes_of(sizes or (LINK_SIZES if link else SIZES), plan.ITEM_BYTES[dtype])
+    sub_chunk_bytes = plan.sub_chunk_of(sub_chunk)
+    plan.check_memory(peers, chosen[-1], available_bytes())
+    ring = Ring(link=link, tls=tls, streams=streams, sub_chunk_bytes=sub_chunk_bytes, codec=codec)
+    work = AllReduce(Plan(peers, chosen, dtype, ring, rounds, sub_chunk_bytes or PIECE_BYTES))
+    complete = run(conduct(peers, 1, work.measure), children=True)
+    publish(work.report(origin(), complete=complete), targets)
+    _leave(complete)
+
+
+@app.command()
+def step(
+    profile: ProfileOption = "tiny",
+    workers: Annotated[int, typer.Option("--workers", "-n", metavar="N", help="Processes, on the loopback.")] = 2,
+    threads: Annotated[
+        int, typer.Option("--threads", metavar="N", min=1, max=1024, help="CPU threads of each worker.")
+    ] = 1,
+    steps: Annotated[
+        int, typer.Option("--steps", metavar="N", min=1, max=100_000, help="Measured steps of each contender.")
+    ] = 40,
+    sets: SetOption = [],  # noqa: B006 - Typer copies it
+    codec: CodecOption = "fp32",
+    link: LinkOption = "",
+    tls: TlsOption = False,
+    json_to: JsonTo = "",
+    csv_to: CsvTo = "",
+    plot_to: PlotTo = "",
+) -> None:
+    """Training steps of this project, and of torch's DistributedDataParallel on Gloo, block by block in turn.
+
+    Same processes, model, samples, global batch, micro-batches and threads. Tokens a second, and how much of the
+    communication was hidden behind the backward pass.
+
+    \b
+    Examples:
+      p2ptrain bench step
+      p2ptrain bench step --profile small --steps 20
+      p2ptrain bench step --codec int8 --link wan
+    """
+    from configs.loader import load
+    from p2ptrain.cli.bench import plan
+    from p2ptrain.cli.bench.conduct import Ring, conduct
+    from p2ptrain.cli.bench.machine import origin
+    from p2ptrain.cli.bench.report import Targets, publish
+    from p2ptrain.cli.bench.step import Plan, Steps
+
+    targets = Targets(json_to, csv_to, plot_to)
+    targets.check()
+    plan.check_peers(workers, "workers")
+    _check_link(link)
+    _check_codec(codec)
+    loaded = load(profile, os.environ, sets).profile
+    micro_batches = loaded.batch.micro_batches
+    if micro_batches < workers:
+        raise UserError(
+            f"{workers} workers cannot share the {micro_batches} micro-batches of {profile}",
+            remedy=f"give --workers {micro_batches} or less, or --set batch.micro_batches={workers}",
+        )
+    name = Path(profile).stem
+    ring = Ring(link=link, tls=tls, sub_chunk_bytes=loaded.ring.sub_chunk_bytes, codec=codec)
+    work = Steps(Plan(loaded.to_spec(), name, workers, threads, steps, ring))
+    complete = run(conduct(workers, threads, work.measure), children=True)
+    publish(work.report(origin(), complete=complete), targets)
+    _leave(complete)
+
+
+@app.command()
+def link(
+    rounds: Annotated[
+        int, typer.Option("--rounds", metavar="N", min=0, max=10_000, help="Of each buffer; 0: as the time allows.")
+    ] = 0,
+    json_to: JsonTo = "",
+    csv_to: CsvTo = "",
+    plot_to: PlotTo = "",
+) -> None:
+    """What plain sockets reach on this machine, without and with TLS: round trips, one way and both ways.
+
+    \b
+    Example:
+      p2ptrain bench link --plot link.svg
+    """
+    from p2ptrain.cli.bench.conduct import conduct
+    from p2ptrain.cli.bench.link import MEMBERS, Link, Plan
+    from p2ptrain.cli.bench.machine import origin
+    from p2ptrain.cli.bench.report import Targets, publish
+
+    targets = Targets(json_to, csv_to, plot_to)
+    targets.check()
+    work = Link(Plan(rounds))
+    complete = run(conduct(MEMBERS, 1, work.measure), children=True)
+    publish(work.report(origin(), complete=complete), targets)
+    _leave(complete)
+
+
+@app.command()
+def codecs(
+    members: Annotated[str, typer.Option("--members", metavar="LIST", help="Sizes of the rings.")] = "2,8",
+    numel: Annotated[
+        int, typer.Option("--numel", metavar="N", min=1024, max=1 << 26, help="Elements of a gradient.")
+    ] = 1 << 18,
+    rounds: Annotated[
+        int, typer.Option("--rounds", metavar="N", min=2, max=1000, help="Over which error feedback is averaged.")
+    ] = 50,
+    sub_chunk: Annotated[
+        str, typer.Option("--sub-chunk", metavar="SIZE", help="Bytes of float32 that speeds are measured on.")
+    ] = "256K",
+    json_to: JsonTo = "",
+    csv_to: CsvTo = "",
+    plot_to: PlotTo = "",
+) -> None:
+    """How gradients travel in fewer bytes: what each codec loses, with error feedback and without, and its speed.
+
+    \b
+    Example:
+      p2ptrain bench codecs --members 2,4,8 --numel 1048576
+    """
+    from p2ptrain.cli.bench import plan
+    from p2ptrain.cli.bench.codecs import Codecs, Plan
+    from p2ptrain.cli.bench.machine import available_bytes, origin
+    from p2ptrain.cli.bench.report import Targets, publish
+    from p2ptrain.cli.console import Console
+
+    targets = Targets(json_to, csv_to, plot_to)
+    targets.check()
+    counts = plan.counts_of(members)
+    plan.check_fits(f"gradients of {counts[-1]} members", counts[-1] * numel * plan.ERROR_BYTES, available_bytes())
+    console = Console()
+    work = Codecs(Plan(counts, numel, rounds, plan.sub_chunk_of(sub_chunk)))
+    complete = True
+    try:
+        work.measure(console.progress)
+    except KeyboardInterrupt:
+        complete = False
+    finally:
+        console.finish()
+    publish(work.report(origin(), complete=complete), targets)
+    _leave(complete)
+
+
+@app.command(hidden=True)
+def member(
+    rank: int,
+    size: int,
+    with_parent: Annotated[bool, typer.Option("--with-parent")] = False,
+) -> None:
+    """One process of a benchmark: carries out what it is told on standard input."""
+    from p2ptrain.cli.bench.member import run_member
+
+    run(run_member(rank, size))
+
+
+def _check_link(name: str) -> None:
+    if name:
+        from wire.shaper import preset_named
+
+        preset_named(name)
+
+
+def _check_codec(name: str) -> None:
+    from ring.codecs import codec_named
+
+    codec_named(name)
+
+
+def _leave(complete: bool) -> None:
+    if not complete:
+        raise typer.Exit(EXIT_INTERRUPTED)

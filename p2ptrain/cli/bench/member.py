@@ -1,0 +1,313 @@
+"""One member of a benchmark: a process that carries out orders (see ``members``) and times its own part of each.
+
+The ring runs on the event loop, as in a worker. Rivals and plain sockets block that thread while they are at it, for
+nothing else is to be done then; the ring's heartbeats are given the time for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from p2ptrain.cli.bench.plan import peer_id
+from p2ptrain.cli.bench.sockets import SocketRing, Traffic
+from p2ptrain.core.errors import P2PTrainError
+from p2ptrain.core.world import Network
+from ring.codecs import Codec, codec_named
+from ring.dtypes import storage_dtype
+from ring.local import HOST, LocalMember, local_view
+from ring.session import RingSession
+from wire.emulate import EmulatedNetwork
+from wire.shaper import preset_named
+from wire.transport import TcpNetwork
+
+if TYPE_CHECKING:
+    from p2ptrain.cli.bench.training import Training
+    from p2ptrain.compute.rivals import GlooGroup
+
+FORM_S = 30.0
+BEAT_S, DEATH_S = 5.0, 600.0  # a blocking rival may keep the loop for as long as an order may take
+TILE_NUMEL = 262_147  # a prime: the repeating pattern falls differently on every chunk and sub-chunk
+PINGS_FIRST = 50  # not counted: the first ones wake the processor
+
+Answer = dict[str, Any]
+
+
+async def run_member(rank: int, size: int) -> None:
+    """Carry out orders until standard input ends; then leave at once, whatever is under way."""
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print belongs into the log
+    orders: asyncio.Queue[dict[str, Any]] = asyncio.Queue(maxsize=1)  # the next one comes after the answer
+    loop = asyncio.get_running_loop()
+
+    def read() -> None:
+        for line in sys.stdin:
+            loop.call_soon_threadsafe(orders.put_nowait, json.loads(line))
+        os._exit(0)  # the parent is done, or gone: there is nothing to save, and a rival may hold the loop for long
+
+    threading.Thread(target=read, name="orders", daemon=True).start()
+    member = Member(rank, size)
+    while True:
+        order = await orders.get()
+        try:
+            answer = await member.carry_out(order)
+        except P2PTrainError as error:
+            answer = {"failed": error.message, "remedy": error.remedy}
+        replies.write(json.dumps(answer) + "\n")
+        replies.flush()
+
+
+class Member:
+    """What a member of rank ``rank`` in a ring of ``size`` holds between two orders."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self._local: LocalMember | None = None
+        self._session: RingSession | None = None
+        self._gloo: GlooGroup | None = None
+        self._sockets: dict[str, SocketRing] = {}
+        self._buffer: npt.NDArray[Any] = np.zeros(0, np.float32)
+        self._tiles: list[npt.NDArray[Any]] = []
+        self._dtype = "float32"
+        self._codec: Codec | None = None
+        self._piece_bytes = 0
+        self._training: Training | None = None
+        self._orders: dict[str, Callable[..., Awaitable[Answer]]] = {
+            "start": self.start,
+            "listen": self.listen,
+            "form": self.form,
+            "listen plainly": self.listen_plainly,
+            "connect plainly": self.connect_plainly,
+            "open gloo": self.open_gloo,
+            "join gloo": self.join_gloo,
+            "prepare": self.prepare,
+            "sample": self.sample,
+            "check": self.check,
+            "ping": self.ping,
+            "transfer": self.transfer,
+            "build": self.build,
+            "train": self.train,
+        }
+
+    async def carry_out(self, order: dict[str, Any]) -> Answer:
+        """Raises ``P2PTrainError``."""
+        arguments = dict(order)
+        return await self._orders[arguments.pop("do")](**arguments)
+
+    async def start(self) -> Answer:
+        """Answered when everything here is loaded."""
+        return {}
+
+    # -------------------------------------------------------------------------------------------------- coming together
+
+    async def listen(self, *, link: str, credentials: str) -> Answer:
+        """Listen for ring connections: over an emulated link, and with TLS where there are ``credentials``."""
+        network: Network = TcpNetwork()
+        if credentials:
+            from p2ptrain.cli.bench.secure import tls_network
+
+            network = tls_network(TcpNetwork(), Path(credentials))
+        if link:
+            network = EmulatedNetwork(network, preset_named(link), seed=self.rank)
+        self._local = LocalMember(peer_id(self.rank), network, seed=self.rank)
+        return {"port": await self._local.listen()}
+
+    async def form(self, *, ports: list[int], sub_chunk_bytes: int, streams: int, codec: str) -> Answer:
+        """Form the ring. ``codec`` is that of gradients; ``prepare`` chooses that of an all-reduce."""
+        assert self._local is not None
+        view = local_view({peer_id(rank): port for rank, port in enumerate(ports)})
+        self._session = await RingSession.form(
+            world=self._local.world,
+            view=replace(view, codec=codec, streams=streams),
+            peer_id=self._local.peer_id,
+            name=self._local.peer_id,
+            seed_host=HOST,
+            inbound=self._local.inbound,
+            heartbeat_s=BEAT_S,
+            death_s=DEATH_S,
+            streams=streams,
+            sub_chunk_bytes=sub_chunk_bytes,
+            timeout_s=FORM_S,
+        )
+        return {}
+
+    @property
+    def session(self) -> RingSession:
+        assert self._session is not None, "no ring was formed"
+        return self._session
+
+    async def listen_plainly(self, *, name: str, credentials: str) -> Answer:
+        """Plain sockets beside the ring, under a name of their own."""
+        contexts: tuple[Any, Any] = (None, None)
+        if credentials:
+            from p2ptrain.cli.bench.secure import contexts_of
+
+            contexts = contexts_of(Path(credentials))
+        self._sockets[name] = SocketRing(*contexts)
+        return {"port": self._sockets[name].port}
+
+    async def connect_plainly(self, *, name: str, ports: list[int]) -> Answer:
+        sockets = self._sockets[name]
+        sockets.connect(ports[(self.rank + 1) % self.size])
+        return {"methods": list(sockets.methods)}
+
+    async def open_gloo(self, *, timeout_s: float) -> Answer:
+        """The rendezvous of a Gloo group, at the first member; ``missing`` says why there can be none."""
+        from p2ptrain.compute import rivals
+
+        missing = rivals.why_no_gloo()
+        if not missing and self.rank == 0:
+            self._gloo = rivals.GlooGroup(0, self.size, 0, timeout_s=timeout_s)
+        port = self._gloo.store_port if self._gloo is not None else 0
+        return {"missing": missing, "torch": rivals.TORCH_VERSION, "store_port": port}
+
+    async def join_gloo(self, *, store_port: int, timeout_s: float) -> Answer:
+        from p2ptrain.compute import rivals
+
+        if self._gloo is None:
+            self._gloo = rivals.GlooGroup(self.rank, self.size, store_port, timeout_s=timeout_s)
+        self._gloo.join()
+        return {}
+
+    # ------------------------------------------------------------------------------------------------------- all-reduce
+
+    async def prepare(self, *, dtype: str, numel: int, codec: str, piece_bytes: int) -> Answer:
+        """Allocate the tensor, and the pattern that fills it on each rank."""
+        storage = storage_dtype(dtype)
+        self._dtype, self._piece_bytes = dtype, piece_bytes
+        self._codec = codec_named(codec) if codec not in ("", "fp32") else None
+        self._tiles = [_tile(rank, dtype, storage) for rank in range(self.size)]
+        self._buffer = np.zeros(0, storage)  # the last one goes before the next one comes
+        self._buffer = np.empty(numel, storage)
+        self._fill()
+        return {}
+
+    async def sample(self, *, contender: str, repeat: int) -> Answer:
+        """Seconds of one operation, the mean of ``repeat`` in a row; a barrier comes first."""
+        self._fill()
+        operation = self._operation(contender)
+        gc.collect()
+        gc.disable()
+        try:
+            await self.session.barrier()
+            began = time.perf_counter()
+            for _ in range(repeat):
+                await operation()
+            return {"seconds": (time.perf_counter() - began) / repeat}
+        finally:
+            gc.enable()
+
+    async def check(self, *, contender: str) -> Answer:
+        """Do it once more: the digest of the result's bytes, and its error against the sum that is known."""
+        self._fill()
+        await self._operation(contender)()
+        expected = sum((_values(tile, self._dtype) for tile in self._tiles), start=np.zeros(TILE_NUMEL))
+        lost = total = 0.0
+        for start in range(0, self._buffer.size, TILE_NUMEL):
+            part = _values(self._buffer[start : start + TILE_NUMEL], self._dtype)
+            lost += float(np.square(part - expected[: part.size]).sum())
+            total += float(np.square(expected[: part.size]).sum())
+        digest = xxhash.xxh3_128_hexdigest(self._buffer.view(np.uint8).data)
+        return {"digest": digest, "error": (lost / total) ** 0.5 if total else 0.0}
+
+    def _operation(self, contender: str) -> Callable[[], Awaitable[None]]:
+        if contender == "ring":
+            return self._ring
+        if contender == "ring plain":
+            return self._ring_plain
+        if contender == "gloo":
+            return self._gloo_reduce
+        method = contender.removeprefix("sockets:")
+        return lambda: self._exchange(method)
+
+    async def _ring(self) -> None:
+        await self.session.all_reduce(self._buffer, self._dtype, codec=self._codec)
+
+    async def _ring_plain(self) -> None:
+        await self.session.all_reduce(self._buffer, self._dtype)
+
+    async def _gloo_reduce(self) -> None:
+        assert self._gloo is not None
+        self._gloo.all_reduce(self._buffer, self._dtype)
+
+    async def _exchange(self, method: str) -> None:
+        """What an all-reduce moves, moved and nothing else: 2 (n - 1) / n of the tensor out, and as much in."""
+        memory = self._buffer.view(np.uint8).data
+        total_bytes = max(1, 2 * (self.size - 1) * self._buffer.nbytes // self.size)
+        scratch = memoryview(bytearray(min(self._piece_bytes, total_bytes)))
+        self._sockets["limit"].exchange(method, Traffic(memory, scratch, total_bytes, total_bytes, self._piece_bytes))
+
+    def _fill(self) -> None:
+        tile, buffer = self._tiles[self.rank], self._buffer
+        for start in range(0, buffer.size, TILE_NUMEL):
+            part = buffer[start : start + TILE_NUMEL]
+            part[:] = tile[: part.size]
+
+    # ------------------------------------------------------------------------------------------------------------- link
+
+    async def ping(self, *, name: str, count: int) -> Answer:
+        """Round trips between the first two members."""
+        if self.rank > 1:
+            return {}
+        sockets = self._sockets[name]
+        sockets.ping(self.rank == 0, PINGS_FIRST)
+        return {"seconds": sockets.ping(self.rank == 0, count)}
+
+    async def transfer(self, *, name: str, method: str, total_bytes: int, piece_bytes: int, both: bool) -> Answer:
+        """Seconds that ``total_bytes`` take from the first member to the second, or in ``both`` directions."""
+        if self._piece_bytes != piece_bytes or self._buffer.nbytes != 2 * piece_bytes:
+            self._buffer, self._piece_bytes = np.zeros(2 * piece_bytes, np.uint8), piece_bytes
+        outgoing, incoming = self._buffer[:piece_bytes].data, self._buffer[piece_bytes:].data
+        send_bytes = total_bytes if both or self.rank == 0 else 0
+        receive_bytes = total_bytes if both or self.rank == 1 else 0
+        await self.session.barrier()
+        began = time.perf_counter()
+        traffic = Traffic(outgoing, incoming, send_bytes, receive_bytes, piece_bytes)
+        self._sockets[name].exchange(method, traffic)
+        return {"seconds": time.perf_counter() - began}
+
+    # --------------------------------------------------------------------------------------------------------- training
+
+    async def build(self, *, spec: str, threads: int, rival: bool) -> Answer:
+        """Both trainers of one profile; ``rival`` says whether DDP is one of them."""
+        from p2ptrain.cli.bench.training import Training
+
+        gloo = self._gloo if rival else None
+        self._training = await Training.build(spec, self.session, threads=threads, gloo=gloo)
+        return self._training.facts
+
+    async def train(self, *, contender: str, first: int, count: int) -> Answer:
+        """``count`` steps from step ``first`` on."""
+        assert self._training is not None
+        await self.session.barrier()
+        return await self._training.train(contender, first, count)
+
+
+def _tile(rank: int, dtype: str, storage: np.dtype[Any]) -> npt.NDArray[Any]:
+    """The pattern of one rank, a function of it alone, shape (TILE_NUMEL,): gradients look like this."""
+    generator = np.random.default_rng(rank)
+    if storage.kind in "iu" and dtype != "bfloat16":
+        return generator.integers(0, 8, TILE_NUMEL).astype(storage)  # sums of 16 such fit into every type
+    values = generator.standard_normal(TILE_NUMEL, np.float32)
+    if dtype == "bfloat16":
+        return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    return values.astype(storage)
+
+
+def _values(stored: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float64]:
+    if dtype == "bfloat16":
+        return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+    return stored.astype(np.float64)

@@ -1,0 +1,100 @@
+"""One member's training steps: those of this project, and the same ones by DistributedDataParallel.
+
+What a worker does in a step is done here by the same parts: engine, strategy, ring, the vote of the tokens, the commit.
+Only the seed is not there, which is not on the path of a step.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from configs.schema import Profile
+from p2ptrain.core.errors import JobFailed
+from ring.session import RingSession
+from ring.token import Flag, Token, difference, first_lineage, next_lineage
+from ring.view import shares
+from roles.compute_thread import ComputeThread
+from roles.engine import Engine
+from roles.strategies import Strategy, strategy_named
+from roles.worker.build import engine_builder, trainer_arguments
+
+if TYPE_CHECKING:
+    from p2ptrain.compute.rivals import DdpTrainer, GlooGroup
+
+PATIENCE_S = 120.0
+Answer = dict[str, Any]
+
+
+class Training:
+    """Both trainers of one member. Made by ``build``."""
+
+    def __init__(
+        self,
+        session: RingSession,
+        compute: ComputeThread,
+        engine: Engine,
+        strategy: Strategy,
+        rival: DdpTrainer | None,
+        micro_batches: int,
+    ) -> None:
+        self._session, self._compute, self._engine, self._strategy = session, compute, engine, strategy
+        self._rival = rival
+        self._first, self._count = shares(micro_batches, [1.0] * session.size)[session.rank]
+        self._lineage = first_lineage("bench")
+        self.facts: Answer = {
+            "tokens_per_step": micro_batches * engine.tokens_per_micro_batch,
+            "reduce_bytes": engine.reduce_buffer.nbytes,
+            "micro_batches": self._count,
+        }
+
+    @classmethod
+    async def build(cls, spec: str, session: RingSession, *, threads: int, gloo: GlooGroup | None) -> Training:
+        """Raises what ``Trainer`` and ``DdpTrainer`` raise."""
+        profile = Profile.from_spec_untrusted(spec)
+        compute = ComputeThread()
+        engine = await compute.run(engine_builder(device="cpu", threads=threads), profile)
+        factory = strategy_named(profile.job.strategy)
+        strategy = factory(engine, compute, lambda: None, profile.ring.bucket_bytes)
+        rival: DdpTrainer | None = None
+        if gloo is not None:
+            from p2ptrain.compute.rivals import DdpTrainer
+
+            rival = await compute.run(DdpTrainer, gloo, **trainer_arguments(profile))
+        return cls(session, compute, engine, strategy, rival, profile.batch.micro_batches)
+
+    async def train(self, contender: str, first: int, count: int) -> Answer:
+        """``count`` steps. Seconds of each, and of each loss; of the ring also how long a step waited for it."""
+        if contender == "ddp":
+            return await self._train_rival(first, count)
+        answer: Answer = {"seconds": [], "losses": [], "exposed_s": [], "communicating_s": []}
+        for step in range(first, first + count):
+            began = time.perf_counter()
+            answer["losses"].append(await self._step(step, answer))
+            answer["seconds"].append(time.perf_counter() - began)
+        return answer
+
+    async def _train_rival(self, first: int, count: int) -> Answer:
+        assert self._rival is not None
+        seconds: list[float] = []
+        for step in range(first, first + count):
+            began = time.perf_counter()
+            await self._compute.run(self._rival.step, step, self._first, self._count)
+            seconds.append(time.perf_counter() - began)
+        return {"seconds": seconds, "losses": await self._compute.run(self._rival.losses)}
+
+    async def _step(self, step: int, answer: Answer) -> float:
+        session, strategy = self._session, self._strategy
+        await strategy.compute(step, self._first, self._count, session, patience_s=PATIENCE_S)
+        contribution = await strategy.reduce(session)
+        answer["exposed_s"].append(strategy.exposed_s)
+        answer["communicating_s"].append(strategy.communicating_s)
+        lineage = bytes.fromhex(self._lineage)
+        mine = Token(session.view.generation, step, Flag(0), contribution.part, contribution.digest, lineage)
+        gathered = await session.all_gather(mine.encode(), patience_s=PATIENCE_S)
+        tokens = [Token.decode_untrusted(token) for token in gathered]
+        if reason := next(filter(None, (difference(mine, token) for token in tokens)), ""):
+            raise JobFailed(f"the members do not hold the same bytes: {reason} differs")
+        self._lineage = next_lineage(self._lineage, contribution.digest)
+        applied = await strategy.commit(step, sum((token.part for token in tokens), start=0.0))
+        return applied.loss
