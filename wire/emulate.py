@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
-from p2ptrain.core.world import Listener, Network, ProtocolFactory
+from p2ptrain.core.world import Listener, Network, OnProblem, ProtocolFactory
 from wire.shaper import LinkPreset, LinkShaper
 from wire.transport_base import FlowControl, WriteData, bytes_view, unreachable
 
@@ -61,9 +61,11 @@ class EmulatedNetwork:
         emulated = self._emulated(factory, lambda remote_host, remote_port: preset)
         await self._inner.connect(host, port, emulated, timeout_s=timeout_s - round_trip_s)
 
-    async def listen(self, host: str, port: int, factory: ProtocolFactory) -> Listener:
+    async def listen(
+        self, host: str, port: int, factory: ProtocolFactory, on_problem: OnProblem | None = None
+    ) -> Listener:
         """Accept connections on ``host:port``. Raises ``UserError`` where it cannot be bound."""
-        return await self._inner.listen(host, port, self._emulated(factory, self._preset_of))
+        return await self._inner.listen(host, port, self._emulated(factory, self._preset_of), on_problem)
 
     def _emulated(self, factory: ProtocolFactory, preset_of: PresetOf) -> ProtocolFactory:
         def wrapped() -> asyncio.BufferedProtocol:

@@ -45,6 +45,7 @@ LAST_HANDSHAKE_KIND = 15
 _SINK = memoryview(bytearray(64 * 1024))  # discarded bytes land here; written by every connection, read by none
 _STRANGERS = (
     (b"\x16\x03", "TLS"),
+    (b"\x15\x03", "TLS"),
     (b"GET ", "HTTP"),
     (b"POST", "HTTP"),
     (b"HEAD", "HTTP"),

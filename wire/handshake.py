@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from p2ptrain import __version__
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused
-from p2ptrain.core.world import Listener, Network, ProtocolFactory
+from p2ptrain.core.world import Listener, Network, OnProblem, ProtocolFactory
 from wire.connection import GARBLED, Connection, last_word
 from wire.half_open import MAX_HALF_OPEN, MAX_HALF_OPEN_PER_MACHINE, HalfOpen
 from wire.messages import PROTOCOL_VERSION, Hello, Message, Refuse, Scalar, Welcome
@@ -83,7 +83,6 @@ class RefusalCode(StrEnum):
 
 Decide = Callable[[Hello, Connection], Awaitable[Welcome | Refuse]]
 Serve = Callable[[Connection, Hello], Awaitable[None]]
-OnProblem = Callable[[P2PTrainError, tuple[str, int]], None]
 
 
 def local_hello(
@@ -292,7 +291,7 @@ class Server:
 
     async def start(self, network: Network, host: str, port: int) -> None:
         """Listen. Raises ``UserError`` where the address cannot be bound."""
-        self._listener = await network.listen(host, port, lambda: Connection(self._accept))
+        self._listener = await network.listen(host, port, lambda: Connection(self._accept), self._on_problem)
 
     async def close(self) -> None:
         """Stop listening, cancel what runs, close its connections; done within a second or so. May be called twice."""

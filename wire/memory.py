@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from p2ptrain.core.world import Listener, ProtocolFactory
+from p2ptrain.core.world import Listener, OnProblem, ProtocolFactory
 from wire.transport_base import Address, FlowControl, WriteData, bytes_view, cannot_listen, check_port, unreachable
 
 EVERY_INTERFACE = frozenset({"", "0.0.0.0", "::"})  # noqa: S104 - recognised, not bound
@@ -66,7 +66,9 @@ class MemoryNetwork:
             dialler.abort()
             raise
 
-    async def listen(self, host: str, port: int, factory: ProtocolFactory) -> Listener:
+    async def listen(
+        self, host: str, port: int, factory: ProtocolFactory, on_problem: OnProblem | None = None
+    ) -> Listener:
         """Accept connections on ``host:port``. Raises ``UserError`` where it is taken."""
         check_port(port, least=0)
         port = port or self._hub.free_port()

@@ -12,7 +12,7 @@ import os
 import socket
 from typing import Any
 
-from p2ptrain.core.world import Listener, ProtocolFactory
+from p2ptrain.core.world import Listener, OnProblem, ProtocolFactory
 from wire.memory import MemoryNetwork
 from wire.transport_base import Address, cannot_listen, check_port, unreachable
 
@@ -66,7 +66,9 @@ class TcpNetwork:
                 problem = error
         raise unreachable(host, port, problem, timeout_s) from problem
 
-    async def listen(self, host: str, port: int, factory: ProtocolFactory) -> Listener:
+    async def listen(
+        self, host: str, port: int, factory: ProtocolFactory, on_problem: OnProblem | None = None
+    ) -> Listener:
         """Accept connections on ``host:port``, IPv4 first where the name has both. Raises ``UserError``.
 
         An empty host is every IPv4 interface; ``"::"`` is every interface wherever the system lets one socket do both.

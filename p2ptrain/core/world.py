@@ -15,8 +15,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from p2ptrain.core.disk import Disk, RealDisk
+from p2ptrain.core.errors import P2PTrainError
 
 ProtocolFactory = Callable[[], asyncio.BufferedProtocol]
+OnProblem = Callable[[P2PTrainError, tuple[str, int]], None]
+"""Told of an error, and of the address that it came from."""
 
 
 class Clock(Protocol):
@@ -54,8 +57,14 @@ class Network(Protocol):
         """Dial ``host:port``; on success the factory's protocol has been given its transport."""
         ...
 
-    async def listen(self, host: str, port: int, factory: ProtocolFactory) -> Listener:
-        """Accept connections on ``host:port`` (port 0: any free one)."""
+    async def listen(
+        self, host: str, port: int, factory: ProtocolFactory, on_problem: OnProblem | None = None
+    ) -> Listener:
+        """Accept connections on ``host:port`` (port 0: any free one).
+
+        Args:
+            on_problem: told of callers that never became a connection, on networks where that can be.
+        """
         ...
 
 
