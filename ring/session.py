@@ -48,13 +48,13 @@ from wire.messages import Leave
 __all__ = ["Inbound", "RingBroken", "RingSession", "RingStats"]
 
 PATIENCE_S = 120.0
-LEAST_SUB_CHUNK_BYTES, MOST_SUB_CHUNK_BYTES = 64 << 10, 1 << 20
+LEAST_SUB_CHUNK_BYTES, MOST_SUB_CHUNK_BYTES = 64 << 10, 256 << 10
 """Between these a session chooses by itself. Measured on a loopback: below, the work per sub-chunk counts; above, sums
-leave a processor's second-level cache before they are sent on."""
-SUB_CHUNKS_A_CHUNK = 4  # at least: so that reducing one overlaps with receiving the next
-WINDOW_BYTES = 2 << 20
-"""What is between a sub-chunk's arrival and its being passed on: at least so much, or a slow hop stops the ring; not
-much more, or it has left the cache."""
+leave a core's cache before they are sent on."""
+SUB_CHUNKS_A_CHUNK = 4  # at least: so that adding one overlaps with receiving the next
+WINDOW_BYTES = 1 << 20
+"""What a member may have sent between a sub-chunk's arrival and its being passed on. More leaves the cache; less has
+neighbours wait for one another. Less than the kernel's buffers, so that sending seldom has to wait for them."""
 SMALL_BYTES = 128 << 10
 """An all-reduce whose members' arrays together are no longer than this is gathered whole: hops cost more than bytes."""
 DIAL_PART = 0.4
@@ -106,7 +106,6 @@ class RingSession:
         rank, size: this member's, and how many there are.
         broken: resolves to ``RingBroken`` as soon as the session can do no more, for whatever reason.
         progress: sub-chunks received so far; it goes out with every beat.
-        waited_s: how long the operation that ended last waited for the left neighbour's first sub-chunk.
     """
 
     def __init__(
@@ -123,7 +122,8 @@ class RingSession:
         self.rank, self.size = rank, view.size
         self.broken: asyncio.Future[RingBroken] = asyncio.get_running_loop().create_future()
         self.progress = 0
-        self.waited_s = 0.0
+        self._waited_s = 0.0
+        self._received_at = 0.0
         self._world = world
         self._left, self._right = left, right
         self._sub_chunk_bytes = sub_chunk_bytes
@@ -148,6 +148,8 @@ class RingSession:
                 on_end=self._ended,
                 on_silent=self._break,
             )
+            for bulk in (*left.bulks, *right.bulks):
+                bulk.widen()
             self._lanes = [
                 Lane(incoming, outgoing, view.generation, on_progress=self._moved, on_error=self._lane_failed)
                 for incoming, outgoing in zip(left.bulks, right.bulks, strict=True)
@@ -176,8 +178,8 @@ class RingSession:
         Args:
             seed_host: dialled for members whose own host is empty.
             heartbeat_s, death_s: beat interval, and the silence after which a neighbour counts as dead.
-            sub_chunk_bytes: reduced and passed on as one piece, the same on every member; 0: chosen by the size of each
-                array.
+            sub_chunk_bytes: reduced and passed on as one piece, the same on every member, over far links; 0: near ones,
+                chosen by the size of each array.
             streams: bulk connections to a neighbour, the same on every member.
 
         Raises:
@@ -363,6 +365,14 @@ class RingSession:
         return (self._left, self._right) if self._left is not None and self._right is not None else ()
 
     @property
+    def waited_s(self) -> float:
+        """Running total: how long the left neighbour sent nothing, for what comes next had not begun at its side."""
+        oldest = next(iter(self._operations.values()), None)
+        if oldest is None or oldest.first_received_at is not None:
+            return self._waited_s
+        return self._waited_s + self._world.clock.now() - max(oldest.began_at, self._received_at)
+
+    @property
     def bytes_in(self) -> int:
         return sum(connection.bytes_in for neighbour in self.neighbours for connection in neighbour.connections)
 
@@ -406,15 +416,21 @@ class RingSession:
         return [collectives.owned_range(lane, count, numel) for lane in range(count)]
 
     def _cut(self, numel: int, itemsize: int, stripes: int, codec: Codec | None) -> tuple[int, int]:
-        """Elements of a sub-chunk, and how many segments are on their way at a time."""
+        """Elements of a sub-chunk, and how many segments are on their way at a time.
+
+        Where the sub-chunk is given the link is a far one, and chunks go one after the other: who waits for the next
+        one has a whole chunk to pass on meanwhile, however long a hop takes.
+        """
         chunk_bytes = -(-numel // self.size) * itemsize
         most_bytes = max(MOST_SUB_CHUNK_BYTES // stripes, LEAST_SUB_CHUNK_BYTES)
         fitting_bytes = min(max(chunk_bytes // SUB_CHUNKS_A_CHUNK, LEAST_SUB_CHUNK_BYTES), most_bytes)
-        sub_chunk_bytes = self._sub_chunk_bytes or fitting_bytes
         block_numel = codec.block_numel if codec is not None else 1
-        sub_chunk_numel = max(sub_chunk_bytes // itemsize // block_numel, 1) * block_numel
+        sub_chunk_numel = max((self._sub_chunk_bytes or fitting_bytes) // itemsize // block_numel, 1) * block_numel
+        segments = max(-(-chunk_bytes // (sub_chunk_numel * itemsize)), 1)
+        if self._sub_chunk_bytes:
+            return sub_chunk_numel, segments
         a_segment_bytes = (2 * self.size - 2) * sub_chunk_numel * itemsize
-        return sub_chunk_numel, max(1, -(-WINDOW_BYTES // a_segment_bytes)) if a_segment_bytes else 1
+        return sub_chunk_numel, max(1, min(-(-WINDOW_BYTES // max(a_segment_bytes, 1)), segments))
 
     def _begin(self, title: str, patience_s: float) -> _Operation:
         if self.broken.done():
@@ -461,7 +477,6 @@ class RingSession:
         """All of the operation was received and flushed."""
         if operation.finish is not None:
             operation.finish()
-        self.waited_s = max((operation.first_received_at or operation.began_at) - operation.began_at, 0.0)
         self._operations.pop(stream, None)
         if not operation.future.done():
             operation.future.set_result(None)
@@ -487,6 +502,8 @@ class RingSession:
         operation = self._operations.get(flow.stream)
         if operation is not None and operation.first_received_at is None:
             operation.first_received_at = now
+            self._waited_s += now - max(operation.began_at, self._received_at)
+        self._received_at = now
 
     def _lane_failed(self, connection: Connection, error: P2PTrainError) -> None:
         side = self._right if self._right is not None and connection in self._right.bulks else self._left

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import struct
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ParamSpec
 
@@ -194,7 +195,10 @@ class JobRunner:
                 self._start(self._boundary, instruction)
 
     def _send(self, report: Report) -> None:
-        self._around.say(replace(report, corpus=self._engine.corpus_digest if self._engine else ""))
+        if self._engine is not None:
+            corpus, reduce_bytes = self._engine.corpus_digest, self._engine.reduce_buffer.nbytes
+            report = replace(report, corpus=corpus, reduce_bytes=reduce_bytes)
+        self._around.say(report)
 
     def _say_report(self, report: Report) -> None:
         self._trouble = report.suspect, report.reason
@@ -329,18 +333,23 @@ class JobRunner:
 
     async def _reduce(self, instruction: Reduce) -> None:
         session, strategy = self._ready_session(), self._ready_strategy()
-        with self.clock.phase("communicate"):
+        with self._communicating(session):
             contribution = await strategy.reduce(session)
-        self.clock.waited(session.waited_s)
         self.clock.exchanged(exposed_s=strategy.exposed_s, communicating_s=strategy.communicating_s)
         self._handle(Reduced(instruction.ticket, contribution.digest, contribution.part))
 
     async def _vote(self, instruction: Vote) -> None:
         session = self._ready_session()
-        with self.clock.phase("communicate"):
+        with self._communicating(session):
             tokens = await session.all_gather(instruction.token, patience_s=self._patience_s())
-        self.clock.waited(session.waited_s)
         self._handle(Voted(instruction.ticket, tuple(tokens)))
+
+    @contextmanager
+    def _communicating(self, session: RingSession) -> Iterator[None]:
+        waited_s = session.waited_s
+        with self.clock.phase("communicate"):
+            yield
+        self.clock.waited(session.waited_s - waited_s)
 
     async def _apply(self, instruction: Apply) -> None:
         with self.clock.phase("compute"):

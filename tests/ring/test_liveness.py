@@ -111,13 +111,14 @@ async def test_no_progress_breaks_the_ring_and_names_the_neighbour():
 @virtual
 async def test_progress_renews_the_patience():
     async with local_ring(2, MemoryNetwork()) as members:
-        for _ in range(3):
+        for number in range(1, 4):
             task = asyncio.create_task(members[0].session.barrier(patience_s=30))
             await asyncio.sleep(29)
             assert not task.done()
+            assert members[0].session.waited_s == pytest.approx(29 * number, abs=0.01), "the wait under way counts"
             await members[1].session.barrier(patience_s=30)
             await task
-            assert members[0].session.waited_s == pytest.approx(29, abs=0.01)
+            assert members[0].session.waited_s == pytest.approx(29 * number, abs=0.01)
             assert members[1].session.waited_s == pytest.approx(0, abs=0.01)
 
 
