@@ -34,6 +34,7 @@ from wire.frame import (
     encode_control,
 )
 from wire.messages import Message, Refuse
+from wire.sockets import widen
 from wire.tls_problems import tls_problem
 
 if TYPE_CHECKING:  # a plain cluster need not load cryptography
@@ -129,6 +130,12 @@ class Connection(asyncio.BufferedProtocol):
     def fence(self, generation: int) -> None:
         self._decoder.raise_fence(generation)
         self._steer_reading()
+
+    def widen(self) -> None:
+        """Have the kernel buffer as much as bulk payloads want, where the system lets it."""
+        sock = self._transport.get_extra_info("socket") if self._attached and not self._ended else None
+        if sock is not None:
+            widen(sock)
 
     def allow_large(self) -> None:
         """The handshake ended: 64 KiB control frames of every kind, and bulk frames, are welcome."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from p2ptrain.core.world import Listener, OnProblem, ProtocolFactory
 from wire.memory import MemoryNetwork
+from wire.sockets import SocketListener, SocketTransport, can_watch
 from wire.transport_base import Address, cannot_listen, check_port, unreachable
 
 __all__ = ["MemoryNetwork", "TcpNetwork"]
@@ -80,7 +81,10 @@ class TcpNetwork:
             sock = self._bound(family, address)
         except (OSError, UnicodeError) as error:
             raise cannot_listen(host, port, error) from error
-        server = await asyncio.get_running_loop().create_server(factory, sock=sock, backlog=BACKLOG)
+        loop = asyncio.get_running_loop()
+        if can_watch(loop):
+            return SocketListener(loop, sock, factory, backlog=BACKLOG)
+        server = await loop.create_server(factory, sock=sock, backlog=BACKLOG)
         return _TcpListener(server, sock.getsockname()[:2])
 
     async def _dial(self, family: int, address: Any, factory: ProtocolFactory) -> None:
@@ -93,7 +97,10 @@ class TcpNetwork:
         except BaseException:
             sock.close()
             raise
-        await loop.create_connection(lambda: protocol, sock=sock)  # which owns the socket, also when it fails
+        if can_watch(loop):
+            SocketTransport(loop, sock, protocol)
+        else:
+            await loop.create_connection(lambda: protocol, sock=sock)  # which owns the socket, also when it fails
 
     def _bound(self, family: int, address: Any) -> socket.socket:
         sock = socket.socket(family, socket.SOCK_STREAM)
