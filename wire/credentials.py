@@ -35,6 +35,8 @@ _PEER, _ROLE = "p2ptrain:peer:", "p2ptrain:role:"
 _MAX_ROLES = 8
 _MAX_FILE_BYTES = 32 << 10
 _MARK = b"-----BEGIN CERTIFICATE-----"
+_DAMAGED = (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm, x509.InvalidVersion)
+"""What cryptography raises of certificates and keys that are not what they should be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,14 +276,7 @@ class Credentials:
             certificate_pem, ca_pem = (_MARK + each for each in certificates)
             found = cls(directory, ca_pem, certificate_pem, key)
             found._check()
-        except (
-            ValueError,
-            TypeError,
-            InvalidSignature,
-            UnsupportedAlgorithm,
-            x509.InvalidVersion,
-            ProtocolError,
-        ) as error:
+        except (*_DAMAGED, ProtocolError) as error:
             raise StorageError(f"{path} is damaged: {error}", remedy="remove it, and join with a ticket") from error
         return found
 
@@ -326,6 +321,26 @@ class Credentials:
         if key.public_key() != certificate.public_key():
             raise ValueError("the key is not the certificate's")
         identity_of_untrusted(der_of(self.certificate_pem))
+
+
+def granted_untrusted(
+    certificate_der: bytes, *, peer_id: str, role: str, key_pem: bytes, ca_pem: bytes, directory: Path
+) -> Credentials:
+    """Credentials of what a seed granted, not saved yet.
+
+    Raises:
+        ProtocolError: it is not a certificate under ``ca_pem`` for our key, peer id and role.
+    """
+    certificate_of_untrusted(certificate_der)
+    granted = Credentials(directory, ca_pem, pem_of(certificate_der), key_pem)
+    try:
+        granted._check()
+    except _DAMAGED as error:
+        raise ProtocolError(f"the seed granted a certificate that is of no use: {error}") from error
+    identity = granted.identity
+    if identity.peer_id != peer_id or identity.roles != {role}:
+        raise ProtocolError(f"the seed granted a certificate of another peer or role: {identity.peer_id}")
+    return granted
 
 
 def authority_context(ca_pem: bytes, protocol: int = ssl.PROTOCOL_TLS_CLIENT) -> ssl.SSLContext:

@@ -1,0 +1,182 @@
+"""How a newcomer with a ticket becomes a member with a certificate, and how a member renews it.
+
+::
+
+    newcomer                                          seed
+      TLS, anybody's certificate; Hello(enrol) ─────▶
+      CaRequest ────────────────────────────────────▶
+      ◀──────────────────────────────────── CaOffer(ca)
+      SHA-256(ca) is the ticket's pin, or somebody is in between: Refuse(wrong-pin), the end
+      TLS again, verified under that CA, as a seed; Hello(enrol) ─▶
+      EnrolRequest(ticket, certificate request) ────▶
+      ◀────────────────────────── EnrolChallenge(nonce)
+      EnrolProof(HMAC(secret; nonce, request)) ─────▶
+      ◀─────────────── EnrolGranted(certificate) | Refuse
+
+Nothing secret is said before the CA is known, and the secret never is. The proof covers the request, so nobody who
+relays it gets another key signed; and the nonce, so it serves once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import hmac
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from ssl import SSLContext
+from typing import Any
+
+from p2ptrain.core.disk import Disk
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, ProtocolError, Refused
+from p2ptrain.core.world import Network
+from wire.connection import Connection
+from wire.credentials import (
+    Credentials,
+    authority_context,
+    certificate_of_untrusted,
+    granted_untrusted,
+    new_key_and_request,
+    pem_of,
+    unverified_context,
+)
+from wire.handshake import ENROL, RefusalCode, dial, local_hello
+from wire.messages import (
+    CaOffer,
+    CaRequest,
+    EnrolChallenge,
+    EnrolGranted,
+    EnrolProof,
+    EnrolRequest,
+    Refuse,
+)
+from wire.ticket import NONCE_BYTES, Ticket, proof
+from wire.tls import TlsDialler
+
+RENEW = "credentials.renew"
+"""Method of a member's ``Request``: {"csr": base64} → {"certificate": base64}, both DER."""
+
+Ask = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
+"""Method and parameters of a request to the seed → its result."""
+
+
+async def enrol(
+    network: Network, ticket: Ticket, *, peer_id: str, directory: Path, disk: Disk, timeout_s: float
+) -> Credentials:
+    """Spend ``ticket``: credentials of ``peer_id`` under the run's CA, saved in ``directory``.
+
+    Args:
+        network: plain; TLS is put over it.
+        timeout_s: for all of it.
+
+    Raises:
+        Refused: "wrong-pin" (somebody is in between, or the seed was set up anew), or the seed's reason.
+        Unreachable, ConnectionLost, DeadlineExceeded, ProtocolError: no correct seed answers there.
+        StorageError: the credentials cannot be kept.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            newcomer = _Newcomer(network, ticket, peer_id, timeout_s)
+            ca_der = await newcomer.fetch_ca()
+            key_pem, certificate_der = await newcomer.apply(ca_der)
+    except TimeoutError:
+        text = f"the seed at {ticket.host}:{ticket.port} did not enrol this peer within {timeout_s:g} s"
+        raise DeadlineExceeded(text, remedy="it may be overloaded; try again") from None
+    granted = granted_untrusted(
+        certificate_der, peer_id=peer_id, role=ticket.role, key_pem=key_pem, ca_pem=pem_of(ca_der), directory=directory
+    )
+    await asyncio.to_thread(granted.save, disk)
+    return granted
+
+
+async def renew(credentials: Credentials, ask: Ask, *, disk: Disk) -> Credentials:
+    """The next credentials of the same peer, with a new key, saved in the place of ``credentials``.
+
+    Args:
+        ask: sends a request over a connection that the present certificate opened.
+
+    Raises:
+        P2PTrainError: what ``ask`` raises. ProtocolError: the answer is no certificate for us.
+        StorageError: it cannot be kept.
+    """
+    identity = credentials.identity
+    key_pem, csr_der = new_key_and_request(identity.peer_id)
+    result = await ask(RENEW, {"csr": base64.b64encode(csr_der).decode()})
+    (role,) = identity.roles
+    granted = granted_untrusted(
+        _certificate_untrusted(result),
+        peer_id=identity.peer_id,
+        role=role,
+        key_pem=key_pem,
+        ca_pem=credentials.ca_pem,
+        directory=credentials.directory,
+    )
+    await asyncio.to_thread(granted.save, disk)
+    return granted
+
+
+def _certificate_untrusted(result: dict[str, Any]) -> bytes:
+    try:
+        return base64.b64decode(result["certificate"], validate=True)
+    except (KeyError, TypeError, ValueError, binascii.Error) as error:
+        raise ProtocolError("the seed answered a renewal without a certificate") from error
+
+
+class _Newcomer:
+    """The two conversations of an enrolment."""
+
+    def __init__(self, network: Network, ticket: Ticket, peer_id: str, timeout_s: float) -> None:
+        self._network = network
+        self._ticket = ticket
+        self._peer_id = peer_id
+        self._timeout_s = timeout_s
+
+    async def fetch_ca(self) -> bytes:
+        """The run's CA (DER), which is that of the ticket. Raises as ``enrol``."""
+        connection = await self._call(unverified_context(), role="")
+        try:
+            connection.send(CaRequest())
+            ca_der = (await connection.expect(CaOffer, timeout_s=self._timeout_s)).ca_der
+            if not hmac.compare_digest(hashlib.sha256(ca_der).digest(), self._ticket.pin):
+                raise self._wrong_pin(connection)
+            certificate_of_untrusted(ca_der)
+            return ca_der
+        finally:
+            await connection.close()
+
+    async def apply(self, ca_der: bytes) -> tuple[bytes, bytes]:
+        """A new key (PEM), and the certificate (DER) that the seed grants it. Raises as ``enrol``."""
+        key_pem, csr_der = new_key_and_request(self._peer_id)
+        connection = await self._call(authority_context(pem_of(ca_der)), role="seed")
+        try:
+            connection.send(EnrolRequest(self._ticket.id, csr_der))
+            nonce = (await connection.expect(EnrolChallenge, timeout_s=self._timeout_s)).nonce
+            if len(nonce) != NONCE_BYTES:
+                error = ProtocolError(f"the seed challenges with a nonce of {len(nonce)} bytes")
+                connection.abort(error)
+                raise error
+            connection.send(EnrolProof(proof(self._ticket.secret, nonce, csr_der)))
+            granted = await connection.expect(EnrolGranted, timeout_s=self._timeout_s)
+            return key_pem, granted.certificate_der
+        finally:
+            await connection.close()
+
+    async def _call(self, context: SSLContext, *, role: str) -> Connection:
+        ticket = self._ticket
+        hello = local_hello(peer_id=self._peer_id, name=self._peer_id, roles=[ticket.role], purpose=ENROL)
+        dialler = TlsDialler(self._network, context)
+        connection, _ = await dial(
+            dialler, ticket.host, ticket.port, hello, timeout_s=self._timeout_s, expect_role=role
+        )
+        return connection
+
+    def _wrong_pin(self, connection: Connection) -> Refused:
+        with suppress(ConnectionLost):
+            text = "the CA that was offered is not the one that the ticket pins"
+            connection.send(Refuse(RefusalCode.WRONG_PIN, text))
+        text = f"{self._ticket.host}:{self._ticket.port} is not the seed that made this ticket: its CA is another"
+        remedy = "get a new ticket if the seed was set up anew; else somebody is in between: do not go on"
+        return Refused(RefusalCode.WRONG_PIN, text, remedy=remedy)
