@@ -56,6 +56,7 @@ def loaded_by(code: str) -> set[str]:
         ("import p2ptrain.core.checkpoints, p2ptrain.core.world", LIGHT - {"asyncio"}),
         ("import configs.loader, configs.example", HEAVY | SCREEN | {"numpy", "rich", "asyncio"}),
         ("import wire.client, wire.transport, wire.emulate", HEAVY | SCREEN | {"pydantic", "rich"}),
+        ("command('bench', '--help')", HEAVY | SCREEN | {"numpy", "rich", "wire", "uvloop"}),
         ("import ring.collectives, ring.coordinator, ring.session", HEAVY | SCREEN | {"pydantic", "rich"}),
         ("import roles.seed", HEAVY | SCREEN),
         ("import tui.app", HEAVY),

@@ -65,13 +65,13 @@ class Plan:
         return self.moved * size_bytes * 8 / rate_bps + 2 * self.peers * delay_s
 
     def link_limit_s(self, size_bytes: int) -> float | None:
-        """What the emulated link allows at best for whole elements: its rate, and a delay for each hop."""
-        preset = preset_named(self.ring.link) if self.ring.link else None
-        if preset is None or not preset.rate_bps:
+        """What the emulated link allows at best for whole elements: what its burst does not cover goes at its rate, and
+        what one member brings needs n - 1 hops to the last one."""
+        if not self.ring.link or not (preset := preset_named(self.ring.link)).rate_bps:
             return None
-        return self.moved * size_bytes * 8 / (preset.rate_bps * self.ring.streams) + (
-            (2 * self.peers - 2) * preset.delay_s
-        )
+        streams = self.ring.streams
+        late_bytes = max(0.0, self.moved * size_bytes - streams * preset.burst_bytes)
+        return late_bytes * 8 / (streams * preset.rate_bps) + (self.peers - 1) * preset.delay_s
 
 
 @dataclass(slots=True)
@@ -130,7 +130,10 @@ class AllReduce:
         ring = self.plan.ring
         if self.plan.ring.lossy:
             self._titles[PLAIN] = "this ring, fp32"
-            self.notes.append(f"{ring.codec}: GB/s are those of the tensor, not of the fewer bytes on the wire")
+            self.notes.append(
+                f"{ring.codec}: GB/s are those of the tensor, not of the fewer bytes on the wire; a small tensor "
+                "travels as it is, because there the round trips count"
+            )
         if ring.link:
             self.notes.append(f"Gloo is left out: the link {ring.link} is emulated inside this program's connections")
             self.notes.append("the limit is what the link's rate and delay allow for fp32, computed")

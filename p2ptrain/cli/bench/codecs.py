@@ -80,8 +80,8 @@ class Codecs:
         report.pictures = [self._picture()]
         report.notes = [
             f"GB/s of float32, in sub-chunks of {human_size(self.plan.sub_chunk_bytes)}; decode+ adds to what is there",
-            f"errors: relative L2 against float64 of one all-reduce of {self.plan.numel:,} elements, without feedback;",
-            f"  in brackets of the mean of {self.plan.rounds} all-reduces with error feedback, for codecs that use it",
+            f"errors: relative L2 against float64 of one all-reduce of {self.plan.numel:,} elements, without feedback; "
+            f"in brackets of the mean of {self.plan.rounds} all-reduces with error feedback, for codecs that use it",
         ]
         report.samples = [asdict(row) | asdict(self.speeds[row.codec]) for row in self.errors]
         report.chart = lambda: self._chart(report)

@@ -63,9 +63,9 @@ def allreduce(
     csv_to: CsvTo = "",
     plot_to: PlotTo = "",
 ) -> None:
-    """This ring, torch's Gloo and plain sockets in the same processes, round by round beside one another.
+    """The ring beside torch's Gloo and plain sockets.
 
-    The time of an operation is that of the slowest member. GB/s are bytes of the tensor. Sockets are the limit: they
+    In the same processes, round by round in turn. The time of an operation is that of the slowest member. GB/s are bytes of the tensor. Sockets are the limit: they
     move the same bytes and do nothing else.
 
     \b
@@ -92,7 +92,7 @@ def allreduce(
     chosen = plan.sizes_of(sizes or (LINK_SIZES if link else SIZES), plan.ITEM_BYTES[dtype])
     sub_chunk_bytes = plan.sub_chunk_of(sub_chunk)
     plan.check_memory(peers, chosen[-1], available_bytes())
-    ring = Ring(link=link, tls=tls, streams=streams, sub_chunk_bytes=sub_chunk_bytes, codec=codec)
+    ring = Ring(link, tls, streams, sub_chunk_bytes, codec)
     work = AllReduce(Plan(peers, chosen, dtype, ring, rounds, sub_chunk_bytes or PIECE_BYTES))
     complete = run(conduct(peers, 1, work.measure), children=True)
     publish(work.report(origin(), complete=complete), targets)
@@ -110,17 +110,19 @@ def step(
         int, typer.Option("--steps", metavar="N", min=1, max=100_000, help="Measured steps of each contender.")
     ] = 40,
     sets: SetOption = [],  # noqa: B006 - Typer copies it
-    codec: CodecOption = "fp32",
+    codec: Annotated[
+        str, typer.Option("--codec", metavar="NAME", help="How gradients travel; default: the profile's.")
+    ] = "",
     link: LinkOption = "",
     tls: TlsOption = False,
     json_to: JsonTo = "",
     csv_to: CsvTo = "",
     plot_to: PlotTo = "",
 ) -> None:
-    """Training steps of this project, and of torch's DistributedDataParallel on Gloo, block by block in turn.
+    """Training steps beside torch's own DDP.
 
-    Same processes, model, samples, global batch, micro-batches and threads. Tokens a second, and how much of the
-    communication was hidden behind the backward pass.
+    DistributedDataParallel on Gloo and this project train block by block in turn, with the same processes, model, samples, global batch, micro-batches and threads: tokens a second, losses, and how much of the communication
+    was hidden behind the backward pass.
 
     \b
     Examples:
@@ -139,8 +141,9 @@ def step(
     targets.check()
     plan.check_peers(workers, "workers")
     _check_link(link)
-    _check_codec(codec)
     loaded = load(profile, os.environ, sets).profile
+    codec = codec or loaded.ring.codec.replace("auto", "fp32")  # "auto" needs measured links
+    _check_codec(codec)
     micro_batches = loaded.batch.micro_batches
     if micro_batches < workers:
         raise UserError(
@@ -148,7 +151,7 @@ def step(
             remedy=f"give --workers {micro_batches} or less, or --set batch.micro_batches={workers}",
         )
     name = Path(profile).stem
-    ring = Ring(link=link, tls=tls, sub_chunk_bytes=loaded.ring.sub_chunk_bytes, codec=codec)
+    ring = Ring(link, tls, max(1, loaded.ring.streams), loaded.ring.sub_chunk_bytes, codec)
     work = Steps(Plan(loaded.to_spec(), name, workers, threads, steps, ring))
     complete = run(conduct(workers, threads, work.measure), children=True)
     publish(work.report(origin(), complete=complete), targets)
@@ -164,7 +167,9 @@ def link(
     csv_to: CsvTo = "",
     plot_to: PlotTo = "",
 ) -> None:
-    """What plain sockets reach on this machine, without and with TLS: round trips, one way and both ways.
+    """What this machine's sockets reach, TLS or not.
+
+    Round trips, and bytes a second one way and both ways, by size of buffer.
 
     \b
     Example:
@@ -199,7 +204,9 @@ def codecs(
     csv_to: CsvTo = "",
     plot_to: PlotTo = "",
 ) -> None:
-    """How gradients travel in fewer bytes: what each codec loses, with error feedback and without, and its speed.
+    """What each codec loses and saves, and its speed.
+
+    Errors of an all-reduce of random gradients, with error feedback and without, against float64.
 
     \b
     Example:

@@ -34,7 +34,7 @@ BUDGET_S = 60.0
 MIN_SUB_CHUNK_BYTES = 1 << 10
 MAX_SUB_CHUNK_BYTES = 64 << 20  # that of ring.session
 
-_SIZE = re.compile(r"(\d{1,12})\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,12})\s*([KMG]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,16 +118,19 @@ def _print(report: Report) -> None:
     if not report.complete:
         typer.secho("interrupted: this is what was measured until then", fg="yellow")
     for table in report.tables:
+        if not table.rows:
+            continue
         typer.echo()
         print_table(table.columns, table.rows, right=table.right)
-    for picture in report.pictures:
+    for picture in filter(None, report.pictures):
         typer.echo()
         for line in picture:
             typer.echo(line)
     if report.notes:
         typer.echo()
         for note in report.notes:
-            typer.echo(f"· {note}")
+            for line in textwrap.wrap(note, screen_columns() - 2, initial_indent="· ", subsequent_indent="  "):
+                typer.echo(line)
 
 
 def _csv(report: Report) -> str:
@@ -149,8 +154,6 @@ def _write(name: str, text: str) -> None:
 
 def screen_columns() -> int:
     """Columns of the terminal, 80 where there is none."""
-    import shutil
-
     return min(120, shutil.get_terminal_size((80, 24)).columns) if sys.stdout.isatty() else 80
 
 

@@ -1,0 +1,89 @@
+"""``p2ptrain bench`` as a person runs it: real processes, real sockets, torch's own Gloo."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import psutil
+import pytest
+
+
+async def document(process: Any) -> Any:
+    """Standard output as one JSON document, and nothing else."""
+    assert await process.end() == 0, process.text
+    return json.loads("\n".join(process.out))
+
+
+async def members_of(process: Any) -> list[psutil.Process]:
+    await process.until(r"round 1")
+    return psutil.Process(process.process.pid).children()
+
+
+async def all_gone(members: list[psutil.Process]) -> None:
+    await asyncio.to_thread(psutil.wait_procs, members, 10)
+    assert not [member for member in members if member.is_running() and member.status() != psutil.STATUS_ZOMBIE]
+
+
+async def test_the_ring_beside_gloo_and_sockets(machine: Any) -> None:
+    process = await machine.start("bench", "allreduce", "--sizes", "4K,1M", "--rounds", "2", "--json", "-")
+    found = await document(process)
+    assert found["complete"]
+    assert found["origin"]["torch"]
+    assert [result["size_bytes"] for result in found["results"]] == [4096, 1 << 20]
+    for result in found["results"]:
+        assert {name: item["samples"] for name, item in result["contenders"].items()} == {
+            "ring": 2,
+            "gloo": 2,
+            "sockets": 2,
+        }
+        assert result["ring_to_gloo"] > 0
+        assert result["relative_errors"]["ring"] < 1e-6
+
+
+async def test_encrypted_with_a_codec_over_an_emulated_link(machine: Any) -> None:
+    options = ("--sizes", "1M", "--rounds", "1", "--tls", "--codec", "int8", "--link", "lan", "--json", "-")
+    found = await document(await machine.start("bench", "allreduce", *options))
+    result = found["results"][0]
+    assert set(result["contenders"]) == {"ring", "ring plain"}
+    assert 1e-4 < result["relative_errors"]["ring"] < 0.05
+    assert result["relative_errors"]["ring plain"] < 1e-6
+
+
+@pytest.mark.slow
+async def test_training_steps_beside_ddp(machine: Any) -> None:
+    arguments = ("--steps", "6", "--json", "-", *machine.settings(job__workers=2))
+    results = (await document(await machine.start("bench", "step", *arguments)))["results"]
+    assert results["tokens_per_step"] == 8 * 2 * 32
+    assert len(results["contenders"]["ring"]["seconds"]) == len(results["contenders"]["ddp"]["seconds"]) == 6
+    assert results["largest_relative_loss_difference"] < 1e-4
+    assert results["ring_to_ddp"] > 0
+    assert len(results["exposed_s"]) == 6
+
+
+async def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process(machine: Any) -> None:
+    process = await machine.start("bench", "link", "--json", "-")
+    members = await members_of(process)
+    assert len(members) == 2
+    assert await process.interrupt() == 130
+    await all_gone(members)
+    found = json.loads("\n".join(process.out))
+    assert not found["complete"]
+    assert found["results"]["transfers"]
+
+
+async def test_members_end_with_a_command_that_is_killed(machine: Any) -> None:
+    process = await machine.start("bench", "link", "--rounds", "10000")
+    members = await members_of(process)
+    await process.kill()
+    await all_gone(members)
+
+
+async def test_a_member_that_dies_is_told(machine: Any) -> None:
+    process = await machine.start("bench", "link", "--rounds", "10000")
+    members = await members_of(process)
+    members[1].kill()
+    assert await process.end() == 5
+    assert "error: member " in process.text
+    await all_gone(members)
