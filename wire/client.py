@@ -43,10 +43,16 @@ class SeedClient:
         self._receiver = asyncio.get_running_loop().create_task(self._receive_all(), name="wire.client.receive")
 
     @classmethod
-    async def connect(cls, network: Network, host: str, port: int, *, name: str, timeout_s: float = 5.0) -> Self:
-        """Dial a seed as an operator. Raises as ``wire.handshake.dial``."""
-        hello = local_hello(peer_id=new_id(), name=name, roles=[], purpose="operator")
-        return cls(*await dial(network, host, port, hello, timeout_s=timeout_s))
+    async def connect(
+        cls, network: Network, host: str, port: int, *, name: str, peer_id: str = "", timeout_s: float = 5.0
+    ) -> Self:
+        """Dial a seed as an operator. Raises as ``wire.handshake.dial``.
+
+        Args:
+            peer_id: on an encrypted network, whom this operator's certificate names.
+        """
+        hello = local_hello(peer_id=peer_id or new_id(), name=name, roles=[], purpose="operator")
+        return cls(*await dial(network, host, port, hello, timeout_s=timeout_s, expect_role="seed"))
 
     async def request(
         self, method: str, params: dict[str, Any] | None = None, *, timeout_s: float = 10.0

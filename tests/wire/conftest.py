@@ -1,26 +1,58 @@
-"""The stages on which connections are tested: TCP on both event loops; memory and an emulated link on virtual time."""
+"""The stages on which connections are tested: TCP and TLS on both event loops; memory, an emulated link and TLS over
+memory on virtual time."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import cache
 
 import pytest
 import uvloop
 
-from p2ptrain.core.world import Network
+from p2ptrain.core.world import Listener, Network, OnProblem, ProtocolFactory
+from wire.credentials import Credentials
 from wire.emulate import EmulatedNetwork
 from wire.shaper import LinkPreset
+from wire.testing import run
+from wire.tls import TlsNetwork
 from wire.transport import MemoryNetwork, TcpNetwork
 from wire.virtual import VirtualClockLoop
 
 Scenario = Callable[[Network], Awaitable[None]]
 Play = Callable[[Scenario], None]
 
+
+@cache
+def member(name: str, other: str) -> Credentials:
+    return run().member(name, "worker", other)
+
+
+class TwoPeers:
+    """TLS, on which who dials is ``a1``, an operator too, and who listens is ``b2``, a seed too."""
+
+    def __init__(self, network: Network) -> None:
+        self._a1, self._b2 = (
+            TlsNetwork(network, member(name, other), require_client_certificate=True)
+            for name, other in (("a1", "operator"), ("b2", "seed"))
+        )
+
+    async def connect(self, host: str, port: int, factory: ProtocolFactory, *, timeout_s: float) -> None:
+        await self._a1.connect(host, port, factory, timeout_s=timeout_s)
+
+    async def listen(
+        self, host: str, port: int, factory: ProtocolFactory, on_problem: OnProblem | None = None
+    ) -> Listener:
+        return await self._b2.listen(host, port, factory, on_problem)
+
+
 FAR = LinkPreset("far", 30.0, 5.0, 1e9, burst_bytes=32 << 10)
 STAGES: dict[str, tuple[Callable[[], asyncio.AbstractEventLoop], Callable[[], Network]]] = {
     "tcp-asyncio": (asyncio.new_event_loop, lambda: TcpNetwork(buffer_bytes=128 << 10)),
     "tcp-uvloop": (uvloop.new_event_loop, lambda: TcpNetwork(buffer_bytes=128 << 10)),
+    "tls-asyncio": (asyncio.new_event_loop, lambda: TwoPeers(TcpNetwork(buffer_bytes=128 << 10))),
+    "tls-uvloop": (uvloop.new_event_loop, lambda: TwoPeers(TcpNetwork(buffer_bytes=128 << 10))),
+    "tls-memory": (VirtualClockLoop, lambda: TwoPeers(MemoryNetwork())),
     "memory": (VirtualClockLoop, MemoryNetwork),
     "emulated": (VirtualClockLoop, lambda: EmulatedNetwork(MemoryNetwork(), FAR, 1)),
 }

@@ -45,7 +45,7 @@ async def operator(
     server = await serve(
         network, "127.0.0.1", 0, decide=decide, serve=answer_all, on_problem=lambda error, remote: None
     )
-    client = await SeedClient.connect(network, *server.address, name="op")
+    client = await SeedClient.connect(network, *server.address, name="op", peer_id="a1")
     try:
         yield client, await ends.get(), hellos
     finally:
