@@ -5,11 +5,11 @@ what it receives is passed through untouched. Where both ends are emulated each 
 one end is, only the direction from it is. Dialling costs one round trip of the preset before the inner network is
 asked. Connections do not compete: each has the preset's rate for itself.
 
-A written buffer is not copied. It is cut into views of at most ``PIECE_BYTES``; each is handed to the inner transport
-when the shaper says that its last byte arrives. Until then it counts as unsent: ``get_write_buffer_size`` includes
-it, the writer must not change it, and ``pause_writing`` is called beyond the high-water mark. That mark is therefore
-about twice the bandwidth-delay product by default; a protocol that lowers it and heeds it will not fill the link, as
-with a small TCP window. Setting it to 0 and waiting for ``resume_writing`` means "all of it has gone", as everywhere.
+Each connection has what a kernel has: a send buffer, somewhat larger than the link's bandwidth-delay product. What is
+written is cut into views of at most ``PIECE_BYTES``; those that find room in that buffer are copied there, and are no
+more the writer's concern, though on their way they may be for long. The others count as unsent until there is room:
+``get_write_buffer_size`` tells how much, the writer must not change them, and ``pause_writing`` is called beyond the
+high-water mark. Each piece is handed to the inner transport when the shaper says that its last byte arrives.
 
 ``close()`` and ``write_eof()`` reach the other side after what was written before, and no sooner than the link's
 delay; ``abort()`` is at once. A cut aborts the connection; its protocol's ``connection_lost`` is given a
@@ -24,6 +24,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, cast
 
 from p2ptrain.core.world import Listener, Network, OnProblem, ProtocolFactory
@@ -33,9 +34,10 @@ from wire.transport_base import FlowControl, WriteData, bytes_view, unreachable
 PIECE_BYTES = 16 << 10
 SPARE_BYTES = 128 << 10
 MOST_WINDOW_BYTES = 8 << 20
+HIGH_BYTES = 64 << 10  # asyncio's
 PresetOf = Callable[[str, int], LinkPreset]
 """The other side's host and port → the link to it. An accepted connection's port says nothing: it is any free one."""
-UNLIMITED_BPS = 1e9  # what an unlimited rate counts as when the high-water mark is chosen
+UNLIMITED_BPS = 1e9  # what an unlimited rate counts as when the send buffer's size is chosen
 
 
 class EmulatedNetwork:
@@ -125,17 +127,27 @@ class _Mark(enum.Enum):
     CLOSE = enum.auto()
 
 
+@dataclass(eq=False, slots=True)
+class _Piece:
+    """Bytes on their way, ``due_at`` the other side; the writer's own where they are not ``held`` yet."""
+
+    due_at: float
+    data: memoryview
+    held: bool = False
+
+
 class EmulatedTransport(FlowControl):
-    """One side of an emulated connection: a queue of (deliver_at, view or mark) before the inner transport."""
+    """One side of an emulated connection: a queue of pieces and marks before the inner transport."""
 
     def __init__(self, inner: asyncio.Transport, protocol: asyncio.BufferedProtocol, shaper: LinkShaper) -> None:
-        window_bytes = _window_bytes(shaper.preset)
-        super().__init__(protocol, high_bytes=2 * window_bytes, low_bytes=window_bytes)
+        super().__init__(protocol, high_bytes=HIGH_BYTES)
+        self._buffer_bytes = _window_bytes(shaper.preset)
         self._inner = inner
         self._shaper = shaper
         self._loop = asyncio.get_running_loop()
-        self._queue: deque[tuple[float, memoryview | _Mark]] = deque()
-        self._queued_bytes = 0
+        self._queue: deque[_Piece | tuple[float, _Mark]] = deque()
+        self._unsent: deque[_Piece] = deque()  # of the queue, those that found no room yet
+        self._unsent_bytes = self._held_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._inner_full = False
         self._eof = self._read_ended = False
@@ -155,9 +167,12 @@ class EmulatedTransport(FlowControl):
             return
         now = self._loop.time()
         for start in range(0, view.nbytes, PIECE_BYTES):
-            piece = view[start : start + PIECE_BYTES]
-            self._queue.append((self._shaper.send(now, piece.nbytes), piece))
-        self._queued_bytes += view.nbytes
+            data = view[start : start + PIECE_BYTES]
+            piece = _Piece(self._shaper.send(now, data.nbytes), data)
+            self._queue.append(piece)
+            self._unsent.append(piece)
+        self._unsent_bytes += view.nbytes
+        self._take_in()
         self._arm()
         self._maybe_pause()
 
@@ -200,8 +215,7 @@ class EmulatedTransport(FlowControl):
         return not self._closing and self._inner.is_reading()
 
     def get_write_buffer_size(self) -> int:
-        # A closing inner transport holds nothing of ours: CLOSE is acted on when it is empty.
-        return self._queued_bytes + (0 if self._inner.is_closing() else self._inner.get_write_buffer_size())
+        return self._unsent_bytes
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return self._inner.get_extra_info(name, default)
@@ -231,9 +245,20 @@ class EmulatedTransport(FlowControl):
         self._queue.append((self._shaper.send(self._loop.time(), 0), mark))
         self._arm()
 
+    def _take_in(self) -> None:
+        """Copy what finds room; a piece at least, however small the buffer is."""
+        while self._unsent:
+            piece = self._unsent[0]
+            if self._held_bytes and self._held_bytes + piece.data.nbytes > self._buffer_bytes:
+                return
+            self._unsent.popleft()
+            piece.data, piece.held = memoryview(bytes(piece.data)), True
+            self._held_bytes += piece.data.nbytes
+            self._unsent_bytes -= piece.data.nbytes
+
     def _arm(self) -> None:
         if self._timer is None and self._queue and not self._inner_full:
-            due_at = self._queue[0][0]
+            due_at = _due_at(self._queue[0])
             self._timer = self._loop.call_at(due_at, self._on_timer, due_at)
 
     def _on_timer(self, due_at: float) -> None:
@@ -244,17 +269,19 @@ class EmulatedTransport(FlowControl):
     def _release(self, now: float) -> None:
         if self._inner.is_closing():  # it failed by itself, and is about to say so
             return self._drop()
-        while self._queue and self._queue[0][0] <= now and not self._inner_full:
-            _, item = self._queue.popleft()
-            if isinstance(item, memoryview):
-                self._queued_bytes -= item.nbytes
-                self._inner.write(item)
-            elif item is _Mark.EOF:
+        while self._queue and _due_at(self._queue[0]) <= now and not self._inner_full:
+            item = self._queue.popleft()
+            if isinstance(item, _Piece):
+                assert item.held, "what is due was never sent"
+                self._held_bytes -= item.data.nbytes
+                self._take_in()
+                self._inner.write(item.data)
+            elif item[1] is _Mark.EOF:
                 self._inner.write_eof()
             else:
                 self._inner.close()
-        self._maybe_resume()
-        return self._arm()
+        self._arm()
+        return self._maybe_resume()
 
     def _cut(self) -> None:
         age_s = self._shaper.preset.cut_after_s
@@ -265,14 +292,19 @@ class EmulatedTransport(FlowControl):
 
     def _drop(self) -> None:
         self._queue.clear()
-        self._queued_bytes = 0
+        self._unsent.clear()
+        self._unsent_bytes = self._held_bytes = 0
         for timer in (self._timer, self._cut_timer):
             if timer is not None:
                 timer.cancel()
         self._timer = None
 
 
+def _due_at(item: _Piece | tuple[float, _Mark]) -> float:
+    return item.due_at if isinstance(item, _Piece) else item[0]
+
+
 def _window_bytes(preset: LinkPreset) -> int:
-    """What must be queued at any time so that the link never runs dry: the bandwidth-delay product, and some."""
+    """What must be under way at any time so that the link never runs dry: the bandwidth-delay product, and some."""
     in_flight_bytes = (preset.rate_bps or UNLIMITED_BPS) / 8 * (preset.delay_s + preset.jitter_s)
     return min(int(in_flight_bytes) + SPARE_BYTES, MOST_WINDOW_BYTES)
