@@ -104,6 +104,16 @@ class DemoCluster:
             share=16 // self._members() + (index < 16 % self._members()) if ranked else 0,
         )
 
+    def edges(self) -> list[tuple[float, float]]:
+        """Latency and bandwidth from each member to the next; none where there is no ring."""
+        members = self._members()
+        if members < 2:
+            return []
+        return [
+            (0.2 + 9 * abs(self._noise("far", index)), 1e9 * 10 ** -abs(2 * self._noise("wide", index)))
+            for index in range(members)
+        ]
+
     def row(self, step: int) -> MetricRow:
         truth = 1.9 + 3.6 * math.exp(-step / 260)
         compute = 560 + 30 * self._noise("compute", step)
@@ -144,6 +154,10 @@ class DemoCluster:
             members=[f"peer{index}" for index in range(self._members())],
             tokens_total=self.step * TOKENS_PER_STEP,
             reason="" if self.state == "running" else "a person asked",
+            edge_ms=[latency_ms for latency_ms, _ in self.edges()],
+            edge_bps=[rate_bps for _, rate_bps in self.edges()],
+            streams=1,
+            codec="fp32",
             **state,
         )
 

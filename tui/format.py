@@ -103,6 +103,23 @@ def rate(bytes_per_s: float | None) -> str:
     return _scaled(bytes_per_s, (" B/s", " kB/s", " MB/s", " GB/s"), 1000.0)
 
 
+def bits(bits_per_s: float | None, unit: str = "bit/s") -> str:
+    """``98.2 Mbit/s``. Decimal units, as links are sold."""
+    return _scaled(bits_per_s, (f" {unit}", f" k{unit}", f" M{unit}", f" G{unit}"), 1000.0)
+
+
+def ways(latency_ms: float | None, bits_per_s: float | None) -> tuple[str, ...]:
+    """What is known of a link, the longest first: ``98.2 Mbit/s · 20 ms``, ``98.2M 20 ms``, ``98.2M``; nothing where
+    nothing is."""
+    if latency_ms is None:
+        return ()
+    late = millis(latency_ms)
+    if bits_per_s is None:
+        return (late,)
+    short = bits(bits_per_s, "").replace(" ", "")
+    return (f"{bits(bits_per_s)} · {late}", f"{short} {late}", short)
+
+
 def millis(value: float | None) -> str:
     """``0.42 ms``, ``87.1 ms``, ``1.24 s``."""
     if not is_finite(value) or value < 0:

@@ -78,9 +78,9 @@ def _parse(kind: type[R], item: object) -> R:
         if isinstance(value, str) and (len(value) > MAX_TEXT or not value.isprintable()):
             changes[entry.name] = clean(value)
         elif isinstance(value, list):
-            if len(value) > MAX_PEERS or not all(isinstance(part, str) for part in value):
-                raise ProtocolError(f"{kind.__name__}.{entry.name} is not a short list of texts")
-            changes[entry.name] = [clean(part) for part in value]
+            if len(value) > MAX_PEERS:
+                raise ProtocolError(f"{kind.__name__}.{entry.name} is not a short list")
+            changes[entry.name] = [clean(part) if isinstance(part, str) else part for part in value]
     return dataclasses.replace(record, **changes) if changes else record
 
 

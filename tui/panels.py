@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,7 +18,7 @@ from textual_plotext import PlotextPlot
 from tui import format as fmt
 from tui.format import Span
 from tui.model import Phase, Store, eta_s, split
-from tui.ring_art import Seat, draw_ring
+from tui.ring_art import SLOWEST, Seat, draw_ring
 from tui.theme import DARK, Palette
 from wire.records import EventInfo, JobInfo, MetricRow, PeerInfo
 
@@ -142,13 +143,17 @@ class RingPanel(Widget, can_focus=True):
         width, height = self.size.width, self.size.height
         outside = self._outside(frame, job, width)
         below = 0 if not outside or height < 4 else 2 if height > 14 else 1
-        seats = [_seat(job, rank, peer) for rank, peer in enumerate(frame.store.members(job))]
+        edges, slowest = job.edges() or [(None, None)] * len(job.members), job.slowest_edge()
+        seats = [
+            dataclasses.replace(_seat(job, rank, peer), ways=fmt.ways(*edges[rank]), slowest=rank == slowest)
+            for rank, peer in enumerate(frame.store.members(job))
+        ]
         drawing = draw_ring(
             seats,
             width,
             height - below,
             pulse=job.step if job.state == "running" else None,
-            centre=(f"generation {job.generation}", f"step {job.step:,}"),
+            centre=_centre(job, slowest),
         )
         drawing += [[] for _ in range(height - below - len(drawing))]
         return drawing + [[], outside][2 - below :]
@@ -167,6 +172,14 @@ class RingPanel(Widget, can_focus=True):
             spans += [Span(f"{look.symbol} ", look.role), Span(text)]
             room -= Text(text).cell_len + 2
         return spans
+
+
+def _centre(job: JobInfo, slowest: int | None) -> tuple[str, ...]:
+    lines = (f"generation {job.generation}", f"step {job.step:,}")
+    if slowest is None:
+        return lines
+    words = fmt.ways(*job.edges()[slowest])
+    return (*lines, f"{SLOWEST.symbol} slowest: {words[len(words) // 2]}")
 
 
 def _seat(job: JobInfo, rank: int, peer: PeerInfo | None) -> Seat:

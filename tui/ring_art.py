@@ -7,7 +7,10 @@
        │   generation 7     ▼
 ╭ 3 ● ────────╮      ╭ 2 ● ────────╮
 │ delos       │◀─────│ castor      │
-╰─────────────╯      ╰─────────────╯
+╰─────────────╯      ╰ 98M 20 ms ──╯
+
+A box's lower edge tells what is known of the way from there to the right neighbour. The slowest way has a mark there,
+and a dashed arrow.
 """
 
 from __future__ import annotations
@@ -18,35 +21,51 @@ from itertools import groupby
 
 from rich.cells import cell_len
 
-from tui.format import Span, fit
+from tui.format import Look, Span, fit
 
 MAX_BOXES = 8
 MAX_BOX_WIDTH = 26
 MIN_BOX_WIDTH = 10
 MIN_GAP = 3
 MAX_GAP = 9
+SLOWEST = Look("!", "warn")
+_DASHED = str.maketrans("─│", "╌╎")
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """One member as it is drawn: its symbol and colour role, and up to three lines, the most important first."""
+    """One member as it is drawn.
+
+    Attributes:
+        symbol, role: of its state, and the role of its colour.
+        lines: up to three, the most important first.
+        ways: what is known of the way to its right neighbour, in words, the longest first: the one that fits is shown.
+        slowest: that way is the slowest one of the ring.
+    """
 
     symbol: str
     role: str
     lines: tuple[str, ...]
+    ways: tuple[str, ...] = ()
+    slowest: bool = False
 
 
 class Canvas:
-    """A grid of cells, each a character and a colour role. What lies outside is not drawn."""
+    """A grid of cells, each a character and a colour role. What lies outside is not drawn.
+
+    Attributes:
+        dashed: lines are drawn dashed.
+    """
 
     def __init__(self, width: int, height: int) -> None:
         self.width = width
         self.height = height
+        self.dashed = False
         self._cells = [[(" ", "")] * width for _ in range(height)]
 
     def put(self, x: int, y: int, text: str, role: str = "") -> None:
         """Write ``text`` from (x, y) to the right. A character two cells wide takes its two cells."""
-        for char in text:
+        for char in text.translate(_DASHED) if self.dashed else text:
             columns = cell_len(char)
             if columns and 0 <= y < self.height and x >= 0 and x + columns <= self.width:
                 self._cells[y][x : x + columns] = [(char, role)] + [("", role)] * (columns - 1)
@@ -101,7 +120,9 @@ def draw_ring(
     size = len(seats)
     lit = None if pulse is None else pulse % size
     for rank in range(size):
-        _arrow(canvas, frame, rank, size, "accent" if rank == lit else "dim")
+        canvas.dashed = seats[rank].slowest
+        _arrow(canvas, frame, rank, size, "accent" if rank == lit else SLOWEST.role if canvas.dashed else "dim")
+    canvas.dashed = False
     for rank, seat in enumerate(seats):
         x, y = _place(frame, rank)
         _draw_seat(canvas, frame, x, y, rank, seat)
@@ -155,6 +176,12 @@ def _draw_seat(canvas: Canvas, frame: _Frame, x: int, y: int, rank: int, seat: S
     canvas.put(x + 1, y, f" {rank} {seat.symbol} ", seat.role)
     for row, line in enumerate(seat.lines[: frame.box_height - 2]):
         canvas.put(x + pad, y + 1 + row, fit(line, inner), "strong" if row == 0 else "dim")
+    mark = f"{SLOWEST.symbol} " if seat.slowest else ""
+    room = frame.box_width - 4 - len(mark)
+    way = next((text for text in seat.ways if cell_len(text) <= room), None)
+    if way is not None:
+        role = SLOWEST.role if seat.slowest else "dim"
+        canvas.put(x + 1, y + frame.box_height - 1, f" {mark}{way} ", role)
 
 
 def _arrow(canvas: Canvas, frame: _Frame, rank: int, size: int, role: str) -> None:
@@ -255,7 +282,7 @@ def _chain(seats: Sequence[Seat], width: int, height: int) -> list[list[Span]]:
             name = _padded(fit(seat.lines[0] if seat.lines else "", room), room)
             arrow = "→" if rank + 1 < len(seats) else "↩"
             row += [Span(f"{rank:>{number}} ", "dim"), Span(f"{seat.symbol} ", seat.role), Span(name)]
-            row += [Span(f" {arrow} ", "dim")]
+            row += [Span(f"{SLOWEST.symbol}{arrow} ", SLOWEST.role) if seat.slowest else Span(f" {arrow} ", "dim")]
         rows.append(row)
     if shown < len(seats):
         rows.append([Span(fit(f"… and {len(seats) - shown} more, then back to 0", width), "dim")])

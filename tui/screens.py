@@ -11,6 +11,7 @@ from textual.widgets import Button, Static
 
 from tui import format as fmt
 from tui.format import Span
+from tui.ring_art import SLOWEST
 from tui.theme import Palette
 
 KEYS = (
@@ -47,6 +48,11 @@ class HelpScreen(ModalScreen[None]):
         rows += [
             [],
             [Span("An arrow of the ring is lit and walks on with every step that all members committed.", "dim")],
+            [
+                Span("A box tells the bandwidth and latency to the next member; ", "dim"),
+                Span(f"{SLOWEST.symbol} ", SLOWEST.role),
+                Span("and dashes are at the slowest.", "dim"),
+            ],
         ]
         return rows
 

@@ -7,6 +7,7 @@ Every record is a frozen dataclass with ``to_map()`` (JSON-like, None for unknow
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from dataclasses import dataclass
@@ -14,12 +15,12 @@ from typing import Any, Self
 
 from p2ptrain.core.errors import ProtocolError
 
-_Fields = dict[str, tuple[tuple[type, ...], bool]]
+_Fields = dict[str, tuple[tuple[type, ...], tuple[type, ...], bool]]
 _known_fields: dict[type, _Fields] = {}
 
 
 def _field_types(cls: type[Any]) -> _Fields:
-    """Field name → (accepted types, required), from the annotations; found once per class."""
+    """Field name → (accepted types, those of a list's items, required), from the annotations; found once per class."""
     if cls not in _known_fields:
         _known_fields[cls] = _read_annotations(cls)
     return _known_fields[cls]
@@ -30,13 +31,26 @@ def _read_annotations(cls: type[Any]) -> _Fields:
     result = {}
     for item in dataclasses.fields(cls):
         hint = hints[item.name]
-        args = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-        accepted = tuple(typing.get_origin(arg) or arg for arg in args)
-        if float in accepted:
-            accepted += (int,)
+        of_items = _accepted(typing.get_args(hint)[0]) if typing.get_origin(hint) is list else ()
         required = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
-        result[item.name] = (accepted, required)
+        result[item.name] = (_accepted(hint), of_items, required)
     return result
+
+
+def _accepted(hint: Any) -> tuple[type, ...]:
+    """The types that a value may have where this is annotated."""
+    args = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    accepted = tuple(typing.get_origin(arg) or arg for arg in args)
+    return (*accepted, int) if float in accepted else accepted
+
+
+def _fits(value: object, accepted: tuple[type, ...]) -> bool:
+    return isinstance(value, accepted) and (not isinstance(value, bool) or bool in accepted)
+
+
+def _figure(value: float | None) -> float | None:
+    """A figure that a peer gave, None for what is none."""
+    return float(value) if value is not None and math.isfinite(value) and value >= 0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +67,16 @@ class Record:
         if not isinstance(source, dict):
             raise ProtocolError(f"{cls.__name__} is not a map")
         values: dict[str, Any] = {}
-        for name, (accepted, required) in _field_types(cls).items():
+        for name, (accepted, of_items, required) in _field_types(cls).items():
             if name not in source:
                 if required:
                     raise ProtocolError(f"{cls.__name__} lacks {name!r}")
                 continue
             value = source[name]
-            if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
+            if not _fits(value, accepted):
                 raise ProtocolError(f"{cls.__name__}.{name} has type {type(value).__name__}")
+            if isinstance(value, list) and not all(_fits(part, of_items) for part in value):
+                raise ProtocolError(f"{cls.__name__}.{name} has an item of another type")
             values[name] = value
         return cls(**values)
 
@@ -88,6 +104,7 @@ class PeerInfo(Record):
         in_bps, out_bps: bits per second over the ring.
         rank: position in its job's ring; None outside one.
         share: micro-batches of a step that it computes.
+        next_ms, next_bps: one-way latency and bandwidth to its right neighbour, as they were measured last.
     """
 
     id: str
@@ -110,6 +127,8 @@ class PeerInfo(Record):
     generation: int = 0
     step: int = 0
     share: int = 0
+    next_ms: float | None = None
+    next_bps: float | None = None
 
 
 FINISHED_STATES = frozenset({"done", "cancelled", "failed"})
@@ -124,6 +143,9 @@ class JobInfo(Record):
         state: ``queued`` (another job runs), ``waiting`` (for its first members), ``forming``, ``running``, ``paused``,
             ``done``, ``cancelled``, ``failed``.
         members: peer ids in rank order.
+        edge_ms, edge_bps: one-way latency and bandwidth from each member to its right neighbour, None where unknown;
+            empty where all are.
+        streams, codec: how gradients travel in the present view (``ring.view.View``); 0 and empty where there is none.
         reason: why it is in this state, for people.
     """
 
@@ -150,6 +172,29 @@ class JobInfo(Record):
     wait_ms: float | None = None
     tokens_total: int = 0
     reason: str = ""
+    edge_ms: list[float | None] = dataclasses.field(default_factory=list)
+    edge_bps: list[float | None] = dataclasses.field(default_factory=list)
+    streams: int = 0
+    codec: str = ""
+
+    def edges(self) -> list[tuple[float | None, float | None]]:
+        """Latency in ms and bandwidth in bits per second from each member to its right neighbour, None for unknown; no
+        edge at all where what the seed says is none."""
+        if not len(self.edge_ms) == len(self.edge_bps) == len(self.members):
+            return []
+        return [
+            (_figure(latency_ms), _figure(rate_bps))
+            for latency_ms, rate_bps in zip(self.edge_ms, self.edge_bps, strict=True)
+        ]
+
+    def slowest_edge(self) -> int | None:
+        """The rank whose way to the right has least bandwidth, then most latency; None where none is measured."""
+        known = [
+            (rate_bps if rate_bps is not None else math.inf, -latency_ms, rank)
+            for rank, (latency_ms, rate_bps) in enumerate(self.edges())
+            if latency_ms is not None
+        ]
+        return min(known)[2] if known else None
 
 
 @dataclass(frozen=True, slots=True)

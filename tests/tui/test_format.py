@@ -122,3 +122,10 @@ def test_states_are_told_apart_without_colours():
     assert len(set(symbols)) == len(symbols)
     assert all(cell_len(look.symbol) == 1 for look in (*fmt.PEER_LOOKS.values(), *fmt.JOB_LOOKS.values()))
     assert fmt.peer_look("invented").symbol == "?"
+
+
+def test_a_link_in_words_the_longest_first():
+    assert fmt.ways(20.0, 98.2e6) == ("98.2 Mbit/s · 20 ms", "98.2M 20 ms", "98.2M")
+    assert fmt.ways(0.031, 6.04e9) == ("6.04 Gbit/s · 0.03 ms", "6.04G 0.03 ms", "6.04G")
+    assert fmt.ways(20.0, None) == ("20 ms",)
+    assert fmt.ways(None, 1e6) == ()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -91,3 +93,35 @@ def test_nothing_is_drawn_outside(size: int, width: int, height: int, name: str,
     rows = draw_ring(seats(size, name), width, height, pulse=pulse, centre=("generation 123456", "step 1"))
     assert len(rows) <= height
     assert all(sum(cell_len(span.text) for span in row) <= width for row in rows)
+
+
+def test_a_box_tells_the_way_to_the_right_as_far_as_there_is_room():
+    known = [dataclasses.replace(seat, ways=("98.2 Mbit/s · 20 ms", "98.2M 20 ms", "98.2M")) for seat in seats(4)]
+    assert "╰ 98.2 Mbit/s · 20 ms ───╯" in "\n".join(plain(draw_ring(known, 76, 15)))
+    assert "╰ 98.2M 20 ms ───╯" in plain(draw_ring(known, 40, 8))[2]
+    assert "╰ 98.2M ─╯" in plain(draw_ring(known, 24, 8))[2]
+
+
+def test_the_slowest_way_is_marked_and_dashed_not_only_coloured():
+    for size in range(2, MAX_BOXES + 1):
+        for slowest in range(size):
+            known = [
+                dataclasses.replace(seat, ways=("98M",), slowest=rank == slowest)
+                for rank, seat in enumerate(seats(size))
+            ]
+            rows = draw_ring(known, 76, 15, pulse=0)
+            text = "\n".join(plain(rows))
+            assert text.count("! 98M") == 1
+            assert text.count(" 98M") == size
+            assert "╌" in text or "╎" in text
+            assert sum(text.count(head) for head in "▶◀▲▼") == size
+            marked = [span for row in rows for span in row if span.role == "warn" and "98M" in span.text]
+            assert len(marked) == 1
+    assert not any(dash in "\n".join(plain(draw_ring(seats(5), 76, 15))) for dash in "╌╎!")
+
+
+def test_a_chain_marks_the_slowest_way_too():
+    known = [dataclasses.replace(seat, slowest=rank == 7) for rank, seat in enumerate(seats(12))]
+    text = "\n".join(plain(draw_ring(known, 60, 6)))
+    assert text.count("!→") == 1
+    assert "peer7  !→" in text
