@@ -65,8 +65,8 @@ def allreduce(
 ) -> None:
     """The ring beside torch's Gloo and plain sockets.
 
-    In the same processes, round by round in turn. The time of an operation is that of the slowest member. GB/s are bytes of the tensor. Sockets are the limit: they
-    move the same bytes and do nothing else.
+    In the same processes, round by round in turn. The time of an operation is that of the slowest member, GB/s are
+    bytes of the tensor. Sockets are the limit: they move the same bytes and do nothing else.
 
     \b
     Examples:
@@ -121,8 +121,9 @@ def step(
 ) -> None:
     """Training steps beside torch's own DDP.
 
-    DistributedDataParallel on Gloo and this project train block by block in turn, with the same processes, model, samples, global batch, micro-batches and threads: tokens a second, losses, and how much of the communication
-    was hidden behind the backward pass.
+    DistributedDataParallel on Gloo and this project train block by block in turn, with the same processes, model,
+    samples, global batch, micro-batches and threads: tokens a second, losses, and how much of the communication was
+    hidden behind the backward pass.
 
     \b
     Examples:

@@ -193,13 +193,14 @@ class Member:
         self._buffer = np.zeros(0, storage)  # the last one goes before the next one comes
         self._buffer = np.empty(numel, storage)
         self._fill()
+        gc.collect()
+        gc.freeze()  # torch's hundred thousand objects stay: a sample must not pay for looking at them
         return {}
 
     async def sample(self, *, contender: str, repeat: int) -> Answer:
         """Seconds of one operation, the mean of ``repeat`` in a row; a barrier comes first."""
         self._fill()
         operation = self._operation(contender)
-        gc.collect()
         gc.disable()
         try:
             await self.session.barrier()
