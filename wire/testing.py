@@ -48,9 +48,13 @@ class Run:
         return credentials
 
 
-@cache
 def run(name: str = "run") -> Run:
     """The run of this name: the same whenever it is asked for."""
+    return _made(name)
+
+
+@cache
+def _made(name: str) -> Run:
     directory = Path(tempfile.mkdtemp(prefix="p2ptrain-test-"))
     atexit.register(shutil.rmtree, directory)
     return Run(*new_authority(name, now=time.time()), directory)

@@ -214,7 +214,7 @@ def dialling_problem(error: OSError, who: str) -> P2PTrainError:
     if isinstance(error, NotTlsError):
         remedy = "check the port; or, if that cluster is on this machine and plain, use its address without a ticket"
         return Refused("not-encrypted", f"{who} does not speak TLS: {error}", remedy=remedy)
-    return ConnectionLost(f"{who}: {error}", remedy="is it p2ptrain that listens there?")
+    return ConnectionLost(f"{who}: {error}", remedy="is it p2ptrain that listens there, and is its cluster encrypted?")
 
 
 def accepting_problem(error: Exception, who: str) -> P2PTrainError:

@@ -39,6 +39,7 @@ LINGER_S = 1.0
 """How long a failed connection waits for the other side to have read why. To close at once would reset it unread."""
 
 _HANDSHAKE_RECORD, _ALERT_RECORD = 0x16, 0x15
+_DECODE_ERROR_ALERT = b"\x15\x03\x03\x00\x02\x02\x32"  # OpenSSL has no word for what does not even look like TLS
 
 
 class NotTlsError(ConnectionError):
@@ -105,7 +106,7 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
         self._shake()
 
     def fail(self, error: Exception, last_words: bytes = b"") -> None:
-        """Give the handshake up; ``last_words`` are for somebody who does not speak TLS, or did not yet."""
+        """Give the handshake up; ``last_words`` go out as they are: an alert, or plain words."""
         if self._state not in (_State.QUIET, _State.SHAKING):
             return
         self._state = _State.FAILED
@@ -123,8 +124,8 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
             self._send_encrypted()
             return
         except ssl.SSLError as error:
-            self._send_encrypted()  # the alert
-            self.fail(error)
+            alert = self._outgoing.read()
+            self.fail(error, alert or (b"" if "ALERT" in (error.reason or "") else _DECODE_ERROR_ALERT))
             return
         self._send_encrypted()
         self._state = _State.OPEN

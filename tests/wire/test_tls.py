@@ -1,0 +1,584 @@
+"""TLS: who is let through, who is not and why, in words on both sides; bytes, bounds and time."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import tracemalloc
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+import uvloop
+
+from p2ptrain.core.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    P2PTrainError,
+    ProtocolError,
+    Refused,
+    Unreachable,
+)
+from p2ptrain.core.world import Network
+from wire.connection import Connection
+from wire.credentials import Credentials, PeerIdentity, authority_context, unverified_context
+from wire.half_open import MAX_HALF_OPEN_PER_MACHINE
+from wire.handshake import Dialler, Server, dial, judge_answerer, judge_caller, local_hello, local_welcome, serve
+from wire.messages import EventNotice, Hello, Refuse, Welcome
+from wire.recorder import Recorder, play
+from wire.testing import credentials, run
+from wire.tls import HANDSHAKE_TIMEOUT_S, TlsDialler, TlsNetwork
+from wire.transport import MemoryNetwork, TcpNetwork
+from wire.virtual import VirtualClockLoop
+
+HOST = "127.0.0.1"
+EVERYWHERE = "0.0.0.0"
+HOUR_S = 3600.0
+STAGES: dict[str, tuple[Callable[[], asyncio.AbstractEventLoop], Callable[[], Network]]] = {
+    "asyncio": (asyncio.new_event_loop, TcpNetwork),
+    "uvloop": (uvloop.new_event_loop, TcpNetwork),
+    "memory": (VirtualClockLoop, MemoryNetwork),
+}
+Scenario = Callable[[Network], Awaitable[None]]
+Play = Callable[[Scenario], None]
+
+
+def player(stage: str) -> Play:
+    loop, network = STAGES[stage]
+
+    async def scene(scenario: Scenario) -> None:
+        await scenario(network())
+
+    return lambda scenario: play(scene(scenario), loop_factory=loop)
+
+
+@pytest.fixture(params=STAGES)
+def on_stage(request: pytest.FixtureRequest) -> Play:
+    return player(request.param)
+
+
+@pytest.fixture
+def in_memory() -> Play:
+    return player("memory")
+
+
+class Seed:
+    """Lets in whoever TLS and the certificates let in; remembers who, and what went wrong."""
+
+    server: Server
+
+    def __init__(self, peer_id: str = "seed") -> None:
+        self.welcome = local_welcome(peer_id=peer_id, name="seed", wall=1.0)
+        self.served: list[Connection] = []
+        self.problems: list[P2PTrainError] = []
+        self._news = asyncio.Event()
+
+    @asynccontextmanager
+    async def listening(self, network: Network, *, host: str = HOST, **options: Any) -> Any:
+        self.server = await serve(
+            network, host, 0, decide=self.decide, serve=self.serve, on_problem=self.on_problem, **options
+        )
+        try:
+            yield self
+        finally:
+            await self.server.close()
+
+    async def decide(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
+        return self.welcome
+
+    async def serve(self, connection: Connection, hello: Hello) -> None:
+        self.served.append(connection)
+        with suppress(ConnectionLost):
+            await connection.receive(timeout_s=60)
+
+    def on_problem(self, error: P2PTrainError, remote: tuple[str, int]) -> None:
+        assert remote[0] in (HOST, "hostile", "good")
+        self.problems.append(error)
+        self._news.set()
+
+    async def problem(self) -> P2PTrainError:
+        """The first problem, once there is one."""
+        await self._news.wait()
+        return self.problems[0]
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self.server.address
+        return ("seed" if host == EVERYWHERE else host, port)
+
+
+def hello(peer_id: str = "a1", purpose: str = "peer") -> Hello:
+    return local_hello(peer_id=peer_id, name="anna", roles=["worker"], purpose=purpose)
+
+
+def tls(network: Network, held: Credentials, **options: Any) -> TlsNetwork:
+    return TlsNetwork(network, held, **{"require_client_certificate": True, **options})
+
+
+async def knock(network: Dialler, seed: Seed, said: Hello | None = None, **options: Any) -> Connection:
+    connection, _ = await dial(network, *seed.address, said or hello(), timeout_s=5, **options)
+    return connection
+
+
+async def refused(network: Dialler, seed: Seed, said: Hello | None = None, **options: Any) -> Refused:
+    with pytest.raises(Refused) as caught:
+        await knock(network, seed, said, **options)
+    assert caught.value.remedy
+    return caught.value
+
+
+async def exchange(there: Network, here: Dialler, code: str, *, said: Hello | None = None, **options: Any) -> Seed:
+    """A caller on ``here`` is refused by the seed on ``there``, or refuses it: ``code`` is told on both sides."""
+    async with Seed().listening(there) as seed:
+        error = await refused(here, seed, said, **options)
+        assert error.code == code
+        told = await seed.problem()
+        assert isinstance(told, Refused), told
+        assert told.code == code
+        assert not seed.served
+        return seed
+
+
+# ------------------------------------------------------------------------------------------------------- who is who
+
+
+def test_both_sides_know_whom_they_talk_to(on_stage: Play) -> None:
+    async def scenario(network: Network) -> None:
+        async with Seed().listening(tls(network, credentials("seed", "seed"))) as seed:
+            near = await knock(tls(network, credentials("a1")), seed, expect_peer="seed", expect_role="seed")
+            (far,) = seed.served
+            assert near.encrypted
+            assert far.encrypted
+            assert near.identity == credentials("seed", "seed").identity
+            assert far.identity == credentials("a1").identity
+            await near.close()
+        assert not seed.problems
+
+    on_stage(scenario)
+
+
+def test_a_plain_connection_has_no_identity_and_needs_none(on_stage: Play) -> None:
+    async def scenario(network: Network) -> None:
+        async with Seed().listening(network) as seed:
+            near = await knock(network, seed, expect_peer="seed", expect_role="seed")
+            assert (near.encrypted, near.identity) == (False, None)
+            await near.close()
+
+    on_stage(scenario)
+
+
+def test_bulk_crosses_whole_in_both_directions_at_once(on_stage: Play) -> None:
+    size, count = 1 << 20, 4
+    payload = bytes(range(256)) * (size // 256)
+
+    async def scenario(network: Network) -> None:
+        async with Seed().listening(tls(network, credentials("seed", "seed"))) as seed:
+            near = await knock(tls(network, credentials("a1")), seed)
+            ends, landed, all_there = (near, seed.served[0]), [], asyncio.Event()
+            buffers = []
+
+            def done() -> None:
+                landed.append(1)
+                if len(landed) == 2 * count:
+                    all_there.set()
+
+            for end in ends:
+                for _ in range(count):
+                    buffers.append(bytearray(size))
+                    end.post(memoryview(buffers[-1]), generation=1, stream=0, done=done)
+                    end.send_bulk(memoryview(payload), generation=1, stream=0)
+            for end in ends:
+                await end.flush(timeout_s=20)
+            await all_there.wait()
+            assert all(buffer == payload for buffer in buffers)
+            await near.close()
+
+    on_stage(scenario)
+
+
+def test_a_renewed_certificate_is_presented_from_the_next_connection_on(on_stage: Play) -> None:
+    async def scenario(network: Network) -> None:
+        before, after = run().member("a1", "worker"), run().member("a1", "worker")
+        mine = tls(network, before)
+        async with Seed().listening(tls(network, credentials("seed", "seed"))) as seed:
+            first = await knock(mine, seed)
+            mine.use(after)
+            second = await knock(mine, seed)
+            assert [far.identity for far in seed.served] == [before.identity, after.identity]
+            assert not first.closed.is_set()
+            await first.close()
+            await second.close()
+
+    on_stage(scenario)
+
+
+# ------------------------------------------------------------------------------------------------ certificates refused
+
+
+def test_a_callers_expired_certificate(on_stage: Play) -> None:
+    late = run().member("a1", "worker", age_s=2 * HOUR_S, lifetime_s=HOUR_S)
+    on_stage(
+        lambda network: exchange(tls(network, credentials("seed", "seed")), tls(network, late), "certificate-expired")
+    )
+
+
+def test_an_answerers_expired_certificate(on_stage: Play) -> None:
+    late = run().member("seed", "seed", age_s=2 * HOUR_S, lifetime_s=HOUR_S)
+    on_stage(lambda network: exchange(tls(network, late), tls(network, credentials("a1")), "certificate-expired"))
+
+
+def test_clocks_may_be_off_by_less_than_an_hour_but_not_more(on_stage: Play) -> None:
+    early, far_too_early = (
+        run().member("a1", "worker", age_s=-minutes * 60, lifetime_s=HOUR_S) for minutes in (50, 90)
+    )
+
+    async def scenario(network: Network) -> None:
+        there = tls(network, credentials("seed", "seed"))
+        async with Seed().listening(there) as seed:
+            await (await knock(tls(network, early), seed)).close()
+        async with Seed().listening(there) as seed:
+            error = await refused(tls(network, far_too_early), seed)
+            assert "not valid yet" in error.message
+            assert "date and time" in error.remedy
+            assert (await seed.problem()).code == "certificate-not-yet-valid"  # type: ignore[attr-defined]
+
+    on_stage(scenario)
+
+
+def test_a_callers_certificate_of_another_run(on_stage: Play) -> None:
+    stranger = run("another").member("a1", "worker", ca_pem=run().ca_pem)  # who trusts us all the same
+    on_stage(
+        lambda network: exchange(
+            tls(network, credentials("seed", "seed")), tls(network, stranger), "certificate-untrusted"
+        )
+    )
+
+
+def test_somebody_in_between_with_a_ca_of_his_own(on_stage: Play) -> None:
+    stranger = run("another").member("seed", "seed")
+    on_stage(lambda network: exchange(tls(network, stranger), tls(network, credentials("a1")), "certificate-untrusted"))
+
+
+def test_a_caller_without_a_certificate_where_one_is_required(on_stage: Play) -> None:
+    on_stage(
+        lambda network: exchange(
+            tls(network, credentials("b2")), TlsDialler(network, authority_context(run().ca_pem)), "not-permitted"
+        )
+    )
+
+
+def test_a_caller_without_a_certificate_may_enrol_and_nothing_else(on_stage: Play) -> None:
+    async def scenario(network: Network) -> None:
+        there = tls(network, credentials("seed", "seed"), require_client_certificate=False)
+        newcomer = TlsDialler(network, authority_context(run().ca_pem))
+        for purpose in ("peer", "operator", "ring", "heal", "probe", ""):
+            await exchange(there, newcomer, "not-permitted", said=hello(purpose=purpose))
+        async with Seed().listening(there) as seed:
+            near = await knock(newcomer, seed, hello(purpose="enrol"), expect_role="seed")
+            assert seed.served[0].encrypted
+            assert seed.served[0].identity is None
+            near.allow_large()
+            near.send(EventNotice("info", "loud", "x" * 30_000))  # it stays in the doorway: small frames only
+            assert isinstance(await seed.problem(), ProtocolError)
+            await near.close()
+
+    on_stage(scenario)
+
+
+def test_an_enrolment_has_the_handshakes_time(in_memory: Play) -> None:
+    async def scenario(network: Network) -> None:
+        there = tls(network, credentials("seed", "seed"), require_client_certificate=False)
+        async with Seed().listening(there) as seed:
+            began = asyncio.get_running_loop().time()
+            near = await knock(TlsDialler(network, unverified_context()), seed, hello(purpose="enrol"))
+            with pytest.raises(Refused) as caught:
+                await near.expect(EventNotice, timeout_s=60)
+            assert caught.value.code == "too-slow"
+            assert asyncio.get_running_loop().time() - began == pytest.approx(HANDSHAKE_TIMEOUT_S)
+
+    in_memory(scenario)
+
+
+# ---------------------------------------------------------------------------------------------- identities refused
+
+
+@pytest.mark.parametrize("expected", [{"expect_peer": "c3"}, {"expect_role": "operator"}])
+def test_who_answers_is_not_whom_we_dialled(on_stage: Play, expected: dict[str, str]) -> None:
+    on_stage(
+        lambda network: exchange(
+            tls(network, credentials("seed", "seed")), tls(network, credentials("a1")), "wrong-identity", **expected
+        )
+    )
+
+
+def test_who_answers_calls_itself_something_else_than_its_certificate(on_stage: Play) -> None:
+    async def scenario(network: Network) -> None:
+        async with Seed("somebody").listening(tls(network, credentials("seed", "seed"))) as seed:
+            assert (await refused(tls(network, credentials("a1")), seed)).code == "wrong-identity"
+
+    on_stage(scenario)
+
+
+def test_a_caller_who_calls_itself_something_else(on_stage: Play) -> None:
+    on_stage(
+        lambda network: exchange(
+            tls(network, credentials("seed", "seed")),
+            tls(network, credentials("a1")),
+            "wrong-identity",
+            said=hello("b2"),
+        )
+    )
+
+
+def test_a_worker_may_not_operate(on_stage: Play) -> None:
+    on_stage(
+        lambda network: exchange(
+            tls(network, credentials("seed", "seed")),
+            tls(network, credentials("a1")),
+            "not-permitted",
+            said=hello(purpose="operator"),
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("purpose", "permitted"),
+    [
+        ("peer", {"worker"}),
+        ("ring", {"worker"}),
+        ("heal", {"worker"}),
+        ("operator", {"operator"}),
+        ("probe", {"seed", "worker"}),
+        ("enrol", {"worker", "operator", "seed", "other"}),
+        ("", set()),
+        ("something new", set()),
+    ],
+)
+def test_what_each_role_permits(purpose: str, permitted: set[str]) -> None:
+    for role in ("worker", "operator", "seed", "other"):
+        refusal = judge_caller(hello(purpose=purpose), PeerIdentity("a1", frozenset({role}), 0.0, 1))
+        assert (refusal is None) == (role in permitted)
+    assert (judge_caller(hello(purpose=purpose), None) is None) == (purpose == "enrol")
+
+
+def test_nobody_is_taken_for_somebody() -> None:
+    known = PeerIdentity("a1", frozenset({"worker"}), 0.0, 1)
+    assert judge_answerer(None, peer_id="", role="") is None
+    assert judge_answerer(known, peer_id="a1", role="worker") is None
+    for identity, peer_id, role in [(None, "a1", ""), (None, "", "worker"), (known, "a2", ""), (known, "a1", "seed")]:
+        refusal = judge_answerer(identity, peer_id=peer_id, role=role)
+        assert refusal is not None
+        assert refusal.code == "wrong-identity"
+
+
+# ------------------------------------------------------------------------------------------------ who speaks no TLS
+
+
+def test_a_plain_caller_is_told_that_the_cluster_is_encrypted(on_stage: Play) -> None:
+    async def scenario(network: Network) -> None:
+        seed = await exchange(tls(network, credentials("seed", "seed")), network, "tls-required")
+        assert "ticket" in seed.problems[0].remedy
+
+    on_stage(scenario)
+
+
+@pytest.mark.parametrize("stage", ["asyncio", "uvloop"])  # in memory a reset overtakes the last word
+def test_a_caller_of_a_plain_seed_is_told_that_it_is_plain(stage: str) -> None:
+    async def scenario(network: Network) -> None:
+        async with Seed().listening(network) as seed:
+            error = await refused(tls(network, credentials("a1")), seed)
+            assert error.code == "not-encrypted"
+            assert "speaks TLS" in (await seed.problem()).message
+
+    player(stage)(scenario)
+
+
+@pytest.mark.parametrize("words", [b"GET / HTTP/1.1\r\n\r\n", b"\0", b"\x17\x03\x03\0\0", b"\x16" * 9])
+def test_strangers_words(on_stage: Play, words: bytes) -> None:
+    async def scenario(network: Network) -> None:
+        async with Seed().listening(tls(network, credentials("seed", "seed"))) as seed:
+            stranger = Recorder()
+            await network.connect(*seed.address, lambda: stranger, timeout_s=5)
+            stranger.transport.write(words)
+            problem = await seed.problem()
+            assert "TLS" in problem.message
+            assert isinstance(problem, Refused | ProtocolError)
+            await stranger.until(lambda: "eof" in stranger.events or bool(stranger.lost_by))
+            assert stranger.received  # a Refuse, or an alert
+            stranger.transport.close()
+            await stranger.until_lost()
+
+    on_stage(scenario)
+
+
+def test_an_answer_that_is_no_tls(on_stage: Play) -> None:
+    async def scenario(network: Network) -> None:
+        class Rude(Recorder):
+            def connection_made(self, transport: Any) -> None:
+                super().connection_made(transport)
+                self.transport.write(b"SSH-2.0-nobody\r\n")
+
+        listener = await network.listen(HOST, 0, Rude)
+        with pytest.raises(Refused, match="does not speak TLS") as caught:
+            await dial(tls(network, credentials("a1")), *listener.address, hello(), timeout_s=5)
+        assert caught.value.code == "not-encrypted"
+        await listener.close()
+
+    on_stage(scenario)
+
+
+def test_who_hangs_up_in_the_handshake(on_stage: Play) -> None:
+    async def scenario(network: Network) -> None:
+        class Shy(Recorder):
+            def connection_made(self, transport: Any) -> None:
+                super().connection_made(transport)
+                self.transport.close()
+
+        listener = await network.listen(HOST, 0, Shy)
+        with pytest.raises(ConnectionLost):
+            await dial(tls(network, credentials("a1")), *listener.address, hello(), timeout_s=5)
+        await listener.close()
+        async with Seed().listening(tls(network, credentials("seed", "seed"))) as seed:
+            shy = Shy()
+            await network.connect(*seed.address, lambda: shy, timeout_s=5)
+            assert isinstance(await seed.problem(), ConnectionLost)
+            await shy.until_lost()
+
+    on_stage(scenario)
+
+
+def test_what_was_changed_on_the_way_ends_the_connection(on_stage: Play) -> None:
+    async def scenario(network: Network) -> None:
+        async with Seed().listening(tls(network, credentials("seed", "seed"))) as seed:
+            near = await knock(tls(network, credentials("a1")), seed)
+            near._transport._below.write(b"\x17\x03\x03\x00\x20" + bytes(32))  # a record that no key of ours made
+            await near.closed.wait()
+            await seed.served[0].closed.wait()
+            assert isinstance(seed.served[0].close_cause, ProtocolError)
+            assert isinstance(near.close_cause, ConnectionLost)  # by the alert
+            assert "bad record mac" in near.close_cause.message
+
+    on_stage(scenario)
+
+
+# ----------------------------------------------------------------------------------------------------- bounds and time
+
+
+def test_a_silent_caller_has_five_seconds(in_memory: Play) -> None:
+    async def scenario(network: Network) -> None:
+        loop = asyncio.get_running_loop()
+        for words in (b"", b"\x16\x03\x01"):
+            async with Seed().listening(tls(network, credentials("seed", "seed"))) as seed:
+                began, silent = loop.time(), Recorder()
+                await network.connect(*seed.address, lambda caller=silent: caller, timeout_s=5)
+                silent.transport.write(words)
+                assert isinstance(await seed.problem(), DeadlineExceeded)
+                assert loop.time() - began == pytest.approx(HANDSHAKE_TIMEOUT_S)
+                await silent.until(lambda caller=silent: "eof" in caller.events)
+                assert (b"too-slow" in silent.received) == (not words)
+                await silent.until_lost()
+
+    in_memory(scenario)
+
+
+def test_who_never_answers_is_given_up_in_time(in_memory: Play) -> None:
+    async def scenario(network: Network) -> None:
+        loop = asyncio.get_running_loop()
+        listener = await network.listen(HOST, 0, Recorder)
+        began = loop.time()
+        with pytest.raises(Unreachable, match="TLS within 3 s"):
+            await dial(tls(network, credentials("a1")), *listener.address, hello(), timeout_s=3)
+        assert loop.time() - began == pytest.approx(3)
+        await listener.close()
+
+    in_memory(scenario)
+
+
+def test_one_machine_in_the_doorway_leaves_room_for_a_good_peer(in_memory: Play) -> None:
+    async def scenario(network: Network) -> None:
+        assert isinstance(network, MemoryNetwork)
+        for there in (network, tls(network, credentials("seed", "seed"))):  # the same bounds with and without TLS
+            async with Seed().listening(there, host=EVERYWHERE) as seed:
+                crowd = [Recorder() for _ in range(500)]
+                for each in crowd:
+                    await network.at("hostile").connect(*seed.address, lambda caller=each: caller, timeout_s=5)
+                await asyncio.sleep(0.1)  # virtual
+                assert sum(not each.lost_by and "eof" not in each.events for each in crowd) == MAX_HALF_OPEN_PER_MACHINE
+                assert {getattr(problem, "code", "") for problem in seed.problems} == {"busy"}
+                good = network.at("good")
+                near = await knock(good if there is network else tls(good, credentials("a1")), seed)
+                hostile = network.at("hostile")
+                error = await refused(hostile if there is network else tls(hostile, credentials("a1")), seed)
+                assert error.code == "busy"
+                await asyncio.sleep(HANDSHAKE_TIMEOUT_S + 2)  # virtual: those who stood there have gone
+                late = await knock(hostile if there is network else tls(hostile, credentials("a1")), seed)
+                for connection in (near, late):
+                    await connection.close()
+            for each in crowd:
+                each.transport.abort()
+                await each.until_lost()
+
+    in_memory(scenario)
+
+
+@pytest.fixture
+def traced() -> Iterator[None]:
+    gc.collect()
+    tracemalloc.start()
+    yield
+    tracemalloc.stop()
+
+
+def test_who_stands_in_the_doorway_without_a_word_costs_little(in_memory: Play, traced: None) -> None:
+    async def scenario(network: Network) -> None:
+        async with Seed().listening(tls(network, credentials("seed", "seed"))) as seed:
+            quiet = [Recorder(buffer_bytes=1) for _ in range(MAX_HALF_OPEN_PER_MACHINE)]
+            before, _ = tracemalloc.get_traced_memory()
+            for each in quiet:
+                await network.connect(*seed.address, lambda caller=each: caller, timeout_s=5)
+            after, _ = tracemalloc.get_traced_memory()
+            assert (after - before) / len(quiet) < 16 << 10  # both ends of the memory network's pipe counted
+            for each in quiet:
+                each.transport.abort()
+                await each.until_lost()
+
+    in_memory(scenario)
+
+
+def test_closing_the_listener_turns_strangers_away(on_stage: Play) -> None:
+    async def scenario(network: Network) -> None:
+        stranger = Recorder()
+        async with Seed().listening(tls(network, credentials("seed", "seed"))) as seed:
+            await network.connect(*seed.address, lambda: stranger, timeout_s=5)
+            served = await knock(tls(network, credentials("a1")), seed)  # so the stranger has been accepted too
+            await served.close()
+        await stranger.until(lambda: "eof" in stranger.events or bool(stranger.lost_by))
+        stranger.transport.abort()
+        await stranger.until_lost()
+        assert not seed.problems
+
+    on_stage(scenario)
+
+
+def test_a_cancelled_dial_leaves_nothing_open(on_stage: Play) -> None:
+    async def scenario(network: Network) -> None:
+        silent: asyncio.Queue[Recorder] = asyncio.Queue()
+
+        def factory() -> Recorder:
+            silent.put_nowait(Recorder())
+            return silent._queue[-1]  # type: ignore[attr-defined,no-any-return]
+
+        listener = await network.listen(HOST, 0, factory)
+        dialling = asyncio.ensure_future(
+            dial(tls(network, credentials("a1")), *listener.address, hello(), timeout_s=50)
+        )
+        accepted = await silent.get()
+        await accepted.until(lambda: bool(accepted.received))
+        dialling.cancel()
+        await asyncio.wait([dialling])
+        assert dialling.cancelled()
+        await accepted.until_lost()
+        await listener.close()
+
+    on_stage(scenario)
