@@ -14,11 +14,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from operator import itemgetter
 
+from configs.schema import Profile
+from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.world import Clock
 from ring import coordination as co
 from ring.coordination import ENDED, Phase
 from ring.coordinator import Coordinator
+from ring.order import LinkQuality, known_link
+from ring.plan import Wishes
 from ring.view import View
+from roles.seed.links import Survey
 from roles.seed.peers import MAX_WHOLE, Link, announced_to, whole
 from roles.seed.store import JobRecord, Records, Store
 from roles.seed.updates import Board
@@ -44,6 +49,7 @@ class Office:
         note: (level, kind, text, peer id, job id) into the diary.
         freed: workers may be free now, or a job may want some.
         restored: a job went back to the step of this view: what its members saved later is set aside.
+        survey: what is known of the links between workers.
     """
 
     clock: Clock
@@ -53,6 +59,7 @@ class Office:
     note: Callable[[str, str, str, str, str], None]
     freed: Callable[[], None]
     restored: Callable[[View], Awaitable[None]]
+    survey: Survey
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +94,8 @@ class Desk:
             saved=history.saved,
             branch=frozenset(record.branch) if record.branch is not None else None,
         )
-        terms = co.Terms(workers=record.workers, micro_batches=record.micro_batches)
+        terms = co.Terms(workers=record.workers, micro_batches=record.micro_batches, wishes=wishes_of(spec))
+        self._links_seen = 0
         self.core = Coordinator(record.id, terms, past=past, now=office.clock.now())
 
     @property
@@ -125,8 +133,9 @@ class Desk:
             if self._retired.is_set():
                 _tell(handled, False)
                 break
-            for instruction in self.core.handle(event, self._office.clock.now()):
-                await self._carry_out(instruction)
+            for news in (*self._measured(), event):
+                for instruction in self.core.handle(news, self._office.clock.now()):
+                    await self._carry_out(instruction)
             if self.record.paused != self.core.paused:
                 await self._keep(paused=self.core.paused)
             _tell(handled, True)
@@ -134,6 +143,22 @@ class Desk:
             self._office.freed()
         while not self._events.empty():
             _tell(self._events.get_nowait()[1], False)
+
+    def _measured(self) -> list[co.Event]:
+        """What became known of the links since the last event, and how long a step computes."""
+        table = self._office.survey.table
+        if table.changes == self._links_seen:
+            return []
+        self._links_seen = table.changes
+        compute_ms = self._row.compute_ms if self._row else None
+        return [co.Measured(table.known, max(compute_ms or 0.0, 0.0) / 1e3)]
+
+    def edge_from(self, rank: int) -> LinkQuality | None:
+        """What is known of the way from a member of the running view to its right neighbour."""
+        view = self.running_view
+        if view is None or view.size < 2:
+            return None
+        return known_link(self._office.survey.table.known, view.members[rank].peer_id, view.right_of(rank).peer_id)
 
     def retire(self) -> None:
         """The job is to be forgotten, which must have ended: nothing is handled from now on."""
@@ -144,6 +169,7 @@ class Desk:
     async def _carry_out(self, instruction: co.Instruction) -> None:
         match instruction:
             case co.SendAssign(peer_id, corpus, restore_step):
+                self._office.survey.drop(peer_id)  # what it reported before counts no more
                 self._say(peer_id, Assign(self.id, self.spec, corpus, restore_step))
             case co.SendHold(peer_ids, generation, reason):
                 for peer_id in peer_ids:
@@ -188,6 +214,7 @@ class Desk:
         for link in links:
             self._say(link.id, announced_to(link.host, view))
         office.board.touch("peers", *(member.peer_id for member in view.members))
+        office.survey.view_began(self.id, [member.peer_id for member in view.members])
         if restored:
             await office.restored(view)
 
@@ -235,6 +262,8 @@ class Desk:
     def info(self, *, queued: bool) -> JobInfo:
         """What people see. ``queued``: the workers are with another job."""
         record, row, view = self.record, self._row, self.running_view
+        edges = [self.edge_from(rank) for rank in range(view.size)] if view else []
+        known = any(edges)
         shown = {name: getattr(row, name) for name in _SHOWN} if row else {}
         step = self.core.known_step
         tokens = step * round(min((row.tokens_per_s or 0.0) * (row.step_ms or 0.0) / 1e3, 1e12)) if row else 0
@@ -249,6 +278,10 @@ class Desk:
             step=step,
             generation=self.core.view.generation if self.core.view else 0,
             members=[member.peer_id for member in view.members] if view else [],
+            edge_ms=[edge.latency_s * 1e3 if edge else None for edge in edges] if known else [],
+            edge_bps=[edge.bandwidth_bps if edge else None for edge in edges] if known else [],
+            streams=view.streams if view else 0,
+            codec=view.codec if view else "",
             started_at=record.started_at,
             finished_at=record.finished_at,
             val_loss=self._val_loss,
@@ -256,6 +289,15 @@ class Desk:
             reason="another job has the workers" if queued else self.core.reason,
             **shown,
         )
+
+
+def wishes_of(spec: str) -> Wishes:
+    """What a job's profile says of its ring; a profile of another version says nothing."""
+    try:
+        ring = Profile.from_spec_untrusted(spec).ring
+    except ProtocolError:
+        return Wishes()
+    return Wishes(ring.order, ring.streams, ring.sub_chunk_bytes, ring.codec, ring.error_budget)
 
 
 def _last(records: Records, job: str) -> tuple[MetricRow | None, float | None]:

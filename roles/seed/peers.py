@@ -10,6 +10,7 @@ from typing import Any
 from p2ptrain.core.errors import ConnectionLost, ProtocolError, Refused
 from p2ptrain.core.ids import is_id
 from ring.coordination import STATUSES, Peer
+from ring.order import LinkQuality
 from ring.token import is_lineage
 from ring.view import View
 from wire.calls import Calls
@@ -95,8 +96,9 @@ class Link:
         self.lost_at, self.job = now, ""
         self.calls.lost(self.name)
 
-    def info(self, now: float, view: View | None) -> PeerInfo:
-        """What people see. ``view``: the running view of its job, None where it is in none."""
+    def info(self, now: float, view: View | None, edge: LinkQuality | None = None) -> PeerInfo:
+        """What people see. ``view``: the running view of its job, None where it is in none; ``edge``: what is known of
+        the way to its right neighbour."""
         beat, gone = self.beat, self.lost_at is not None
         stats = {name: value for name, value in beat.stats.items() if math.isfinite(value)} if beat and not gone else {}
         rank = view.rank_of(self.id) if view else None
@@ -123,6 +125,8 @@ class Link:
             generation=view.generation if view and rank is not None else 0,
             step=beat.step if beat else 0,
             share=view.members[rank].count if view and rank is not None else 0,
+            next_ms=edge.latency_s * 1e3 if edge else None,
+            next_bps=edge.bandwidth_bps if edge else None,
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -20,6 +21,7 @@ from ring import coordination as co
 from ring.detector import beat_defaults
 from ring.view import View
 from roles.seed.jobs import Desk, History, Office, history
+from roles.seed.links import Survey
 from roles.seed.peers import (
     NAME_CHARS,
     Link,
@@ -95,7 +97,10 @@ class Seed:
         self._tasks: asyncio.TaskGroup | None = None
         self._stopping = False
         self._clerk = Clerk(self)
-        self.office = Office(world.clock, store, self.board, self.links, self.note, self._assign_free, self._went_back)
+        self.survey = Survey(world.clock, self.links, self._measured_links)
+        self.office = Office(
+            world.clock, store, self.board, self.links, self.note, self._assign_free, self._went_back, self.survey
+        )
 
     @classmethod
     async def open(cls, world: World, store: Store, *, name: str, beats: Beats) -> Seed:
@@ -113,6 +118,7 @@ class Seed:
     def start(self, tasks: asyncio.TaskGroup, address: tuple[str, int]) -> None:
         """Run the jobs and the housekeeping in ``tasks``."""
         self._tasks = tasks
+        self.survey.start(tasks)
         self._address, self._host = format_address(*address), address[0]
         for desk in self.desks.values():
             tasks.create_task(desk.run(), name=f"job {desk.id}")
@@ -268,7 +274,7 @@ class Seed:
                 link.connection.send(HeartbeatAck(message.seq))
                 self.board.touch("peers", link.id)
             case Report() if desk is not None and message.job == desk.id:
-                await desk.post(co.PeerReported(link.id, checked_report(message, desk.record.steps_total)))
+                await self._reported(link, desk, checked_report(message, desk.record.steps_total))
             case StepMetrics() if (trained := self._trained_by(link, message.job)) is not None:
                 check_step(message, trained.record.steps_total)
                 await trained.committed(message)
@@ -287,6 +293,21 @@ class Seed:
             case _:
                 raise ProtocolError(f"a worker does not say {type(message).__name__} to a seed")
 
+    async def _reported(self, link: Link, desk: Desk, report: Report) -> None:
+        event = co.PeerReported(link.id, report)
+
+        def let_in() -> None:
+            if self.links.get(link.id) is link and link.job == desk.id:
+                desk.post(event)
+
+        self.survey.drop(link.id)
+        if report.status != "ready" or not self.survey.before(link, desk.core.peer_ids, let_in):
+            await desk.post(event)
+
+    def _measured_links(self, peer_ids: Collection[str]) -> None:
+        self.board.touch("peers", *peer_ids)
+        self.board.touch("jobs", *{self.links[peer_id].job for peer_id in peer_ids if peer_id in self.links} - {""})
+
     def _trained_by(self, link: Link, job: str) -> Desk | None:
         """The job, where the worker is on it, or was to the end: what it kept while the link was down comes late."""
         desk = self.desks.get(job)
@@ -299,6 +320,7 @@ class Seed:
         verb, level = ("left", "info") if isinstance(event, co.PeerLeft) else ("is lost", "warning")
         self.note(level, verb.split()[-1], f"{link.name} {verb}: {event.reason}", link.id, link.job)
         del self.links[link.id]
+        self.survey.drop(link.id)
         link.lost(now)
         self._lost[link.id] = link
         for other in self.desks.values():  # one that let it go for cause may take it again when it comes back
@@ -426,7 +448,10 @@ class Seed:
 
     def _peer_info(self, link: Link, now: float) -> PeerInfo:
         desk = self.desks.get(link.job)
-        return link.info(now, desk.running_view if desk else None)
+        view = desk.running_view if desk else None
+        rank = view.rank_of(link.id) if view else None
+        edge = desk.edge_from(rank) if desk and rank is not None else None
+        return link.info(now, view, edge)
 
     def is_queued(self, desk: Desk) -> bool:
         """Whether the workers that it waits for are with another job."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from configs.schema import Profile
@@ -21,6 +22,7 @@ from roles.identity import Identity
 from roles.worker.control import Pulse, SeedLink
 from roles.worker.gauges import Gauges
 from roles.worker.keeper import Keeper, lineage_of
+from roles.worker.links import Prober, Sink, targets_untrusted, to_result
 from roles.worker.runner import JobRunner
 from roles.worker.surroundings import Notify, Surroundings
 from wire.connection import Connection
@@ -41,9 +43,11 @@ from wire.messages import (
     ViewAnnounced,
     Welcome,
 )
+from wire.renewal import LOOK_S, Member
 from wire.transport_base import told_of
 
 LEAVE_S = 1.2  # how long a leaving worker waits for the step boundary; with closing, Ctrl+C takes less than 2 s
+RENEWAL_S = 10.0  # the seed writes it down first, on a disk that may be busy
 IDLE_BEATS_S = (0.5, 2.0)  # between neighbours before the seed has said how far apart they are
 # What people are shown (``wire.records.PeerInfo.state``); every other phase is part of training.
 _SHOWN = {
@@ -82,6 +86,7 @@ class Worker:
         warm_up: blocking, called there first, while the seed is being dialled.
         notify: (level, kind, text) for the person at this terminal.
         on_step: (applied, total, values) after every commit.
+        member: this worker's membership, whose network is the world's; None in a plain cluster.
     """
 
     def __init__(
@@ -94,14 +99,18 @@ class Worker:
         warm_up: Callable[[], None],
         notify: Notify,
         on_step: Callable[[int, int, dict[str, float]], None],
+        member: Member | None = None,
     ) -> None:
         self._world = world
+        self._member = member
         self._identity = identity
         self._options = options
         self._build_engine, self._warm_up = build_engine, warm_up
         self._notify_person = notify
         self._on_step = on_step
         self._inbound = Inbound()
+        self._prober = Prober(world, peer_id=identity.peer_id, name=identity.name, seed_host=options.seed[0])
+        self._sink = Sink()
         self._compute = ComputeThread()
         self._gauges = Gauges(world.clock.now)
         self._beats = IDLE_BEATS_S
@@ -138,7 +147,9 @@ class Worker:
                 warming = self._tasks.create_task(self._compute.run(self._warm_up), name="warm up")
                 link = self._tasks.create_task(self._link.run(), name="seed link")
                 stopped = self._tasks.create_task(stop.wait(), name="stop")
+                renewing = self._tasks.create_task(self._stay_a_member(), name="certificate")
                 await asyncio.wait({link, stopped}, return_when=asyncio.FIRST_COMPLETED)
+                renewing.cancel()
                 if stopped.done():
                     await self._leave()
                     link.cancel()
@@ -160,7 +171,7 @@ class Worker:
             name=self._identity.name,
             roles=["worker"],
             purpose="peer",
-            capabilities={**self._options.capabilities, "listens": self._options.listen[0]},
+            capabilities={**self._options.capabilities, "listens": self._options.listen[0], "measures": True},
             job=self._runner.job if self._runner else "",
             generation=view.generation if view else 0,
             host=self._options.advertise[0],
@@ -180,6 +191,15 @@ class Worker:
         stats.update(runner.clock.last_ms)
         state = _SHOWN.get(runner.core.phase, "training")
         return Pulse(runner.progress, runner.core.applied, "leaving" if self._leaving else state, stats)
+
+    async def _stay_a_member(self) -> None:
+        """Renew the certificate in time, over the control link. There are hours to try again where that is down."""
+        while self._member is not None:
+            try:
+                await self._member.keep_fresh(partial(self._link.ask, timeout_s=RENEWAL_S))
+            except P2PTrainError as problem:
+                self._notify("warning", "certificate", f"the certificate is not renewed yet: {problem.message}")
+                await asyncio.sleep(LOOK_S)
 
     def _seed_up(self, welcome: Welcome) -> None:
         self._beats = (welcome.heartbeat_s, welcome.death_s)
@@ -266,6 +286,9 @@ class Worker:
             self._link.send(Response(request.id, {}, code, problem.message, problem.remedy))
 
     async def _requested(self, request: Request) -> dict[str, Any]:
+        if request.method == "links.measure":
+            targets, deadline_s = targets_untrusted(request.params)
+            return to_result(await self._prober.measure(targets, deadline_s=deadline_s))
         job, step = request.params.get("job"), request.params.get("step")
         if not isinstance(job, str) or not is_id(job) or not isinstance(step, int) or step < 0:
             raise ProtocolError(f"{request.method[:80]} needs job and step")
@@ -298,6 +321,8 @@ class Worker:
     async def _decide(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
         refusal: Refuse | None = None
         match hello.purpose:
+            case "probe" if self._sink.full and "worker" in hello.roles:
+                refusal = Refuse(RefusalCode.BUSY, "others measure their way to this worker", "try again in a second")
             case "probe":
                 pass
             case "ring":
@@ -322,6 +347,8 @@ class Worker:
         match hello.purpose:
             case "ring":
                 await self._inbound.offer(connection, hello)
+            case "probe":
+                await self._sink.serve(connection, hello)
             case "heal" if self._runner is not None:
                 await self._runner.give_state(connection, hello.generation)
 

@@ -1,0 +1,172 @@
+"""What the seed knows of the links between workers: it asks them to measure, and keeps what they say for a while.
+
+A worker that is ready is asked for the ways to the other workers of its job before it is let in, for ``START_S`` at
+most: what is not known by then does not hold up a view. When a view has begun, its members are asked one after the
+other for what is missing or old; that ends no ring, it is there for the next view. What a worker says is checked: it
+speaks only of peers that it was asked for, in numbers that can be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from p2ptrain.core.errors import P2PTrainError, ProtocolError
+from p2ptrain.core.world import Clock
+from ring.order import LinkQuality, Links
+from roles.seed.peers import Link
+from wire.transport_base import is_loopback
+
+START_S = 2.0
+"""A job's start waits no longer than this for measurements."""
+ANSWER_S = 0.2
+"""Of the time that a worker is waited for: its answer's way back."""
+LATER_S = 20.0
+"""For a worker's measurements while a ring runs: 16 ways over a satellite."""
+FRESH_S = 300.0
+"""What is older is measured again, after the next view."""
+MAX_AT_ONCE = 16
+"""Peers in one request; a worker takes no more."""
+MAX_PAIRS = 128 * 128
+MAX_LATENCY_S = 60.0
+MIN_BPS, MAX_BPS = 1e2, 1e14
+
+CAPABILITY = "measures"
+"""In the ``Hello`` of a worker that can be asked."""
+
+
+class LinkTable:
+    """(from, to) → what was measured last, ``MAX_PAIRS`` at most. Pure; ``now`` is passed in.
+
+    Attributes:
+        known: replaced, never changed: whoever has it may keep it.
+        changes: grows whenever ``known`` is another.
+    """
+
+    def __init__(self) -> None:
+        self.known: Links = {}
+        self.changes = 0
+        self._at: dict[tuple[str, str], float] = {}  # the oldest first
+
+    def put(self, here: str, found: Mapping[str, LinkQuality], now: float) -> None:
+        """What ``here`` measured."""
+        known = dict(self.known)
+        for there, link in found.items():
+            known[here, there] = link
+            self._at.pop((here, there), None)
+            self._at[here, there] = now
+        while len(known) > MAX_PAIRS:
+            oldest = next(iter(self._at))
+            del self._at[oldest], known[oldest]
+        self.known = known
+        self.changes += 1
+
+    def wanted(self, here: str, others: Collection[str], now: float) -> list[str]:
+        """To whom ``here`` should measure the way, what is not known at all first, then the older ones."""
+        ages = {other: self._at.get((here, other), -math.inf) for other in others if other != here}
+        stale = [other for other, at in ages.items() if now - at > FRESH_S]
+        return sorted(stale, key=lambda other: (ages[other], (other, here) in self.known, other))
+
+
+class Survey:
+    """Asks, and waits for the answers. One for the seed.
+
+    Args:
+        links: the workers that are connected. changed: told of the peers whose links are known better now.
+    """
+
+    def __init__(self, clock: Clock, links: Mapping[str, Link], changed: Callable[[Collection[str]], None]) -> None:
+        self.table = LinkTable()
+        self._clock = clock
+        self._links = links
+        self._changed = changed
+        self._tasks: asyncio.TaskGroup | None = None
+        self._waiting: dict[str, asyncio.Task[None]] = {}  # peer id → the measurements before it is let in
+        self._later: dict[str, asyncio.Task[None]] = {}  # job → those of its view
+
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Run in ``tasks`` from now on."""
+        self._tasks = tasks
+
+    def before(self, link: Link, others: Collection[str], then: Callable[[], object]) -> bool:
+        """Call ``then`` when the ways from ``link`` to ``others`` are measured, and ``START_S`` from now in any case;
+        never after ``drop``. False where there is nothing to measure: then it is not called at all."""
+        wanted = self._askable(link, others)
+        if not wanted or self._tasks is None:
+            return False
+
+        async def measure() -> None:
+            await self._ask(link, wanted, START_S)
+            del self._waiting[link.id]
+            then()
+
+        self._waiting[link.id] = self._tasks.create_task(measure(), name=f"measure {link.id}")
+        return True
+
+    def drop(self, peer_id: str) -> None:
+        """What it said is no longer so: it is gone, or says something else, or was told to begin anew."""
+        task = self._waiting.pop(peer_id, None)
+        if task is not None:
+            task.cancel()
+
+    def view_began(self, job: str, members: Sequence[str]) -> None:
+        """Measure what is missing or old, while the ring runs."""
+        before = self._later.pop(job, None)
+        if before is not None:
+            before.cancel()
+        if self._tasks is not None and len(members) > 1:
+            self._later[job] = self._tasks.create_task(self._measure_later(members), name=f"measure for {job}")
+
+    async def _measure_later(self, members: Sequence[str]) -> None:
+        for peer_id in members:
+            link = self._links.get(peer_id)
+            if link is not None and (wanted := self._askable(link, members)):
+                await self._ask(link, wanted, LATER_S)
+
+    def _askable(self, link: Link, others: Collection[str]) -> list[Link]:
+        if link.hello.capabilities.get(CAPABILITY) is not True:
+            return []
+        here = [other for other in others if other in self._links]
+        return [self._links[other] for other in self.table.wanted(link.id, here, self._clock.now())][:MAX_AT_ONCE]
+
+    async def _ask(self, link: Link, others: Sequence[Link], timeout_s: float) -> None:
+        """Have ``link`` measure the ways to ``others``; what went wrong leaves them unknown."""
+        peers = [
+            {"id": other.id, "host": host_seen_from(link.host, other.host), "port": other.port} for other in others
+        ]
+        params = {"peers": peers, "deadline_s": timeout_s - ANSWER_S}
+        with suppress(P2PTrainError):
+            result = await link.ask("links.measure", params, timeout_s=timeout_s)
+            found = measured_untrusted(result, {other.id for other in others})
+            self.table.put(link.id, found, self._clock.now())
+            self._changed([link.id, *found])
+
+
+def host_seen_from(here: str, host: str) -> str:
+    """The host as one at ``here`` is told it: elsewhere, a loopback address means the seed's machine, which is ""."""
+    return "" if is_loopback(host) and not is_loopback(here) else host
+
+
+def measured_untrusted(result: dict[str, Any], asked: Collection[str]) -> dict[str, LinkQuality]:
+    """Peer id → what a worker says of the way to it. Raises ``ProtocolError`` where it says what cannot be."""
+    links = result.get("links")
+    if not isinstance(links, list) or len(links) > len(asked):
+        raise ProtocolError("links.measure is answered by a list of links, one for each peer at most")
+    found: dict[str, LinkQuality] = {}
+    for item in links:
+        if not isinstance(item, list) or len(item) != 4 or item[0] not in asked or item[0] in found:
+            raise ProtocolError("a link is a peer that was asked for, a latency and two bandwidths")
+        peer_id, latency_s, bandwidth_bps, striped_bps = item
+        if not _within(latency_s, 0, MAX_LATENCY_S):
+            raise ProtocolError("a latency that cannot be")
+        if not all(rate is None or _within(rate, MIN_BPS, MAX_BPS) for rate in (bandwidth_bps, striped_bps)):
+            raise ProtocolError("a bandwidth that cannot be")
+        found[peer_id] = LinkQuality(latency_s, bandwidth_bps, striped_bps)
+    return found
+
+
+def _within(value: object, least: float, most: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most

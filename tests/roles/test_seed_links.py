@@ -1,0 +1,229 @@
+"""What the seed knows of links: how it asks, what it believes, and that nobody waits for it for long."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Any, cast
+
+import pytest
+
+from configs.schema import Profile
+from p2ptrain.core.errors import ConnectionLost, ProtocolError
+from p2ptrain.core.world import LoopClock
+from ring.order import LinkQuality
+from roles.in_process import Cluster
+from roles.seed import links as seed_links
+from roles.seed.links import FRESH_S, MAX_AT_ONCE, START_S, LinkTable, Survey, host_seen_from, measured_untrusted
+from roles.seed.peers import Link
+from wire.handshake import local_hello
+from wire.virtual import run_virtual
+
+GOOD = LinkQuality(0.01, 1e8, 2e8)
+
+
+class FakeLink:
+    """A worker that measures all ways as ``GOOD``, after ``takes_s``."""
+
+    def __init__(self, peer_id: str, takes_s: float = 0.5, *, measures: bool = True, host: str = "10.0.0.1") -> None:
+        capabilities = {"measures": True} if measures else {}
+        self.hello = local_hello(
+            peer_id=peer_id, name=peer_id, roles=["worker"], purpose="peer", capabilities=capabilities
+        )
+        self.id, self.host, self.port, self.takes_s = peer_id, host, 7000, takes_s
+        self.asked: list[dict[str, Any]] = []
+        self.answer: Any = None
+
+    async def ask(self, method: str, params: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
+        assert method == "links.measure"
+        self.asked.append(params)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.sleep(self.takes_s)
+        except TimeoutError:
+            raise ConnectionLost("it never answers") from None
+        if self.answer is not None:
+            return cast(dict[str, Any], self.answer)
+        return {
+            "links": [[peer["id"], GOOD.latency_s, GOOD.bandwidth_bps, GOOD.striped_bps] for peer in params["peers"]]
+        }
+
+
+class Desk:
+    """A survey of fake workers, and who was let in when."""
+
+    def __init__(self, *workers: FakeLink) -> None:
+        self.links = {worker.id: worker for worker in workers}
+        self.touched: list[set[str]] = []
+        links = cast(dict[str, Link], self.links)
+        self.survey = Survey(LoopClock(), links, lambda peers: self.touched.append(set(peers)))
+        self.let_in: list[tuple[str, float]] = []
+
+    def ready(self, peer_id: str) -> bool:
+        def then() -> None:
+            self.let_in.append((peer_id, asyncio.get_running_loop().time()))
+
+        return self.survey.before(cast(Link, self.links[peer_id]), list(self.links), then)
+
+
+def surveyed(desk: Desk, act: Any, until_s: float = 60.0) -> None:
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            desk.survey.start(tasks)
+            act()
+            await asyncio.sleep(until_s)
+
+    run_virtual(main())
+
+
+def test_a_worker_is_let_in_when_it_has_measured() -> None:
+    desk = Desk(FakeLink("a"), FakeLink("b"), FakeLink("c", host="127.0.0.1"))
+    surveyed(desk, lambda: desk.ready("a"))
+    assert desk.let_in == [("a", pytest.approx(0.5))]
+    assert desk.survey.table.known == {("a", "b"): GOOD, ("a", "c"): GOOD}
+    assert desk.touched == [{"a", "b", "c"}]
+    (asked,) = desk.links["a"].asked
+    assert [(peer["id"], peer["host"]) for peer in asked["peers"]] == [("b", "10.0.0.1"), ("c", "")]
+    assert asked["deadline_s"] < START_S
+
+
+@pytest.mark.parametrize("answer", [None, {"links": [["x", 1.0, None, None]]}, {}])
+def test_nobody_waits_for_measurements_for_long(answer: Any) -> None:
+    slow = FakeLink("a", takes_s=1000.0 if answer is None else 0.1)
+    slow.answer = answer
+    desk = Desk(slow, FakeLink("b"))
+    surveyed(desk, lambda: desk.ready("a"))
+    ((_, at),) = desk.let_in
+    assert at <= START_S
+    assert desk.survey.table.known == {}
+
+
+def test_who_has_nothing_to_measure_or_cannot_is_not_asked() -> None:
+    alone = Desk(FakeLink("a"))
+    old = Desk(FakeLink("a", measures=False), FakeLink("b"))
+    fresh = Desk(FakeLink("a"), FakeLink("b"))
+    fresh.survey.table.put("a", {"b": GOOD}, 0.0)
+    for desk in (alone, old, fresh):
+        surveyed(desk, lambda desk=desk: desk.let_in.append(desk.ready("a")))
+        assert desk.let_in == [False]
+        assert desk.links["a"].asked == []
+
+
+def test_what_a_worker_said_is_dropped_when_it_is_no_longer_so() -> None:
+    desk = Desk(FakeLink("a"), FakeLink("b"))
+
+    def act() -> None:
+        desk.ready("a")
+        desk.survey.drop("a")
+        desk.survey.drop("a")
+
+    surveyed(desk, act)
+    assert desk.let_in == []
+
+
+def test_members_of_a_view_measure_what_is_missing_one_after_the_other() -> None:
+    desk = Desk(*(FakeLink(name) for name in "abc"))
+    desk.survey.table.put("b", {"a": GOOD, "c": GOOD}, 0.0)
+    surveyed(desk, lambda: desk.survey.view_began("job", "abc"))
+    assert set(desk.survey.table.known) == set(itertools.permutations("abc", 2))
+    assert [len(desk.links[name].asked) for name in "abc"] == [1, 0, 1]
+
+
+def test_the_next_view_ends_the_measurements_of_the_one_before() -> None:
+    desk = Desk(*(FakeLink(name, takes_s=5.0) for name in "abcd"))
+
+    def act() -> None:
+        desk.survey.view_began("job", "ab")
+        desk.survey.view_began("job", "cd")
+
+    surveyed(desk, act)
+    assert set(desk.survey.table.known) == {("c", "d"), ("d", "c")}
+
+
+def test_the_table_wants_the_unknown_first_then_the_old() -> None:
+    table = LinkTable()
+    table.put("a", {"b": GOOD, "c": GOOD}, 0.0)
+    table.put("a", {"b": GOOD}, 100.0)
+    table.put("e", {"a": GOOD}, 100.0)
+    assert table.wanted("a", "abcde", FRESH_S) == [
+        "d",
+        "e",
+    ]  # what is not known either way before what is the other way
+    assert table.wanted("a", "abcde", FRESH_S + 50) == ["d", "e", "c"]
+    assert table.wanted("a", "abcde", FRESH_S + 150) == ["d", "e", "c", "b"]
+    assert table.changes == 3
+    before = table.known
+    table.put("a", {"d": GOOD}, 200.0)
+    assert ("a", "d") not in before
+
+
+def test_the_table_does_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seed_links, "MAX_PAIRS", 10)
+    table = LinkTable()
+    for number in range(20):
+        table.put("a", {f"p{number}": GOOD}, float(number))
+    assert [there for _, there in table.known] == [f"p{number}" for number in range(10, 20)]
+
+
+def test_no_request_is_longer_than_a_worker_takes() -> None:
+    desk = Desk(*(FakeLink(f"p{number}") for number in range(3 * MAX_AT_ONCE)))
+    surveyed(desk, lambda: desk.ready("p0"))
+    assert len(desk.links["p0"].asked[0]["peers"]) == MAX_AT_ONCE
+
+
+@pytest.mark.parametrize(
+    "links",
+    [
+        "none",
+        [["b", 0.1, 1e6, None]] * 2,
+        [["x", 0.1, 1e6, None]],
+        [["b", 0.1, 1e6]],
+        [["b", -0.1, 1e6, None]],
+        [["b", float("nan"), 1e6, None]],
+        [["b", float("inf"), 1e6, None]],
+        [["b", True, 1e6, None]],
+        [["b", "1", 1e6, None]],
+        [["b", 0.1, 0.0, None]],
+        [["b", 0.1, 1e30, None]],
+        [["b", 0.1, float("nan"), None]],
+        [["b", 0.1, 1e6, "much"]],
+        [["b", 0.1, 1e6, None], ["c", 0.1, 1e6, None], ["d", 0.1, 1e6, None]],
+        ["b"],
+    ],
+)
+def test_what_cannot_be_is_not_believed(links: Any) -> None:
+    with pytest.raises(ProtocolError):
+        measured_untrusted({"links": links}, {"b", "c"})
+
+
+def test_what_can_be_is() -> None:
+    found = measured_untrusted({"links": [["b", 0.1, None, None], ["c", 0, 1e9, 2e9]]}, {"b", "c", "d"})
+    assert found == {"b": LinkQuality(0.1), "c": LinkQuality(0, 1e9, 2e9)}
+
+
+def test_a_loopback_address_is_the_seeds_machine_to_those_elsewhere() -> None:
+    assert host_seen_from("10.0.0.1", "127.0.0.1") == ""
+    assert host_seen_from("127.0.0.1", "127.0.0.1") == "127.0.0.1"
+    assert host_seen_from("127.0.0.1", "10.0.0.1") == "10.0.0.1"
+
+
+async def test_a_cluster_measures_its_links_and_says_what_it_makes_of_them(cluster: Cluster) -> None:
+    """Three workers: measured before they are let in, planned with, and shown."""
+    profile = Profile.model_validate({"job": {"workers": 3, "steps": 60}, "validation": {"every": 0}})
+    job = await cluster.create(profile)
+    for _ in range(3):
+        cluster.join()
+    running = await cluster.job_until(job, lambda item: item["state"] == "running" and all(item["edge_bps"] or [0]))
+    assert (running["streams"], running["codec"]) == (1, "fp32")
+    assert len(running["edge_ms"]) == 3
+    assert all(latency_ms >= 0 for latency_ms in running["edge_ms"])
+    ranked = {peer["rank"]: peer for peer in (await cluster.ask("peers.list"))["peers"]}
+    assert [ranked[rank]["id"] for rank in range(3)] == running["members"]
+    assert all(ranked[rank]["next_bps"] and ranked[rank]["next_ms"] is not None for rank in range(3))
+    shown = (await cluster.ask("jobs.show", job=job))["job"]
+    assert len(shown["edge_bps"]) == 3
+    events = (await cluster.ask("events.list", after_id=0, limit=100))["events"]
+    told = {event["kind"]: event["text"] for event in events}
+    assert " → " in told["view"]
+    assert "; slowest edge " in told["ring-order"]
+    assert told["ring-carriage"] == "1 stream: the members are near each other; codec fp32, as the profile says"
