@@ -88,7 +88,7 @@ async def enrol(
     granted = granted_untrusted(
         certificate_der, peer_id=peer_id, role=ticket.role, key_pem=key_pem, ca_pem=pem_of(ca_der), directory=directory
     )
-    await asyncio.to_thread(granted.save, disk)
+    granted.save(disk)  # of a newcomer nobody expects a sign of life yet
     return granted
 
 
@@ -114,7 +114,7 @@ async def renew(credentials: Credentials, ask: Ask, *, disk: Disk) -> Credential
         ca_pem=credentials.ca_pem,
         directory=credentials.directory,
     )
-    await asyncio.to_thread(granted.save, disk)
+    await asyncio.to_thread(granted.save, disk)  # a slow disk may not keep a member's heartbeats waiting
     return granted
 
 

@@ -1,0 +1,438 @@
+"""Enrolment: with a good seed, and with everybody who might stand in its place."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import os
+import secrets
+from collections.abc import Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    P2PTrainError,
+    ProtocolError,
+    Refused,
+    StorageError,
+    Unreachable,
+)
+from p2ptrain.core.world import Network
+from wire.codec import decode_untrusted, encode
+from wire.connection import Connection, last_word
+from wire.credentials import Credentials, authority_context, der_of, new_key_and_request, pem_of
+from wire.enrol import RENEW, enrol, renew
+from wire.frame import encode_control
+from wire.handshake import Server, dial, local_hello, local_welcome, serve
+from wire.messages import (
+    CaOffer,
+    CaRequest,
+    EnrolChallenge,
+    EnrolGranted,
+    EnrolProof,
+    EnrolRequest,
+    Hello,
+    Message,
+    Refuse,
+    Welcome,
+)
+from wire.recorder import Recorder, play
+from wire.testing import Run, credentials, run
+from wire.ticket import NONCE_BYTES, Ticket, proof, verify_proof
+from wire.tls import TlsDialler, TlsNetwork
+from wire.transport import MemoryNetwork, TcpNetwork
+from wire.virtual import VirtualClockLoop
+
+HOST = "127.0.0.1"
+SECRET = bytes(range(50, 66))
+STAGES: dict[str, tuple[Callable[[], asyncio.AbstractEventLoop], Callable[[], Network]]] = {
+    "asyncio": (asyncio.new_event_loop, TcpNetwork),
+    "uvloop": (uvloop.new_event_loop, TcpNetwork),
+    "memory": (VirtualClockLoop, MemoryNetwork),
+}
+Scenario = Callable[[Network], Awaitable[None]]
+Play = Callable[[Scenario], None]
+
+
+def player(stage: str) -> Play:
+    loop, network = STAGES[stage]
+
+    async def scene(scenario: Scenario) -> None:
+        await scenario(network())
+
+    return lambda scenario: play(scene(scenario), loop_factory=loop)
+
+
+@pytest.fixture(params=STAGES)
+def on_stage(request: pytest.FixtureRequest) -> Play:
+    return player(request.param)
+
+
+@pytest.fixture
+def in_memory() -> Play:
+    return player("memory")
+
+
+class Seed:
+    """A seed with one ticket, that does as it should where it is not told otherwise.
+
+    Args:
+        presents: its credentials. ca_der: what it offers.
+        instead: message to answer with, per message asked with; ``None`` is silence.
+    """
+
+    server: Server
+
+    def __init__(
+        self,
+        presents: Credentials | None = None,
+        ca_der: bytes = b"",
+        instead: dict[type[Message], Message | None] | None = None,
+        signs: Run | None = None,
+        roles: tuple[str, ...] = ("worker",),
+        nonce: bytes = b"",
+    ) -> None:
+        self._presents = presents or credentials("seed", "seed")
+        self._ca_der = ca_der or der_of(run().ca_pem)
+        self._instead = instead or {}
+        self._signs, self._roles, self._nonce = signs or run(), roles, nonce
+        self.heard: list[Message] = []
+        self.problems: list[P2PTrainError] = []
+        self._news = asyncio.Event()
+
+    @asynccontextmanager
+    async def listening(self, network: Network) -> Any:
+        there = TlsNetwork(network, self._presents, require_client_certificate=False)
+        self.server = await serve(there, HOST, 0, decide=self.decide, serve=self.serve, on_problem=self.on_problem)
+        try:
+            yield self
+        finally:
+            await self.server.close()
+
+    @property
+    def ticket(self) -> Ticket:
+        host, port = self.server.address
+        pin = hashlib.sha256(der_of(run().ca_pem)).digest()
+        return Ticket(host, port, "worker", "0" * 12, SECRET, pin)
+
+    async def decide(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
+        return local_welcome(peer_id="seed", name="seed", wall=1.0)
+
+    async def serve(self, connection: Connection, hello: Hello) -> None:
+        asked: dict[type[Message], Message] = {}
+        nonce = self._nonce or secrets.token_bytes(NONCE_BYTES)
+        try:
+            while True:
+                message = (await connection.receive(timeout_s=60)).message
+                self.heard.append(message)
+                asked[type(message)] = message
+                answer = self._instead.get(type(message), self._answer(message, asked, nonce))
+                if answer is None:
+                    await connection.closed.wait()
+                else:
+                    connection.send(answer)
+        except Refused as error:
+            connection.send(last_word(error.code, error))
+            raise
+
+    def _answer(self, message: Message, asked: dict[type[Message], Message], nonce: bytes) -> Message:
+        if isinstance(message, CaRequest):
+            return CaOffer(self._ca_der)
+        if isinstance(message, EnrolRequest):
+            return EnrolChallenge(nonce)
+        if isinstance(message, Refuse):
+            raise Refused(message.code, message.message)
+        request = asked[EnrolRequest]
+        assert isinstance(message, EnrolProof)
+        assert isinstance(request, EnrolRequest)
+        if not verify_proof(message.mac, secret=SECRET, nonce=nonce, csr_der=request.csr_der):
+            raise Refused("bad-proof", "the proof is wrong", remedy="copy the whole ticket")
+        return EnrolGranted(self._signs.sign(request.csr_der, roles=self._roles))
+
+    def on_problem(self, error: P2PTrainError, remote: tuple[str, int]) -> None:
+        if not isinstance(error, ConnectionLost):  # which is how each of these conversations ends
+            self.problems.append(error)
+            self._news.set()
+
+    async def problem(self) -> P2PTrainError:
+        await self._news.wait()
+        return self.problems[0]
+
+
+async def enrolled(network: Network, ticket: Ticket, directory: Path, *, timeout_s: float = 5.0) -> Credentials:
+    return await enrol(network, ticket, peer_id="a1", directory=directory, disk=RealDisk(), timeout_s=timeout_s)
+
+
+def nothing_of_the_secret_in(*things: object) -> None:
+    shown = " ".join(map(repr, things)) + " ".join(
+        f"{thing.message} {thing.remedy}" for thing in things if isinstance(thing, P2PTrainError)
+    )
+    assert SECRET.hex() not in shown
+    assert repr(SECRET)[2:-1] not in shown
+    assert base64.b64encode(SECRET).decode().rstrip("=") not in shown
+
+
+def test_a_ticket_becomes_credentials(on_stage: Play, tmp_path: Path) -> None:
+    async def scenario(network: Network) -> None:
+        async with Seed().listening(network) as seed:
+            held = await enrolled(network, seed.ticket, tmp_path / "mine")
+            assert (held.identity.peer_id, held.identity.roles) == ("a1", frozenset({"worker"}))
+            assert Credentials.load(RealDisk(), tmp_path / "mine") == held
+            assert [type(message) for message in seed.heard] == [CaRequest, EnrolRequest, EnrolProof]
+            nothing_of_the_secret_in(*seed.heard)
+            mine = TlsNetwork(network, held, require_client_certificate=True)
+            hello = local_hello(peer_id="a1", name="anna", roles=["worker"], purpose="peer")
+            connection, _ = await dial(mine, *seed.server.address, hello, timeout_s=5, expect_role="seed")
+            await connection.close()
+            assert not seed.problems
+
+    on_stage(scenario)
+
+
+def test_a_wrong_pin_ends_it_before_anything_is_said(on_stage: Play, tmp_path: Path) -> None:
+    async def scenario(network: Network) -> None:
+        async with Seed().listening(network) as seed:
+            with pytest.raises(Refused) as caught:
+                await enrolled(network, replace(seed.ticket, pin=bytes(32)), tmp_path)
+            assert caught.value.code == "wrong-pin"
+            assert "in between" in caught.value.remedy
+            told = await seed.problem()
+            assert isinstance(told, Refused)
+            assert told.code == "wrong-pin"
+            assert not any(isinstance(message, EnrolRequest) for message in seed.heard)
+            nothing_of_the_secret_in(caught.value, told)
+            assert not os.listdir(tmp_path)
+
+    on_stage(scenario)
+
+
+def test_somebody_in_between_with_a_ca_of_his_own_is_found_by_the_pin(on_stage: Play, tmp_path: Path) -> None:
+    async def scenario(network: Network) -> None:
+        proxy = Seed(presents=run("proxy").member("seed", "seed"), ca_der=der_of(run("proxy").ca_pem))
+        async with proxy.listening(network):
+            with pytest.raises(Refused) as caught:
+                await enrolled(network, proxy.ticket, tmp_path)
+            assert caught.value.code == "wrong-pin"
+            assert (await proxy.problem()).code == "wrong-pin"  # type: ignore[attr-defined]
+
+    on_stage(scenario)
+
+
+def test_somebody_in_between_who_shows_the_true_ca_cannot_speak_under_it(on_stage: Play, tmp_path: Path) -> None:
+    async def scenario(network: Network) -> None:
+        proxy = Seed(presents=run("proxy").member("seed", "seed"))
+        async with proxy.listening(network):
+            with pytest.raises(Refused) as caught:
+                await enrolled(network, proxy.ticket, tmp_path)
+            assert caught.value.code == "certificate-untrusted"
+            assert (await proxy.problem()).code == "certificate-untrusted"  # type: ignore[attr-defined]
+            assert [type(message) for message in proxy.heard] == [CaRequest]
+
+    on_stage(scenario)
+
+
+def test_a_member_that_plays_the_seed_is_refused(on_stage: Play, tmp_path: Path) -> None:
+    async def scenario(network: Network) -> None:
+        member = Seed(presents=credentials("b2", "worker"))
+        async with member.listening(network):
+            with pytest.raises(Refused) as caught:
+                await enrolled(network, member.ticket, tmp_path)
+            assert caught.value.code == "wrong-identity"
+            assert (await member.problem()).code == "wrong-identity"  # type: ignore[attr-defined]
+            assert [type(message) for message in member.heard] == [CaRequest]
+
+    on_stage(scenario)
+
+
+def test_a_wrong_secret_is_told(on_stage: Play, tmp_path: Path) -> None:
+    async def scenario(network: Network) -> None:
+        async with Seed().listening(network) as seed:
+            with pytest.raises(Refused, match="proof is wrong") as caught:
+                await enrolled(network, replace(seed.ticket, secret=bytes(16)), tmp_path)
+            assert (caught.value.code, caught.value.remedy) == ("bad-proof", "copy the whole ticket")
+            nothing_of_the_secret_in(caught.value, await seed.problem(), *seed.heard)
+
+    on_stage(scenario)
+
+
+@pytest.mark.parametrize("code", ["ticket-unknown", "ticket-expired", "ticket-revoked", "ticket-used"])
+def test_the_seeds_reasons_are_told(on_stage: Play, tmp_path: Path, code: str) -> None:
+    async def scenario(network: Network) -> None:
+        async with Seed(instead={EnrolRequest: Refuse(code, "no", "ask again")}).listening(network) as seed:
+            with pytest.raises(Refused) as caught:
+                await enrolled(network, seed.ticket, tmp_path)
+            assert (caught.value.code, caught.value.remedy) == (code, "ask again")
+
+    on_stage(scenario)
+
+
+def test_a_proof_that_was_overheard_serves_no_second_time(on_stage: Play, tmp_path: Path) -> None:
+    async def scenario(network: Network) -> None:
+        async with Seed().listening(network) as seed:
+            await enrolled(network, seed.ticket, tmp_path)
+            request, overheard = seed.heard[1:]
+            context = authority_context(run().ca_pem)
+            hello = local_hello(peer_id="a1", name="", roles=[], purpose="enrol")
+            connection, _ = await dial(TlsDialler(network, context), *seed.server.address, hello, timeout_s=5)
+            connection.send(request)
+            await connection.expect(EnrolChallenge, timeout_s=5)
+            connection.send(overheard)
+            with pytest.raises(Refused) as caught:
+                await connection.expect(EnrolGranted, timeout_s=5)
+            assert caught.value.code == "bad-proof"
+            await connection.close()
+
+    on_stage(scenario)
+
+
+@pytest.mark.parametrize("silent", [CaRequest, EnrolRequest, EnrolProof])
+def test_a_seed_that_falls_silent_is_given_up_in_time(in_memory: Play, tmp_path: Path, silent: type[Message]) -> None:
+    async def scenario(network: Network) -> None:
+        async with Seed(instead={silent: None}).listening(network) as seed:
+            began = asyncio.get_running_loop().time()
+            with pytest.raises(DeadlineExceeded):
+                await enrolled(network, seed.ticket, tmp_path, timeout_s=3)
+            assert asyncio.get_running_loop().time() - began == pytest.approx(3)
+            assert not os.listdir(tmp_path)
+
+    in_memory(scenario)
+
+
+def test_one_that_never_speaks_tls_is_given_up_in_time(in_memory: Play, tmp_path: Path) -> None:
+    async def scenario(network: Network) -> None:
+        listener = await network.listen(HOST, 0, Recorder)
+        ticket = Ticket(*listener.address, "worker", "0" * 12, SECRET, bytes(32))
+        with pytest.raises((DeadlineExceeded, Unreachable)):
+            await enrolled(network, ticket, tmp_path, timeout_s=3)
+        await listener.close()
+
+    in_memory(scenario)
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        {"instead": {CaRequest: EnrolChallenge(b"?")}},
+        {"instead": {EnrolRequest: CaOffer(b"?")}},
+        {"instead": {EnrolProof: EnrolChallenge(bytes(NONCE_BYTES))}},
+        {"nonce": bytes(NONCE_BYTES - 1)},
+        {"instead": {EnrolProof: EnrolGranted(b"not a certificate")}},
+        {"signs": run("another")},
+        {"roles": ("operator",)},
+        {"roles": ("worker", "operator")},
+        {"instead": {EnrolProof: EnrolGranted(run().sign(new_key_and_request("a1")[1], roles=("worker",)))}},
+    ],
+)
+def test_a_seed_that_answers_wrongly(on_stage: Play, tmp_path: Path, seed: dict[str, Any]) -> None:
+    async def scenario(network: Network) -> None:
+        async with Seed(**seed).listening(network) as wrong:
+            with pytest.raises(ProtocolError) as caught:
+                await enrolled(network, wrong.ticket, tmp_path)
+            nothing_of_the_secret_in(caught.value)
+            assert not os.listdir(tmp_path)
+
+    on_stage(scenario)
+
+
+def test_what_cannot_be_kept_is_told(on_stage: Play, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+
+    async def scenario(network: Network) -> None:
+        async with Seed().listening(network) as seed:
+            with pytest.raises(StorageError):
+                await enrolled(network, seed.ticket, tmp_path / "file" / "mine")
+
+    on_stage(scenario)
+
+
+@pytest.mark.parametrize("cut", [1, 19, 20, 30, -1])
+def test_a_truncated_answer(in_memory: Play, tmp_path: Path, cut: int) -> None:
+    frame = encode_control(CaOffer.KIND, encode(CaOffer(der_of(run().ca_pem))), generation=0, stream=0)
+
+    async def scenario(network: Network) -> None:
+        async def half(connection: Connection, hello: Hello) -> None:
+            await connection.receive(timeout_s=5)
+            connection._transport.write(frame[:cut])
+
+        seed = Seed()
+        seed.serve = half  # type: ignore[method-assign]
+        async with seed.listening(network):
+            with pytest.raises(ConnectionLost, match="middle of a frame"):
+                await enrolled(network, seed.ticket, tmp_path)
+
+    in_memory(scenario)
+
+
+MESSAGES: list[Message] = [
+    CaRequest(),
+    CaOffer(der_of(run().ca_pem)),
+    EnrolRequest("0" * 12, new_key_and_request("a1")[1]),
+    EnrolChallenge(bytes(NONCE_BYTES)),
+    EnrolProof(proof(SECRET, bytes(NONCE_BYTES), b"csr")),
+    EnrolGranted(run().sign(new_key_and_request("a1")[1], roles=("worker",))),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_mutated_messages_are_understood_or_a_protocol_error(message: Message, data: st.DataObject) -> None:
+    body = encode(message)
+    assert decode_untrusted(message.KIND, body) == message
+    mutated = bytearray(body[: data.draw(st.integers(0, len(body)))])
+    for _ in range(data.draw(st.integers(0, 3)) if mutated else 0):
+        mutated[data.draw(st.integers(0, len(mutated) - 1))] = data.draw(st.integers(0, 255))
+    with suppress(ProtocolError):
+        assert isinstance(decode_untrusted(message.KIND, mutated), type(message))
+
+
+# -------------------------------------------------------------------------------------------------------------- renewal
+
+
+def renewed(held: Credentials, answer: Callable[[bytes], dict[str, Any]]) -> Credentials:
+    async def ask(method: str, params: dict[str, Any]) -> dict[str, Any]:
+        assert method == RENEW
+        return answer(base64.b64decode(params["csr"]))
+
+    return asyncio.run(renew(held, ask, disk=RealDisk()))
+
+
+def test_a_renewal_has_a_new_key_and_takes_the_old_ones_place() -> None:
+    held = run().member("a1", "worker")
+    after = renewed(held, lambda csr: {"certificate": base64.b64encode(run().sign(csr, roles=("worker",))).decode()})
+    assert after.key_pem != held.key_pem
+    assert after.identity.peer_id == "a1"
+    assert Credentials.load(RealDisk(), held.directory) == after
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda csr: {},
+        lambda csr: {"certificate": 7},
+        lambda csr: {"certificate": "no base64!"},
+        lambda csr: {"certificate": "AAAA"},
+        lambda csr: {"certificate": base64.b64encode(run().sign(csr, roles=("operator",))).decode()},
+        lambda csr: {"certificate": base64.b64encode(run("another").sign(csr, roles=("worker",))).decode()},
+    ],
+)
+def test_a_renewal_that_is_none_leaves_what_was(answer: Callable[[bytes], dict[str, Any]]) -> None:
+    held = run().member("a1", "worker")
+    with pytest.raises(ProtocolError):
+        renewed(held, answer)
+    assert Credentials.load(RealDisk(), held.directory) == held
+
+
+def test_pem_and_der_are_the_same_certificate() -> None:
+    assert pem_of(der_of(run().ca_pem)).split() == run().ca_pem.split()
