@@ -74,6 +74,9 @@ async def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process(machine: Any
 
 
 async def test_members_end_with_a_command_that_is_killed(machine: Any) -> None:
+    idle = await machine.start("bench", "member", "0", "2")  # its input has ended already
+    async with asyncio.timeout(20):
+        assert await idle.end() == 0
     process = await machine.start("bench", "link", "--rounds", "10000")
     members = await members_of(process)
     await process.kill()
