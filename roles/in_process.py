@@ -15,13 +15,17 @@ from typing import Any
 
 from configs.schema import Profile
 from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.ids import new_id
 from p2ptrain.core.world import LoopClock, Network, World
 from roles.engine import Engine
 from roles.identity import Identity, claim
-from roles.seed import run_seed
+from roles.seed import Encryption, run_seed
 from roles.stand_in import StandInEngine
 from roles.worker.worker import Worker, WorkerOptions
 from wire.client import SeedClient
+from wire.enrol import enrol
+from wire.renewal import Member
+from wire.ticket import Ticket, local_ticket_path
 
 DEADLINE_S = 30.0
 HOST = "127.0.0.1"
@@ -52,18 +56,38 @@ class Peer:
 
 
 class Cluster:
-    """One seed and its workers. ``worlds`` differ only in their network."""
+    """One seed and its workers. ``worlds`` differ only in their network.
 
-    def __init__(self, root: Path, network: Network) -> None:
+    Args:
+        encrypted: TLS over ``network``; workers and operators enrol with the tickets that the seed leaves beside it.
+    """
+
+    def __init__(self, root: Path, network: Network, *, encrypted: bool = False) -> None:
         self.root = root
         self.network = network
+        self.encrypted = encrypted
+        self.tickets: list[Ticket] = []
         self.peers: list[Peer] = []
         self.address = (HOST, 0)
         self._seed: asyncio.Task[None] | None = None
+        self._operator: Member | None = None
         self._seed_stop = asyncio.Event()
 
-    def world(self) -> World:
-        return World(LoopClock(), self.network, RealDisk(), random.Random(7))  # noqa: S311 - jitter
+    def world(self, network: Network | None = None) -> World:
+        return World(LoopClock(), network or self.network, RealDisk(), random.Random(7))  # noqa: S311 - jitter
+
+    def ticket(self, role: str) -> Ticket:
+        """What an encrypted seed has left for programs of its machine."""
+        return Ticket.parse_untrusted(local_ticket_path(self.root, role).read_text())
+
+    async def member(self, ticket: Ticket, peer_id: str = "") -> Member:
+        """A peer that has just enrolled. Raises as ``wire.enrol.enrol``."""
+        peer_id = peer_id or new_id()
+        directory = self.root / "members" / peer_id
+        made = await enrol(
+            self.network, ticket, peer_id=peer_id, directory=directory, disk=RealDisk(), timeout_s=DEADLINE_S
+        )
+        return Member(self.network, made, RealDisk(), LoopClock())
 
     async def start_seed(self, port: int = 0) -> None:
         ready: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
@@ -75,6 +99,7 @@ class Cluster:
                 host=HOST,
                 port=port,
                 name="test",
+                encryption=Encryption(HOST, self.tickets.append) if self.encrypted else None,
                 on_ready=ready.set_result,
                 stop=self._seed_stop,
             )
@@ -104,23 +129,32 @@ class Cluster:
             engines.append(build(profile))
             return engines[-1]
 
-        worker = Worker(
-            self.world(),
-            identity,
-            WorkerOptions(seed=self.address, listen=(HOST, 0), advertise=("", 0), capabilities={"device": "test"}),
-            build_engine=build_and_keep,
-            warm_up=lambda: None,
-            notify=lambda *notice: peer.told.append(notice),
-            on_step=lambda applied, total, values: peer.steps.__setitem__(applied, values),
-        )
+        async def work() -> None:
+            member = await self.member(self.ticket("worker"), identity.peer_id) if self.encrypted else None
+            worker = Worker(
+                self.world(member.network if member else None),
+                identity,
+                WorkerOptions(seed=self.address, listen=(HOST, 0), advertise=("", 0), capabilities={"device": "test"}),
+                build_engine=build_and_keep,
+                warm_up=lambda: None,
+                notify=lambda *notice: peer.told.append(notice),
+                on_step=lambda applied, total, values: peer.steps.__setitem__(applied, values),
+                member=member,
+            )
+            await worker.run(stop)
+
         stop = asyncio.Event()
-        peer = Peer(identity, stop, asyncio.create_task(worker.run(stop)), engines)
+        peer = Peer(identity, stop, asyncio.create_task(work()), engines)
         self.peers.append(peer)
         return peer
 
     @asynccontextmanager
     async def operator(self) -> AsyncIterator[SeedClient]:
-        client = await SeedClient.connect(self.network, *self.address, name="test")
+        network, peer_id = self.network, ""
+        if self.encrypted:
+            self._operator = self._operator or await self.member(self.ticket("operator"))
+            network, peer_id = self._operator.network, self._operator.peer_id
+        client = await SeedClient.connect(network, *self.address, name="test", peer_id=peer_id)
         try:
             yield client
         finally:

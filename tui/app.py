@@ -13,11 +13,11 @@ from textual.geometry import Size
 from textual.widgets import Footer, Static
 
 from p2ptrain.core.errors import P2PTrainError
-from p2ptrain.core.world import Clock, LoopClock, Network
+from p2ptrain.core.world import Clock, LoopClock
 from tui.model import Link, Phase
 from tui.panels import EventsPanel, Frame, HeaderBar, RingPanel, TrainingPanel
 from tui.screens import ConfirmScreen, HelpScreen
-from tui.source import SeedSource, Source
+from tui.source import SeedSource, Source, Way
 from tui.table import LiveTable
 from tui.tables import CheckpointsPanel, JobsPanel, PeersPanel
 from tui.theme import DARK, THEMES, Palette
@@ -268,6 +268,6 @@ _DONE = {
 }
 
 
-def run_tui(*, network: Network, host: str, port: int) -> None:
-    """Watch the seed at ``host:port`` until the person leaves. Connects, and connects again, by itself."""
-    P2PTrainApp(SeedSource(network=network, host=host, port=port)).run()
+def run_tui(way: Way, address: str) -> None:
+    """Watch the seed at ``address`` until the person leaves. Connects, and connects again, by itself."""
+    P2PTrainApp(SeedSource(way, address)).run()

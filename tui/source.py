@@ -45,18 +45,47 @@ class Source(Protocol):
         ...
 
 
+class Way(Protocol):
+    """How the seed is reached, and how to stay somebody who may."""
+
+    async def connect(self) -> SeedClient:
+        """Dial the seed. Raises ``P2PTrainError``."""
+        ...
+
+    async def keep_fresh(self, client: SeedClient) -> None:
+        """Renew over this connection what the next one needs, until cancelled. Raises ``P2PTrainError``."""
+        ...
+
+
+class PlainWay:
+    """Without encryption, on a network where nobody need show who they are."""
+
+    def __init__(self, network: Network, host: str, port: int) -> None:
+        self._network, self._host, self._port = network, host, port
+
+    async def connect(self) -> SeedClient:
+        return await SeedClient.connect(self._network, self._host, self._port, name="tui", timeout_s=CONNECT_TIMEOUT_S)
+
+    async def keep_fresh(self, client: SeedClient) -> None:
+        await client.connection.closed.wait()
+
+
 def backoff_s(attempt: int) -> float:
     """Seconds to wait after the ``attempt``-th failure in a row, counted from 0."""
     return float(min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** min(attempt, 16)))
 
 
 class SeedSource:
-    """The real source. Owned by the task that calls ``run``."""
+    """The real source. Owned by the task that calls ``run``.
 
-    def __init__(self, *, network: Network, host: str, port: int, clock: Clock | None = None) -> None:
+    Args:
+        address: of the seed, as people are shown it.
+    """
+
+    def __init__(self, way: Way, address: str, *, clock: Clock | None = None) -> None:
         self.store = Store()
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self._network, self._host, self._port = network, host, port
+        self.address = address
+        self._way = way
         self._clock = clock or LoopClock()
         self._client: SeedClient | None = None
         self._watched = ""
@@ -98,9 +127,7 @@ class SeedSource:
     async def _one_connection(self) -> P2PTrainError:
         """Connect and follow until it ends; why it ended."""
         try:
-            client = await SeedClient.connect(
-                self._network, self._host, self._port, name="tui", timeout_s=CONNECT_TIMEOUT_S
-            )
+            client = await self._way.connect()
         except P2PTrainError as error:
             return error
         self._client = client
@@ -114,6 +141,7 @@ class SeedSource:
                 tasks.create_task(self._keep_asking())
                 tasks.create_task(self._load_events())
                 tasks.create_task(self._load_histories())
+                tasks.create_task(self._way.keep_fresh(client))
         except* P2PTrainError as errors:
             problem = first_error(errors)
         finally:

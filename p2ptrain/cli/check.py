@@ -15,26 +15,30 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from p2ptrain.cli.output import checked, human_bytes, print_json, printable
+from p2ptrain.cli.output import checked, human_bytes, human_time, print_json, printable
 from p2ptrain.cli.runtime import (
     CONNECT_TIMEOUT_S,
     DEFAULT_SEED,
     REQUEST_TIMEOUT_S,
+    SEED_HELP,
     SEED_VARIABLE,
     JsonOption,
+    connect_operator,
+    default_state_dir,
     operator_name,
     run,
-    seed_address,
 )
 from p2ptrain.core.errors import P2PTrainError, Unreachable, UserError
 from p2ptrain.core.ids import new_id
 
 if TYPE_CHECKING:
+    from p2ptrain.cli.access import Access
     from p2ptrain.core.world import Clock, Network
     from wire.client import SeedClient
     from wire.connection import Connection
     from wire.handshake import Server
     from wire.messages import Hello, Refuse, Welcome
+    from wire.ticket import Ticket
 
 PINGS = 10
 SINK_BYTES = 4 * 1024 * 1024
@@ -63,9 +67,7 @@ class Probe:
 
 
 def check(
-    address: Annotated[
-        str, typer.Argument(envvar=SEED_VARIABLE, metavar="HOST[:PORT]", help="Address of the seed.")
-    ] = DEFAULT_SEED,
+    address: Annotated[str, typer.Argument(envvar=SEED_VARIABLE, metavar="SEED", help=SEED_HELP)] = DEFAULT_SEED,
     port: Annotated[
         int,
         typer.Option(
@@ -77,15 +79,18 @@ def check(
 ) -> None:
     """Find out why this machine cannot join a seed: one line for each thing that can go wrong.
 
+    A worker's ticket is good for joining; what is measured besides takes an operator's.
+
     \b
     Examples:
-      p2ptrain check 192.168.1.20
-      p2ptrain check 192.168.1.20 --port 7400 --once
+      p2ptrain check 192.168.1.20:7337/AbC…
+      p2ptrain check --port 7400 --once
     """
+    from p2ptrain.cli.access import read_target, shown_address
     from p2ptrain.core.world import LoopClock
     from wire.transport import TcpNetwork
 
-    host, seed_port = seed_address(address)
+    target = read_target(address)
     lines: list[Line] = []
 
     def report(line: Line) -> None:
@@ -94,7 +99,7 @@ def check(
             _print(line)
 
     async def probe_all() -> P2PTrainError | None:
-        visit = Visit(TcpNetwork(), LoopClock(), host, seed_port, port)
+        visit = Visit(TcpNetwork(), LoopClock(), target, port)
         try:
             return await run_probes(visit.probes(join=once), report)
         finally:
@@ -102,7 +107,9 @@ def check(
 
     failure = run(probe_all())
     if as_json:
-        print_json({"address": address, "ok": failure is None, "checks": [asdict(line) for line in lines]})
+        print_json(
+            {"address": shown_address(target), "ok": failure is None, "checks": [asdict(line) for line in lines]}
+        )
     if failure is not None:
         raise typer.Exit(failure.exit_code)
 
@@ -134,12 +141,16 @@ async def run_probes(probes: list[Probe], report: Callable[[Line], None]) -> P2P
 class Visit:
     """What one run of the probes holds open: a connection to the seed, and a port to be dialled back on."""
 
-    def __init__(self, network: Network, clock: Clock, host: str, port: int, dialback_port: int) -> None:
-        self._network, self._clock = network, clock
-        self._host, self._port, self._dialback_port = host, port, dialback_port
+    def __init__(self, network: Network, clock: Clock, target: Ticket | tuple[str, int], dialback_port: int) -> None:
+        self._network, self._clock, self._target = network, clock, target
+        self._host, self._port = target if isinstance(target, tuple) else (target.host, target.port)
+        self._role = "operator" if isinstance(target, tuple) else target.role
+        self._dialback_port = dialback_port
         self._peer_id = new_id()  # the seed wants the worker that it dials back to be the one that called
+        self._access: dict[str, Access] = {}
         self._client: SeedClient | None = None
         self._server: Server | None = None
+        self._listens_as = ""
         self._pings: list[tuple[float, float]] = []
 
     def probes(self, *, join: bool) -> list[Probe]:
@@ -147,12 +158,17 @@ class Visit:
         probes = [
             Probe("DNS", self.resolve, essential=True),
             Probe("TCP", self.reach, essential=True),
-            Probe("handshake", self.shake_hands, essential=True),
-            Probe("clock", self.compare_clocks),
-            Probe("round trip", self.measure_round_trip),
-            Probe("bandwidth", self.measure_bandwidth),
-            Probe("dial-back", self.be_dialled_back),
         ]
+        if self._role == "operator":
+            probes += [
+                Probe("handshake", self.shake_hands, essential=True),
+                Probe("clock", self.compare_clocks),
+                Probe("round trip", self.measure_round_trip),
+                Probe("bandwidth", self.measure_bandwidth),
+                Probe("dial-back", self.be_dialled_back),
+            ]
+        else:
+            probes += [Probe("ticket", self.enrol, essential=True)]
         return [*probes, Probe("join", self.join_and_leave)] if join else probes
 
     async def close(self) -> None:
@@ -190,6 +206,12 @@ class Visit:
         self._client = await self._connect()
         welcome = self._client.welcome
         return f"{welcome.name} runs {welcome.software} (protocol {welcome.version}), cluster {welcome.cluster_id}"
+
+    async def enrol(self) -> str:
+        """A certificate for a worker's ticket; what is measured besides is for operators."""
+        until = (await self._reach("worker")).member
+        assert until is not None, "a ticket leads to an encrypted seed"
+        return f"it is good; this machine has a certificate until {human_time(until.credentials.identity.not_after)}"
 
     async def compare_clocks(self) -> str:
         """The seed's wall clock against ours, at the middle of the quickest round trip."""
@@ -231,7 +253,7 @@ class Visit:
 
     async def be_dialled_back(self) -> str:
         """The seed dials a port of ours, as other workers would."""
-        _, port = (await self._listen()).address
+        _, port = (await self._listen(await self._reach("operator"))).address
         await self._connected().request("probe.dialback", {"port": port}, timeout_s=REQUEST_TIMEOUT_S)
         return f"the seed reached port {port} here"
 
@@ -240,34 +262,58 @@ class Visit:
         from wire.handshake import dial, local_hello
         from wire.messages import Leave
 
-        _, port = (await self._listen()).address
-        hello = local_hello(peer_id=self._peer_id, name=operator_name(), roles=["worker"], purpose="peer", port=port)
-        connection, welcome = await dial(self._network, self._host, self._port, hello, timeout_s=REQUEST_TIMEOUT_S)
+        access = await self._reach("worker")
+        peer_id = access.peer_id or self._peer_id
+        _, port = (await self._listen(access)).address
+        hello = local_hello(peer_id=peer_id, name=operator_name(), roles=["worker"], purpose="peer", port=port)
+        connection, welcome = await dial(
+            access.network, self._host, self._port, hello, timeout_s=REQUEST_TIMEOUT_S, expect_role="seed"
+        )
         connection.send(Leave("it was only a check"))
         await connection.close()
         return f"joined {welcome.name} as a worker and left again"
 
-    async def _listen(self) -> Server:
-        """Our own port, bound to the address from which the seed is reached; opened once."""
+    async def _listen(self, access: Access) -> Server:
+        """Our own port, as whom the seed expects there; bound to the address from which the seed is reached."""
         from wire.handshake import serve
 
+        peer_id = access.peer_id or self._peer_id
+        if self._server is not None and self._listens_as != peer_id:
+            await self._server.close()
+            self._server = None
         if self._server is None:
+            self._listens_as = peer_id
             self._server = await serve(
-                self._network,
-                self._connected().connection.local[0],
+                access.network,
+                self._client.connection.local[0] if self._client else await self._own_address(),
                 self._dialback_port,
-                decide=partial(_welcome, self._clock, self._peer_id),
+                decide=partial(_welcome, self._clock, peer_id),
                 serve=_hold_until_closed,
                 on_problem=_not_ours,
             )
         return self._server
 
-    async def _connect(self) -> SeedClient:
-        from wire.client import SeedClient
+    async def _own_address(self) -> str:
+        """Of this machine, from which the seed is reached."""
+        call = _Call()
+        await self._network.connect(self._host, self._port, lambda: call, timeout_s=CONNECT_TIMEOUT_S)
+        call.hang_up()
+        return call.local_host
 
-        return await SeedClient.connect(
-            self._network, self._host, self._port, name=operator_name(), timeout_s=CONNECT_TIMEOUT_S
-        )
+    async def _reach(self, role: str) -> Access:
+        """The way to the seed in a role; found once."""
+        from p2ptrain.cli.access import Caller, reach
+
+        if role not in self._access:
+            root = default_state_dir()
+            store = root / ("operator" if role == "operator" else "check")
+            same = isinstance(self._target, tuple) or self._target.role == role
+            target = self._target if same else (self._host, self._port)
+            self._access[role] = await reach(target, Caller(role, store, [root]), self._network)
+        return self._access[role]
+
+    async def _connect(self) -> SeedClient:
+        return await connect_operator(await self._reach("operator"))
 
     def _connected(self) -> SeedClient:
         assert self._client is not None, "the handshake is essential: nothing runs without it"
@@ -282,6 +328,10 @@ class _Call(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> bytearray:
         return bytearray(1)
+
+    @property
+    def local_host(self) -> str:
+        return str(self._transport.get_extra_info("sockname")[0])
 
     def hang_up(self) -> None:
         self._transport.close()

@@ -20,7 +20,8 @@ class Commands(LazyGroup):
         Entry("seed", "p2ptrain.cli.seed:seed", "Start a seed: the place where workers meet.", _RUN),
         Entry("join", "p2ptrain.cli.join:join", "Start a worker that joins a seed.", _RUN),
         Entry("tui", "p2ptrain.cli.tui:tui", "Watch a cluster full-screen.", _WATCH),
-        Entry("peers", "p2ptrain.cli.peers:peers", "Who is there, and what each one does.", _WATCH),
+        Entry("peers", "p2ptrain.cli.peers:app", "Who is there, and what each one does; evict one.", _WATCH),
+        Entry("ticket", "p2ptrain.cli.ticket:app", "Make, list, revoke and replace tickets.", _WATCH),
         Entry("jobs", "p2ptrain.cli.jobs:app", "Create, show, pause, resume, save and cancel jobs.", _WATCH),
         Entry("checkpoints", "p2ptrain.cli.checkpoints:app", "List, restore and delete checkpoints.", _WATCH),
         Entry(
@@ -54,10 +55,10 @@ def root(
 
     \b
     Everything on this machine:   p2ptrain up
-    On several machines:          p2ptrain seed           (on one)
-                                  p2ptrain join HOST      (on each of the others)
-                                  p2ptrain tui HOST       (to watch)
-    When something is wrong:      p2ptrain check HOST
+    On several machines:          p2ptrain seed --host 0.0.0.0   (on one: it prints a ticket)
+                                  p2ptrain join TICKET           (on each of the others)
+                                  p2ptrain tui                   (on the first, to watch)
+    When something is wrong:      p2ptrain check TICKET
 
     \b
     Exit codes: 0 well, 2 a wrong argument or profile, 3 the network, 4 a peer said no,

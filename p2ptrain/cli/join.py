@@ -6,29 +6,32 @@ import asyncio
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from p2ptrain.cli.console import Console, step_line
 from p2ptrain.cli.runtime import (
     DEFAULT_SEED,
+    SEED_HELP,
     SEED_VARIABLE,
     STATE_DEFAULT,
     default_state_dir,
     is_name,
     run,
-    seed_address,
 )
 from wire.transport_base import is_loopback
 
+if TYPE_CHECKING:
+    from wire.ticket import Ticket
+
+MENDED_BY_A_TICKET = frozenset({"ticket-revoked", "ticket-unknown", "certificate-expired", "certificate-untrusted"})
+"""Why a seed may honour a certificate no longer, and yet take a new ticket."""
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - members on other machines must reach this one
 
 
 def join(
-    address: Annotated[
-        str, typer.Argument(envvar=SEED_VARIABLE, metavar="HOST[:PORT]", help="Address of the seed.")
-    ] = DEFAULT_SEED,
+    address: Annotated[str, typer.Argument(envvar=SEED_VARIABLE, metavar="SEED", help=SEED_HELP)] = DEFAULT_SEED,
     name: Annotated[
         str,
         typer.Option(
@@ -79,20 +82,24 @@ def join(
 ) -> None:
     """Start a worker that joins a seed and trains what the seed gives it. Ctrl+C leaves after the step under way.
 
+    On the seed's machine no ticket is needed; on another one the seed's ticket, and later its address will do.
+
     \b
     Examples:
       p2ptrain join
-      p2ptrain join 192.168.1.20
-      p2ptrain join seed.example.org:7337 --name laptop --device cpu --threads 4
+      p2ptrain join 192.168.1.20:7337/AbC…
+      p2ptrain join @ticket.txt --name laptop --device cpu --threads 4
     """
+    from p2ptrain.cli.access import read_target
+
     # Workers on one machine share its cores. OpenMP's threads spin while they wait, by default, and so take them from
     # one another: a step was seen to take ten times as long. It must be said before torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    seed = seed_address(address)
+    target = read_target(address)
     advertised = _advertised(advertise)
     _check_device(device)
     root = (state or default_state_dir()).absolute()  # checkpoints are told to people elsewhere by their paths
-    run(_work(seed, name, root, slot, host, port, advertised, device, threads, link, with_parent))
+    run(_work(target, name, root, slot, host, port, advertised, device, threads, link, with_parent))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # a kernel may still run on the compute thread; the interpreter's own shutdown would wait for it
@@ -124,7 +131,7 @@ def _advertised(text: str) -> tuple[str, int]:
 
 
 async def _work(
-    seed: tuple[str, int],
+    target: Ticket | tuple[str, int],
     name: str,
     root: Path,
     slot: int | None,
@@ -136,8 +143,10 @@ async def _work(
     link: str,
     with_parent: bool,
 ) -> None:
+    from p2ptrain.cli.access import Access, Caller, reach, shown_address
     from p2ptrain.cli.children import leave_with_parent
     from p2ptrain.cli.stopping import stop_on_signals
+    from p2ptrain.core.disk import RealDisk
     from p2ptrain.core.errors import Refused
     from p2ptrain.core.world import real_world
     from roles.identity import claim
@@ -152,32 +161,47 @@ async def _work(
     stop_on_signals(stop, lambda text: console.event("info", text))
     if with_parent:
         leave_with_parent(stop)
-    network = EmulatedNetwork(TcpNetwork(), preset_named(link), os.getpid()) if link else TcpNetwork()
-    world = real_world(network)
-    identity = claim(world.disk, root, role="worker", name=name, slot=slot)
+    tcp = TcpNetwork()
+    base = EmulatedNetwork(tcp, preset_named(link), os.getpid()) if link else tcp
+    identity = claim(RealDisk(), root, role="worker", name=name, slot=slot)
 
-    def worker(listen: tuple[str, int]) -> Worker:
+    def worker(access: Access, listen: tuple[str, int]) -> Worker:
         return Worker(
-            world,
+            real_world(access.network),
             identity,
-            WorkerOptions(seed=seed, listen=listen, advertise=advertise, capabilities=capabilities(device)),
+            WorkerOptions(
+                seed=(access.host, access.port),
+                listen=listen,
+                advertise=advertise,
+                capabilities=capabilities(device),
+            ),
             build_engine=engine_builder(device=device, threads=threads),
             warm_up=warm_up,
             notify=lambda level, _, text: console.event(level, text),
             on_step=lambda applied, total, values: console.progress(
                 step_line(applied, total, values), last=applied == total
             ),
+            member=access.member,
         )
 
-    console.event("info", f"worker {identity.name} ({identity.peer_id}) joins {seed[0]}:{seed[1]}")
+    console.event("info", f"worker {identity.name} ({identity.peer_id}) joins {shown_address(target)}")
+    caller = Caller("worker", identity.directory / "credentials", [root, default_state_dir()], identity.peer_id)
+    listen_host, afresh = host, False
     try:
-        try:
-            await worker((host or _usual_host(seed[0]), port)).run(stop)
-        except Refused as refusal:
-            if host or refusal.code != RefusalCode.LOOPBACK_ONLY:
-                raise
-            console.event("info", "workers of other machines join this seed: listening on all addresses")
-            await worker((EVERYWHERE, port)).run(stop)
+        while True:
+            access = await reach(target, caller, base, afresh=afresh)
+            try:
+                await worker(access, (listen_host or _usual_host(access.host), port)).run(stop)
+                break
+            except Refused as refusal:
+                if refusal.code == RefusalCode.LOOPBACK_ONLY and not listen_host:
+                    console.event("info", "workers of other machines join this seed: listening on all addresses")
+                    listen_host = EVERYWHERE
+                elif refusal.code in MENDED_BY_A_TICKET and access.member is not None and not afresh:
+                    console.event("info", f"{refusal.message}; joining afresh")
+                    afresh = True
+                else:
+                    raise
     finally:
         console.finish()
         identity.release()

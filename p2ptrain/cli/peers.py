@@ -2,18 +2,68 @@
 
 from __future__ import annotations
 
-from p2ptrain.cli.output import checked, human_bytes, number, print_json, print_table
-from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, ask
+from typing import Annotated
+
+import typer
+
+from p2ptrain.cli.lazy import new_typer
+from p2ptrain.cli.output import checked, confirm, human_bytes, number, print_json, print_table, printable
+from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, YesOption, ask, not_empty
+
+app = new_typer(help="Show who is there, and what each one does; evict one.", invoke_without_command=True)
 
 
-def peers(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
+@app.callback()
+def peers(context: typer.Context, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
     """Show who is there, and what each one does.
 
     \b
     Examples:
       p2ptrain peers
       p2ptrain peers --seed 192.168.1.20 --json
+      p2ptrain peers evict laptop
     """
+    if context.invoked_subcommand is None:
+        _list(seed, as_json)
+
+
+@app.command("list")
+def list_peers(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
+    """Show who is there, and what each one does: the same as `p2ptrain peers`.
+
+    \b
+    Examples:
+      p2ptrain peers list --json
+    """
+    _list(seed, as_json)
+
+
+@app.command("evict")
+def evict(
+    peer: Annotated[str, typer.Argument(metavar="NAME|ID", callback=not_empty, help="Whom; an id where names repeat.")],
+    seed: SeedOption = DEFAULT_SEED,
+    yes: YesOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Let a worker go, and refuse its certificate from now on. Its job goes on without it.
+
+    It could come back as another peer with a ticket that is still open: `p2ptrain ticket rotate` closes those.
+
+    \b
+    Examples:
+      p2ptrain peers evict laptop
+    """
+    confirm(f"Evict {printable(peer)} for good?", yes=yes)
+    answer = ask(seed, "peers.evict", peer=peer)
+    gone, name = checked(answer, "evicted", str), checked(answer, "name", str)
+    if as_json:
+        print_json({"evicted": gone, "name": name})
+        return
+    typer.echo(f"{printable(name)} ({printable(gone)}) is evicted")
+    typer.echo("It could come back as another peer with an open ticket: p2ptrain ticket rotate closes those.", err=True)
+
+
+def _list(seed: str, as_json: bool) -> None:
     from wire.records import PeerInfo
 
     found = [PeerInfo.from_map_untrusted(item) for item in checked(ask(seed, "peers.list"), "peers", list)]
@@ -43,6 +93,5 @@ def peers(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
 
 
 def print_hint(seed: str) -> None:
-    import typer
-
-    typer.echo(f"Nobody is here yet. On a machine that is to train: p2ptrain join {seed}", err=True)
+    join = "TICKET (`p2ptrain ticket new` prints one)" if seed.startswith("@") or "/" in seed else seed
+    typer.echo(f"Nobody is here yet. On a machine that is to train: p2ptrain join {join}", err=True)

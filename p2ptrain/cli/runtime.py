@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 if TYPE_CHECKING:
+    from p2ptrain.cli.access import Access
     from wire.client import SeedClient
 
 T = TypeVar("T")
@@ -21,12 +22,11 @@ DEFAULT_SEED = f"127.0.0.1:{DEFAULT_PORT}"
 SEED_VARIABLE = "P2PTRAIN_SEED"
 NAME_BYTES = 64  # that of roles.seed, written again for the same reason
 STATE_DEFAULT = "Default: the usual place for a program's data on this system."
+SEED_HELP = "The seed: its address, a ticket, or @FILE that holds one."
 CONNECT_TIMEOUT_S = 5.0
 REQUEST_TIMEOUT_S = 20.0  # longer than the seed waits for a worker that it asks on our behalf
 
-SeedOption = Annotated[
-    str, typer.Option("--seed", envvar=SEED_VARIABLE, metavar="HOST[:PORT]", help="Address of the seed.")
-]
+SeedOption = Annotated[str, typer.Option("--seed", envvar=SEED_VARIABLE, metavar="SEED", help=SEED_HELP)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Write one JSON document, for programs.")]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 ProfileOption = Annotated[
@@ -65,22 +65,40 @@ def default_state_dir() -> Path:
     return user_state_path("p2ptrain", appauthor=False)
 
 
-def seed_address(text: str) -> tuple[str, int]:
-    """Host and port of a seed. Raises ``UserError``."""
-    from wire.client import parse_address
+async def operator_access(seed: str | tuple[str, int], *, state: Path | None = None) -> Access:
+    """The way of an operator to a seed: what a person gave, or its address.
 
-    return parse_address(text)
+    Args:
+        state: where a seed on this machine, and this operator, keep what they need; default: the usual place.
+
+    Raises:
+        UserError: it is no address and no ticket, or a ticket is needed; else as ``access.reach``.
+    """
+    from p2ptrain.cli.access import Caller, reach, read_target
+    from wire.transport import TcpNetwork
+
+    root = state or default_state_dir()
+    target = read_target(seed) if isinstance(seed, str) else seed
+    return await reach(target, Caller("operator", root / "operator", [root]), TcpNetwork())
+
+
+async def connect_operator(access: Access) -> SeedClient:
+    """Dial the seed as this command line. Raises what ``SeedClient.connect`` raises."""
+    from wire.client import SeedClient
+
+    name, peer_id = operator_name(), access.peer_id
+    return await SeedClient.connect(
+        access.network, access.host, access.port, name=name, peer_id=peer_id, timeout_s=CONNECT_TIMEOUT_S
+    )
 
 
 @asynccontextmanager
-async def connected(seed: str) -> AsyncIterator[SeedClient]:
+async def operator(seed: str | tuple[str, int], *, state: Path | None = None) -> AsyncIterator[SeedClient]:
     """An operator's connection to the seed, closed at the end."""
-    from wire.client import SeedClient
-    from wire.transport import TcpNetwork
-
-    host, port = seed_address(seed)
-    client = await SeedClient.connect(TcpNetwork(), host, port, name=operator_name(), timeout_s=CONNECT_TIMEOUT_S)
+    access = await operator_access(seed, state=state)
+    client = await connect_operator(access)
     try:
+        await access.freshen(client.request)
         yield client
     finally:
         await client.close()
@@ -90,7 +108,7 @@ def ask(seed: str, method: str, *, timeout_s: float = REQUEST_TIMEOUT_S, **param
     """One request to the seed, from connecting to its answer. Raises what ``SeedClient`` raises."""
 
     async def once() -> dict[str, Any]:
-        async with connected(seed) as client:
+        async with operator(seed) as client:
             return await client.request(method, params, timeout_s=timeout_s)
 
     return run(once())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,12 +16,18 @@ from p2ptrain.cli.runtime import (
     SetOption,
     default_state_dir,
     is_name,
+    operator,
     operator_name,
     run,
 )
-from p2ptrain.core.errors import P2PTrainError
+from p2ptrain.core.errors import P2PTrainError, UserError
 from wire.records import FINISHED_STATES
-from wire.transport_base import is_loopback
+from wire.transport_base import format_address, is_loopback
+
+if TYPE_CHECKING:
+    from wire.ticket import Ticket
+
+_EVERYWHERE = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared, not bound
 
 
 def seed(
@@ -50,13 +56,20 @@ def seed(
         bool, typer.Option("--no-job", help="Begin with no job; `p2ptrain jobs create` makes one.")
     ] = False,
     sets: SetOption = [],  # noqa: B006 - Typer copies it
+    tls: Annotated[
+        bool, typer.Option("--tls", help="Encrypt on the loopback, too; elsewhere everything always is.")
+    ] = False,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Do not encrypt. Only on the loopback, where that is the default.")
+    ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Write one line of JSON when it listens: event, host, port.")
+        bool, typer.Option("--json", help="Write one line of JSON when it listens: event, host, port, tls.")
     ] = False,
     with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
 ) -> None:
     """Start a seed: the place where workers meet. It keeps the record and never computes.
 
+    With --host it is for other machines, and everything is encrypted: it prints a ticket, with which they join.
     Stopping it harms nothing: workers go on, and find it again when it is back.
 
     \b
@@ -65,30 +78,58 @@ def seed(
       p2ptrain seed --host 0.0.0.0 --job small --set job.steps=2000
       p2ptrain seed --no-job --port 9000
     """
-    root = (state or default_state_dir()).absolute() / "seed"
-    run(_serve(root, host, port, name, None if no_job else job, sets, as_json, with_parent))
+    root = (state or default_state_dir()).absolute()
+    encrypted = _is_encrypted(host, tls=tls, insecure=insecure)
+    run(_serve(root, host, port, name, None if no_job else job, sets, encrypted, as_json, with_parent))
+
+
+def _is_encrypted(host: str, *, tls: bool, insecure: bool) -> bool:
+    """Raises ``UserError`` where a person asks for what nobody should have."""
+    near = is_loopback(host)
+    if insecure and tls:
+        raise UserError("--insecure and --tls exclude each other", remedy="leave one of them out")
+    if insecure and not near:
+        text = f"--insecure is for the loopback: on {host} everybody on the way could read and change what is sent"
+        raise UserError(text, remedy="leave it out: the encryption sets itself up, and other machines join by a ticket")
+    return tls or not near
 
 
 async def _serve(
-    state_dir: Path, host: str, port: int, name: str, job: str | None, sets: list[str], as_json: bool, with_parent: bool
+    root: Path,
+    host: str,
+    port: int,
+    name: str,
+    job: str | None,
+    sets: list[str],
+    encrypted: bool,
+    as_json: bool,
+    with_parent: bool,
 ) -> None:
     from p2ptrain.cli.children import leave_with_parent
     from p2ptrain.cli.stopping import stop_on_signals
     from p2ptrain.core.world import real_world
-    from roles.seed import run_seed
+    from roles.seed import Encryption, run_seed
     from wire.transport import TcpNetwork
 
     console, stop = Console(), asyncio.Event()
     stop_on_signals(stop, lambda text: console.event("info", text))
     if with_parent:
         leave_with_parent(stop)
+    tickets: list[Ticket] = []
     address: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
     spec = _spec(job, sets) if job is not None else None
     cluster = name or operator_name().removeprefix("cli@")
     world = real_world(TcpNetwork())
     serving = asyncio.create_task(
         run_seed(
-            world, state_dir=state_dir, host=host, port=port, name=cluster, on_ready=address.set_result, stop=stop
+            world,
+            state_dir=root / "seed",
+            host=host,
+            port=port,
+            name=cluster,
+            encryption=Encryption(_shown_host(host), tickets.append) if encrypted else None,
+            on_ready=address.set_result,
+            stop=stop,
         ),
         name="serve",
     )
@@ -97,7 +138,7 @@ async def _serve(
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         if address.done():
             try:
-                await _announce(address.result(), job, spec, console, as_json=as_json)
+                await _announce(address.result(), root, job, spec, tickets, console, as_json=as_json)
             except P2PTrainError:
                 if not stop.is_set():  # else it was told to stop meanwhile, and let us go like everybody else
                     stop.set()
@@ -110,11 +151,18 @@ async def _serve(
 
 
 async def _announce(
-    address: tuple[str, int], job: str | None, spec: str | None, console: Console, *, as_json: bool
+    address: tuple[str, int],
+    root: Path,
+    job: str | None,
+    spec: str | None,
+    tickets: list[Ticket],
+    console: Console,
+    *,
+    as_json: bool,
 ) -> None:
     if spec is not None and job is not None:
-        await _first_job(*address, job, spec, console)
-    _tell(console, *address, as_json)
+        await _first_job(*address, root, job, spec, console)
+    _tell(console, *address, tickets, as_json)
 
 
 def _spec(profile: str, sets: list[str]) -> str:
@@ -125,14 +173,10 @@ def _spec(profile: str, sets: list[str]) -> str:
     return load(profile, os.environ, sets).profile.to_spec()
 
 
-async def _first_job(host: str, port: int, profile: str, spec: str, console: Console) -> None:
+async def _first_job(host: str, port: int, root: Path, profile: str, spec: str, console: Console) -> None:
     """Create the job to begin with, unless this seed already has jobs."""
-    from wire.client import SeedClient
-    from wire.transport import TcpNetwork
-
-    dial_host = "127.0.0.1" if host in ("0.0.0.0", "::") else host  # noqa: S104 - compared, not bound
-    client = await SeedClient.connect(TcpNetwork(), dial_host, port, name=operator_name())
-    try:
+    dial_host = "127.0.0.1" if host in _EVERYWHERE else host
+    async with operator((dial_host, port), state=root) as client:
         jobs = (await client.request("jobs.list", {}))["jobs"]
         unfinished = [item for item in jobs if item["state"] not in FINISHED_STATES]
         if unfinished:
@@ -144,21 +188,28 @@ async def _first_job(host: str, port: int, profile: str, spec: str, console: Con
             name = Path(profile).stem
             created = await client.request("jobs.create", {"name": name, "profile": profile, "spec": spec})
             console.event("info", f"created job {name} ({created['job']}) from profile {profile}")
-    finally:
-        await client.close()
 
 
-def _tell(console: Console, host: str, port: int, as_json: bool) -> None:
+def _tell(console: Console, host: str, port: int, tickets: list[Ticket], as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps({"event": "ready", "host": host, "port": port}))
+        typer.echo(json.dumps({"event": "ready", "host": host, "port": port, "tls": bool(tickets)}))
         return
-    suffix = "" if port == DEFAULT_PORT else f":{port}"
-    shown = _own_address() if host in ("0.0.0.0", "::") else host  # noqa: S104
-    console.event("info", f"the seed listens on {host}:{port}")
-    console.event("info", f"join with:  p2ptrain join {shown}{suffix}")
-    console.event("info", f"watch with: p2ptrain tui {shown}{suffix}")
+    how = ", encrypted" if tickets else ""
+    console.event("info", f"the seed listens on {format_address(host, port)}{how}")
+    near = "127.0.0.1" if host in _EVERYWHERE else host
+    where = near if port == DEFAULT_PORT else format_address(near, port)
+    here = " on this machine" if tickets else ""
+    console.event("info", f"join{here} with:  p2ptrain join {where}")
+    console.event("info", f"watch{here} with: p2ptrain tui {where}")
     if not is_loopback(host):
-        console.event("warning", "connections are not encrypted yet: use this only on a network that you trust")
+        console.event("info", "to watch from another machine: `p2ptrain ticket new --operator`, here, prints a ticket")
+        console.event("info", "join from another machine with this line, which is a secret:")
+    if tickets:
+        typer.echo(f"p2ptrain join {tickets[0]}", err=True)
+
+
+def _shown_host(host: str) -> str:
+    return _own_address() if host in _EVERYWHERE else host
 
 
 def _own_address() -> str:

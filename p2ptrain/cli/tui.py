@@ -2,33 +2,50 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from p2ptrain.cli.runtime import DEFAULT_SEED, SEED_VARIABLE, at_terminal, seed_address
+from p2ptrain.cli.runtime import DEFAULT_SEED, SEED_HELP, SEED_VARIABLE, at_terminal, connect_operator, operator_access
 from p2ptrain.core.errors import UserError
+
+if TYPE_CHECKING:
+    from p2ptrain.cli.access import Access
+    from wire.client import SeedClient
 
 
 def tui(
-    address: Annotated[
-        str, typer.Argument(envvar=SEED_VARIABLE, metavar="HOST[:PORT]", help="Address of the seed.")
-    ] = DEFAULT_SEED,
+    address: Annotated[str, typer.Argument(envvar=SEED_VARIABLE, metavar="SEED", help=SEED_HELP)] = DEFAULT_SEED,
 ) -> None:
     """Watch a cluster full-screen, and pause, resume, save or cancel its jobs. Leaving harms nothing.
 
     \b
     Examples:
       p2ptrain tui
-      p2ptrain tui 192.168.1.20
+      p2ptrain tui 192.168.1.20:7337/EJd0…
     """
     if not at_terminal():
         raise UserError(
             "the full-screen view needs a terminal, and this is none",
             remedy="for scripts there are `p2ptrain jobs list --json` and `p2ptrain peers --json`",
         )
+    from p2ptrain.cli.access import read_target, shown_address
     from tui.app import run_tui
-    from wire.transport import TcpNetwork
 
-    host, port = seed_address(address)
-    run_tui(network=TcpNetwork(), host=host, port=port)
+    run_tui(OperatorWay(address), shown_address(read_target(address)))
+
+
+class OperatorWay:
+    """The way of ``tui.source`` for whatever a person gave: an address, a ticket, a file."""
+
+    def __init__(self, seed: str) -> None:
+        self._seed = seed
+        self._access: Access | None = None
+
+    async def connect(self) -> SeedClient:
+        self._access = await operator_access(self._seed)
+        return await connect_operator(self._access)
+
+    async def keep_fresh(self, client: SeedClient) -> None:
+        assert self._access is not None, "it is connected"
+        await self._access.keep_fresh(client.request)

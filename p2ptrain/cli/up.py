@@ -238,10 +238,10 @@ async def _job(client: SeedClient, plan: Plan, console: Console) -> str:
 
 async def _show(port: int) -> None:
     from tui.app import P2PTrainApp
-    from tui.source import SeedSource
+    from tui.source import PlainWay, SeedSource
     from wire.transport import TcpNetwork
 
-    await P2PTrainApp(SeedSource(network=TcpNetwork(), host="127.0.0.1", port=port)).run_async()
+    await P2PTrainApp(SeedSource(PlainWay(TcpNetwork(), "127.0.0.1", port), f"127.0.0.1:{port}")).run_async()
 
 
 class Watcher:

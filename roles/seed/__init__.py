@@ -1,5 +1,5 @@
 """The seed: knows who is there, keeps the record, coordinates jobs, answers operators. Never imports torch."""
 
-from roles.seed.run import run_seed
+from roles.seed.run import Encryption, run_seed
 
-__all__ = ["run_seed"]
+__all__ = ["Encryption", "run_seed"]

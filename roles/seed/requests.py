@@ -18,6 +18,7 @@ from roles.seed.peers import NAME_CHARS, clipped
 from roles.seed.store import JobRecord, Records
 from roles.seed.updates import newest_that_fit
 from wire.connection import Connection
+from wire.enrol import RENEW
 from wire.messages import Request, Response
 from wire.records import CheckpointInfo
 
@@ -50,6 +51,12 @@ class Clerk:
         self._methods: dict[str, Callable[[Params, Connection], Awaitable[Result]]] = {
             "cluster.info": self._cluster_info,
             "peers.list": self._peers_list,
+            "peers.evict": self._peers_evict,
+            "tickets.new": seed.gate.tickets_new,
+            "tickets.list": seed.gate.tickets_list,
+            "tickets.revoke": self._tickets_revoke,
+            "tickets.rotate": seed.gate.tickets_rotate,
+            RENEW: seed.gate.renew,
             "jobs.create": self._jobs_create,
             "jobs.list": self._jobs_list,
             "jobs.show": self._jobs_show,
@@ -140,6 +147,33 @@ class Clerk:
     async def _peers_list(self, params: Params, connection: Connection) -> Result:
         infos = self._seed.peer_infos()
         return {"peers": newest_that_fit(info.to_map() for info in infos), "total": len(infos)}
+
+    async def _peers_evict(self, params: Params, connection: Connection) -> Result:
+        peer_id, name = self._peer(params)
+        await self._seed.evict(peer_id, name)
+        return {"evicted": peer_id, "name": name}
+
+    def _peer(self, params: Params) -> tuple[str, str]:
+        """Id and name of the worker meant by an id or a name, of those that are or were here."""
+        text = _text(params, "peer", 128)
+        infos = {info.id: info.name for info in self._seed.peer_infos()}
+        if text in infos or self._seed.gate.knows(text):
+            return text, infos.get(text, text)
+        named = [(peer_id, name) for peer_id, name in infos.items() if name == text]
+        if len(named) == 1:
+            return named[0]
+        if named:
+            ids = ", ".join(peer_id for peer_id, _ in named[:4])
+            raise Refused("ambiguous", f"{len(named)} peers are called {text!r}: {ids}", remedy="give the id")
+        hint = _did_you_mean(text, [*infos, *infos.values()])
+        raise Refused("unknown-peer", f"there is no peer {clipped(text, 80)!r}{hint}", remedy="see p2ptrain peers")
+
+    # ------------------------------------------------------------------------------------------------------- tickets
+
+    async def _tickets_revoke(self, params: Params, connection: Connection) -> Result:
+        result = await self._seed.gate.tickets_revoke(params, connection)
+        self._seed.drop_unwelcome()
+        return result
 
     # ------------------------------------------------------------------------------------------------------------- jobs
 

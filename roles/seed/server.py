@@ -10,18 +10,17 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from p2ptrain import __version__
 from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, ProtocolError, Refused
-from p2ptrain.core.ids import new_id
 from p2ptrain.core.world import World
 from ring import coordination as co
-from ring.detector import beat_defaults
 from ring.view import View
+from roles.seed.enrolment import Gate
 from roles.seed.jobs import Desk, History, Office, history
 from roles.seed.links import Survey
+from roles.seed.options import Beats, Guard, cluster_id
 from roles.seed.peers import (
     NAME_CHARS,
     Link,
@@ -47,6 +46,7 @@ from wire.messages import (
     Refuse,
     Release,
     Report,
+    Request,
     Response,
     StepMetrics,
     Welcome,
@@ -65,21 +65,10 @@ AGE_S = 1.0
 LEVELS = frozenset({"info", "warning", "error"})
 
 
-@dataclass(frozen=True, slots=True)
-class Beats:
-    """Heartbeat and death in seconds; 0 and 0: from each worker's measured round trip."""
-
-    heartbeat_s: float = 0.0
-    death_s: float = 0.0
-
-    def at(self, rtt_ms: float) -> tuple[float, float]:
-        return (self.heartbeat_s, self.death_s) if self.heartbeat_s > 0 else beat_defaults(rtt_ms)
-
-
 class Seed:
     """Made by ``open``, run by ``run_seed``."""
 
-    def __init__(self, world: World, store: Store, cluster_id: str, name: str, beats: Beats) -> None:
+    def __init__(self, world: World, store: Store, cluster_id: str, name: str, beats: Beats, guard: Guard) -> None:
         self.world = world
         self.store = store
         self.board = Board(self.render)
@@ -96,6 +85,7 @@ class Seed:
         self._operators: set[Connection] = set()
         self._tasks: asyncio.TaskGroup | None = None
         self._stopping = False
+        self.gate = Gate(guard.authority, world.clock, guard.ticket_host, self._note_of_gate)
         self._clerk = Clerk(self)
         self.survey = Survey(world.clock, self.links, self._measured_links)
         self.office = Office(
@@ -103,10 +93,9 @@ class Seed:
         )
 
     @classmethod
-    async def open(cls, world: World, store: Store, *, name: str, beats: Beats) -> Seed:
+    async def open(cls, world: World, store: Store, *, name: str, beats: Beats, guard: Guard) -> Seed:
         """A seed with all that its store knows. Raises ``StorageError``."""
-        cluster_id = await store.call(Records.fact, "cluster-id", new_id)
-        seed = cls(world, store, cluster_id, name[:NAME_CHARS], beats)
+        seed = cls(world, store, await cluster_id(store), name[:NAME_CHARS], beats, guard)
         seed._last_event_id = await store.call(Records.last_event_id)
         recent = await store.call(Records.events, seed._last_event_id - RECENT_EVENTS, RECENT_EVENTS)
         seed.recent.extend(recent)
@@ -139,12 +128,15 @@ class Seed:
         """Who is let in."""
         if self._stopping:
             return Refuse(RefusalCode.SHUTTING_DOWN, "the seed is stopping", "try again when it is back")
+        self.gate.judge(connection)
         match hello.purpose:
             case "peer":
                 return await self._decide_peer(hello, connection)
             case "operator" if len(self._operators) >= MAX_OPERATORS:
                 return Refuse(RefusalCode.FULL, f"{MAX_OPERATORS} operators are connected", "close one of them")
             case "operator" | "probe":
+                return self._welcome(0.0, 0.0)
+            case "enrol" if self.gate.encrypted:
                 return self._welcome(0.0, 0.0)
         text = f"this is a seed: it does not answer {hello.purpose[:40]!r}"
         return Refuse(RefusalCode.ROLE, text, "dial the member itself")
@@ -182,7 +174,9 @@ class Seed:
     async def dial_back(self, host: str, port: int, peer_id: str = "") -> None:
         """Reach a port of somebody who wants to be reached. Raises ``P2PTrainError``."""
         hello = local_hello(peer_id=self._cluster_id, name=self._name, roles=["seed"], purpose="probe")
-        connection, welcome = await dial(self.world.network, host, port, hello, timeout_s=DIAL_BACK_S)
+        connection, welcome = await dial(
+            self.world.network, host, port, hello, timeout_s=DIAL_BACK_S, expect_peer=peer_id
+        )
         await connection.close()
         if peer_id and welcome.peer_id != peer_id:
             raise ProtocolError(f"another peer ({welcome.name[:NAME_CHARS]}) answers there")
@@ -201,6 +195,8 @@ class Seed:
         """One connection, until it ends."""
         if hello.purpose == "peer":
             await self._serve_peer(connection, hello)
+        elif hello.purpose == "enrol":
+            await self.gate.enrol(connection, hello)
         elif hello.purpose == "operator":
             self._operators.add(connection)
             try:
@@ -287,11 +283,40 @@ class Seed:
                 if self.store.crowded:
                     await self.store.flush()
             case Response():
-                link.answered(message)
+                link.calls.answered(message)
+            case Request():
+                link.say(await self.gate.answer(message, link.connection))
             case Report() | StepMetrics() | CheckpointSaved():
                 pass  # of a job that it is no longer on
             case _:
                 raise ProtocolError(f"a worker does not say {type(message).__name__} to a seed")
+
+    async def evict(self, peer_id: str, name: str) -> None:
+        """Let a peer go, and never in again; its job goes on. Raises ``Refused``, ``StorageError``."""
+        await self.gate.evict(peer_id, name)
+        self.drop_unwelcome()
+
+    def drop_unwelcome(self) -> None:
+        """End the connections whose certificate is no longer honoured, once what is being answered was sent."""
+        asyncio.get_running_loop().call_soon(self._drop_unwelcome)
+
+    def _drop_unwelcome(self) -> None:
+        for link in list(self.links.values()):
+            if problem := self._unwelcome(link.connection):
+                self._gone(link, co.PeerLeft(link.id, problem.message))
+        for connection in list(self._operators):
+            self._unwelcome(connection)
+
+    def _unwelcome(self, connection: Connection) -> Refused | None:
+        """Why a connection had to be ended, if it had."""
+        try:
+            self.gate.judge(connection)
+        except Refused as problem:
+            _say(connection, last_word(problem.code, problem))
+            assert self._tasks is not None
+            self._tasks.create_task(connection.close(), name="let go")
+            return problem
+        return None
 
     async def _reported(self, link: Link, desk: Desk, report: Report) -> None:
         event = co.PeerReported(link.id, report)
@@ -435,6 +460,9 @@ class Seed:
         self.store.add(event)
         self.recent.append(event)
         self.board.add(event)
+
+    def _note_of_gate(self, level: str, kind: str, text: str) -> None:
+        self.note(level, kind, text, "", "")
 
     def cluster_info(self) -> ClusterInfo:
         return ClusterInfo(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -33,6 +34,8 @@ MAX_MEMBERS = 4096
 """Peer ids with a valid certificate: more than a seed lets in at a time."""
 MAX_EVICTED = 4096
 MAX_USES = 1_000_000
+TOLD_S = 7 * 86_400.0
+"""As long as the longest-lived tickets are good by default: whoever tries a dead one is told what became of it."""
 ID_BYTES = 6
 SECRET_BYTES = 16
 _VERSION = 1
@@ -75,6 +78,13 @@ class TicketRecord:
         if self.expires_at is not None and now >= self.expires_at:
             return "expired"
         return "used" if self.uses is not None and self.used >= self.uses else "open"
+
+    def kept_until(self, now: float, told_s: float) -> float:
+        """When it may be forgotten: ``told_s`` after it was over, but not while a certificate of it is valid."""
+        if self.state(now) == "open":
+            return math.inf
+        ends = [time for time in (self.closed_at, self.expires_at) if time is not None and time <= now]
+        return max(self.lapses_at, min(ends, default=self.lapses_at) + told_s)
 
     def to_map(self, now: float) -> dict[str, Any]:
         """What people and programs may see: everything but the secret."""
@@ -175,6 +185,8 @@ class Book:
         """Add one. Raises ``Refused`` where there are too many."""
         kept = self.pruned(now)
         if len(kept.tickets) >= MAX_TICKETS:
+            kept = self.pruned(now, told_s=0.0)
+        if len(kept.tickets) >= MAX_TICKETS:
             remedy = "revoke some; those that are over leave when the certificates that came from them have lapsed"
             raise Refused("full", f"{len(kept.tickets)} tickets are kept", remedy=remedy)
         return replace(kept, tickets={**kept.tickets, ticket.id: ticket})
@@ -209,9 +221,13 @@ class Book:
             raise Refused("full", text, remedy="revoke the tickets that they come with")
         return replace(self, evicted={**self.evicted, peer_id: name})
 
-    def pruned(self, now: float) -> Book:
-        """Without what decides nothing any more: lapsed certificates, and closed tickets of which none is valid."""
-        tickets = {key: item for key, item in self.tickets.items() if item.state(now) == "open" or now < item.lapses_at}
+    def pruned(self, now: float, *, told_s: float = TOLD_S) -> Book:
+        """Without what decides nothing any more: lapsed certificates, and tickets that are over and have none.
+
+        Args:
+            told_s: for so long whoever comes with one that is over is still told why.
+        """
+        tickets = {key: item for key, item in self.tickets.items() if now < item.kept_until(now, told_s)}
         return replace(self, tickets=tickets, members=self._valid(now))
 
     # -------------------------------------------------------------------------------------------------------- disk

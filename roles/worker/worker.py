@@ -116,6 +116,7 @@ class Worker:
         self._beats = IDLE_BEATS_S
         self._runner: JobRunner | None = None
         self._job_task: asyncio.Task[None] | None = None
+        self._renewing: asyncio.Task[None] | None = None
         self._leaving = False
         self._tasks = asyncio.TaskGroup()
         self._port = options.listen[1]
@@ -147,9 +148,8 @@ class Worker:
                 warming = self._tasks.create_task(self._compute.run(self._warm_up), name="warm up")
                 link = self._tasks.create_task(self._link.run(), name="seed link")
                 stopped = self._tasks.create_task(stop.wait(), name="stop")
-                renewing = self._tasks.create_task(self._stay_a_member(), name="certificate")
                 await asyncio.wait({link, stopped}, return_when=asyncio.FIRST_COMPLETED)
-                renewing.cancel()
+                self._cancel_renewal()
                 if stopped.done():
                     await self._leave()
                     link.cancel()
@@ -192,22 +192,30 @@ class Worker:
         state = _SHOWN.get(runner.core.phase, "training")
         return Pulse(runner.progress, runner.core.applied, "leaving" if self._leaving else state, stats)
 
-    async def _stay_a_member(self) -> None:
-        """Renew the certificate in time, over the control link. There are hours to try again where that is down."""
-        while self._member is not None:
+    async def _stay_a_member(self, member: Member) -> None:
+        """Renew the certificate in time, while the control link is up. There are hours to try again."""
+        while True:
             try:
-                await self._member.keep_fresh(partial(self._link.ask, timeout_s=RENEWAL_S))
+                await member.keep_fresh(partial(self._link.ask, timeout_s=RENEWAL_S))
             except P2PTrainError as problem:
                 self._notify("warning", "certificate", f"the certificate is not renewed yet: {problem.message}")
                 await asyncio.sleep(LOOK_S)
 
+    def _cancel_renewal(self) -> None:
+        if self._renewing is not None:
+            self._renewing.cancel()
+            self._renewing = None
+
     def _seed_up(self, welcome: Welcome) -> None:
         self._beats = (welcome.heartbeat_s, welcome.death_s)
+        if self._member is not None:
+            self._renewing = self._tasks.create_task(self._stay_a_member(self._member), name="certificate")
         self._notify_person("info", "joined", f"joined {welcome.name} ({welcome.cluster_id})")
         if self._runner is not None:
             self._runner.seed_is_back()
 
     def _seed_down(self, problem: P2PTrainError) -> None:
+        self._cancel_renewal()
         going_on = "; training goes on" if self._runner and self._runner.core.running else ""
         self._notify("warning", "seed-lost", f"lost the seed: {problem.message}; trying to find it again{going_on}")
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from configs.loader import load, shipped
-from wire.transport import TcpNetwork
+from wire.transport_base import format_address
 
 Command = Callable[..., Any]
 
@@ -62,11 +62,10 @@ def test_show_refuses_like_a_run_would(command: Command) -> None:
 def test_tui_is_given_the_address(
     command: Command, monkeypatch: pytest.MonkeyPatch, arguments: list[str], variable: str, host: str, port: int
 ) -> None:
-    seen: list[tuple[str, int]] = []
+    seen: list[str] = []
 
-    def run_tui(*, network: object, host: str, port: int) -> None:
-        assert isinstance(network, TcpNetwork)
-        seen.append((host, port))
+    def run_tui(way: object, address: str) -> None:
+        seen.append(address)
 
     module = ModuleType("tui.app")
     module.run_tui = run_tui  # type: ignore[attr-defined]
@@ -74,4 +73,4 @@ def test_tui_is_given_the_address(
     monkeypatch.setattr("p2ptrain.cli.tui.at_terminal", lambda: True)
     monkeypatch.setenv("P2PTRAIN_SEED", variable)
     assert command("tui", *arguments).code == 0
-    assert seen == [(host, port)]
+    assert seen == [format_address(host, port)]

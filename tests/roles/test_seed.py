@@ -21,6 +21,7 @@ from p2ptrain.core.world import LoopClock, World
 from ring.coordination import Peer
 from ring.formation import records
 from ring.view import View
+from roles.seed import options as options_module
 from roles.seed import requests as requests_module
 from roles.seed import run_seed
 from roles.seed import server as server_module
@@ -708,7 +709,7 @@ async def test_neighbours_are_told_the_patience_that_the_farthest_of_them_needs(
     await bench.ask("jobs.create", name="first", profile="tiny", spec=SPEC)
     a = await bench.worker("a")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server_module, "beat_defaults", lambda rtt_ms: (3.0, 9.0))
+        patch.setattr(options_module, "beat_defaults", lambda rtt_ms: (3.0, 9.0))
         b = await bench.worker("b")
     for worker in (a, b):
         await worker.assigned()

@@ -12,7 +12,7 @@ import pytest
 
 from p2ptrain.core.errors import P2PTrainError
 from tui.demo import DemoCluster
-from tui.source import SeedSource
+from tui.source import PlainWay, SeedSource
 from wire.connection import Connection
 from wire.handshake import Server, local_welcome, serve
 from wire.messages import Hello, Refuse, Request, Response, Update, Welcome
@@ -126,7 +126,7 @@ def watch() -> Callable[[Play], None]:
         network = MemoryNetwork()
         seed = FakeSeed(network, DemoCluster(6))
         await seed.start()
-        source = SeedSource(network=network, host="seed", port=7337)
+        source = SeedSource(PlainWay(network, "seed", 7337), "seed:7337")
         running = asyncio.get_running_loop().create_task(source.run())
         try:
             async with asyncio.timeout(600):

@@ -38,10 +38,6 @@ def test_a_page_must_lead_on():
             _advance(items, "id", 2)
 
 
-def test_an_address_is_shown_as_it_is_dialled():
-    assert SeedSource(network=None, host="::1", port=7, clock=None).address == "[::1]:7"  # type: ignore[arg-type]
-
-
 def test_it_subscribes_before_it_lists_so_that_nothing_falls_between(watch):
     async def play(seed, source):
         await live(source)

@@ -35,7 +35,7 @@ async def operator(
 
     async def decide(hello: Hello, connection: Connection) -> Welcome:
         hellos.append(hello)
-        return local_welcome(peer_id="s1", name="seed", wall=1.0, cluster_id="c1")
+        return local_welcome(peer_id="b2", name="seed", wall=1.0, cluster_id="c1")
 
     async def answer_all(connection: Connection, hello: Hello) -> None:
         ends.put_nowait(connection)

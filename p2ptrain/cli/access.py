@@ -1,0 +1,273 @@
+"""How a command reaches a seed: by ticket, by what an earlier ticket left, or on this machine by neither.
+
+What a person gives is an address, a ticket, or ``@FILE`` that holds one. The outcome is a network to dial with.
+
+* A *ticket* is spent once: what it gave is kept, found again by the run's pin, and used while it is valid.
+* An *address of this machine* needs none. A plain seed says that it is one; an encrypted one has left tickets in its
+  state directory, for the same user.
+* *Another machine's address* needs what an earlier ticket left, found by the address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from p2ptrain.core.disk import write_atomic
+from p2ptrain.core.errors import ProtocolError, Refused, StorageError, UserError
+from p2ptrain.core.ids import new_id
+from wire.transport_base import format_address, is_loopback, unreachable
+
+if TYPE_CHECKING:
+    from p2ptrain.core.world import Network
+    from wire.credentials import Credentials
+    from wire.enrol import Ask
+    from wire.renewal import Member
+    from wire.ticket import Ticket
+
+CONNECT_TIMEOUT_S = 5.0
+ADDRESS_FILE = "seed"  # beside the credentials: the address that they lead to
+MAX_TARGET_BYTES = 4096
+_A = {"worker": "a worker", "operator": "an operator"}
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """A way to a seed.
+
+    Attributes:
+        member: this caller's membership, where the network is encrypted.
+    """
+
+    host: str
+    port: int
+    network: Network
+    member: Member | None = None
+
+    @property
+    def peer_id(self) -> str:
+        """Whom the certificate names; empty on a plain network."""
+        return self.member.peer_id if self.member else ""
+
+    async def freshen(self, ask: Ask) -> None:
+        """Renew the certificate if it has lived half its life. Raises what ``ask`` raises."""
+        if self.member is not None and self.member.due:
+            await self.member.renew(ask)
+
+    async def keep_fresh(self, ask: Ask) -> None:
+        """Renew again and again, until cancelled. Raises what ``ask`` raises."""
+        if self.member is not None:
+            await self.member.keep_fresh(ask)
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who wants to reach a seed.
+
+    Attributes:
+        role: ``worker`` or ``operator``.
+        store: where credentials of this caller are kept.
+        states: state directories in which a seed on this machine may have left tickets.
+        peer_id: of a worker; an operator is a new peer with each ticket.
+    """
+
+    role: str
+    store: Path
+    states: Sequence[Path]
+    peer_id: str = ""
+
+
+def read_target(text: str) -> Ticket | tuple[str, int]:
+    """The ticket or the address that a person gave, or that the file holds which they named with ``@``.
+
+    Raises:
+        UserError: it is neither.
+    """
+    from wire.address import parse_address
+    from wire.ticket import Ticket, is_ticket
+
+    if text.startswith("@"):
+        text = _read(Path(text[1:]))
+    if not is_ticket(text):
+        return parse_address(text)
+    try:
+        return Ticket.parse_untrusted(text)
+    except ProtocolError as error:
+        raise UserError(error.message, remedy=error.remedy) from error
+
+
+def shown_address(target: Ticket | tuple[str, int]) -> str:
+    """The address in what a person gave: that part is no secret."""
+    return format_address(*target) if isinstance(target, tuple) else format_address(target.host, target.port)
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_TARGET_BYTES).decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise UserError(f"cannot read {path}: {reason}", remedy="name a file that holds a ticket") from error
+
+
+async def reach(target: Ticket | tuple[str, int], caller: Caller, base: Network, *, afresh: bool = False) -> Access:
+    """Find the way to a seed, spending a ticket where need be.
+
+    Args:
+        afresh: spend the ticket even where there are credentials: the seed honours them no longer.
+
+    Raises:
+        UserError: a ticket is needed, or another one.
+        NetworkError, Refused, ProtocolError: the seed could not be reached, or does not take the ticket.
+        StorageError: credentials could not be kept.
+    """
+    from wire.ticket import Ticket
+
+    if isinstance(target, Ticket):
+        return await _by_ticket(target, caller, base, afresh=afresh)
+    host, port = target
+    own = await is_own(host, port)
+    if own and await _is_plain(host, port, base):
+        return Access(host, port, base)
+    if own and (local := _local_ticket(caller, port)):
+        return await _by_ticket(dataclasses.replace(local, host=host), caller, base, afresh=afresh)
+    if kept := _kept(caller, lambda item: item.address == (host, port)):
+        return _encrypted(host, port, kept.credentials, base)
+    raise UserError(f"the seed at {format_address(host, port)} wants a ticket", remedy=_advice(caller, own=own))
+
+
+def _advice(caller: Caller, *, own: bool) -> str:
+    from wire.ticket import local_ticket_path
+
+    option = " --operator" if caller.role == "operator" else ""
+    text = f"on the seed's machine, `p2ptrain ticket new{option}` prints one: give it in place of the address"
+    if own:
+        text += f"; or name the file of a seed of yours: @{local_ticket_path(Path('STATE'), caller.role)}"
+    return text
+
+
+async def _by_ticket(ticket: Ticket, caller: Caller, base: Network, *, afresh: bool) -> Access:
+    from p2ptrain.core.disk import RealDisk
+    from wire.enrol import enrol
+
+    if ticket.role != caller.role:
+        wanted = "joins" if caller.role == "worker" else "watches and controls"
+        text = f"this is the ticket of {_A[ticket.role]}, and only that of {_A[caller.role]} {wanted}"
+        raise UserError(text, remedy=_advice(caller, own=False))
+    kept = None if afresh else _kept(caller, lambda item: item.pin == ticket.pin)
+    if kept is not None:
+        credentials = kept.credentials
+    else:
+        disk, peer_id = RealDisk(), caller.peer_id or new_id()
+        directory = caller.store / f"{ticket.pin.hex()[:16]}-{peer_id}"
+        credentials = await enrol(
+            base, ticket, peer_id=peer_id, directory=directory, disk=disk, timeout_s=CONNECT_TIMEOUT_S
+        )
+        write_atomic(disk, directory / ADDRESS_FILE, format_address(ticket.host, ticket.port).encode())
+    return _encrypted(ticket.host, ticket.port, credentials, base)
+
+
+def _encrypted(host: str, port: int, credentials: Credentials, base: Network) -> Access:
+    from p2ptrain.core.disk import RealDisk
+    from p2ptrain.core.world import LoopClock
+    from wire.renewal import Member
+
+    member = Member(base, credentials, RealDisk(), LoopClock())
+    return Access(host, port, member.network, member)
+
+
+def _local_ticket(caller: Caller, port: int) -> Ticket | None:
+    """What a seed of the same user on this machine has left for us, if it listens on that port."""
+    from wire.ticket import Ticket, local_ticket_path
+
+    for state in caller.states:
+        try:
+            ticket = Ticket.parse_untrusted(_read(local_ticket_path(state, caller.role)))
+        except (UserError, ProtocolError):
+            continue  # no seed was ever there, or it is another user's
+        if ticket.port == port:
+            return ticket
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------ what was kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    credentials: Credentials
+    pin: bytes
+    address: tuple[str, int]
+
+
+def _kept(caller: Caller, fits: Callable[[_Kept], bool]) -> _Kept | None:
+    """The newest credentials of the caller that fit and are valid for a while; those that are not are removed."""
+    from p2ptrain.core.disk import RealDisk
+    from wire.address import parse_address
+    from wire.credentials import SKEW_S, Credentials, der_of
+
+    found: list[tuple[float, _Kept]] = []
+    disk = RealDisk()
+    for name in disk.list_dir(caller.store):
+        directory = caller.store / name
+        try:
+            credentials = Credentials.load(disk, directory)
+            address = parse_address(disk.read(directory / ADDRESS_FILE, max_bytes=MAX_TARGET_BYTES).decode())
+        except (StorageError, UserError, UnicodeDecodeError):
+            continue  # half written, or damaged: what a ticket gives is as good
+        identity = credentials.identity
+        if identity.not_after <= time.time():
+            disk.remove_tree(directory)
+        if identity.not_after - SKEW_S <= time.time() or caller.peer_id not in ("", identity.peer_id):
+            continue  # the seed's clock may be ahead
+        item = _Kept(credentials, hashlib.sha256(der_of(credentials.ca_pem)).digest(), address)
+        if fits(item):
+            found.append((identity.not_after, item))
+    return max(found, key=lambda each: each[0])[1] if found else None
+
+
+# ------------------------------------------------------------------------------------------------------ this machine
+
+
+async def is_own(host: str, port: int) -> bool:
+    """Whether ``host`` is this machine. Raises ``Unreachable`` where the name is not known."""
+    if is_loopback(host):
+        return True
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            places = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise unreachable(host, port, error, CONNECT_TIMEOUT_S) from error
+    return any(_is_bindable(family, address) for family, *_, address in places)
+
+
+def _is_bindable(family: int, address: Any) -> bool:
+    """Only an address of this machine can be bound; nothing is sent to find out."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address[0], 0, *address[2:]))
+        except OSError:
+            return False
+    return True
+
+
+async def _is_plain(host: str, port: int, base: Network) -> bool:
+    """Whether a seed of this machine speaks without encryption. Raises what dialling raises."""
+    from wire.handshake import RefusalCode, dial, local_hello
+
+    hello = local_hello(peer_id=new_id(), name="", roles=[], purpose="probe")
+    try:
+        connection, _ = await dial(base, host, port, hello, timeout_s=CONNECT_TIMEOUT_S)
+    except Refused as refusal:
+        if refusal.code != RefusalCode.TLS_REQUIRED:
+            raise
+        return False
+    await connection.close()
+    return True

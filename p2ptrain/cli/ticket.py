@@ -1,0 +1,137 @@
+"""``p2ptrain ticket ...``."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+import typer
+
+from p2ptrain.cli.lazy import new_typer
+from p2ptrain.cli.output import checked, confirm, human_seconds, human_time, print_json, print_table, printable
+from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, YesOption, ask, is_text, not_empty
+from p2ptrain.core.errors import UserError
+
+app = new_typer(help="Make, list, revoke and replace the tickets with which other machines join.")
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([smhd])", re.ASCII)
+
+
+@app.command("new")
+def new(
+    operator: Annotated[
+        bool, typer.Option("--operator", help="For one who watches and controls; default: for workers.")
+    ] = False,
+    expires: Annotated[
+        str, typer.Option("--expires", metavar="TIME", help="How long it lets somebody in: 30m, 12h, 7d.")
+    ] = "7d",
+    uses: Annotated[
+        int | None, typer.Option("--uses", metavar="N", min=1, help="For so many peers; default: any number.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option("--host", metavar="ADDRESS", callback=is_text, help="The seed's address, as they reach it.")
+    ] = "",
+    seed: SeedOption = DEFAULT_SEED,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a ticket, and print it: whoever has it gets in. Peers that did stay when it expires.
+
+    \b
+    Examples:
+      p2ptrain ticket new
+      p2ptrain ticket new --operator --expires 1h --uses 1
+      p2ptrain ticket new --host seed.example.org > ticket.txt
+    """
+    params: dict[str, Any] = {"role": "operator" if operator else "worker", "expires_s": _seconds(expires)}
+    params |= {name: value for name, value in (("uses", uses), ("host", host)) if value}
+    _show(ask(seed, "tickets.new", **params), as_json)
+
+
+@app.command("list")
+def list_tickets(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
+    """Show the tickets, without their secrets: who lost one makes a new one.
+
+    \b
+    Examples:
+      p2ptrain ticket list
+      p2ptrain ticket list --json
+    """
+    import time
+
+    tickets = [item for item in checked(ask(seed, "tickets.list"), "tickets", list) if isinstance(item, dict)]
+    if as_json:
+        print_json({"tickets": tickets})
+        return
+    rows = [
+        (
+            str(item.get("id")),
+            str(item.get("role")),
+            str(item.get("state")),
+            str(item.get("kind") or "-"),
+            f"{item.get('used')} of {item.get('uses') or 'any'}",
+            _left(item.get("expires_at"), time.time()),
+            str(item.get("host")),
+        )
+        for item in tickets
+    ]
+    print_table(("ID", "FOR", "STATE", "KIND", "USED", "EXPIRES", "HOST"), rows)
+
+
+@app.command("revoke")
+def revoke(
+    ticket: Annotated[str, typer.Argument(metavar="ID", callback=not_empty, help="Its id, or the beginning of it.")],
+    seed: SeedOption = DEFAULT_SEED,
+    yes: YesOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Take a ticket back, with all that came of it: peers that joined with it are let go, and need another.
+
+    \b
+    Examples:
+      p2ptrain ticket revoke 3fa9
+    """
+    confirm(f"Let go everybody who joined with ticket {printable(ticket)}?", yes=yes)
+    revoked = checked(ask(seed, "tickets.revoke", id=ticket), "ticket", dict)
+    if as_json:
+        print_json({"ticket": revoked})
+    else:
+        typer.echo(f"ticket {printable(str(revoked.get('id')))} is revoked")
+
+
+@app.command("rotate")
+def rotate(seed: SeedOption = DEFAULT_SEED, yes: YesOption = False, as_json: JsonOption = False) -> None:
+    """Replace all tickets: those that are out let nobody new in. Peers that are in stay. Prints the new one.
+
+    \b
+    Examples:
+      p2ptrain ticket rotate
+    """
+    confirm("Replace all tickets?", yes=yes)
+    _show(ask(seed, "tickets.rotate"), as_json)
+
+
+def _show(answer: dict[str, Any], as_json: bool) -> None:
+    """The ticket alone on standard output, so that it can be stored; what it is for beside it."""
+    text, record = checked(answer, "text", str), checked(answer, "ticket", dict)
+    if as_json:
+        print_json({"ticket": record, "text": text})
+        return
+    typer.echo(printable(text))
+    verb = "tui" if record.get("role") == "operator" else "join"
+    until = record.get("expires_at")
+    end = f" until {human_time(until)}" if isinstance(until, int | float) else ""
+    typer.echo(f"good{end}; a secret. Use it as: p2ptrain {verb} TICKET", err=True)
+
+
+def _seconds(text: str) -> float:
+    match = _TIME.fullmatch(text.strip())
+    if match is None:
+        raise UserError(f"--expires {text} is no time", remedy="write a number and s, m, h or d, such as 12h or 7d")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def _left(expires_at: object, now: float) -> str:
+    if not isinstance(expires_at, int | float):
+        return "never"
+    return f"in {human_seconds(expires_at - now)}" if expires_at > now else human_time(expires_at)

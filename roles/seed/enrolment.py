@@ -1,0 +1,240 @@
+"""Whom the seed lets in, where it has an authority: enrolment, renewals, and what operators may ask of tickets.
+
+::
+
+    newcomer                                  seed
+      CaRequest ──────────────────────────────▶           (a first connection, which proves nothing to the newcomer)
+      pin of its ticket?  ◀─────────── CaOffer
+      EnrolRequest(ticket, request) ──────────▶           (a second one, verified under that CA)
+      ◀────────────────────── EnrolChallenge(nonce)       fresh for each connection, so that no proof serves twice
+      EnrolProof(mac) ────────────────────────▶  proof? ticket open? peer welcome? written down
+      ◀──────────────── EnrolGranted(certificate)
+
+A seed without an authority is plain TCP on the loopback: everybody is let in, and nobody can be told from another.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused, UserError
+from p2ptrain.core.world import Clock
+from roles.seed.authority import FIRST_TICKET_S, LONGEST_TICKET_S, Authority
+from roles.seed.peers import clipped
+from roles.seed.tickets import MAX_USES, ROLES, TicketRecord
+from wire.address import parse_address
+from wire.connection import GARBLED, Connection, last_word
+from wire.enrol import RENEW
+from wire.handshake import HANDSHAKE_TIMEOUT_S, RefusalCode
+from wire.messages import (
+    CaOffer,
+    CaRequest,
+    EnrolChallenge,
+    EnrolGranted,
+    EnrolProof,
+    EnrolRequest,
+    Hello,
+    Refuse,
+    Request,
+    Response,
+)
+from wire.ticket import NONCE_BYTES, Ticket, verify_proof
+from wire.transport_base import format_address
+
+MAX_HOST_CHARS = 255
+SHORTEST_TICKET_S = 1.0
+_EVERYWHERE = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared, not bound
+Params = dict[str, Any]
+Result = dict[str, Any]
+
+
+class Gate:
+    """What a seed decides about strangers and their certificates.
+
+    Args:
+        authority: None on a plain seed.
+        host: what tickets say where nobody names another address; ``opened`` tells the port.
+        note: (level, kind, text) for the diary. Never given a secret.
+    """
+
+    def __init__(
+        self, authority: Authority | None, clock: Clock, host: str, note: Callable[[str, str, str], None]
+    ) -> None:
+        self._authority, self._clock, self._note = authority, clock, note
+        self._host, self._local_host, self._port = host, host, 0
+
+    @property
+    def encrypted(self) -> bool:
+        return self._authority is not None
+
+    async def opened(self, address: tuple[str, int]) -> Ticket | None:
+        """The seed listens: leave tickets for programs of this machine. The one to show; None on a plain seed.
+
+        Raises:
+            StorageError: they cannot be written.
+        """
+        if self._authority is None:
+            return None
+        self._local_host, self._port = "127.0.0.1" if address[0] in _EVERYWHERE else address[0], address[1]
+        record = await self._tickets_of_the_start(self._authority)
+        return self._authority.ticket(record, self._port)
+
+    async def _tickets_of_the_start(self, authority: Authority) -> TicketRecord:
+        now = self._clock.wall()
+        await authority.write_local_tickets(host=self._local_host, port=self._port, now=now)
+        return await authority.first_ticket(host=self._host, now=now)
+
+    def judge(self, connection: Connection) -> None:
+        """Raise ``Refused`` where the certificate of a connection is no longer honoured."""
+        if self._authority is not None and connection.identity is not None:
+            self._authority.judge(connection.identity)
+
+    def knows(self, peer_id: str) -> bool:
+        """Whether a peer has a certificate."""
+        return self._authority is not None and peer_id in self._authority.book.members
+
+    async def evict(self, peer_id: str, name: str) -> None:
+        """From now on that peer's certificate is refused. Raises ``Refused``, ``StorageError``."""
+        await self._of_the_run("to evict a peer").evict(peer_id, name)
+        self._note("warning", "evicted", f"an operator evicted {name} ({peer_id})")
+
+    # -------------------------------------------------------------------------------------------------------- enrolment
+
+    async def enrol(self, connection: Connection, hello: Hello) -> None:
+        """Serve one connection of who has no certificate yet. The whole of it has the handshake's time.
+
+        Raises:
+            P2PTrainError: why it got none; it was told the same.
+        """
+        authority = self._of_the_run("to enrol")
+        message = (await connection.receive(timeout_s=HANDSHAKE_TIMEOUT_S)).message
+        try:
+            match message:
+                case CaRequest():
+                    connection.send(CaOffer(authority.ca_der))
+                    await _farewell(connection)
+                case EnrolRequest():
+                    await self._enrol(authority, connection, hello, message)
+                case Refuse():
+                    raise Refused(message.code, message.message, remedy=message.remedy)
+                case _:
+                    raise ProtocolError(f"a newcomer does not say {type(message).__name__}")
+        except ConnectionLost:
+            raise
+        except P2PTrainError as problem:
+            connection.send(last_word(problem.code if isinstance(problem, Refused) else GARBLED, problem))
+            raise
+
+    async def _enrol(self, authority: Authority, connection: Connection, hello: Hello, request: EnrolRequest) -> None:
+        ticket = authority.book.ticket(request.ticket_id)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        connection.send(EnrolChallenge(nonce))
+        mac = (await connection.expect(EnrolProof, timeout_s=HANDSHAKE_TIMEOUT_S)).mac
+        if not verify_proof(mac, secret=ticket.secret, nonce=nonce, csr_der=request.csr_der):
+            text = f"the proof for ticket {ticket.id} is wrong: its secret is another"
+            raise Refused(RefusalCode.BAD_PROOF, text, remedy="copy the whole ticket again, or ask for a new one")
+        now = self._clock.wall()
+        certificate_der = await authority.enrol(ticket.id, hello.peer_id, request.csr_der, now)
+        self._note("info", "enrolled", f"{hello.peer_id} enrolled as {ticket.role} with ticket {ticket.id}")
+        connection.send(EnrolGranted(certificate_der))
+
+    async def renew(self, params: Params, connection: Connection) -> Result:
+        """The next certificate of a member, over the connection that its present one opened. Raises ``Refused``."""
+        authority, identity = self._of_the_run("to renew a certificate"), connection.identity
+        if identity is None:
+            raise Refused("no-certificate", "this connection has no certificate that could be renewed")
+        try:
+            csr_der = base64.b64decode(str(params.get("csr")), validate=True)
+        except (ValueError, binascii.Error):
+            raise ProtocolError("a certificate request that is not base64") from None
+        certificate_der = await authority.renew(identity, csr_der, self._clock.wall())
+        return {"certificate": base64.b64encode(certificate_der).decode()}
+
+    async def answer(self, request: Request, connection: Connection) -> Response:
+        """The answer to what a worker asks its seed."""
+        try:
+            if request.method != RENEW:
+                raise Refused("unknown-method", f"a worker may not ask for {clipped(request.method, 80)!r}")
+            return Response(request.id, await self.renew(request.params, connection))
+        except Refused as problem:
+            return Response(request.id, {}, problem.code, problem.message, problem.remedy)
+
+    # ---------------------------------------------------------------------------------------- what operators may ask
+
+    async def tickets_new(self, params: Params, connection: Connection) -> Result:
+        authority = self._of_the_run("a ticket")
+        role = next((known for known in ROLES if known == params.get("role", ROLES[0])), None)
+        if role is None:
+            raise Refused("bad-parameter", f"role must be one of {', '.join(ROLES)}")
+        expires_s = params.get("expires_s", FIRST_TICKET_S)
+        if type(expires_s) not in (int, float) or not SHORTEST_TICKET_S <= expires_s <= LONGEST_TICKET_S:
+            text = f"a ticket expires after {SHORTEST_TICKET_S:g} to {LONGEST_TICKET_S:g} seconds"
+            raise Refused("bad-parameter", text, remedy="choose another --expires")
+        uses = params.get("uses")
+        if uses is not None and (type(uses) is not int or not 1 <= uses <= MAX_USES):
+            raise Refused("bad-parameter", f"a ticket is for 1 to {MAX_USES} uses", remedy="choose another --uses")
+        host, now = _checked_host(params.get("host") or self._host), self._clock.wall()
+        record = await authority.new_ticket(role, host=host, now=now, expires_s=float(expires_s), uses=uses)
+        self._note("info", "ticket", f"an operator made ticket {record.id}, role {role}")
+        return self._shown(authority, record)
+
+    async def tickets_list(self, params: Params, connection: Connection) -> Result:
+        """Never the secrets: who may make tickets can make a new one."""
+        now = self._clock.wall()
+        book = self._of_the_run("a ticket").book.pruned(now)
+        return {"tickets": [record.to_map(now) for record in book.tickets.values()]}
+
+    async def tickets_revoke(self, params: Params, connection: Connection) -> Result:
+        authority, begun = self._of_the_run("a ticket"), params.get("id")
+        found = [known for known in authority.book.tickets if isinstance(begun, str) and known.startswith(begun)]
+        if not begun or len(found) != 1:
+            text = f"{len(found) or 'no'} tickets begin with {str(begun)[:40]!r}"
+            raise Refused("unknown-ticket", text, remedy="see p2ptrain ticket list")
+        await authority.revoke(found[0], self._clock.wall())
+        self._note("warning", "ticket", f"an operator revoked ticket {found[0]}, and the certificates that came of it")
+        record = authority.book.ticket(found[0])
+        if record.kind == "local":  # programs of this machine get another
+            await self._tickets_of_the_start(authority)
+        return {"ticket": record.to_map(self._clock.wall())}
+
+    async def tickets_rotate(self, params: Params, connection: Connection) -> Result:
+        """Close all that are open, members stay; the one to show, and those of this machine, are made anew."""
+        authority = self._of_the_run("a ticket")
+        await authority.rotate(self._clock.wall())
+        self._note("warning", "ticket", "an operator replaced all tickets; members stay")
+        return self._shown(authority, await self._tickets_of_the_start(authority))
+
+    def _shown(self, authority: Authority, record: TicketRecord) -> Result:
+        """A ticket for the person who asked for it: the only place where a secret leaves the seed by the wire."""
+        return {"ticket": record.to_map(self._clock.wall()), "text": str(authority.ticket(record, self._port))}
+
+    def _of_the_run(self, what: str) -> Authority:
+        if self._authority is None:
+            text = f"{what} takes an encrypted cluster, and this seed is plain TCP on the loopback"
+            raise Refused(RefusalCode.NOT_ENCRYPTED, text, remedy="start the seed with --tls, or with --host")
+        return self._authority
+
+
+def _checked_host(host: object) -> str:
+    """Raise ``Refused`` where a ticket with this host could not be read again."""
+    try:
+        if isinstance(host, str) and len(host) <= MAX_HOST_CHARS:
+            return parse_address(format_address(host, 1))[0]
+    except UserError as error:
+        raise Refused("bad-parameter", error.message, remedy="choose another --host") from error
+    raise Refused("bad-parameter", "host is no address", remedy="choose another --host")
+
+
+async def _farewell(connection: Connection) -> None:
+    """Until it closes. Raises ``Refused`` where its last word is that the CA is not that of its ticket."""
+    try:
+        message = (await connection.receive(timeout_s=HANDSHAKE_TIMEOUT_S)).message
+    except ConnectionLost:
+        return
+    if isinstance(message, Refuse):
+        raise Refused(message.code, message.message, remedy=message.remedy)
+    raise ProtocolError(f"a newcomer said {type(message).__name__} after it had the CA")

@@ -1,0 +1,395 @@
+"""An encrypted cluster in one process, over real TLS on the loopback: who is let in, who is not, and who is let go."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.errors import ConnectionLost, NeighbourAway, P2PTrainError, Refused
+from p2ptrain.core.world import LoopClock
+from ring.links import dial_patiently
+from roles.in_process import DEADLINE_S, HOST, Cluster, Peer
+from roles.stand_in import StandInEngine
+from tests.roles.test_cluster import at, done, small_profile, state_of
+from wire import renewal
+from wire.client import SeedClient
+from wire.credentials import CERTIFICATE_LIFETIME_S
+from wire.enrol import enrol
+from wire.handshake import RefusalCode, dial, local_hello
+from wire.messages import EnrolChallenge, EnrolGranted, EnrolProof, EnrolRequest, MemberRecord
+from wire.renewal import Member
+from wire.ticket import Ticket
+from wire.transport import TcpNetwork
+
+
+@pytest.fixture
+async def secure(tmp_path: Path) -> AsyncIterator[Cluster]:
+    """An encrypted cluster whose seed runs."""
+    made = Cluster(tmp_path, TcpNetwork(), encrypted=True)
+    await made.start_seed()
+    yield made
+    await made.close()
+
+
+async def refusal(of: Awaitable[object]) -> str:
+    """The code of the refusal, which names cause and remedy."""
+    with pytest.raises(Refused) as caught:
+        await of
+    assert caught.value.message
+    assert caught.value.remedy
+    return caught.value.code
+
+
+async def control(cluster: Cluster, member: Member) -> SeedClient:
+    return await SeedClient.connect(member.network, *cluster.address, name="x", peer_id=member.peer_id)
+
+
+async def diary(cluster: Cluster) -> list[str]:
+    return [f"{event['kind']}: {event['text']}" for event in (await cluster.ask("events.list"))["events"]]
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """For what another task of this process does next: no time is waited for, only its turn."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not true():  # noqa: ASYNC110 - it is told nowhere
+            await asyncio.sleep(0.01)
+
+
+async def new_ticket(cluster: Cluster, **params: Any) -> Ticket:
+    return Ticket.parse_untrusted((await cluster.ask("tickets.new", **params))["text"])
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+
+async def test_an_encrypted_ring_trains(secure: Cluster) -> None:
+    job = await secure.create(small_profile())
+    peers = [secure.join() for _ in range(3)]
+    await secure.job_until(job, done)
+    assert len({state_of(peer) for peer in peers}) == 1
+
+
+async def test_an_evicted_worker_goes_and_the_job_goes_on_without_it(secure: Cluster) -> None:
+    gate = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def slowly(step: int, index: int) -> None:
+        if step >= 3:
+            asyncio.run_coroutine_threadsafe(gate.wait(), loop).result(DEADLINE_S)
+
+    def build(profile: Any) -> StandInEngine:
+        return StandInEngine(profile, on_micro_batch=slowly)
+
+    job = await secure.create(small_profile(job={"steps": 12, "workers": 3}))
+    peers = [secure.join(build) for _ in range(3)]
+    await secure.job_until(job, at(3))
+    victim = peers[1]
+    assert (await secure.ask("peers.evict", peer=victim.identity.name))["evicted"] == victim.identity.peer_id
+    with pytest.raises(Refused, match="was evicted"):
+        await asyncio.wait_for(asyncio.shield(victim.task), DEADLINE_S)
+    secure.peers.remove(victim)
+    victim.identity.release()
+    gate.set()
+    await secure.job_until(job, done)
+    assert [12 in peer.steps for peer in (peers[0], victim, peers[2])] == [True, False, True]
+    assert state_of(peers[0]) == state_of(peers[2])
+    assert any("evicted: an operator evicted" in line for line in await diary(secure))
+    await secure.restart_seed()
+    again = secure.join(slot=2)  # the same worker with its local ticket: it stays out after a restart, too
+    assert again.identity.peer_id == victim.identity.peer_id
+    assert await refusal(again.task) == "evicted"
+    secure.peers.remove(again)
+    again.identity.release()
+
+
+# ----------------------------------------------------------------------------------------------------------- enrolment
+
+
+async def test_every_reason_not_to_enrol(secure: Cluster) -> None:
+    open_one = await new_ticket(secure)
+    once = await new_ticket(secure, uses=1)
+    await secure.member(once)
+    revoked = await new_ticket(secure)
+    await secure.ask("tickets.revoke", id=revoked.id)
+    short = await new_ticket(secure, expires_s=1.0)
+    await asyncio.sleep(1.0)  # the seed's clock is the machine's
+    cases = {
+        "ticket-used": once,
+        "ticket-revoked": revoked,
+        "ticket-expired": short,
+        "ticket-unknown": dataclasses.replace(open_one, id="0" * 12),
+        "bad-proof": dataclasses.replace(open_one, secret=bytes(16)),
+        "wrong-pin": dataclasses.replace(open_one, pin=bytes(32)),
+    }
+    for code, ticket in cases.items():
+        assert await refusal(secure.member(ticket)) == code
+    told = "\n".join(await diary(secure))
+    for word in ("is used up", "was revoked", "has expired", "knows no ticket", "its secret is another", "pins"):
+        assert word in told, (word, told)
+    await secure.member(open_one)
+
+
+async def test_nobody_takes_the_name_of_another(secure: Cluster) -> None:
+    ticket = await new_ticket(secure)
+    await secure.member(ticket, "victim")
+    directory = secure.root / "thief"
+    stolen = enrol(secure.network, ticket, peer_id="victim", directory=directory, disk=RealDisk(), timeout_s=DEADLINE_S)
+    assert await refusal(stolen) == "duplicate-peer"
+    honest = await secure.member(ticket, "honest")
+    hello = local_hello(peer_id="victim", name="x", roles=["worker"], purpose="peer", port=1)
+    answer = dial(honest.network, *secure.address, hello, timeout_s=DEADLINE_S)
+    assert await refusal(answer) == RefusalCode.IDENTITY
+
+
+async def test_a_proof_serves_once(secure: Cluster) -> None:
+    """A proof that was overheard is for another nonce."""
+    from wire.credentials import authority_context, new_key_and_request
+    from wire.ticket import proof
+    from wire.tls import TlsDialler
+
+    ticket = await new_ticket(secure)
+    member = await secure.member(ticket)
+    dialler = TlsDialler(secure.network, authority_context(member.credentials.ca_pem))
+    _, csr = new_key_and_request("p9")
+    hello = local_hello(peer_id="p9", name="p9", roles=["worker"], purpose="enrol")
+    nonces = []
+    for attempt in range(2):
+        connection, _ = await dial(dialler, *secure.address, hello, timeout_s=DEADLINE_S)
+        connection.send(EnrolRequest(ticket.id, csr))
+        nonces.append((await connection.expect(EnrolChallenge, timeout_s=DEADLINE_S)).nonce)
+        if attempt == 1:
+            connection.send(EnrolProof(proof(ticket.secret, nonces[0], csr)))
+            with pytest.raises(Refused, match="its secret is another"):
+                await connection.expect(EnrolGranted, timeout_s=DEADLINE_S)
+        await connection.close()
+    assert nonces[0] != nonces[1]
+
+
+async def test_a_ticket_for_a_plain_seed_and_a_plain_call_to_an_encrypted_one(tmp_path: Path, secure: Cluster) -> None:
+    plain = Cluster(tmp_path / "plain", TcpNetwork())
+    await plain.start_seed()
+    misdirected = dataclasses.replace(await new_ticket(secure), port=plain.address[1])
+    assert await refusal(secure.member(misdirected)) == RefusalCode.NOT_ENCRYPTED
+    call = SeedClient.connect(TcpNetwork(), *secure.address, name="x")
+    assert await refusal(call) == RefusalCode.TLS_REQUIRED
+    assert any("does not speak TLS" in line for line in await diary(secure))
+    for method in ("tickets.new", "tickets.list", "tickets.revoke", "tickets.rotate"):
+        assert await refusal(plain.ask(method, id="a")) == RefusalCode.NOT_ENCRYPTED
+    await plain.close()
+
+
+# ------------------------------------------------------------------------------------------------- what may whom
+
+
+async def test_a_workers_certificate_controls_nothing_and_both_sides_hear_it(secure: Cluster) -> None:
+    worker = await secure.member(secure.ticket("worker"))
+    assert await refusal(control(secure, worker)) == RefusalCode.NOT_PERMITTED
+    assert any("refused:" in line and "does not permit 'operator'" in line for line in await diary(secure))
+
+
+async def test_an_operators_certificate_joins_no_ring(secure: Cluster) -> None:
+    member = await secure.member(secure.ticket("operator"))
+    hello = local_hello(peer_id=member.peer_id, name="x", roles=["worker"], purpose="peer", port=1)
+    assert await refusal(dial(member.network, *secure.address, hello, timeout_s=5)) == RefusalCode.NOT_PERMITTED
+
+
+async def test_a_revoked_ticket_ends_what_came_of_it_and_nothing_else(secure: Cluster) -> None:
+    ticket = await new_ticket(secure, role="operator")
+    mine, other = await secure.member(ticket), await secure.member(secure.ticket("operator"))
+    client, stays = await control(secure, mine), await control(secure, other)
+    await secure.ask("tickets.revoke", id=ticket.id[:6])
+    with pytest.raises(ConnectionLost, match="was revoked"):
+        await anext(client.updates())
+    assert await refusal(control(secure, mine)) == "ticket-revoked"
+    await stays.request("cluster.info")
+    await stays.close()
+    await client.close()
+
+
+async def test_who_revokes_its_own_ticket_hears_that_it_was_done(secure: Cluster) -> None:
+    ticket = await new_ticket(secure, role="operator")
+    client = await control(secure, await secure.member(ticket))
+    assert (await client.request("tickets.revoke", {"id": ticket.id}))["ticket"]["state"] == "revoked"
+    with pytest.raises(P2PTrainError):
+        await anext(client.updates())
+    await client.close()
+
+
+async def test_rotated_tickets_let_nobody_new_in_and_members_stay(secure: Cluster) -> None:
+    old = secure.tickets[-1]
+    member, operator = await secure.member(old), await secure.member(secure.ticket("operator"))
+    answer = await secure.ask("tickets.rotate")
+    assert await refusal(secure.member(old)) == "ticket-revoked"
+    client = await control(secure, operator)
+    await client.close()
+    await secure.member(Ticket.parse_untrusted(answer["text"]))
+    await secure.member(secure.ticket("worker"))  # this machine's own was replaced with the others
+    assert member.peer_id in json.loads((secure.root / "seed/authority/tickets.json").read_text())["members"]
+
+
+async def test_the_ticket_shown_is_the_same_after_a_restart(secure: Cluster) -> None:
+    await secure.restart_seed()
+    assert str(secure.tickets[0]) == str(secure.tickets[1])
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"role": "seed"},
+        {"expires_s": 0},
+        {"expires_s": 1e12},
+        {"expires_s": float("nan")},
+        {"expires_s": "7d"},
+        {"uses": 0},
+        {"uses": True},
+        {"host": "a b"},
+        {"host": 7},
+        {"host": "x" * 300},
+    ],
+)
+async def test_no_ticket_is_made_of_nonsense(secure: Cluster, params: dict[str, Any]) -> None:
+    with pytest.raises(Refused) as caught:
+        await secure.ask("tickets.new", **params)
+    assert caught.value.code == "bad-parameter"
+
+
+async def test_who_is_no_peer_cannot_be_evicted(secure: Cluster) -> None:
+    with pytest.raises(Refused, match="there is no peer 'nobody'"):
+        await secure.ask("peers.evict", peer="nobody")
+
+
+# ------------------------------------------------------------------------------------------------- neighbours, renewal
+
+
+async def test_only_the_neighbour_that_was_announced_is_dialled(secure: Cluster) -> None:
+    ticket = await new_ticket(secure)
+    peers = [secure.join() for _ in range(2)]
+    job = await secure.create(small_profile())
+    await secure.job_until(job, done)
+    info = {item["id"]: item["address"] for item in (await secure.ask("peers.list"))["peers"]}
+    address = info[peers[0].identity.peer_id]
+    caller = await secure.member(ticket)
+    record = MemberRecord(peers[1].identity.peer_id, "other", HOST, int(address.rpartition(":")[2]), 0, 1, True)
+    hello = local_hello(
+        peer_id=caller.peer_id, name="x", roles=["worker"], purpose="ring", job=job, generation=9,
+        capabilities={"channel": "bulk"},
+    )  # fmt: skip
+    world, now = secure.world(caller.network), asyncio.get_running_loop().time()
+    with pytest.raises(NeighbourAway, match="the certificate names peer"):
+        await dial_patiently(world, record, HOST, hello, deadline=now + 1.0)
+    assert any("was dialled, and the certificate names" in text for _, _, text in peers[0].told), "both sides hear it"
+
+
+async def test_a_member_that_is_not_the_neighbour_is_refused_in_a_running_ring(secure: Cluster) -> None:
+    gate, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def hold(step: int, index: int) -> None:
+        if step >= 2:
+            asyncio.run_coroutine_threadsafe(gate.wait(), loop).result(DEADLINE_S)
+
+    job = await secure.create(small_profile())
+    peers = [secure.join(lambda profile: StandInEngine(profile, on_micro_batch=hold)) for _ in range(2)]
+    item = await secure.job_until(job, at(2))
+    caller = await secure.member(await new_ticket(secure))
+    info = {each["id"]: each["address"] for each in (await secure.ask("peers.list"))["peers"]}
+    port = int(info[peers[0].identity.peer_id].rpartition(":")[2])
+    for purpose, code in (("ring", RefusalCode.NOT_A_NEIGHBOUR), ("heal", RefusalCode.NOT_A_MEMBER)):
+        hello = local_hello(
+            peer_id=caller.peer_id, name="x", roles=["worker"], purpose=purpose, job=job,
+            generation=item["generation"], capabilities={"channel": "bulk"},
+        )  # fmt: skip
+        assert await refusal_without_remedy(dial(caller.network, HOST, port, hello, timeout_s=5)) == code
+    assert any("is not the left neighbour" in text for _, _, text in peers[0].told)
+    gate.set()
+    await secure.job_until(job, done)
+
+
+async def refusal_without_remedy(of: Awaitable[object]) -> str:
+    with pytest.raises(Refused) as caught:
+        await of
+    return caught.value.code
+
+
+class Ahead(LoopClock):
+    """A wall clock that is ahead of the machine's."""
+
+    def __init__(self, by_s: float) -> None:
+        self._by_s = by_s
+
+    def wall(self) -> float:
+        return super().wall() + self._by_s
+
+
+async def test_a_worker_renews_at_half_life_and_the_next_connection_has_the_new_one(
+    secure: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renewed: list[Member] = []
+    real = Member.renew
+
+    async def renew(self: Member, ask: Any) -> None:
+        monkeypatch.setattr(renewal, "HALF_LIFE_S", CERTIFICATE_LIFETIME_S / 2)  # this once
+        await real(self, ask)
+        renewed.append(self)
+
+    monkeypatch.setattr(renewal, "HALF_LIFE_S", 0.0)
+    monkeypatch.setattr(Member, "renew", renew)
+    first = secure.join()
+    await until(lambda: bool(renewed))
+    old = secure.root / "members" / first.identity.peer_id
+    member = renewed[0]
+    assert member.credentials.directory == old
+    hello = local_hello(peer_id=member.peer_id, name="x", roles=["worker"], purpose="peer", port=1)
+    with pytest.raises(Refused):  # nobody listens there; but the certificate was taken
+        await dial(member.network, *secure.address, hello, timeout_s=5)
+    assert not first.task.done(), "the link that is up lives on"
+
+
+async def test_clocks_may_be_an_hour_off(secure: Cluster) -> None:
+    member = await secure.member(secure.ticket("worker"))
+    for by_s, due in ((-3600.0, False), (3600.0, False), (13 * 3600.0, True)):
+        again = Member(secure.network, member.credentials, RealDisk(), Ahead(by_s))
+        assert again.due is due
+
+
+# ----------------------------------------------------------------------------------------------------------- no secrets
+
+
+async def test_no_secret_is_in_any_event_record_or_file_but_the_tickets(secure: Cluster, tmp_path: Path) -> None:
+    peers: list[Peer] = [secure.join()]
+    made = [await new_ticket(secure), await new_ticket(secure, role="operator", uses=1)]
+    await secure.member(made[0])
+    await refusal(secure.member(dataclasses.replace(made[0], pin=bytes(32))))
+    listed = json.dumps(await secure.ask("tickets.list")) + json.dumps(await secure.ask("events.list"))
+    await secure.ask("tickets.revoke", id=made[1].id)
+    told = "".join(map(str, peers[0].told)) + listed + "".join(await diary(secure))
+    await secure.stop_seed()
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}  # noqa: ASYNC240
+    allowed = {"tickets.json", "local-worker.ticket", "local-operator.ticket"}
+    everything = told.encode() + b"".join(data for path, data in files.items() if path.name not in allowed)
+    tickets = [*made, *secure.tickets, secure.ticket("worker"), secure.ticket("operator")]
+    for ticket in tickets:
+        for form in forms_of(ticket):
+            assert form not in everything
+    assert any(form in files[tmp_path / "seed/authority/tickets.json"] for form in forms_of(made[0])), "it can fail"
+
+
+def forms_of(ticket: Ticket) -> list[bytes]:
+    import base64
+
+    secret = ticket.secret
+    shown = str(ticket).partition("/")[2]
+    return [
+        secret,
+        secret.hex().encode(),
+        base64.b64encode(secret)[:20],
+        base64.urlsafe_b64encode(secret)[:20],
+        shown[12:30].encode(),
+        repr(secret).encode(),
+    ]
