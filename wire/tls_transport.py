@@ -32,9 +32,10 @@ from p2ptrain.core.world import ProtocolFactory
 from wire.transport_base import FlowControl, WriteData, bytes_view
 
 READ_BYTES = 256 << 10
-"""Of the buffer that connections share: larger reads gain nothing, and this much stays in a core's cache."""
+"""Of the buffer that connections share: what the loops' own TLS reads at once."""
 PIECE_BYTES = 128 << 10
-"""Plaintext that is encrypted before the kernel is asked to take it."""
+"""Plaintext that is encrypted before the kernel is asked to take it: eight records. From 32 to 256 KiB, processor time
+per byte was the same within the noise; less of it means less memory for a slow peer."""
 LINGER_S = 1.0
 """How long a failed connection waits for the other side to have read why. To close at once would reset it unread."""
 
