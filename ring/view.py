@@ -93,6 +93,8 @@ class View:
             raise ProtocolError(f"a view of generation {message.generation} at step {message.step}")
         covered = 0
         for member in members:
+            if not 0 < member.port < 65536:
+                raise ProtocolError(f"a view whose member listens on port {member.port}")
             if member.first != covered or member.count < 0:
                 raise ProtocolError("a view whose shares do not cover the micro-batches in order")
             covered += member.count

@@ -164,7 +164,8 @@ class _Accepted(TlsTransport):
 
     def _arrived(self) -> None:
         name = self._below.get_extra_info("peername")
-        self._remote = (str(name[0]), int(name[1]))
+        if name is not None:  # it was reset before anybody looked
+            self._remote = (str(name[0]), int(name[1]))
         if busy := self._half_open.enter(self._remote[0]):
             self._tell(Refused("busy", busy, remedy="try again in a few seconds"))
             self._on_problem = None  # once is enough

@@ -157,9 +157,11 @@ def measured_untrusted(result: dict[str, Any], asked: Collection[str]) -> dict[s
         raise ProtocolError("links.measure is answered by a list of links, one for each peer at most")
     found: dict[str, LinkQuality] = {}
     for item in links:
-        if not isinstance(item, list) or len(item) != 4 or item[0] not in asked or item[0] in found:
-            raise ProtocolError("a link is a peer that was asked for, a latency and two bandwidths")
+        if not isinstance(item, list) or len(item) != 4:
+            raise ProtocolError("a link is a peer, a latency and two bandwidths")
         peer_id, latency_s, bandwidth_bps, striped_bps = item
+        if not isinstance(peer_id, str) or peer_id not in asked or peer_id in found:
+            raise ProtocolError("a link to a peer that was not asked for")
         if not _within(latency_s, 0, MAX_LATENCY_S):
             raise ProtocolError("a latency that cannot be")
         if not all(rate is None or _within(rate, MIN_BPS, MAX_BPS) for rate in (bandwidth_bps, striped_bps)):
