@@ -1,0 +1,190 @@
+"""Tickets on the command line: made, listed, given in place of an address, and found where a seed left them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from p2ptrain.cli.access import Caller, is_own, reach, read_target, shown_address
+from p2ptrain.core.errors import Refused, Unreachable, UserError
+from roles.in_process import Cluster
+from wire.ticket import Ticket, local_ticket_path
+from wire.transport import TcpNetwork
+
+Command = Callable[..., Any]
+SAMPLE = Ticket("10.0.0.7", 7337, "worker", "00112233aabb", bytes(range(16)), bytes(range(32)))
+RECORD = {"id": "00112233aabb", "role": "worker", "kind": "first", "host": "10.0.0.7", "created_at": 1.0,
+          "expires_at": 2e9, "uses": None, "used": 3, "state": "open"}  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------------------- the commands
+
+
+def test_a_new_ticket_is_alone_on_standard_output(command: Command, fake_seed: Any) -> None:
+    fake_seed.answers["tickets.new"] = {"ticket": RECORD, "text": str(SAMPLE)}
+    outcome = command("ticket", "new", "--operator", "--expires", "90m", "--uses", "2", "--host", "seed.example.org")
+    assert (outcome.code, outcome.out) == (0, f"{SAMPLE}\n")
+    assert "a secret" in outcome.err
+    params = {"role": "operator", "expires_s": 5400.0, "uses": 2, "host": "seed.example.org"}
+    assert fake_seed.asked == [("tickets.new", params)]
+    assert command("ticket", "new", "--json").json == {"ticket": RECORD, "text": str(SAMPLE)}
+    assert fake_seed.asked[-1] == ("tickets.new", {"role": "worker", "expires_s": 604_800.0})
+
+
+@pytest.mark.parametrize("text", ["", "7", "d", "-1d", "7w", "1e3s", "٣d"])
+def test_no_time(command: Command, fake_seed: Any, text: str) -> None:
+    outcome = command("ticket", "new", "--expires", text)
+    assert (outcome.code, fake_seed.asked) == (2, [])
+    assert "12h or 7d" in outcome.err
+
+
+def test_the_list_shows_how_each_one_stands(command: Command, fake_seed: Any) -> None:
+    fake_seed.answers["tickets.list"] = {"tickets": [RECORD, RECORD | {"expires_at": None, "uses": 5}]}
+    out = command("ticket", "list").out
+    assert "3 of any" in out
+    assert "3 of 5" in out
+    assert "never" in out
+    assert command("ticket", "list", "--json").json == {"tickets": fake_seed.answers["tickets.list"]["tickets"]}
+
+
+def test_revoke_rotate_and_evict_say_what_was_done(command: Command, fake_seed: Any) -> None:
+    fake_seed.answers["tickets.revoke"] = {"ticket": RECORD | {"state": "revoked"}}
+    fake_seed.answers["tickets.rotate"] = {"ticket": RECORD, "text": str(SAMPLE)}
+    fake_seed.answers["peers.evict"] = {"evicted": "abc", "name": "laptop"}
+    assert command("ticket", "revoke", "0011").out == "ticket 00112233aabb is revoked\n"
+    assert command("ticket", "rotate").out == f"{SAMPLE}\n"
+    assert command("peers", "evict", "laptop").out == "laptop (abc) is evicted\n"
+    assert [method for method, _ in fake_seed.asked] == ["tickets.revoke", "tickets.rotate", "peers.evict"]
+
+
+def test_a_person_is_asked_before_somebody_is_let_go(command: Command, fake_seed: Any) -> None:
+    for arguments in (("ticket", "revoke", "0011"), ("ticket", "rotate"), ("peers", "evict", "laptop")):
+        assert command(*arguments, typed="n\n").code != 0
+    assert fake_seed.asked == []
+
+
+# ------------------------------------------------------------------------------------------------- what a person gives
+
+
+def test_what_a_person_gives_is_an_address_a_ticket_or_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "t.txt"
+    path.write_text(f"{SAMPLE}\n")
+    assert read_target("host:9") == ("host", 9)
+    assert read_target(str(SAMPLE)) == read_target(f"@{path}") == SAMPLE
+    assert shown_address(SAMPLE) == "10.0.0.7:7337"
+    wrapped = f"{str(SAMPLE)[:40]}\n{str(SAMPLE)[40:]}"
+    assert read_target(wrapped) == SAMPLE, "as a terminal breaks it"
+
+
+@pytest.mark.parametrize(
+    "command_line", [("join",), ("tui",), ("check",), ("peers", "--seed"), ("jobs", "list", "--seed")]
+)
+def test_a_ticket_that_was_damaged_is_refused_without_being_repeated(
+    command: Command, monkeypatch: pytest.MonkeyPatch, command_line: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("p2ptrain.cli.tui.at_terminal", lambda: True)
+    damaged = str(SAMPLE)[:-3] + "AAA"
+    outcome = command(*command_line, damaged)
+    assert outcome.code == 2
+    assert "this is not a ticket" in outcome.err
+    assert damaged[30:60] not in outcome.err + outcome.out
+
+
+def test_a_file_that_is_none(command: Command, tmp_path: Path) -> None:
+    for name, content in (("missing", None), ("binary", b"\xff\xfe\x00")):
+        if content:
+            (tmp_path / name).write_bytes(content)
+        outcome = command("peers", "--seed", f"@{tmp_path / name}")
+        assert (outcome.code, "cannot read" in outcome.err) == (2, True)
+
+
+# ------------------------------------------------------------------------------------------------------ finding the way
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
+    made = Cluster(tmp_path / "state", TcpNetwork(), encrypted=True)
+    await made.start_seed()
+    yield made
+    await made.close()
+
+
+def caller(tmp_path: Path, role: str = "worker", *states: Path, peer_id: str = "") -> Caller:
+    return Caller(role, tmp_path / "kept", states, peer_id)
+
+
+async def test_on_the_seeds_machine_its_address_is_enough(cluster: Cluster, tmp_path: Path) -> None:
+    for role in ("worker", "operator"):
+        who = caller(tmp_path / role, role, tmp_path / "elsewhere", cluster.root)
+        first = await reach(cluster.address, who, TcpNetwork())
+        again = await reach(cluster.address, who, TcpNetwork())
+        assert first.peer_id == again.peer_id != ""
+    assert cluster.address[0] == "127.0.0.1"
+
+
+async def test_what_a_ticket_gave_is_found_by_the_address_and_by_the_ticket(cluster: Cluster, tmp_path: Path) -> None:
+    ticket = Ticket.parse_untrusted((await cluster.ask("tickets.new", uses=1))["text"])
+    who = caller(tmp_path, peer_id="p1")
+    with pytest.raises(UserError, match="wants a ticket") as wanted:
+        await reach(cluster.address, who, TcpNetwork())
+    assert "p2ptrain ticket new` prints one" in wanted.value.remedy
+    first = await reach(ticket, who, TcpNetwork())
+    assert (await reach(ticket, who, TcpNetwork())).peer_id == first.peer_id == "p1"
+    assert (await reach(cluster.address, who, TcpNetwork())).peer_id == "p1"
+    with pytest.raises(UserError, match="wants a ticket"):
+        await reach(cluster.address, caller(tmp_path, peer_id="p2"), TcpNetwork())
+    with pytest.raises(Refused, match="is used up"):
+        await reach(ticket, caller(tmp_path, peer_id="p2"), TcpNetwork())
+
+
+async def test_a_certificate_that_ends_soon_is_not_relied_on(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticket = Ticket.parse_untrusted((await cluster.ask("tickets.new"))["text"])
+    await reach(ticket, caller(tmp_path), TcpNetwork())
+    real = time.time
+    monkeypatch.setattr("p2ptrain.cli.access.time.time", lambda: real() + 23.5 * 3600)
+    with pytest.raises(UserError, match="wants a ticket"):
+        await reach(cluster.address, caller(tmp_path), TcpNetwork())
+    monkeypatch.setattr("p2ptrain.cli.access.time.time", lambda: real() + 25 * 3600)
+    with pytest.raises(UserError, match="wants a ticket"):
+        await reach(cluster.address, caller(tmp_path), TcpNetwork())
+    assert not list((tmp_path / "kept").iterdir()), "and one that ended is not kept"
+
+
+async def test_the_ticket_of_the_other_role_is_refused_with_the_way_to_the_right_one(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="this is the ticket of a worker, and only that of an operator") as refusal:
+        await reach(SAMPLE, caller(tmp_path, "operator"), TcpNetwork())
+    assert "ticket new --operator" in refusal.value.remedy
+
+
+async def test_a_plain_seed_is_found_plain_whatever_another_has_left(cluster: Cluster, tmp_path: Path) -> None:
+    left = local_ticket_path(cluster.root, "worker").read_text()
+    plain = Cluster(tmp_path / "plain", TcpNetwork())
+    await plain.start_seed()
+    stale = local_ticket_path(tmp_path / "plain", "worker")
+    stale.parent.mkdir(parents=True)
+    stale.write_text(left.replace(f":{cluster.address[1]}/", f":{plain.address[1]}/"))
+    access = await reach(plain.address, caller(tmp_path, "worker", tmp_path / "plain"), TcpNetwork())
+    assert (access.member, access.peer_id) == (None, "")
+    await plain.close()
+
+
+async def test_which_addresses_are_this_machine() -> None:
+    assert await is_own("localhost", 1)
+    assert await is_own("127.8.8.8", 1)
+    assert not await is_own("192.0.2.1", 1)
+    with pytest.raises(Unreachable, match="name is not known"):
+        await is_own("no-such-host.invalid", 1)
+
+
+async def test_two_commands_at_once_do_not_spoil_what_the_other_keeps(cluster: Cluster, tmp_path: Path) -> None:
+    who = caller(tmp_path, "operator", cluster.root)
+    ways = await asyncio.gather(*(reach(cluster.address, who, TcpNetwork()) for _ in range(4)))
+    assert len({way.peer_id for way in ways}) == 4
+    assert (await reach(cluster.address, who, TcpNetwork())).peer_id in {way.peer_id for way in ways}
