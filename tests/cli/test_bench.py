@@ -138,6 +138,16 @@ def test_the_chart_is_svg_with_a_line_for_each_series() -> None:
     assert higher > lower, "more is further up"
 
 
+def test_series_without_lines_have_marks_of_their_own() -> None:
+    lines = [Line(name, [Point(1.0, 1.0, 1.0)] * 2) for name in "abcd"]
+    root = ET.fromstring(chart_svg("", "", [], ["int8", "int4"], lines, unit="", joined=False))
+    marks = [item for item in root if item.tag.endswith(("circle", "rect")) and "opacity" not in item.attrib][1:]
+    kinds = {(item.tag, item.attrib["fill"] == "#ffffff") for item in marks}
+    assert len(marks) == 4 * (2 + 1), "one a label, and the legend's"
+    assert len(kinds) == 4
+    assert not [item for item in root if item.tag.endswith("polyline")]
+
+
 def test_a_chart_of_nothing() -> None:
     ET.fromstring(chart_svg("", "", [], [], [], unit=""))
 

@@ -124,7 +124,8 @@ class Codecs:
             Line(title, [_flat(getattr(self.speeds[name], key)) for name in names])
             for key, title in (("encode", "encode"), ("decode", "decode"), ("decode_add", "decode and add"))
         ]
-        return chart_svg("Codecs", "speed on one core, bytes of float32", report.footer, names, lines, unit="GB/s")
+        subtitle = f"speed on one core, in bytes of float32, sub-chunks of {human_size(self.plan.sub_chunk_bytes)}"
+        return chart_svg("Codecs", subtitle, report.footer, names, lines, unit="GB/s", joined=False)
 
 
 def _flat(rate: float) -> Point:

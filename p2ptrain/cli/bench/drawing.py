@@ -77,15 +77,27 @@ _DASHES = ("", "7 4", "2 4", "10 3 2 3")
 
 
 def chart_svg(
-    title: str, subtitle: str, footer: Sequence[str], labels: Sequence[str], lines: Sequence[Line], *, unit: str
+    title: str,
+    subtitle: str,
+    footer: Sequence[str],
+    labels: Sequence[str],
+    lines: Sequence[Line],
+    *,
+    unit: str,
+    joined: bool = True,
 ) -> str:
-    """A line chart, one SVG document: medians as lines, the spread as a band behind each."""
+    """A chart, one SVG document: medians as dots and lines, the spread as a band behind each line.
+
+    Args:
+        joined: whether there is anything between two labels; else there are dots only.
+    """
     top = _nice_top(max((point.high for line in lines for point in line.points if point), default=1.0))
-    across = (_WIDTH - _LEFT - _RIGHT) / max(1, len(labels) - 1) if len(labels) > 1 else 0.0
-    middle = (_LEFT + _WIDTH - _RIGHT) / 2
+    room = _WIDTH - _LEFT - _RIGHT
 
     def x(index: int) -> float:
-        return _LEFT + index * across if len(labels) > 1 else middle
+        if joined and len(labels) > 1:
+            return _LEFT + index * room / (len(labels) - 1)
+        return _LEFT + (index + 0.5) * room / len(labels)
 
     def y(value: float) -> float:
         return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * value / top
@@ -107,8 +119,10 @@ def chart_svg(
         parts.append(_text(x(index), _HEIGHT - _BOTTOM + 18, label, anchor="middle", colour="#4b5563", size=11))
     for number, line in enumerate(lines):
         known = [(x(index), point) for index, point in enumerate(line.points) if point is not None]
-        parts += _series(number, [(at, y(point.value), y(point.low), y(point.high)) for at, point in known])
-    parts += _legend([line.title for line in lines])
+        places = [(at, y(point.value), y(point.low), y(point.high)) for at, point in known]
+        beside = 14 * (number - (len(lines) - 1) / 2)
+        parts += _series(number, places) if joined else [_mark(number, at + beside, up) for at, up, *_ in places]
+    parts += _legend([line.title for line in lines], joined=joined)
     for number, text in enumerate(footer):
         parts.append(_text(_LEFT, _HEIGHT - 34 + 15 * number, text, colour="#6b7280", size=10))
     return "\n".join([*parts, "</svg>", ""])
@@ -128,14 +142,24 @@ def _series(number: int, places: Sequence[tuple[float, float, float, float]]) ->
     ]
 
 
-def _legend(titles: Sequence[str]) -> list[str]:
+def _mark(number: int, x: float, y: float) -> str:
+    """A disc, a square, a circle or a hollow square: told apart without colour."""
+    colour = _COLOURS[number % len(_COLOURS)]
+    paint = f'fill="{colour}"' if number % 4 < 2 else f'fill="#ffffff" stroke="{colour}" stroke-width="2"'
+    if number % 2:
+        return f'<rect x="{x - 5:.1f}" y="{y - 5:.1f}" width="10" height="10" {paint}/>'
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5.5" {paint}/>'
+
+
+def _legend(titles: Sequence[str], *, joined: bool) -> list[str]:
     parts, x = [], float(_LEFT)
     for number, title in enumerate(titles):
         colour, dash = _COLOURS[number % len(_COLOURS)], _DASHES[number % len(_DASHES)]
-        parts.append(
+        line = (
             f'<line x1="{x:.0f}" x2="{x + 26:.0f}" y1="66" y2="66" stroke="{colour}" stroke-width="2.6" '
             f'stroke-dasharray="{dash}"/>'
         )
+        parts.append(line if joined else _mark(number, x + 16, 66))
         parts.append(_text(x + 33, 70, title, size=12))
         x += 33 + 6.8 * len(title) + 22
     return parts
