@@ -37,6 +37,8 @@ _MAX_FILE_BYTES = 32 << 10
 _MARK = b"-----BEGIN CERTIFICATE-----"
 _DAMAGED = (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm, x509.InvalidVersion)
 """What cryptography raises of certificates and keys that are not what they should be."""
+_NAMELESS = (x509.ExtensionNotFound, x509.DuplicateExtension, x509.UnsupportedGeneralNameType)
+"""What it raises of names that are missing, or of a kind that it does not know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ def identity_of_untrusted(certificate_der: bytes) -> PeerIdentity:
     certificate = certificate_of_untrusted(certificate_der)
     try:
         names = _names(certificate.extensions)
-    except (ValueError, x509.ExtensionNotFound, x509.DuplicateExtension, UnsupportedAlgorithm) as error:
+    except (ValueError, UnsupportedAlgorithm, *_NAMELESS) as error:
         raise ProtocolError(f"a certificate that names no peer: {error}") from error
     peers = [name.removeprefix(_PEER) for name in names if name.startswith(_PEER)]
     roles = [name.removeprefix(_ROLE) for name in names if name.startswith(_ROLE)]
@@ -107,7 +109,7 @@ def request_of_untrusted(csr_der: bytes) -> tuple[str, ec.EllipticCurvePublicKey
         if not request.is_signature_valid:
             raise ProtocolError("a certificate request that its own key did not sign")
         names = _names(request.extensions)
-    except (ValueError, x509.ExtensionNotFound, x509.DuplicateExtension, x509.InvalidVersion) as error:
+    except (ValueError, x509.InvalidVersion, *_NAMELESS) as error:
         raise ProtocolError(f"not a certificate request: {error}") from error
     except (UnsupportedAlgorithm, InvalidSignature) as error:
         raise ProtocolError("a certificate request of an unknown algorithm") from error
