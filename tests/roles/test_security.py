@@ -20,10 +20,11 @@ from roles.stand_in import StandInEngine
 from tests.roles.test_cluster import at, done, small_profile, state_of
 from wire import renewal
 from wire.client import SeedClient
+from wire.connection import Connection
 from wire.credentials import CERTIFICATE_LIFETIME_S
 from wire.enrol import enrol
-from wire.handshake import RefusalCode, dial, local_hello
-from wire.messages import EnrolChallenge, EnrolGranted, EnrolProof, EnrolRequest, MemberRecord
+from wire.handshake import RefusalCode, dial, local_hello, local_welcome, serve
+from wire.messages import EnrolChallenge, EnrolGranted, EnrolProof, EnrolRequest, Hello, MemberRecord, Welcome
 from wire.renewal import Member
 from wire.ticket import Ticket
 from wire.transport import TcpNetwork
@@ -331,10 +332,12 @@ async def test_a_worker_renews_at_half_life_and_the_next_connection_has_the_new_
     secure: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     renewed: list[Member] = []
+    serials: list[int] = []
     real = Member.renew
 
     async def renew(self: Member, ask: Any) -> None:
         monkeypatch.setattr(renewal, "HALF_LIFE_S", CERTIFICATE_LIFETIME_S / 2)  # this once
+        serials.append(self.credentials.identity.serial)
         await real(self, ask)
         renewed.append(self)
 
@@ -345,9 +348,23 @@ async def test_a_worker_renews_at_half_life_and_the_next_connection_has_the_new_
     old = secure.root / "members" / first.identity.peer_id
     member = renewed[0]
     assert member.credentials.directory == old
-    hello = local_hello(peer_id=member.peer_id, name="x", roles=["worker"], purpose="peer", port=1)
-    with pytest.raises(Refused):  # nobody listens there; but the certificate was taken
-        await dial(member.network, *secure.address, hello, timeout_s=5)
+    seen: list[int] = []
+
+    async def decide(hello: Hello, connection: Connection) -> Welcome:
+        seen.append(connection.identity.serial if connection.identity else 0)
+        return local_welcome(peer_id=other.peer_id, name="other", wall=0.0)
+
+    async def hang_up(connection: Connection, hello: Hello) -> None: ...
+
+    other = await secure.member(secure.ticket("worker"))
+    server = await serve(other.network, HOST, 0, decide=decide, serve=hang_up, on_problem=lambda *_: None)
+    hello = local_hello(peer_id=member.peer_id, name="x", roles=["worker"], purpose="ring")
+    connection, _ = await dial(member.network, *server.address, hello, timeout_s=5, expect_peer=other.peer_id)
+    assert seen == [member.credentials.identity.serial]
+    assert len(serials) == 1
+    assert serials[0] != seen[0]
+    await connection.close()
+    await server.close()
     assert not first.task.done(), "the link that is up lives on"
 
 
