@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from p2ptrain.core.errors import ConnectionLost, ProtocolError, Refused
+from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.ids import is_id
 from ring.coordination import STATUSES, Peer
 from ring.order import LinkQuality
 from ring.token import is_lineage
 from ring.view import View
 from wire.calls import Calls
-from wire.connection import Connection
+from wire.connection import Connection, last_word
+from wire.handshake import RefusalCode
 from wire.messages import (
     CheckpointSaved,
     Heartbeat,
@@ -25,7 +27,7 @@ from wire.messages import (
     StepMetrics,
     ViewAnnounced,
 )
-from wire.records import PeerInfo
+from wire.records import CheckpointInfo, PeerInfo
 from wire.transport_base import format_address, is_loopback
 
 NAME_CHARS = 64
@@ -196,3 +198,31 @@ def clipped(text: str, limit_bytes: int = TEXT_BYTES) -> str:
 def whole(value: float | None) -> int:
     """What a worker measured, as a number that can be kept and shown; 0 for what is none."""
     return int(min(max(value, 0.0), MAX_WHOLE)) if value is not None and math.isfinite(value) else 0
+
+
+def checkpoint_of(link: Link, message: CheckpointSaved, wall: float) -> CheckpointInfo:
+    """What a worker says is durable on its disk."""
+    return CheckpointInfo(
+        id=f"{message.job}@{message.step}@{link.id}",
+        job=message.job,
+        step=message.step,
+        path=clipped(message.path, 1024),
+        peer_id=link.id,
+        peer_name=link.name,
+        digest=message.digest[:128],
+        size_bytes=message.size_bytes,
+        created_at=wall,
+        val_loss=message.val_loss if message.val_loss is not None and math.isfinite(message.val_loss) else None,
+    )
+
+
+def say_last(connection: Connection, problem: P2PTrainError) -> None:
+    """Tell a peer why its connection ends."""
+    code = RefusalCode.PROTOCOL if isinstance(problem, ProtocolError) else RefusalCode.TOO_SLOW
+    say(connection, last_word(code, problem))
+
+
+def say(connection: Connection, message: Message) -> None:
+    """Tell a peer something; it may be gone already."""
+    with suppress(P2PTrainError):
+        connection.send(message)

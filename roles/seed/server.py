@@ -7,7 +7,6 @@ neighbours, and is told so at once, with a remedy, instead of breaking a ring la
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import deque
 from collections.abc import Collection
 from weakref import WeakKeyDictionary
@@ -28,7 +27,10 @@ from roles.seed.peers import (
     check_numbers,
     check_step,
     checked_report,
+    checkpoint_of,
     clipped,
+    say,
+    say_last,
 )
 from roles.seed.requests import Clerk
 from roles.seed.store import JobRecord, PeerRecord, Records, Store
@@ -85,7 +87,7 @@ class Seed:
         self._operators: set[Connection] = set()
         self._tasks: asyncio.TaskGroup | None = None
         self._stopping = False
-        self.gate = Gate(guard.authority, world.clock, guard.ticket_host, self._note_of_gate)
+        self.gate = Gate(guard.authority, world.clock, guard.ticket_host, self.note)
         self._clerk = Clerk(self)
         self.survey = Survey(world.clock, self.links, self._measured_links)
         self.office = Office(
@@ -120,7 +122,7 @@ class Seed:
         last_word = Refuse(RefusalCode.SHUTTING_DOWN, "the seed is stopping", "running rings train on; start it again")
         for connection in [link.connection for link in self.links.values()] + list(self._operators):
             if not connection.closed.is_set() and connection.close_cause is None:
-                _say(connection, last_word)
+                say(connection, last_word)
 
     # -------------------------------------------------------------------------------------------------------- handshake
 
@@ -202,7 +204,7 @@ class Seed:
             try:
                 await self._clerk.serve(connection)
             except P2PTrainError as problem:
-                _say_last(connection, problem)
+                say_last(connection, problem)
                 raise
             finally:
                 self._operators.discard(connection)
@@ -234,7 +236,7 @@ class Seed:
             farewell = await self._listen(link)
         except P2PTrainError as problem:
             farewell = co.PeerLost(link.id, problem.message)
-            _say_last(connection, problem)
+            say_last(connection, problem)
             raise
         finally:
             if not self._stopping and self.links.get(link.id) is link:
@@ -312,7 +314,7 @@ class Seed:
         try:
             self.gate.judge(connection)
         except Refused as problem:
-            _say(connection, last_word(problem.code, problem))
+            say(connection, last_word(problem.code, problem))
             assert self._tasks is not None
             self._tasks.create_task(connection.close(), name="let go")
             return problem
@@ -382,18 +384,7 @@ class Seed:
 
     async def _saved(self, link: Link, message: CheckpointSaved) -> None:
         """A checkpoint is durable at ``link``, which keeps as many as the job says, the newest."""
-        info = CheckpointInfo(
-            id=f"{message.job}@{message.step}@{link.id}",
-            job=message.job,
-            step=message.step,
-            path=clipped(message.path, 1024),
-            peer_id=link.id,
-            peer_name=link.name,
-            digest=message.digest[:128],
-            size_bytes=message.size_bytes,
-            created_at=self.world.clock.wall(),
-            val_loss=message.val_loss if message.val_loss is not None and math.isfinite(message.val_loss) else None,
-        )
+        info = checkpoint_of(link, message, self.world.clock.wall())
         keep = max(self.desks[info.job].record.keep, 2)
         self.checkpoints[info.id] = info
         await self.store.call(Records.add_checkpoint, info)
@@ -451,7 +442,7 @@ class Seed:
 
     # -------------------------------------------------------------------------------------------------- what people see
 
-    def note(self, level: str, kind: str, text: str, peer: str, job: str) -> None:
+    def note(self, level: str, kind: str, text: str, peer: str = "", job: str = "") -> None:
         """Into the diary."""
         self._last_event_id += 1
         level = level if level in LEVELS else "info"
@@ -460,9 +451,6 @@ class Seed:
         self.store.add(event)
         self.recent.append(event)
         self.board.add(event)
-
-    def _note_of_gate(self, level: str, kind: str, text: str) -> None:
-        self.note(level, kind, text, "", "")
 
     def cluster_info(self) -> ClusterInfo:
         return ClusterInfo(
@@ -510,15 +498,3 @@ class Seed:
                 self.board.touch("peers", link.id)
             if self.board.watched:
                 self.board.touch("peers", *self.links)
-
-
-def _say_last(connection: Connection, problem: P2PTrainError) -> None:
-    code = RefusalCode.PROTOCOL if isinstance(problem, ProtocolError) else RefusalCode.TOO_SLOW
-    _say(connection, last_word(code, problem))
-
-
-def _say(connection: Connection, message: Message) -> None:
-    try:
-        connection.send(message)
-    except P2PTrainError:
-        return  # it is gone already
