@@ -145,7 +145,7 @@ async def _work(
 ) -> None:
     from p2ptrain.cli.access import Access, Caller, reach, shown_address
     from p2ptrain.cli.children import leave_with_parent
-    from p2ptrain.cli.stopping import stop_on_signals
+    from p2ptrain.cli.stopping import stop_on_signals, unless_stopped
     from p2ptrain.core.disk import RealDisk
     from p2ptrain.core.errors import Refused
     from p2ptrain.core.world import real_world
@@ -189,7 +189,9 @@ async def _work(
     listen_host, afresh = host, False
     try:
         while True:
-            access = await reach(target, caller, base, afresh=afresh)
+            access = await unless_stopped(stop, reach(target, caller, base, afresh=afresh))
+            if access is None:
+                break
             try:
                 await worker(access, (listen_host or _usual_host(access.host), port)).run(stop)
                 break

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 EXIT_INTERRUPTED = 130
+
+T = TypeVar("T")
 
 
 def stop_on_signals(stop: asyncio.Event, say: Callable[[str], None]) -> None:
@@ -25,3 +28,17 @@ def stop_on_signals(stop: asyncio.Event, say: Callable[[str], None]) -> None:
             loop.add_signal_handler(number, ask)
         except NotImplementedError:  # Windows: asyncio has no signal handlers there
             signal.signal(number, lambda *_: loop.call_soon_threadsafe(ask))
+
+
+async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of ``work``, given up (None) where ``stop`` is set before it is there."""
+    task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        both: set[asyncio.Future[Any]] = {task, stopped}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        stopped.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
