@@ -9,9 +9,10 @@ BIN := $(VENV)/bin
 DEMO_STATE ?= .p2ptrain/demo
 DEMO_ARGS ?=
 PROMPT ?= def 
+MINUTES ?= 10
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint format clean
+.PHONY: help demo test test-fast fuzz lint format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -25,6 +26,9 @@ test: $(VENV)/.installed-dev ## run all tests
 
 test-fast: $(VENV)/.installed-dev ## run the tests that take less than ten seconds each
 	$(BIN)/python -m pytest -m "not slow"
+
+fuzz: $(VENV)/.installed-dev ## give every parser of a peer's bytes whatever comes to mind, for MINUTES
+	$(BIN)/python -m tests.fuzz --minutes $(MINUTES)
 
 lint: $(VENV)/.installed-dev ## check style, types and who imports whom
 	$(BIN)/ruff check .

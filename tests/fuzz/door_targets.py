@@ -1,0 +1,483 @@
+"""Conversations with strangers: first bytes at a doorway, plain and TLS; enrolment, healing, requests of operators."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import ssl
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+from configs.schema import Profile
+from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused
+from p2ptrain.core.training import Blob
+from p2ptrain.core.world import LoopClock
+from ring.view import View
+from roles.in_process import HOST, Cluster
+from roles.seed.authority import Authority
+from roles.seed.enrolment import Gate
+from roles.seed.requests import Clerk
+from roles.seed.tickets import TicketRecord
+from roles.worker import heal
+from wire.codec import MESSAGE_TYPES, encode
+from wire.connection import Connection
+from wire.credentials import PeerIdentity, unverified_context
+from wire.frame import encode_control
+from wire.half_open import HalfOpen
+from wire.handshake import local_hello, local_welcome, serve
+from wire.memory import MemoryNetwork
+from wire.messages import (
+    BlobRecord,
+    CaRequest,
+    ChunkDigest,
+    ChunkRequest,
+    EnrolProof,
+    EnrolRequest,
+    HealOffer,
+    HealRequest,
+    Hello,
+    Message,
+    Refuse,
+    Request,
+    Response,
+    Welcome,
+)
+from wire.testing import credentials
+from wire.ticket import proof
+from wire.tls import TlsNetwork
+from wire.virtual import run_virtual
+
+from .credential_targets import requests
+from .engine import Target
+from .strategies import FREE, TEXT, WHOLE, chunked, made, mostly, mutated
+
+# ---------------------------------------------------------------------------------------------------------- the doorway
+
+_ANY = st.one_of([made(kind) for kind in MESSAGE_TYPES.values()])
+_HELLOS = st.sampled_from(["peer", "operator", "ring", "heal", "probe", "enrol", "?"]).map(
+    lambda purpose: local_hello(peer_id="a1", name="a", roles=["worker"], purpose=purpose)
+)
+
+
+def _frame(message: Message) -> bytes:
+    return encode_control(message.KIND, encode(message), generation=0, stream=0)
+
+
+@cache
+def _client_hello() -> bytes:
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    shaking = unverified_context().wrap_bio(incoming, outgoing)
+    try:
+        shaking.do_handshake()
+    except ssl.SSLWantReadError:
+        return outgoing.read()
+    raise AssertionError("nobody answered, and yet it shook hands")
+
+
+_FIRST = st.one_of(
+    _HELLOS.map(_frame),
+    st.tuples(_HELLOS, _ANY).map(lambda both: _frame(both[0]) + _frame_if_small(both[1])),
+    st.deferred(lambda: st.just(_client_hello())),
+    st.sampled_from(
+        [b"GET / HTTP/1.1\r\n\r\n", b"SSH-2.0-x\r\n", b"\x16", b"\x15\x03\x03\x00\x02\x02\x50", b"\xff" * 64]
+    ),
+    st.binary(max_size=64),
+)
+
+
+def _frame_if_small(message: Message) -> bytes:
+    try:
+        return _frame(message)
+    except (P2PTrainError, ValueError):  # longer than a frame, or more items than it may have
+        return b""
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What a stranger does at the door.
+
+    Attributes:
+        tls: the door is that of an encrypted cluster.
+        shakes: it speaks TLS itself, and ``chunks`` are what it says inside.
+        flips: (offset, mask) of bytes that it sends wrongly.
+        leaves: what it does after its words: ``stays``, ``closes`` or ``aborts``.
+    """
+
+    tls: bool
+    shakes: bool
+    chunks: list[bytes]
+    flips: list[tuple[int, int]]
+    leaves: str
+
+
+class _Stranger(asyncio.BufferedProtocol):
+    """Says its words, a chunk at a time, through TLS where it speaks that."""
+
+    def __init__(self, visit: Visit) -> None:
+        self.gone = asyncio.Event()
+        self._flips = dict(visit.flips)
+        self._sent = 0
+        self._buffer = bytearray(4096)
+        self._words = deque(visit.chunks)
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._ssl = unverified_context().wrap_bio(self._incoming, self._outgoing) if visit.shakes else None
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._incoming.write(self._buffer[:nbytes])
+        if self._ssl is not None:
+            self._shake(self._ssl)
+
+    def say(self) -> None:
+        """The next chunk, if there is one."""
+        if self._ssl is not None:
+            self._shake(self._ssl)
+        elif self._words:
+            self._send(self._words.popleft())
+
+    def _shake(self, inside: ssl.SSLObject) -> None:
+        try:
+            inside.do_handshake()
+            while self._words:
+                inside.write(self._words.popleft() or b"\0")
+        except ssl.SSLError:
+            pass  # it waits for more, or was refused
+        self._send(self._outgoing.read())
+
+    def _send(self, data: bytes) -> None:
+        wrong = bytearray(data)
+        for at in range(len(wrong)):
+            wrong[at] ^= self._flips.get(self._sent + at, 0)
+        self._sent += len(wrong)
+        if not self.transport.is_closing():
+            self.transport.write(bytes(wrong))
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.gone.set()
+
+
+@cache
+def _seed_credentials() -> Any:
+    return credentials("seed", "seed")
+
+
+async def _visited(visit: Visit) -> None:
+    wrong: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: wrong.append(context))
+    problems: list[P2PTrainError] = []
+    network, half_open = MemoryNetwork(), HalfOpen()
+    door: Any = network
+    if visit.tls:
+        door = TlsNetwork(network, _seed_credentials(), require_client_certificate=False, half_open=half_open)
+
+    async def decide(hello: Hello, connection: Connection) -> Welcome:
+        assert not visit.tls or hello.purpose == "enrol", "let in without a certificate"
+        return local_welcome(peer_id="seed", name="seed", wall=0.0)
+
+    async def listen(connection: Connection, hello: Hello) -> None:
+        while True:
+            await connection.receive(timeout_s=1)
+
+    server = await serve(
+        door, HOST, 0, decide=decide, serve=listen, on_problem=lambda problem, address: problems.append(problem)
+    )
+    stranger = _Stranger(visit)
+    await network.connect(*server.address, lambda: stranger, timeout_s=1)
+    for _ in range(1 + len(visit.chunks)):  # inside TLS, as far as the doorway lets it
+        stranger.say()
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.01)
+    if visit.leaves == "closes":
+        stranger.transport.close()
+    elif visit.leaves == "aborts":
+        stranger.transport.abort()
+    async with asyncio.timeout(60):  # virtual seconds: nobody may stay for ever
+        await stranger.gone.wait()
+    await asyncio.sleep(2)
+    assert not server._handlers, "somebody is still served"
+    await server.close()
+    assert all(isinstance(problem, P2PTrainError) for problem in problems)
+    for doorway in (half_open, server._half_open):
+        doorway.validate()
+        assert not doorway._by_machine, "a place in the doorway is not given back"
+    assert not wrong, wrong
+
+
+DOORWAY = Target(
+    "doorway",
+    st.builds(
+        Visit,
+        st.booleans(),
+        st.booleans(),
+        chunked(mutated(_FIRST, most=2)),
+        st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 255)), max_size=2),
+        st.sampled_from(["stays", "closes", "aborts"]),
+    ),
+    lambda visit: run_virtual(_visited(visit)),
+    (),
+    peak_bytes=4 << 20,
+    weight=50,
+)
+
+# ------------------------------------------------------------------------------------------------- said to a connection
+
+
+class _Heard:
+    """Stands for a connection: what the other side says is written down beforehand.
+
+    Args:
+        lands: whether what is posted arrives.
+    """
+
+    remote = ("10.0.0.9", 5)
+
+    def __init__(self, said: list[Any], *, lands: bool = True, identity: PeerIdentity | None = None) -> None:
+        self._said = deque(said)
+        self._lands = lands
+        self.identity = identity
+        self.answers: list[Message] = []
+        self.closed = asyncio.Event()
+        self.close_cause: P2PTrainError | None = None
+
+    async def receive(self, *, timeout_s: float) -> Any:
+        if not self._said:
+            raise ConnectionLost("it closed the connection")
+        said = self._said.popleft()
+        return dataclasses.make_dataclass("Received", ["message"])(said(self) if callable(said) else said)
+
+    async def expect(self, kind: type[Message], *, timeout_s: float) -> Any:
+        message = (await self.receive(timeout_s=timeout_s)).message
+        if isinstance(message, kind):
+            return message
+        if isinstance(message, Refuse):
+            raise Refused(message.code, message.message)
+        raise ProtocolError(f"{type(message).__name__} is not due")
+
+    def send(self, message: Message, **_: int) -> None:
+        _frame(message)  # it can be sent
+        self.answers.append(message)
+
+    def send_bulk(self, payload: memoryview, **_: int) -> None:
+        assert payload.nbytes <= heal.CHUNK_BYTES
+
+    async def flush(self, *, timeout_s: float) -> None: ...
+
+    def post(self, into: memoryview, *, done: Callable[[], None], **_: int) -> None:
+        if self._lands:
+            done()
+        else:
+            self.closed.set()
+
+    def abort(self, cause: P2PTrainError | None = None) -> None:
+        self.closed.set()
+
+
+# ----------------------------------------------------------------------------------------------------------- enrolment
+
+_SECRET = bytes(range(16))
+_TICKET = TicketRecord("0123456789ab", "worker", _SECRET, "seed.example", 0.0, None)
+
+
+@cache
+def _enrolment() -> tuple[asyncio.Runner, Authority, Gate]:
+    directory = tempfile.mkdtemp(prefix="p2ptrain-fuzz-")
+    authority = Authority.open(RealDisk(), Path(directory), name="fuzz", now=time.time())
+    gate = Gate(authority, LoopClock(), "seed.example", lambda *told: None)
+    return asyncio.Runner(), authority, gate
+
+
+def _proves(csr_der: bytes) -> Callable[[_Heard], Message]:
+    """The right proof for the nonce that it was given."""
+
+    def proves(heard: _Heard) -> Message:
+        nonce = getattr(heard.answers[-1], "nonce", b"") if heard.answers else b""
+        return EnrolProof(proof(_SECRET, nonce, csr_der))
+
+    return proves
+
+
+_CSRS = st.deferred(lambda: requests())
+
+
+@st.composite
+def _enrolments(draw: st.DrawFn) -> list[Any]:
+    csr = draw(_CSRS)
+    if draw(st.booleans()):
+        said = [EnrolRequest(draw(st.just(_TICKET.id) | TEXT), csr), _proves(csr)]
+    else:
+        said = [draw(st.just(CaRequest()) | _ANY), draw(_ANY)]
+    if not draw(st.integers(0, 5)):
+        said[draw(st.integers(0, 1))] = draw(_ANY)
+    return said
+
+
+_METHODS = ("tickets_new", "tickets_list", "tickets_revoke", "tickets_rotate", "renew")
+_PARAMS = st.dictionaries(
+    st.sampled_from(["role", "expires_s", "uses", "host", "id", "csr"]),
+    FREE | st.sampled_from(["worker", "operator", "0", _TICKET.id, 3600, 1, "10.0.0.1", "\x00", "a b", "[::1"]),
+    max_size=4,
+)
+
+
+def _check_enrolment(case: tuple[list[Any], str, dict[str, Any]]) -> None:
+    said, method, params = case
+    runner, authority, gate = _enrolment()
+    authority.book = dataclasses.replace(authority.book, tickets={_TICKET.id: _TICKET}, members={}, evicted={})
+
+    async def talk() -> None:
+        heard = _Heard(said)
+        hello = local_hello(peer_id="peer", name="peer", roles=["worker"], purpose="enrol")
+        with suppress(P2PTrainError):
+            await gate.enrol(heard, hello)  # type: ignore[arg-type]
+        serial = int.from_bytes(b"\x01" + bytes.fromhex(_TICKET.id) + bytes(8))
+        member = _Heard([], identity=PeerIdentity("peer", frozenset({"worker"}), 0.0, serial))
+        try:
+            result = await getattr(gate, method)(params, member)
+        except P2PTrainError:
+            return
+        encode(Response(1, result))
+
+    runner.run(talk())
+
+
+ENROLMENT = Target(
+    "enrolment",
+    st.tuples(_enrolments(), st.sampled_from(_METHODS), _PARAMS),
+    _check_enrolment,
+    ("wire.credentials.request_of_untrusted",),
+    peak_bytes=1 << 20,
+    weight=50,
+)
+
+# -------------------------------------------------------------------------------------------------------------- healing
+
+_SIZES = {"weights": 3000, "moments": (1 << 20) + 1}
+_VIEW = View("job", 3, 7, "ab" * 16, ())
+_NAMES, _OFFSETS = st.sampled_from(list(_SIZES)), st.integers(0, 3000)
+_WANTED = made(ChunkRequest, blob=_NAMES, offset=_OFFSETS, size_bytes=st.integers(0, 1 << 20), stream=_OFFSETS)
+_OFFERED = made(
+    HealOffer,
+    step=st.just(7),
+    blobs=st.just([BlobRecord(name, size) for name, size in _SIZES.items()]),
+    chunk_bytes=st.just(heal.CHUNK_BYTES),
+)
+_DIGESTS = made(ChunkDigest, stream=st.integers(1, 6))
+_ASKED = mostly(st.just(HealRequest("job", 7, "ab" * 16)), made(HealRequest))
+
+
+_STATE = [Blob(name, memoryview(bytearray(size))) for name, size in _SIZES.items()]
+
+
+@dataclass(frozen=True)
+class Healing:
+    """What a healing member says to its donor, what a donor says to one, and whether its chunks arrive."""
+
+    to_donor: list[Message]
+    from_donor: list[Message]
+    lands: bool
+
+
+def _then(first: st.SearchStrategy[Any], next_ones: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
+    rest = st.lists(mostly(next_ones, _ANY), max_size=8)
+    return st.tuples(mostly(first, _ANY), rest).map(lambda both: [both[0], *both[1]])
+
+
+async def _healed(case: Healing) -> None:
+    blobs = {blob.name: blob for blob in _STATE}
+    for message in case.to_donor:
+        if isinstance(message, ChunkRequest):
+            try:
+                chunk = heal._checked(message, blobs)
+            except ProtocolError:
+                continue
+            assert chunk.nbytes == message.size_bytes > 0
+    for talk in (
+        heal.give(_Heard(case.to_donor), _STATE, _VIEW),  # type: ignore[arg-type]
+        heal._fetch_from(_Heard(case.from_donor, lands=case.lands), _VIEW, _STATE, lambda *progress: None),  # type: ignore[arg-type]
+    ):
+        try:
+            await talk
+        except P2PTrainError:
+            continue
+
+
+HEALING = Target(
+    "healing",
+    st.builds(Healing, _then(_ASKED, _WANTED), _then(_OFFERED, _DIGESTS), st.booleans()),
+    lambda case: run_virtual(_healed(case)),
+    (),
+    peak_bytes=1 << 20,
+    weight=100,
+)
+
+# -------------------------------------------------------------------------------------------------- operators' requests
+
+_SPEC = Profile().to_spec()
+
+
+def _methods() -> list[str]:
+    class NoGate:
+        def __getattr__(self, name: str) -> None:
+            return None
+
+    class NoSeed:
+        gate = NoGate()
+
+    return [name for name in Clerk(NoSeed())._methods if name != "probe.sink"]  # type: ignore[arg-type]
+
+
+_REQUEST = st.tuples(
+    st.sampled_from(_methods()) | TEXT,
+    st.dictionaries(
+        st.sampled_from(["job", "peer", "name", "profile", "spec", "id", "limit", "after_step", "after_id", "port"]),
+        FREE | WHOLE | st.sampled_from(["first", _SPEC, "[" * 9000, "1" * 20000]),
+        max_size=5,
+    ),
+)
+
+
+async def _asked(case: list[tuple[str, dict[str, Any]]]) -> None:
+    wrong: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: wrong.append(context))
+    with tempfile.TemporaryDirectory() as root:
+        cluster = Cluster(Path(root), MemoryNetwork())
+        await cluster.start_seed()
+        await cluster.create(Profile(), "first")
+        async with cluster.operator() as client:
+            for method, params in case:
+                if _frame_if_small(Request(1, method, params)):
+                    with suppress(Refused):
+                        await client.request(method, params)
+        await cluster.ask("cluster.info")
+        await cluster.close()
+    assert not wrong, wrong
+
+
+REQUESTS = Target(
+    "operators-requests",
+    st.lists(_REQUEST, min_size=1, max_size=8),
+    lambda case: asyncio.run(_asked(case)),
+    ("configs.schema.Profile.from_spec_untrusted",),
+    peak_bytes=32 << 20,
+    weight=10,
+)
+
+TARGETS = (DOORWAY, ENROLMENT, HEALING, REQUESTS)

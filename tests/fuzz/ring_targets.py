@@ -1,0 +1,281 @@
+"""What members of a ring and their seed say: views, tokens, encoded gradients, measured links, a job's profile."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from configs.schema import Profile
+from p2ptrain.core.errors import ProtocolError
+from p2ptrain.core.ids import is_id
+from ring.codecs import CODECS, codec_named
+from ring.order import LinkQuality
+from ring.token import TOKEN_BYTES, Flag, Token
+from ring.view import CODEC_NAMES, View
+from roles.seed.links import measured_untrusted
+from roles.worker.links import targets_untrusted
+from wire.messages import MemberRecord, ViewAnnounced
+
+from .engine import Target
+from .strategies import FREE, REAL, WHOLE, made, mostly, mutated, mutated_text
+
+LINEAGE = "ab" * 16
+
+# -------------------------------------------------------------------------------------------------------------- views
+
+
+@st.composite
+def _announced(draw: st.DrawFn) -> ViewAnnounced:
+    """Often a possible view: shares that follow one another, distinct members."""
+    members: list[MemberRecord] = []
+    for index in range(draw(st.integers(0, 4))):
+        first = sum(member.count for member in members) if draw(st.integers(0, 9)) else draw(WHOLE)
+        likely = {
+            "peer_id": st.just(f"p{index}"),
+            "port": st.integers(1, 65535),
+            "first": st.just(first),
+            "count": st.integers(0, 3),
+        }
+        members.append(draw(made(MemberRecord, **likely)))
+    small = st.floats(0, 100)
+    return draw(
+        made(
+            ViewAnnounced,
+            members=st.just(members),
+            generation=st.integers(1, 9),
+            step=st.integers(0, 9),
+            lineage=st.just(LINEAGE),
+            square_sum=small,
+            heartbeat_s=small,
+            death_s=small,
+            streams=st.integers(0, 17),
+            sub_chunk_bytes=st.sampled_from([0, 7, 8, 64 << 20, (64 << 20) + 1]),
+            codec=st.sampled_from(sorted(CODEC_NAMES)),
+        )
+    )
+
+
+def _check_view(message: ViewAnnounced) -> None:
+    try:
+        view = View.from_message_untrusted(message)
+    except ProtocolError:
+        return
+    assert view.to_message() == message
+    assert view.size == len({member.peer_id for member in view.members}) > 0
+    assert all(0 < member.port < 65536 for member in view.members), "a port that nobody can dial"
+    assert codec_named(view.codec).name == view.codec
+
+
+VIEW = Target(
+    "views",
+    _announced() | made(ViewAnnounced),
+    _check_view,
+    ("ring.view.View.from_message_untrusted", "ring.view._check_carriage_untrusted"),
+    peak_bytes=256 << 10,
+)
+
+# ------------------------------------------------------------------------------------------------------------- tokens
+
+_TOKEN = Token(1, 2, Flag.HOLD, 0.5, bytes(16), bytes.fromhex(LINEAGE)).encode()
+
+
+def _check_token(data: bytes) -> None:
+    try:
+        token = Token.decode_untrusted(data)
+    except ProtocolError:
+        return
+    assert len(data) == TOKEN_BYTES
+    assert token.encode() == data
+
+
+TOKEN = Target(
+    "tokens",
+    mutated(st.just(_TOKEN)) | st.binary(max_size=2 * TOKEN_BYTES),
+    _check_token,
+    ("ring.token.Token.decode_untrusted",),
+    peak_bytes=64 << 10,
+)
+
+# ------------------------------------------------------------------------------------------------------------- codecs
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """``numel`` elements in codec ``name``, or what claims to be."""
+
+    name: str
+    numel: int
+    data: bytes
+
+
+_NUMELS = st.integers(0, 700) | st.sampled_from([31, 32, 33, 63, 64, 65, 255, 256, 257, 511, 512, 513])
+
+
+@st.composite
+def _encoded(draw: st.DrawFn) -> Encoded:
+    name, numel = draw(st.sampled_from(CODECS)), draw(_NUMELS)
+    codec = codec_named(name)
+    match draw(st.integers(0, 3)):
+        case 0:
+            return Encoded(name, numel, draw(st.binary(max_size=64)))
+        case 1:
+            size = codec.encoded_bytes(numel)
+            return Encoded(name, numel, np.random.default_rng(draw(st.integers(0, 2**32))).bytes(size))
+    values = np.random.default_rng(draw(st.integers(0, 2**32))).standard_normal(numel).astype(np.float32)
+    out = np.empty(codec.encoded_bytes(numel), np.uint8)
+    codec.encode(values, out)
+    if not out.size:
+        return Encoded(name, numel, b"")
+    for _ in range(draw(st.integers(0, 3))):
+        out[draw(st.integers(0, out.size - 1))] = draw(st.integers(0, 255))
+    return Encoded(name, numel, out.tobytes())
+
+
+_GUARD = 8
+_MARK = np.float32(77.0)
+
+
+def _check_codec(case: Encoded) -> None:
+    codec, encoded = codec_named(case.name), np.frombuffer(case.data, np.uint8)
+    decoded = np.full(case.numel + 2 * _GUARD, _MARK, np.float32)
+    added = np.full(case.numel + 2 * _GUARD, _MARK, np.float32)
+    inside = slice(_GUARD, _GUARD + case.numel)
+    added[inside] = 0
+    try:
+        codec.decode(encoded, decoded[inside])
+    except ProtocolError:
+        refused = True
+    else:
+        refused = False
+    try:
+        codec.decode_add(encoded, added[inside])
+    except ProtocolError:
+        assert refused, "decode takes what decode_add refuses"
+    else:
+        assert not refused, "decode_add takes what decode refuses"
+        equal = (added[inside] == decoded[inside]) | (np.isnan(added[inside]) & np.isnan(decoded[inside]))
+        assert equal.all()
+    for array in (decoded, added):
+        assert (array[:_GUARD] == _MARK).all(), "written before the array"
+        assert (array[_GUARD + case.numel :] == _MARK).all(), "written past the array"
+
+
+CODEC = Target(
+    "codecs",
+    _encoded(),
+    _check_codec,
+    (
+        "ring.codecs.base.CodecBase._check_untrusted",
+        "ring.codecs.base.CodecBase._decode_add_untrusted",
+        "ring.codecs.plain.Fp32._decode_untrusted",
+        "ring.codecs.plain.Fp32._decode_add_untrusted",
+        "ring.codecs.plain.Fp16._decode_untrusted",
+        "ring.codecs.plain.Bf16._decode_untrusted",
+        "ring.codecs.blockwise.Blockwise._decode_untrusted",
+        "ring.codecs.topk.TopK._decode_untrusted",
+        "ring.codecs.topk.TopK._decode_add_untrusted",
+        "ring.codecs.topk.TopK._elements_untrusted",
+    ),
+    peak_bytes=128 << 10,
+)
+
+# -------------------------------------------------------------------------------------------------------------- links
+
+_PORTS = st.integers(1, 65535)
+_PEERS = st.fixed_dictionaries(
+    {
+        "id": mostly(st.sampled_from(["a1", "b2", "-"]), FREE),
+        "host": mostly(st.just("10.0.0.1"), FREE),
+        "port": mostly(_PORTS, FREE),
+    }
+)
+_TO_MEASURE = st.fixed_dictionaries(
+    {},
+    optional={
+        "peers": mostly(st.lists(mostly(_PEERS, FREE), max_size=4), FREE),
+        "deadline_s": mostly(st.floats(0.1, 10), REAL | FREE),
+    },
+)
+_BANDWIDTHS = mostly(st.none() | st.floats(1e6, 1e9), FREE)
+_LINK = st.tuples(
+    mostly(st.sampled_from(["a1", "b2", "c3"]), FREE), mostly(st.floats(0, 1), FREE), _BANDWIDTHS, _BANDWIDTHS
+).map(list)
+_MEASURED = st.fixed_dictionaries({}, optional={"links": mostly(st.lists(mostly(_LINK, FREE), max_size=3), FREE)})
+
+
+def _check_links(case: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    params, result = case
+    try:
+        targets, deadline_s = targets_untrusted(params)
+    except ProtocolError:
+        pass
+    else:
+        assert 0 < deadline_s < float("inf")
+        assert all(is_id(target.peer_id) and 0 < target.port < 65536 for target in targets)
+    try:
+        found = measured_untrusted(result, {"a1", "b2"})
+    except ProtocolError:
+        return
+    assert found.keys() <= {"a1", "b2"}
+    assert all(isinstance(quality, LinkQuality) for quality in found.values())
+
+
+LINKS = Target(
+    "links",
+    st.tuples(_TO_MEASURE, _MEASURED),
+    _check_links,
+    (
+        "roles.worker.links.targets_untrusted",
+        "roles.worker.links._target_untrusted",
+        "roles.seed.links.measured_untrusted",
+    ),
+    peak_bytes=256 << 10,
+)
+
+# ----------------------------------------------------------------------------------------------------------- profiles
+
+_SPEC: dict[str, dict[str, Any]] = json.loads(Profile().to_spec())
+_KEYS = [(table, name) for table, content in _SPEC.items() for name in content]
+
+
+@st.composite
+def _specs(draw: st.DrawFn) -> str:
+    spec: dict[str, Any] = {table: dict(content) for table, content in _SPEC.items()}
+    for _ in range(draw(st.integers(0, 3))):
+        table, name = draw(st.sampled_from(_KEYS))
+        spec.setdefault(table, {})
+        match draw(st.integers(0, 3)):
+            case 0:
+                spec[table] = draw(FREE)
+                break
+            case 1:
+                spec[table].pop(name, None)
+            case _:
+                spec[table][name] = draw(FREE)
+    return json.dumps(spec)
+
+
+_PIECES = ["[" * 9000, "{", "}", '"', "\\ud800", "1e999", "NaN", "Infinity", "9" * 5000, "-0", "null", "true", ","]
+
+
+def _check_profile(text: str) -> None:
+    try:
+        profile = Profile.from_spec_untrusted(text)
+    except ProtocolError:
+        return
+    assert Profile.from_spec_untrusted(profile.to_spec()) == profile
+
+
+PROFILE = Target(
+    "profiles",
+    _specs() | mutated_text([json.dumps(_SPEC), "{}"], _PIECES),
+    _check_profile,
+    ("configs.schema.Profile.from_spec_untrusted",),
+    peak_bytes=4 << 20,
+)
+
+TARGETS = (VIEW, TOKEN, CODEC, LINKS, PROFILE)

@@ -1,0 +1,178 @@
+"""Bytes, texts and values as a broken or hostile peer makes them: valid ones, changed in a few places."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgpack
+from hypothesis import strategies as st
+
+from wire.codec import MAX_HANDSHAKE_ITEMS, MAX_LIST_ITEMS, MAX_MAP_ITEMS
+
+WHOLE = st.integers(-(2**63), 2**64 - 1) | st.sampled_from([0, 1, -1, 65535, 65536, 2**31, 2**53, 2**63, 2**64 - 1])
+REAL = st.floats() | st.sampled_from([0.0, 1.0, -0.0, 1e308, 5e-324])
+TEXT = st.text(max_size=20) | st.sampled_from(["", "\x00", "a", "x" * 300, "\u202e", "0" * 32, "f" * 32])
+ANY_TEXT = st.text(st.characters(), max_size=40)  # lone surrogates, too: an argument of the command line may hold them
+SCALAR = st.none() | st.booleans() | WHOLE | REAL | TEXT
+FREE = st.recursive(
+    SCALAR, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4), max_leaves=8
+)
+"""Any value that JSON has."""
+
+_INTERESTING = (0x00, 0x01, 0x7F, 0x80, 0xFF, 0x30, 0x86, 0xC1, 0xDD, 0xDF)
+
+
+@st.composite
+def mutated(draw: st.DrawFn, valid: st.SearchStrategy[bytes], *, most: int = 4) -> bytes:
+    """Valid bytes after up to ``most`` changes: flipped, set, cut, extended, repeated, spliced, lengths made huge."""
+    data = bytearray(draw(valid))
+    for _ in range(draw(st.integers(0, most))):
+        at = draw(st.integers(0, len(data)))
+        match draw(st.integers(0, 7)):
+            case 0 if at < len(data):
+                data[at] ^= 1 << draw(st.integers(0, 7))
+            case 1 if at < len(data):
+                data[at] = draw(st.sampled_from(_INTERESTING))
+            case 2:
+                del data[at:]
+            case 3:
+                data[at:at] = draw(st.binary(max_size=16))
+            case 4:
+                del data[at : at + draw(st.integers(1, 8))]
+            case 5:
+                stop = draw(st.integers(at, len(data)))
+                data[stop:stop] = data[at:stop]
+            case 6:
+                data[at:] = draw(valid)[at:]
+            case 7:
+                width = draw(st.sampled_from([1, 2, 4, 8]))
+                huge = draw(st.sampled_from([0, 1, 1 << (8 * width - 1), (1 << 8 * width) - 1]))
+                data[at : at + width] = huge.to_bytes(width, "big")
+    return bytes(data)
+
+
+@st.composite
+def mutated_text(draw: st.DrawFn, valid: Sequence[str], pieces: Sequence[str]) -> str:
+    """A valid text with some of it cut, replaced or doubled."""
+    text = draw(st.sampled_from(valid))
+    for _ in range(draw(st.integers(0, 4))):
+        at = draw(st.integers(0, len(text)))
+        stop = min(len(text), at + draw(st.integers(0, 6)))
+        text = text[:at] + draw(st.sampled_from(pieces) | ANY_TEXT) + text[stop:]
+    return text
+
+
+@st.composite
+def chunked(draw: st.DrawFn, data: st.SearchStrategy[bytes]) -> list[bytes]:
+    """Bytes as a network delivers them: cut anywhere."""
+    whole = draw(data)
+    cuts = sorted(draw(st.sets(st.integers(1, max(1, len(whole) - 1)), max_size=6)))
+    return [whole[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
+
+
+# -------------------------------------------------------------------------------------------------- from annotations
+
+_BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
+    int: WHOLE,
+    float: REAL,
+    str: TEXT,
+    bool: st.booleans(),
+    bytes: st.binary(max_size=64),
+    types.NoneType: st.none(),
+    Any: FREE,
+}
+
+
+def of(hint: Any) -> st.SearchStrategy[Any]:
+    """Values of an annotation."""
+    if hint in _BY_TYPE:
+        return _BY_TYPE[hint]
+    if isinstance(hint, types.UnionType):
+        return st.one_of([of(arm) for arm in typing.get_args(hint)])
+    if dataclasses.is_dataclass(hint):
+        return made(hint)
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is list:
+        return st.lists(of(args[0]), max_size=3)
+    assert origin is dict, hint
+    return st.dictionaries(TEXT, of(args[1]), max_size=4)
+
+
+def made(kind: Any, **likely: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Instances of a dataclass; ``likely`` are values for some fields, which are drawn nearly always."""
+    hints = {name: hint for name, hint in typing.get_type_hints(kind).items() if name != "KIND"}
+    values = {name: mostly(likely[name], of(hint)) if name in likely else of(hint) for name, hint in hints.items()}
+    return st.builds(kind, **values)
+
+
+def mostly(likely: st.SearchStrategy[Any], odd: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Eleven of twelve times ``likely``: where all of many must fit, each one must nearly always."""
+    return st.integers(0, 11).flatmap(lambda dice: likely if dice else odd)
+
+
+def conforms(value: Any, hint: Any, *, whole: bool = False) -> bool:
+    """Whether a value has its annotation's type, all the way down. Written apart from the parsers that it judges.
+
+    Args:
+        whole: an int will do where a float is annotated.
+    """
+    if hint is Any:
+        return conforms(value, list[Any] | dict[str, Any] | str | int | float | bool | None)
+    if isinstance(hint, types.UnionType):
+        return any(conforms(value, arm, whole=whole) for arm in typing.get_args(hint))
+    if dataclasses.is_dataclass(hint):
+        assert isinstance(hint, type)
+        hints = typing.get_type_hints(hint)
+        return type(value) is hint and all(
+            conforms(getattr(value, item.name), hints[item.name], whole=whole) for item in dataclasses.fields(hint)
+        )
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is list:
+        return type(value) is list and all(conforms(each, args[0], whole=whole) for each in value)
+    if origin is dict:
+        return type(value) is dict and all(
+            type(key) is args[0] and conforms(each, args[1], whole=whole) for key, each in value.items()
+        )
+    return type(value) is hint or (whole and hint is float and type(value) is int)
+
+
+# ----------------------------------------------------------------------------------------------------------- msgpack
+
+
+@st.composite
+def packed(draw: st.DrawFn, value: st.SearchStrategy[Any], odd: st.SearchStrategy[Any] = FREE) -> bytes:
+    """A map as msgpack, some of it replaced, missing, added, or then changed byte by byte."""
+    fields = dict(draw(value))
+    for _ in range(draw(st.integers(0, 2))):
+        name = draw(st.sampled_from(sorted(fields)) if fields else TEXT)
+        match draw(st.integers(0, 2)):
+            case 0:
+                fields.pop(name, None)
+            case 1:
+                fields[name] = draw(odd)
+            case 2:
+                fields[draw(TEXT)] = draw(odd)
+    body: bytes = msgpack.packb(fields)
+    return draw(mutated(st.just(body), most=2))
+
+
+@st.composite
+def nested(draw: st.DrawFn, most_bytes: int) -> bytes:
+    """Lists and maps, one in the other, each claiming as many items as it may: the dearest bytes to unpack."""
+    limits = (MAX_LIST_ITEMS, MAX_MAP_ITEMS, MAX_HANDSHAKE_ITEMS)
+    count = draw(st.sampled_from([limit + more for limit in limits for more in (-1, 0, 1)]))
+    make: Callable[[int], bytes] = draw(st.sampled_from([_list_head, _map_head]))
+    head = make(count)
+    return (head * (most_bytes // len(head)))[: draw(st.sampled_from([most_bytes, 3 * 1024, 100]))]
+
+
+def _list_head(count: int) -> bytes:
+    return b"\xdc" + count.to_bytes(2, "big")
+
+
+def _map_head(count: int) -> bytes:
+    return b"\xde" + count.to_bytes(2, "big") + b"\xa1a"

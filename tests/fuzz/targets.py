@@ -1,0 +1,74 @@
+"""All targets, and every parser in the packages, found by reading their source.
+
+=====================  ==================================================================================
+target                 what it is given to
+=====================  ==================================================================================
+frames                 ``wire.frame.FrameDecoder``: cut anywhere, posts, fences, before the handshake and after
+messages-handshake     ``decode_untrusted`` of kinds 1 to 15, and msgpack bombs of 4 KiB
+messages               ``decode_untrusted`` of all other kinds, and msgpack bombs of 64 KiB
+records                ``from_map_untrusted`` of every record
+handshake              ``judge_hello``, ``judge_answer``, ``judge_caller``, ``judge_answerer``
+tickets, addresses     ``Ticket.parse_untrusted``, ``parse_address``
+certificates           ``identity_of_untrusted``, ``certificate_of_untrusted``
+certificate-requests   ``request_of_untrusted``
+grants                 ``granted_untrusted``, a renewal's answer
+views, tokens          ``View.from_message_untrusted``, ``Token.decode_untrusted``
+codecs                 ``decode`` and ``decode_add`` of each codec
+links                  ``targets_untrusted``, ``measured_untrusted``
+profiles               ``Profile.from_spec_untrusted``
+doorway                a whole listener, plain and TLS: first bytes, damaged TLS, frames inside
+enrolment              a seed's ``Gate``: enrolment, renewal, requests about tickets
+healing                both sides of a heal
+operators-requests     a whole seed, asked anything
+checkpoint-manifests   ``CheckpointStore``
+=====================  ==================================================================================
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from . import credential_targets, door_targets, file_targets, ring_targets, wire_targets
+from .engine import SUFFIX, Target
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("p2ptrain", "wire", "ring", "roles", "tui", "configs")
+TARGETS: tuple[Target, ...] = (
+    *wire_targets.TARGETS,
+    *credential_targets.TARGETS,
+    *ring_targets.TARGETS,
+    *door_targets.TARGETS,
+    *file_targets.TARGETS,
+)
+
+
+def parsers() -> set[str]:
+    """``module.qualified_name`` of every function named ``..._untrusted`` that does something."""
+    found: set[str] = set()
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            found.update(f"{module}.{name}" for name in _named(ast.parse(path.read_bytes()), ""))
+    return found
+
+
+def _named(node: ast.AST, outside: str) -> Iterator[str]:
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield from _named(child, outside)
+            continue
+        name = f"{outside}{child.name}"
+        if isinstance(child, ast.ClassDef):
+            yield from _named(child, f"{name}.")
+            continue
+        if child.name.endswith(SUFFIX) and not _is_abstract(child):
+            yield name
+        yield from _named(child, f"{name}.<locals>.")
+
+
+def _is_abstract(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether all that it does is to raise ``NotImplementedError``."""
+    last = function.body[-1]
+    return len(function.body) == 1 and isinstance(last, ast.Raise) and ast.unparse(last) == "raise NotImplementedError"

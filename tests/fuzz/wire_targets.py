@@ -1,0 +1,331 @@
+"""What stands in frames: framing, messages, records, the handshake's judges; and the texts that name a seed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgpack
+from hypothesis import strategies as st
+
+from p2ptrain.core.errors import ProtocolError, Refused, UserError
+from wire.address import parse_address
+from wire.codec import MESSAGE_TYPES, decode_untrusted, encode
+from wire.credentials import PeerIdentity
+from wire.frame import (
+    CONTROL_FRAME_BYTES,
+    HANDSHAKE_FRAME_BYTES,
+    HEADER,
+    LAST_HANDSHAKE_KIND,
+    BulkDone,
+    ControlFrame,
+    FrameDecoder,
+    NeedPost,
+    encode_bulk_header,
+    encode_control,
+)
+from wire.handshake import ENROL, PERMITTED, judge_answer, judge_answerer, judge_caller, judge_hello
+from wire.messages import PROTOCOL_VERSION, Hello, Refuse, Welcome
+from wire.records import CheckpointInfo, ClusterInfo, EventInfo, JobInfo, MetricRow, PeerInfo, Record
+from wire.ticket import ROLES, Ticket, is_ticket
+from wire.transport_base import format_address
+
+from .engine import Target
+from .strategies import (
+    ANY_TEXT,
+    FREE,
+    TEXT,
+    conforms,
+    made,
+    mutated,
+    mutated_text,
+    nested,
+    packed,
+)
+
+# ------------------------------------------------------------------------------------------------------------- frames
+
+KINDS = frozenset(MESSAGE_TYPES)
+_GENERATIONS, _STREAMS = st.integers(0, 3), st.integers(0, 2)
+_CONTROL = st.builds(
+    lambda kind, size, generation, stream: encode_control(kind, bytes(size), generation=generation, stream=stream),
+    st.sampled_from([*KINDS, 0, 15, 63, 255]),
+    st.sampled_from([1, 2, 30, HANDSHAKE_FRAME_BYTES - HEADER.size]),
+    _GENERATIONS,
+    _STREAMS,
+)
+_BULK = st.builds(
+    lambda size, generation, stream: encode_bulk_header(size, generation=generation, stream=stream) + bytes(size),
+    st.integers(0, 64),
+    _GENERATIONS,
+    _STREAMS,
+)
+_FEED = st.tuples(st.just("feed"), st.integers(1, 80))
+_DEEDS = st.one_of(
+    _FEED,
+    _FEED,
+    st.tuples(st.just("large")),
+    st.tuples(st.just("post"), _GENERATIONS, _STREAMS, st.integers(0, 64)),
+    st.tuples(st.just("fence"), st.integers(0, 4)),
+)
+
+
+class _Reader:
+    """A decoder, fed as a connection feeds it, and what must hold of every answer."""
+
+    def __init__(self, data: bytes) -> None:
+        self.core = FrameDecoder(KINDS)
+        self.data = data
+        self.large = False
+        self.posted: set[Any] = set()
+
+    def do(self, deed: tuple[Any, ...]) -> None:
+        match deed:
+            case ("feed", nbytes):
+                self.feed(nbytes)
+            case ("large",):
+                self.core.allow_large()
+                self.large = True
+            case ("fence", fence):
+                self.core.raise_fence(fence)
+            case ("post", generation, stream, size):
+
+                def done() -> None: ...
+
+                self.posted.add(done)
+                into = memoryview(bytearray(size))
+                self._heard(self.core.post(into, generation=generation, stream=stream, done=done))
+        self.core.validate()
+
+    def feed(self, nbytes: int) -> None:
+        while nbytes and self.data and not self.core.waiting:
+            buffer = self.core.next_buffer()
+            assert 0 < len(buffer) <= CONTROL_FRAME_BYTES
+            taken = min(len(buffer), len(self.data), nbytes)
+            buffer[:taken] = self.data[:taken]
+            self.data, nbytes = self.data[taken:], nbytes - taken
+            self._heard(self.core.received(taken))
+
+    def _heard(self, event: Any) -> None:
+        match event:
+            case ControlFrame():
+                limit = CONTROL_FRAME_BYTES if self.large else HANDSHAKE_FRAME_BYTES
+                assert event.kind in KINDS
+                assert self.large or event.kind <= LAST_HANDSHAKE_KIND
+                assert 0 < len(event.body) <= limit - HEADER.size
+            case BulkDone():
+                assert event.done in self.posted
+                self.posted.discard(event.done)
+            case NeedPost():
+                assert self.core.waiting
+            case _:
+                assert event is None
+
+
+def _check_frames(case: tuple[bytes, list[tuple[Any, ...]]]) -> None:
+    data, deeds = case
+    reader = _Reader(data)
+    try:
+        for deed in deeds:
+            reader.do(deed)
+        reader.feed(len(data))
+    except ProtocolError:
+        return
+    reader.core.validate()
+
+
+FRAMES = Target(
+    "frames",
+    st.tuples(
+        st.lists(_CONTROL | _BULK | mutated(_CONTROL | _BULK), min_size=1, max_size=4).map(b"".join),
+        st.lists(_DEEDS, max_size=12),
+    ),
+    _check_frames,
+    (),
+    peak_bytes=CONTROL_FRAME_BYTES + (64 << 10),
+)
+
+# ----------------------------------------------------------------------------------------------------------- messages
+
+_OURS = st.just(PROTOCOL_VERSION)
+_MADE = {
+    kind: made(cls, version=_OURS) if cls in (Hello, Welcome) else made(cls) for kind, cls in MESSAGE_TYPES.items()
+}
+
+
+def _bodies(kind: int) -> st.SearchStrategy[tuple[int, bytes]]:
+    limit = (HANDSHAKE_FRAME_BYTES if kind <= LAST_HANDSHAKE_KIND else CONTROL_FRAME_BYTES) - HEADER.size
+    valid = packed(_MADE[kind].map(dataclasses.asdict))
+    bodies = st.one_of(valid, valid, valid, nested(limit), st.binary(max_size=40), FREE.map(_pack))
+    return st.tuples(st.just(kind), bodies.map(lambda body: body[:limit]))
+
+
+def _pack(value: Any) -> bytes:
+    body: bytes = msgpack.packb(value)
+    return body
+
+
+def _check_message(case: tuple[int, bytes]) -> None:
+    kind, body = case
+    try:
+        message = decode_untrusted(kind, body)
+    except ProtocolError:
+        return
+    assert conforms(message, MESSAGE_TYPES[kind])
+    again = encode(message)
+    assert encode(decode_untrusted(kind, again)) == again
+
+
+_PARSERS = ("wire.codec.decode_untrusted", "wire.codec._unpack_untrusted")
+HANDSHAKE_MESSAGES = Target(
+    "messages-handshake",
+    st.one_of([_bodies(kind) for kind in MESSAGE_TYPES if kind <= LAST_HANDSHAKE_KIND]),
+    _check_message,
+    _PARSERS,
+    peak_bytes=1 << 20,
+)
+MESSAGES = Target(
+    "messages",
+    st.one_of([_bodies(kind) for kind in MESSAGE_TYPES if kind > LAST_HANDSHAKE_KIND])
+    | st.tuples(st.integers(0, 255).filter(lambda kind: kind not in KINDS), st.binary(max_size=20)),
+    _check_message,
+    _PARSERS,
+    peak_bytes=40 << 20,  # lists that claim 4096 items, a thousand deep: given back within the call
+)
+
+# ------------------------------------------------------------------------------------------------------------ records
+
+RECORDS: tuple[type[Record], ...] = (ClusterInfo, PeerInfo, JobInfo, MetricRow, EventInfo, CheckpointInfo)
+
+
+@st.composite
+def _maps(draw: st.DrawFn, kind: type[Record]) -> tuple[type[Record], Any]:
+    source: Any = draw(made(kind).map(dataclasses.asdict))
+    for _ in range(draw(st.integers(0, 2))):
+        name = draw(st.sampled_from(sorted(source)) | TEXT) if source else draw(TEXT)
+        if draw(st.booleans()):
+            source[name] = draw(FREE)
+        else:
+            source.pop(name, None)
+    return kind, source
+
+
+def _check_record(case: tuple[type[Record], Any]) -> None:
+    kind, source = case
+    try:
+        record = kind.from_map_untrusted(source)
+    except ProtocolError:
+        return
+    assert conforms(record, kind, whole=True)
+    assert msgpack.packb(kind.from_map_untrusted(record.to_map()).to_map()) == msgpack.packb(record.to_map())
+    if isinstance(record, JobInfo):
+        record.edges()
+        record.slowest_edge()
+
+
+RECORD = Target(
+    "records",
+    st.one_of([_maps(kind) for kind in RECORDS]) | st.tuples(st.sampled_from(RECORDS), FREE),
+    _check_record,
+    ("wire.records.Record.from_map_untrusted",),
+    peak_bytes=1 << 20,
+)
+
+# ---------------------------------------------------------------------------------------------------------- handshake
+
+_IDS = st.sampled_from(["a1", "b2", "x" * 63])
+_HELLO = made(
+    Hello,
+    version=_OURS,
+    peer_id=_IDS | st.text(max_size=1500),
+    purpose=st.sampled_from([*PERMITTED, ENROL]) | st.text(max_size=1500),
+    software=st.text(max_size=1500),
+)
+_IDENTITY = st.none() | st.builds(
+    PeerIdentity,
+    _IDS,
+    st.frozensets(st.sampled_from(["worker", "operator", "seed"]) | _IDS),
+    st.floats(),
+    st.integers(),
+)
+
+
+def _tells(refuse: Refuse | None) -> None:
+    """It can be sent: every receiver takes it."""
+    if refuse is not None:
+        encode_control(Refuse.KIND, encode(refuse), generation=0, stream=0)
+
+
+def _check_handshake(case: tuple[Hello, PeerIdentity | None, Any, str, str]) -> None:
+    hello, identity, answer, peer_id, role = case
+    _tells(judge_hello(hello))
+    refuse = judge_caller(hello, identity)
+    _tells(refuse)
+    if refuse is None and hello.purpose != ENROL:
+        assert identity is not None
+        assert hello.peer_id == identity.peer_id
+        assert identity.roles & PERMITTED[hello.purpose]
+    _tells(judge_answerer(identity, peer_id=peer_id, role=role))
+    try:
+        welcome = judge_answer(answer, "seed:7337")
+    except (ProtocolError, Refused):
+        return
+    assert isinstance(welcome, Welcome)
+    assert welcome.version == PROTOCOL_VERSION
+
+
+HANDSHAKE = Target(
+    "handshake",
+    st.tuples(
+        _HELLO, _IDENTITY, st.one_of(list(_MADE.values())), _IDS | st.just(""), st.sampled_from(["", "seed", "worker"])
+    ),
+    _check_handshake,
+    (),
+    peak_bytes=1 << 20,
+)
+
+# ----------------------------------------------------------------------------------------- texts that a person is given
+
+_TICKETS = [
+    str(Ticket(host, port, role, "0123456789ab", bytes(range(16)), bytes(range(32))))
+    for host, port in [("seed.example", 7337), ("192.168.1.20", 1), ("fe80::1", 65535)]
+    for role in ROLES
+]
+_PIECES = ["/", ":", "[", "]", "::", "-", "_", "=", "A", "\n", " ", "0", "99999", "%", "@", "\u0661", "a" * 600]
+
+
+def _check_ticket(text: str) -> None:
+    is_ticket(text)
+    try:
+        ticket = Ticket.parse_untrusted(text)
+    except ProtocolError:
+        return
+    assert 1 <= ticket.port <= 65535
+    assert Ticket.parse_untrusted(str(ticket)) == ticket
+    assert repr(ticket.secret) not in repr(ticket)
+
+
+TICKET = Target(
+    "tickets",
+    mutated_text(_TICKETS, _PIECES) | ANY_TEXT,
+    _check_ticket,
+    ("wire.ticket.Ticket.parse_untrusted",),
+    peak_bytes=256 << 10,
+)
+
+_ADDRESSES = ["host", "host:1", "10.0.0.1:7337", "[fe80::1]:65535", "[::1]", "[::ffff:1.2.3.4]:9", "[fe80::1%eth0]:5"]
+
+
+def _check_address(text: str) -> None:
+    try:
+        host, port = parse_address(text)
+    except UserError:
+        return
+    assert host
+    assert 1 <= port <= 65535
+    assert parse_address(format_address(host, port)) == (host, port)
+
+
+ADDRESS = Target("addresses", mutated_text(_ADDRESSES, _PIECES) | ANY_TEXT, _check_address, (), peak_bytes=256 << 10)
+
+TARGETS = (FRAMES, HANDSHAKE_MESSAGES, MESSAGES, RECORD, HANDSHAKE, TICKET, ADDRESS)
