@@ -75,6 +75,8 @@ def run(target: Target, *, examples: int, seed_number: int, tally: Tally, watch:
         try:
             with _calls_noted(tally.called) if watch else _nothing():
                 peak_bytes = _measured(target, case)
+                if peak_bytes > target.peak_bytes:  # a table of the interpreter's own may grow in any call: once
+                    peak_bytes = _measured(target, case)
             assert peak_bytes <= target.peak_bytes, f"{peak_bytes} bytes allocated, {target.peak_bytes} are allowed"
         except Exception:
             tally.minimal = case  # the last one to fail is the one that could not be made smaller
