@@ -22,6 +22,12 @@ FREE = st.recursive(
     SCALAR, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4), max_leaves=8
 )
 """Any value that JSON has."""
+PACKABLE = st.recursive(
+    SCALAR | st.binary(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT | st.binary(max_size=4), inner, max_size=4),
+    max_leaves=8,
+)
+"""Any value that msgpack has: keys may be bytes."""
 
 _INTERESTING = (0x00, 0x01, 0x7F, 0x80, 0xFF, 0x30, 0x86, 0xC1, 0xDD, 0xDF)
 
@@ -144,18 +150,20 @@ def conforms(value: Any, hint: Any, *, whole: bool = False) -> bool:
 
 
 @st.composite
-def packed(draw: st.DrawFn, value: st.SearchStrategy[Any], odd: st.SearchStrategy[Any] = FREE) -> bytes:
+def packed(draw: st.DrawFn, value: st.SearchStrategy[Any], odd: st.SearchStrategy[Any] = PACKABLE) -> bytes:
     """A map as msgpack, some of it replaced, missing, added, or then changed byte by byte."""
     fields = dict(draw(value))
     for _ in range(draw(st.integers(0, 2))):
         name = draw(st.sampled_from(sorted(fields)) if fields else TEXT)
-        match draw(st.integers(0, 2)):
+        match draw(st.integers(0, 3)):
             case 0:
                 fields.pop(name, None)
             case 1:
                 fields[name] = draw(odd)
             case 2:
                 fields[draw(TEXT)] = draw(odd)
+            case 3 if maps := [value for value in fields.values() if isinstance(value, dict)]:
+                draw(st.sampled_from(maps))[draw(st.binary(max_size=4) | TEXT)] = draw(SCALAR)
     body: bytes = msgpack.packb(fields)
     return draw(mutated(st.just(body), most=2))
 

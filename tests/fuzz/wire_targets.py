@@ -17,6 +17,7 @@ from wire.frame import (
     HANDSHAKE_FRAME_BYTES,
     HEADER,
     LAST_HANDSHAKE_KIND,
+    MAX_BULK_BYTES,
     BulkDone,
     ControlFrame,
     FrameDecoder,
@@ -25,7 +26,7 @@ from wire.frame import (
     encode_control,
 )
 from wire.handshake import ENROL, PERMITTED, judge_answer, judge_answerer, judge_caller, judge_hello
-from wire.messages import PROTOCOL_VERSION, Hello, Refuse, Welcome
+from wire.messages import BULK_KIND, PROTOCOL_VERSION, Hello, Refuse, Welcome
 from wire.records import CheckpointInfo, ClusterInfo, EventInfo, JobInfo, MetricRow, PeerInfo, Record
 from wire.ticket import ROLES, Ticket, is_ticket
 from wire.transport_base import format_address
@@ -34,6 +35,7 @@ from .engine import Target
 from .strategies import (
     ANY_TEXT,
     FREE,
+    PACKABLE,
     TEXT,
     conforms,
     made,
@@ -57,6 +59,15 @@ _CONTROL = st.builds(
 _BULK = st.builds(
     lambda size, generation, stream: encode_bulk_header(size, generation=generation, stream=stream) + bytes(size),
     st.integers(0, 64),
+    _GENERATIONS,
+    _STREAMS,
+)
+_HEADER = st.builds(
+    HEADER.pack,
+    st.sampled_from([0, 15, 16, 17, HANDSHAKE_FRAME_BYTES, CONTROL_FRAME_BYTES, MAX_BULK_BYTES + 16, 2**31, 2**32 - 1]),
+    st.sampled_from([1, 16, BULK_KIND, 255]),
+    st.sampled_from([0, 0, 0, 1]),
+    st.sampled_from([0, 0, 1, 65535]),
     _GENERATIONS,
     _STREAMS,
 )
@@ -118,6 +129,7 @@ class _Reader:
                 self.posted.discard(event.done)
             case NeedPost():
                 assert self.core.waiting
+                assert event.payload_bytes <= MAX_BULK_BYTES
             case _:
                 assert event is None
 
@@ -137,7 +149,7 @@ def _check_frames(case: tuple[bytes, list[tuple[Any, ...]]]) -> None:
 FRAMES = Target(
     "frames",
     st.tuples(
-        st.lists(_CONTROL | _BULK | mutated(_CONTROL | _BULK), min_size=1, max_size=4).map(b"".join),
+        st.lists(_CONTROL | _BULK | _HEADER | mutated(_CONTROL | _BULK), min_size=1, max_size=4).map(b"".join),
         st.lists(_DEEDS, max_size=12),
     ),
     _check_frames,
@@ -156,7 +168,7 @@ _MADE = {
 def _bodies(kind: int) -> st.SearchStrategy[tuple[int, bytes]]:
     limit = (HANDSHAKE_FRAME_BYTES if kind <= LAST_HANDSHAKE_KIND else CONTROL_FRAME_BYTES) - HEADER.size
     valid = packed(_MADE[kind].map(dataclasses.asdict))
-    bodies = st.one_of(valid, valid, valid, nested(limit), st.binary(max_size=40), FREE.map(_pack))
+    bodies = st.one_of(valid, valid, valid, nested(limit), st.binary(max_size=40), PACKABLE.map(_pack))
     return st.tuples(st.just(kind), bodies.map(lambda body: body[:limit]))
 
 
