@@ -99,7 +99,7 @@ class Survey:
             return False
 
         async def measure() -> None:
-            await self._ask(link, wanted, START_S)
+            await self._ask(link, wanted[:MAX_AT_ONCE], START_S)
             del self._waiting[link.id]
             then()
 
@@ -118,19 +118,22 @@ class Survey:
         if before is not None:
             before.cancel()
         if self._tasks is not None and len(members) > 1:
-            self._later[job] = self._tasks.create_task(self._measure_later(members), name=f"measure for {job}")
+            self._later[job] = self._tasks.create_task(self._measure_later(job, members), name=f"measure for {job}")
 
-    async def _measure_later(self, members: Sequence[str]) -> None:
+    async def _measure_later(self, job: str, members: Sequence[str]) -> None:
         for peer_id in members:
             link = self._links.get(peer_id)
-            if link is not None and (wanted := self._askable(link, members)):
-                await self._ask(link, wanted, LATER_S)
+            wanted = self._askable(link, members) if link is not None else []
+            for first in range(0, len(wanted), MAX_AT_ONCE):
+                if link is not None and self._links.get(peer_id) is link:
+                    await self._ask(link, wanted[first : first + MAX_AT_ONCE], LATER_S)
+        del self._later[job]
 
     def _askable(self, link: Link, others: Collection[str]) -> list[Link]:
         if link.hello.capabilities.get(CAPABILITY) is not True:
             return []
         here = [other for other in others if other in self._links]
-        return [self._links[other] for other in self.table.wanted(link.id, here, self._clock.now())][:MAX_AT_ONCE]
+        return [self._links[other] for other in self.table.wanted(link.id, here, self._clock.now())]
 
     async def _ask(self, link: Link, others: Sequence[Link], timeout_s: float) -> None:
         """Have ``link`` measure the ways to ``others``; what went wrong leaves them unknown."""

@@ -169,7 +169,12 @@ async def test_everything_killed_at_once_resumes_from_the_checkpoint(cluster: Cl
         await peer.die()
     gates.go.set()
     await cluster.restart_seed()
-    again = [cluster.join(slot=slot) for slot in (1, 2)]
+    gates = Gates(10)  # so that the first one to hold step 8 does not end the run before the other is ready
+    again = [cluster.join(gates.build, slot=slot) for slot in (1, 2)]
+    await cluster.job_until(
+        job, lambda item: item["generation"] > 1 and (item["state"] == "forming" or len(item["members"]) == 2)
+    )
+    gates.go.set()
     await cluster.job_until(job, done)
     assert len({state_of(peer) for peer in again}) == 1
     assert min(min(peer.steps) for peer in again) == 9, "the newest checkpoint is of step 8"

@@ -169,6 +169,9 @@ def test_no_request_is_longer_than_a_worker_takes() -> None:
     desk = Desk(*(FakeLink(f"p{number}") for number in range(3 * MAX_AT_ONCE)))
     surveyed(desk, lambda: desk.ready("p0"))
     assert len(desk.links["p0"].asked[0]["peers"]) == MAX_AT_ONCE
+    surveyed(desk, lambda: desk.survey.view_began("job", sorted(desk.links)), until_s=1000.0)
+    assert max(len(asked["peers"]) for link in desk.links.values() for asked in link.asked) == MAX_AT_ONCE
+    assert len(desk.survey.table.known) == 3 * MAX_AT_ONCE * (3 * MAX_AT_ONCE - 1)
 
 
 @pytest.mark.parametrize(
