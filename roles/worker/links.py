@@ -247,6 +247,7 @@ class Prober:
             connection.send(Request(0, "probe.turn"))
         for connection in connections:
             await connection.expect(Response, timeout_s=MAX_DEADLINE_S)
+        due_at = self._world.clock.now() + 2 * latency_s
         for connection in connections:
             for number in range(pieces):
                 connection.send(Request(number, "probe.sink", {"stream": number}))
@@ -261,7 +262,8 @@ class Prober:
         finally:
             for task in listening:
                 task.cancel()
-        rates = [rate for times in answered if (rate := rate_bps(times)) is not None]
+        near = 2 * latency_s < NEAR_RTT_S
+        rates = [rate for times in answered if (rate := rate_bps(times, due_at if near else None)) is not None]
         return sum(rates) if rates else None
 
     async def _answers(self, connection: Connection, pieces: int, answered: list[float]) -> None:
@@ -282,11 +284,15 @@ async def within(seconds: float) -> AsyncIterator[None]:
         raise DeadlineExceeded(f"not done within {seconds:g} s") from None
 
 
-def rate_bps(answered: Sequence[float]) -> float | None:
+def rate_bps(answered: Sequence[float], due_at: float | None = None) -> float | None:
     """Bits per second from the times at which pieces were answered; None where they are too few to tell.
 
     The median over all runs of a quarter of the pieces, but for the first ones, which a flow's slow start holds back. A
     lost segment makes one pause, and what comes right after it all at once: neither is the rate of the link.
+
+    Args:
+        due_at: of a fast link, whose pieces may be received, decrypted and answered in lumps: when the first answer
+            could have come. All pieces took at least the time since then.
     """
     if len(answered) < 3:
         return None
@@ -294,6 +300,8 @@ def rate_bps(answered: Sequence[float]) -> float | None:
     starts = range(min(run, len(answered) - 1 - run), len(answered) - run)
     seconds = [answered[start + run] - answered[start] for start in starts]
     rates = [8 * PIECE_BYTES * run / took_s for took_s in seconds if took_s > 0]
+    if due_at is not None and (took_s := answered[-1] - due_at) > 0:
+        rates = [min(rate, 8 * PIECE_BYTES * len(answered) / took_s) for rate in rates]
     return statistics.median(rates) if rates else None
 
 

@@ -271,6 +271,9 @@ def test_the_rate_is_that_between_pauses() -> None:
     assert rate_bps(slow_start) == pytest.approx(1e6)
     lost_one = steady[:20] + [steady[19] + 0.2 + max(0.0, number * piece_s - 0.2) for number in range(1, 13)]
     assert rate_bps(lost_one) == pytest.approx(1e6, rel=0.05)
+    lumps = [0.5 + 1e-7 * number for number in range(32)]
+    assert rate_bps(lumps, 0.5 - 32 * piece_s) == pytest.approx(1e6)
+    assert (rate_bps(lumps) or 0) > 1e9
     assert rate_bps([0.0, 1.0]) is None
     assert rate_bps([1.0] * 9) is None
 
