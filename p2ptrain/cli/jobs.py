@@ -149,6 +149,19 @@ def _settings(answer: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return settings
 
 
+def _ring(job: JobInfo) -> str:
+    """How gradients travel in the present ring, and where they travel slowest."""
+    if not job.streams:
+        return "none"
+    text, slowest = f"{job.streams} stream{'s' if job.streams > 1 else ''}, {job.codec}", job.slowest_edge()
+    if slowest is None:
+        return text
+    latency_ms, rate_bps = job.edges()[slowest]
+    rate = f"{number(rate_bps / 1e6 if rate_bps is not None else None, '.3g')} Mbit/s"
+    right = job.members[(slowest + 1) % len(job.members)]
+    return f"{text}; slowest edge {job.members[slowest]} → {right}: {rate}, {number(latency_ms, '.3g')} ms"
+
+
 def _pairs(job: JobInfo) -> list[tuple[str, str]]:
     pairs = [
         ("id", job.id),
@@ -160,6 +173,7 @@ def _pairs(job: JobInfo) -> list[tuple[str, str]]:
             "members",
             f"{len(job.members)} in generation {job.generation}: {' → '.join(map(str, job.members)) or 'none'}",
         ),
+        ("ring", _ring(job)),
         ("loss", f"{number(job.loss)} nats/token (validation {number(job.val_loss)})"),
         ("learning rate", number(job.lr, ".3g")),
         ("gradient norm", number(job.grad_norm, ".3g")),

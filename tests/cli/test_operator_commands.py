@@ -166,6 +166,19 @@ def test_show_a_job(command: Command, fake_seed: Any) -> None:
     assert fake_seed.asked[0] == ("jobs.show", {"job": "tiny"})
 
 
+def test_show_tells_how_the_ring_runs(command: Command, fake_seed: Any) -> None:
+    ring = {"members": ["a", "b"], "edge_ms": [0.5, 20.1], "edge_bps": [1e9, 98.3e6], "streams": 2, "codec": "int8"}
+    fake_seed.answers["jobs.show"] = {"job": JOB.to_map() | ring, "spec": "{}"}
+    assert "2 streams, int8; slowest edge b → a: 98.3 Mbit/s, 20.1 ms" in " ".join(
+        command("jobs", "show", "x").out.split()
+    )
+    unknown = ring | {"edge_ms": [], "edge_bps": [], "streams": 1}
+    fake_seed.answers["jobs.show"] = {"job": JOB.to_map() | unknown, "spec": "{}"}
+    out = command("jobs", "show", "x").out
+    assert "1 stream, int8" in out
+    assert "slowest" not in out
+
+
 @pytest.mark.parametrize("spec", ["nonsense", {}, None, 3])
 def test_show_survives_a_bad_spec(command: Command, fake_seed: Any, spec: object) -> None:
     fake_seed.answers["jobs.show"] = {"job": JOB.to_map(), "spec": spec}

@@ -63,6 +63,27 @@ def test_the_best_order_is_found_or_the_given_one_is_as_good(ring, total_bytes):
         assert found.seconds == pytest.approx(least_s)
 
 
+def wild(size: int, seed: int) -> dict[tuple[str, str], LinkQuality]:
+    """Links without rhyme or reason, each direction its own, over three decades: the hardest to put in order."""
+    rng = random.Random(seed)
+    return {
+        pair: LinkQuality(10 ** rng.uniform(-4, -1), 10 ** rng.uniform(6, 9))
+        for pair in itertools.permutations(names(size), 2)
+    }
+
+
+@pytest.mark.parametrize("size", [3, 6, 7])
+@pytest.mark.parametrize("total_bytes", [1 << 16, 1 << 20, 1 << 24])
+def test_the_search_is_exact_whatever_it_begins_with(size, total_bytes):
+    for seed in range(8):
+        costs = Costs(names(size), wild(size, seed), total_bytes=total_bytes)
+        least_s = brute_force(costs)
+        assert costs.seconds(order._exact(costs, list(range(size)))) == pytest.approx(least_s)
+        found = best_order(names(size), wild(size, seed), total_bytes=total_bytes)
+        assert found is not None
+        assert found.seconds <= least_s * (1 + MARGIN)
+
+
 @pytest.mark.parametrize("size", [8, 9, 10])
 @pytest.mark.parametrize("total_bytes", [1 << 16, 1 << 26])
 def test_beyond_the_exact_search_the_order_is_nearly_as_good(size, total_bytes, monkeypatch):
