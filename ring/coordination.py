@@ -84,7 +84,7 @@ class Terms:
     grace_s: float = 30.0
     build_s: float = 600.0
     cooldown_s: float = 30.0
-    wishes: Wishes = Wishes()
+    wishes: Wishes = field(default_factory=Wishes)
 
     @property
     def most(self) -> int:
