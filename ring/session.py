@@ -48,7 +48,7 @@ from wire.messages import Leave
 __all__ = ["Inbound", "RingBroken", "RingSession", "RingStats"]
 
 PATIENCE_S = 120.0
-LEAST_SUB_CHUNK_BYTES, MOST_SUB_CHUNK_BYTES = 64 << 10, 256 << 10
+LEAST_SUB_CHUNK_BYTES, MOST_SUB_CHUNK_BYTES = 64 << 10, 512 << 10
 """Between these a session chooses by itself. Measured on a loopback: below, the work per sub-chunk counts; above, sums
 leave a core's cache before they are sent on."""
 SUB_CHUNKS_A_CHUNK = 4  # at least: so that adding one overlaps with receiving the next
@@ -149,7 +149,7 @@ class RingSession:
                 on_silent=self._break,
             )
             for bulk in (*left.bulks, *right.bulks):
-                bulk.widen()
+                bulk.tune_for_bulk()
             self._lanes = [
                 Lane(incoming, outgoing, view.generation, on_progress=self._moved, on_error=self._lane_failed)
                 for incoming, outgoing in zip(left.bulks, right.bulks, strict=True)

@@ -34,7 +34,7 @@ from wire.frame import (
     encode_control,
 )
 from wire.messages import Message, Refuse
-from wire.sockets import widen
+from wire.sockets import tune_for_bulk
 from wire.tls_problems import tls_problem
 
 if TYPE_CHECKING:  # a plain cluster need not load cryptography
@@ -131,11 +131,11 @@ class Connection(asyncio.BufferedProtocol):
         self._decoder.raise_fence(generation)
         self._steer_reading()
 
-    def widen(self) -> None:
-        """Have the kernel buffer as much as bulk payloads want, where the system lets it."""
+    def tune_for_bulk(self) -> None:
+        """Prepare the socket, where there is one, for payloads that should go as fast as they can."""
         sock = self._transport.get_extra_info("socket") if self._attached and not self._ended else None
         if sock is not None:
-            widen(sock)
+            tune_for_bulk(sock)
 
     def allow_large(self) -> None:
         """The handshake ended: 64 KiB control frames of every kind, and bulk frames, are welcome."""

@@ -80,6 +80,7 @@ class Member:
         self._gloo: GlooGroup | None = None
         self._sockets: dict[str, SocketRing] = {}
         self._buffer: npt.NDArray[Any] = np.zeros(0, np.float32)
+        self._landed: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
         self._tiles: list[npt.NDArray[Any]] = []
         self._dtype = "float32"
         self._codec: Codec | None = None
@@ -190,8 +191,9 @@ class Member:
         self._dtype, self._piece_bytes = dtype, piece_bytes
         self._codec = codec_named(codec) if codec not in ("", "fp32") else None
         self._tiles = [_tile(rank, dtype, storage) for rank in range(self.size)]
-        self._buffer = np.zeros(0, storage)  # the last one goes before the next one comes
+        self._buffer, self._landed = np.zeros(0, storage), np.zeros(0, np.uint8)  # the last go before the next come
         self._buffer = np.empty(numel, storage)
+        self._landed = np.zeros(self._buffer.nbytes, np.uint8)
         self._fill()
         gc.collect()
         gc.freeze()  # torch's hundred thousand objects stay: a sample must not pay for looking at them
@@ -245,11 +247,14 @@ class Member:
         self._gloo.all_reduce(self._buffer, self._dtype)
 
     async def _exchange(self, method: str) -> None:
-        """What an all-reduce moves, moved and nothing else: 2 (n - 1) / n of the tensor out, and as much in."""
-        memory = self._buffer.view(np.uint8).data
+        """What an all-reduce moves, moved and nothing else: 2 (n - 1) / n of the tensor out, and as much in.
+
+        What is received lands in memory of the tensor's size, for that is what a tensor is.
+        """
+        outgoing, incoming = self._buffer.view(np.uint8).data, self._landed.data
         total_bytes = max(1, 2 * (self.size - 1) * self._buffer.nbytes // self.size)
-        scratch = memoryview(bytearray(min(self._piece_bytes, total_bytes)))
-        self._sockets["limit"].exchange(method, Traffic(memory, scratch, total_bytes, total_bytes, self._piece_bytes))
+        traffic = Traffic(outgoing, incoming, total_bytes, total_bytes, self._piece_bytes)
+        self._sockets["limit"].exchange(method, traffic)
 
     def _fill(self) -> None:
         tile, buffer = self._tiles[self.rank], self._buffer

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError
+from wire.sockets import tune_for_bulk
 
 HOST = "127.0.0.1"
 SILENCE_S = 30.0
@@ -143,6 +144,7 @@ class SocketRing:
         left, _ = self._listener.accept()
         for end in (right, left):
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            tune_for_bulk(end)  # as the ring's own are: the limit is that of the sockets, not of their settings
             end.setblocking(False)
         return right, left
 
