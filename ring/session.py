@@ -422,7 +422,8 @@ class RingSession:
         one has a whole chunk to pass on meanwhile, however long a hop takes.
         """
         chunk_bytes = -(-numel // self.size) * itemsize
-        most_bytes = max(MOST_SUB_CHUNK_BYTES // stripes, LEAST_SUB_CHUNK_BYTES)
+        most_bytes = MOST_SUB_CHUNK_BYTES // (1 if codec is None else 2)  # coding has scratch of its own in the cache
+        most_bytes = max(most_bytes // stripes, LEAST_SUB_CHUNK_BYTES)
         fitting_bytes = min(max(chunk_bytes // SUB_CHUNKS_A_CHUNK, LEAST_SUB_CHUNK_BYTES), most_bytes)
         block_numel = codec.block_numel if codec is not None else 1
         sub_chunk_numel = max((self._sub_chunk_bytes or fitting_bytes) // itemsize // block_numel, 1) * block_numel

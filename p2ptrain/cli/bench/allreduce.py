@@ -149,9 +149,10 @@ class AllReduce:
         self._titles[LIMIT] = "TLS sockets" if ring.tls else "sockets"
         self._methods = await stage.sockets("limit", tls=ring.tls)
         self.notes.append(
-            f"sockets: the same bytes between the same processes, from one tensor into another, sent and received at the "
-            f"same time in pieces of {human_size(self.plan.piece_bytes)} by the best of: {', '.join(self._methods)}; set "
-            "up as the ring's own; nothing is answered, so a small tensor's round trips are no part of this limit"
+            "sockets: the same bytes between the same processes, from one tensor into another, sent and received at "
+            f"the same time in pieces of {human_size(self.plan.piece_bytes)} by the best of: "
+            f"{', '.join(self._methods)}; set up as the ring's own; nothing is answered, so a small tensor's round "
+            "trips are no part of this limit"
         )
 
     async def _size(self, members: Members, size_bytes: int, budget_s: float, progress: Progress) -> None:
