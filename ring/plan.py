@@ -15,6 +15,8 @@ from ring.view import MAX_STREAMS
 
 NEAR_RTT_S = 2e-3
 """Below this round trip one flow fills a link of gigabits: its bandwidth-delay product is within any window."""
+FAR_SUB_CHUNK_BYTES = 256 << 10
+"""Over a far link: long enough that its frame costs nothing, short enough that to store and forward it is no delay."""
 STRIPING_GAIN = 1.25
 """Striping that carries less than that much more is not worth the connections: measurements differ by as much."""
 UNKNOWN_BYTES = 4 << 20
@@ -94,7 +96,9 @@ def plan_ring(
     streams, streams_reason = _streams(slowest, wishes)
     codec, codec_reason = _codec(slowest, wishes, load, len(order), streams)
     carriage_reason = f"{streams_reason}; {codec_reason}"
-    return RingPlan(tuple(order), streams, wishes.sub_chunk_bytes, codec, slowest, reason, carriage_reason)
+    far = slowest is not None and not _is_near(slowest.link)
+    sub_chunk_bytes = wishes.sub_chunk_bytes or (FAR_SUB_CHUNK_BYTES if far else 0)
+    return RingPlan(tuple(order), streams, sub_chunk_bytes, codec, slowest, reason, carriage_reason)
 
 
 def slowest_edge(order: Sequence[str], links: Links) -> Edge | None:
@@ -141,7 +145,7 @@ def _streams(slowest: Edge | None, wishes: Wishes) -> tuple[int, str]:
     if slowest is None:
         return 1, "1 stream: nothing is known of the links"
     link = slowest.link
-    if 2 * link.latency_s < NEAR_RTT_S:
+    if _is_near(link):
         return 1, "1 stream: the members are near each other"
     if link.bandwidth_bps is None or link.striped_bps is None:
         return 1, "1 stream: what several carry was not measured"
@@ -152,6 +156,10 @@ def _streams(slowest: Edge | None, wishes: Wishes) -> tuple[int, str]:
     if gain >= 0.8 * STRIPES:  # nothing but the window of each flow held them back: there is room for more
         streams = min(2 * STRIPES, MAX_STREAMS)
     return streams, f"{_counted(streams)}: {STRIPES} carried {gain:.2g} times what one does"
+
+
+def _is_near(link: LinkQuality) -> bool:
+    return 2 * link.latency_s < NEAR_RTT_S
 
 
 def _counted(streams: int) -> str:

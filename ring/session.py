@@ -19,7 +19,7 @@ finished, may finish it too, for all that it needs from the leaver lies ahead of
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,37 +30,26 @@ from p2ptrain.core.errors import (
     DeadlineExceeded,
     P2PTrainError,
     Refused,
-    first_error,
 )
 from p2ptrain.core.world import World
 from ring import collectives
 from ring.codecs import Codec
 from ring.collectives import Schedule
+from ring.cutting import LEAST_SUB_CHUNK_BYTES, MOST_SUB_CHUNK_BYTES, cut
 from ring.dtypes import Array, storage_dtype, sum_into
 from ring.lanes import Flow, Lane, Residual
-from ring.links import BEAT, Inbound, bulk_channel, dial_patiently
+from ring.links import Inbound
 from ring.liveness import Neighbour, Watch
+from ring.meeting import meet_neighbours
 from ring.view import MAX_STREAMS, MAX_SUB_CHUNK_BYTES, MIN_SUB_CHUNK_BYTES, View
 from wire.connection import Connection
-from wire.handshake import local_hello
 from wire.messages import Leave
 
 __all__ = ["Inbound", "RingBroken", "RingSession", "RingStats"]
 
 PATIENCE_S = 120.0
-LEAST_SUB_CHUNK_BYTES, MOST_SUB_CHUNK_BYTES = 64 << 10, 512 << 10
-"""Between these a session chooses by itself. Measured on a loopback: below, the work per sub-chunk counts; above, sums
-leave a core's cache before they are sent on."""
-SUB_CHUNKS_A_CHUNK = 4  # at least: so that adding one overlaps with receiving the next
-WINDOW_BYTES = 1 << 20
-"""What a member may have sent between a sub-chunk's arrival and its being passed on. More leaves the cache; less has
-neighbours wait for one another. Less than the kernel's buffers, so that sending seldom has to wait for them."""
 SMALL_BYTES = 128 << 10
 """An all-reduce whose members' arrays together are no longer than this is gathered whole: hops cost more than bytes."""
-DIAL_PART = 0.4
-"""Of the time to form: for dialling. Who knows which link is missing says so before all others' time is up."""
-
-_LISTEN_S = 3600.0  # a quiet control connection is no fault: silence is judged by the detector
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +174,7 @@ class RingSession:
         Raises:
             ValueError: ``peer_id`` is no member, or a number is not possible.
             Refused: the right neighbour is in a newer view.
-            NeighbourAway: the right neighbour could not be reached within ``DIAL_PART`` of ``timeout_s``.
+            NeighbourAway: the right neighbour could not be reached within ``ring.meeting.DIAL_PART`` of ``timeout_s``.
             DeadlineExceeded: a member was not there within ``timeout_s``.
             ConnectionLost, ProtocolError: a member went away meanwhile, or spoke nonsense.
         """
@@ -199,41 +188,10 @@ class RingSession:
         inbound.expect(view.job, view.generation)
         if view.size == 1:
             return cls(world=world, view=view, rank=0, left=None, right=None, sub_chunk_bytes=sub_chunk_bytes)
-        began = world.clock.now()
-        deadline, dial_deadline = began + timeout_s, began + DIAL_PART * timeout_s
-        opened: list[Connection] = []
-        right, left = view.right_of(rank), view.left_of(rank)
-        channels = [BEAT, *(bulk_channel(stream) for stream in range(streams))]
-
-        async def dial(channel: str) -> Connection:
-            hello = local_hello(
-                peer_id=peer_id,
-                name=name,
-                roles=["worker"],
-                purpose="ring",
-                capabilities={"channel": channel},
-                job=view.job,
-                generation=view.generation,
-            )
-            connection = await dial_patiently(world, right, seed_host, hello, deadline=dial_deadline)
-            opened.append(connection)
-            return connection
-
-        async def take(channel: str) -> Connection:
-            remaining_s = deadline - world.clock.now()
-            connection = await inbound.take(view.job, view.generation, left.peer_id, channel, timeout_s=remaining_s)
-            opened.append(connection)
-            return connection
-
-        try:
-            beat, *bulks = await _all_of(dial(channel) for channel in channels)
-            to_right = Neighbour("right", right, bulks, beat)
-            beat, *bulks = await _all_of(take(channel) for channel in channels)
-            from_left = Neighbour("left", left, bulks, beat)
-        except BaseException:
-            for connection in opened:
-                connection.abort()
-            raise
+        deadline = world.clock.now() + timeout_s
+        to_right, from_left = await meet_neighbours(
+            world, view, peer_id, name, seed_host, inbound, streams=streams, timeout_s=timeout_s
+        )
         session = cls(
             world=world, view=view, rank=rank, left=from_left, right=to_right, sub_chunk_bytes=sub_chunk_bytes
         )
@@ -313,11 +271,16 @@ class RingSession:
         operation = self._begin("all-reduce", patience_s)
         if self.size * buffer.nbytes <= min(SMALL_BYTES, self._sub_chunk_bytes or SMALL_BYTES):
             return self._gathered(operation, buffer, dtype)
-        stripes = self._stripes(buffer.size, buffer.itemsize)
-        for lane, (start, stop) in zip(self._lanes, stripes, strict=False):
-            numel = stop - start
-            sub_chunk_numel, depth = self._cut(numel, buffer.itemsize, len(stripes), codec)
-            schedule = collectives.all_reduce(self.rank, self.size, numel, sub_chunk_numel, depth)
+        cuts = cut(
+            buffer.size,
+            buffer.itemsize,
+            members=self.size,
+            lanes=len(self._lanes),
+            sub_chunk_bytes=self._sub_chunk_bytes,
+            block_numel=codec.block_numel if codec is not None else 1,
+        )
+        for lane, (start, stop, sub_chunk_numel, depth) in zip(self._lanes, cuts, strict=False):
+            schedule = collectives.all_reduce(self.rank, self.size, stop - start, sub_chunk_numel, depth)
             feedback = residual[start:stop] if residual is not None else None
             self._add(operation, lane, schedule, buffer[start:stop], dtype, sub_chunk_numel, codec, feedback)
         return self._start(operation)
@@ -408,30 +371,6 @@ class RingSession:
         for lane in self._lanes[:1]:
             self._add(operation, lane, schedule, parts.reshape(-1), dtype, max(buffer.size, 1))
         return self._start(operation)
-
-    def _stripes(self, numel: int, itemsize: int) -> list[tuple[int, int]]:
-        """The array's part of each lane that is used: as few as give each chunk of each a sub-chunk of its own."""
-        least_bytes = self.size * (self._sub_chunk_bytes or LEAST_SUB_CHUNK_BYTES)
-        count = min(len(self._lanes), max(1, numel * itemsize // least_bytes))
-        return [collectives.owned_range(lane, count, numel) for lane in range(count)]
-
-    def _cut(self, numel: int, itemsize: int, stripes: int, codec: Codec | None) -> tuple[int, int]:
-        """Elements of a sub-chunk, and how many segments are on their way at a time.
-
-        Where the sub-chunk is given the link is a far one, and chunks go one after the other: who waits for the next
-        one has a whole chunk to pass on meanwhile, however long a hop takes.
-        """
-        chunk_bytes = -(-numel // self.size) * itemsize
-        most_bytes = MOST_SUB_CHUNK_BYTES // (1 if codec is None else 2)  # coding has scratch of its own in the cache
-        most_bytes = max(most_bytes // stripes, LEAST_SUB_CHUNK_BYTES)
-        fitting_bytes = min(max(chunk_bytes // SUB_CHUNKS_A_CHUNK, LEAST_SUB_CHUNK_BYTES), most_bytes)
-        block_numel = codec.block_numel if codec is not None else 1
-        sub_chunk_numel = max((self._sub_chunk_bytes or fitting_bytes) // itemsize // block_numel, 1) * block_numel
-        segments = max(-(-chunk_bytes // (sub_chunk_numel * itemsize)), 1)
-        if self._sub_chunk_bytes:
-            return sub_chunk_numel, segments
-        a_segment_bytes = (2 * self.size - 2) * sub_chunk_numel * itemsize
-        return sub_chunk_numel, max(1, min(-(-WINDOW_BYTES // max(a_segment_bytes, 1)), segments))
 
     def _begin(self, title: str, patience_s: float) -> _Operation:
         if self.broken.done():
@@ -575,16 +514,6 @@ class RingSession:
         """The error of an operation on a broken session: a new one each time, for each grows its own traceback."""
         cause = self.broken.result().cause
         return type(cause)(cause.message, remedy=cause.remedy)
-
-
-async def _all_of(parts: Iterable[Coroutine[Any, Any, Connection]]) -> list[Connection]:
-    """The results of all, in order. Where one fails its error is raised once the others have ended."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(part) for part in parts]
-    except* P2PTrainError as errors:
-        raise first_error(errors) from None
-    return [task.result() for task in tasks]
 
 
 def _check_buffer(buffer: Array, storage: np.dtype[Any]) -> None:

@@ -29,7 +29,8 @@ class View:
         heartbeat_s, death_s: between neighbours, the same for all: a patient member beside a hasty one would be
             declared dead; 0 where the seed has not said.
         streams: bulk connections from each member to its right neighbour; an array is striped over them.
-        sub_chunk_bytes: reduced and passed on as one piece; 0 leaves it to the session.
+        sub_chunk_bytes: reduced and passed on as one piece, over far links; 0: the members are near each other, and it
+            is left to the session.
         codec: name of the encoding in which gradients travel (``ring.codecs``).
     """
 
