@@ -7,6 +7,7 @@ A certificate names its bearer in URIs of the subject alternative name: ``p2ptra
 from __future__ import annotations
 
 import ssl
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -17,6 +18,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.utils import CryptographyDeprecationWarning
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from p2ptrain.core.disk import Disk, write_atomic
@@ -86,9 +88,12 @@ def certificate_of_untrusted(certificate_der: bytes) -> x509.Certificate:
     if len(certificate_der) > MAX_DER_BYTES:
         raise ProtocolError(f"a certificate of {len(certificate_der)} bytes, {MAX_DER_BYTES} are allowed")
     try:
-        certificate = x509.load_der_x509_certificate(certificate_der)
-        _ = (certificate.serial_number, certificate.not_valid_after_utc, certificate.version)  # parsed when asked for
-    except (ValueError, x509.InvalidVersion) as error:
+        with warnings.catch_warnings():
+            # What the library reads for old authorities' sake, such as a negative serial number, ours never issues.
+            warnings.simplefilter("error", CryptographyDeprecationWarning)
+            certificate = x509.load_der_x509_certificate(certificate_der)
+            _ = (certificate.serial_number, certificate.not_valid_after_utc, certificate.version)  # parsed when asked
+    except (ValueError, x509.InvalidVersion, CryptographyDeprecationWarning) as error:
         raise ProtocolError(f"not a certificate: {error}") from error
     return certificate
 

@@ -24,7 +24,6 @@ from ring.view import View
 from roles.seed import options as options_module
 from roles.seed import requests as requests_module
 from roles.seed import run_seed
-from roles.seed import server as server_module
 from roles.seed import updates as updates_module
 from roles.seed.peers import REASON_BYTES, TEXT_BYTES, announced_to, clipped
 from roles.seed.store import Records, Store

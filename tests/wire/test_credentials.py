@@ -82,6 +82,15 @@ def test_a_request_names_the_peer_and_its_key() -> None:
     assert key == x509.load_der_x509_certificate(CERTIFICATE).public_key()
 
 
+def test_a_serial_that_no_authority_gives_is_refused_without_a_warning() -> None:
+    serial = identity_of_untrusted(CERTIFICATE).serial
+    positive = serial.to_bytes(serial.bit_length() // 8 + 1, "big").lstrip(b"\0")
+    assert CERTIFICATE.count(positive) == 1
+    negative = bytes([positive[0] | 0x80]) + positive[1:]
+    with pytest.raises(ProtocolError, match="not a certificate"):
+        identity_of_untrusted(CERTIFICATE.replace(positive, negative))
+
+
 def test_a_serial_may_be_chosen() -> None:
     ca = run()
     _, key = request_of_untrusted(CSR)
