@@ -196,7 +196,7 @@ class _Accepted(TlsTransport):
         refuse = Refuse(
             "tls-required", "this cluster is encrypted", "join with a ticket: p2ptrain ticket new, at the seed"
         )
-        self.fail(NotTlsError(f"it began with {start!r}"), _plain(refuse))
+        self.fail(NotTlsError(f"it began with {start[:4]!r}"), _plain(refuse))
 
     def _too_slow(self) -> None:
         error = TimeoutError(f"it did not shake hands in TLS within {HANDSHAKE_TIMEOUT_S:g} s")

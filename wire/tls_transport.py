@@ -337,7 +337,7 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
             self.begin()
 
     def _not_tls(self, start: bytes) -> None:
-        self.fail(NotTlsError(f"it began with {start!r}"))
+        self.fail(NotTlsError(f"it began with {start[:4]!r}"))
 
     def eof_received(self) -> bool:
         if self._state in (_State.QUIET, _State.SHAKING):

@@ -162,7 +162,7 @@ async def _announce(
 ) -> None:
     if spec is not None and job is not None:
         await _first_job(*address, root, job, spec, console)
-    _tell(console, *address, tickets, as_json)
+    _tell(console, *address, root, tickets, as_json)
 
 
 def _spec(profile: str, sets: list[str]) -> str:
@@ -190,7 +190,7 @@ async def _first_job(host: str, port: int, root: Path, profile: str, spec: str, 
             console.event("info", f"created job {name} ({created['job']}) from profile {profile}")
 
 
-def _tell(console: Console, host: str, port: int, tickets: list[Ticket], as_json: bool) -> None:
+def _tell(console: Console, host: str, port: int, root: Path, tickets: list[Ticket], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"event": "ready", "host": host, "port": port, "tls": bool(tickets)}))
         return
@@ -198,11 +198,20 @@ def _tell(console: Console, host: str, port: int, tickets: list[Ticket], as_json
     console.event("info", f"the seed listens on {format_address(host, port)}{how}")
     near = "127.0.0.1" if host in _EVERYWHERE else host
     where = near if port == DEFAULT_PORT else format_address(near, port)
-    here = " on this machine" if tickets else ""
-    console.event("info", f"join{here} with:  p2ptrain join {where}")
-    console.event("info", f"watch{here} with: p2ptrain tui {where}")
+    here, at_root, watched, asked = "", "", where, ""
+    if tickets:
+        from wire.ticket import local_ticket_path
+
+        here = " on this machine"
+        if root != default_state_dir().absolute():  # where nobody looks unasked
+            watched = f"@{local_ticket_path(root, 'operator')}"
+            at_root, asked = f" --state {root}", f" --seed {watched}"
+    console.event("info", f"join{here} with:  p2ptrain join {where}{at_root}")
+    console.event("info", f"watch{here} with: p2ptrain tui {watched}")
     if not is_loopback(host):
-        console.event("info", "to watch from another machine: `p2ptrain ticket new --operator`, here, prints a ticket")
+        console.event(
+            "info", f"to watch from elsewhere: `p2ptrain ticket new --operator{asked}`, here, prints a ticket"
+        )
         console.event("info", "join from another machine with this line, which is a secret:")
     if tickets:
         typer.echo(f"p2ptrain join {tickets[0]}", err=True)

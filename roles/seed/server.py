@@ -212,7 +212,9 @@ class Seed:
     def problem(self, problem: P2PTrainError, address: tuple[str, int]) -> None:
         """A stranger was refused, or sent nonsense."""
         if isinstance(problem, Refused | ProtocolError):
-            self.note("warning", "refused", told_of(address, problem.message), "", "")
+            # Commands on this machine ask in plain whether the seed is: no reason to warn anybody.
+            asked = getattr(problem, "code", "") == "tls-required" and is_loopback(address[0])
+            self.note("info" if asked else "warning", "refused", told_of(address, problem.message), "", "")
 
     # ---------------------------------------------------------------------------------------------------------- workers
 
