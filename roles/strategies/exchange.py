@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from p2ptrain.core.errors import P2PTrainError
+from p2ptrain.core.world import LoopClock
 from ring.codecs import Codec, codec_named
 from ring.session import RingSession
 
@@ -51,7 +52,7 @@ class Exchange:
         self._patience_s = patience_s
         self._operations: list[asyncio.Future[None]] = []
         self._problem: P2PTrainError | None = None
-        self._clock = asyncio.get_running_loop().time
+        self._clock = LoopClock().now
         self._under_way = 0
         self._since = 0.0
         self._communicating_s = 0.0

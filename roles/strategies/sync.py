@@ -20,6 +20,7 @@ import numpy as np
 import xxhash
 
 from p2ptrain.compute.buckets import bucket_bounds
+from p2ptrain.core.world import LoopClock
 from ring.collectives import owned_range
 from ring.session import RingSession
 from roles.compute_thread import ComputeThread
@@ -43,6 +44,7 @@ class SyncStrategy:
         self._pieces: list[Piece] = []
         self._exchange: Exchange | None = None
         self._computed_at = 0.0
+        self._now = LoopClock().now
         self.exposed_s = self.communicating_s = 0.0
 
     async def compute(self, step: int, first: int, count: int, session: RingSession, *, patience_s: float) -> None:
@@ -67,14 +69,14 @@ class SyncStrategy:
             self._progress()
         await self._compute.run(self._engine.finish_gradients, on_final)
         exchange.release(len(self._pieces))
-        self._computed_at = loop.time()
+        self._computed_at = self._now()
 
     async def reduce(self, session: RingSession) -> Contribution:
         if self._exchange is None or session is not self._session:
             raise RuntimeError("nothing was computed in this session")
         exchange, self._exchange = self._exchange, None
         await exchange.finished()
-        self.exposed_s = asyncio.get_running_loop().time() - self._computed_at
+        self.exposed_s = self._now() - self._computed_at
         self.communicating_s = exchange.communicating_s
         # Each member squares only the chunk it owns; the tokens bring the parts together, so clipping costs 1/n.
         start, stop = owned_range(session.rank, session.size, self._engine.reduce_buffer.size)
