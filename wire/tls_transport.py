@@ -39,6 +39,10 @@ per byte was the same within the noise; less of it means less memory for a slow 
 LINGER_S = 1.0
 """How long a failed connection waits for the other side to have read why. To close at once would reset it unread."""
 
+ANSWERS_BYTES = 16 << 10
+"""Of TLS's own answers in a connection's life: about 600 changes of keys. One is due after 2**24.5 records (RFC 8446,
+section 5.5), so no honest peer has so many; each costs time and memory here."""
+
 _HANDSHAKE_RECORD, _ALERT_RECORD = 0x16, 0x15
 _DECODE_ERROR_ALERT = b"\x15\x03\x03\x00\x02\x02\x32"  # OpenSSL has no word for what does not even look like TLS
 
@@ -83,6 +87,7 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
         self._heard = False  # whether the other side's first byte was one of TLS
         self._reading = True
         self._eof_below = self._eof_told = False
+        self._answers_bytes = 0
         self._error: Exception | None = None  # what ended it, for connection_lost
         self._linger: asyncio.TimerHandle | None = None
 
@@ -172,7 +177,9 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
             if not self._incoming.pending and not self._ssl.pending():
                 break
             nbytes, end = self._decrypt()
-            if nbytes:
+            if self._outgoing.pending:
+                self._answer()
+            if nbytes and self._state is _State.OPEN:
                 self._protocol.buffer_updated(nbytes)
             if isinstance(end, ssl.SSLWantReadError):
                 break
@@ -180,10 +187,17 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
                 self._break(end)
             elif end is not None:
                 self._tell_eof()
-        if self._outgoing.pending and self._state is _State.OPEN:
-            self._send_encrypted()  # an answer of TLS itself, such as to a change of keys
         if self._eof_below and self.is_reading():
             self._tell_eof()
+
+    def _answer(self) -> None:
+        """Send what TLS itself answers, such as to a change of keys."""
+        self._answers_bytes += self._outgoing.pending
+        if self._answers_bytes <= ANSWERS_BYTES:
+            self._send_encrypted()
+            return
+        self._error = ConnectionAbortedError("it changes its keys again and again")
+        self.abort()
 
     def _decrypt(self) -> tuple[int, Exception | None]:
         """Fill one buffer of the protocol: how far, and what stopped it, if anything did; ``EOFError`` is a goodbye."""
