@@ -23,6 +23,7 @@ exactly the sum of what they brought.
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,10 +34,14 @@ import numpy.typing as npt
 from p2ptrain.core.errors import P2PTrainError
 from ring.codecs import Codec
 from ring.collectives import SCRATCH_SLOTS, Receive, Schedule, Send
+from ring.cutting import WINDOW_BYTES
 from ring.dtypes import Array, sum_into
 from wire.connection import Connection
 
 Residual = npt.NDArray[np.float32]
+TURN_BYTES = WINDOW_BYTES
+"""Of an array, handed over in one turn of the loop: where coding is slower than the link, the kernel takes all at once,
+for ever, and neither what arrives nor a beat had its turn. As much as near members have on their way at a time."""
 _ALIGN_BYTES = 64
 
 
@@ -109,6 +114,7 @@ class Lane:
         self._spare_relays: list[bytearray] = []
         self._relayed: bytearray | None = None  # on its way to the kernel
         self._pumping = self._stopped = False
+        self._next_turn: asyncio.Handle | None = None  # where the loop's other work has its turn first
         right.on_drained = self._drained
 
     @property
@@ -127,6 +133,8 @@ class Lane:
         """Touch no memory any more, whatever still arrives."""
         self._stopped = True
         self._right.on_drained = None
+        if self._next_turn is not None:
+            self._next_turn.cancel()
         for queue in (self._receiving, self._sending, self._posted, self._flushing):
             queue.clear()
 
@@ -197,7 +205,7 @@ class Lane:
 
     def _pump(self) -> None:
         """Hand over what may be sent, as long as the transport takes it at once (and says so within the call)."""
-        if self._pumping:
+        if self._pumping or self._next_turn is not None:
             return
         self._pumping = True
         try:
@@ -205,7 +213,12 @@ class Lane:
         finally:
             self._pumping = False
 
+    def _go_on(self) -> None:
+        self._next_turn = None
+        self._pump()
+
     def _send_ready(self) -> None:
+        turn_bytes = 0
         while not self._right.unsent_bytes:
             if self._relayed is not None:
                 self._spare_relays.append(self._relayed)
@@ -221,9 +234,13 @@ class Lane:
                 self._sending.popleft()
                 self._flushing.append(flow)
                 continue
+            if turn_bytes >= TURN_BYTES:
+                self._next_turn = asyncio.get_running_loop().call_soon(self._go_on)
+                return
             send = flow.schedule.next_send()
             if send is None:
                 return
+            turn_bytes += (send.stop - send.start) * flow.array.itemsize
             codec = flow.codec
             payload = flow.elements(send.start, send.stop) if codec is None else self._encoded(flow, codec, send)
             try:

@@ -326,8 +326,10 @@ def _may_set_bytes(limit: str) -> float:
 
 
 def can_watch(loop: asyncio.AbstractEventLoop) -> bool:
-    """Whether ``loop`` tells when sockets are ready: every loop but Windows' default one."""
-    return not type(loop).__name__.startswith("Proactor")
+    """Whether ``loop`` tells when sockets are ready, and they send from several places: not on Windows, where its
+    default loop does not do the one, and its sockets not the other.
+    """
+    return hasattr(socket.socket, "sendmsg") and not type(loop).__name__.startswith("Proactor")
 
 
 def _name(get: Callable[[], Any]) -> Any:
