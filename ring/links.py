@@ -147,7 +147,9 @@ class Inbound:
                 self._let_go(peer_id, again)  # it has gone on to another view
             place = self._places[peer_id] = _Place(hello.job, hello.generation)
         elif channel in place.held:  # it has given up the first one
-            place.held.pop(channel)[1].set_result(again)
+            before = place.held.pop(channel)[1]
+            if not before.done():  # else that one expired, or its task was ended, in this instant
+                before.set_result(again)
         loop = asyncio.get_running_loop()
         let_go: asyncio.Future[Refuse] = loop.create_future()
         place.held[channel] = (connection, let_go)
@@ -181,15 +183,15 @@ class Inbound:
         try:
             async with asyncio.timeout(timeout_s):
                 return await waiter
-        except TimeoutError:
+        except (TimeoutError, asyncio.CancelledError) as given_up:
+            if waiter.done() and not waiter.cancelled():
+                waiter.result().abort()  # it came in the same instant; nobody else knows of it
+            if isinstance(given_up, asyncio.CancelledError):
+                raise
             raise DeadlineExceeded(
                 f"the left neighbour {peer_id} has not connected within {timeout_s:.0f} s",
                 remedy="can it reach the port of this worker? see the other members' events",
             ) from None
-        except asyncio.CancelledError:
-            if waiter.done() and not waiter.cancelled():
-                waiter.result().abort()  # it came in the same instant; nobody else knows of it
-            raise
         finally:
             del self._waiting[key]
 

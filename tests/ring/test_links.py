@@ -307,6 +307,42 @@ async def test_whoever_stops_waiting_in_the_instant_of_arrival_leaves_no_connect
     await member.stop()
 
 
+@virtual
+async def test_what_arrives_in_the_instant_when_time_is_up_is_not_left_open():
+    member = LocalMember("b", MemoryNetwork())
+    await member.listen()
+    dialled = await dial_member(member, ring_hello("x"))
+    arriving = await member.inbound.take("job", 1, "x", "bulk", timeout_s=60)
+    offering = member.inbound.offer(arriving, ring_hello("a"))
+    asyncio.get_running_loop().call_later(60 - 1e-10, offering.send, None)  # given; then, in the same turn, time is up
+    with pytest.raises(DeadlineExceeded):
+        await member.inbound.take("job", 1, "a", "bulk", timeout_s=60)
+    async with asyncio.timeout(1):
+        await dialled.closed.wait()
+    offering.close()
+    await member.stop()
+
+
+@virtual
+async def test_a_connection_that_is_renewed_in_the_instant_of_its_expiry_is_held():
+    member = LocalMember("b", MemoryNetwork())
+    member.inbound = Inbound(hold_s=30)
+    await member.listen()
+    dialled = await dial_member(member, ring_hello("x"))
+    arriving = await member.inbound.take("job", 1, "x", "bulk", timeout_s=60)
+    expiring = await dial_member(member, ring_hello("a"))
+    again: list[asyncio.Task[None]] = []
+    loop = asyncio.get_running_loop()
+    loop.call_later(30, lambda: again.append(loop.create_task(member.inbound.offer(arriving, ring_hello("a")))))
+    await asyncio.sleep(31)
+    assert expiring.closed.is_set()
+    assert await member.inbound.take("job", 1, "a", "bulk", timeout_s=1) is arriving
+    dialled.abort()
+    await asyncio.wait(again)
+    again[0].result()
+    await member.stop()
+
+
 # ---------------------------------------------------------------------------------------- who may take which place here
 
 
