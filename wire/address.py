@@ -8,6 +8,8 @@ import re
 from p2ptrain.core.errors import UserError
 
 DEFAULT_PORT = 7337
+MAX_HOST_CHARS = 255
+"""As long as a name in the DNS may be (RFC 1035, section 2.3.4)."""
 
 _ADDRESS = re.compile(r"(?:\[(?P<v6>[^\[\]]+)\]|(?P<host>[^\s:/@\[\]]+))(?::(?P<port>\d{1,5}))?", re.ASCII)
 
@@ -18,6 +20,8 @@ def parse_address(text: str, *, default_port: int = DEFAULT_PORT) -> tuple[str, 
     if match is None:
         raise _bad_address(text, "it is no host with or without a port")
     host, port = match["v6"] or match["host"], int(match["port"] or default_port)
+    if len(host) > MAX_HOST_CHARS or not host.isprintable():
+        raise _bad_address(text[:80], f"a host is {MAX_HOST_CHARS} printable characters at most")
     if match["v6"]:
         try:
             ipaddress.IPv6Address(host)

@@ -111,8 +111,11 @@ def shown_address(target: Ticket | tuple[str, int]) -> str:
 def _read(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            return file.read(MAX_TARGET_BYTES).decode().strip()
-    except (OSError, UnicodeDecodeError) as error:
+            data = file.read(MAX_TARGET_BYTES + 1)
+        if len(data) > MAX_TARGET_BYTES:
+            raise UserError(f"{path} is longer than a ticket can be", remedy="name a file that holds a ticket")
+        return data.decode().strip()
+    except (OSError, ValueError) as error:  # the latter: bytes that are no text, or a path that is none
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise UserError(f"cannot read {path}: {reason}", remedy="name a file that holds a ticket") from error
 
@@ -134,8 +137,8 @@ async def reach(target: Ticket | tuple[str, int], caller: Caller, base: Network,
         return await _by_ticket(target, caller, base, afresh=afresh)
     host, port = target
     own = await is_own(host, port)
-    if own and await _is_plain(host, port, base):
-        return Access(host, port, base)
+    if own and (plain := await _plain_host(host, port, base)):
+        return Access(plain, port, base)
     if own and (local := _local_ticket(caller, port)):
         return await _by_ticket(dataclasses.replace(local, host=host), caller, base, afresh=afresh)
     if kept := _kept(caller, lambda item: item.address == (host, port)):
@@ -258,8 +261,12 @@ def _is_bindable(family: int, address: Any) -> bool:
     return True
 
 
-async def _is_plain(host: str, port: int, base: Network) -> bool:
-    """Whether a seed of this machine speaks without encryption. Raises what dialling raises."""
+async def _plain_host(host: str, port: int, base: Network) -> str:
+    """The loopback's address at which a seed of this machine speaks without encryption; empty where none does.
+
+    A name is not asked twice: it may lead elsewhere by then, and nobody but this machine may be trusted unencrypted.
+    Raises what dialling raises.
+    """
     from wire.handshake import RefusalCode, dial, local_hello
 
     hello = local_hello(peer_id=new_id(), name="", roles=[], purpose="probe")
@@ -268,6 +275,7 @@ async def _is_plain(host: str, port: int, base: Network) -> bool:
     except Refused as refusal:
         if refusal.code != RefusalCode.TLS_REQUIRED:
             raise
-        return False
+        return ""
     await connection.close()
-    return True
+    found = connection.remote[0]
+    return found if is_loopback(found) else ""

@@ -6,12 +6,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from p2ptrain.cli.access import Caller, is_own, reach, read_target, shown_address
 from p2ptrain.core.errors import Refused, Unreachable, UserError
+from p2ptrain.core.world import ProtocolFactory
 from roles.in_process import Cluster
 from wire.ticket import Ticket, local_ticket_path
 from wire.transport import TcpNetwork
@@ -96,11 +98,16 @@ def test_a_ticket_that_was_damaged_is_refused_without_being_repeated(
 
 
 def test_a_file_that_is_none(command: Command, tmp_path: Path) -> None:
-    for name, content in (("missing", None), ("binary", b"\xff\xfe\x00")):
+    for name, content in (("missing", None), ("binary", b"\xff\xfe\x00"), ("zeros", bytes(300)), ("nul\0", None)):
         if content:
             (tmp_path / name).write_bytes(content)
         outcome = command("peers", "--seed", f"@{tmp_path / name}")
-        assert (outcome.code, "cannot read" in outcome.err) == (2, True)
+        says = "printable" if name == "zeros" else "cannot read"
+        assert (outcome.code, says in outcome.err) == (2, True), outcome.err
+    (tmp_path / "huge").write_text("a" * 5_000_000)
+    outcome = command("peers", "--seed", f"@{tmp_path / 'huge'}")
+    assert (outcome.code, "longer than a ticket can be" in outcome.err) == (2, True)
+    assert len(outcome.err) < 500 + len(str(tmp_path))
 
 
 # ------------------------------------------------------------------------------------------------------ finding the way
@@ -172,6 +179,42 @@ async def test_a_plain_seed_is_found_plain_whatever_another_has_left(cluster: Cl
     stale.write_text(left.replace(f":{cluster.address[1]}/", f":{plain.address[1]}/"))
     access = await reach(plain.address, caller(tmp_path, "worker", tmp_path / "plain"), TcpNetwork())
     assert (access.member, access.peer_id) == (None, "")
+    await plain.close()
+
+
+class Rebound(TcpNetwork):
+    """A name that leads to this machine when it is looked up, and elsewhere when it is dialled."""
+
+    async def connect(self, host: str, port: int, factory: ProtocolFactory, *, timeout_s: float) -> None:
+        await super().connect(host, port, lambda: Elsewhere(factory()), timeout_s=timeout_s)
+
+
+class Elsewhere:
+    """A protocol whose transport says that its other end is on another machine."""
+
+    def __init__(self, protocol: Any) -> None:
+        self._protocol = protocol
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._protocol, name)
+
+    def connection_made(self, transport: Any) -> None:
+        told = transport.get_extra_info
+        transport = SimpleNamespace(**{name: getattr(transport, name) for name in dir(transport) if name[0] != "_"})
+        transport.get_extra_info = lambda name, default=None: (
+            ("192.0.2.9", 7337) if name == "peername" else told(name, default)
+        )
+        self._protocol.connection_made(transport)
+
+
+async def test_nobody_elsewhere_is_trusted_without_encryption(cluster: Cluster, tmp_path: Path) -> None:
+    plain = Cluster(tmp_path / "plain", TcpNetwork())
+    await plain.start_seed()
+    address = ("localhost", plain.address[1])
+    access = await reach(address, caller(tmp_path), TcpNetwork())
+    assert (access.member, access.host) == (None, "127.0.0.1"), "the name is not asked again"
+    with pytest.raises(UserError, match="wants a ticket"):
+        await reach(address, caller(tmp_path), Rebound())
     await plain.close()
 
 

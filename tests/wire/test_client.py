@@ -301,12 +301,17 @@ def test_addresses(text: str, address: tuple[str, int]):
         "http://seed:80",
         "anna@seed",
         "se ed",
+        "se\0ed",
+        "se\x1b[31med",
+        "\x9b2Jseed:80",
+        "s" * 256,
     ],
 )
 def test_what_is_no_address_is_told_what_would_be(text: str):
     with pytest.raises(UserError) as caught:
         parse_address(text)
-    assert repr(text) in caught.value.message
+    assert repr(text[:80]) in caught.value.message
+    assert len(caught.value.message) < 250
     assert "host:port" in caught.value.remedy
 
 
