@@ -166,11 +166,18 @@ def judge_caller(hello: Hello, identity: PeerIdentity | None) -> Refuse | None:
     if hello.peer_id != identity.peer_id:
         text = f"it calls itself {hello.peer_id[:64]!r}, and its certificate says {identity.peer_id!r}"
         return Refuse(RefusalCode.IDENTITY, text, "give each worker its own --state, or join again with a ticket")
+    if not identity.roles.issuperset(hello.roles):
+        claim = ", ".join(hello.roles)[:64]
+        text = f"it says that it is {claim!r}, and its certificate is for {_named(identity.roles)}"
+        return Refuse(RefusalCode.NOT_PERMITTED, text, "ask for a ticket of the right kind: p2ptrain ticket new")
     if not identity.roles & PERMITTED.get(hello.purpose, frozenset()):
-        roles = ", ".join(sorted(identity.roles)) or "nothing"
-        text = f"its certificate is for {roles}, which does not permit {hello.purpose[:40]!r}"
+        text = f"its certificate is for {_named(identity.roles)}, which does not permit {hello.purpose[:40]!r}"
         return Refuse(RefusalCode.NOT_PERMITTED, text, "ask for a ticket of the right kind: p2ptrain ticket new")
     return None
+
+
+def _named(roles: frozenset[str]) -> str:
+    return ", ".join(sorted(roles)) or "nothing"
 
 
 def judge_answerer(identity: PeerIdentity | None, *, peer_id: str, role: str) -> Refuse | None:

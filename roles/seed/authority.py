@@ -64,6 +64,7 @@ class Authority:
         self.pin = hashlib.sha256(self.ca_der).digest()
         self._disk, self._directory = disk, directory
         self._key_pem, self._ca_pem = key_pem, ca_pem
+        self._own_id = ""
         self._changing = asyncio.Lock()
 
     @classmethod
@@ -104,6 +105,7 @@ class Authority:
         certificate_der = self._sign(key, peer_id, "seed", bytes(ID_BYTES), now)
         made = Credentials(self._directory / "self", self._ca_pem, pem_of(certificate_der), key_pem)
         made.save(self._disk)
+        self._own_id = peer_id
         return made
 
     async def enrol(self, ticket_id: str, peer_id: str, csr_der: bytes, now: float) -> bytes:
@@ -113,6 +115,9 @@ class Authority:
             Refused: the ticket, or this peer, lets nobody in. ProtocolError: the request is none, or names another.
             StorageError: it could not be written down.
         """
+        if peer_id == self._own_id:
+            text = f"the peer id {peer_id} is the seed's own"
+            raise Refused("duplicate-peer", text, remedy="use another --state")
         key, digest = _requested(csr_der, peer_id)
         role = self.book.judge_enrolment(ticket_id, peer_id, digest, now).role
 

@@ -147,6 +147,8 @@ async def test_nobody_takes_the_name_of_another(secure: Cluster) -> None:
     hello = local_hello(peer_id="victim", name="x", roles=["worker"], purpose="peer", port=1)
     answer = dial(honest.network, *secure.address, hello, timeout_s=DEADLINE_S)
     assert await refusal(answer) == RefusalCode.IDENTITY
+    seed_id = (await secure.ask("cluster.info"))["cluster"]["cluster_id"]
+    assert await refusal(secure.member(ticket, seed_id)) == "duplicate-peer"
 
 
 async def test_a_proof_serves_once(secure: Cluster) -> None:
@@ -171,6 +173,36 @@ async def test_a_proof_serves_once(secure: Cluster) -> None:
                 await connection.expect(EnrolGranted, timeout_s=DEADLINE_S)
         await connection.close()
     assert nonces[0] != nonces[1]
+
+
+async def test_a_recorded_conversation_opens_nothing_when_it_is_said_again(secure: Cluster) -> None:
+    """Byte for byte: the seed's half of the handshake is another each time, so the second flight is wrong."""
+    heard: list[bytearray] = []
+
+    async def tap(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.append(bytearray())
+        to, back = heard[-1], await asyncio.open_connection(*secure.address)
+        await asyncio.gather(pipe(reader, back[1], to), pipe(back[0], writer, bytearray()))
+
+    async with await asyncio.start_server(tap, HOST, 0) as server:
+        ticket = dataclasses.replace(await new_ticket(secure), port=server.sockets[0].getsockname()[1])
+        await secure.member(ticket, "a1")
+        await until(lambda: len(heard) == 2)
+    for said in heard:
+        reader, writer = await asyncio.open_connection(*secure.address)
+        writer.write(said)
+        async with asyncio.timeout(DEADLINE_S):
+            await reader.read()  # to its end
+        writer.close()
+    told = "\n".join(await diary(secure))
+    assert (told.count("does not speak TLS as it should"), told.count("a1 enrolled")) == (2, 1), told
+
+
+async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, record: bytearray) -> None:
+    while data := await reader.read(1 << 16):
+        record += data
+        writer.write(data)
+    writer.close()
 
 
 async def test_a_ticket_for_a_plain_seed_and_a_plain_call_to_an_encrypted_one(tmp_path: Path, secure: Cluster) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import tracemalloc
 from collections.abc import Awaitable, Callable, Iterator
@@ -342,6 +343,15 @@ def test_a_worker_may_not_operate(on_stage: Play) -> None:
     )
 
 
+def test_who_claims_more_roles_than_its_certificate_has() -> None:
+    identity = PeerIdentity("a1", frozenset({"worker"}), 0.0, 1)
+    for roles, permitted in ((["worker"], True), ([], True), (["seed"], False), (["worker", "seed"], False)):
+        said = dataclasses.replace(hello(purpose="probe"), roles=roles)
+        refusal = judge_caller(said, identity)
+        assert (refusal is None) == permitted
+        assert refusal is None or (refusal.code, bool(refusal.remedy)) == ("not-permitted", True)
+
+
 @pytest.mark.parametrize(
     ("purpose", "permitted"),
     [
@@ -357,7 +367,8 @@ def test_a_worker_may_not_operate(on_stage: Play) -> None:
 )
 def test_what_each_role_permits(purpose: str, permitted: set[str]) -> None:
     for role in ("worker", "operator", "seed", "other"):
-        refusal = judge_caller(hello(purpose=purpose), PeerIdentity("a1", frozenset({role}), 0.0, 1))
+        said = dataclasses.replace(hello(purpose=purpose), roles=[role])
+        refusal = judge_caller(said, PeerIdentity("a1", frozenset({role}), 0.0, 1))
         assert (refusal is None) == (role in permitted)
     assert (judge_caller(hello(purpose=purpose), None) is None) == (purpose == "enrol")
 
