@@ -84,8 +84,11 @@ class RealDisk:
             raise _translated("flush", path, error) from error
 
     def make_dir(self, path: Path, *, mode: int = 0o755) -> None:
+        """Make ``path`` and what leads to it where it is not there, all with ``mode``, which the umask may narrow."""
         try:
-            path.mkdir(mode=mode, parents=True, exist_ok=True)
+            missing = [each for each in path.parents if not each.exists()]
+            for each in (*reversed(missing), path):
+                each.mkdir(mode=mode, exist_ok=True)
         except OSError as error:
             raise _translated("make the directory", path, error) from error
 

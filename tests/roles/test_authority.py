@@ -116,6 +116,26 @@ async def test_only_the_owner_reads_it(tmp_path):
     assert os.sep not in "".join(modes)
 
 
+async def test_what_leads_to_it_is_the_owners_too(tmp_path):
+    """Who may rename a directory on the way may put an authority, or credentials, of his own in its place."""
+    before = os.umask(0)
+    try:
+        Authority.open(RealDisk(), tmp_path / "state/seed/authority", name="test", now=NOW)
+    finally:
+        os.umask(before)
+    for place in ("state", "state/seed", "state/seed/authority"):
+        assert stat.S_IMODE((tmp_path / place).stat().st_mode) == 0o700, place
+
+
+async def test_the_seeds_own_id_is_given_to_nobody(tmp_path):
+    authority = opened(tmp_path)
+    authority.own_credentials("5eed", NOW)
+    ticket = await authority.new_ticket("worker", host="h", now=NOW, expires_s=60.0)
+    with pytest.raises(Refused, match="is the seed's own") as refusal:
+        await authority.enrol(ticket.id, "5eed", new_key_and_request("5eed")[1], NOW)
+    assert (refusal.value.code, bool(refusal.value.remedy)) == ("duplicate-peer", True)
+
+
 async def test_local_tickets_are_tickets_of_both_roles_and_stay(tmp_path):
     authority = opened(tmp_path)
     for port in (7, 8):
