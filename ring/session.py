@@ -195,7 +195,11 @@ class RingSession:
         session = cls(
             world=world, view=view, rank=rank, left=from_left, right=to_right, sub_chunk_bytes=sub_chunk_bytes
         )
-        await session.barrier(patience_s=deadline - world.clock.now())
+        try:
+            await session.barrier(patience_s=deadline - world.clock.now())
+        except BaseException:  # cancelled, perhaps in the instant when all were there: nobody else knows of the session
+            session.close("the member gave up")
+            raise
         assert session._watch is not None
         session._watch.begin_beats(heartbeat_s, death_s)
         return session

@@ -13,6 +13,7 @@ from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, Refused
 from p2ptrain.core.world import Network
 from ring.links import Inbound
 from ring.local import HOST, LocalMember, local_view
+from ring.session import RingSession
 from ring.view import View
 from wire.connection import Connection
 from wire.handshake import RefusalCode, dial, local_hello
@@ -136,6 +137,28 @@ async def test_another_peer_at_the_neighbours_address_is_not_taken_for_it():
     ports = [await member.listen() for member in members]
     with pytest.raises(DeadlineExceeded, match="is another peer, x"):
         await members[0].form(local_view({"a": ports[0], "b": ports[1]}))
+    for member in members:
+        await member.stop()
+
+
+async def test_whoever_gives_up_in_the_instant_when_all_are_there_leaves_the_ring(monkeypatch):
+    network = MemoryNetwork()
+    members = [LocalMember(peer_id, network) for peer_id in "ab"]
+    view = local_view({member.peer_id: await member.listen() for member in members})
+    barrier = RingSession.barrier
+
+    async def passed(session: RingSession, *, patience_s: float) -> None:
+        await barrier(session, patience_s=patience_s)
+        if session.rank == 0:
+            raise asyncio.CancelledError  # as of a task that is cancelled before it goes on
+
+    monkeypatch.setattr(RingSession, "barrier", passed)
+    forming = [asyncio.ensure_future(member.form(view, heartbeat_s=5, death_s=15)) for member in members]
+    await asyncio.wait(forming)
+    assert forming[0].cancelled()
+    async with asyncio.timeout(1):  # long before its silence would tell
+        broken = await forming[1].result().broken
+    assert "it left the ring" in broken.cause.message
     for member in members:
         await member.stop()
 
