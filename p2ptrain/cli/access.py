@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S = 5.0
 ADDRESS_FILE = "seed"  # beside the credentials: the address that they lead to
 MAX_TARGET_BYTES = 4096
+MENDED_BY_A_TICKET = frozenset({"ticket-revoked", "ticket-unknown", "certificate-expired", "certificate-untrusted"})
+"""Why a seed may honour a certificate no longer, and yet take a new ticket."""
 _A = {"worker": "a worker", "operator": "an operator"}
 
 

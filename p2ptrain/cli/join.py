@@ -25,8 +25,6 @@ from wire.transport_base import is_loopback
 if TYPE_CHECKING:
     from wire.ticket import Ticket
 
-MENDED_BY_A_TICKET = frozenset({"ticket-revoked", "ticket-unknown", "certificate-expired", "certificate-untrusted"})
-"""Why a seed may honour a certificate no longer, and yet take a new ticket."""
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - members on other machines must reach this one
 
 
@@ -143,7 +141,7 @@ async def _work(
     link: str,
     with_parent: bool,
 ) -> None:
-    from p2ptrain.cli.access import Access, Caller, reach, shown_address
+    from p2ptrain.cli.access import MENDED_BY_A_TICKET, Access, Caller, reach, shown_address
     from p2ptrain.cli.children import leave_with_parent
     from p2ptrain.cli.stopping import stop_on_signals, unless_stopped
     from p2ptrain.core.disk import RealDisk

@@ -65,10 +65,11 @@ def default_state_dir() -> Path:
     return user_state_path("p2ptrain", appauthor=False)
 
 
-async def operator_access(seed: str | tuple[str, int], *, state: Path | None = None) -> Access:
+async def operator_access(seed: str | tuple[str, int], *, state: Path | None = None, afresh: bool = False) -> Access:
     """The way of an operator to a seed: what a person gave, or its address.
 
     Args:
+        afresh: as of ``access.reach``.
         state: where a seed on this machine, and this operator, keep what they need; default: the usual place.
 
     Raises:
@@ -79,7 +80,7 @@ async def operator_access(seed: str | tuple[str, int], *, state: Path | None = N
 
     root = state or default_state_dir()
     target = read_target(seed) if isinstance(seed, str) else seed
-    return await reach(target, Caller("operator", root / "operator", [root]), TcpNetwork())
+    return await reach(target, Caller("operator", root / "operator", [root]), TcpNetwork(), afresh=afresh)
 
 
 async def connect_operator(access: Access) -> SeedClient:
@@ -92,11 +93,29 @@ async def connect_operator(access: Access) -> SeedClient:
     )
 
 
+async def open_operator(seed: str | tuple[str, int], *, state: Path | None = None) -> tuple[Access, SeedClient]:
+    """Dial the seed; where it honours what an earlier ticket gave no longer, spend the one that there is now.
+
+    Raises:
+        P2PTrainError: as ``operator_access`` and ``connect_operator``.
+    """
+    from p2ptrain.cli.access import MENDED_BY_A_TICKET
+    from p2ptrain.core.errors import Refused
+
+    access = await operator_access(seed, state=state)
+    try:
+        return access, await connect_operator(access)
+    except Refused as refusal:
+        if access.member is None or refusal.code not in MENDED_BY_A_TICKET:
+            raise
+    access = await operator_access(seed, state=state, afresh=True)
+    return access, await connect_operator(access)
+
+
 @asynccontextmanager
 async def operator(seed: str | tuple[str, int], *, state: Path | None = None) -> AsyncIterator[SeedClient]:
     """An operator's connection to the seed, closed at the end."""
-    access = await operator_access(seed, state=state)
-    client = await connect_operator(access)
+    access, client = await open_operator(seed, state=state)
     try:
         await access.freshen(client.request)
         yield client

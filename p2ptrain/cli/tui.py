@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from p2ptrain.cli.runtime import DEFAULT_SEED, SEED_HELP, SEED_VARIABLE, at_terminal, connect_operator, operator_access
+from p2ptrain.cli.runtime import DEFAULT_SEED, SEED_HELP, SEED_VARIABLE, at_terminal, open_operator
 from p2ptrain.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ class OperatorWay:
         self._access: Access | None = None
 
     async def connect(self) -> SeedClient:
-        self._access = await operator_access(self._seed)
-        return await connect_operator(self._access)
+        self._access, client = await open_operator(self._seed)
+        return client
 
     async def keep_fresh(self, client: SeedClient) -> None:
         assert self._access is not None, "it is connected"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from p2ptrain.cli.access import Caller, is_own, reach, read_target, shown_address
+from p2ptrain.cli.runtime import open_operator
 from p2ptrain.core.errors import Refused, Unreachable, UserError
 from p2ptrain.core.world import ProtocolFactory
 from roles.in_process import Cluster
@@ -180,6 +181,20 @@ async def test_a_plain_seed_is_found_plain_whatever_another_has_left(cluster: Cl
     access = await reach(plain.address, caller(tmp_path, "worker", tmp_path / "plain"), TcpNetwork())
     assert (access.member, access.peer_id) == (None, "")
     await plain.close()
+
+
+async def test_a_new_ticket_mends_what_a_revoked_one_left(cluster: Cluster, tmp_path: Path) -> None:
+    first, second = [(await cluster.ask("tickets.new", role="operator"))["text"] for _ in range(2)]
+    access, client = await open_operator(first, state=tmp_path / "me")
+    await client.close()
+    await cluster.ask("tickets.revoke", id=Ticket.parse_untrusted(first).id)
+    for target in (first, cluster.address):
+        with pytest.raises(Refused, match="was revoked"):
+            await open_operator(target, state=tmp_path / "me")
+    again, client = await open_operator(second, state=tmp_path / "me")
+    await client.request("cluster.info")
+    await client.close()
+    assert again.peer_id != access.peer_id
 
 
 class Rebound(TcpNetwork):
