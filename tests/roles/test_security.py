@@ -24,7 +24,17 @@ from wire.connection import Connection
 from wire.credentials import CERTIFICATE_LIFETIME_S
 from wire.enrol import enrol
 from wire.handshake import RefusalCode, dial, local_hello, local_welcome, serve
-from wire.messages import EnrolChallenge, EnrolGranted, EnrolProof, EnrolRequest, Hello, MemberRecord, Welcome
+from wire.messages import (
+    EnrolChallenge,
+    EnrolGranted,
+    EnrolProof,
+    EnrolRequest,
+    Hello,
+    MemberRecord,
+    Request,
+    Response,
+    Welcome,
+)
 from wire.renewal import Member
 from wire.ticket import Ticket
 from wire.transport import TcpNetwork
@@ -225,6 +235,43 @@ async def test_a_workers_certificate_controls_nothing_and_both_sides_hear_it(sec
     worker = await secure.member(secure.ticket("worker"))
     assert await refusal(control(secure, worker)) == RefusalCode.NOT_PERMITTED
     assert any("refused:" in line and "does not permit 'operator'" in line for line in await diary(secure))
+
+
+async def test_a_worker_that_asks_like_an_operator_gets_nothing(secure: Cluster) -> None:
+    """On the control link that it has, without asking for another purpose; and its certificate is of no use stolen."""
+    worker, victim = await secure.member(secure.ticket("worker")), await secure.member(secure.ticket("worker"))
+    connection = await as_worker(worker, secure)
+    methods = ["jobs.list", "jobs.cancel", "tickets.new", "tickets.list", "peers.evict", "subscribe", "links.measure"]
+    for number, method in enumerate(methods, 1):
+        connection.send(Request(number, method, {"id": "a", "peer": victim.peer_id, "role": "operator"}))
+        answer = await connection.expect(Response, timeout_s=DEADLINE_S)
+        assert (answer.id, answer.error_code, answer.result) == (number, "unknown-method", {})
+    await secure.ask("peers.evict", peer=worker.peer_id)
+    with pytest.raises(Refused, match="was evicted"):
+        await connection.expect(Response, timeout_s=DEADLINE_S)
+    await connection.close()
+    assert await refusal(as_worker(worker, secure)) == "evicted"
+    again = secure.member(secure.ticket("worker"), worker.peer_id)
+    assert await refusal(again) == "evicted"
+
+
+async def as_worker(member: Member, cluster: Cluster) -> Connection:
+    """A control link, from somebody who answers when he is dialled back."""
+
+    async def decide(hello: Hello, connection: Connection) -> Welcome:
+        return local_welcome(peer_id=member.peer_id, name="x", wall=0.0)
+
+    async def hang_up(connection: Connection, hello: Hello) -> None: ...
+
+    server = await serve(member.network, HOST, 0, decide=decide, serve=hang_up, on_problem=lambda *_: None)
+    try:
+        hello = local_hello(
+            peer_id=member.peer_id, name="x", roles=["worker"], purpose="peer", port=server.address[1]
+        )  # fmt: skip
+        connection, _ = await dial(member.network, *cluster.address, hello, timeout_s=DEADLINE_S, expect_role="seed")
+        return connection
+    finally:
+        await server.close()
 
 
 async def test_an_operators_certificate_joins_no_ring(secure: Cluster) -> None:

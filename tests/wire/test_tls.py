@@ -493,6 +493,23 @@ def test_a_silent_caller_has_five_seconds(in_memory: Play) -> None:
     in_memory(scenario)
 
 
+def test_a_caller_that_dribbles_has_no_more_time(in_memory: Play) -> None:
+    async def scenario(network: Network) -> None:
+        loop = asyncio.get_running_loop()
+        async with Seed().listening(tls(network, credentials("seed", "seed"))) as seed:
+            began, slow = loop.time(), Recorder()
+            await network.connect(*seed.address, lambda: slow, timeout_s=5)
+            for byte in b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(90):
+                if "eof" in slow.events:
+                    break
+                slow.transport.write(bytes([byte]))
+                await asyncio.sleep(HANDSHAKE_TIMEOUT_S / 50)  # of virtual time
+            assert isinstance(await seed.problem(), DeadlineExceeded)
+            assert loop.time() - began == pytest.approx(HANDSHAKE_TIMEOUT_S, rel=0.05)
+
+    in_memory(scenario)
+
+
 def test_who_never_answers_is_given_up_in_time(in_memory: Play) -> None:
     async def scenario(network: Network) -> None:
         loop = asyncio.get_running_loop()
