@@ -51,9 +51,11 @@ class Blockwise(CodecBase):
 
         Rounding to nearest takes no element beyond the last level: 127 (1 + 2**-8) steps are still nearest to 127. The
         magnitude is never below the smallest normal number, so that zeros and denormals are no special case. Where it
-        is not finite, all of the block decodes to NaN.
+        is not finite, all of the block decodes to NaN: the one quiet NaN, for that of zero times infinity has another
+        sign on another processor.
         """
         steps /= np.float32(-self.levels)
+        np.copyto(steps, np.float32(np.nan), where=np.isinf(steps))
         np.copysign(np.maximum(np.abs(steps), _SMALLEST_STEP), steps, out=steps)
         round_to_bfloat16(steps, scales, self._scratch.array("bits", steps.size, np.uint32))
         widen_bfloat16(scales, steps)

@@ -136,6 +136,17 @@ def test_any_input_is_encoded_the_same_twice_and_what_is_not_finite_stays_so(nam
         assert not np.isfinite(decoded(codec, payload, values.size)).all()
 
 
+@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_a_block_that_is_not_finite_decodes_to_the_same_bits_on_every_processor(name, bad):
+    """Zero times infinity is a NaN of either sign; a NaN times a number is that NaN."""
+    codec = codec_named(name)
+    values = np.zeros(codec.block_numel, np.float32)
+    values[3] = bad
+    assert encoded(codec, values)[:2].view("<u2").tolist() == [0x7FC0]
+    assert set(round_trip(codec, values).view(np.uint32).tolist()) == {0x7FC00000}
+
+
 @pytest.mark.parametrize(
     "bad", [*np.array([0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001], np.uint32).view(np.float32), np.inf, -np.inf]
 )
