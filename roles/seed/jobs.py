@@ -241,6 +241,9 @@ class Desk:
             return
         if message.generation != view.generation and message.step > view.step:
             return
+        row = self._row
+        if row is not None and message.step <= row.step and message.generation > (row.generation or 0):
+            return  # told again by the next view, for whoever should have told may have died
         known = {name: value for name, value in message.values.items() if name in _METRICS and math.isfinite(value)}
         row = MetricRow(
             job=self.id,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -103,8 +103,10 @@ class Survey:
             del self._waiting[link.id]
             then()
 
-        self._waiting[link.id] = self._tasks.create_task(measure(), name=f"measure {link.id}")
-        return True
+        task = _started(self._tasks, measure(), f"measure {link.id}")
+        if task is not None:
+            self._waiting[link.id] = task
+        return task is not None
 
     def drop(self, peer_id: str) -> None:
         """What it said is no longer so: it is gone, or says something else, or was told to begin anew."""
@@ -118,7 +120,9 @@ class Survey:
         if before is not None:
             before.cancel()
         if self._tasks is not None and len(members) > 1:
-            self._later[job] = self._tasks.create_task(self._measure_later(job, members), name=f"measure for {job}")
+            task = _started(self._tasks, self._measure_later(job, members), f"measure for {job}")
+            if task is not None:
+                self._later[job] = task
 
     async def _measure_later(self, job: str, members: Sequence[str]) -> None:
         for peer_id in members:
@@ -151,6 +155,15 @@ class Survey:
 def host_seen_from(here: str, host: str) -> str:
     """The host as one at ``here`` is told it: elsewhere, a loopback address means the seed's machine, which is ""."""
     return "" if is_loopback(host) and not is_loopback(here) else host
+
+
+def _started(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None] | None:
+    """``work`` as a task of the group; None where the seed is stopping, and the group takes no more."""
+    try:
+        return tasks.create_task(work, name=name)
+    except RuntimeError:
+        work.close()
+        return None
 
 
 def measured_untrusted(result: dict[str, Any], asked: Collection[str]) -> dict[str, LinkQuality]:

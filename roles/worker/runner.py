@@ -83,6 +83,7 @@ class JobRunner:
         self._released = asyncio.Event()
         self._standing = asyncio.Event()
         self._last: Applied | None = None
+        self._row: tuple[int, int, dict[str, float]] = (0, 0, {})  # generation, step, metrics of the step applied last
         self._val_loss: float | None = None
         self._saved_step = -1
         self._state_bytes = 0
@@ -266,6 +267,7 @@ class JobRunner:
         )
         self._state_bytes = await around.compute.run(lambda: state_bytes(self._ready_engine().state()))
         self._last, self._saved_step = None, entry.step if entry is not None else -1
+        self._row = (0, 0, {})
         if entry is not None:
             around.notify("info", "checkpoint-loaded", f"resuming from {entry.path} (step {entry.step})")
         for known in await around.compute.run(self.keeper.entries):
@@ -326,6 +328,7 @@ class JobRunner:
     async def _compute(self, instruction: Compute) -> None:
         step, first, count = instruction.step, instruction.first, instruction.count
         session, patience_s = self._ready_session(), self._patience_s()
+        self._tell_what_was_cut_off()
         with self.clock.phase("compute"):
             await self._ready_strategy().compute(step, first, count, session, patience_s=patience_s)
         self.tokens += instruction.count * self._ready_engine().tokens_per_micro_batch
@@ -355,6 +358,7 @@ class JobRunner:
         with self.clock.phase("compute"):
             self._last = await self._ready_strategy().commit(instruction.step, instruction.square_sum)
         self._did_something()
+        self._row = (0, self._last.step, _metrics_of(self._last))
         if instruction.redo:
             self._around.notify("info", "redo", f"redid step {instruction.step + 1} from the redo buffer")
         self._handle(Finished(instruction.ticket))
@@ -441,13 +445,7 @@ class JobRunner:
         if self._last is None or self._last.step != applied:
             return  # this member was healed to here: it did not see the step
         tokens = self.profile.batch.micro_batches * self._ready_engine().tokens_per_micro_batch
-        values = {
-            "loss": self._last.loss,
-            "lr": self._last.lr,
-            "grad_norm": self._last.grad_norm,
-            "members": float(size),
-            **timing,
-        }
+        values = {**_metrics_of(self._last), "members": float(size), **timing}
         if timing.get("step_ms"):
             values["tokens_per_s"] = tokens / timing["step_ms"] * 1e3
         if self._val_loss is not None:
@@ -455,7 +453,16 @@ class JobRunner:
         view = self.core.view
         if rank == 0 and view is not None:
             self._around.say(StepMetrics(self.job, view.generation, applied, values))
+        if view is not None:
+            self._row = (view.generation, applied, values)
         self._around.on_step(applied, self.core.steps_total, values)
+
+    def _tell_what_was_cut_off(self) -> None:
+        """Who told of the step that the view begins with may have died before it did: rank 0 tells, if it saw it."""
+        view, (generation, step, values) = self.core.view, self._row
+        if view is not None and generation != view.generation and step == view.step > 0 and self._rank() == 0:
+            self._around.say(StepMetrics(self.job, view.generation, step, values))
+            self._row = (view.generation, step, values)
 
     def _patience_s(self) -> float:
         """How long a collective may stand still. Neighbours that beat are alive; this bounds one that is stuck.
@@ -487,6 +494,10 @@ class JobRunner:
         if self._session is None:
             raise NetworkError("the ring is gone")
         return self._session
+
+
+def _metrics_of(applied: Applied) -> dict[str, float]:
+    return {"loss": applied.loss, "lr": applied.lr, "grad_norm": applied.grad_norm}
 
 
 def _described(view: View, peer_id: str) -> str:

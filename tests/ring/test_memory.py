@@ -133,6 +133,7 @@ def test_ten_thousand_reductions_leave_nothing_behind(codec: str | None):
         assert after.queued == before.queued
         assert (after.descriptors, after.tasks) == (before.descriptors, before.tasks)
         assert after.objects - before.objects < WARM // 10, "more objects are alive"
-        assert after.resident_bytes - before.resident_bytes < 4 << 20
+        # A kilobyte for each reduction would be 9 MB; late in the suite the process has 600 MB, and moves by some.
+        assert after.resident_bytes - before.resident_bytes < 8 << 20
 
     run(reduce())
