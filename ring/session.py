@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from p2ptrain.core.errors import (
     ConnectionLost,
@@ -116,10 +117,12 @@ class RingSession:
         self._world = world
         self._left, self._right = left, right
         self._sub_chunk_bytes = sub_chunk_bytes
+        self._spare: list[npt.NDArray[np.uint8]] = []  # memory of small operations, as many as were ever under way
         self._operations: dict[int, _Operation] = {}  # stream → what is under way, oldest first
         self._stream = 0
         self._moved_at = 0.0  # when anything last went forward
         self._patience: asyncio.TimerHandle | None = None
+        self._judged_at = 0.0  # when it fires
         self._parted: Neighbour | None = None  # it left while the last operation could still end well
         self._farewells: set[asyncio.Task[None]] = set()
         self._watch: Watch | None = None
@@ -362,13 +365,17 @@ class RingSession:
 
     def _gathered(self, operation: _Operation, buffer: Array, dtype: str) -> asyncio.Future[None]:
         """A small all-reduce: every member gets all arrays and adds them up in rank order."""
-        parts = np.empty((self.size, buffer.size), buffer.dtype)
+        memory = (
+            self._spare.pop() if self._spare else np.empty(SMALL_BYTES, np.uint8)
+        )  # new pages cost as much as a hop
+        parts = memory[: self.size * buffer.nbytes].view(buffer.dtype).reshape(self.size, buffer.size)
         parts[self.rank] = buffer
 
         def finish() -> None:
-            buffer[:] = parts[0]
             for part in parts[1:]:
-                sum_into(buffer, part, dtype)
+                sum_into(parts[0], part, dtype)
+            buffer[:] = parts[0]
+            self._spare.append(memory)
 
         operation.finish = finish
         schedule = collectives.all_gather(self.rank, self.size, parts.size, max(buffer.size, 1))
@@ -410,8 +417,9 @@ class RingSession:
             return operation.future
         self._operations[self._stream] = operation
         operation.future.add_done_callback(self._abandoned)
-        if self._patience is None:
-            self._moved_at = self._world.clock.now()
+        if len(self._operations) == 1:
+            self._moved_at = operation.began_at
+        if self._patience is None or operation.began_at + operation.patience_s < self._judged_at:
             self._await_progress(operation.patience_s)
         for lane, flow in operation.flows:
             lane.submit(flow)
@@ -424,12 +432,7 @@ class RingSession:
         self._operations.pop(stream, None)
         if not operation.future.done():
             operation.future.set_result(None)
-        if self._operations:
-            return
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
-        if self._parted is not None:
+        if not self._operations and self._parted is not None:
             self._break(self._parted, ConnectionLost("it left the ring"))
 
     def _abandoned(self, future: asyncio.Future[None]) -> None:
@@ -454,10 +457,19 @@ class RingSession:
         self._break(side, error)
 
     def _await_progress(self, in_s: float) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+        self._judged_at = self._world.clock.now() + in_s
         self._patience = asyncio.get_running_loop().call_later(in_s, self._judge_progress)
 
     def _judge_progress(self) -> None:
-        """Break where nothing moved for as long as the oldest operation may stand still."""
+        """Break where nothing moved for as long as the oldest operation may stand still.
+
+        The timer outlives operations: to set and cancel one for each would cost a small operation a tenth of its time.
+        """
+        if not self._operations:
+            self._patience = None
+            return
         title, patience_s = next((item.title, item.patience_s) for item in self._operations.values())
         still_s = self._world.clock.now() - self._moved_at
         if still_s < patience_s:

@@ -6,10 +6,10 @@ ends, and reads a socket empty before it sends. A ring wants to send a sum the m
 lies, and to read and send in turn, while the bytes are in the processor's cache: an all-reduce of 64 MiB over a
 loopback was a tenth faster for it, and as much on the one loop as on the other.
 
-Reading: one ``recv_into`` the protocol's buffer for each readiness, and at most ``READS_A_TURN`` while the kernel fills
-what it is offered, so that sending has its turn. Writing: ``sendmsg`` at once; what the kernel does not take waits,
-uncopied, for the socket to be writable. The rules of pausing, closing and aborting are asyncio's, as the conformance
-suite has them.
+Reading: ``recv_into`` the protocol's buffer until there is no more, at most ``READS_A_TURN`` times, so that sending has
+its turn. A short read is no reason to stop: the rest of a payload is often there by the time that it was looked at.
+Writing: ``sendmsg`` at once; what the kernel does not take waits, uncopied, for the socket to be writable. The rules of
+pausing, closing and aborting are asyncio's, as the conformance suite has them.
 """
 
 from __future__ import annotations
@@ -149,8 +149,6 @@ class SocketTransport(FlowControl):
                 return
             except Exception as error:  # noqa: BLE001 - as above
                 self._protocol_failed(error)
-                return
-            if received < len(buffer):
                 return
 
     def _peer_ended(self) -> None:
