@@ -34,6 +34,7 @@ from roles.seed.peers import (
 )
 from roles.seed.requests import Clerk
 from roles.seed.store import JobRecord, PeerRecord, Records, Store
+from roles.seed.strangers import Strangers
 from roles.seed.updates import Board, Map
 from wire.connection import Connection, last_word
 from wire.handshake import RefusalCode, dial, local_hello, local_welcome
@@ -85,6 +86,7 @@ class Seed:
         self._lost: dict[str, Link] = {}
         self._measured: WeakKeyDictionary[Connection, float] = WeakKeyDictionary()  # round trip, ms
         self._operators: set[Connection] = set()
+        self._strangers = Strangers()
         self._tasks: asyncio.TaskGroup | None = None
         self._stopping = False
         self.gate = Gate(guard.authority, world.clock, guard.ticket_host, self.note)
@@ -212,9 +214,12 @@ class Seed:
     def problem(self, problem: P2PTrainError, address: tuple[str, int]) -> None:
         """A stranger was refused, or sent nonsense."""
         if isinstance(problem, Refused | ProtocolError):
+            code = getattr(problem, "code", type(problem).__name__)
+            text = self._strangers.told(address[0], code, told_of(address, problem.message), self.world.clock.now())
             # Commands on this machine ask in plain whether the seed is: no reason to warn anybody.
-            asked = getattr(problem, "code", "") == "tls-required" and is_loopback(address[0])
-            self.note("info" if asked else "warning", "refused", told_of(address, problem.message), "", "")
+            asked = code == "tls-required" and is_loopback(address[0])
+            if text is not None:
+                self.note("info" if asked else "warning", "refused", text, "", "")
 
     # ---------------------------------------------------------------------------------------------------------- workers
 

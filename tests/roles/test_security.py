@@ -205,7 +205,8 @@ async def test_a_recorded_conversation_opens_nothing_when_it_is_said_again(secur
             await reader.read()  # to its end
         writer.close()
     told = "\n".join(await diary(secure))
-    assert (told.count("does not speak TLS as it should"), told.count("a1 enrolled")) == (2, 1), told
+    assert "does not speak TLS as it should" in told  # of two in a second the diary tells one
+    assert told.count("a1 enrolled") == 1, told
 
 
 async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, record: bytearray) -> None:
