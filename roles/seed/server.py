@@ -214,10 +214,10 @@ class Seed:
     def problem(self, problem: P2PTrainError, address: tuple[str, int]) -> None:
         """A stranger was refused, or sent nonsense."""
         if isinstance(problem, Refused | ProtocolError):
-            code = getattr(problem, "code", type(problem).__name__)
-            text = self._strangers.told(address[0], code, told_of(address, problem.message), self.world.clock.now())
+            reason = problem.message.replace(format_address(*address), "")  # the port is another one each time
+            text = self._strangers.told(address[0], reason, told_of(address, problem.message), self.world.clock.now())
             # Commands on this machine ask in plain whether the seed is: no reason to warn anybody.
-            asked = code == "tls-required" and is_loopback(address[0])
+            asked = getattr(problem, "code", "") == "tls-required" and is_loopback(address[0])
             if text is not None:
                 self.note("info" if asked else "warning", "refused", text, "", "")
 

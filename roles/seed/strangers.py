@@ -14,13 +14,13 @@ class Strangers:
     def __init__(self) -> None:
         self._last: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()  # told at, left out since
 
-    def told(self, host: str, code: str, text: str, now: float) -> str | None:
+    def told(self, host: str, reason: str, text: str, now: float) -> str | None:
         """What to write of this refusal; None where it is left out."""
-        told_at, left_out = self._last.pop((host, code), (-TOLD_EVERY_S, 0))
+        told_at, left_out = self._last.pop((host, reason), (-TOLD_EVERY_S, 0))
         if now - told_at < TOLD_EVERY_S:
-            self._last[host, code] = (told_at, left_out + 1)
+            self._last[host, reason] = (told_at, left_out + 1)
             return None
-        self._last[host, code] = (now, 0)
+        self._last[host, reason] = (now, 0)
         while len(self._last) > MAX_KEPT:
             self._last.popitem(last=False)
         return f"{text} ({left_out} more like it before)" if left_out else text
