@@ -54,6 +54,11 @@ class Job(Table):
     seed: int = Field(
         default=1337, ge=0, lt=2**63, description="Seed of the initial weights and of the order of the samples."
     )
+    exact: bool = Field(
+        default=False,
+        description="Sum gradients in fixed point, so that neither the number of members nor their order changes a "
+        "bit: a run with any churn ends with the hash of an undisturbed one (on equal hardware). Twice the bytes.",
+    )
     workers: int = Field(
         default=2,
         ge=1,
@@ -226,6 +231,18 @@ class Ring(Table):
     )
 
 
+class Guard(Table):
+    """What a step must not be made of. Contributions that are not finite never count."""
+
+    outlier_factor: float = Field(
+        default=1000.0,
+        ge=0,
+        le=1e12,
+        description="A gradient so many times longer than the running median is not applied before another member has "
+        "computed it, too; 0: never doubted.",
+    )
+
+
 class Link(Table):
     """Emulation of a slow network between the workers of `p2ptrain up`, for trying things out on one machine."""
 
@@ -260,6 +277,7 @@ class Profile(Table):
     checkpoint: Checkpoint = Checkpoint()
     device: Device = Device()
     ring: Ring = Ring()
+    guard: Guard = Guard()
     link: Link = Link()
     membership: Membership = Membership()
 
@@ -271,7 +289,14 @@ class Profile(Table):
             self._check_at_most("data.sequence_tokens", "model.context")
         self._check_at_most("job.workers", "batch.micro_batches", why=": some would have nothing to do")
         self._check_beats()
+        self._check_exact()
         return self
+
+    def _check_exact(self) -> None:
+        if self.job.exact and self.ring.codec not in ("fp32", "auto"):
+            problem = f"job.exact = true and ring.codec = {self.ring.codec!r}: a codec rounds what exact sums keep"
+            remedy = "ring.codec = 'fp32', or job.exact = false"
+            raise Conflict("job.exact", "ring.codec", problem=problem, remedy=remedy)
 
     def _check_divides(self, key: str, by_key: str) -> None:
         value, by = self.value(key), self.value(by_key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import IntEnum
 
 from p2ptrain.core.errors import ProtocolError
 from ring.token import is_lineage
@@ -14,6 +15,14 @@ MAX_STREAMS = 16
 MIN_SUB_CHUNK_BYTES, MAX_SUB_CHUNK_BYTES = 8, 64 << 20
 CODEC_NAMES = frozenset({"fp32", "bf16", "fp16", "int8", "int4", "topk"})
 """Those of ``ring.codecs``; a test keeps the two equal, because a view is read where numpy is not needed."""
+
+
+class Care(IntEnum):
+    """How closely the members of a view look at what they bring together."""
+
+    USUAL = 0
+    AUDITED = 1  # a step was spoiled: every hop's bytes are hashed at both ends, so that the hop can be named
+    LENIENT = 2  # who contributes so much was changed and it stayed so: the data is like that; only NaN is refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +41,8 @@ class View:
         sub_chunk_bytes: reduced and passed on as one piece, over far links; 0: the members are near each other, and it
             is left to the session.
         codec: name of the encoding in which gradients travel (``ring.codecs``).
+        care: how contributions are looked at (``Care``).
+        ledger_step: the seed knows who computed each step up to this one.
     """
 
     job: str
@@ -45,6 +56,8 @@ class View:
     streams: int = 1
     sub_chunk_bytes: int = 0
     codec: str = "fp32"
+    care: Care = Care.USUAL
+    ledger_step: int = 0
 
     @property
     def size(self) -> int:
@@ -80,6 +93,8 @@ class View:
             self.streams,
             self.sub_chunk_bytes,
             self.codec,
+            int(self.care),
+            self.ledger_step,
         )
 
     @classmethod
@@ -105,6 +120,8 @@ class View:
         if not all(0 <= seconds <= LONGEST_SILENCE_S for seconds in beats) or not math.isfinite(message.square_sum):
             raise ProtocolError("a view with times or a norm that cannot be")
         _check_carriage_untrusted(message.streams, message.sub_chunk_bytes, message.codec)
+        if message.care not in set(Care) or message.ledger_step < 0:
+            raise ProtocolError(f"a view of care {message.care}, ledger step {message.ledger_step}")
         return cls(
             message.job,
             message.generation,
@@ -116,6 +133,8 @@ class View:
             streams=message.streams,
             sub_chunk_bytes=message.sub_chunk_bytes,
             codec=message.codec,
+            care=Care(message.care),
+            ledger_step=message.ledger_step,
         )
 
 

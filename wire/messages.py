@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 Scalar = str | int | float | bool | None
 """What a free-form map may hold."""
@@ -203,8 +203,10 @@ class Report(Message):
         status: ``ready`` (built, may be put into a view), ``held`` (stopped at a step boundary as asked),
             ``training`` (after the control link was lost and found again: the view still runs),
             ``broken`` (a neighbour was lost, the step was aborted), ``healed`` (state fetched, as the view asked),
-            ``done`` (the last step is committed and saved), ``failed`` (cannot go on; ``reason`` says why).
-        generation: the view that this reports on; 0 for ``ready``.
+            ``following`` (outside the ring: what was fetched in the background is at most a step behind it, or that
+            cannot be; may be put into a view), ``done`` (the last step is committed and saved), ``failed`` (cannot go
+            on; ``reason`` says why).
+        generation: the view that this reports on; 0 for ``ready`` and ``following``.
         applied: steps applied to the parameters.
         prepared: ``applied + 1`` where a fully reduced, not yet committed step is kept as the redo buffer, else
             ``applied``.
@@ -214,6 +216,12 @@ class Report(Message):
         square_sum: the squared gradient norm that step ``applied`` was committed with; 0 where it is not known.
         suspect: peer id of the neighbour that was lost, for ``broken``.
         reduce_bytes: of the array that every step reduces, 0 where it is not known: the ring is planned with it.
+        unit_us: microseconds that a micro-batch takes here, averaged; 0 where it is not known. Shares follow it.
+        windows: training sequences in the corpus, 0 where it is not known: the ledger is audited with it.
+        cause: of ``broken``: empty (a neighbour or a link was lost), ``digest`` (members held different sums),
+            ``contribution`` (that of ``suspect`` is not finite, or absurdly large), ``hop`` (what ``suspect`` sent is
+            not what ``beside`` received).
+        beside: the other end of the hop.
     """
 
     KIND: ClassVar[int] = 19
@@ -229,6 +237,10 @@ class Report(Message):
     suspect: str = ""
     reason: str = ""
     reduce_bytes: int = 0
+    unit_us: int = 0
+    windows: int = 0
+    cause: str = ""
+    beside: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +272,7 @@ class ViewAnnounced(Message):
         square_sum: the squared gradient norm that step ``step`` was committed with, for members that redo it.
         heartbeat_s, death_s: between neighbours, the same for all: those of the member that is farthest from the seed.
         streams, sub_chunk_bytes, codec: how gradients travel; see ``ring.view.View``.
+        care, ledger_step: see ``ring.view.View``.
     """
 
     KIND: ClassVar[int] = 20
@@ -274,6 +287,8 @@ class ViewAnnounced(Message):
     streams: int = 1
     sub_chunk_bytes: int = 0
     codec: str = "fp32"
+    care: int = 0
+    ledger_step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,6 +359,50 @@ class Leave(Message):
 
     KIND: ClassVar[int] = 27
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRow:
+    """Who computed a committed step.
+
+    Attributes:
+        step: steps applied with this one included: the first has 1.
+        generation: of the view in which it was computed; that names the members.
+        digest: of the reduced bytes (16 bytes); with the lineage before it, it gives the lineage after it.
+        counts: micro-batches of each member, in rank order, packed as big-endian uint32.
+    """
+
+    step: int
+    generation: int
+    digest: bytes
+    counts: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRows(Message):
+    """Member to seed: committed steps, in order. ``lineage`` is that before the first of them.
+
+    Rank 0 tells each step as it commits; at the begin of a view every member tells what it has applied beyond the
+    view's ``ledger_step``. The seed keeps one of each.
+    """
+
+    KIND: ClassVar[int] = 28
+    job: str
+    lineage: str
+    rows: list[LedgerRow]
+
+
+@dataclass(frozen=True, slots=True)
+class CatchUp(Message):
+    """Seed to a worker that stands ready beside a running ring: fetch the state from ``donors`` in the background.
+
+    It answers with ``Report(status="following")`` when it is at most a step behind, or when that cannot be.
+    """
+
+    KIND: ClassVar[int] = 29
+    job: str
+    generation: int
+    donors: list[MemberRecord]
 
 
 # ------------------------------------------------------------------------------------------------- requests, updates

@@ -99,7 +99,7 @@ async def nobody() -> int:
 
 MINE = 'base = "tiny"\n\n[optimizer]\nlearning_rate = 1e-3\n'
 OPTIMIZER = "[optimizer] has lr, min_lr_ratio, warmup_steps, weight_decay, beta1, beta2, eps, clip_norm"
-TABLES = "job, model, data, batch, optimizer, validation, checkpoint, device, ring, link, membership"
+TABLES = "job, model, data, batch, optimizer, validation, checkpoint, device, ring, guard, link, membership"
 LR = "optimizer.lr: Highest learning rate, reached after the warm-up."
 STEPS = "job.steps: Optimizer steps of the whole run."
 SHIPPED = "example, small, tiny, wan"
