@@ -7,13 +7,11 @@ on the same machine takes the next one, and a restarted worker finds its old slo
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
-from p2ptrain.core.disk import Disk, write_atomic
+from p2ptrain.core.disk import Disk, Lock, write_atomic
 from p2ptrain.core.errors import StorageError, UserError
 from p2ptrain.core.ids import is_id, new_id
 
@@ -27,7 +25,7 @@ class Identity:
     peer_id: str
     name: str
     directory: Path
-    lock: IO[str]
+    lock: Lock
 
     def release(self) -> None:
         self.lock.close()
@@ -43,7 +41,7 @@ def claim(disk: Disk, root: Path, *, role: str, name: str = "", slot: int | None
     for number in [slot] if slot is not None else range(1, MAX_SLOTS + 1):
         directory = root / f"{role}-{number}"
         disk.make_dir(directory, mode=0o700)
-        lock = try_lock(directory / "lock")
+        lock = disk.try_lock(directory / "lock")
         if lock is not None:
             peer_id = _peer_id(disk, directory / "peer-id")
             host = socket.gethostname().split(".")[0] or "peer"
@@ -63,26 +61,3 @@ def _peer_id(disk: Disk, path: Path) -> str:
     fresh = new_id()
     write_atomic(disk, path, fresh.encode())
     return fresh
-
-
-def try_lock(path: Path) -> IO[str] | None:
-    """An open, locked file, or None where another process holds the lock, which ends with its process."""
-    try:
-        handle = path.open("a+")
-    except OSError as error:
-        raise StorageError(
-            f"cannot open {path}: {error.strerror}", remedy="check the permissions of --state"
-        ) from error
-    try:
-        if os.name == "nt":
-            import msvcrt
-
-            msvcrt.locking(handle.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined,unused-ignore]
-        else:
-            import fcntl
-
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        handle.close()
-        return None
-    return handle

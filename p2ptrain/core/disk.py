@@ -10,6 +10,7 @@ import errno
 import hashlib
 import os
 import shutil
+import sqlite3
 from pathlib import Path
 from typing import Protocol
 
@@ -32,6 +33,14 @@ class Disk(Protocol):
     def size(self, path: Path) -> int: ...
     def remove_tree(self, path: Path) -> None: ...
     def free_bytes(self, path: Path) -> int: ...
+    def try_lock(self, path: Path) -> Lock | None: ...
+    def connect(self, path: Path) -> sqlite3.Connection: ...
+
+
+class Lock(Protocol):
+    """What keeps others out until it is closed, or its process ends."""
+
+    def close(self) -> None: ...
 
 
 class RealDisk:
@@ -129,6 +138,30 @@ class RealDisk:
             return shutil.disk_usage(path).free
         except OSError as error:
             raise _translated("measure the free space of", path, error) from error
+
+    def try_lock(self, path: Path) -> Lock | None:
+        """A lock on the file ``path``, which is made; None where another process holds it."""
+        try:
+            handle = path.open("a+")
+        except OSError as error:
+            raise _translated("open", path, error) from error
+        try:
+            if os.name == "nt":
+                import msvcrt
+
+                msvcrt.locking(handle.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined,unused-ignore]
+            else:
+                import fcntl
+
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            handle.close()
+            return None
+        return handle
+
+    def connect(self, path: Path) -> sqlite3.Connection:
+        """The SQLite database in the file ``path``, without implicit transactions. Raises ``sqlite3.Error``."""
+        return sqlite3.connect(path, isolation_level=None)
 
 
 def write_atomic(disk: Disk, path: Path, data: bytes, *, private: bool = False) -> None:

@@ -1,8 +1,9 @@
-"""The world a peer lives in: time, randomness, network and disk, injected as one value.
+"""The world a peer lives in: time, randomness, network, disk and threads, injected as one value.
 
 Nothing outside this file and the real implementations it names reads a clock, draws a random number, opens a socket or
-a file of the state directory. The real world is ``real_world()`` with ``wire.transport.TcpNetwork``; the simulated one
-swaps the event loop's clock, the network and the disk, and runs the same shells.
+a file of the state directory, or starts a thread. The real world is ``real_world()`` with
+``wire.transport.TcpNetwork``; the simulated one (``roles.sim``) swaps the event loop's clock, the network, the disk and
+the threads, and runs the same shells.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import asyncio
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from p2ptrain.core.disk import Disk, RealDisk
 from p2ptrain.core.errors import P2PTrainError
+from p2ptrain.core.threads import RealThreads, Threads
 
 ProtocolFactory = Callable[[], asyncio.BufferedProtocol]
 OnProblem = Callable[[P2PTrainError, tuple[str, int]], None]
@@ -93,6 +95,7 @@ class World:
     network: Network
     disk: Disk
     random: random.Random
+    threads: Threads = field(default_factory=RealThreads)
 
 
 def real_world(network: Network) -> World:

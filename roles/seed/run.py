@@ -84,7 +84,7 @@ async def run_seed(
     Raises:
         UserError: the address or the directory is in use. StorageError: the record cannot be read or written.
     """
-    store = await Store.open(world.disk, state_dir)
+    store = await Store.open(world.disk, state_dir, world.threads)
     try:
         guard, own = Guard(), None
         if encryption is not None:

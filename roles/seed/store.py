@@ -17,16 +17,15 @@ import dataclasses
 import json
 import sqlite3
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from p2ptrain.core.disk import Disk
+from p2ptrain.core.disk import Disk, Lock, RealDisk
 from p2ptrain.core.errors import StorageError, UserError
+from p2ptrain.core.threads import RealThreads, Thread, Threads
 from ring.view import View
-from roles.identity import try_lock
 from wire.messages import MemberRecord
 from wire.records import CheckpointInfo, EventInfo, MetricRow
 
@@ -103,9 +102,9 @@ class PeerRecord:
 class Records:
     """The blocking store. All its methods are called on the thread that made it. They raise ``StorageError``."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, disk: Disk | None = None) -> None:
         with _translated(path):
-            self._db = sqlite3.connect(path, isolation_level=None)
+            self._db = (disk or RealDisk()).connect(path)
             for pragma in ("journal_mode=WAL", "synchronous=FULL", "journal_size_limit=4194304", "cache_size=-2048"):
                 self._db.execute(f"PRAGMA {pragma}").fetchall()
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
@@ -270,7 +269,7 @@ class Records:
 class Store:
     """The event loop's side of ``Records``; see the head of this file. Made by ``open``."""
 
-    def __init__(self, records: Records, thread: ThreadPoolExecutor, lock: IO[str]) -> None:
+    def __init__(self, records: Records, thread: Thread, lock: Lock) -> None:
         self._records, self._thread, self._lock = records, thread, lock
         self._metrics: list[MetricRow] = []
         self._events: list[EventInfo] = []
@@ -278,22 +277,23 @@ class Store:
         self._news = asyncio.Event()
 
     @classmethod
-    async def open(cls, disk: Disk, directory: Path) -> Self:
+    async def open(cls, disk: Disk, directory: Path, threads: Threads | None = None) -> Self:
         """The store in ``directory``, which is made, for its owner only, where it does not exist.
 
         Raises:
             UserError: another seed uses it. StorageError: it cannot be read or written.
         """
         disk.make_dir(directory, mode=0o700)
-        lock = try_lock(directory / "seed.lock")
+        lock = disk.try_lock(directory / "seed.lock")
         if lock is None:
             text = f"another seed is running on {directory}"
             raise UserError(text, remedy="stop it, or give this one another place with --state")
-        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
+        thread = (threads or RealThreads()).start("store")
         try:
-            records = await asyncio.get_running_loop().run_in_executor(thread, Records, directory / "seed.sqlite3")
+            path = directory / "seed.sqlite3"
+            records = await thread.submit(lambda: Records(path, disk))
         except BaseException:
-            thread.shutdown(wait=False)
+            thread.close()
             lock.close()
             raise
         return cls(records, thread, lock)
@@ -309,7 +309,7 @@ class Store:
                 self._records.add_rows(metrics, events, peers)
             return method(self._records, *args, **kwargs)
 
-        return await asyncio.get_running_loop().run_in_executor(self._thread, run)
+        return await self._thread.submit(run)
 
     def add(self, row: MetricRow | EventInfo | PeerRecord) -> None:
         """Write it soon. ``crowded`` tells when to wait for that."""
@@ -343,7 +343,7 @@ class Store:
         try:
             await self.call(Records.close)
         finally:
-            self._thread.shutdown(wait=False)
+            self._thread.close()
             self._lock.close()
 
 

@@ -111,7 +111,7 @@ class Worker:
         self._inbound = Inbound()
         self._prober = Prober(world, peer_id=identity.peer_id, name=identity.name, seed_host=options.seed[0])
         self._sink = Sink()
-        self._compute = ComputeThread()
+        self._compute = ComputeThread(world.threads)
         self._gauges = Gauges(world.clock.now)
         self._beats = IDLE_BEATS_S
         self._runner: JobRunner | None = None

@@ -8,7 +8,7 @@ import pytest
 
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import UserError
-from roles.identity import claim, try_lock
+from roles.identity import claim
 
 
 def test_a_second_worker_takes_the_next_slot_and_a_restarted_one_its_own(tmp_path: Path) -> None:
@@ -44,10 +44,10 @@ def test_a_damaged_peer_id_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_lock_is_exclusive_and_ends_with_its_holder(tmp_path: Path) -> None:
-    held = try_lock(tmp_path / "lock")
+    held = RealDisk().try_lock(tmp_path / "lock")
     assert held is not None
-    assert try_lock(tmp_path / "lock") is None
+    assert RealDisk().try_lock(tmp_path / "lock") is None
     held.close()
-    free = try_lock(tmp_path / "lock")
+    free = RealDisk().try_lock(tmp_path / "lock")
     assert free is not None
     free.close()

@@ -1,0 +1,98 @@
+"""Threads that run blocking calls one after another, behind a seam: in a simulation the calls run on the event loop's
+own thread and take virtual time.
+
+A thread of its own rather than an executor's: it must be the same one for the life of the process (CUDA contexts,
+thread counts, SQLite), and a long call must not keep the process from leaving, so it is a daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
+
+_Job = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", Callable[[], Any]]
+
+
+class Thread(Protocol):
+    """One thread, fed by one event loop."""
+
+    def submit(self, call: Callable[[], T]) -> asyncio.Future[T]:
+        """Queue ``call``; the future has what it returned or raised.
+
+        A cancelled future is no longer waited for; a call that has not begun is then skipped, one that has runs to its
+        end.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let the thread end after what is queued."""
+        ...
+
+
+class Threads(Protocol):
+    """What starts threads."""
+
+    def start(self, name: str) -> Thread:
+        """A thread of that name, which people see in debuggers and profilers."""
+        ...
+
+
+class RealThreads:
+    """Daemon threads of this process."""
+
+    def start(self, name: str) -> Thread:
+        return _DaemonThread(name)
+
+
+class _DaemonThread:
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        threading.Thread(target=self._loop, name=name, daemon=True).start()
+
+    def submit(self, call: Callable[[], T]) -> asyncio.Future[T]:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        self._jobs.put((loop, future, call))
+        return future
+
+    def close(self) -> None:
+        self._jobs.put(None)
+
+    def _loop(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if not _carried_out(*job):
+                return
+            del job  # while it waits for the next one it must not keep alive what this one was about: a whole model
+
+
+def _carried_out(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], call: Callable[[], Any]) -> bool:
+    """Call, and hand over what came of it; False where the loop is closed, and so nobody waits any more."""
+    if future.cancelled():
+        return True
+    result, error = None, None
+    try:
+        result = call()
+    except BaseException as raised:  # noqa: BLE001 - carried to the caller, who decides
+        error = raised
+    try:
+        loop.call_soon_threadsafe(settle, future, result, error)
+    except RuntimeError:
+        return False
+    finally:
+        del error  # it holds a traceback, which holds this frame
+    return True
+
+
+def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    """Give the future what came of its call, if anybody still waits."""
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
