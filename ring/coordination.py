@@ -9,11 +9,13 @@ from enum import StrEnum
 from ring.order import Links
 from ring.plan import Wishes
 from ring.view import View
-from wire.messages import Report
+from wire.messages import MemberRecord, Report
 
 STANDSTILL = frozenset({"held", "broken", "done"})
 """Values of ``Report.status`` by which a member says that it trains no more in the view that it names."""
-STATUSES = STANDSTILL | {"ready", "training", "healed", "failed"}
+BESIDE = frozenset({"ready", "following"})
+"""Values by which a worker says that it may be put into a view; ``following``: it keeps up with the ring beside it."""
+STATUSES = STANDSTILL | BESIDE | {"training", "healed", "failed"}
 """All values of ``Report.status``."""
 TORN_S = 3.0
 """A member that was healing may first have to load its state anew: the others wait no longer than this for it."""
@@ -53,12 +55,17 @@ class InvalidTransition(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A worker, as views name it. ``host`` and ``port`` are where its data port is reached."""
+    """A worker, as views name it. ``host`` and ``port`` are where its data port is reached.
+
+    Attributes:
+        follows: it can fetch the state beside a running ring (``CatchUp``).
+    """
 
     peer_id: str
     name: str
     host: str
     port: int
+    follows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +246,27 @@ class SendHold(Instruction):
     peer_ids: tuple[str, ...]
     generation: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendCatchUp(Instruction):
+    """The peer stands ready beside a running ring and is to fetch the state from ``donors``, members of that view."""
+
+    peer_id: str
+    generation: int
+    donors: tuple[MemberRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt(Instruction):
+    """Neighbours call the peer lost, and its link to the seed is open: be less patient with its silence from now on.
+
+    Attributes:
+        witnesses: how many say so; each stands for one beat that need not be missed any more.
+    """
+
+    peer_id: str
+    witnesses: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,10 @@ from ring.order import LinkQuality, known_link
 from ring.plan import Wishes
 from ring.view import View
 from roles.seed.links import Survey
-from roles.seed.peers import MAX_WHOLE, Link, announced_to, whole
+from roles.seed.peers import MAX_WHOLE, Link, announced_to, seen_from, whole
 from roles.seed.store import JobRecord, Records, Store
 from roles.seed.updates import Board
-from wire.messages import Assign, Hold, Message, Release, SaveNow, StepMetrics
+from wire.messages import Assign, CatchUp, Hold, MemberRecord, Message, Release, SaveNow, StepMetrics
 from wire.records import JobInfo, MetricRow
 
 _METRICS = frozenset(item.name for item in dataclasses.fields(MetricRow)) - {
@@ -174,6 +174,8 @@ class Desk:
             case co.SendHold(peer_ids, generation, reason):
                 for peer_id in peer_ids:
                     self._say(peer_id, Hold(self.id, generation, reason))
+            case co.SendCatchUp(peer_id, generation, donors):
+                self._send_catch_up(peer_id, generation, donors)
             case co.SendSave(peer_ids):
                 for peer_id in peer_ids:
                     self._say(peer_id, SaveNow(self.id))
@@ -193,6 +195,11 @@ class Desk:
         link = self._office.links.get(peer_id)
         if link is not None and link.job == self.id:
             link.say(message)
+
+    def _send_catch_up(self, peer_id: str, generation: int, donors: tuple[MemberRecord, ...]) -> None:
+        link = self._office.links.get(peer_id)
+        if link is not None:
+            self._say(peer_id, CatchUp(self.id, generation, seen_from(link.host, donors)))
 
     def _let_go(self, peer_id: str) -> None:
         link = self._office.links.get(peer_id)

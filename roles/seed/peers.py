@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,7 +78,7 @@ class Link:
 
     @property
     def peer(self) -> Peer:
-        return Peer(self.id, self.name, self.host, self.port)
+        return Peer(self.id, self.name, self.host, self.port, self.hello.capabilities.get("follows") is True)
 
     def say(self, message: Message) -> None:
         """Send; that the link is gone is noticed by its reader, and told to the job from there."""
@@ -134,10 +135,12 @@ class Link:
 
 def announced_to(host: str, view: View) -> ViewAnnounced:
     """The view as a member at ``host`` is told it: elsewhere, a loopback address means the seed's machine."""
-    message = view.to_message()
-    if is_loopback(host):
-        return message
-    return dataclasses.replace(message, members=[_without_loopback(member) for member in message.members])
+    return dataclasses.replace(view.to_message(), members=seen_from(host, view.members))
+
+
+def seen_from(host: str, members: Iterable[MemberRecord]) -> list[MemberRecord]:
+    """The members as a peer at ``host`` is told them."""
+    return list(members) if is_loopback(host) else [_without_loopback(member) for member in members]
 
 
 def _without_loopback(member: MemberRecord) -> MemberRecord:
