@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ring.token import Flag
 from ring.view import View
-from wire.messages import Report
+from wire.messages import LedgerRow, Report
 
 # ------------------------------------------------------------------------------------------------------------- events
 
@@ -46,11 +46,15 @@ class Finished(Event):
 
 @dataclass(frozen=True, slots=True)
 class Reduced(Event):
-    """The reduce with ``ticket`` ended well. ``part``: this member's share of the squared norm."""
+    """The reduce with ``ticket`` ended well. The rest is what this member's token says (``ring.token.Token``)."""
 
     ticket: int
     digest: bytes
     part: float
+    own: float = 0.0
+    unit_us: int = 0
+    sent: int = 0
+    received: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +152,19 @@ class Apply(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Boundary(Instruction):
-    """Between two steps: validate and save as the job's calendar, or ``save``, asks. ``last``: the job is complete."""
+    """Between two steps.
+
+    Attributes:
+        save: a checkpoint is due, and the step is confirmed.
+        snapshot: donors were asked for a copy of the state.
+        last: the job is complete.
+    """
 
     ticket: int
     applied: int
     save: bool
     last: bool
+    snapshot: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,3 +184,11 @@ class Say(Instruction):
     """Send this to the seed."""
 
     report: Report
+
+
+@dataclass(frozen=True, slots=True)
+class Record(Instruction):
+    """A step was applied: who computed it, be it redone in a later view. ``lineage``: before the step, hex."""
+
+    row: LedgerRow
+    lineage: str

@@ -5,15 +5,19 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
-from dataclasses import dataclass, replace
+import zlib
+from dataclasses import dataclass
 from enum import IntFlag
 
 from p2ptrain.core.errors import ProtocolError
 
 _LINEAGE = re.compile(r"[0-9a-f]{32}")
-# generation, step, flags, padding, partial square sum, digest of the reduced bytes, lineage before the step
-_TOKEN = struct.Struct("!QQIId16s16s")
-TOKEN_BYTES = _TOKEN.size
+# generation, step, flags, unit, part, own, sent, received, digest of the reduced bytes, lineage before the step
+_TOKEN = struct.Struct("!QQIIddQQ16s16s")
+_SUM = struct.Struct("!I")
+TOKEN_BYTES = _TOKEN.size + _SUM.size
+MAX_UNIT_US = 2**32 - 1
+"""An hour and eleven minutes for a micro-batch; who takes longer says this."""
 
 
 class Flag(IntFlag):
@@ -22,11 +26,29 @@ class Flag(IntFlag):
     HOLD = 1
     SAVE = 2
     LEAVE = 4
+    SNAPSHOT = 8  # donors were asked for a copy of the state after this step
+    REJECT = 16  # this member refuses the step: nobody applies it
+
+
+_KNOWN = int(~Flag(0))
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """What a member says of a reduced step before anyone applies it. 64 bytes on the wire."""
+    """What a member says of a reduced step before anyone applies it. 92 bytes on the wire.
+
+    The last four are a CRC-32 of the others: a token goes over all hops, and one whose ``part`` was spoiled on its way
+    to some members would have them clip, and so apply, differently.
+
+    Attributes:
+        step: steps applied before this one.
+        part: of the squared gradient norm, this member's; all parts in rank order give the whole.
+        digest, lineage: of the reduced bytes, and of the state before the step; 16 bytes each.
+        unit_us: microseconds that a micro-batch takes at this member, averaged; 0: not known.
+        own: squared norm of what this member contributed to the sum. May be NaN.
+        sent, received: xxh3-64 of the step's bytes that this member sent to the right and received from the left, where
+            they are audited; else 0.
+    """
 
     generation: int
     step: int
@@ -34,19 +56,38 @@ class Token:
     part: float
     digest: bytes
     lineage: bytes
+    unit_us: int = 0
+    own: float = 0.0
+    sent: int = 0
+    received: int = 0
 
     def encode(self) -> bytes:
-        return _TOKEN.pack(self.generation, self.step, self.flags, 0, self.part, self.digest, self.lineage)
+        body = _TOKEN.pack(
+            self.generation,
+            self.step,
+            self.flags,
+            min(self.unit_us, MAX_UNIT_US),
+            self.part,
+            self.own,
+            self.sent,
+            self.received,
+            self.digest,
+            self.lineage,
+        )
+        return body + _SUM.pack(zlib.crc32(body))
 
     @classmethod
     def decode_untrusted(cls, data: bytes) -> Token:
         """Raises ``ProtocolError``."""
         if len(data) != TOKEN_BYTES:
             raise ProtocolError(f"a step token of {len(data)} bytes")
-        generation, step, flags, padding, part, digest, lineage = _TOKEN.unpack(data)
-        if padding or flags & ~int(Flag.HOLD | Flag.SAVE | Flag.LEAVE):
+        body = data[: _TOKEN.size]
+        if _SUM.pack(zlib.crc32(body)) != data[_TOKEN.size :]:
+            raise ProtocolError("a step token was damaged on its way")
+        generation, step, flags, unit_us, part, own, sent, received, digest, lineage = _TOKEN.unpack(body)
+        if flags & ~_KNOWN:
             raise ProtocolError(f"a step token with unknown flags {flags:#x}")
-        return cls(generation, step, Flag(flags), part, digest, lineage)
+        return cls(generation, step, Flag(flags), part, digest, lineage, unit_us, own, sent, received)
 
 
 def is_lineage(text: str) -> bool:
@@ -70,10 +111,7 @@ def next_lineage(lineage: str, digest: bytes) -> str:
 
 def difference(mine: Token, other: Token) -> str:
     """What tells two tokens of one vote apart, in words; empty where nothing does."""
-    blank = replace(mine, flags=Flag(0), part=0.0)
-    if replace(other, flags=Flag(0), part=0.0) == blank:
-        return ""
     for name in ("generation", "step", "lineage", "digest"):
         if getattr(mine, name) != getattr(other, name):
             return f"{name} of step {mine.step + 1}"
-    return "token"
+    return ""
