@@ -33,6 +33,9 @@ class Engine(Protocol):
             is still being computed. The engine leaves what it called final alone until the next ``begin_step``: it is
             the redo buffer.
         exact_from: elements from here on (norms, biases, the loss) are few, and travel as they are whatever the codec.
+        exact: ``reduce_buffer`` is int64 fixed point, so its sums, hence the whole run, have the same bits whoever
+            computes which micro-batch.
+        windows: training sequences in the corpus.
     """
 
     corpus_digest: str
@@ -40,6 +43,8 @@ class Engine(Protocol):
     device: str
     reduce_buffer: npt.NDArray[Any]
     exact_from: int
+    exact: bool
+    windows: int
 
     def share_cores(self, workers: int) -> None:
         """So many members of the ring compute on this machine: take this one's part of its cores."""
@@ -62,7 +67,10 @@ class Engine(Protocol):
         ...
 
     def partial_square_sum(self, start: int, stop: int) -> float:
-        """Sum of squares, in fp64, of ``reduce_buffer[start:stop]`` without the loss slot; the same for any threads."""
+        """Sum of squares, in fp64, of ``reduce_buffer[start:stop]`` without the loss slot; the same for any threads.
+
+        NaN where one of them is not finite, or the loss slot is among them and is not.
+        """
         ...
 
     def apply(self, step: int, square_sum: float) -> Applied:

@@ -53,6 +53,8 @@ class StandInEngine:
         self.device = "stand-in"
         self.reduce_buffer: npt.NDArray[Any] = np.zeros(numel + 1, np.float32)
         self.exact_from = numel
+        self.exact = False
+        self.windows = 1 << 16
 
     def share_cores(self, workers: int) -> None:
         """It computes on one core in any case."""

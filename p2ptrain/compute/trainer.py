@@ -113,6 +113,8 @@ class Trainer:
         self.device = device.label
         self.reduce_buffer: npt.NDArray[np.generic] = self._host.numpy()
         self.exact_from = self._flat.decayed_numel
+        self.exact = False
+        self.windows = len(self._corpus.training)
 
     def share_cores(self, workers: int) -> None:
         """Take a part of the cores: so many members compute on this machine."""

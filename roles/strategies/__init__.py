@@ -14,10 +14,17 @@ from roles.engine import Applied, Engine
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What a member says of the reduced bytes: their digest (16 bytes) and its part of the squared gradient norm."""
+    """What a member says of a step that was reduced.
+
+    Attributes:
+        digest: of the reduced bytes, 16 bytes.
+        part: its part of their squared norm. NaN where they are not finite, as far as it looked.
+        own: squared norm of what it contributed itself; NaN where that was not finite, 0 where it had no share.
+    """
 
     digest: bytes
     part: float
+    own: float
 
 
 class Strategy(Protocol):

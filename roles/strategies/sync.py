@@ -98,4 +98,4 @@ class SyncStrategy:
 
     def _summarize(self, start: int, stop: int) -> Contribution:
         digest = xxhash.xxh3_128_digest(self._engine.reduce_buffer.view(np.uint8).data)
-        return Contribution(digest, self._engine.partial_square_sum(start, stop))
+        return Contribution(digest, self._engine.partial_square_sum(start, stop), 0.0)
