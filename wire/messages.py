@@ -8,7 +8,8 @@ Who says what to whom::
     seed   → peer      HeartbeatAck, Assign, ViewAnnounced, Hold, Release
     operator ↔ seed    Request ↔ Response; after ``subscribe``: seed → operator Update
     seed   → peer      Request → Response                             (delete a checkpoint, dial-back, ...)
-    member → member    bulk frames only (see ``ring.session``); heal: HealRequest → HealOffer, ChunkRequest → bulk frame
+    member → member    bulk frames only (see ``ring.session``); heal: HealRequest → HealOffer, ChunkRequest → bulk
+                       frame; StepLogged as the donor's ring commits, StepRequest → bulk frame | StepGone; StillHere
 
 A message is encoded as a msgpack map of its fields in the frame's header; the frame's ``kind`` names the class.
 Decoding checks every type and bound (``wire.codec``); an unknown, missing or ill-typed field is a ``ProtocolError``.
@@ -495,6 +496,48 @@ class ChunkDigest(Message):
     KIND: ClassVar[int] = 51
     stream: int
     digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogged(Message):
+    """The donor keeps the reduced bytes of a step that its ring committed.
+
+    Attributes:
+        step: steps applied with this one included.
+        digest: xxh3-128 of the reduced bytes: with the lineage before, it makes the lineage after the step.
+        square_sum: the squared gradient norm that it was committed with.
+    """
+
+    KIND: ClassVar[int] = 52
+    step: int
+    digest: bytes
+    square_sum: float
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepRequest(Message):
+    """Send the reduced bytes of ``step`` as one bulk frame on ``stream``; or say ``StepGone``."""
+
+    KIND: ClassVar[int] = 53
+    step: int
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepGone(Message):
+    """The log is bounded: the reduced bytes that were asked for on ``stream`` are kept no more."""
+
+    KIND: ClassVar[int] = 54
+    step: int
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class StillHere(Message):
+    """Nothing to send: a step is long, or the pace is slow. Both sides of a heal say it, so that silence means death."""
+
+    KIND: ClassVar[int] = 55
 
 
 BULK_KIND = 64
