@@ -450,6 +450,21 @@ class Update(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class MemberLost(Message):
+    """To the other neighbour, on the beats' connection, before it ends: the ring is over, for this member is lost.
+
+    Attributes:
+        peer_id: who is lost. beside: who saw it, its neighbour; the news may have come a long way.
+        reason: what was seen.
+    """
+
+    KIND: ClassVar[int] = 56
+    peer_id: str
+    beside: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class HealRequest(Message):
     """Give me the state of ``job`` at ``step`` with ``lineage``."""
 
@@ -535,7 +550,7 @@ class StepGone(Message):
 
 @dataclass(frozen=True, slots=True)
 class StillHere(Message):
-    """Nothing to send: a step is long, or the pace is slow. Both sides of a heal say it, so that silence means death."""
+    """Nothing to send: a step is long, or the pace slow. Both sides of a heal say it, so that silence means death."""
 
     KIND: ClassVar[int] = 55
 
