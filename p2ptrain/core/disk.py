@@ -10,11 +10,13 @@ import errno
 import hashlib
 import os
 import shutil
-import sqlite3
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from p2ptrain.core.errors import StorageError
+
+if TYPE_CHECKING:
+    import sqlite3
 
 
 class Disk(Protocol):
@@ -23,6 +25,7 @@ class Disk(Protocol):
     def read(self, path: Path, *, max_bytes: int) -> bytes: ...
     def hash_file(self, path: Path) -> str: ...
     def write_file(self, path: Path, data: bytes) -> None: ...
+    def append_file(self, path: Path, data: bytes | memoryview) -> None: ...
     def set_mode(self, path: Path, mode: int) -> None: ...
     def sync_file(self, path: Path) -> None: ...
     def sync_dir(self, path: Path) -> None: ...
@@ -66,6 +69,16 @@ class RealDisk:
     def write_file(self, path: Path, data: bytes) -> None:
         try:
             path.write_bytes(data)
+        except OSError as error:
+            raise _translated("write", path, error) from error
+
+    def append_file(self, path: Path, data: bytes | memoryview) -> None:
+        """Write ``data`` behind what the file holds; make it where it is not there."""
+        try:
+            with path.open("ab", buffering=0) as file:
+                left = memoryview(data)
+                while left:
+                    left = left[file.write(left) :]
         except OSError as error:
             raise _translated("write", path, error) from error
 
@@ -161,6 +174,8 @@ class RealDisk:
 
     def connect(self, path: Path) -> sqlite3.Connection:
         """The SQLite database in the file ``path``, without implicit transactions. Raises ``sqlite3.Error``."""
+        import sqlite3  # not for everyone who writes a file
+
         return sqlite3.connect(path, isolation_level=None)
 
 

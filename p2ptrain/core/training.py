@@ -14,6 +14,30 @@ class Blob:
 
 
 @dataclass(frozen=True, slots=True)
+class BlobRange:
+    """Bytes [start, stop) of the blob of that name."""
+
+    blob: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """One file of a checkpoint: its parts, one after the other, are what it is to hold.
+
+    Bytes stand for themselves; ranges are of a state's blobs. So whoever writes it needs to know nothing of tensors.
+    """
+
+    name: str
+    parts: tuple[bytes | BlobRange, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(len(part) if isinstance(part, bytes) else part.stop - part.start for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
 class Applied:
     """What one optimizer step did.
 
