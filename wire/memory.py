@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import copy
 import errno
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from p2ptrain.core.world import Listener, OnProblem, ProtocolFactory
@@ -30,11 +31,12 @@ class MemoryNetwork:
 
     Args:
         pipe_bytes: the default high-water mark of a connection, and the most that one delivery moves.
+        delay_s: from source and target host to the seconds until the next delivery; None: none at all. Order is kept.
     """
 
-    def __init__(self, *, pipe_bytes: int = 256 << 10) -> None:
+    def __init__(self, *, pipe_bytes: int = 256 << 10, delay_s: Callable[[str, str], float] | None = None) -> None:
         self._host = DEFAULT_HOST
-        self._hub = _Hub(pipe_bytes)
+        self._hub = _Hub(pipe_bytes, delay_s)
 
     def at(self, host: str) -> MemoryNetwork:
         """This network, as seen from ``host``."""
@@ -49,7 +51,7 @@ class MemoryNetwork:
         path = frozenset((self._host, target))
         try:
             async with asyncio.timeout(timeout_s):
-                await self._hub.passable(path)
+                await self._hub.passable(self._host, target)
         except TimeoutError as error:
             raise unreachable(host, port, error, timeout_s) from error
         listener = self._hub.listener_at(target, port)
@@ -57,7 +59,10 @@ class MemoryNetwork:
             raise unreachable(host, port, ConnectionRefusedError(), timeout_s)
         here, there = (self._host, self._hub.free_port()), (target, port)
         dialler = _MemoryTransport(self._hub, path, factory(), sockname=here, peername=there)
-        acceptor = _MemoryTransport(self._hub, path, listener.factory(), sockname=there, peername=here)
+        accepted = listener.context.run(listener.factory)
+        acceptor = _MemoryTransport(
+            self._hub, path, accepted, sockname=there, peername=here, context=listener.context.copy()
+        )
         dialler.open(acceptor)
         acceptor.open(dialler)
         try:
@@ -75,7 +80,7 @@ class MemoryNetwork:
         found_at = self._host if host in LOOPBACK else host
         if host in EVERY_INTERFACE:
             found_at = ANY_NAME if self._host == DEFAULT_HOST else self._host
-        listener = _MemoryListener(self._hub, (host, port), (found_at, port), factory)
+        listener = _MemoryListener(self._hub, (host, port), (found_at, port), factory, self._host)
         if self._hub.listeners.setdefault(listener.key, listener) is not listener:
             raise cannot_listen(host, port, OSError(errno.EADDRINUSE, ""))
         return listener
@@ -91,23 +96,46 @@ class MemoryNetwork:
         """Deliver nothing between two hosts, no end of a connection either, until ``mend``: a pulled cable."""
         self._hub.silent.add(frozenset((a, b)))
 
+    def deafen(self, source: str, target: str) -> None:
+        """Deliver nothing of what ``source`` sends to ``target``, until ``mend``: only one direction is broken."""
+        self._hub.deaf.add((source, target))
+
     def mend(self, a: str, b: str) -> None:
-        """End ``cut`` and ``silence``; what was held back is delivered."""
+        """End ``cut``, ``silence`` and ``deafen``; what was held back is delivered."""
         path = frozenset((a, b))
         self._hub.cut.discard(path)
         self._hub.silent.discard(path)
+        self._hub.deaf -= {(a, b), (b, a)}
         self._hub.wake()
+
+    def crash(self, host: str) -> None:
+        """Do what a kernel does for a process that is killed: nothing listens on ``host``, its connections reset."""
+        for key in [key for key, listener in self._hub.listeners.items() if listener.host == host]:
+            del self._hub.listeners[key]
+        for transport in [t for t in self._hub.transports if t.host == host]:
+            transport.abort()
+
+    def connections(self, host: str) -> list[asyncio.BufferedProtocol]:
+        """The protocols of every end that lives on ``host``, oldest first."""
+        return [transport._protocol for transport in self._hub.transports if transport.host == host]
+
+    @property
+    def queued_bytes(self) -> int:
+        """All that was written and is not read yet."""
+        return sum(transport.get_write_buffer_size() for transport in self._hub.transports)
 
 
 class _Hub:
     """What all views of one ``MemoryNetwork`` share."""
 
-    def __init__(self, pipe_bytes: int) -> None:
+    def __init__(self, pipe_bytes: int, delay_s: Callable[[str, str], float] | None) -> None:
         self.pipe_bytes = pipe_bytes
+        self.delay_s = delay_s
         self.listeners: dict[Address, _MemoryListener] = {}
         self.transports: dict[_MemoryTransport, None] = {}  # a set that keeps the order of opening
         self.cut: set[frozenset[str]] = set()
         self.silent: set[frozenset[str]] = set()
+        self.deaf: set[tuple[str, str]] = set()  # source, target
         self._mended = asyncio.Event()
         self._last_port = 49151
 
@@ -121,8 +149,8 @@ class _Hub:
     def listener_at(self, host: str, port: int) -> _MemoryListener | None:
         return self.listeners.get((host, port)) or self.listeners.get((ANY_NAME, port))
 
-    async def passable(self, path: frozenset[str]) -> None:
-        while path in self.silent:
+    async def passable(self, a: str, b: str) -> None:
+        while frozenset((a, b)) in self.silent or not self.deaf.isdisjoint({(a, b), (b, a)}):
             await self._mended.wait()
 
     def wake(self) -> None:
@@ -134,8 +162,10 @@ class _Hub:
 
 
 class _MemoryListener:
-    def __init__(self, hub: _Hub, address: Address, key: Address, factory: ProtocolFactory) -> None:
+    def __init__(self, hub: _Hub, address: Address, key: Address, factory: ProtocolFactory, host: str) -> None:
         self.key = key
+        self.host = host
+        self.context = contextvars.copy_context()
         self.factory = factory
         self._hub = hub
         self._address = address
@@ -165,9 +195,14 @@ class _MemoryTransport(FlowControl):
         *,
         sockname: Address,
         peername: Address,
+        context: contextvars.Context | None = None,
     ) -> None:
         super().__init__(protocol, high_bytes=hub.pipe_bytes)
         self.path = path
+        self.host = sockname[0]
+        # Whatever calls this end's protocol runs in its owner's context, as it does in a process of its own.
+        self.context = context or contextvars.copy_context()
+        self._way = (sockname[0], peername[0])
         self._hub = hub
         self._extra = {"sockname": sockname, "peername": peername}
         self._loop = asyncio.get_running_loop()
@@ -183,7 +218,7 @@ class _MemoryTransport(FlowControl):
         """Join the two ends; ``connection_made`` follows."""
         self.other = other
         self._hub.transports[self] = None
-        self._loop.call_soon(self._protocol.connection_made, self)
+        self._loop.call_soon(self._protocol.connection_made, self, context=self.context)
 
     # What the protocol calls.
 
@@ -245,7 +280,11 @@ class _MemoryTransport(FlowControl):
     def pump_soon(self) -> None:
         if not self._pump_scheduled:
             self._pump_scheduled = True
-            self._loop.call_soon(self._pump)
+            delay_s = self._hub.delay_s(*self._way) if self._hub.delay_s is not None else 0.0
+            if delay_s > 0:
+                self._loop.call_later(delay_s, self._pump, context=self.other.context)
+            else:
+                self._loop.call_soon(self._pump, context=self.other.context)
 
     def be_reset(self) -> None:
         self._reset = _connection_reset()
@@ -258,11 +297,11 @@ class _MemoryTransport(FlowControl):
         self._lost = self._closing = True
         self._drop()
         self._hub.transports.pop(self, None)
-        self._loop.call_soon(self._protocol.connection_lost, error)
+        self._loop.call_soon(self._protocol.connection_lost, error, context=self.context)
 
     def _pump(self) -> None:
         self._pump_scheduled = False
-        if self.path not in self._hub.silent:
+        if self.path not in self._hub.silent and self._way not in self._hub.deaf:
             self._meet_reset()
             self._move_bytes()
             self._move_eof()
@@ -282,6 +321,10 @@ class _MemoryTransport(FlowControl):
             self._deliver()
             if self._queue:
                 self.pump_soon()
+        if not self._lost and self._writing_paused:
+            self._loop.call_soon(self._resume, context=self.context)
+
+    def _resume(self) -> None:
         if not self._lost:
             self._maybe_resume()
 

@@ -1,0 +1,318 @@
+"""A disk in memory that forgets, as disks do, what was not flushed before the power failed.
+
+What survives a *power cut*, by the rules that journalling file systems keep and not one more:
+
+- a file's content, if the file was flushed after it was written; else the old content, the new, or part of the new;
+- a directory's entries as of its last flush, and of what was done to them since a *prefix* in the order of doing, of
+  any length: entries are journalled in order, and a rename is one entry of the journal;
+- a directory that was made, if its parent kept the entry.
+
+A process that is *killed* loses nothing that a call had done, but the call it died in may be done in part. A database
+(SQLite) keeps what was committed.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import random
+import sqlite3
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from p2ptrain.core.disk import Disk, Lock
+from p2ptrain.core.errors import StorageError
+from roles.sim.loop import Process
+
+Entries = dict[str, "_File | _Dir"]
+_CAPACITY_BYTES = 1 << 40
+
+
+class Died(BaseException):
+    """The process was killed inside this call. Not an ``Exception``: nothing handles it."""
+
+
+@dataclass(eq=False, slots=True)
+class _File:
+    data: bytes = b""
+    flushed: bytes | None = None
+    mode: int = 0o644
+
+
+@dataclass(eq=False, slots=True)
+class _Dir:
+    entries: Entries = field(default_factory=dict)
+    flushed: Entries = field(default_factory=dict)
+    since: list[Callable[[Entries], None]] = field(default_factory=list)  # what was done to entries since the flush
+
+    def do(self, change: Callable[[Entries], None]) -> None:
+        change(self.entries)
+        self.since.append(change)
+
+
+class _Database(sqlite3.Connection):
+    """Outlives the process that uses it; closing it only ends what was not committed."""
+
+    full = False
+
+    def close(self) -> None:
+        if self.in_transaction:
+            self.rollback()
+
+    def execute(self, sql: str, *values: object) -> sqlite3.Cursor:
+        if self.full and sql.startswith("COMMIT"):
+            raise sqlite3.OperationalError("database or disk is full")
+        return super().execute(sql, *values)  # type: ignore[arg-type]
+
+
+class MachineDisk:
+    """The disk of one machine. ``seen_by`` gives the view of one process.
+
+    Attributes:
+        full: nothing more can be written.
+        calls: changing calls so far.
+        die_in: when ``calls`` gets there, the process is killed in the middle of the call.
+        killed: called then, before the call raises.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        self._random = rng
+        self._root = _Dir()
+        self._databases: dict[Path, _Database] = {}
+        self._locks: dict[Path, Process] = {}
+        self.full = False
+        self.calls = 0
+        self.die_in: int | None = None
+        self.killed: Callable[[], None] = lambda: None
+
+    def seen_by(self, process: Process) -> Disk:
+        return _ProcessDisk(self, process)
+
+    def power_cut(self) -> None:
+        """Forget what was not flushed."""
+        self._fall_back(self._root)
+
+    def _fall_back(self, directory: _Dir) -> None:
+        kept = self._random.randint(0, len(directory.since))
+        entries = dict(directory.flushed)
+        for change in directory.since[:kept]:
+            change(entries)
+        directory.entries, directory.flushed, directory.since = entries, dict(entries), []
+        for node in entries.values():
+            if isinstance(node, _Dir):
+                self._fall_back(node)
+            else:
+                node.data = node.flushed = self._fallen_back(node)
+
+    def _fallen_back(self, file: _File) -> bytes:
+        if file.flushed == file.data:
+            return file.data
+        part = file.data[: self._random.randint(0, len(file.data))]
+        return self._random.choice((file.flushed or b"", file.data, part, part + bytes(len(file.data) - len(part))))
+
+    def fill_up(self, full: bool) -> None:
+        self.full = full
+        for database in self._databases.values():
+            database.full = full
+
+    def close(self) -> None:
+        """The end of the simulation."""
+        for database in self._databases.values():
+            sqlite3.Connection.close(database)
+        self._databases.clear()
+
+    # ------------------------------------------------------------------------------------ what the processes' views use
+
+    def database(self, path: Path) -> sqlite3.Connection:
+        if path not in self._databases:
+            self._databases[path] = sqlite3.connect(":memory:", isolation_level=None, factory=_Database)
+        database = self._databases[path]
+        database.full = self.full
+        return database
+
+    def lock(self, path: Path, process: Process) -> bool:
+        holder = self._locks.get(path)
+        if holder is not None and holder.alive and holder is not process:
+            return False
+        self._locks[path] = process
+        return True
+
+    def unlock(self, path: Path) -> None:
+        self._locks.pop(path, None)
+
+    def find(self, path: Path) -> _File | _Dir | None:
+        node: _File | _Dir | None = self._root
+        for part in path.parts[1:] if path.is_absolute() else path.parts:
+            node = node.entries.get(part) if isinstance(node, _Dir) else None
+        return node
+
+    def dies_now(self) -> bool:
+        """Count a changing call; whether its process dies in it."""
+        self.calls += 1
+        if self.die_in is None or self.calls < self.die_in:
+            return False
+        self.die_in = None
+        return True
+
+    def share(self, number: int) -> int:
+        """How much of a call is done when its process dies in it."""
+        return self._random.randint(0, number)
+
+
+class _SimLock:
+    def __init__(self, disk: MachineDisk, path: Path) -> None:
+        self._disk, self._path = disk, path
+
+    def close(self) -> None:
+        self._disk.unlock(self._path)
+
+
+class _ProcessDisk:
+    """``core.disk.Disk`` for one process; once it is dead every call raises ``Died``."""
+
+    def __init__(self, machine: MachineDisk, process: Process) -> None:
+        self._machine, self._process = machine, process
+
+    # ---------------------------------------------------------------------------------------------------------- reading
+
+    def read(self, path: Path, *, max_bytes: int) -> bytes:
+        data = self._file(path).data
+        if len(data) > max_bytes:
+            raise StorageError(f"{path} is larger than the {max_bytes} bytes it may have")
+        return data
+
+    def hash_file(self, path: Path) -> str:
+        return hashlib.sha256(self._file(path).data).hexdigest()
+
+    def list_dir(self, path: Path) -> list[str]:
+        self._check()
+        node = self._machine.find(path)
+        return sorted(node.entries) if isinstance(node, _Dir) else []
+
+    def is_dir(self, path: Path) -> bool:
+        self._check()
+        return isinstance(self._machine.find(path), _Dir)
+
+    def size(self, path: Path) -> int:
+        return len(self._file(path).data)
+
+    def free_bytes(self, path: Path) -> int:
+        self._check()
+        return 0 if self._machine.full else _CAPACITY_BYTES
+
+    # --------------------------------------------------------------------------------------------------------- changing
+
+    def write_file(self, path: Path, data: bytes) -> None:
+        dies = self._changing()
+        directory = self._dir(path.parent)
+        if self._machine.full:
+            raise _problem(errno.ENOSPC, path)
+        data = bytes(data)
+        node = directory.entries.get(path.name)
+        if not isinstance(node, _File):
+            node = _File()
+            made = node
+            directory.do(lambda entries: entries.__setitem__(path.name, made))
+        node.data = data[: self._machine.share(len(data))] if dies else data
+        self._die_if(dies)
+
+    def append_file(self, path: Path, data: bytes | memoryview) -> None:
+        node = self._machine.find(path)
+        self.write_file(path, (node.data if isinstance(node, _File) else b"") + bytes(data))
+
+    def set_mode(self, path: Path, mode: int) -> None:
+        self._file(path).mode = mode
+
+    def sync_file(self, path: Path) -> None:
+        self._die_if(self._changing())
+        file = self._file(path)
+        file.flushed = file.data
+
+    def sync_dir(self, path: Path) -> None:
+        self._die_if(self._changing())
+        directory = self._dir(path)
+        directory.flushed, directory.since = dict(directory.entries), []
+
+    def make_dir(self, path: Path, *, mode: int = 0o755) -> None:
+        if isinstance(self._machine.find(path), _Dir):
+            self._check()
+            return
+        if path.parent != path:
+            self.make_dir(path.parent, mode=mode)
+        dies = self._changing()
+        if self._machine.full:
+            raise _problem(errno.ENOSPC, path)
+        made = _Dir()
+        self._dir(path.parent).do(lambda entries: entries.__setitem__(path.name, made))
+        self._die_if(dies)
+
+    def rename(self, source: Path, target: Path) -> None:
+        dies = self._changing()
+        directory = self._dir(source.parent)
+        node = directory.entries.get(source.name)
+        if node is None:
+            raise _problem(errno.ENOENT, source)
+        if source.parent != target.parent:
+            raise NotImplementedError("nothing here is renamed into another directory")
+
+        def change(entries: Entries) -> None:
+            entries.pop(source.name, None)
+            entries[target.name] = node
+
+        if not dies or self._machine.share(1):
+            directory.do(change)
+        self._die_if(dies)
+
+    def remove_tree(self, path: Path) -> None:
+        dies = self._changing()
+        node = self._machine.find(path)
+        if node is None:
+            return
+        if isinstance(node, _Dir):
+            names = sorted(node.entries)
+            for name in names[: self._machine.share(len(names))] if dies else names:
+                node.do(lambda entries, name=name: entries.pop(name, None))  # type: ignore[misc]
+        self._die_if(dies)
+        self._dir(path.parent).do(lambda entries: entries.pop(path.name, None))
+
+    def try_lock(self, path: Path) -> Lock | None:
+        self._check()
+        return _SimLock(self._machine, path) if self._machine.lock(path, self._process) else None
+
+    def connect(self, path: Path) -> sqlite3.Connection:
+        self._check()
+        return self._machine.database(path)
+
+    # ---------------------------------------------------------------------------------------------------------- helpers
+
+    def _check(self) -> None:
+        if not self._process.alive:
+            raise Died
+
+    def _changing(self) -> bool:
+        self._check()
+        return self._machine.dies_now()
+
+    def _die_if(self, dies: bool) -> None:
+        if dies:
+            self._machine.killed()
+            raise Died
+
+    def _file(self, path: Path) -> _File:
+        self._check()
+        node = self._machine.find(path)
+        if not isinstance(node, _File):
+            raise _problem(errno.ENOENT if node is None else errno.EISDIR, path)
+        return node
+
+    def _dir(self, path: Path) -> _Dir:
+        node = self._machine.find(path)
+        if not isinstance(node, _Dir):
+            raise _problem(errno.ENOENT if node is None else errno.ENOTDIR, path)
+        return node
+
+
+def _problem(code: int, path: Path) -> StorageError:
+    return StorageError(f"cannot use {path}: {os.strerror(code)}", remedy="choose another place with --state")
