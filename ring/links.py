@@ -22,6 +22,7 @@ from p2ptrain.core.errors import (
     Unreachable,
 )
 from p2ptrain.core.world import World
+from ring.detector import Memory
 from ring.view import MAX_STREAMS, View
 from wire.connection import Connection
 from wire.handshake import HANDSHAKE_TIMEOUT_S, RefusalCode, dial
@@ -63,9 +64,13 @@ class Inbound:
     Args:
         max_held: peers whose connections are held for views that have not arrived; more are refused as ``BUSY``, and
         the dialler tries again. hold_s: how long each connection is held.
+
+    Attributes:
+        memory: what this worker knows of its neighbours' beats, across views.
     """
 
     def __init__(self, *, max_held: int = MAX_HELD, hold_s: float = HOLD_S) -> None:
+        self.memory = Memory()
         self._max_held = max_held
         self._hold_s = hold_s
         self._newest = ("", 0)

@@ -11,7 +11,9 @@ before, so gradients can go into the ring while others are still computed. A sma
 summed by everybody in rank order: n - 1 hops instead of 2n - 2, and the same bits everywhere.
 
 Ends. A session that lost a neighbour is *broken* for good: it closes all its connections, which breaks the neighbours'
-sessions, and so the news goes round the ring as fast as the wires are, with no timeout involved. A member that leaves
+sessions, and so the news goes round the ring as fast as the wires are, with no timeout involved. With it goes the name
+of the one that is lost (``MemberLost``): a connection that ended while its neighbour's beats did not is explained by
+that neighbour, for which it has the time of one beat. A member that leaves
 on purpose says so first (``Leave``): a neighbour that is still busy with the last operation, which the leaver has
 finished, may finish it too, for all that it needs from the leaver lies ahead of the end of its connection.
 """
@@ -37,14 +39,15 @@ from ring import collectives
 from ring.codecs import Codec
 from ring.collectives import Schedule
 from ring.cutting import LEAST_SUB_CHUNK_BYTES, MOST_SUB_CHUNK_BYTES, cut
+from ring.detector import Memory
 from ring.dtypes import Array, storage_dtype, sum_into
 from ring.lanes import Flow, Lane, Residual
 from ring.links import Inbound
-from ring.liveness import Neighbour, Watch
+from ring.liveness import AT_WORK, REASON_CHARS, Neighbour, Watch
 from ring.meeting import meet_neighbours
 from ring.view import MAX_STREAMS, MAX_SUB_CHUNK_BYTES, MIN_SUB_CHUNK_BYTES, View
 from wire.connection import Connection
-from wire.messages import Leave
+from wire.messages import Leave, MemberLost
 
 __all__ = ["Inbound", "RingBroken", "RingSession", "RingStats"]
 
@@ -55,10 +58,16 @@ SMALL_BYTES = 128 << 10
 
 @dataclass(frozen=True, slots=True)
 class RingBroken:
-    """Why a session ended. ``suspect`` is the peer id of the lost neighbour, empty where this side ended it."""
+    """Why a session ended.
+
+    Attributes:
+        suspect: peer id of the member that is lost, empty where this side ended it.
+        beside: peer id of its neighbour that saw it, mostly this member or whoever told it.
+    """
 
     suspect: str
     cause: P2PTrainError
+    beside: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +104,7 @@ class RingSession:
     Attributes:
         rank, size: this member's, and how many there are.
         broken: resolves to ``RingBroken`` as soon as the session can do no more, for whatever reason.
-        progress: sub-chunks received so far; it goes out with every beat.
+        progress: sub-chunks received so far, and whatever else the owner counts; it goes out with every beat.
     """
 
     def __init__(
@@ -107,6 +116,7 @@ class RingSession:
         left: Neighbour | None,
         right: Neighbour | None,
         sub_chunk_bytes: int,
+        memory: Memory | None = None,
     ) -> None:
         self.view = view
         self.rank, self.size = rank, view.size
@@ -125,6 +135,7 @@ class RingSession:
         self._judged_at = 0.0  # when it fires
         self._parted: Neighbour | None = None  # it left while the last operation could still end well
         self._farewells: set[asyncio.Task[None]] = set()
+        self._verdict: asyncio.TimerHandle | None = None  # a connection ended; its neighbour may still say why
         self._watch: Watch | None = None
         self._lanes: list[Lane] = []
         for neighbour in self.neighbours:
@@ -136,9 +147,12 @@ class RingSession:
                 generation=view.generation,
                 left=left,
                 right=right,
+                memory=memory or Memory(),
                 status=self._status,
                 on_end=self._ended,
                 on_silent=self._break,
+                on_beat=self._judge_pace,
+                on_news=self._told,
             )
             for bulk in (*left.bulks, *right.bulks):
                 bulk.tune_for_bulk()
@@ -196,7 +210,13 @@ class RingSession:
             world, view, peer_id, name, seed_host, inbound, streams=streams, timeout_s=timeout_s
         )
         session = cls(
-            world=world, view=view, rank=rank, left=from_left, right=to_right, sub_chunk_bytes=sub_chunk_bytes
+            world=world,
+            view=view,
+            rank=rank,
+            left=from_left,
+            right=to_right,
+            sub_chunk_bytes=sub_chunk_bytes,
+            memory=inbound.memory,
         )
         try:
             await session.barrier(patience_s=deadline - world.clock.now())
@@ -215,10 +235,8 @@ class RingSession:
         self._settle(RingBroken("", ConnectionLost(f"this member left the ring: {reason}")))
         for neighbour in self.neighbours:
             for connection in neighbour.connections:
-                if orderly and neighbour.say(connection, Leave(reason[:200]), self.view.generation):
-                    farewell = asyncio.get_running_loop().create_task(connection.close())
-                    self._farewells.add(farewell)
-                    farewell.add_done_callback(self._farewells.discard)
+                if orderly and neighbour.say(connection, Leave(reason[:REASON_CHARS]), self.view.generation):
+                    self._part(connection)
                 else:
                     connection.abort()
 
@@ -454,7 +472,8 @@ class RingSession:
 
     def _lane_failed(self, connection: Connection, error: P2PTrainError) -> None:
         side = self._right if self._right is not None and connection in self._right.bulks else self._left
-        self._break(side, error)
+        assert side is not None, "a lane without neighbours"
+        self._lost(side, connection, error)
 
     def _await_progress(self, in_s: float) -> None:
         if self._patience is not None:
@@ -481,18 +500,31 @@ class RingSession:
         silence = DeadlineExceeded(f"{what} for {patience_s:g} s", remedy=remedy)
         self._break(self._left if starving else self._right, silence)
 
+    def _judge_pace(self, left: Neighbour) -> None:
+        """Break where the left neighbour beats, waits for nobody, and gets nowhere while this member waits for it."""
+        operation = next(iter(self._operations.values()), None)
+        if operation is None or left.pace is None or not any(lane.expects for lane in self._lanes):
+            return
+        now = self._world.clock.now()
+        stuck_at = left.pace.stuck_at(operation.patience_s, max(operation.began_at, self._moved_at))
+        if stuck_at is not None and now >= stuck_at:
+            what = (
+                f"it beats, but has got nowhere since the {operation.title} wanted it {now - self._moved_at:.0f} s ago"
+            )
+            self._break(left, DeadlineExceeded(what, remedy="it is stuck, not slow: look at its log, restart it"))
+
     # -------------------------------------------------------------------------------------------------------- breaking
 
     def _status(self) -> tuple[int, int, str]:
         titles = (operation.title for operation in self._operations.values())
-        return self.progress, self.view.step, next(titles, "between operations")
+        return self.progress, self.view.step, next(titles, AT_WORK)
 
     def _ended(self, neighbour: Neighbour, connection: Connection, error: P2PTrainError) -> None:
         """A connection is gone. That breaks the session, unless the operations under way can still end well without
         it.
         """
         if not neighbour.leaving:
-            self._break(neighbour, error)
+            self._lost(neighbour, connection, error)
             return
         lanes = [lane for lane, bulk in zip(self._lanes, neighbour.bulks, strict=True) if bulk is connection]
         starving = neighbour is self._left and any(lane.expects for lane in lanes)
@@ -501,14 +533,54 @@ class RingSession:
         elif self._parted is None:
             self._parted = neighbour
 
-    def _break(self, neighbour: Neighbour | None, error: P2PTrainError) -> None:
-        """End the session because of ``neighbour``, or of nobody but this member. The first cause counts."""
-        if neighbour is not None:
+    def _lost(self, neighbour: Neighbour, connection: Connection, error: P2PTrainError) -> None:
+        """A connection failed. Where it ended alone, its neighbour has the time of one beat to say whose fault it is:
+        a process that died ends all of them at once, and who ends a session for another's death says so on its beats.
+        """
+        beats = self._watch is not None and self._watch.heartbeat_s > 0
+        alone = beats and connection is not neighbour.beat and neighbour.may_speak
+        if not (alone and isinstance(error, ConnectionLost)) or self._watch is None:
+            self._break(neighbour, error)
+        elif self._verdict is None:
+            loop = asyncio.get_running_loop()
+            self._verdict = loop.call_later(self._watch.heartbeat_s, self._break, neighbour, error)
+
+    def _told(self, neighbour: Neighbour, news: MemberLost) -> None:
+        """A neighbour says who was lost. News of this member itself, or of no member, only tell that it goes."""
+        rank = self.view.rank_of(news.peer_id)
+        if rank is None or rank == self.rank or self.view.rank_of(news.beside) is None:
+            self._break(neighbour, ConnectionLost(f"it ended the session: {news.reason[:REASON_CHARS]}"))
+        else:
+            self._break(neighbour, ConnectionLost(news.reason[:REASON_CHARS]), news)
+
+    def _break(self, neighbour: Neighbour | None, error: P2PTrainError, news: MemberLost | None = None) -> None:
+        """End the session because of ``neighbour``, of whom it has ``news``, or of nobody but this member. The first
+        cause counts."""
+        if self.broken.done():
+            return
+        me = self.view.members[self.rank].peer_id
+        if news is None and neighbour is not None:
+            news = MemberLost(neighbour.peer_id, me, error.message[:REASON_CHARS])
             kind = ConnectionLost if isinstance(error, Refused) else type(error)
             error = kind(f"lost {neighbour.title}: {error.message}", remedy=error.remedy)
-        self._settle(RingBroken(neighbour.peer_id if neighbour is not None else "", error))
-        for lost in self.neighbours:
-            lost.abort()
+        elif news is not None and neighbour is not None:
+            lost, by = (self.view.members[self.view.rank_of(item) or 0].name for item in (news.peer_id, news.beside))
+            error = ConnectionLost(f"{by} lost {lost}: {error.message}", remedy=error.remedy)
+        self._settle(RingBroken(news.peer_id, error, news.beside) if news else RingBroken("", error))
+        for other in self.neighbours:
+            tell = news is not None and other is not neighbour and other.peer_id != news.peer_id
+            if tell and news is not None and other.say(other.beat, news, self.view.generation):
+                self._part(other.beat)
+                for bulk in other.bulks:
+                    bulk.abort()
+            else:
+                other.abort()
+
+    def _part(self, connection: Connection) -> None:
+        """Close a connection once what was said on it is on its way."""
+        farewell = asyncio.get_running_loop().create_task(connection.close())
+        self._farewells.add(farewell)
+        farewell.add_done_callback(self._farewells.discard)
 
     def _settle(self, broken: RingBroken) -> None:
         if self.broken.done():
@@ -516,8 +588,9 @@ class RingSession:
         self.broken.set_result(broken)
         for lane in self._lanes:
             lane.stop()
-        if self._patience is not None:
-            self._patience.cancel()
+        for timer in (self._patience, self._verdict):
+            if timer is not None:
+                timer.cancel()
         operations, self._operations = self._operations, {}
         for operation in operations.values():
             if not operation.future.done():

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded
+from ring.detector import ENOUGH_MOVES
 from ring.local import LocalMember, local_ring, local_view
 from ring.session import RingSession
 from wire.emulate import EmulatedNetwork
 from wire.memory import MemoryNetwork
-from wire.messages import HeartbeatAck
+from wire.messages import HeartbeatAck, MemberLost
 from wire.shaper import preset_named
 from wire.virtual import VirtualClockLoop, run_virtual
 
@@ -73,6 +74,90 @@ async def test_a_pulled_cable_is_a_death_after_death_s_on_both_ends():
 
 
 @virtual
+async def test_all_round_the_ring_the_dead_one_is_named_as_fast_as_the_wires_are():
+    """Eight members, 40 ms apart: the news goes both ways round, and nobody waits for any time to be up."""
+    preset = preset_named("transcontinental")
+    network = EmulatedNetwork(MemoryNetwork(), preset, seed=3)
+    async with local_ring(8, network, heartbeat_s=5.0, death_s=15.0) as members:
+        await asyncio.sleep(30)
+        died_at, heard_at = now(), {}
+        for member in members:
+            member.session.broken.add_done_callback(
+                lambda _, peer_id=member.peer_id: heard_at.setdefault(peer_id, now())
+            )
+        members[3].die()
+        broken = {member.peer_id: await member.session.broken for member in members}
+        for rank, peer_id in enumerate("abcdefgh"):
+            hops = min((rank - 3) % 8, (3 - rank) % 8)
+            if hops:
+                assert broken[peer_id].suspect == "d", broken[peer_id].cause.message
+                assert broken[peer_id].beside in ("c", "e")
+                late_s = heard_at[peer_id] - died_at
+                assert late_s <= hops * (preset.delay_s + preset.jitter_s) + 1e-3, (peer_id, late_s)
+
+
+@virtual
+async def test_a_frozen_member_is_named_all_round_the_ring_too():
+    network = MemoryNetwork()
+    members = await three_hosts(network)
+    await asyncio.sleep(300)  # long enough to know each other
+    frozen_at = now()
+    for other in "ac":
+        network.silence("b", other)
+    a, c = [await members[rank].session.broken for rank in (0, 2)]
+    assert (a.suspect, c.suspect) == ("b", "b")
+    assert now() - frozen_at <= 15.0 + 5.0
+    for member in members:
+        await member.stop()
+
+
+@virtual
+async def test_news_of_nobody_and_of_oneself_only_tell_that_the_messenger_goes():
+    for news in (MemberLost("x", "a", "?"), MemberLost("b", "a", "you are slow"), MemberLost("c", "x", "?")):
+        async with local_ring(3, MemoryNetwork()) as members:
+            await asyncio.sleep(1)
+            a, b = members[0].session, members[1].session
+            a.neighbours[1].say(a.neighbours[1].beat, news, 1)
+            assert (await b.broken).suspect == "a"
+
+
+@virtual
+async def test_a_member_that_beats_and_gets_nowhere_is_given_up_before_patience_ends():
+    """Its event loop answers, its computing does not end. b waits for c, c for a, which waits for nobody."""
+    async with local_ring(3, MemoryNetwork(), heartbeat_s=0.25, death_s=2.0) as members:
+        for _ in range(2 * ENOUGH_MOVES):
+            for member in members:
+                await asyncio.sleep(0.3)
+                member.session.progress += 1  # a micro-batch
+            await asyncio.gather(*(member.session.barrier() for member in members))
+        began = now()
+        waiting = [asyncio.create_task(member.session.barrier(patience_s=80.0)) for member in members[1:]]
+        await asyncio.sleep(19.0)
+        assert not any(task.done() for task in waiting)
+        ends = await asyncio.gather(*waiting, return_exceptions=True)
+        assert 20.0 <= now() - began <= 20.0 + 1.5, "a quarter of the patience, and it beats every 0.25 s"
+        assert {str(end) for end in ends if "it beats, but has got nowhere" in str(end)}, ends
+        assert [(await member.session.broken).suspect for member in members[1:]] == ["a", "a"]
+
+
+@virtual
+async def test_a_slow_member_is_waited_for():
+    async with local_ring(3, MemoryNetwork(), heartbeat_s=0.25, death_s=2.0) as members:
+        for _ in range(2 * ENOUGH_MOVES):
+            for member in members:
+                await asyncio.sleep(0.3)
+                member.session.progress += 1
+            await asyncio.gather(*(member.session.barrier() for member in members))
+        waiting = [asyncio.create_task(member.session.barrier(patience_s=80.0)) for member in members[1:]]
+        for _ in range(5):
+            await asyncio.sleep(15.0)  # fifty times as slow as it was, and it moves
+            members[0].session.progress += 1
+        assert not any(task.done() for task in waiting)
+        await members[0].session.barrier()
+        await asyncio.gather(*waiting)
+
+
+@virtual
 async def test_a_payload_is_a_sign_of_life_too():
     async with local_ring(2, MemoryNetwork(), heartbeat_s=5.0, death_s=15.0) as members:
         a, b = (member.session for member in members)
@@ -92,7 +177,7 @@ async def test_a_member_that_was_asleep_itself_does_not_blame_its_neighbours():
         await asyncio.sleep(7)
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualClockLoop)
-        loop._jumping.now += 300.0  # the process was stopped: time went on, and nothing ran
+        loop._now += 300.0  # the process was stopped: time went on, and nothing ran
         await asyncio.sleep(60)
         assert not any(member.session.broken.done() for member in members)
 
@@ -103,8 +188,9 @@ async def test_no_progress_breaks_the_ring_and_names_the_neighbour():
         between = asyncio.create_task(members[1].session.barrier(patience_s=60))
         with pytest.raises(DeadlineExceeded, match="lost the left neighbour c: sent no part of the barrier for 30 s"):
             await members[0].session.barrier(patience_s=30)
-        with pytest.raises(ConnectionLost, match="lost the left neighbour a"):
+        with pytest.raises(ConnectionLost, match="a lost c: sent no part"):
             await between
+        assert (await members[1].session.broken).suspect == "c", "not a, who only told of it"
         assert (await members[2].session.broken).suspect in ("a", "b")
 
 

@@ -279,7 +279,9 @@ async def test_a_death_between_operations_is_noticed_at_once(network):
         async with asyncio.timeout(AT_ONCE_S):
             broken = [await member.session.broken for member in members]
         assert "lost the left neighbour c" in broken[3].cause.message
-        assert "neighbour" in broken[0].cause.message
+        assert "lost c: " in broken[0].cause.message, "two hops away, and it knows who it was"
+        assert broken[0].suspect == "c"
+        assert broken[0].beside in ("b", "d")
         with pytest.raises(ConnectionLost, match="lost the left neighbour c"):
             await members[3].session.barrier()
 
