@@ -148,12 +148,14 @@ class Watch:
 
     Args:
         stops: where each parameter's elements end in the flat array.
-        ferry: where the reduce buffer is not the memory that backward writes.
+        ferry: where the reduce buffer is in other memory than what backward writes.
+        convert: where it holds the gradients in another form: told how much of the front to bring into it.
     """
 
-    def __init__(self, stops: Sequence[int], ferry: Ferry | None) -> None:
+    def __init__(self, stops: Sequence[int], ferry: Ferry | None, convert: OnFinal | None = None) -> None:
         self._front = Front(stops)
         self._ferry = ferry
+        self._convert = convert
         self._on_final: OnFinal | None = None
 
     def begin(self) -> None:
@@ -176,4 +178,6 @@ class Watch:
         if self._on_final is None:
             return
         numel = self._front.mark(index)
+        if self._convert is not None:
+            self._convert(numel)
         self._on_final(numel if self._ferry is None else self._ferry.final(numel))

@@ -211,13 +211,16 @@ class FlatAdamW:
 
 
 def square_sum(values: npt.NDArray[np.generic]) -> float:
-    """Sum of squares in fp64, blockwise in a fixed order and on one thread: the same bits whatever the thread count."""
+    """Sum of squares in fp64, blockwise in a fixed order and on one thread: the same bits whatever the thread count.
+
+    NaN where one of them is not finite.
+    """
     total = 0.0
     for start in range(0, len(values), _SQUARE_BLOCK):
         block = values[start : start + _SQUARE_BLOCK].astype(np.float64)
         np.square(block, out=block)
         total += float(np.add.reduce(block))
-    return total
+    return total if math.isfinite(total) else math.nan
 
 
 @contextmanager

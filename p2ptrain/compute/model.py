@@ -136,11 +136,14 @@ def parameter_count(config: PretrainedConfig) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def check_training_memory(config: PretrainedConfig, device: Device, *, micro_batch_tokens: int = 0) -> int:
+def check_training_memory(
+    config: PretrainedConfig, device: Device, *, micro_batch_tokens: int = 0, exact: bool = False
+) -> int:
     """Refuse a model that cannot be trained here; returns its parameter count.
 
     Counted per parameter, in fp32: on the device the weight, the gradient and two Adam moments; on the host the reduce
-    buffer. On a CPU the gradient is the reduce buffer, and a clipped copy of it is made.
+    buffer. On a CPU the gradient is the reduce buffer, and a clipped copy of it is made. ``exact``: the reduce buffer
+    is one of int64 beside the gradient, wherever that is, and has a copy on the host.
 
     Per token of a micro-batch: the logits, their softmax and its gradient, and what each layer keeps for the backward
     pass (about 16 times its width, and 3 times that of its feed-forward part). A lower bound: attention comes on top.
@@ -156,10 +159,11 @@ def check_training_memory(config: PretrainedConfig, device: Device, *, micro_bat
     if micro_batch_tokens:
         what += f" with micro-batches of {micro_batch_tokens:,} tokens"
     if device.kind == "cpu":
-        check_memory(count * 4 * 5 + kept, device, what)
+        check_memory(count * 4 * (7 if exact else 5) + kept, device, what)
     else:
-        check_memory(count * 4 * 4 + kept, device, what)
-        check_memory(count * 4 * 2, HOST, what)  # the reduce buffer, and the weights while they are built
+        check_memory(count * 4 * (6 if exact else 4) + kept, device, what)
+        # The reduce buffer, and the weights while they are built.
+        check_memory(count * 4 * (3 if exact else 2), HOST, what)
     return count
 
 

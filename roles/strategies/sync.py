@@ -4,6 +4,9 @@ The gradients are reduced in buckets (``compute.buckets``), each as soon as the 
 micro-batch has made it, so most of the exchange is hidden behind that pass. A codec may carry the buckets in fewer
 bytes; the loss and the vectors (norms, biases) follow as a small operation of their own, exact whatever the codec.
 
+Each piece is measured just before the ring has it, which sums in place: the squared norm of this member's own
+contribution tells who spoiled a sum, and that a contribution is not finite.
+
 What a lossy codec left out of this member's contributions is kept in its *residual* and goes out with the next step's.
 The residual is no part of the replicated state: it changes what a member contributes, never how the reduced bytes,
 which are equal everywhere, are applied. So it may be dropped at any time at the cost of one step's rounding, and it is:
@@ -14,12 +17,12 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import xxhash
 
-from p2ptrain.compute.buckets import bucket_bounds
+from p2ptrain.compute.buckets import OnFinal, bucket_bounds
 from p2ptrain.core.world import LoopClock
 from ring.collectives import owned_range
 from ring.session import RingSession
@@ -27,6 +30,32 @@ from roles.compute_thread import ComputeThread
 from roles.engine import Applied, Engine
 from roles.strategies import Contribution
 from roles.strategies.exchange import Exchange, Piece, codec_of
+
+
+class _Outgoing:
+    """This member's contribution to one step on its way out, on the compute thread's side.
+
+    Attributes:
+        own: squared norm of what was released.
+    """
+
+    def __init__(self, engine: Engine, bounds: Sequence[tuple[int, int]], release: Callable[[int], object]) -> None:
+        self._engine, self._bounds, self._release = engine, bounds, release
+        self._stops = [stop for _, stop in bounds]
+        self._released = 0
+        self.own = 0.0
+
+    def front_final(self, numel: int) -> None:
+        """See ``roles.engine.OnFinal``: measure and release the pieces that are whole now, if there are more."""
+        for start, stop in self._bounds[self._released : bisect_right(self._stops, numel)]:
+            self.own += self._engine.partial_square_sum(start, stop)
+            self._released += 1
+            self._release(self._released)
+
+    def finish(self) -> None:
+        """The micro-batches are done: bring the rest out."""
+        self._engine.finish_gradients(self.front_final)
+        self.front_final(self._stops[-1])
 
 
 class SyncStrategy:
@@ -38,11 +67,13 @@ class SyncStrategy:
         self._engine = engine
         self._compute = compute
         self._progress = progress
-        self._bounds = bucket_bounds(engine.exact_from, engine.reduce_buffer.itemsize, bucket_bytes)
-        self._stops = [stop for _, stop in self._bounds]
+        numel, exact_from = engine.reduce_buffer.size, engine.exact_from
+        self._buckets = bucket_bounds(exact_from, engine.reduce_buffer.itemsize, bucket_bytes)
+        self._bounds = [*self._buckets, (exact_from, numel)]
         self._session: RingSession | None = None
         self._pieces: list[Piece] = []
         self._exchange: Exchange | None = None
+        self._outgoing: _Outgoing | None = None
         self._computed_at = 0.0
         self._now = LoopClock().now
         self.exposed_s = self.communicating_s = 0.0
@@ -51,51 +82,45 @@ class SyncStrategy:
         if session is not self._session:
             self._session, self._pieces = session, self._pieces_for(session)
         exchange = self._exchange = Exchange(session, self._pieces, patience_s=patience_s)
-        loop = asyncio.get_running_loop()
-        told = 0
-
-        def on_final(numel: int) -> None:
-            """On the thread of the backward pass: wake the loop only where one more bucket is whole."""
-            nonlocal told
-            whole = bisect_right(self._stops, numel)
-            if whole > told:
-                told = whole
-                loop.call_soon_threadsafe(exchange.release, whole)
-
+        wake = asyncio.get_running_loop().call_soon_threadsafe
+        outgoing = self._outgoing = _Outgoing(self._engine, self._bounds, lambda count: wake(exchange.release, count))
         await self._compute.run(self._engine.begin_step, step)
         last = first + count - 1
         for index in range(first, first + count):
-            await self._compute.run(self._engine.micro_batch, step, index, on_final if index == last else None)
+            on_final: OnFinal | None = outgoing.front_final if index == last else None
+            await self._compute.run(self._engine.micro_batch, step, index, on_final)
             self._progress()
-        await self._compute.run(self._engine.finish_gradients, on_final)
-        exchange.release(len(self._pieces))
+        await self._compute.run(outgoing.finish)
         self._computed_at = self._now()
 
     async def reduce(self, session: RingSession) -> Contribution:
-        if self._exchange is None or session is not self._session:
-            raise RuntimeError("nothing was computed in this session")
         exchange, self._exchange = self._exchange, None
+        if exchange is None or self._outgoing is None or session is not self._session:
+            raise RuntimeError("nothing was computed in this session")
         await exchange.finished()
         self.exposed_s = self._now() - self._computed_at
         self.communicating_s = exchange.communicating_s
-        # Each member squares only the chunk it owns; the tokens bring the parts together, so clipping costs 1/n.
-        start, stop = owned_range(session.rank, session.size, self._engine.reduce_buffer.size)
-        return await self._compute.run(self._summarize, start, stop)
+        return await self._compute.run(self._summarize, session.rank, session.size, self._outgoing.own)
 
     async def commit(self, step: int, square_sum: float) -> Applied:
         return await self._compute.run(self._engine.apply, step, square_sum)
 
     def _pieces_for(self, session: RingSession) -> list[Piece]:
         """The operations of every step in this session."""
-        buffer, exact_from = self._engine.reduce_buffer, self._engine.exact_from
-        codec = codec_of(session)
-        residual = np.zeros(exact_from, np.float32) if codec is not None and codec.feedback else None
+        buffer = self._engine.reduce_buffer
+        codec = None if self._engine.exact else codec_of(session)
+        residual = np.zeros(self._engine.exact_from, np.float32) if codec is not None and codec.feedback else None
         buckets = [
             Piece(buffer[start:stop], codec, residual[start:stop] if residual is not None else None)
-            for start, stop in self._bounds
+            for start, stop in self._buckets
         ]
-        return [*buckets, Piece(buffer[exact_from:])]
+        return [*buckets, Piece(buffer[self._engine.exact_from :])]
 
-    def _summarize(self, start: int, stop: int) -> Contribution:
-        digest = xxhash.xxh3_128_digest(self._engine.reduce_buffer.view(np.uint8).data)
-        return Contribution(digest, self._engine.partial_square_sum(start, stop), 0.0)
+    def _summarize(self, rank: int, size: int, own: float) -> Contribution:
+        buffer = self._engine.reduce_buffer
+        digest = xxhash.xxh3_128_digest(buffer.view(np.uint8).data)
+        if self._engine.exact:  # where a sum is cut decides its last bit: one member takes it whole
+            start, stop = (0, buffer.size) if rank == 0 else (0, 0)
+        else:  # each squares only the chunk it owns; the tokens bring the parts together, so clipping costs 1/n
+            start, stop = owned_range(rank, size, buffer.size)
+        return Contribution(digest, self._engine.partial_square_sum(start, stop), own)

@@ -143,7 +143,7 @@ async def test_buckets_are_submitted_before_the_backward_pass_has_ended() -> Non
         story: list[int] = []
 
         def on_front(numel: int) -> None:
-            whole = sum(stop <= numel for stop in first.strategy._stops)
+            whole = sum(stop <= numel for _, stop in first.strategy._bounds)
             with submitted:
                 assert submitted.wait_for(lambda: len(seen) >= whole, 20), "the bucket waited for the pass to end"
             story.append(len(seen))
@@ -151,7 +151,7 @@ async def test_buckets_are_submitted_before_the_backward_pass_has_ended() -> Non
         first = Member(ring[0].session, Pieces(on_front=on_front))
         second = Member(ring[1].session, Pieces())
         await everyone([first, second], 0, [(0, 2), (2, 2)])
-    assert story == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4]
+    assert story == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 5]
     assert seen == [(0, 240), (240, 256), (496, 240), (736, 257), (993, 8)]
 
 
