@@ -67,18 +67,21 @@ class Voted(Event):
 
 @dataclass(frozen=True, slots=True)
 class Broken(Event):
-    """The ring of ``generation`` cannot go on: a neighbour is gone, or a collective failed."""
+    """The ring of ``generation`` cannot go on: a neighbour is gone, or a collective failed. Words as in ``Report``."""
 
     generation: int
     suspect: str
     reason: str
+    cause: str = ""
+    beside: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Drifted(Event):
-    """The digests of the members' states were compared, and this member's is not that of the most."""
+class Confirmed(Event):
+    """The digests of all members' states, in rank order."""
 
     ticket: int
+    digests: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +151,14 @@ class Apply(Instruction):
     step: int
     square_sum: float
     redo: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Confirm(Instruction):
+    """Gather the digests of all members' states after step ``applied``: a checkpoint is due."""
+
+    ticket: int
+    applied: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 Rules
 -----
-1. A step is applied only after one token from *every* member of the view was seen, and all tokens name the same
-   generation, step, lineage and digest of the reduced bytes.
+1. A step is applied only after one token from *every* member of the view was seen, all tokens name the same
+   generation, step, lineage and digest of the reduced bytes, and none refuses the step (``ring.guard``).
 2. Between the moment a member has sent its token and the moment it knows the outcome, it keeps the reduced bytes (the
    redo buffer) and neither computes nor forgets.
 3. After a break, the next view's (step, lineage) decides: a member whose prepared step is exactly that one redoes it
@@ -12,23 +12,31 @@ Rules
 4. Ring-wide wishes (hold, save, leave) travel as flags inside the tokens. All members see the same set of tokens, so
    all stop, or save, after the same step.
 5. An optimizer step cannot be interrupted: a break that arrives during it is dealt with after it.
-6. A state that is being replaced, or that was found to differ from the others', is *torn*. A torn state is never
+6. A step is *confirmed* when every member has sent the digest of its state after it: whoever sent that has applied it,
+   and no break can take it back. Only a confirmed step becomes a checkpoint: no digests, no checkpoint.
+7. The shares of a step follow from the tokens of the step before it (``ring.balance``), which all members see; those of
+   a view's first step stand in the view. Every step that is applied is recorded with the view and the shares in which
+   it was computed, be it redone in another.
+8. A state that is being replaced, or that was found to differ from the others', is *torn*. A torn state is never
    reported, trained on or given to others: it is healed again, or loaded anew from the disk.
 
 Theory of operation
 -------------------
-The core has one *activity* at a time: redo, form the session, heal, compute, reduce, vote, apply, boundary work.
+The core has one *activity* at a time: redo, form the session, heal, compute, reduce, vote, apply, confirm, boundary
+work.
 ``handle`` takes one event and returns instructions for the shell. The event that ends an activity carries the ticket
 that was given out with it, so the late result of an abandoned activity changes nothing. Rule 1 gives rule 3 its force:
 if any member applied step s, every member had sent its token for s, hence holds the reduced bytes of s.
 
-The core is strategy-agnostic: what "compute" and "reduce" do is the strategy's affair; it gets back a digest and a
-partial squared norm.
+The core is strategy-agnostic: what "compute" and "reduce" do is the strategy's affair; it gets back a digest and
+squared norms.
 """
 
 from __future__ import annotations
 
+import struct
 from collections import deque
+from collections.abc import Sequence
 from enum import StrEnum
 
 from ring.activities import (
@@ -36,8 +44,9 @@ from ring.activities import (
     Boundary,
     Broken,
     Compute,
+    Confirm,
+    Confirmed,
     Disband,
-    Drifted,
     Event,
     Failed,
     Finished,
@@ -45,6 +54,7 @@ from ring.activities import (
     Heal,
     Instruction,
     Loaded,
+    Record,
     Reduce,
     Reduced,
     Reload,
@@ -55,9 +65,11 @@ from ring.activities import (
     Voted,
     Wish,
 )
-from ring.token import Flag, Token, difference, next_lineage
+from ring.balance import balanced, probed
+from ring.guard import Fault, Guard, odd_ones_out, verdict
+from ring.token import Flag, Token, next_lineage
 from ring.view import View
-from wire.messages import Report
+from wire.messages import LedgerRow, Report
 
 REASON_CHARS = 500
 """Of a report's reason: it may hold what a neighbour said, and must fit a control frame."""
@@ -75,6 +87,7 @@ class Phase(StrEnum):
     REDUCING = "reducing"
     VOTING = "voting"
     APPLYING = "applying"
+    CONFIRMING = "confirming"
     BOUNDARY = "boundary"
     HELD = "held"
     DONE = "done"
@@ -86,12 +99,13 @@ NEXT: dict[Phase, frozenset[Phase]] = {
     Phase.EMPTY: frozenset({Phase.IDLE}),
     Phase.IDLE: frozenset({Phase.REDOING, Phase.FORMING, Phase.EMPTY}),
     Phase.REDOING: frozenset({Phase.FORMING, Phase.IDLE}),
-    Phase.FORMING: frozenset({Phase.HEALING, Phase.COMPUTING, Phase.BOUNDARY, Phase.IDLE}),
-    Phase.HEALING: frozenset({Phase.COMPUTING, Phase.BOUNDARY, Phase.IDLE}),
+    Phase.FORMING: frozenset({Phase.HEALING, Phase.COMPUTING, Phase.CONFIRMING, Phase.IDLE}),
+    Phase.HEALING: frozenset({Phase.COMPUTING, Phase.CONFIRMING, Phase.IDLE}),
     Phase.COMPUTING: frozenset({Phase.REDUCING, Phase.IDLE}),
     Phase.REDUCING: frozenset({Phase.VOTING, Phase.IDLE}),
     Phase.VOTING: frozenset({Phase.APPLYING, Phase.IDLE}),
-    Phase.APPLYING: frozenset({Phase.BOUNDARY, Phase.IDLE}),
+    Phase.APPLYING: frozenset({Phase.CONFIRMING, Phase.BOUNDARY, Phase.IDLE}),
+    Phase.CONFIRMING: frozenset({Phase.BOUNDARY, Phase.IDLE}),
     Phase.BOUNDARY: frozenset({Phase.COMPUTING, Phase.HELD, Phase.DONE, Phase.IDLE}),
     Phase.HELD: frozenset({Phase.REDOING, Phase.FORMING, Phase.IDLE}),
     Phase.DONE: frozenset({Phase.REDOING, Phase.FORMING, Phase.IDLE}),
@@ -107,10 +121,12 @@ _RUNNING = frozenset(
         Phase.REDUCING,
         Phase.VOTING,
         Phase.APPLYING,
+        Phase.CONFIRMING,
         Phase.BOUNDARY,
     }
 )
 _UNINTERRUPTIBLE = frozenset({Phase.REDOING, Phase.APPLYING})
+_LASTING = Flag.SAVE | Flag.SNAPSHOT
 
 
 class InvalidTransition(RuntimeError):
@@ -123,12 +139,17 @@ class Transaction:
     Args:
         job, peer_id: whose.
         steps_total: the job is complete when so many steps are applied.
+        checkpoint_every: a checkpoint is due after every so many steps, and after the last; 0: only then.
+        outlier_factor: see ``ring.guard.Guard``.
     """
 
-    def __init__(self, *, job: str, peer_id: str, steps_total: int) -> None:
+    def __init__(
+        self, *, job: str, peer_id: str, steps_total: int, checkpoint_every: int = 0, outlier_factor: float = 0.0
+    ) -> None:
         self.job = job
         self.peer_id = peer_id
         self.steps_total = steps_total
+        self.counts: tuple[int, ...] = ()  # of micro-batches in this step, by rank
         self.phase = Phase.EMPTY
         self.applied = 0
         self.lineage = ""
@@ -137,8 +158,13 @@ class Transaction:
         self.view: View | None = None
         self.torn = False  # the state in memory is half replaced
         self.history: deque[str] = deque(maxlen=40)
+        self._checkpoint_every = checkpoint_every
+        self._guard = Guard(outlier_factor)
         self._rank = 0
         self._ticket = 0
+        self._prepared: LedgerRow | None = None  # the row of the step in the redo buffer
+        self._idle_steps: tuple[int, ...] = ()  # for how many steps each member has had nothing to do
+        self._next_counts: tuple[int, ...] = ()
         self._wishes = Flag(0)
         self._asked = Flag(0)  # the wishes that went out with this member's token
         self._granted = Flag(0)  # what the tokens of the last committed step asked for
@@ -159,22 +185,21 @@ class Transaction:
                 return self._view_arrived(view)
             case Broken():
                 return self._broken(event)
-            case Drifted(ticket) if ticket == self._ticket:
-                self.torn = True
-                return self._break_off(Broken(0, "", "its state has drifted from the others'"))
+            case Confirmed(ticket, digests) if ticket == self._ticket:
+                return self._confirmed(digests)
             case Failed(reason):
                 return self._failed(reason)
             case Wish():
                 return self._wish(event)
             case Finished(ticket) if ticket == self._ticket:
                 return self._finished()
-            case Reduced(ticket, digest, part) if ticket == self._ticket:
-                return self._reduced(digest, part)
+            case Reduced(ticket) if ticket == self._ticket:
+                return self._reduced(event)
             case Voted(ticket, tokens) if ticket == self._ticket:
                 return self._voted(tokens)
         return []  # the late end of an abandoned activity
 
-    def report(self, status: str, *, suspect: str = "", reason: str = "") -> Report:
+    def report(self, status: str, *, suspect: str = "", reason: str = "", cause: str = "", beside: str = "") -> Report:
         """Where this member stands, for the seed."""
         generation = self.view.generation if self.view and status != "ready" else 0
         return Report(
@@ -188,6 +213,8 @@ class Transaction:
             square_sum=self.square_sum,
             suspect=suspect,
             reason=reason[:REASON_CHARS],
+            cause=cause,
+            beside=beside,
         )
 
     @property
@@ -213,6 +240,12 @@ class Transaction:
             assert not self.prepared_lineage, "computing would overwrite the redo buffer"
         if self.phase in (Phase.VOTING, Phase.APPLYING, Phase.REDOING):
             assert self.prepared_lineage, "nothing to apply"
+        if self.prepared_lineage:
+            assert self._prepared is not None
+            assert self._prepared.step == self.applied + 1, "a row of another step"
+        if self.view is not None:
+            assert sum(self.counts) == sum(member.count for member in self.view.members), "shares that do not cover"
+            assert min(self.counts) >= 0
         assert self._pending_break is None or self.phase in _UNINTERRUPTIBLE
         assert self._pending_view is None or self.phase in (*_UNINTERRUPTIBLE, Phase.EMPTY)
 
@@ -223,6 +256,7 @@ class Transaction:
         view, self._pending_view = self._pending_view, None
         self.applied, self.lineage, self.torn = event.applied, event.lineage, False
         self.square_sum, self.prepared_lineage, self._pending_break = event.square_sum, "", None
+        self._guard.forget()
         self.phase = Phase.IDLE  # from everywhere
         return [*instructions, Say(self.report("ready")), *(self._enter(view) if view else [])]
 
@@ -251,6 +285,8 @@ class Transaction:
             self._go(Phase.EMPTY if self.torn else Phase.IDLE)
             return [Reload()] if self.torn else []
         self.view, self._rank = view, rank
+        self.counts = tuple(member.count for member in view.members)
+        self._idle_steps = (0,) * view.size
         old = [Disband("a new view was announced")] if self.phase in (Phase.HELD, Phase.DONE) else []
         committed = self.applied + 1 == view.step and self.prepared_lineage == view.lineage
         redo = bool(self.prepared_lineage) and committed and view.square_sum > 0  # without the norm: other bits
@@ -266,6 +302,9 @@ class Transaction:
             return []
         if self.phase in (Phase.APPLYING, Phase.BOUNDARY) and self.stopping:
             return []  # all have voted to stop after this step: whoever was faster may be gone
+        if self.phase is Phase.CONFIRMING and self.stopping and self.applied < self.steps_total:
+            self._wishes |= self._granted & Flag.SAVE  # not now, but still wanted
+            return self._to_boundary(confirmed=False)
         if self.phase in _UNINTERRUPTIBLE:
             self._pending_break = self._pending_break or event
             return []
@@ -278,7 +317,10 @@ class Transaction:
         if self.torn:
             self._go(Phase.EMPTY)
             return [*instructions, Reload()]
-        return [*instructions, Say(self.report("broken", suspect=event.suspect, reason=event.reason))]
+        report = self.report(
+            "broken", suspect=event.suspect, reason=event.reason, cause=event.cause, beside=event.beside
+        )
+        return [*instructions, Say(report)]
 
     def _failed(self, reason: str) -> list[Instruction]:
         instructions: list[Instruction] = [Disband(reason)] if self.running else []
@@ -346,47 +388,83 @@ class Transaction:
 
     def _start_step(self) -> list[Instruction]:
         if self.applied >= self.steps_total:
-            self._go(Phase.BOUNDARY)
-            return [Boundary(self._next_ticket(), self.applied, save=False, last=True)]
-        member = self._current_view().members[self._rank]
+            return self._confirm()
+        first, count = sum(self.counts[: self._rank]), self.counts[self._rank]
         self._go(Phase.COMPUTING)
-        return [Compute(self._next_ticket(), self.applied, member.first, member.count)]
+        return [Compute(self._next_ticket(), self.applied, first, count)]
 
-    def _reduced(self, digest: bytes, part: float) -> list[Instruction]:
-        self.prepared_lineage = next_lineage(self.lineage, digest)
+    def _reduced(self, event: Reduced) -> list[Instruction]:
+        view = self._current_view()
+        self.prepared_lineage = next_lineage(self.lineage, event.digest)
+        packed = struct.pack(f"!{len(self.counts)}I", *self.counts)
+        self._prepared = LedgerRow(self.applied + 1, view.generation, event.digest, packed)
         self._go(Phase.VOTING)
         self._asked = self._wishes
-        generation = self._current_view().generation
-        token = Token(generation, self.applied, self._asked, part, digest, bytes.fromhex(self.lineage))
+        refused = self._guard.refuses(event.own, event.part, view.care)
+        token = Token(
+            view.generation,
+            self.applied,
+            self._asked | (Flag.REJECT if refused else Flag(0)),
+            event.part,
+            event.digest,
+            bytes.fromhex(self.lineage),
+            event.unit_us,
+            event.own,
+            event.sent,
+            event.received,
+        )
         return [Vote(self._next_ticket(), token.encode())]
 
-    def _voted(self, tokens: tuple[bytes, ...]) -> list[Instruction]:
-        decoded = [Token.decode_untrusted(token) for token in tokens]
-        mine = decoded[self._rank]
-        for rank, token in enumerate(decoded):
-            what = difference(mine, token)
-            if what:
-                suspect = self._current_view().members[rank]
-                # What is prepared here cannot be trusted any more than what is prepared there: nobody commits it.
-                self.prepared_lineage = ""
-                return self._broken(
-                    Broken(mine.generation, suspect.peer_id, f"{suspect.name} (rank {rank}) has another {what}")
-                )
+    def _voted(self, encoded: Sequence[bytes]) -> list[Instruction]:
+        view = self._current_view()
+        tokens = [Token.decode_untrusted(token) for token in encoded]
+        if len(tokens) != view.size:
+            raise self._invalid(f"{len(tokens)} tokens for {view.size} members")
+        if fault := verdict(tokens):
+            return self._rejected(fault)
         self._granted = Flag(0)
-        for token in decoded:
+        for token in tokens:
             self._granted |= token.flags
         self._wishes &= ~self._asked  # a wish that came after the token waits for the next one
         # The same numbers summed in the same order on every member: clipping is bit-equal.
-        self.square_sum = sum((token.part for token in decoded), start=0.0)
+        self.square_sum = sum((token.part for token in tokens), start=0.0)
+        units = [token.unit_us for token in tokens]
+        self._idle_steps = tuple(
+            0 if count else idle + 1 for count, idle in zip(self.counts, self._idle_steps, strict=True)
+        )
+        self._next_counts = tuple(probed(balanced(sum(self.counts), units, self.counts), units, self._idle_steps))
         self._go(Phase.APPLYING)
         return [Apply(self._next_ticket(), self.applied, self.square_sum, redo=False)]
+
+    def _rejected(self, fault: Fault) -> list[Instruction]:
+        """What is prepared here cannot be trusted any more than what is prepared there: nobody commits it."""
+        self.prepared_lineage = ""
+        members = self._current_view().members
+        suspect, beside = (members[rank] if rank is not None else None for rank in (fault.suspect, fault.beside))
+        reason = f"{suspect.name} (rank {fault.suspect}) {fault.what}" if suspect else fault.what
+        return self._break_off(
+            Broken(
+                self._current_view().generation,
+                suspect.peer_id if suspect else "",
+                reason,
+                cause=fault.cause,
+                beside=beside.peer_id if beside else "",
+            )
+        )
 
     def _applied(self) -> list[Instruction]:
         redone = self.phase is Phase.REDOING
         if redone:
             self.square_sum = self._current_view().square_sum
+        if self._prepared is None:
+            raise self._invalid("nobody knows who computed the step")
+        record = Record(self._prepared, self.lineage)
         self.applied += 1
         self.lineage, self.prepared_lineage = self.prepared_lineage, ""
+        self._guard.committed(self.square_sum)
+        return [record, *self._after_commit(redone)]
+
+    def _after_commit(self, redone: bool) -> list[Instruction]:
         view, broken = self._pending_view, self._pending_break
         self._pending_view = self._pending_break = None
         if view is not None:
@@ -396,9 +474,30 @@ class Transaction:
         if redone:
             self._go(Phase.FORMING)
             return [Form(self._next_ticket(), self._current_view())]
+        self.counts = self._next_counts
+        return self._confirm() if self._checkpoint_due() else self._to_boundary(confirmed=False)
+
+    def _checkpoint_due(self) -> bool:
+        on_calendar = self._checkpoint_every > 0 and self.applied % self._checkpoint_every == 0
+        return on_calendar or Flag.SAVE in self._granted or self.applied >= self.steps_total
+
+    def _confirm(self) -> list[Instruction]:
+        self._go(Phase.CONFIRMING)
+        return [Confirm(self._next_ticket(), self.applied)]
+
+    def _confirmed(self, digests: Sequence[bytes]) -> list[Instruction]:
+        """Rule 6; and equal lineages promise equal bits: this checks it."""
+        if len(digests) != self._current_view().size:
+            raise self._invalid(f"{len(digests)} digests")
+        if self._rank in odd_ones_out(digests):
+            self.torn = True
+            return self._break_off(Broken(0, "", "its state has drifted from the others'"))
+        return self._to_boundary(confirmed=True)
+
+    def _to_boundary(self, *, confirmed: bool) -> list[Instruction]:
         self._go(Phase.BOUNDARY)
-        last = self.applied >= self.steps_total
-        return [Boundary(self._next_ticket(), self.applied, save=Flag.SAVE in self._granted, last=last)]
+        snapshot, last = Flag.SNAPSHOT in self._granted, self.applied >= self.steps_total
+        return [Boundary(self._next_ticket(), self.applied, save=confirmed, last=last, snapshot=snapshot)]
 
     @property
     def stopping(self) -> bool:
@@ -418,14 +517,16 @@ class Transaction:
     def _stop(self, phase: Phase, status: str) -> list[Instruction]:
         """Stand still together. The session stays open until the next view: a slower member may still need it."""
         self._go(phase)
-        self._wishes &= Flag.SAVE  # one that came too late for the last token is granted after the next step
+        self._wishes &= _LASTING  # one that came too late for the last token is granted after the next step
         self._granted = Flag(0)
         self._ticket += 1
         return [Say(self.report(status))]
 
     def _leave_view(self, reason: str) -> list[Instruction]:
         """Abandon what is under way; the view stays known, so that the report and late frames can be told apart."""
-        self._wishes &= Flag.SAVE  # a hold or a leave has happened with this; a save is still wanted
+        if self.phase in (Phase.APPLYING, Phase.CONFIRMING):  # the boundary that would have granted it does not come
+            self._wishes |= self._granted
+        self._wishes &= _LASTING  # a hold or a leave has happened with this; a copy of the state is still wanted
         self._granted = Flag(0)
         self._ticket += 1
         self._go(Phase.IDLE)

@@ -45,6 +45,7 @@ from wire.messages import (
     HeartbeatAck,
     Hello,
     Leave,
+    LedgerRows,
     Message,
     Refuse,
     Release,
@@ -295,7 +296,7 @@ class Seed:
                 link.calls.answered(message)
             case Request():
                 link.say(await self.gate.answer(message, link.connection))
-            case Report() | StepMetrics() | CheckpointSaved():
+            case Report() | StepMetrics() | CheckpointSaved() | LedgerRows():
                 pass  # of a job that it is no longer on
             case _:
                 raise ProtocolError(f"a worker does not say {type(message).__name__} to a seed")

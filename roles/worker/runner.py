@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import struct
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ParamSpec
 
 from configs.schema import Profile
-from p2ptrain.core.checkpoints import CheckpointEntry, Meta
+from p2ptrain.core.checkpoints import Meta
 from p2ptrain.core.errors import JobFailed, NeighbourAway, NetworkError, P2PTrainError, PeerError
 from ring.activities import (
     Apply,
     Boundary,
     Broken,
     Compute,
+    Confirm,
+    Confirmed,
     Disband,
-    Drifted,
     Event,
     Failed,
     Finished,
@@ -27,6 +26,7 @@ from ring.activities import (
     Heal,
     Instruction,
     Loaded,
+    Record,
     Reduce,
     Reduced,
     Reload,
@@ -40,20 +40,24 @@ from ring.activities import (
 from ring.session import RingBroken, RingSession
 from ring.token import Flag
 from ring.transaction import Phase, Transaction
-from ring.view import View, shares
-from roles.engine import Applied, Engine
+from ring.view import View
+from roles.engine import Engine
 from roles.strategies import Strategy, strategy_named
 from roles.worker import heal
-from roles.worker.keeper import Keeper, odd_ones_out, state_bytes, state_digest
+from roles.worker.boundary import BoundaryWork
+from roles.worker.checkpointing import Checkpointing
+from roles.worker.keeper import Keeper, state_bytes
+from roles.worker.ledger import Ledger
+from roles.worker.metrics import StepTeller
+from roles.worker.snapshot import Snapshots
 from roles.worker.surroundings import Surroundings
 from roles.worker.timing import StepClock
 from wire.connection import Connection
-from wire.messages import CheckpointSaved, Report, StepMetrics
+from wire.messages import Report
 
 FORM_TIMEOUT_S = 20.0  # a neighbour may still be aborting a long micro-batch before it turns to the new view
 REDO_BYTES_PER_S = 100e6  # it may also be redoing a step: one thread's optimizer, seen at four times that
 FIRST_STEP_S = 600.0
-_VALIDATION = struct.Struct("!dQ")  # sum of losses in nats, number of targets
 
 P = ParamSpec("P")
 
@@ -67,7 +71,13 @@ class JobRunner:
         self.job = job
         self.profile = profile
         self.progress = 0
-        self.core = Transaction(job=job, peer_id=around.peer_id, steps_total=profile.job.steps)
+        self.core = Transaction(
+            job=job,
+            peer_id=around.peer_id,
+            steps_total=profile.job.steps,
+            checkpoint_every=profile.checkpoint.every,
+            outlier_factor=profile.guard.outlier_factor,
+        )
         self.clock = StepClock(around.world.clock.now)
         self.bytes_in = self.bytes_out = self.tokens = 0
         self._around = around
@@ -82,12 +92,16 @@ class JobRunner:
         self._tasks = asyncio.TaskGroup()
         self._released = asyncio.Event()
         self._standing = asyncio.Event()
-        self._last: Applied | None = None
-        self._row: tuple[int, int, dict[str, float]] = (0, 0, {})  # generation, step, metrics of the step applied last
-        self._val_loss: float | None = None
-        self._saved_step = -1
+        self.snapshots = Snapshots(around.compute, around.saver.allocate)
+        self._checkpoints = Checkpointing(around, job=job, keeper=keeper, snapshots=self.snapshots, tasks=self._tasks)
+        self._between = BoundaryWork(
+            around, profile=profile, checkpoints=self._checkpoints, progress=self._did_something
+        )
+        self._ledger = Ledger(job, around.say)
+        self._teller = StepTeller(job=job, steps_total=profile.job.steps, say=around.say, on_step=around.on_step)
+        self._timing: dict[str, float] = {}
         self._state_bytes = 0
-        self._trouble = ("", "")  # suspect and reason of the last report, for a seed that was away when it was made
+        self._trouble: Report | None = None  # the last report, for a seed that was away when it was made
 
     # ------------------------------------------------------------------------------------------- what the worker calls
 
@@ -136,8 +150,20 @@ class JobRunner:
                 status = "failed"
             case _:
                 status = "training"
-        suspect, reason = self._trouble if status in ("broken", "failed") else ("", "")
-        self._send(self.core.report(status, suspect=suspect, reason=reason))
+        trouble = self._trouble if status in ("broken", "failed") else None
+        report = self.core.report(status)
+        if trouble is not None:
+            report = replace(
+                report,
+                suspect=trouble.suspect,
+                reason=trouble.reason,
+                cause=trouble.cause,
+                beside=trouble.beside,
+            )
+        self._send(report)
+        view = self.core.view
+        if view is not None and (not self.core.running or self._rank() == 0):
+            self._ledger.tell_beyond(view.ledger_step)  # what was told while it was away is lost
 
     async def stand_still(self) -> None:
         """Wait until no step is under way."""
@@ -192,8 +218,15 @@ class JobRunner:
                 self._start(self._vote, instruction)
             case Apply():
                 self._start(self._apply, instruction)
+            case Confirm():
+                self._start(self._confirm, instruction)
             case Boundary():
                 self._start(self._boundary, instruction)
+            case Record(row, lineage):
+                self._ledger.add(row, lineage)
+                view = self.core.view
+                if view is not None and view.generation == row.generation and self._rank() == 0:
+                    self._ledger.tell_last()
 
     def _send(self, report: Report) -> None:
         if self._engine is not None:
@@ -202,7 +235,7 @@ class JobRunner:
         self._around.say(report)
 
     def _say_report(self, report: Report) -> None:
-        self._trouble = report.suspect, report.reason
+        self._trouble = report
         self._send(report)
         if report.status == "broken":
             self._around.notify("warning", "ring-broken", f"step {report.applied + 1} aborted: {report.reason}")
@@ -262,16 +295,13 @@ class JobRunner:
             ring = self.profile.ring
             self._strategy = factory(self._engine, around.compute, self._did_something, ring.bucket_bytes)
         restore_step, self._restore_step = self._restore_step, -1
-        applied, lineage, square_sum, entry = await around.compute.run(
-            self.keeper.load, self._engine, spec=self._spec, restore_step=restore_step
+        applied, lineage, square_sum, entry = await self.keeper.load(
+            self._engine, around.compute, spec=self._spec, restore_step=restore_step
         )
         self._state_bytes = await around.compute.run(lambda: state_bytes(self._ready_engine().state()))
-        self._last, self._saved_step = None, entry.step if entry is not None else -1
-        self._row = (0, 0, {})
-        if entry is not None:
-            around.notify("info", "checkpoint-loaded", f"resuming from {entry.path} (step {entry.step})")
-        for known in await around.compute.run(self.keeper.entries):
-            self._announce(known)  # the seed may have lost its record, or this worker may be new to it
+        self._teller.forget()
+        self._ledger.stands_at(applied, lineage)
+        await self._checkpoints.resumed(entry)
         self._handle(Loaded(applied, lineage, square_sum))
 
     async def _form(self, form: Form) -> None:
@@ -299,6 +329,7 @@ class JobRunner:
         session.broken.add_done_callback(lambda _: self._session_broke(session, form.view.generation))
         self.clock.view_began()
         around.tell("info", "view", _described(form.view, around.peer_id))
+        self._ledger.tell_beyond(form.view.ledger_step)
         self._handle(Finished(form.ticket))
 
     def _session_broke(self, session: RingSession, generation: int) -> None:
@@ -328,7 +359,7 @@ class JobRunner:
     async def _compute(self, instruction: Compute) -> None:
         step, first, count = instruction.step, instruction.first, instruction.count
         session, patience_s = self._ready_session(), self._patience_s()
-        self._tell_what_was_cut_off()
+        self._teller.tell_what_was_cut_off(session.view, session.rank)
         with self.clock.phase("compute"):
             await self._ready_strategy().compute(step, first, count, session, patience_s=patience_s)
         self.tokens += instruction.count * self._ready_engine().tokens_per_micro_batch
@@ -356,113 +387,48 @@ class JobRunner:
 
     async def _apply(self, instruction: Apply) -> None:
         with self.clock.phase("compute"):
-            self._last = await self._ready_strategy().commit(instruction.step, instruction.square_sum)
+            self._teller.applied(await self._ready_strategy().commit(instruction.step, instruction.square_sum))
         self._did_something()
-        self._row = (0, self._last.step, _metrics_of(self._last))
         if instruction.redo:
             self._around.notify("info", "redo", f"redid step {instruction.step + 1} from the redo buffer")
+        else:
+            self._timing = self.clock.step_done()
         self._handle(Finished(instruction.ticket))
+
+    async def _confirm(self, instruction: Confirm) -> None:
+        engine, session = self._ready_engine(), self._ready_session()
+        digests = await self._between.compare(engine, session, patience_s=self._patience_s())
+        self._handle(Confirmed(instruction.ticket, digests))
 
     async def _boundary(self, instruction: Boundary) -> None:
-        profile, applied, last = self.profile, instruction.applied, instruction.last
-        rank, session = self._rank(), self._ready_session()
-        timing, self._val_loss = self.clock.step_done(), None
-        if last or (profile.validation.every and applied % profile.validation.every == 0):
-            try:
-                self._val_loss = await self._validate(session, rank)
-            except (NetworkError, PeerError) as problem:  # whoever was faster may be gone: the step itself is safe
-                self._around.notify("warning", "validation", f"validation after step {applied} skipped: {problem}")
-        self._tell_metrics(applied, rank, session.size, timing)
-        if instruction.save or last or (profile.checkpoint.every and applied % profile.checkpoint.every == 0):
-            if await self._drifted(session, rank):
-                self._handle(Drifted(instruction.ticket))
-                return
-            if rank < profile.checkpoint.copies and applied != self._saved_step:
-                # A ring that breaks meanwhile abandons the boundary, not the checkpoint.
-                await asyncio.shield(self._tasks.create_task(self._save(applied), name=f"save {applied}"))
+        engine, session, applied = self._ready_engine(), self._ready_session(), instruction.applied
+        val_loss = await self._between.validate(instruction, engine, session, patience_s=self._patience_s())
+        timing, self._timing = self._timing, {}
+        values = {"members": float(session.size), **timing}
+        if timing.get("step_ms"):
+            tokens = self.profile.batch.micro_batches * engine.tokens_per_micro_batch
+            values["tokens_per_s"] = tokens / timing["step_ms"] * 1e3
+        if val_loss is not None:
+            values["val_loss"] = val_loss
+        self._teller.tell(applied, session.view, session.rank, values)
+        meta = self._meta(val_loss)
+        await self._between.keep(instruction, engine, session.rank, meta, stopping=self.core.stopping)
         self._handle(Finished(instruction.ticket))
 
-    async def _drifted(self, session: RingSession, rank: int) -> bool:
-        """Whether this member's state differs from that of the most: equal lineages promise equal bits, this checks."""
-        digest = await self._around.compute.run(lambda: state_digest(self._ready_engine().state()))
-        try:
-            digests = await session.all_gather(digest, patience_s=self._patience_s())
-        except (NetworkError, PeerError):
-            if self.core.stopping:
-                return False  # whoever was faster may be gone
-            raise
-        odd = odd_ones_out(digests)
-        if odd and rank == 0:
-            names = ", ".join(session.view.members[number].name for number in sorted(odd))
-            self._around.notify("warning", "drift", f"the state of {names} differs from the others': it is healed")
-        return rank in odd
-
-    async def _validate(self, session: RingSession, rank: int) -> float:
-        """Mean loss over the held-out micro-batches, in nats a token; the members share them."""
-        engine = self._ready_engine()
-        first, count = shares(engine.validation_batches(), [1.0] * session.size)[rank]
-        total, targets = 0.0, 0
-        for index in range(first, first + count):
-            part, number = await self._around.compute.run(engine.validate, index, 1)
-            total, targets = total + part, targets + number
-            self._did_something()
-        gathered = await session.all_gather(_VALIDATION.pack(total, targets), patience_s=self._patience_s())
-        parts = [_VALIDATION.unpack(item) for item in gathered]
-        return math.fsum(float(part) for part, _ in parts) / max(1, sum(int(number) for _, number in parts))
-
-    async def _save(self, applied: int) -> None:
-        around, engine = self._around, self._ready_engine()
-        view = self.core.view
-        meta: Meta = {
+    def _meta(self, val_loss: float | None) -> Meta:
+        """What a checkpoint of the present state says of itself."""
+        core, engine = self.core, self._ready_engine()
+        return {
             "job": self.job,
-            "lineage": self.core.lineage,
-            "square_sum": self.core.square_sum,
-            "generation": view.generation if view else 0,
+            "lineage": core.lineage,
+            "square_sum": core.square_sum,
+            "generation": core.view.generation if core.view else 0,
             "corpus": engine.corpus_digest,
-            "val_loss": self._val_loss,
-            "loss": self._last.loss if self._last and self._last.step == applied else None,
+            "val_loss": val_loss,
+            "loss": self._teller.loss(core.applied),
         }
-        try:
-            entry = await around.compute.run(self.keeper.save, engine, applied, meta)
-        except P2PTrainError as problem:
-            # A full disk must not end the run: the state is in memory, here and at every member.
-            text = f"no checkpoint at step {applied}: {problem.message}. {problem.remedy}".rstrip(". ")
-            around.notify("error", "checkpoint-failed", text)
-            return
-        self._saved_step = applied
-        self._announce(entry)
-        around.notify("info", "checkpoint-saved", f"step {applied} saved to {entry.path}")
-
-    def _announce(self, entry: CheckpointEntry) -> None:
-        val_loss = entry.meta.get("val_loss")
-        known = float(val_loss) if isinstance(val_loss, float | int) else None
-        path = str(entry.path)
-        self._around.say(CheckpointSaved(self.job, entry.step, path, entry.digest, entry.size_bytes, known))
 
     # -------------------------------------------------------------------------------------------------------- helpers
-
-    def _tell_metrics(self, applied: int, rank: int, size: int, timing: dict[str, float]) -> None:
-        if self._last is None or self._last.step != applied:
-            return  # this member was healed to here: it did not see the step
-        tokens = self.profile.batch.micro_batches * self._ready_engine().tokens_per_micro_batch
-        values = {**_metrics_of(self._last), "members": float(size), **timing}
-        if timing.get("step_ms"):
-            values["tokens_per_s"] = tokens / timing["step_ms"] * 1e3
-        if self._val_loss is not None:
-            values["val_loss"] = self._val_loss
-        view = self.core.view
-        if rank == 0 and view is not None:
-            self._around.say(StepMetrics(self.job, view.generation, applied, values))
-        if view is not None:
-            self._row = (view.generation, applied, values)
-        self._around.on_step(applied, self.core.steps_total, values)
-
-    def _tell_what_was_cut_off(self) -> None:
-        """Who told of the step that the view begins with may have died before it did: rank 0 tells, if it saw it."""
-        view, (generation, step, values) = self.core.view, self._row
-        if view is not None and generation != view.generation and step == view.step > 0 and self._rank() == 0:
-            self._around.say(StepMetrics(self.job, view.generation, step, values))
-            self._row = (view.generation, step, values)
 
     def _patience_s(self) -> float:
         """How long a collective may stand still. Neighbours that beat are alive; this bounds one that is stuck.
@@ -494,10 +460,6 @@ class JobRunner:
         if self._session is None:
             raise NetworkError("the ring is gone")
         return self._session
-
-
-def _metrics_of(applied: Applied) -> dict[str, float]:
-    return {"loss": applied.loss, "lr": applied.lr, "grad_norm": applied.grad_norm}
 
 
 def _described(view: View, peer_id: str) -> str:

@@ -21,8 +21,9 @@ from ring.activities import (
     Boundary,
     Broken,
     Compute,
+    Confirm,
+    Confirmed,
     Disband,
-    Drifted,
     Event,
     Failed,
     Finished,
@@ -30,6 +31,7 @@ from ring.activities import (
     Heal,
     Instruction,
     Loaded,
+    Record,
     Reduce,
     Reduced,
     Reload,
@@ -43,7 +45,7 @@ from ring.activities import (
 from ring.token import TOKEN_BYTES, Flag, Token, first_lineage, next_lineage
 from ring.transaction import Phase, Transaction
 from ring.view import View, shares
-from wire.messages import MemberRecord, Report
+from wire.messages import LedgerRow, MemberRecord, Report
 
 JOB = "job"
 ORIGIN = first_lineage("spec")
@@ -75,6 +77,7 @@ class Member:
         self.activity: Instruction | None = None
         self.said: list[Report] = []
         self.boundaries: list[Boundary] = []
+        self.rows: list[tuple[LedgerRow, str]] = []
 
     def handle(self, event: Event) -> None:
         for instruction in self.core.handle(event):
@@ -89,6 +92,8 @@ class Member:
                 case Compute():
                     self.buffer = b""
                     self.activity = instruction
+                case Record(row, lineage):
+                    self.rows.append((row, lineage))
                 case _:
                     self.activity = instruction
                     if isinstance(instruction, Boundary):
@@ -107,7 +112,14 @@ class Member:
             self.state = []
             self.handle(Loaded(0, ORIGIN))
             return
+        if isinstance(activity, Confirm):
+            members = self.core.view.size if self.core.view else 0
+            self.handle(Confirmed(activity.ticket, (self.digest(),) * members))
+            return
         self.handle(Finished(activity.ticket))  # type: ignore[attr-defined]
+
+    def digest(self) -> bytes:
+        return hashlib.blake2b(b"".join(self.state or [])).digest()
 
     def lineage(self) -> str:
         lineage = ORIGIN
@@ -151,6 +163,8 @@ def test_a_member_alone_trains_to_the_end() -> None:
     for _ in range(2):
         run_step(member, 1)
         member.finish()
+    assert isinstance(member.activity, Boundary)
+    member.finish()
     assert member.core.phase is Phase.DONE
     assert member.said[-1].status == "done"
     assert [(item.applied, item.last) for item in member.boundaries] == [(1, False), (2, True)]
@@ -227,6 +241,8 @@ def test_a_wish_for_a_save_survives_a_break() -> None:
     member.handle(ViewArrived(view(2, ["a"])))
     member.finish()
     run_step(member, 2)
+    assert isinstance(member.activity, Confirm)
+    member.finish()
     assert member.boundaries[-1].save
 
 
@@ -304,21 +320,39 @@ def test_a_member_that_differs_stops_the_commit_and_is_named(name: str) -> None:
     assert name in report.reason
 
 
-def test_a_member_whose_state_drifted_loads_another_and_heals() -> None:
-    member = alone()
+def confirming(*, steps_total: int = 3) -> tuple[Member, Confirm]:
+    """A member of two that compares its state with the other's, for the step was to be saved."""
+    member = alone(steps_total)
     member.handle(ViewArrived(view(1, ["a", "b"])))
     member.finish()
+    member.handle(Wish(Flag.SAVE))
     member.finish()
     reduce_(member, 1)
     vote = member.activity
     assert isinstance(vote, Vote)
     member.handle(Voted(vote.ticket, (vote.token, vote.token)))
     member.finish()
-    boundary = member.activity
-    assert isinstance(boundary, Boundary)
-    member.handle(Drifted(boundary.ticket - 1))
-    assert member.activity is boundary, "what belongs to another activity changes nothing"
-    member.handle(Drifted(boundary.ticket))
+    confirm = member.activity
+    assert isinstance(confirm, Confirm)
+    return member, confirm
+
+
+def test_a_member_whose_state_drifted_loads_another_and_heals() -> None:
+    member = alone()
+    member.handle(ViewArrived(view(1, ["b", "a"])))
+    member.finish()
+    member.handle(Wish(Flag.SAVE))
+    member.finish()
+    reduce_(member, 1)
+    vote = member.activity
+    assert isinstance(vote, Vote)
+    member.handle(Voted(vote.ticket, (vote.token, vote.token)))
+    member.finish()
+    confirm = member.activity
+    assert isinstance(confirm, Confirm)
+    member.handle(Confirmed(confirm.ticket - 1, (b"x", b"y")))
+    assert member.activity is confirm, "what belongs to another activity changes nothing"
+    member.handle(Confirmed(confirm.ticket, (b"x", b"y")))
     assert isinstance(member.activity, Reload)
     assert not member.core.may_give
     member.finish()
@@ -404,6 +438,7 @@ class Cluster:
     dead: set[str] = field(default_factory=set)
     noticed: set[tuple[str, int]] = field(default_factory=set)
     tokens: dict[tuple[int, int], dict[str, bytes]] = field(default_factory=dict)
+    digests: dict[tuple[int, int], dict[str, bytes]] = field(default_factory=dict)
     reduced: dict[tuple[int, int], set[str]] = field(default_factory=dict)
     formed: dict[int, set[str]] = field(default_factory=dict)
     committed: list[bytes] = field(default_factory=list)
@@ -440,6 +475,9 @@ class Cluster:
             case Vote(token=token):
                 self.tokens.setdefault(key, {})[peer] = token
                 return self.tokens[key].keys() >= everybody
+            case Confirm():
+                self.digests.setdefault(key, {})[peer] = member.digest()
+                return self.digests[key].keys() >= everybody
             case Heal():
                 return any(self.is_donor(item.peer_id, current) for item in current.members)
         return False
@@ -466,6 +504,10 @@ class Cluster:
                 assert current is not None
                 tokens = self.tokens[(current.generation, member.core.applied)]
                 member.handle(Voted(ticket, tuple(tokens[item.peer_id] for item in current.members)))
+            case Confirm(ticket=ticket):
+                assert current is not None
+                digests = self.digests[(current.generation, member.core.applied)]
+                member.handle(Confirmed(ticket, tuple(digests[item.peer_id] for item in current.members)))
             case Heal():
                 assert current is not None
                 donors = [item.peer_id for item in current.members if self.is_donor(item.peer_id, current)]
