@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy.typing as npt
 
-from p2ptrain.core.training import Applied, Blob
+from p2ptrain.core.training import Applied, Blob, FilePlan
 
 __all__ = ["Applied", "Blob", "Engine", "OnFinal"]
 
@@ -101,10 +101,11 @@ class Engine(Protocol):
         """The bytes of ``state()`` were replaced by those of ``step``: refresh whatever derives from them."""
         ...
 
-    def save(self, directory: Path) -> None:
-        """Write the current state into the existing, empty ``directory``: a Hugging Face model, and the optimizer."""
+    def checkpoint_files(self) -> list[FilePlan]:
+        """A checkpoint of the current step, to be written from a copy of ``state()``: a Hugging Face model, and the
+        optimizer. Raises ``StorageError``."""
         ...
 
     def load(self, directory: Path) -> None:
-        """Restore what ``save`` wrote. Raises ``StorageError`` where it does not fit this model."""
+        """Restore a checkpoint that was so written. Raises ``StorageError`` where it does not fit this model."""
         ...

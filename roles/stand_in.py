@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from configs.schema import Profile
+from p2ptrain.compute.fixed import UNIT, to_fixed, to_float
 from p2ptrain.core.errors import JobFailed, StorageError
-from p2ptrain.core.training import Applied, Blob
+from p2ptrain.core.training import Applied, Blob, BlobRange, FilePlan
 from roles.engine import OnFinal
 
 _FILE = "state.bin"
@@ -51,9 +52,10 @@ class StandInEngine:
         self.corpus_digest = hashlib.sha256(corpus.encode()).hexdigest()
         self.tokens_per_micro_batch = profile.batch.micro_batch_sequences * profile.data.sequence_tokens
         self.device = "stand-in"
-        self.reduce_buffer: npt.NDArray[Any] = np.zeros(numel + 1, np.float32)
+        self.exact = profile.job.exact
+        self.reduce_buffer: npt.NDArray[Any] = np.zeros(numel + 1, np.int64 if self.exact else np.float32)
+        self._fits = True
         self.exact_from = numel
-        self.exact = False
         self.windows = 1 << 16
 
     def share_cores(self, workers: int) -> None:
@@ -61,31 +63,45 @@ class StandInEngine:
 
     def begin_step(self, step: int) -> None:
         self.reduce_buffer[:] = 0
+        self._fits = True
 
     def micro_batch(self, step: int, index: int, on_final: OnFinal | None = None) -> None:
         self._on_micro_batch(step, index)
-        difference = self._parameters - self._target(step, index)
-        gradient = 2 * difference / np.float32(difference.size * self._micro_batches)
-        middle = gradient.size // 2
-        self.reduce_buffer[:middle] += gradient[:middle]
+        addend: npt.NDArray[Any] = self.contribution(step, index)
+        if self.exact:
+            addend[-1] /= np.float32(self._micro_batches)
+            addend, fits = to_fixed(addend, self._micro_batches)
+            self._fits = self._fits and fits
+        middle = addend.size // 2
+        self.reduce_buffer[:middle] += addend[:middle]
         if on_final is not None:
             on_final(middle)  # so the front is on its way while the rest is still being added
-        self.reduce_buffer[middle:-1] += gradient[middle:]
-        self.reduce_buffer[-1] += np.mean(difference**2, dtype=np.float64).astype(np.float32)
+        self.reduce_buffer[middle:] += addend[middle:]
+
+    def contribution(self, step: int, index: int) -> npt.NDArray[np.float32]:
+        """What the micro-batch adds in float: its mean loss' gradient / M, then that loss. For tests to spoil."""
+        difference = self._parameters - self._target(step, index)
+        gradient = 2 * difference / np.float32(difference.size * self._micro_batches)
+        return np.append(gradient, np.mean(difference**2, dtype=np.float64).astype(np.float32))
 
     def finish_gradients(self, on_final: OnFinal | None = None) -> None:
         """Nothing to bring anywhere: the gradients are made in the buffer."""
 
     def partial_square_sum(self, start: int, stop: int) -> float:
-        part = self.reduce_buffer[start : min(stop, self.reduce_buffer.size - 1)].astype(np.float64)
-        return float(part @ part)
+        numel = self.reduce_buffer.size - 1
+        if stop > numel and not (self._fits and math.isfinite(self.reduce_buffer[-1])):
+            return math.nan
+        part = self.reduce_buffer[start : min(stop, numel)].astype(np.float64)
+        total = float(np.add.reduce(np.square(part))) * (UNIT**2 if self.exact else 1.0)
+        return total if math.isfinite(total) else math.nan
 
     def apply(self, step: int, square_sum: float) -> Applied:
-        loss = float(self.reduce_buffer[-1]) / self._micro_batches
+        values = to_float(self.reduce_buffer) if self.exact else self.reduce_buffer
+        loss = float(values[-1]) / (1 if self.exact else self._micro_batches)
         if not math.isfinite(loss + square_sum):
             raise JobFailed(f"step {step + 1} is not finite: loss {loss}")
         self._momentum *= np.float32(0.5)
-        self._momentum += self.reduce_buffer[:-1]
+        self._momentum += values[:-1]
         self._parameters -= np.float32(8.0) * self._momentum
         return Applied(step + 1, loss, 8.0, math.sqrt(square_sum))
 
@@ -109,9 +125,10 @@ class StandInEngine:
     def state_loaded(self, step: int) -> None:
         """Nothing derives from the state."""
 
-    def save(self, directory: Path) -> None:
-        (directory / _FILE).write_bytes(self._parameters.tobytes() + self._momentum.tobytes())
-        (directory / "config.json").write_text(json.dumps({"numel": self._parameters.size}))
+    def checkpoint_files(self) -> list[FilePlan]:
+        whole = tuple(BlobRange(blob.name, 0, blob.view.nbytes) for blob in self.state())
+        notes = json.dumps({"numel": self._parameters.size}).encode()
+        return [FilePlan(_FILE, whole), FilePlan("config.json", (notes,))]
 
     def load(self, directory: Path) -> None:
         data = (directory / _FILE).read_bytes()

@@ -6,6 +6,9 @@ copies run on a stream of their own, piece by piece while backward still compute
 
 In the last micro-batch of a share a hook on each parameter tells how far the gradients are final (``compute.buckets``),
 so that the ring may begin with the front of the buffer. The hooks run on autograd's thread, inside backward.
+
+In *exact* mode the reduce buffer holds the sum of the micro-batches' gradients in fixed point (``compute.exact``),
+beside the gradients; the rest is the same.
 """
 
 from __future__ import annotations
@@ -22,22 +25,22 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from p2ptrain.compute.buckets import Ferry, OnFinal, Watch, bucket_bounds
+from p2ptrain.compute.checkpoint_files import OPTIMIZER_FILE, PARAMETERS, TRAINING_FILE, CheckpointFiles
 from p2ptrain.compute.data import DataSpec, load_corpus
 from p2ptrain.compute.device import Device, flushed_denormals, share_cores
+from p2ptrain.compute.exact import FixedSum, constant_arithmetic, prepare_device
+from p2ptrain.compute.fixed import UNIT
 from p2ptrain.compute.flat import FlatAdamW, FlatModel, OptimizerSpec, square_sum
 from p2ptrain.compute.model import ModelSpec, build_model, check_training_memory, load_model, model_config
 from p2ptrain.compute.sampling import Indices, WindowSampler
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import ConfigError, JobFailed, P2PTrainError, ResourceError, StorageError
-from p2ptrain.core.training import Applied, Blob
+from p2ptrain.core.training import Applied, Blob, FilePlan
 
-OPTIMIZER_FILE = "optimizer.safetensors"
-TRAINING_FILE = "training.json"
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
 
 
@@ -51,6 +54,8 @@ class Trainer:
         micro_batch_sequences: B; its shape never depends on the cluster.
         validation_batches: at most; fewer where less text is held out.
         precision: ``fp32``, or ``bf16`` for autocast (weights, gradients and moments stay fp32).
+        exact: the same bits whoever computes which micro-batch. Kernels of a CPU get ``device.threads``, which must be
+            the same at all members, or one thread, never as many as there are cores.
 
     Raises:
         ConfigError, UserError, ResourceError: see ``model_config``, ``load_corpus``, ``check_training_memory``.
@@ -69,6 +74,7 @@ class Trainer:
         validation_batches: int,
         device: Device,
         precision: str = "fp32",
+        exact: bool = False,
     ) -> None:
         if precision not in PRECISIONS:
             raise ConfigError(f"device.precision = {precision!r} is not known", remedy=f"use {' or '.join(PRECISIONS)}")
@@ -80,10 +86,14 @@ class Trainer:
         config = model_config(model, self._tokenizer.vocab_size)
         _check_context(config, data.sequence_tokens)
         micro_batch_tokens = micro_batch_sequences * data.sequence_tokens
-        check_training_memory(config, device, micro_batch_tokens=micro_batch_tokens)
+        check_training_memory(config, device, micro_batch_tokens=micro_batch_tokens, exact=exact)
         self._corpus = load_corpus(data, self._tokenizer)
         self._build = partial(build_model, model, self._tokenizer.vocab_size, seed, config=config)
-        with flushed_denormals():  # the kernels' threads start here, and inherit it
+        self.exact = exact
+        self._threads = (device.threads or 1) if exact else 0
+        if exact:
+            prepare_device(device.kind)
+        with self._arithmetic():  # the kernels' threads start here, and inherit that denormals are flushed
             self._flat = FlatModel(self._build(), device.torch_device)
         self._model = self._flat.model
         self._optimizer_spec, self._optimizer = optimizer, FlatAdamW(self._flat, optimizer)
@@ -98,9 +108,13 @@ class Trainer:
         self._device, self._chosen = device.torch_device, device
         self._autocast_dtype = PRECISIONS[precision]
         self._is_host = device.kind == "cpu"
-        self._host = self._flat.gradients if self._is_host else _host_buffer(self._flat.gradients)
-        self._ferry = _ferry(self._flat.gradients, self._host, device.kind)
-        self._watch = Watch(self._flat.stops, self._ferry)
+        self._fixed = FixedSum(self._flat.gradients, device.kind, micro_batches) if exact else None
+        self._unit = UNIT if exact else 1.0
+        self._summed = self._fixed.total if self._fixed else self._flat.gradients  # the ring's buffer is it, or a copy
+        on_host = self._is_host or (exact and self._summed.device.type == "cpu")
+        self._host = self._summed if on_host else _host_buffer(self._summed)
+        self._ferry = _ferry(self._summed, self._host, device.kind)
+        self._watch = Watch(self._flat.stops, self._ferry, self._fixed.add if self._fixed else None)
         for index, segment in enumerate(self._flat.segments):
             parameter = self._model.get_parameter(segment.name)
             hook = partial(self._watch.gradient_final, index)
@@ -108,12 +122,12 @@ class Trainer:
         self._mirrors: list[tuple[Tensor, Tensor]] = []  # (on the device, what state() gave out) on a GPU
         self._step = 0
         self._is_initial = True
+        self._files: CheckpointFiles | None = None
         self.corpus_digest = self._corpus.digest
         self.tokens_per_micro_batch = micro_batch_sequences * data.sequence_tokens
         self.device = device.label
         self.reduce_buffer: npt.NDArray[np.generic] = self._host.numpy()
         self.exact_from = self._flat.decayed_numel
-        self.exact = False
         self.windows = len(self._corpus.training)
 
     def share_cores(self, workers: int) -> None:
@@ -124,7 +138,10 @@ class Trainer:
 
     def begin_step(self, step: int) -> None:
         """Zero the gradients and the loss slot."""
-        self._flat.gradients.zero_()
+        if self._fixed is not None:
+            self._fixed.begin()
+        else:
+            self._flat.gradients.zero_()
         self._watch.begin()
 
     def micro_batch(self, step: int, index: int, on_final: OnFinal | None = None) -> None:
@@ -134,27 +151,43 @@ class Trainer:
             on_final: given with the last one only: called on the way with how much of the buffer's front is final.
         """
         windows = self._corpus.training[self._sampler.sample(step, index)]
-        with flushed_denormals(), _out_of_memory_told():
+        if self._fixed is not None:
+            self._fixed.begin_micro_batch()
+        with self._arithmetic(), _out_of_memory_told():
             loss = self._loss(windows, "mean")
             with self._watch.telling(on_final):
                 (loss / self._micro_batches).backward()  # type: ignore[no-untyped-call]
-        self._flat.loss_sum.add_(loss.detach())
+        if self._fixed is not None:
+            self._flat.loss_sum.copy_(loss.detach() / self._micro_batches)
+            self._fixed.add(self._flat.numel + 1)
+        else:
+            self._flat.loss_sum.add_(loss.detach())
 
     def finish_gradients(self, on_final: OnFinal | None = None) -> None:
         """Bring what is left of the gradients, and the loss, into ``reduce_buffer``."""
         if self._ferry is not None:
             self._ferry.finish(on_final or (lambda numel: None))
-        elif not self._is_host:
-            self._host.copy_(self._flat.gradients)  # blocks until the device is done
+        elif self._host is not self._summed:
+            self._host.copy_(self._summed)  # blocks until the device is done
 
     def partial_square_sum(self, start: int, stop: int) -> float:
-        """Sum of squares, in fp64, of ``reduce_buffer[start:stop]`` without the loss slot."""
-        return square_sum(self.reduce_buffer[start : min(stop, self._flat.numel)])
+        """Sum of squares, in fp64, of ``reduce_buffer[start:stop]`` without the loss slot.
+
+        NaN where one of them is not finite. Where the loss slot is among them, also where the loss is not, or, in exact
+        mode, where something that this member has added in this step did not fit.
+        """
+        if stop > self._flat.numel and not self._is_sound():
+            return math.nan
+        return square_sum(self.reduce_buffer[start : min(stop, self._flat.numel)]) * self._unit**2
 
     def apply(self, step: int, square_sum: float) -> Applied:
-        """Clip, then one optimizer step. Raises ``JobFailed`` where the loss or the norm is not finite."""
+        """Clip, then one optimizer step.
+
+        Raises:
+            JobFailed: the loss or the norm is not finite: a last guard, for such a step is not committed.
+        """
         norm = math.sqrt(square_sum) if square_sum >= 0 else math.nan
-        loss = float(self._host[-1]) / self._micro_batches
+        loss = float(self._host[-1]) * UNIT if self.exact else float(self._host[-1]) / self._micro_batches
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise JobFailed(
                 f"step {step + 1} is not finite: loss {loss}, gradient norm {norm}",
@@ -163,9 +196,10 @@ class Trainer:
         clip = self._optimizer_spec.clip_norm
         scale = min(1.0, clip / (norm + 1e-6)) if clip else 1.0  # as torch.nn.utils.clip_grad_norm_
         lr = self._optimizer_spec.lr_at(step, self._steps)
-        if not self._is_host:
+        if self._host is not self._flat.gradients:
             self._flat.gradients.copy_(self._host)
-        self._optimizer.apply(self._flat.gradients[: self._flat.numel], step=step, lr=lr, scale=scale)
+        gradients = self._flat.gradients[: self._flat.numel]
+        self._optimizer.apply(gradients, step=step, lr=lr, scale=scale * self._unit)
         self._moved_to(step + 1)
         return Applied(step + 1, loss, lr, norm)
 
@@ -179,7 +213,7 @@ class Trainer:
         """Sum of the losses (nats) and number of targets over validation micro-batches ``range(first, first +
         count)``."""
         losses, targets = 0.0, 0
-        with torch.no_grad(), flushed_denormals(), _out_of_memory_told():
+        with torch.no_grad(), self._arithmetic(), _out_of_memory_told():
             for index in range(first, min(first + count, self._validation_batches)):
                 windows = self._corpus.validation[index * self._sequences : (index + 1) * self._sequences]
                 losses += float(self._loss(windows, "sum"))
@@ -200,7 +234,8 @@ class Trainer:
     def load_initial(self) -> None:
         """The state of step 0."""
         if not self._is_initial:
-            self._flat.copy_weights(self._build())
+            with self._arithmetic():
+                self._flat.copy_weights(self._build())
             self._optimizer.reset()
             self._moved_to(0)
             self._is_initial = True
@@ -211,25 +246,20 @@ class Trainer:
             array.copy_(host)
         self._moved_to(step)
 
-    def save(self, directory: Path) -> None:
-        """Write a Hugging Face model directory, and the optimizer beside it. Raises ``StorageError``."""
-        moments = {name: array.cpu() for name, array in self._state_arrays().items() if name != "parameters"}
-        notes = {"format": 1, "step": self._step, "layout": self._flat.layout, "corpus": self.corpus_digest}
-        try:
-            self._model.save_pretrained(directory, state_dict=self._flat.state_dict())  # type: ignore[operator]
-            save_file(moments, directory / OPTIMIZER_FILE, metadata={"layout": self._flat.layout})
-            (directory / TRAINING_FILE).write_text(json.dumps(notes, indent=1))
-        except (OSError, SafetensorError) as error:
-            raise StorageError(
-                f"cannot write a checkpoint to {directory}: {error}",
-                remedy="free some space, or choose another place with --state",
-            ) from error
-        self._tokenizer.save(directory)
+    def checkpoint_files(self) -> list[FilePlan]:
+        """A Hugging Face model directory, and the optimizer beside it, made of ranges of ``state()``'s blobs.
+
+        Raises:
+            StorageError: there is no room for temporary files.
+        """
+        if self._files is None:
+            moments = [name for name in self._state_arrays() if name != PARAMETERS]
+            self._files = CheckpointFiles(self._flat, self._tokenizer, moments=moments, corpus=self.corpus_digest)
+        return self._files.of_step(self._step)
 
     def load(self, directory: Path) -> None:
-        """Restore what ``save`` wrote. Raises ``StorageError`` where it does not fit this model; nothing is changed
-        then."""
-        moments = {name: array for name, array in self._state_arrays().items() if name != "parameters"}
+        """Restore a checkpoint. Raises ``StorageError`` where it does not fit this model; nothing is changed then."""
+        moments = {name: array for name, array in self._state_arrays().items() if name != PARAMETERS}
         try:
             notes = json.loads((directory / TRAINING_FILE).read_bytes())
             places = self._flat.segments
@@ -266,6 +296,16 @@ class Trainer:
             logits = self._model(input_ids=tokens[:, :-1], use_cache=False).logits  # (B, T, vocabulary)
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction=reduction)
 
+    @contextmanager
+    def _arithmetic(self) -> Iterator[None]:
+        """Whatever runs kernels that decide bits runs inside."""
+        with flushed_denormals(), constant_arithmetic(self._threads) if self.exact else nullcontext():
+            yield
+
+    def _is_sound(self) -> bool:
+        """Whether the loss is finite and, in exact mode, all that was added here did fit."""
+        return self._fixed.fits if self._fixed is not None else math.isfinite(float(self._host[-1]))
+
     def _autocast(self) -> AbstractContextManager[object]:
         if self._autocast_dtype is None:
             return nullcontext()
@@ -277,7 +317,7 @@ class Trainer:
 
     def _state_arrays(self) -> dict[str, Tensor]:
         return {
-            "parameters": self._flat.parameters,
+            PARAMETERS: self._flat.parameters,
             "exp_avg": self._optimizer.exp_avg,
             "exp_avg_sq": self._optimizer.exp_avg_sq,
         }

@@ -2,8 +2,8 @@
 
 How one comes to be, and why a crash at any moment leaves the old ones or the new one, never half of one::
 
-    begin     .new-00000100-<random>/      the caller writes its files here
-    commit    every file flushed           else a power cut could keep the name and lose the content
+    write     .new-00000100-<random>/      the files, each flushed: else a power cut could keep the name and lose the
+                                           content
               manifest.json written last   size and SHA-256 of every file, step, what the caller says about it; flushed
               directory flushed            now the temporary directory is durable as a whole
               renamed to step-00000100/    the one atomic moment
@@ -11,7 +11,9 @@ How one comes to be, and why a crash at any moment leaves the old ones or the ne
               older ones pruned            moved aside first: a half-removed directory never bears a checkpoint's name
 
 A checkpoint of the same step is moved aside (``.old-step-00000100``) for the moment between two renames; a crash in
-that moment is undone when the store is opened again. Reading trusts nothing: names, sizes and sums are checked first.
+that moment is undone when the store is opened again. What else a crash left is renamed before it is removed, so a
+writer that outlived its worker by a moment finds its directory gone, instead of publishing one that is half removed.
+Reading trusts nothing: names, sizes and sums are checked first.
 """
 
 from __future__ import annotations
@@ -20,15 +22,19 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from p2ptrain.core.disk import Disk
 from p2ptrain.core.errors import ResourceError, StorageError
+from p2ptrain.core.training import BlobRange, FilePlan
 
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 20
+WRITE_BYTES = 4 << 20
+"""At most so much in one call: between two calls a writer may be told to stop."""
 MIN_KEEP = 2
 """The newest may turn out damaged; then there must be one before it."""
 
@@ -75,54 +81,37 @@ class CheckpointStore:
         disk.make_dir(root)
         self._recover()
 
-    def begin(self, step: int, *, need_bytes: int = 0) -> Path:
-        """An empty directory to write the checkpoint of ``step`` into; then ``commit`` or ``discard`` it.
-
-        Raises:
-            ResourceError: less than ``need_bytes`` are free.
-            StorageError: the directory cannot be made.
-        """
-        free = self._disk.free_bytes(self._root) if need_bytes else 0
-        if free < need_bytes:
-            raise ResourceError(
-                f"a checkpoint needs {need_bytes / 1e6:.1f} MB and {self._root} has {free / 1e6:.1f} MB free",
-                remedy="free some space, keep fewer checkpoints, or choose another place with --state",
-            )
-        temporary = self._root / f"{_NEW}{step:08d}-{secrets.token_hex(4)}"
-        self._disk.make_dir(temporary)
-        return temporary
-
-    def discard(self, temporary: Path) -> None:
-        """Remove what ``begin`` made. Raises ``StorageError``."""
-        self._disk.remove_tree(temporary)
-
-    def commit(self, temporary: Path, step: int, meta: Meta) -> CheckpointEntry:
-        """Make what lies in ``temporary`` the durable checkpoint of ``step``, then prune older ones.
+    def write(
+        self, step: int, files: Sequence[FilePlan], blobs: Mapping[str, memoryview], meta: Meta
+    ) -> CheckpointEntry:
+        """Make ``files`` the durable checkpoint of ``step``, then prune older ones.
 
         An existing checkpoint of the same step is replaced.
 
+        Args:
+            files: their ranges are of ``blobs``, which do not change meanwhile.
+
         Raises:
-            StorageError: a file cannot be read or flushed, the disk is full. The older checkpoints are unharmed and
-                ``temporary`` may still be there: ``discard`` it.
+            ResourceError: less is free than the files take.
+            StorageError: something cannot be written or flushed, the disk is full. The older checkpoints are unharmed.
         """
-        disk = self._disk
-        files = {name: self._seal(temporary / name) for name in disk.list_dir(temporary)}
         if not files:
-            raise StorageError(f"the checkpoint of step {step} in {temporary} has no files")
-        manifest = {
-            "format": 1,
-            "step": step,
-            "meta": meta,
-            "files": {name: {"size_bytes": size, "sha256": digest} for name, (size, digest) in files.items()},
-        }
-        encoded = json.dumps(manifest, indent=1, sort_keys=True).encode()
-        disk.write_file(temporary / MANIFEST, encoded)
-        disk.sync_file(temporary / MANIFEST)
-        disk.sync_dir(temporary)
+            raise StorageError(f"the checkpoint of step {step} has no files")
+        self._check_room(sum(file.size_bytes for file in files))
+        temporary = self._root / f"{_NEW}{step:08d}-{secrets.token_hex(4)}"
         target = self._path(step)
-        self._publish(temporary, target)
+        try:
+            self._disk.make_dir(temporary)
+            sums = {file.name: self._write_file(temporary / file.name, file, blobs) for file in files}
+            encoded = self._write_manifest(temporary, step, meta, sums)
+            self._disk.sync_dir(temporary)
+            self._publish(temporary, target)
+        except StorageError:
+            with suppress(StorageError):  # the first problem is the one to tell; the next writer clears what is left
+                self._disk.remove_tree(temporary)
+            raise
         self._prune(step)
-        return _entry(target, step, encoded, meta, files)
+        return _entry(target, step, encoded, meta, sums)
 
     def entries(self) -> list[CheckpointEntry]:
         """Checkpoints with a readable manifest, newest first. Sizes and sums are not checked: see ``verify``."""
@@ -209,12 +198,31 @@ class CheckpointStore:
         matches = ((_STEP_DIR.fullmatch(name), name) for name in self._disk.list_dir(self._root))
         return sorted(((int(match[1]), self._root / name) for match, name in matches if match), reverse=True)
 
-    def _seal(self, path: Path) -> tuple[int, str]:
-        """Flush one file and take its size and sum."""
-        if self._disk.is_dir(path):
-            raise StorageError(f"a checkpoint is a flat directory, and {path} is a directory inside one")
+    def _check_room(self, need_bytes: int) -> None:
+        free = self._disk.free_bytes(self._root)
+        if free < need_bytes:
+            raise ResourceError(
+                f"a checkpoint needs {need_bytes / 1e6:.1f} MB and {self._root} has {free / 1e6:.1f} MB free",
+                remedy="free some space, keep fewer checkpoints, or choose another place with --state",
+            )
+
+    def _write_file(self, path: Path, file: FilePlan, blobs: Mapping[str, memoryview]) -> tuple[int, str]:
+        """Write and flush one file; its size and its sum, taken of what was to be written."""
+        digest = hashlib.sha256()
+        self._disk.write_file(path, b"")
+        for piece in _pieces(file, blobs):
+            digest.update(piece)
+            self._disk.append_file(path, piece)
         self._disk.sync_file(path)
-        return self._disk.size(path), self._disk.hash_file(path)
+        return file.size_bytes, digest.hexdigest()
+
+    def _write_manifest(self, directory: Path, step: int, meta: Meta, sums: Mapping[str, tuple[int, str]]) -> bytes:
+        files = {name: {"size_bytes": size, "sha256": digest} for name, (size, digest) in sums.items()}
+        manifest = {"format": 1, "step": step, "meta": meta, "files": files}
+        encoded = json.dumps(manifest, indent=1, sort_keys=True).encode()
+        self._disk.write_file(directory / MANIFEST, encoded)
+        self._disk.sync_file(directory / MANIFEST)
+        return encoded
 
     def _publish(self, temporary: Path, target: Path) -> None:
         aside = self._root / f"{_OLD}{target.name}"
@@ -239,13 +247,37 @@ class CheckpointStore:
 
     def _recover(self) -> None:
         """Undo or finish what a crash interrupted."""
+        dead = []
         for name in self._disk.list_dir(self._root):
             path = self._root / name
             original = self._root / name.removeprefix(_OLD)
             if name.startswith(_OLD) and not self._disk.is_dir(original):
                 self._disk.rename(path, original)
-            elif name.startswith((_NEW, _OLD, _DEAD)):
-                self._disk.remove_tree(path)
+            elif name.startswith((_NEW, _OLD)):
+                dead.append(self._root / f"{_DEAD}{name}-{secrets.token_hex(4)}")
+                self._disk.rename(path, dead[-1])
+            elif name.startswith(_DEAD):
+                dead.append(path)
+        if dead:
+            self._disk.sync_dir(self._root)  # what replaced an old one must be durable before that goes
+        for path in dead:
+            self._disk.remove_tree(path)
+
+
+def _pieces(file: FilePlan, blobs: Mapping[str, memoryview]) -> Iterator[memoryview]:
+    """What the file is to hold, in pieces that are not copied. Raises ``StorageError`` for a range that is not there."""
+    for part in file.parts:
+        if isinstance(part, BlobRange):
+            blob = blobs.get(part.blob)
+            if blob is None or not 0 <= part.start <= part.stop <= blob.nbytes:
+                raise StorageError(
+                    f"{file.name} wants bytes {part.start} to {part.stop} of {part.blob}, which it lacks"
+                )
+            whole = blob[part.start : part.stop]
+        else:
+            whole = memoryview(part)
+        for start in range(0, len(whole), WRITE_BYTES):
+            yield whole[start : start + WRITE_BYTES]
 
 
 def _entry(path: Path, step: int, encoded: bytes, meta: Meta, files: dict[str, tuple[int, str]]) -> CheckpointEntry:

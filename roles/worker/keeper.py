@@ -1,44 +1,52 @@
-"""One job's checkpoints on this worker's disk. Every method blocks, and is called on the compute thread."""
+"""One job's checkpoints on this worker's disk.
+
+Everything that touches the directory runs on one thread, one thing after the other: so a run that goes back to an older
+checkpoint never has a newer one appear behind it, and nothing of it makes a step wait.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import xxhash
 
 from p2ptrain.core.checkpoints import CheckpointEntry, CheckpointStore, Meta
 from p2ptrain.core.disk import Disk
 from p2ptrain.core.errors import StorageError, UserError
+from p2ptrain.core.threads import Thread
+from p2ptrain.core.training import FilePlan
 from ring.token import first_lineage, is_lineage
+from roles.compute_thread import ComputeThread
 from roles.engine import Blob, Engine
+from roles.worker.saver import Saver, Shelf
+from roles.worker.snapshot import Snapshot
+
+T = TypeVar("T")
 
 
 class Keeper:
     """Saves, loads, verifies and deletes.
 
     Args:
-        root: the directory of the job's checkpoints.
-        keep: how many to keep.
-        tell: (level, kind, text) for people; called on the compute thread, too.
+        thread: the one that the saver works on, too.
+        tell: (level, kind, text) for people.
     """
 
-    def __init__(self, disk: Disk, root: Path, keep: int, tell: Callable[[str, str, str], None]) -> None:
-        self._disk, self._root, self._keep, self._tell = disk, root, keep, tell
+    def __init__(
+        self, thread: Thread, disk: Disk, saver: Saver, shelf: Shelf, tell: Callable[[str, str, str], None]
+    ) -> None:
+        self._thread, self._disk, self._saver, self._shelf, self._tell = thread, disk, saver, shelf, tell
         self._opened: CheckpointStore | None = None
 
-    @property
-    def _store(self) -> CheckpointStore:
-        """Opened by the first call that needs it: that clears what a crash left, which may take a while."""
-        if self._opened is None:
-            self._opened = CheckpointStore(self._disk, self._root, self._keep)
-        return self._opened
-
-    def entries(self) -> list[CheckpointEntry]:
+    async def entries(self) -> list[CheckpointEntry]:
         """What is there, newest first, not verified. Raises ``StorageError``."""
-        return self._store.entries()
+        return await self._on_disk(CheckpointStore.entries)
 
-    def load(self, engine: Engine, *, spec: str, restore_step: int) -> tuple[int, str, float, CheckpointEntry | None]:
+    async def load(
+        self, engine: Engine, compute: ComputeThread, *, spec: str, restore_step: int
+    ) -> tuple[int, str, float, CheckpointEntry | None]:
         """Put the newest good state into ``engine``: a checkpoint's, or the initial one.
 
         Args:
@@ -51,41 +59,44 @@ class Keeper:
             StorageError: the directory cannot be read, or holds what is not of this program.
         """
         if restore_step >= 0:
-            for path in self._store.set_aside_after(restore_step):
+            for path in await self._on_disk(lambda store: store.set_aside_after(restore_step)):
                 self._tell("info", "checkpoint-superseded", f"a newer checkpoint is kept as {path}")
-        entry = self._store.newest_good(self._damaged)
+        damaged: list[tuple[Path, str]] = []
+        entry = await self._on_disk(lambda store: store.newest_good(lambda path, why: damaged.append((path, why))))
+        for path, problem in damaged:
+            text = f"checkpoint {path} is damaged ({problem}); falling back to the one before it"
+            self._tell("warning", "checkpoint-damaged", text)
         if entry is None:
-            engine.load_initial()
-            return 0, first_lineage(spec, state_digest(engine.state())), 0.0, None
-        engine.load(entry.path)
+            return 0, first_lineage(spec, await compute.run(_initial_digest, engine)), 0.0, None
+        await compute.run(engine.load, entry.path)
         square_sum = entry.meta.get("square_sum")
         return entry.step, lineage_of(entry), float(square_sum) if isinstance(square_sum, float) else 0.0, entry
 
-    def save(self, engine: Engine, step: int, meta: Meta) -> CheckpointEntry:
-        """Write the engine's state as the checkpoint of ``step``. Raises ``StorageError``, ``ResourceError``."""
-        temporary = self._store.begin(step, need_bytes=state_bytes(engine.state()))
-        try:
-            engine.save(temporary)
-            return self._store.commit(temporary, step, meta)
-        except BaseException:
-            self._store.discard(temporary)
-            raise
+    async def save(self, snapshot: Snapshot, plan: list[FilePlan], meta: Meta) -> CheckpointEntry:
+        """Write the checkpoint of the snapshot's step. Raises ``StorageError``, ``ResourceError``."""
+        return await self._saver.save(snapshot, plan, self._shelf, meta)
 
-    def verify(self, step: int) -> CheckpointEntry:
+    async def verify(self, step: int) -> CheckpointEntry:
         """The checkpoint of ``step``, every byte of it compared. Raises ``UserError``, ``StorageError``."""
-        entry = self._store.find(step)
+        entry = await self._on_disk(lambda store: store.find(step))
         if entry is None:
-            raise UserError(f"there is no checkpoint of step {step} in {self._root}")
+            raise UserError(f"there is no checkpoint of step {step} in {self._shelf.root}")
         lineage_of(entry)
         return entry
 
-    def delete(self, step: int) -> bool:
+    async def delete(self, step: int) -> bool:
         """Whether there was one. Raises ``StorageError``."""
-        return self._store.delete(step)
+        return await self._on_disk(lambda store: store.delete(step))
 
-    def _damaged(self, path: Path, problem: str) -> None:
-        text = f"checkpoint {path} is damaged ({problem}); falling back to the one before it"
-        self._tell("warning", "checkpoint-damaged", text)
+    async def _on_disk(self, call: Callable[[CheckpointStore], T]) -> T:
+        """Opens the store in the first call that needs it: that clears what a crash left, which may take a while."""
+
+        def run() -> T:
+            if self._opened is None:
+                self._opened = CheckpointStore(self._disk, self._shelf.root, self._shelf.keep)
+            return call(self._opened)
+
+        return await self._thread.submit(run)
 
 
 def lineage_of(entry: CheckpointEntry) -> str:
@@ -108,7 +119,6 @@ def state_digest(state: list[Blob]) -> bytes:
     return digest.digest()
 
 
-def odd_ones_out(digests: list[bytes]) -> set[int]:
-    """Ranks whose digest is not that of the most members; where two are as frequent, that of the lowest rank counts."""
-    most = max(digests, key=lambda digest: (digests.count(digest), -digests.index(digest)))
-    return {rank for rank, digest in enumerate(digests) if digest != most}
+def _initial_digest(engine: Engine) -> bytes:
+    engine.load_initial()
+    return state_digest(engine.state())

@@ -39,19 +39,22 @@ class Snapshot:
     Attributes:
         blobs: as ``Engine.state``, read-only. Not to be touched after the release.
         square_sum: the step's squared gradient norm.
-        memory: what the blobs lie in, at ``places``.
+        memory: what the blobs lie in, at ``places``; None where they are the live state.
     """
 
-    def __init__(self, step: int, lineage: str, square_sum: float, arena: _Arena) -> None:
+    def __init__(self, step: int, lineage: str, square_sum: float, blobs: list[Blob], arena: _Arena) -> None:
         self.step, self.lineage, self.square_sum = step, lineage, square_sum
-        self.memory, self.places = arena.ready_memory, arena.places
-        whole = self.memory.view.toreadonly()
-        self.blobs = [Blob(p.name, whole[p.offset : p.offset + p.size_bytes]) for p in self.places]
+        self.blobs, self.memory, self.places = blobs, arena.memory, arena.places
         self._arena = arena
+
+    @classmethod
+    def of_live(cls, state: list[Blob], *, step: int, lineage: str, square_sum: float) -> Snapshot:
+        """No copy at all: for a caller who keeps the state itself from changing until the release."""
+        return cls(step, lineage, square_sum, state, _Arena(holders=1))
 
     @property
     def size_bytes(self) -> int:
-        return sum(place.size_bytes for place in self.places)
+        return sum(blob.view.nbytes for blob in self.blobs)
 
     def share(self) -> Snapshot:
         """This one, for one more who will release it."""
@@ -72,11 +75,6 @@ class _Arena:
     memory: Memory | None = None
     places: list[Place] = field(default_factory=list)
 
-    @property
-    def ready_memory(self) -> Memory:
-        assert self.memory is not None
-        return self.memory
-
     def fit(self, state: list[Blob], allocate: Callable[[int], Memory]) -> None:
         """Make the memory right for ``state``, and touch what is new of it."""
         places, offset = [], 0
@@ -88,12 +86,15 @@ class _Arena:
             self.memory, self.places = allocate(max(offset, 1)), places
             np.frombuffer(self.memory.view, np.uint8)[::_PAGE_BYTES] = 0
 
-    def fill(self, state: list[Blob]) -> None:
+    def fill(self, state: list[Blob]) -> list[Blob]:
         """Copy. numpy lets go of the interpreter meanwhile, slices of memoryviews would not: heartbeats go on."""
-        whole = np.frombuffer(self.ready_memory.view, np.uint8)
+        assert self.memory is not None, "it was not made to fit"
+        copies = []
         for blob, place in zip(state, self.places, strict=True):
-            target = whole[place.offset : place.offset + place.size_bytes]
-            np.copyto(target, np.frombuffer(blob.view, np.uint8))
+            view = self.memory.view[place.offset : place.offset + place.size_bytes]
+            np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(blob.view, np.uint8))
+            copies.append(Blob(place.name, view.toreadonly()))
+        return copies
 
 
 class Snapshots:
@@ -126,14 +127,14 @@ class Snapshots:
         arena = max(free, key=lambda arena: arena.memory is not None)
         arena.holders = 1
         try:
-            await self._compute.run(self._copy, arena, engine)
+            blobs = await self._compute.run(self._copy, arena, engine)
         except BaseException:
             arena.holders = 0  # the copying may go on: the next one runs after it, on the same thread
             raise
-        self._newest = Snapshot(step, lineage, square_sum, arena)
+        self._newest = Snapshot(step, lineage, square_sum, blobs, arena)
         return self._newest
 
-    def _copy(self, arena: _Arena, engine: Engine) -> None:
+    def _copy(self, arena: _Arena, engine: Engine) -> list[Blob]:
         state = engine.state()
         arena.fit(state, self._allocate)
-        arena.fill(state)
+        return arena.fill(state)

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from configs.schema import Profile
+from p2ptrain.core.threads import Thread
 from p2ptrain.core.world import World
 from ring.session import Inbound
 from roles.compute_thread import ComputeThread
 from roles.engine import Engine
+from roles.worker.saver import Saver
 from wire.messages import Message
 
 Notify = Callable[[str, str, str], None]  # level, kind, text
@@ -24,6 +26,8 @@ class Surroundings:
         notify: tells the person, here and at the seed.
         tell: tells the person here only: the seed knows it already.
         beats: (heartbeat_s, death_s) between neighbours.
+        disk: the thread of everything that touches the job's directory.
+        saver: writes checkpoints; works on that thread.
         build_engine: blocking; called on the compute thread.
         on_step: called after every commit with the metrics of the step.
     """
@@ -35,6 +39,8 @@ class Surroundings:
     beats: Callable[[], tuple[float, float]]
     inbound: Inbound
     compute: ComputeThread
+    disk: Thread
+    saver: Saver
     say: Callable[[Message], None]
     notify: Notify
     tell: Notify

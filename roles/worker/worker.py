@@ -9,8 +9,10 @@ from functools import partial
 from typing import Any
 
 from configs.schema import Profile
+from p2ptrain.core.disk import Disk
 from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused, first_error
 from p2ptrain.core.ids import is_id
+from p2ptrain.core.threads import Thread
 from p2ptrain.core.world import World
 from ring.session import Inbound
 from ring.token import Flag
@@ -24,6 +26,7 @@ from roles.worker.gauges import Gauges
 from roles.worker.keeper import Keeper, lineage_of
 from roles.worker.links import Prober, Sink, targets_untrusted, to_result
 from roles.worker.runner import JobRunner
+from roles.worker.saver import DirectSaver, Saver, Shelf
 from roles.worker.surroundings import Notify, Surroundings
 from wire.connection import Connection
 from wire.handshake import RefusalCode, local_hello, local_welcome, serve
@@ -86,6 +89,7 @@ class Worker:
         warm_up: blocking, called there first, while the seed is being dialled.
         notify: (level, kind, text) for the person at this terminal.
         on_step: (applied, total, values) after every commit.
+        saver: makes what writes checkpoints, on the thread given.
         member: this worker's membership, whose network is the world's; None in a plain cluster.
     """
 
@@ -99,6 +103,7 @@ class Worker:
         warm_up: Callable[[], None],
         notify: Notify,
         on_step: Callable[[int, int, dict[str, float]], None],
+        saver: Callable[[Thread, Disk], Saver] = DirectSaver,
         member: Member | None = None,
     ) -> None:
         self._world = world
@@ -112,6 +117,8 @@ class Worker:
         self._prober = Prober(world, peer_id=identity.peer_id, name=identity.name, seed_host=options.seed[0])
         self._sink = Sink()
         self._compute = ComputeThread(world.threads)
+        self._disk = world.threads.start("disk")
+        self._saver = saver(self._disk, world.disk)
         self._gauges = Gauges(world.clock.now)
         self._beats = IDLE_BEATS_S
         self._runner: JobRunner | None = None
@@ -160,6 +167,8 @@ class Worker:
             raise first_error(group) from None
         finally:
             await server.close()
+            await self._saver.close()
+            self._disk.close()
             self._compute.close()
 
     # -------------------------------------------------------------------------------------------------- the seed link
@@ -278,6 +287,8 @@ class Worker:
             beats=lambda: self._beats,
             inbound=self._inbound,
             compute=self._compute,
+            disk=self._disk,
+            saver=self._saver,
             say=self._link.send,
             notify=self._notify,
             tell=self._notify_person,
@@ -303,22 +314,17 @@ class Worker:
         keeper = self._runner.keeper if self._runner and self._runner.job == job else self._keeper(job, 2)
         match request.method:
             case "checkpoint.verify":
-                entry = await self._compute.run(keeper.verify, step)
+                entry = await keeper.verify(step)
                 return {"step": entry.step, "lineage": lineage_of(entry)}
             case "checkpoint.delete":
-                if not await self._compute.run(keeper.delete, step):
+                if not await keeper.delete(step):
                     raise Refused("not-here", f"{self._identity.name} has no checkpoint of step {step}")
                 return {"deleted": step}
         raise Refused("unknown-method", f"a worker does not know {request.method[:80]!r}")
 
     def _keeper(self, job: str, keep: int) -> Keeper:
         root = self._identity.directory / "jobs" / job / "checkpoints"
-        loop = asyncio.get_running_loop()
-
-        def tell(level: str, kind: str, text: str) -> None:
-            loop.call_soon_threadsafe(self._notify, level, kind, text)
-
-        return Keeper(self._world.disk, root, keep, tell)
+        return Keeper(self._disk, self._world.disk, self._saver, Shelf(root, keep), self._notify)
 
     def _notify(self, level: str, kind: str, text: str) -> None:
         self._notify_person(level, kind, text)
