@@ -107,6 +107,7 @@ class Past:
         paused: a person asked for it; the state may not have got there.
         saved: peer id → step of the newest checkpoint that it is known to hold.
         branch: peers whose newest checkpoint is of this run, if it ever went back; see ``Mint``.
+        step_s: what a step took; 0 where it is not known.
     """
 
     state: str = "waiting"
@@ -117,6 +118,7 @@ class Past:
     known_step: int = 0
     saved: Mapping[str, int] = field(default_factory=dict)
     branch: frozenset[str] | None = None
+    step_s: float = 0.0
 
 
 # -------------------------------------------------------------------------------------------------------------- events
@@ -176,7 +178,7 @@ class Measured(Event):
     """What is known now of the links between peers, and of a step's computing (0: nothing). Counts from the next view
     on: no ring is ended for the sake of a better order."""
 
-    links: Links
+    links: Links = field(repr=False)
     compute_s: float = 0.0
 
 
@@ -184,7 +186,7 @@ class Measured(Event):
 class Saved(Event):
     """``newest``: peer id → step of the newest checkpoint that it is known to hold, of all that hold one."""
 
-    newest: Mapping[str, int]
+    newest: Mapping[str, int] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,43 +36,22 @@ and expire with whatever event comes after them (``Tick`` says nothing but the t
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from ring import coordination as co
-from ring.coordination import ENDED, LEAVE_S, RETURN_S, STANDSTILL, TORN_S, TRANSITIONS, InvalidTransition, Phase
-from ring.course import Course
-from ring.deadlines import Deadlines
-from ring.formation import Reports, described, holds, newest, ordered, records, square_sum
-from ring.plan import Load, plan_ring
-from ring.roster import Known, Roster
-from ring.suspects import LinkJudge
-from ring.view import View
+from ring.coordination import BESIDE, ENDED, LEAVE_S, STANDSTILL, TORN_S, Phase
+from ring.decisions import Decisions
+from ring.formation import Reports
+from ring.roster import Known
 from wire.messages import Report
 
 
-class Coordinator:
+class Coordinator(Decisions):
     """One job's core; see the head of this file. ``handle`` is the only method that changes anything."""
 
     def __init__(self, job: str, terms: co.Terms, *, past: co.Past | None = None, now: float = 0.0) -> None:
-        past = past or co.Past()
-        self.job, self.terms, self.view, self.corpus = job, terms, past.view, past.corpus
-        self.paused = past.paused  # what a person wants; the phase follows
-        self.restore: co.Restore | None = None
-        self.reason = past.reason
-        self.phase = Phase(past.state) if past.state in ENDED else Phase.PAUSED if past.paused else Phase.WAITING
-        self._who = Roster()
-        self._banned: set[str] = set()  # failed, or have other data: not taken until they connect anew
-        self._failures: dict[str, str] = {}  # in the last view
-        self._course = Course(past.known_step, past.saved, past.branch)
-        self._deadlines = Deadlines()
-        self._committed = True  # a step, in the present view; one from before this seed has had its time
-        self._links = LinkJudge(terms.cooldown_s)
-        self._measured = co.Measured({})
-        self._carriage = ""  # what was last said of streams and codec
-        self._history: deque[str] = deque(maxlen=40)
-        self._out: list[co.Instruction] = []
+        super().__init__(job, terms, past or co.Past())
         if self.phase is Phase.WAITING and self.view is not None:  # its ring may well be running: take it back as it is
             self.phase = Phase.RUNNING
             self._who.running = {member.peer_id for member in self.view.members}
@@ -118,12 +97,12 @@ class Coordinator:
 
     def next_deadline(self) -> float | None:
         """When to ``handle(Tick())`` at the latest."""
-        return min([*self._deadlines.next(), *self._links.benched.values()], default=None)
+        return min([*self._deadlines.next(), *self._bench.next(), *self._admission.next()], default=None)
 
     def handle(self, event: co.Event, now: float) -> list[co.Instruction]:
         """Take in one event; returns what to do, in order. ``now`` is monotonic seconds and never goes back."""
         self._out = []
-        self._history.append(f"{now:.3f} {self.phase} {event}"[:300])
+        self._history.append((now, self.phase, event))
         if handler := _HANDLERS.get(type(event)):
             handler(self, event, now)
         self._expire(now)
@@ -135,9 +114,11 @@ class Coordinator:
 
     def validate(self) -> None:
         """Assert what must hold between events."""
-        story, who, phase = "; ".join(self._history), self._who, self.phase
+        story, who, phase = self.story, self._who, self.phase
         who.validate(self.view, story)
         assert not self._banned & set(who.peers), story
+        assert self._admission.moving <= set(who.peers), story
+        assert not self._admission.moving & who.running, story
         assert phase is not Phase.RUNNING or who.running | who.away, story
         assert phase is not Phase.RUNNING or not who.unheard | who.away or "absence" in self._deadlines, story
         assert phase is not Phase.STOPPING or who.running or "leave" in self._deadlines, story
@@ -181,8 +162,8 @@ class Coordinator:
         if known is None:
             return
         current = self._is_current(event.peer_id, report.generation)
-        if report.status == "ready":
-            self._ready(known, report, now)
+        if report.status in BESIDE:
+            self._beside(known, report, now)
         elif report.status == "failed":
             self._failed(known, report, now)
         elif self.restore and self.phase is Phase.WAITING:
@@ -191,11 +172,17 @@ class Coordinator:
             self._of_the_view(known, report, now)
         elif event.peer_id in self._who.running:
             return  # said before the view it is in now was announced
+        elif self.phase in (Phase.RUNNING, Phase.STOPPING) and report.status in {*STANDSTILL, "training"}:
+            self._give_up(event.peer_id)  # rule 8
         elif report.status in STANDSTILL:
-            known.standing = report  # of a ring that is over: it heals, as a newcomer
+            known.standing = report  # of a ring that is over, as is the one after it
         elif report.status == "training":
-            self._forget(event.peer_id)
-            self._out.append(co.SendRelease(event.peer_id, "the ring went on without it"))
+            self._give_up(event.peer_id)
+
+    def _give_up(self, peer_id: str) -> None:
+        """It may come back as a newcomer: the shell offers it again."""
+        self._forget(peer_id)
+        self._out.append(co.SendRelease(peer_id, "the ring went on without it"))
 
     def _of_the_view(self, known: Known, report: Report, now: float) -> None:
         peer_id = known.peer.peer_id
@@ -209,11 +196,22 @@ class Coordinator:
             known.standing = report
             if report.status == "broken":
                 self._links.reported(peer_id, report.suspect)
+                self._doubt(report.suspect, peer_id)
             self._no_longer_trains(peer_id, now, report.status)
             if report.suspect in self._who.unheard and report.suspect not in self._who.peers:
                 # Neither its neighbour nor this seed has a link to it.
                 self._forget(report.suspect)
-                self._links.somebody_died = True
+                self._links.fallen.add(report.suspect)
+
+    def _doubt(self, suspect: str, reporter: str) -> None:
+        """A frozen member closes nothing: whoever stands beside it in the ring notices, and the seed need not wait as
+        long for its beats as it would else."""
+        view = self.view
+        if view is None or suspect not in self._who.running or suspect not in self._who.peers:
+            return
+        rank = view.rank_of(suspect)
+        if rank is not None and reporter in (view.left_of(rank).peer_id, view.right_of(rank).peer_id):
+            self._out.append(co.Doubt(suspect, self._links.witnessed(suspect, reporter)))
 
     def _trains(self, known: Known, now: float) -> None:
         """After a reconnect: its ring still runs, whatever this seed thought."""
@@ -230,17 +228,22 @@ class Coordinator:
             self._deadlines.drop("absence")
             self.reason = ""
 
-    def _ready(self, known: Known, report: Report, now: float) -> None:
+    def _beside(self, known: Known, report: Report, now: float) -> None:
+        """Ready, or following the ring. A member that is ready again has lost its ring."""
+        peer_id = known.peer.peer_id
+        if report.status == "following" and peer_id not in self._admission.moving:
+            return  # it was let in, or called back, meanwhile
         if report.corpus and not self.corpus:
             self.corpus = report.corpus
             self._out.append(co.SetCorpus(report.corpus))
         if report.corpus == self.corpus:
             known.standing = report
+            self._admission.said(peer_id, report.status, now)
         else:
             mine, ours = report.corpus[:12] or "none", self.corpus[:12]
             remedy = "give it the same files that the job began with"
             self._ban(known, f"its data differs from the job's (SHA-256 {mine}, not {ours}); {remedy}", "corpus")
-        self._no_longer_trains(known.peer.peer_id, now)  # a member that is ready again has lost its ring
+        self._no_longer_trains(peer_id, now)
 
     def _failed(self, known: Known, report: Report, now: float) -> None:
         peer_id = known.peer.peer_id
@@ -282,7 +285,9 @@ class Coordinator:
         self._forget(peer_id)
         if known is None or self.view is None or self.view.rank_of(peer_id) is None:
             return
-        self._links.somebody_died = True
+        self._links.fallen.add(peer_id)
+        if isinstance(event, co.PeerLeft):
+            self._links.excused.add(peer_id)
         self._deadlines.drop("leave")
         if was_running and self.phase is Phase.RUNNING:
             if isinstance(event, co.PeerLeft):
@@ -297,11 +302,12 @@ class Coordinator:
         self._hurry(now)
 
     def _progress(self, event: co.Progress, now: float) -> None:
-        self._course.known_step = max(self.known_step, event.step)
+        self._course.progressed(event.step, now)
         if self.view and event.step > self.view.step:
             self._committed = True
             self._who.healing.clear()  # a step is committed by all members or by none
             self._links.committed()
+            self._steps.committed(event.step)
 
     def _measured_anew(self, event: co.Measured, now: float) -> None:
         self._measured = event
@@ -346,225 +352,6 @@ class Coordinator:
             self._stop(now, f"going back to step {event.step}")
         elif self.phase is not Phase.STOPPING:
             self._begin_restore(now)
-
-    # -------------------------------------------------------------------------------------------------------- decisions
-
-    def _expire(self, now: float) -> None:
-        self._links.expire(now)
-        due = self._deadlines.expire(now)
-        if "absence" in due and self.phase in (Phase.RUNNING, Phase.STOPPING):
-            self._strike_off(self._who.unheard | self._who.away, "it stayed away")
-            if self._who.running and self.phase is Phase.RUNNING:
-                self._stop(now, "members stayed away")
-        if "stop" in due:
-            self._deadlines.arm("stop", now + self.terms.hold_s)  # until the phase ends, which clears it
-            if self._links.broken or not self._who.running & self._who.healing:  # a long transfer is no reason
-                self._strike_off(set(self._who.running), "it did not stop in time")
-
-    def _advance(self, now: float) -> None:
-        if self.phase is Phase.RUNNING and not self._who.running | self._who.away:
-            self._go(Phase.WAITING, "every member is gone")
-        if self.phase is Phase.RUNNING and self._who.undisturbed() and (names := self._newcomers()):
-            self._stop(now, f"{', '.join(names)} joining")
-        if self.phase is Phase.STOPPING and not self._who.running and "leave" not in self._deadlines:
-            self._stood_still(now)
-        if self.phase is Phase.WAITING:
-            self._try_mint(now)
-
-    def _stood_still(self, now: float) -> None:
-        heirs = self._who.heirs(self.view)
-        if self.restore:
-            self._begin_restore(now)
-        elif heirs and all(report.status == "done" for report in heirs.values()):
-            self._end(Phase.DONE, "every step is done")
-        elif self.view and all(member.peer_id in self._failures for member in self.view.members):
-            self._end(Phase.FAILED, next(iter(self._failures.values())))
-        elif self.paused:
-            self._go(Phase.PAUSED, "paused by a person")
-        else:
-            began_at = self.view.step if self.view else 0
-            if text := self._links.judge(heirs, began_at, self._who.name, now):
-                self._say("warning", "link", text)
-            self._go(Phase.WAITING, "every member stands still")
-
-    def _try_mint(self, now: float) -> None:
-        """Rules 2, 3 and 5."""
-        if self.restore and not self._restored(self.restore):
-            return
-        ready, passed = self._candidates(), self._deadlines.passed
-        if not ready:
-            self._deadlines.drop("grace", "build")
-        elif self.view is None:
-            self.reason = f"{len(ready)} of {self.terms.workers} workers are ready"
-            if len(ready) >= self.terms.workers:
-                self._mint(ready)
-        else:
-            patient = "grace" not in passed or ("build" not in passed and self._who.building())
-            heirs, in_memory = self._who.heirs(self.view), not self._who.all_back(self.view)
-            chosen, self.reason = self._course.sources(ready, heirs, self.view, in_memory=in_memory, patient=patient)
-            if chosen:
-                self._mint(chosen)
-            else:
-                self._deadlines.start("grace", now + self.terms.grace_s)
-                self._deadlines.start("build", now + self.terms.build_s)
-
-    def _restored(self, restore: co.Restore) -> bool:
-        """Mint from the checkpoint that a person chose when all had time to load it; whether to look for another."""
-        overdue, holders = "restore" in self._deadlines.passed, self._holders(restore)
-        if not overdue and (self._who.building() or not self._who.peers):
-            return False
-        if holders:
-            self._mint(holders)
-            return False
-        self._say("error", "restore-failed", f"nobody could load the checkpoint of step {restore.step}")
-        self.restore = None
-        self._deadlines.passed |= {"grace", "build"}  # what was newer has been set aside: there is nothing to wait for
-        return True
-
-    def _mint(self, chosen_from: Reports) -> None:
-        """The next view, from the newest state among these, with all that stand still as far as there is work."""
-        step, lineage = newest(chosen_from)
-        ready, heirs = self._candidates(), self._who.heirs(self.view)
-        if not any(holds(report, step, lineage) for report in ready.values()):
-            self._links.benched.clear()  # the only holders sit out: better a bad link than a lost step
-            ready = self._candidates()
-        healthy = {peer_id for peer_id, report in ready.items() if holds(report, step, lineage)}
-        chosen = ordered(ready, healthy, heirs, self.terms.micro_batches, self._links.apart)
-        load = Load(max(report.reduce_bytes for report in ready.values()), self._measured.compute_s)
-        wishes, apart = self.terms.wishes, self._links.apart
-        plan = plan_ring(chosen, self._measured.links, wishes, load, apart=apart, name=self._who.name)
-        members = records([self._who.peers[peer_id].peer for peer_id in plan.order], self.terms.micro_batches, healthy)
-        kind, text = self._course.given_up(step, chosen_from, heirs, self.view) if self.view else ("", "")
-        if kind and not self.restore:
-            self._say("warning", kind, text)
-        went_back = bool(kind) or self.restore is not None
-        self._course.begin(step, {peer_id: ready[peer_id] for peer_id in chosen}, went_back=went_back)
-        before, generation = self.view, (self.view.generation if self.view else 0) + 1
-        self.view = View(
-            self.job,
-            generation,
-            step,
-            lineage,
-            members,
-            square_sum(chosen_from, step, lineage),
-            streams=plan.streams,
-            sub_chunk_bytes=plan.sub_chunk_bytes,
-            codec=plan.codec,
-        )
-        self._out.append(co.Mint(self.view, went_back, self._course.branch))
-        self._say("info", "view", described(self.view, before))
-        if plan.slowest is not None:
-            self._say("info", "ring-order", plan.reason)
-            if plan.carriage_reason != self._carriage:
-                self._say("info", "ring-carriage", plan.carriage_reason)
-            self._carriage = plan.carriage_reason
-        for peer_id in chosen:
-            self._who.peers[peer_id].standing = None
-        self._who.running, self._who.healing = set(chosen), set(chosen) - healthy
-        self._links.view_began()
-        self.restore, self._committed = None, False
-        self._failures.clear()
-        self._go(Phase.RUNNING, "")
-
-    # ---------------------------------------------------------------------------------------------------- small helpers
-
-    def _is_current(self, peer_id: str, generation: int) -> bool:
-        return self.view is not None and self.view.generation == generation and self.view.rank_of(peer_id) is not None
-
-    def _candidates(self) -> Reports:
-        """Who may be put into a view now. The benched are in only where there is nobody else."""
-        standing = self._who.standing()
-        return {peer_id: standing[peer_id] for peer_id in standing if peer_id not in self._links.benched} or standing
-
-    def _holders(self, restore: co.Restore) -> Reports:
-        """Who has loaded the checkpoint that is to be restored."""
-        wanted = (restore.step, restore.lineage)
-        return {key: report for key, report in self._candidates().items() if (report.applied, report.lineage) == wanted}
-
-    def _newcomers(self) -> list[str]:
-        """Names of those that stand ready beside a running view that has room for them."""
-        if self.view is None or self.view.size >= self.terms.micro_batches:
-            return []
-        standing = set(self._who.standing()) - set(self._links.benched)
-        return sorted(self._who.name(peer_id) for peer_id in standing)
-
-    def _go(self, phase: Phase, reason: str, *, keep: str = "") -> None:
-        if phase not in TRANSITIONS[self.phase]:
-            raise InvalidTransition(f"{self.phase} → {phase}: " + "; ".join(self._history))
-        self.phase, self.reason = phase, reason
-        self._deadlines.clear(keep=keep)  # each belongs to a phase
-        if phase is not Phase.RUNNING:
-            self._who.away.clear()
-
-    def _stop(self, now: float, reason: str) -> None:
-        """Bring the ring to a standstill. Whoever trains is told; where its ring broke it says so instead."""
-        # Who is unheard and not back by then is not waited for any longer.
-        self._go(Phase.STOPPING, reason, keep="absence" if self._who.unheard else "")
-        if "absence" in self._deadlines:
-            self._deadlines.hasten("absence", now + RETURN_S)
-        self._deadlines.arm("stop", now + self.terms.hold_s)
-        self._hold(sorted(self._who.running - self._who.unheard), reason)
-
-    def _say(self, level: str, kind: str, text: str, peer_id: str = "") -> None:
-        self._out.append(co.Emit(level, kind, text, peer_id))
-
-    def _hold(self, peer_ids: Iterable[str], reason: str) -> None:
-        chosen = tuple(peer_ids)
-        if chosen and self.view:
-            self._out.append(co.SendHold(chosen, self.view.generation, reason))
-
-    def _assign(self, peer_id: str) -> None:
-        self._out.append(co.SendAssign(peer_id, self.corpus, self.restore.step if self.restore else -1))
-
-    def _begin_restore(self, now: float) -> None:
-        assert self.restore is not None
-        if self.phase is not Phase.WAITING:
-            self._go(Phase.WAITING, f"going back to step {self.restore.step}")
-        self._deadlines.clear()
-        self._deadlines.arm("restore", now + self.terms.build_s)
-        self._banned.clear()
-        for peer_id, known in self._who.peers.items():
-            known.standing = None
-            self._assign(peer_id)
-
-    def _ban(self, known: Known, text: str, kind: str) -> None:
-        """Let it go, and do not take it again until it connects anew."""
-        peer_id = known.peer.peer_id
-        del self._who.peers[peer_id]
-        self._banned.add(peer_id)
-        self._who.healing.discard(peer_id)
-        self._say("error", kind, f"{known.peer.name}: {text}", peer_id)
-        self._out.append(co.SendRelease(peer_id, text))
-
-    def _strike_off(self, peer_ids: set[str], why: str) -> None:
-        """Go on without them. One whose transfer broke may be loading its state anew: it is in when it is ready."""
-        for peer_id in sorted(peer_ids):
-            known, loading = self._who.peers.get(peer_id), peer_id in self._who.healing
-            self._forget(peer_id)
-            self._links.somebody_died = True
-            if known and loading:
-                self._who.peers[peer_id] = Known(known.peer)
-                continue
-            if known:
-                self._out.append(co.SendRelease(peer_id, f"out of the ring: {why}"))
-            name = known.peer.name if known else peer_id
-            self._say("warning", "struck-off", f"{name} is out of the ring: {why}", peer_id)
-
-    def _forget(self, peer_id: str) -> None:
-        self._who.forget(peer_id)
-        self._links.forget(peer_id)
-
-    def _end(self, phase: Phase, reason: str) -> None:
-        """The job is over. When it is done its members keep what they hold until another job needs them."""
-        keep = self._who.heirs(self.view) if phase is Phase.DONE else {}
-        self._out += [co.SendRelease(peer_id, reason) for peer_id in sorted(self._who.peers) if peer_id not in keep]
-        self._say("error" if phase is Phase.FAILED else "info", f"job-{phase}", reason)
-        self._go(phase, reason)
-        self._who.clear()
-        self._links.benched.clear()
-        self._failures.clear()
-        self._banned.clear()
-        self.restore, self.paused = None, False
 
 
 _HANDLERS: dict[type[co.Event], Callable[[Coordinator, Any, float], None]] = {

@@ -18,11 +18,28 @@ class Course:
         saved: peer id → step of the newest checkpoint that it is known to hold.
         branch: once the run went back: the peers whose newest checkpoint is of it, and not of a course that it gave up.
             None: it never did.
+        step_s: what a step takes; 0 where it is not known.
     """
 
     known_step: int
     saved: Mapping[str, int]
     branch: frozenset[str] | None
+    step_s: float = 0.0
+    _mark: tuple[int, float] | None = None  # a step of this view, and when it was told
+
+    def progressed(self, step: int, now: float) -> None:
+        """Somebody tells of a committed step."""
+        self.known_step = max(self.known_step, step)
+        if self._mark is None:
+            self._mark = step, now
+        elif step > self._mark[0]:
+            self.step_s = (now - self._mark[1]) / (step - self._mark[0])
+
+    def patience_s(self, ready: Reports, least_s: float, most_s: float) -> float:
+        """How long to wait for whoever holds more than these: as long as it took to compute what would be lost, so
+        that waiting for nothing costs no more than giving up too early would have."""
+        best = max((report.applied for report in ready.values()), default=0)
+        return max(least_s, min((self.known_step - best) * self.step_s, most_s))
 
     def sources(
         self, ready: Reports, heirs: Reports, view: View, *, in_memory: bool, patient: bool
@@ -34,8 +51,8 @@ class Course:
             in_memory: a member of that view may still hold what it had there.
             patient: rather wait than give up a step that somebody may still bring.
         """
-        if carried := _carried(heirs, view):
-            return carried, ""
+        if in_hand := carried(heirs, view):
+            return in_hand, ""
         elsewhere = max((step for peer_id, step in self.saved.items() if peer_id not in ready), default=0)
         wanted = self.known_step if in_memory else min(self.known_step, elsewhere)
         own = {peer_id: report for peer_id, report in ready.items() if self.branch is None or peer_id in self.branch}
@@ -48,7 +65,7 @@ class Course:
 
     def given_up(self, step: int, chosen_from: Reports, heirs: Reports, view: View) -> tuple[str, str]:
         """What is, if the next view starts at ``step`` of these, as an event's kind and text; mostly nothing."""
-        if _carried(heirs, view):
+        if carried(heirs, view):
             return "", ""
         if step < self.known_step:
             lost = f"{self.known_step - step} steps are lost, for nobody that holds step {self.known_step} is here"
@@ -60,13 +77,13 @@ class Course:
     def begin(self, step: int, members: Reports, *, went_back: bool) -> None:
         """A view starts. ``members``: the reports with which they come; the disk of one that is ready with a later step
         holds what is given up, and so its newest checkpoint must not be taken for this run's at the next restart."""
-        self.known_step = step
+        self.known_step, self._mark = step, None
         if went_back or self.branch is not None:
             kept = frozenset() if went_back or self.branch is None else self.branch
             fits = (peer_id for peer_id, it in members.items() if it.status == "ready" and it.applied <= step)
             self.branch = kept.union(fits)
 
 
-def _carried(heirs: Reports, view: View) -> Reports:
+def carried(heirs: Reports, view: View) -> Reports:
     """The heirs whose state is whole: one that was healing may have less than the view began with."""
     return {peer_id: report for peer_id, report in heirs.items() if report.applied >= view.step}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from itertools import accumulate
 
+from ring.balance import balanced
 from ring.coordination import STANDSTILL, Peer
 from ring.view import View, shares
 from wire.messages import MemberRecord, Report
@@ -35,13 +37,20 @@ def square_sum(sources: Reports, step: int, lineage: str) -> float:
     return max(known, default=0.0)
 
 
-def records(members: Sequence[Peer], micro_batches: int, healthy: Iterable[str]) -> tuple[MemberRecord, ...]:
-    """The members in rank order with equal shares of the micro-batches."""
-    sound = set(healthy)
+def records(
+    members: Sequence[Peer], micro_batches: int, healthy: Collection[str], unit_us: Sequence[int]
+) -> tuple[MemberRecord, ...]:
+    """The members in rank order. Shares follow what a micro-batch takes at each, in microseconds; 0: not known."""
+    counts = balanced(micro_batches, unit_us, shared_equally(micro_batches, len(members)))
     return tuple(
-        MemberRecord(peer.peer_id, peer.name, peer.host, peer.port, first, count, peer.peer_id in sound)
-        for peer, (first, count) in zip(members, shares(micro_batches, [1.0] * len(members)), strict=True)
+        MemberRecord(peer.peer_id, peer.name, peer.host, peer.port, last - count, count, peer.peer_id in healthy)
+        for peer, count, last in zip(members, counts, accumulate(counts), strict=True)
     )
+
+
+def shared_equally(micro_batches: int, members: int) -> list[int]:
+    """Counts of micro-batches where nothing is known of anybody's speed."""
+    return [count for _, count in shares(micro_batches, [1.0] * members)]
 
 
 def ordered(

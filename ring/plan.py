@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ring.order import STRIPES, Found, LinkQuality, Links, best_order, known_link
+from ring.order import MOST_MEMBERS, STRIPES, Found, LinkQuality, Links, best_order, known_link
 from ring.view import MAX_STREAMS
 
 NEAR_RTT_S = 2e-3
@@ -128,6 +128,8 @@ def _order(
         return joined, "order as they joined, as the profile says"
     if len(joined) < 3:
         return joined, "order as they joined: there is one circle only"
+    if len(joined) > MOST_MEMBERS:  # not even looked at: all pairs are many
+        return joined, f"order as they joined: more than {MOST_MEMBERS} are not searched"
     found: Found | None = best_order(joined, links, total_bytes=load.total_bytes or UNKNOWN_BYTES, apart=apart)
     if found is None:
         known = slowest_edge(joined, links) is not None

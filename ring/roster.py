@@ -55,13 +55,13 @@ class Roster:
 
     def heirs(self, view: View | None) -> Reports:
         """Members that stand still in ``view``: they carry the run's state in memory."""
+        if view is None:
+            return {}
+        members = {member.peer_id for member in view.members}
         return {
             peer_id: report
             for peer_id, report in self.standing().items()
-            if view is not None
-            and report.status in STANDSTILL
-            and report.generation == view.generation
-            and view.rank_of(peer_id) is not None
+            if report.status in STANDSTILL and report.generation == view.generation and peer_id in members
         }
 
     def all_back(self, view: View) -> bool:

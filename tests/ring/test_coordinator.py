@@ -351,6 +351,9 @@ def test_a_member_that_stays_away_from_the_seed_is_left_behind() -> None:
     assert ids(desk.minted()) == ["b"]
     desk.tell(co.PeerReturned(peer("a"), 1))
     desk.report("a", "broken", 44, generation=1, prepared=44)
+    assert desk.of(co.SendRelease) == [co.SendRelease("a", "the ring went on without it")]
+    desk.offer("a")  # a newcomer
+    desk.ready("a", applied=40)
     assert desk.of(co.SendHold)
     desk.stand("held", 45, "b")
     assert ids(desk.minted()) == ["b", "a"]

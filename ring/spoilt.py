@@ -1,0 +1,105 @@
+"""Steps that the ring itself refused: whose contribution, or which hop, spoils them, and what is done about it. Pure.
+
+    what the members say of a step     first                           again, of the same step
+    contribution (not finite, absurd)  the same members, looked at     the suspect sits out; where another one brings
+                                       closely (``Care.AUDITED``)      the same, or nobody else is there, the data is
+                                                                       like that: ``Care.LENIENT``, and who sat out is
+                                                                       absolved; refused even then: not finite, the job
+                                                                       has failed
+    digest (members hold other sums)   ``Care.AUDITED``                the member that most name sits out
+    hop (sent and received differ)     the two are parted, or the sender sits out
+
+What is known of a step is forgotten when it is committed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ring.formation import Reports
+from ring.suspects import Bench, LinkJudge
+from ring.view import Care
+
+CAUSES = frozenset({"contribution", "digest", "hop"})
+"""Values of ``Report.cause`` that say that a step was refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """``text``: for people. ``hopeless``: the step cannot be computed by anybody."""
+
+    text: str
+    hopeless: bool = False
+
+
+class StepJudge:
+    """Remembers the refusals of one step.
+
+    Attributes:
+        care: how closely the next view looks at contributions.
+    """
+
+    def __init__(self, bench: Bench, links: LinkJudge) -> None:
+        self.care = Care.USUAL
+        self._bench, self._links = bench, links
+        self._step = 0  # the one that was refused, counted as applied
+        self._suspects: list[str] = []
+
+    def committed(self, step: int) -> None:
+        """``step`` steps are applied."""
+        if step >= self._step:
+            self._begin(0)
+
+    def judge(self, heirs: Reports, name: Callable[[str], str], now: float) -> Verdict | None:
+        """All stand still; ``heirs`` are the members that live. None where no step was refused."""
+        told = Counter(
+            (report.applied + 1, report.cause, report.suspect, report.beside)
+            for report in heirs.values()
+            if report.status == "broken" and report.cause in CAUSES and report.suspect
+        )
+        if not told:
+            return None  # whoever lost its neighbour meanwhile may not have seen the vote: one that did is enough
+        step, cause, suspect, beside = min(told, key=lambda it: (it[1] != "hop", -told[it], it))
+        if step != self._step:
+            self._begin(step)
+        self._suspects.append(suspect)
+        self.care = max(self.care, Care.AUDITED)
+        match cause:
+            case "hop":
+                done = self._links.part(beside, suspect, heirs, name, now)
+                text = f"what {name(suspect)} sent is not what {name(beside)} received: {done}"
+            case "digest":
+                text = f"{name(suspect)} holds another sum than others: {self._again(suspect, heirs, name, now)}"
+            case _:
+                if self.care is Care.LENIENT:
+                    return Verdict(f"step {step} cannot be computed: {_NOT_FINITE}", hopeless=True)
+                text = f"{name(suspect)} contributes what is not finite, or absurdly large: "
+                text += self._contributed(suspect, heirs, name, now)
+        return Verdict(f"step {step} was not applied: {text}")
+
+    def _contributed(self, suspect: str, heirs: Reports, name: Callable[[str], str], now: float) -> str:
+        others = set(self._suspects) - {suspect}
+        alone = not set(heirs) - {suspect}
+        if not others and not (alone and len(self._suspects) > 1):
+            return self._again(suspect, heirs, name, now)
+        for peer_id in others:
+            self._bench.absolve(peer_id)
+        self.care = Care.LENIENT
+        return "as did whoever computed it before, so the data is like that, and it is applied if it is finite"
+
+    def _again(self, suspect: str, heirs: Reports, name: Callable[[str], str], now: float) -> str:
+        if len(self._suspects) == 1 or len(heirs) == 1:
+            return "it is computed again, and looked at closely"
+        return self._links.sits_out(suspect, name, now)
+
+    def _begin(self, step: int) -> None:
+        self._step, self.care = step, Care.USUAL
+        self._suspects.clear()
+
+
+_NOT_FINITE = (
+    "the gradient is not finite, whoever computes it; lower the learning rate, or go back to an older checkpoint "
+    "(p2ptrain checkpoints restore)"
+)
