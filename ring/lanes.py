@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from p2ptrain.core.errors import P2PTrainError
 from ring.codecs import Codec
@@ -113,6 +114,7 @@ class Lane:
         self._work = (np.empty(0, np.float32), np.empty(0, np.float32))
         self._spare_relays: list[bytearray] = []
         self._relayed: bytearray | None = None  # on its way to the kernel
+        self._sums: tuple[xxhash.xxh3_64, xxhash.xxh3_64] | None = None  # of what was sent and received, if audited
         self._pumping = self._stopped = False
         self._next_turn: asyncio.Handle | None = None  # where the loop's other work has its turn first
         right.on_drained = self._drained
@@ -128,6 +130,18 @@ class Lane:
         self._sending.append(flow)
         self._post()
         self._pump()
+
+    def audit(self) -> None:
+        """Hash all that is sent and received from now on."""
+        self._sums = xxhash.xxh3_64(), xxhash.xxh3_64()
+
+    def take_sums(self) -> tuple[bytes, bytes]:
+        """xxh3-64 of what was sent, and of what was received, since the last time; empty where nothing is audited."""
+        if self._sums is None:
+            return b"", b""
+        sent, received = self._sums
+        self.audit()
+        return sent.digest(), received.digest()
 
     def stop(self) -> None:
         """Touch no memory any more, whatever still arrives."""
@@ -172,6 +186,9 @@ class Lane:
         flow, receive, slot = self._posted.popleft()
         target = flow.array[receive.start : receive.stop]
         received = self._slots[slot][: flow.wire_bytes(len(target))]
+        if self._sums is not None:
+            in_slot = receive.reduce or flow.codec is not None
+            self._sums[1].update(received.data if in_slot else flow.elements(receive.start, receive.stop))
         try:
             if flow.codec is not None:
                 (flow.codec.decode_add if receive.reduce else flow.codec.decode)(received, target)
@@ -243,6 +260,8 @@ class Lane:
             turn_bytes += (send.stop - send.start) * flow.array.itemsize
             codec = flow.codec
             payload = flow.elements(send.start, send.stop) if codec is None else self._encoded(flow, codec, send)
+            if self._sums is not None:
+                self._sums[0].update(payload)
             try:
                 self._right.send_bulk(payload, generation=self._generation, stream=flow.stream)
             except P2PTrainError as error:

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from p2ptrain.core.errors import (
     ConnectionLost,
@@ -344,6 +345,21 @@ class RingSession:
         """Return only after every member has called it. Errors as ``all_reduce``."""
         schedule = collectives.barrier(self.rank, self.size)
         await self._run("barrier", schedule, np.zeros(self.size, np.uint8), 1, patience_s)
+
+    def audit(self) -> None:
+        """Hash all bytes of the operations to come. All members call it between the same two operations."""
+        for lane in self._lanes:
+            lane.audit()
+
+    def take_hop_sums(self) -> tuple[int, int]:
+        """Sums (xxh3-64) of all bytes sent to the right, and of those received from the left, since the last time.
+
+        Where all members ask between the same two operations, the left neighbour's first is this one's second, or the
+        hop between them spoils what it carries. (0, 0) where nothing is audited.
+        """
+        pairs = [lane.take_sums() for lane in self._lanes]
+        sent, received = b"".join(pair[0] for pair in pairs), b"".join(pair[1] for pair in pairs)
+        return (xxhash.xxh3_64_intdigest(sent), xxhash.xxh3_64_intdigest(received)) if sent else (0, 0)
 
     # ------------------------------------------------------------------------------------------------------ for people
 
