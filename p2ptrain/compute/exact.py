@@ -32,15 +32,16 @@ class FixedSum:
 
     Attributes:
         total: shape (numel,), int64.
+        on_host: where that is.
     """
 
     def __init__(self, gradients: Tensor, kind: str, micro_batches: int) -> None:
         self._gradients = gradients
-        on_host = kind in ("cpu", "mps")
-        self.total = torch.zeros(len(gradients), dtype=torch.int64, device="cpu" if on_host else gradients.device)
+        self.on_host = kind in ("cpu", "mps")
+        self.total = torch.zeros(len(gradients), dtype=torch.int64, device="cpu" if self.on_host else gradients.device)
         self._inside = torch.ones((), dtype=torch.bool, device=self.total.device)
-        self._block_numel = _BLOCK_NUMEL if on_host else len(gradients)
-        self._scaled = torch.zeros(_BLOCK_NUMEL if on_host else 0, dtype=torch.float64)
+        self._block_numel = _BLOCK_NUMEL if self.on_host else len(gradients)
+        self._scaled = torch.zeros(_BLOCK_NUMEL if self.on_host else 0, dtype=torch.float64)
         self._rounded = torch.zeros(len(self._scaled), dtype=torch.int64)
         self._largest = largest(micro_batches)
         self._added = 0
@@ -71,7 +72,7 @@ class FixedSum:
         values = self._gradients[start:stop].to(self.total.device)
         low, high = torch.aminmax(values)  # both are NaN where any is
         self._inside &= (low >= -self._largest) & (high <= self._largest)
-        if len(self._scaled):
+        if self.on_host:
             scaled, rounded = self._scaled[: stop - start], self._rounded[: stop - start]
             scaled.copy_(values).mul_(1 / UNIT).round_()
             self.total[start:stop] += rounded.copy_(scaled)

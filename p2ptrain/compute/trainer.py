@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name
@@ -111,7 +111,7 @@ class Trainer:
         self._fixed = FixedSum(self._flat.gradients, device.kind, micro_batches) if exact else None
         self._unit = UNIT if exact else 1.0
         self._summed = self._fixed.total if self._fixed else self._flat.gradients  # the ring's buffer is it, or a copy
-        on_host = self._is_host or (exact and self._summed.device.type == "cpu")
+        on_host = self._fixed.on_host if self._fixed else self._is_host
         self._host = self._summed if on_host else _host_buffer(self._summed)
         self._ferry = _ferry(self._summed, self._host, device.kind)
         self._watch = Watch(self._flat.stops, self._ferry, self._fixed.add if self._fixed else None)
@@ -126,7 +126,7 @@ class Trainer:
         self.corpus_digest = self._corpus.digest
         self.tokens_per_micro_batch = micro_batch_sequences * data.sequence_tokens
         self.device = device.label
-        self.reduce_buffer: npt.NDArray[np.generic] = self._host.numpy()
+        self.reduce_buffer: npt.NDArray[Any] = self._host.numpy()
         self.exact_from = self._flat.decayed_numel
         self.windows = len(self._corpus.training)
 

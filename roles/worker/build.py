@@ -53,11 +53,16 @@ def engine_builder(*, device: str = "", threads: int = 0) -> Callable[[Profile],
         from p2ptrain.compute.device import pick_device
         from p2ptrain.compute.trainer import Trainer
 
+        exact = profile.job.exact  # then the job alone says how many threads: they decide the last bits of a gradient
         return Trainer(
             **trainer_arguments(profile),
             validation_batches=profile.validation.batches,
-            device=pick_device(device or profile.device.kind, threads or profile.device.threads),
+            device=pick_device(
+                device or profile.device.kind,
+                profile.device.threads or 1 if exact else threads or profile.device.threads,
+            ),
             precision=profile.device.precision,
+            exact=exact,
         )
 
     return build

@@ -1,0 +1,352 @@
+"""Exact mode of the real engine: a micro-batch's bits depend on nothing but itself, and a run's on nothing but the job.
+
+The reference is a loop of this file's own: a plain model's gradients, summed as Python's integers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import multiprocessing
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from p2ptrain.compute.buckets import Ferry, bucket_bounds
+from p2ptrain.compute.data import DataSpec, load_corpus
+from p2ptrain.compute.device import Device, flushed_denormals, pick_device
+from p2ptrain.compute.exact import constant_arithmetic
+from p2ptrain.compute.fixed import FRACTION_BITS, UNIT
+from p2ptrain.compute.model import ModelSpec, build_model
+from p2ptrain.compute.sampling import WindowSampler
+from p2ptrain.compute.testing import MICRO_BATCHES, OPTIMIZER, TINY, run_step, save, state_bytes, tiny, tiny_trainer
+from p2ptrain.compute.tokenizer import Tokenizer
+from p2ptrain.compute.trainer import Trainer
+from p2ptrain.core.errors import ConfigError, JobFailed
+from tests.compute.test_trainer import APART, Follower, SideStream
+
+MakeTrainer = Callable[..., Trainer]
+
+
+def contribution(trainer: Trainer, step: int, index: int) -> bytes:
+    """What one micro-batch adds, found as the difference of two sums: integers forget nothing."""
+    before = trainer.reduce_buffer.copy()
+    trainer.micro_batch(step, index)
+    return bytes((trainer.reduce_buffer - before).data)
+
+
+def sha256(trainer: Trainer) -> str:
+    return hashlib.sha256(b"".join(state_bytes(trainer).values())).hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------------ a micro-batch
+
+
+def _in_another_process(text: Path, others: list[int], answer: Any) -> None:
+    trainer = tiny_trainer(text, exact=True)
+    trainer.begin_step(5)
+    for index in others:
+        trainer.micro_batch(5, index)
+    answer.put(contribution(trainer, 5, 2))
+
+
+@pytest.mark.parametrize("model", [TINY, tiny(tie_embeddings=False), tiny(architecture="gpt2", kv_heads=4)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_bits_of_a_micro_batch_do_not_depend_on_those_before(
+    make_trainer: MakeTrainer, model: ModelSpec, precision: str
+) -> None:
+    trainer = make_trainer(model=model, precision=precision, exact=True)
+    seen = set()
+    for others in ([], [0], [1, 3, 0], [2, 2]):
+        trainer.begin_step(5)
+        for index in others:
+            trainer.micro_batch(5, index)
+        seen.add(contribution(trainer, 5, 2))
+    trainer.begin_step(5)
+    trainer.micro_batch(5, 0)
+    trainer.validate(0, 3)
+    seen.add(contribution(trainer, 5, 2))
+    trainer.begin_step(5)
+    trainer.micro_batch(5, 2, lambda numel: None)  # as the last of a share: brought over piece by piece
+    seen.add(trainer.reduce_buffer.tobytes())
+    assert len(seen) == 1
+    assert contribution(trainer, 5, 3) not in seen
+
+
+def test_the_bits_of_a_micro_batch_do_not_depend_on_the_process(make_trainer: MakeTrainer, text_file: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    answer = context.Queue()
+    process = context.Process(target=_in_another_process, args=(text_file, [3, 1], answer))
+    process.start()
+    there = answer.get(timeout=120)
+    process.join(60)
+    trainer = make_trainer(exact=True)
+    trainer.begin_step(5)
+    assert contribution(trainer, 5, 2) == there
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_the_bits_of_a_micro_batch_do_not_depend_on_this_machines_cores(
+    make_trainer: MakeTrainer, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels are seen to run with the constant number, for tiny ones may not care."""
+    trainer = make_trainer(exact=True, device=pick_device("cpu"))
+    seen: list[int] = []
+    loss = trainer._loss
+
+    def watched(windows: Any, reduction: str) -> torch.Tensor:
+        seen.append(torch.get_num_threads())
+        return loss(windows, reduction)
+
+    monkeypatch.setattr(trainer, "_loss", watched)
+    sums = set()
+    for others in (1, 2):
+        torch.set_num_threads(threads)
+        trainer.share_cores(others)
+        trainer.begin_step(5)
+        trainer.micro_batch(5, 1)
+        trainer.validate(0, 1)
+        sums.add(trainer.reduce_buffer.tobytes())
+    assert seen == [1, 1, 1, 1]
+    assert len(sums) == 1
+
+
+def test_a_job_may_say_how_many_threads(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(exact=True, device=replace(pick_device("cpu"), threads=2))
+    with trainer._arithmetic():
+        assert torch.get_num_threads() == 2
+        assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_what_has_no_deterministic_algorithm_is_refused_with_a_way_out() -> None:
+    refused = (
+        "put_ does not have a deterministic implementation, but you set 'torch.use_deterministic_algorithms(True)'"
+    )
+    with pytest.raises(ConfigError, match="put_") as caught, constant_arithmetic(1):
+        raise RuntimeError(refused)
+    assert "job.exact" in caught.value.remedy
+    with pytest.raises(RuntimeError, match="another"), constant_arithmetic(1):
+        raise RuntimeError("another")
+
+
+@pytest.mark.parametrize("share", [[0], [2, 0, 3]])
+def test_what_is_called_final_changes_no_more(make_trainer: MakeTrainer, share: list[int]) -> None:
+    trainer, plain = make_trainer(exact=True), make_trainer(exact=True)
+    follower = Follower(trainer)
+    for step in (0, 1):
+        follower.fronts.clear()
+        follower.run(step, share)
+        final = trainer.reduce_buffer.tobytes()
+        assert all(final.startswith(front) for _, front in follower.fronts)
+        assert max(numel for numel, _ in follower.fronts[:-1] if numel < trainer.exact_from) > trainer.exact_from / 2
+        plain.begin_step(step)
+        for index in reversed(share):
+            plain.micro_batch(step, index)
+        assert final == plain.reduce_buffer.tobytes()
+
+
+# --------------------------------------------------------------------------------------------------------------- a run
+
+
+class Plain:
+    """The same job as a loop: transformers' model, one AdamW for each parameter, Python's integers."""
+
+    def __init__(self, text: Path, model: ModelSpec) -> None:
+        self.model = build_model(model, 256, seed=3)
+        self._corpus = load_corpus(DataSpec(path=str(text), sequence_tokens=16), Tokenizer.of_bytes())
+        self._sampler = WindowSampler(len(self._corpus.training), 3, MICRO_BATCHES, 2)
+        named = dict(self.model.named_parameters())
+        groups = [
+            {"params": [item for item in named.values() if item.ndim >= 2], "weight_decay": OPTIMIZER.weight_decay},
+            {"params": [item for item in named.values() if item.ndim < 2], "weight_decay": 0.0},
+        ]
+        self.adamw = torch.optim.AdamW(groups, lr=1.0, betas=(OPTIMIZER.beta1, OPTIMIZER.beta2), eps=OPTIMIZER.eps)
+
+    def sums(self, step: int, order: list[int]) -> tuple[dict[str, list[int]], int]:
+        """The integers of every parameter's gradient, and of the mean loss."""
+        totals: dict[str, list[int]] = {}
+        losses = 0
+        for index in order:
+            windows = self._corpus.training[self._sampler.sample(step, index)]
+            tokens = torch.from_numpy(self._corpus.window_tokens(windows))
+            for parameter in self.model.parameters():
+                parameter.grad = None
+            with flushed_denormals():
+                logits = self.model(input_ids=tokens[:, :-1], use_cache=False).logits
+                loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+                (loss / MICRO_BATCHES).backward()  # type: ignore[no-untyped-call]
+            losses += _fixed((loss.detach() / MICRO_BATCHES).item())
+            for name, parameter in self.model.named_parameters():
+                assert parameter.grad is not None
+                integers = [_fixed(value) for value in parameter.grad.flatten().tolist()]
+                totals[name] = [a + b for a, b in zip(totals.get(name, [0] * len(integers)), integers, strict=True)]
+        return totals, losses
+
+    def apply(self, step: int, totals: dict[str, list[int]]) -> float:
+        """One step; the squared norm."""
+        squares = sum(integer * integer for integers in totals.values() for integer in integers)
+        norm = math.sqrt(Fraction(squares, 4**FRACTION_BITS))
+        scale = min(1.0, OPTIMIZER.clip_norm / (norm + 1e-6))
+        for name, parameter in self.model.named_parameters():
+            gradient = torch.tensor([float(integer) * UNIT for integer in totals[name]], dtype=torch.float64)
+            parameter.grad = (gradient * scale).float().view(parameter.shape)
+        for group in self.adamw.param_groups:
+            group["lr"] = OPTIMIZER.lr_at(step, 30)
+        self.adamw.step()
+        return norm
+
+
+def _fixed(value: float) -> int:
+    integer: int = round(Fraction(value) * 2**FRACTION_BITS)
+    return integer
+
+
+@pytest.mark.parametrize("model", [tiny(layers=1), tiny(layers=1, architecture="gpt2", kv_heads=4)])
+def test_steps_are_those_of_a_loop_over_pythons_integers(
+    make_trainer: MakeTrainer, text_file: Path, model: ModelSpec
+) -> None:
+    """The sums bit for bit, while both models hold the same bits; then AdamW within a few bits of its own loop."""
+    trainer, plain = make_trainer(model=model, exact=True), Plain(text_file, model)
+    for step in range(3):
+        totals, losses = plain.sums(step, [3, 1, 0, 2])
+        trainer.begin_step(step)
+        for index in range(MICRO_BATCHES):
+            trainer.micro_batch(step, index)
+        trainer.finish_gradients()
+        for segment in trainer._flat.segments:
+            ours = trainer.reduce_buffer[segment.offset : segment.offset + segment.numel]
+            assert ours.tolist() == totals[segment.name], segment.name
+        assert trainer.reduce_buffer[-1] == losses
+        applied = trainer.apply(step, trainer.partial_square_sum(0, len(trainer.reduce_buffer)))
+        assert applied.grad_norm == pytest.approx(plain.apply(step, totals), rel=1e-12)
+        assert applied.loss == losses * UNIT
+        for name, parameter in trainer._model.named_parameters():
+            theirs = plain.model.get_parameter(name)
+            torch.testing.assert_close(theirs, parameter, rtol=2e-6, atol=1e-7)
+            theirs.data.copy_(parameter.data)  # the next step begins with equal bits
+
+
+def test_it_learns_as_the_usual_mode_does(make_trainer: MakeTrainer) -> None:
+    exact, usual = make_trainer(exact=True), make_trainer()
+    ours = [run_step(exact, step) for step in range(20)]
+    theirs = [run_step(usual, step) for step in range(20)]
+    worst = max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True))
+    print(f"largest relative difference of a loss: {worst:.1e}")
+    assert worst < 1e-4
+    assert ours[-1] < ours[0] - 1
+
+
+def test_a_state_that_was_copied_or_that_comes_from_a_checkpoint_goes_on_with_the_same_bits(
+    make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    whole, donor, newcomer, resumed = (make_trainer(exact=True, seed=3) for _ in range(4))
+    run_step(newcomer, 0)
+    for step in range(3):
+        run_step(whole, step)
+        run_step(donor, step)
+    for source, target in zip(donor.state(), newcomer.state(), strict=True):
+        target.view[:] = source.view
+    newcomer.state_loaded(3)
+    save(donor, tmp_path)
+    resumed.load(tmp_path)
+    for step in range(3, 6):
+        buffers = []
+        for trainer in (whole, newcomer, resumed):
+            run_step(trainer, step)
+            buffers.append(trainer.reduce_buffer.tobytes())
+        assert len(set(buffers)) == 1
+    assert sha256(whole) == sha256(newcomer) == sha256(resumed)
+
+
+def test_it_can_be_done_again_from_the_redo_buffer(make_trainer: MakeTrainer) -> None:
+    trainer, other = make_trainer(exact=True), make_trainer(exact=True)
+    run_step(trainer, 0)
+    kept = trainer.reduce_buffer.copy()
+    other.begin_step(0)
+    other.reduce_buffer[:] = kept
+    other.apply(0, trainer.partial_square_sum(0, len(kept)))
+    assert np.array_equal(trainer.reduce_buffer, kept)
+    assert sha256(other) == sha256(trainer)
+
+
+def test_a_device_with_memory_of_its_own_computes_the_same(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near, apart = make_trainer(exact=True), make_trainer(exact=True, device=APART)
+    streams = []
+
+    def ferry(gradients: torch.Tensor, host: torch.Tensor, kind: str) -> Ferry:
+        streams.append(SideStream(gradients, host))
+        return Ferry(streams[-1].copy, [stop for _, stop in bucket_bounds(len(gradients), 8, 4096)])
+
+    monkeypatch.setattr("p2ptrain.compute.trainer._ferry", ferry)
+    far = make_trainer(exact=True, device=FAR)
+    assert far.reduce_buffer.ctypes.data != far._summed.data_ptr()
+    follower = Follower(far)
+    for step in range(3):
+        follower.fronts.clear()
+        follower.run(step, [1, 0, 3, 2])
+        final = far.reduce_buffer.tobytes()
+        assert all(final.startswith(front) for _, front in follower.fronts)
+        far.apply(step, far.partial_square_sum(0, len(far.reduce_buffer)))
+        run_step(near, step)
+        run_step(apart, step)
+        assert near.reduce_buffer.tobytes() == apart.reduce_buffer.tobytes() == final
+    assert state_bytes(near) == state_bytes(apart) == state_bytes(far)
+
+
+class Far(Device):
+    """A device with its own memory and with fp64, as far as the trainer can tell: its tensors are on the CPU."""
+
+    @property
+    def kind(self) -> str:
+        return "far"
+
+
+FAR = Far(torch.device("cpu"), "a device far away")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_gives_the_same_bits_in_any_order(make_trainer: MakeTrainer) -> None:
+    states = set()
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
+        trainer = make_trainer(exact=True, device=pick_device("cuda"))
+        for step in range(4):
+            trainer.begin_step(step)
+            for index in order:
+                trainer.micro_batch(step, index, (lambda numel: None) if index == order[-1] else None)
+            trainer.finish_gradients()
+            trainer.apply(step, trainer.partial_square_sum(0, len(trainer.reduce_buffer)))
+        states.add(sha256(trainer))
+    assert len(states) == 1
+
+
+# -------------------------------------------------------------------------------------------------- what does not fit
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e6])
+def test_a_contribution_that_does_not_fit_is_told_and_never_applied(make_trainer: MakeTrainer, value: float) -> None:
+    trainer = make_trainer(exact=True)
+    run_step(trainer, 0)
+    before, size = state_bytes(trainer), len(trainer.reduce_buffer)
+    weight = trainer._model.get_parameter(trainer._flat.segments[2].name)
+    handle = weight.register_hook(lambda gradient: torch.full_like(gradient, value))  # type: ignore[no-untyped-call]
+    trainer.begin_step(1)
+    trainer.micro_batch(1, 0)
+    handle.remove()
+    trainer.micro_batch(1, 1)
+    assert math.isnan(trainer.partial_square_sum(0, size))
+    assert math.isnan(trainer.partial_square_sum(size - 1, size))
+    with pytest.raises(JobFailed, match="step 2 is not finite"):
+        trainer.apply(1, trainer.partial_square_sum(0, size))
+    assert state_bytes(trainer) == before
+    run_step(trainer, 1)
+    assert math.isfinite(trainer.partial_square_sum(0, size))
