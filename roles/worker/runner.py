@@ -40,7 +40,7 @@ from ring.activities import (
 from ring.session import RingBroken, RingSession
 from ring.token import Flag
 from ring.transaction import Phase, Transaction
-from ring.view import View
+from ring.view import Care, View
 from roles.engine import Engine
 from roles.strategies import Strategy, strategy_named
 from roles.worker import heal
@@ -51,7 +51,7 @@ from roles.worker.ledger import Ledger
 from roles.worker.metrics import StepTeller
 from roles.worker.snapshot import Snapshots
 from roles.worker.surroundings import Surroundings
-from roles.worker.timing import StepClock
+from roles.worker.timing import StepClock, UnitTime
 from wire.connection import Connection
 from wire.messages import Report
 
@@ -79,6 +79,7 @@ class JobRunner:
             outlier_factor=profile.guard.outlier_factor,
         )
         self.clock = StepClock(around.world.clock.now)
+        self._unit = UnitTime()
         self.bytes_in = self.bytes_out = self.tokens = 0
         self._around = around
         self._spec = spec
@@ -230,8 +231,13 @@ class JobRunner:
 
     def _send(self, report: Report) -> None:
         if self._engine is not None:
-            corpus, reduce_bytes = self._engine.corpus_digest, self._engine.reduce_buffer.nbytes
-            report = replace(report, corpus=corpus, reduce_bytes=reduce_bytes)
+            report = replace(
+                report,
+                corpus=self._engine.corpus_digest,
+                reduce_bytes=self._engine.reduce_buffer.nbytes,
+                windows=self._engine.windows,
+                unit_us=self._unit.us,
+            )
         self._around.say(report)
 
     def _say_report(self, report: Report) -> None:
@@ -254,8 +260,8 @@ class JobRunner:
             self._handle(Broken(generation, problem.peer_id, problem.message))
         except (NetworkError, PeerError) as problem:
             broken = self._session.broken_by if self._session else None
-            suspect = broken.suspect if broken else ""
-            self._handle(Broken(generation, suspect, problem.message))
+            suspect, beside = (broken.suspect, broken.beside) if broken else ("", "")
+            self._handle(Broken(generation, suspect, problem.message, beside=beside))
         except P2PTrainError as problem:
             text = f"{problem.message}; {problem.remedy}" if problem.remedy else problem.message
             self._around.notify("error", "worker-failed", text)
@@ -323,6 +329,10 @@ class JobRunner:
             timeout_s=FORM_TIMEOUT_S + self._state_bytes / REDO_BYTES_PER_S,
         )
         self._session = session
+        if (
+            form.view.care is Care.AUDITED or self.profile.job.exact
+        ):  # exact: a spoiled sum would be the same one everywhere
+            session.audit()
         here = form.view.members[session.rank].host
         beside = sum(member.host == here for member in form.view.members)
         await around.compute.run(self._ready_engine().share_cores, beside)
@@ -335,7 +345,7 @@ class JobRunner:
     def _session_broke(self, session: RingSession, generation: int) -> None:
         broken: RingBroken | None = session.broken_by
         if session is self._session and broken is not None:
-            self._handle(Broken(generation, broken.suspect, broken.cause.message))
+            self._handle(Broken(generation, broken.suspect, broken.cause.message, beside=broken.beside))
 
     async def _heal(self, instruction: Heal) -> None:
         around, engine, view = self._around, self._ready_engine(), instruction.view
@@ -360,8 +370,11 @@ class JobRunner:
         step, first, count = instruction.step, instruction.first, instruction.count
         session, patience_s = self._ready_session(), self._patience_s()
         self._teller.tell_what_was_cut_off(session.view, session.rank)
+        began = self._around.world.clock.now()
         with self.clock.phase("compute"):
             await self._ready_strategy().compute(step, first, count, session, patience_s=patience_s)
+        if step > session.view.step or not self._unit.us:  # the first may have waited for a micro-batch given up
+            self._unit.measured(self._around.world.clock.now() - began, count)
         self.tokens += instruction.count * self._ready_engine().tokens_per_micro_batch
         self._handle(Finished(instruction.ticket))
 
@@ -370,7 +383,17 @@ class JobRunner:
         with self._communicating(session):
             contribution = await strategy.reduce(session)
         self.clock.exchanged(exposed_s=strategy.exposed_s, communicating_s=strategy.communicating_s)
-        self._handle(Reduced(instruction.ticket, contribution.digest, contribution.part))
+        sent, received = session.take_hop_sums()
+        reduced = Reduced(
+            instruction.ticket,
+            contribution.digest,
+            contribution.part,
+            own=contribution.own,
+            unit_us=self._unit.us,
+            sent=sent,
+            received=received,
+        )
+        self._handle(reduced)
 
     async def _vote(self, instruction: Vote) -> None:
         session = self._ready_session()

@@ -1,9 +1,48 @@
-"""Where the time of a step goes: compute, communicate, wait for others."""
+"""Where the time of a step goes: compute, communicate, wait for others; and how long a micro-batch takes here."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from statistics import median_low
+
+WEIGHT = 0.5
+"""Of the newest measurement in a unit's average: half of a lasting change is seen after one step."""
+
+
+class UnitTime:
+    """How long a micro-batch takes at this member: the average that the shares follow.
+
+    The average moves towards the middle one of the last three measurements, so that one step in which the machine was
+    asked for something else moves nothing. The very first measurement, when everything is cold, counts until there is
+    another; and so does what was measured before this member had nothing to do for a while.
+    """
+
+    def __init__(self) -> None:
+        self._average_s = 0.0
+        self._provisional = True
+        self._recent: deque[float] = deque(maxlen=3)
+
+    @property
+    def us(self) -> int:
+        """Microseconds, 0 where nothing was measured yet."""
+        return max(1, round(self._average_s * 1e6)) if self._average_s else 0
+
+    def measured(self, seconds: float, count: int) -> None:
+        """A share of ``count`` micro-batches took so long."""
+        if count == 0:
+            self._provisional = True
+            return
+        unit_s = seconds / count
+        if self._provisional:
+            cold = not self._average_s
+            self._average_s, self._provisional = unit_s, cold
+            self._recent.clear()
+            if cold:
+                return
+        self._recent.append(unit_s)
+        self._average_s += WEIGHT * (median_low(self._recent) - self._average_s)
 
 
 class StepClock:
