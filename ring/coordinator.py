@@ -11,8 +11,20 @@ Rules
        Before the first commit of a view there may be no ring yet that could notice: there it counts as a death. A
        member that comes as a new worker has no ring any more, and so its whole view has none.
     5. Where no heir is left, nothing is given up that may still come: less than the newest known step is started from
-       only when nobody has more, or after patience. What peers hold of a course given up counts no more (``Course``).
+       only when nobody has more, or after patience: as long as it took to compute what would be lost, within
+       ``grace_s`` and ``build_s``. What peers hold of a course given up counts no more (``Course``).
     6. What a person asked for (pause, restore) is carried out when all stand still; cancel, at once.
+    7. A newcomer fetches the state beside the running ring, which is held when the newcomer follows, or has had its
+       time (``Admission``). A view of heirs is made without those that do not follow yet: nobody waits for them. What
+       such a peer said of its state counts for nothing, for it changes; it is never called healthy.
+    8. *Two sides.* The newest generation that the seed minted wins, however far another side has come. A side that is
+       cut off from the seed goes on, with unchanged membership only, and re-forms never: when it breaks it stands
+       still. It is taken back as it is as long as no newer generation was minted; after that its members are released
+       and come in as newcomers. While all members of a ring are cut off and fresh workers ask, rule 5 decides: the
+       fresh ones start from less than is known only after patience, and from then on the old side has lost.
+    9. A member that dies again and again is kept out for a while (``Bench``). Whoever sits out, for that or for what
+       it did to links or sums, is in only where there is nobody else.
+    10. A step that the members refused is computed again under closer looks, then by others (``StepJudge``).
 
 Theory of operation: ``_running`` is the set of members whose standstill is not known. Every event changes what is
 known; then ``_advance`` looks whether the phase may change. Time enters only as ``now``; deadlines are named and armed,
@@ -22,12 +34,15 @@ and expire with whatever event comes after them (``Tick`` says nothing but the t
     WAITING   the state is at hand (first view: enough workers)        RUNNING     Mint
     WAITING   a member is back from a view that may still run          RUNNING
     WAITING   pause                                                    PAUSED
+    RUNNING   a newcomer stands ready (rule 7)                         RUNNING     SendCatchUp
     RUNNING   newcomer, pause, restore, leave, a member stays away     STOPPING    SendHold
     RUNNING   a member reports held, broken, done, failed or ready     STOPPING    SendHold
     RUNNING   nobody is left, or came back in time                     WAITING
     STOPPING  all stand still                                          WAITING     (then Mint, if the state is at hand)
     STOPPING  all stand still, a pause was asked for                   PAUSED
+    STOPPING  a neighbour of a member that is silent calls it lost     STOPPING    Doubt (then PeerLost follows soon)
     STOPPING  all stand still, all done / all failed                   DONE, FAILED
+    STOPPING  all stand still, a step that nobody can compute          FAILED
     PAUSED    resume, restore, or a member that still trains           STOPPING    SendHold
     any live  cancel                                                   CANCELLED   SendRelease
     WAITING   every worker there is failed, and there never was a view FAILED

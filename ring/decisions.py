@@ -159,13 +159,13 @@ class Decisions:
         if self.view and carried(heirs, self.view):  # rule 7
             at_once = healthy | heirs.keys()
             ready = {key: it for key, it in ready.items() if key in at_once or not self._comes_after(key)}
-        chosen = ordered(ready, healthy, heirs, self.terms.micro_batches, self._links.apart)
+        peers = {peer_id: self._who.peers[peer_id].peer for peer_id in ready}
+        chosen = ordered(peers, ready, healthy, heirs, self.terms.micro_batches, self._links.apart)
         load = Load(max(report.reduce_bytes for report in ready.values()), self._measured.compute_s)
         wishes, apart = self.terms.wishes, self._links.apart
         plan = plan_ring(chosen, self._measured.links, wishes, load, apart=apart, name=self._who.name)
-        in_order = [self._who.peers[peer_id].peer for peer_id in plan.order]
         units_us = [ready[peer_id].unit_us for peer_id in plan.order]
-        members = records(in_order, self.terms.micro_batches, healthy, units_us)
+        members = records([peers[peer_id] for peer_id in plan.order], self.terms.micro_batches, healthy, units_us)
         kind, text = self._course.given_up(step, chosen_from, heirs, self.view) if self.view else ("", "")
         if kind and not self.restore:
             self._say("warning", kind, text)

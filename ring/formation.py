@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 
 from ring.balance import balanced
 from ring.coordination import STANDSTILL, Peer
 from ring.view import View, shares
+from wire.frame import CONTROL_FRAME_BYTES
 from wire.messages import MemberRecord, Report
 
 Reports = dict[str, Report]
 """Peer id → the report of a peer that stands still."""
+MEMBERS_BYTES = CONTROL_FRAME_BYTES - 4096
+"""Of the members in a ``ViewAnnounced``, with room for what else it says."""
 Edge = frozenset[str]
 """Two peer ids that would be neighbours."""
 
@@ -54,11 +57,24 @@ def shared_equally(micro_batches: int, members: int) -> list[int]:
 
 
 def ordered(
-    ready: Reports, healthy: Collection[str], heirs: Collection[str], most: int, apart: Iterable[Edge]
+    peers: Mapping[str, Peer],
+    ready: Reports,
+    healthy: Collection[str],
+    heirs: Collection[str],
+    most: int,
+    apart: Iterable[Edge],
 ) -> list[str]:
-    """Whom to take, in rank order: who holds the state first, then who was in before, at most ``most``."""
+    """Whom to take, in rank order: who holds the state first, then who was in before, at most ``most``, and no more
+    than a view can name in one frame."""
     chosen = sorted(ready, key=lambda peer_id: (peer_id not in healthy, peer_id not in heirs, peer_id))[:most]
+    sizes_bytes = accumulate(_record_bytes(peers[peer_id]) for peer_id in chosen)
+    chosen = [peer_id for peer_id, size_bytes in zip(chosen, sizes_bytes, strict=True) if size_bytes <= MEMBERS_BYTES]
     return arranged(chosen, apart) or chosen
+
+
+def _record_bytes(peer: Peer) -> int:
+    """No less than what a ``MemberRecord`` takes: its texts, each with its length, and its numbers."""
+    return sum(len(text.encode()) for text in (peer.peer_id, peer.name, peer.host)) + 48
 
 
 def described(view: View, before: View | None) -> str:
