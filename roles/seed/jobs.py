@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 
 from configs.schema import Profile
-from p2ptrain.core.errors import ProtocolError
+from p2ptrain.core.errors import DeadlineExceeded, ProtocolError
 from p2ptrain.core.world import Clock
 from ring import coordination as co
 from ring.coordination import ENDED, Phase
@@ -40,6 +40,10 @@ _METRICS = frozenset(item.name for item in dataclasses.fields(MetricRow)) - {
 _SHOWN = ("loss", "lr", "grad_norm", "tokens_per_s", "step_ms", "compute_ms", "communicate_ms", "wait_ms")
 
 
+def _nothing_known(job: str) -> int:
+    return 0
+
+
 @dataclass(frozen=True, slots=True)
 class Office:
     """What every job needs of the seed.
@@ -50,6 +54,7 @@ class Office:
         freed: workers may be free now, or a job may want some.
         restored: a job went back to the step of this view: what its members saved later is set aside.
         survey: what is known of the links between workers.
+        ledger_step: job id → the step up to which it is known who computed each.
     """
 
     clock: Clock
@@ -60,6 +65,7 @@ class Office:
     freed: Callable[[], None]
     restored: Callable[[View], Awaitable[None]]
     survey: Survey
+    ledger_step: Callable[[str], int] = _nothing_known
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +99,7 @@ class Desk:
             known_step=max(view.step if view else 0, history.row.step if history.row else 0),
             saved=history.saved,
             branch=frozenset(record.branch) if record.branch is not None else None,
+            step_s=max(history.row.step_ms or 0.0, 0.0) / 1e3 if history.row else 0.0,
         )
         terms = co.Terms(workers=record.workers, micro_batches=record.micro_batches, wishes=wishes_of(spec))
         self._links_seen = 0
@@ -176,6 +183,8 @@ class Desk:
                     self._say(peer_id, Hold(self.id, generation, reason))
             case co.SendCatchUp(peer_id, generation, donors):
                 self._send_catch_up(peer_id, generation, donors)
+            case co.Doubt(peer_id, witnesses):
+                self._doubt(peer_id, witnesses)
             case co.SendSave(peer_ids):
                 for peer_id in peer_ids:
                     self._say(peer_id, SaveNow(self.id))
@@ -201,6 +210,31 @@ class Desk:
         if link is not None:
             self._say(peer_id, CatchUp(self.id, generation, seen_from(link.host, donors)))
 
+    def _doubt(self, peer_id: str, witnesses: int) -> None:
+        """Its neighbours call it lost. Each of them stands for a beat that it need not miss here any more."""
+        link = self._office.links.get(peer_id)
+        if link is not None and link.job == self.id:
+            patience_s = max(link.death_s - witnesses * link.heartbeat_s, link.heartbeat_s)
+            self._look_again(link, link.connection.last_heard, link.connection.last_heard + patience_s)
+
+    def _look_again(self, link: Link, heard_at: float, due: float) -> None:
+        """Give it up at ``due``, unless it is heard by then. Who looks late may have beats that lie unread."""
+        clock, loop = self._office.clock, asyncio.get_running_loop()
+
+        def look(planned: float) -> None:
+            now = clock.now()
+            if self._office.links.get(link.id) is not link or link.connection.last_heard > heard_at:
+                return
+            late_s = now - planned
+            if late_s > link.heartbeat_s / 4:
+                loop.call_later(late_s, look, now + late_s)
+            else:
+                text = f"{link.name} was silent for {now - heard_at:.1f} s, and its neighbours lost it"
+                link.connection.abort(DeadlineExceeded(text))
+
+        delay_s = max(due - clock.now(), 0.0)
+        loop.call_later(delay_s, look, clock.now() + delay_s)
+
     def _let_go(self, peer_id: str) -> None:
         link = self._office.links.get(peer_id)
         if link is not None and link.job == self.id:
@@ -217,7 +251,9 @@ class Desk:
         heartbeat_s, death_s = max(
             ((link.heartbeat_s, link.death_s) for link in links), key=itemgetter(1), default=(0, 0)
         )
-        view = dataclasses.replace(view, heartbeat_s=heartbeat_s, death_s=death_s)  # neighbours must agree on them
+        ledger_step = min(office.ledger_step(self.id), view.step)
+        # Neighbours must agree on the beats.
+        view = dataclasses.replace(view, heartbeat_s=heartbeat_s, death_s=death_s, ledger_step=ledger_step)
         for link in links:
             self._say(link.id, announced_to(link.host, view))
         office.board.touch("peers", *(member.peer_id for member in view.members))
@@ -304,10 +340,11 @@ class Desk:
 def wishes_of(spec: str) -> Wishes:
     """What a job's profile says of its ring; a profile of another version says nothing."""
     try:
-        ring = Profile.from_spec_untrusted(spec).ring
+        profile = Profile.from_spec_untrusted(spec)
     except ProtocolError:
         return Wishes()
-    return Wishes(ring.order, ring.streams, ring.sub_chunk_bytes, ring.codec, ring.error_budget)
+    ring, exact = profile.ring, profile.job.exact
+    return Wishes(ring.order, ring.streams, ring.sub_chunk_bytes, "fp32" if exact else ring.codec, ring.error_budget)
 
 
 def _last(records: Records, job: str) -> tuple[MetricRow | None, float | None]:

@@ -186,7 +186,7 @@ def checked_report(report: Report, steps_total: int) -> Report:
     prepared = is_lineage(report.prepared_lineage) if report.prepared > report.applied else not report.prepared_lineage
     if not (nothing_loaded or is_lineage(report.lineage)) or not prepared:
         raise ProtocolError("a report with a lineage that is none")
-    if any(len(text) > 128 for text in (report.corpus, report.suspect)):
+    if any(len(text) > 128 for text in (report.corpus, report.suspect, report.beside, report.cause)):
         raise ProtocolError("a report with a digest or id that is none")
     return dataclasses.replace(report, reason=clipped(report.reason, REASON_BYTES))
 
