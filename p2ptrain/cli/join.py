@@ -149,6 +149,7 @@ async def _work(
     from p2ptrain.core.world import real_world
     from roles.identity import claim
     from roles.worker.build import capabilities, engine_builder, warm_up
+    from roles.worker.saver_process import saver_of_this_system
     from roles.worker.worker import Worker, WorkerOptions
     from wire.emulate import EmulatedNetwork
     from wire.handshake import RefusalCode
@@ -179,6 +180,7 @@ async def _work(
             on_step=lambda applied, total, values: console.progress(
                 step_line(applied, total, values), last=applied == total
             ),
+            saver=saver_of_this_system,
             member=access.member,
         )
 

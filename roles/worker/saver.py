@@ -64,12 +64,12 @@ class DirectSaver:
 
     async def save(self, snapshot: Snapshot, plan: list[FilePlan], shelf: Shelf, meta: Meta) -> CheckpointEntry:
         """See ``Saver``."""
+        return await self._thread.submit(lambda: self.write(snapshot, plan, shelf, meta))
+
+    def write(self, snapshot: Snapshot, plan: list[FilePlan], shelf: Shelf, meta: Meta) -> CheckpointEntry:
+        """``save``, by a caller who is on the thread."""
         blobs = {blob.name: blob.view for blob in snapshot.blobs}
-
-        def write() -> CheckpointEntry:
-            return CheckpointStore(self._disk, shelf.root, shelf.keep).write(snapshot.step, plan, blobs, meta)
-
-        return await self._thread.submit(write)
+        return CheckpointStore(self._disk, shelf.root, shelf.keep).write(snapshot.step, plan, blobs, meta)
 
     async def close(self) -> None:
         """Nothing to end: what is half written is cleared by the next start."""

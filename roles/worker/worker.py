@@ -89,7 +89,7 @@ class Worker:
         warm_up: blocking, called there first, while the seed is being dialled.
         notify: (level, kind, text) for the person at this terminal.
         on_step: (applied, total, values) after every commit.
-        saver: makes what writes checkpoints, on the thread given.
+        saver: makes what writes checkpoints on the thread given, and tells of what goes wrong beside.
         member: this worker's membership, whose network is the world's; None in a plain cluster.
     """
 
@@ -103,7 +103,7 @@ class Worker:
         warm_up: Callable[[], None],
         notify: Notify,
         on_step: Callable[[int, int, dict[str, float]], None],
-        saver: Callable[[Thread, Disk], Saver] = DirectSaver,
+        saver: Callable[[Thread, Disk, Notify], Saver] = lambda thread, disk, tell: DirectSaver(thread, disk),
         member: Member | None = None,
     ) -> None:
         self._world = world
@@ -118,7 +118,7 @@ class Worker:
         self._sink = Sink()
         self._compute = ComputeThread(world.threads)
         self._disk = world.threads.start("disk")
-        self._saver = saver(self._disk, world.disk)
+        self._saver = saver(self._disk, world.disk, self._notify)
         self._gauges = Gauges(world.clock.now)
         self._beats = IDLE_BEATS_S
         self._runner: JobRunner | None = None

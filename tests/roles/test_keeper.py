@@ -2,90 +2,136 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 
 import pytest
 
 from configs.schema import Profile
+from p2ptrain.core.checkpoints import CheckpointEntry
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import StorageError, UserError
+from p2ptrain.core.threads import RealThreads
 from ring.token import first_lineage
+from roles.compute_thread import ComputeThread
 from roles.stand_in import StandInEngine
-from roles.worker.keeper import Keeper, odd_ones_out, state_digest
+from roles.worker.keeper import Keeper, state_digest
+from roles.worker.saver import DirectSaver, Shelf
+from roles.worker.snapshot import Snapshot
 
 LINEAGE = "0123456789abcdef" * 2
 
 
-def keeper(root: Path, told: list[tuple[str, str, str]] | None = None) -> Keeper:
-    return Keeper(RealDisk(), root, 2, lambda *notice: (told if told is not None else []).append(notice))
+class Desk:
+    """A keeper with the threads that it needs."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.told: list[tuple[str, str, str]] = []
+        self.disk, self.compute = RealThreads().start("disk"), ComputeThread()
+        self.saver = DirectSaver(self.disk, RealDisk())
+
+    def keeper(self) -> Keeper:
+        """As after a restart."""
+        return Keeper(self.disk, RealDisk(), self.saver, Shelf(self.root, 2), lambda *n: self.told.append(n))
+
+    async def save(self, engine: StandInEngine, step: int, lineage: object = LINEAGE) -> CheckpointEntry:
+        snapshot = Snapshot.of_live(engine.state(), step=step, lineage=LINEAGE, square_sum=2.5)
+        meta = {"lineage": lineage, "square_sum": 2.5}
+        return await self.keeper().save(snapshot, engine.checkpoint_files(), meta)  # type: ignore[arg-type]
+
+    def load(
+        self, engine: StandInEngine, restore_step: int = -1
+    ) -> Awaitable[tuple[int, str, float, CheckpointEntry | None]]:
+        return self.keeper().load(engine, self.compute, spec="spec", restore_step=restore_step)
 
 
-def test_without_a_checkpoint_the_initial_state_and_its_own_bits_make_the_lineage(tmp_path: Path) -> None:
+@pytest.fixture
+async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
+    made = Desk(tmp_path)
+    yield made
+    made.disk.close()
+    made.compute.close()
+
+
+async def test_without_a_checkpoint_the_initial_state_and_its_own_bits_make_the_lineage(desk: Desk) -> None:
     engine = StandInEngine(Profile())
-    applied, lineage, square_sum, entry = keeper(tmp_path).load(engine, spec="spec", restore_step=-1)
+    applied, lineage, square_sum, entry = await desk.load(engine)
     assert (applied, square_sum, entry) == (0, 0.0, None)
     assert lineage == first_lineage("spec", state_digest(engine.state()))
     assert lineage != first_lineage("spec", b"other bits")
 
 
-def test_what_was_saved_is_loaded_with_its_lineage_and_norm(tmp_path: Path) -> None:
+async def test_what_was_saved_is_loaded_with_its_lineage_and_norm(desk: Desk) -> None:
     engine, other = StandInEngine(Profile()), StandInEngine(Profile())
     engine.load_initial()
-    keeper(tmp_path).save(engine, 7, {"lineage": LINEAGE, "square_sum": 2.5})
-    applied, lineage, square_sum, entry = keeper(tmp_path).load(other, spec="spec", restore_step=-1)
+    await desk.save(engine, 7)
+    applied, lineage, square_sum, entry = await desk.load(other)
     assert (applied, lineage, square_sum) == (7, LINEAGE, 2.5)
     assert entry is not None
     assert other.digest() == engine.digest()
 
 
 @pytest.mark.parametrize("lineage", [None, "", "xyz", 5, "AB" * 16])
-def test_a_manifest_that_names_no_lineage_is_refused(tmp_path: Path, lineage: object) -> None:
+async def test_a_manifest_that_names_no_lineage_is_refused(desk: Desk, lineage: object) -> None:
     engine = StandInEngine(Profile())
-    keeper(tmp_path).save(engine, 7, {"lineage": lineage})  # type: ignore[dict-item]
+    await desk.save(engine, 7, lineage)
     with pytest.raises(StorageError, match="does not say which state"):
-        keeper(tmp_path).load(engine, spec="spec", restore_step=-1)
+        await desk.load(engine)
 
 
-def test_going_back_sets_the_newer_ones_aside(tmp_path: Path) -> None:
-    told: list[tuple[str, str, str]] = []
+async def test_going_back_sets_the_newer_ones_aside(desk: Desk) -> None:
     engine = StandInEngine(Profile())
     for step in (5, 9):
-        keeper(tmp_path).save(engine, step, {"lineage": LINEAGE})
-    applied, *_ = keeper(tmp_path, told).load(engine, spec="spec", restore_step=5)
+        await desk.save(engine, step)
+    applied, *_ = await desk.load(engine, restore_step=5)
     assert applied == 5
-    assert [kind for _, kind, _ in told] == ["checkpoint-superseded"]
-    assert len(list(tmp_path.glob("superseded-step-00000009-*"))) == 1
+    assert [kind for _, kind, _ in desk.told] == ["checkpoint-superseded"]
+    assert len(list(desk.root.glob("superseded-step-00000009-*"))) == 1
 
 
-def test_verify_finds_what_is_missing_and_what_is_damaged(tmp_path: Path) -> None:
-    engine, mine = StandInEngine(Profile()), keeper(tmp_path)
-    entry = mine.save(engine, 7, {"lineage": LINEAGE})
-    assert mine.verify(7).digest == entry.digest
+async def test_a_damaged_one_is_named_and_passed_over(desk: Desk) -> None:
+    engine = StandInEngine(Profile())
+    for step in (5, 9):
+        entry = await desk.save(engine, step)
+    _flip_bit(entry.path / "state.bin")
+    applied, *_ = await desk.load(engine)
+    assert applied == 5
+    assert [(level, kind) for level, kind, _ in desk.told] == [("warning", "checkpoint-damaged")]
+
+
+async def test_verify_finds_what_is_missing_and_what_is_damaged(desk: Desk) -> None:
+    entry = await desk.save(StandInEngine(Profile()), 7)
+    mine = desk.keeper()
+    assert (await mine.verify(7)).digest == entry.digest
     with pytest.raises(UserError, match="no checkpoint of step 8"):
-        mine.verify(8)
-    state = entry.path / "state.bin"
-    data = bytearray(state.read_bytes())
-    data[3] ^= 1
-    state.write_bytes(data)
+        await mine.verify(8)
+    _flip_bit(entry.path / "state.bin")
     with pytest.raises(StorageError, match="differs"):
-        mine.verify(7)
+        await mine.verify(7)
 
 
-def test_a_failed_save_leaves_nothing_behind(tmp_path: Path) -> None:
-    class Full(StandInEngine):
-        def save(self, directory: Path) -> None:
-            (directory / "config.json").write_text(json.dumps({}))
-            raise StorageError("the disk is full")
+async def test_delete_and_list(desk: Desk) -> None:
+    engine, mine = StandInEngine(Profile()), desk.keeper()
+    for step in (5, 9):
+        await desk.save(engine, step)
+    assert [entry.step for entry in await mine.entries()] == [9, 5]
+    assert await mine.delete(9) is True
+    assert await mine.delete(9) is False
+    assert [entry.step for entry in await mine.entries()] == [5]
 
-    with pytest.raises(StorageError, match="full"):
-        keeper(tmp_path).save(Full(Profile()), 7, {"lineage": LINEAGE})
-    assert list(tmp_path.iterdir()) == []
+
+async def test_going_back_waits_for_a_save_and_sets_it_aside(desk: Desk) -> None:
+    """Else a run that goes back would find a checkpoint of the future that it left."""
+    engine = StandInEngine(Profile())
+    await desk.save(engine, 5)
+    entry, (applied, *_) = await asyncio.gather(desk.save(engine, 9), desk.load(engine, restore_step=5))
+    assert (entry.step, applied) == (9, 5)
+    assert sorted(path.name[:16] for path in desk.root.iterdir()) == ["step-00000005", "superseded-step-"]
 
 
-@pytest.mark.parametrize(
-    ("digests", "odd"),
-    [([b"a"], set()), ([b"a", b"a"], set()), ([b"a", b"b", b"a"], {1}), ([b"a", b"b", b"b"], {0}), ([b"a", b"b"], {1})],
-)
-def test_the_most_are_believed_and_the_lowest_rank_where_they_are_even(digests: list[bytes], odd: set[int]) -> None:
-    assert odd_ones_out(digests) == odd
+def _flip_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[3] ^= 1
+    path.write_bytes(data)

@@ -1,0 +1,189 @@
+"""The helper process that writes checkpoints, and the words between it and the worker that started it.
+
+One order at a time goes over a Unix socket: the descriptor of the memory with the state, what the files are made of,
+and the bytes that stand for themselves. The answer comes when the checkpoint is durable, or cannot be. Standard library
+only: no torch, no numpy, no asyncio, so that it starts in a blink and stays small.
+
+It ends with its worker, however that ends: the closed socket wakes it, and in the middle of a write it looks before
+every piece, and before the rename that makes it a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from p2ptrain.core.checkpoints import CheckpointEntry, CheckpointStore, Meta
+from p2ptrain.core.disk import Disk, RealDisk
+from p2ptrain.core.errors import P2PTrainError, ResourceError, StorageError
+from p2ptrain.core.shared_memory import attached
+from p2ptrain.core.training import BlobRange, FilePlan
+
+LEAST_URGENT = 19  # of nice; Linux derives the urgency of reading and writing from it, too
+_HEAD = struct.Struct("!IQ")  # bytes of JSON, bytes that stand for themselves
+_ERRORS = {kind.__name__: kind for kind in (ResourceError, StorageError)}
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One checkpoint to write.
+
+    Attributes:
+        places: of each blob in the memory: name → (offset, bytes).
+        memory_bytes: of all of it.
+    """
+
+    root: Path
+    keep: int
+    step: int
+    meta: Meta
+    files: list[FilePlan]
+    places: dict[str, tuple[int, int]]
+    memory_bytes: int
+
+
+# ---------------------------------------------------------------------------------------------------------- the worker
+
+
+def send_order(channel: socket.socket, order: Order, descriptor: int) -> None:
+    """Raises ``OSError``: the helper is gone."""
+    literals: list[bytes] = []
+    files = []
+    for file in order.files:
+        parts: list[object] = []
+        for part in file.parts:
+            if isinstance(part, BlobRange):
+                parts.append([part.blob, part.start, part.stop])
+            else:
+                parts.append(len(part))
+                literals.append(part)
+        files.append([file.name, parts])
+    said = {
+        "root": str(order.root),
+        "keep": order.keep,
+        "step": order.step,
+        "meta": order.meta,
+        "files": files,
+        "places": order.places,
+        "memory_bytes": order.memory_bytes,
+    }
+    encoded, raw = json.dumps(said).encode(), b"".join(literals)
+    socket.send_fds(channel, [_HEAD.pack(len(encoded), len(raw))], [descriptor])
+    channel.sendall(encoded)
+    channel.sendall(raw)
+
+
+def receive_answer(channel: socket.socket, order: Order) -> CheckpointEntry:
+    """Wait for what became of ``order``.
+
+    Raises:
+        StorageError, ResourceError: as raised while it was written.
+        OSError: the helper is gone, or silent for longer than the socket's time-out (``TimeoutError``).
+    """
+    (size_bytes,) = struct.unpack("!I", _read(channel, 4))
+    said: dict[str, Any] = json.loads(_read(channel, size_bytes))
+    if "error" in said:
+        raise _ERRORS.get(said["error"], StorageError)(said["message"], remedy=said["remedy"])
+    files = {name: (size, digest) for name, (size, digest) in said["files"].items()}
+    return CheckpointEntry(order.step, Path(said["path"]), said["size_bytes"], said["digest"], order.meta, files)
+
+
+# ---------------------------------------------------------------------------------------------------------- the helper
+
+
+class LeashedDisk(RealDisk):
+    """The disk of a process that is to stop when the other end of ``channel``, which says nothing, is closed."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+
+    def append_file(self, path: Path, data: bytes | memoryview) -> None:
+        self._look()
+        super().append_file(path, data)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._look()
+        super().rename(source, target)
+
+    def _look(self) -> None:
+        if select.select([self._channel], [], [], 0)[0]:
+            raise SystemExit
+
+
+def serve(channel: socket.socket, disk: Disk) -> None:
+    """Write what is ordered, until the other end is closed."""
+    while (received := _receive_order(channel)) is not None:
+        order, descriptor = received
+        try:
+            answer = _carried_out(order, descriptor, disk)
+        finally:
+            os.close(descriptor)
+        encoded = json.dumps(answer).encode()
+        channel.sendall(struct.pack("!I", len(encoded)) + encoded)
+
+
+def main() -> None:
+    """The process: its standard input is the socket. Ctrl+C is the worker's business."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(LEAST_URGENT)
+    with socket.socket(fileno=os.dup(sys.stdin.fileno())) as channel, suppress(ConnectionError):
+        serve(channel, LeashedDisk(channel))
+
+
+def _carried_out(order: Order, descriptor: int, disk: Disk) -> Mapping[str, object]:
+    try:
+        memory = attached(descriptor, order.memory_bytes)
+        blobs = {name: memory[offset : offset + size] for name, (offset, size) in order.places.items()}
+        entry = CheckpointStore(disk, order.root, order.keep).write(order.step, order.files, blobs, order.meta)
+    except P2PTrainError as problem:
+        return {"error": type(problem).__name__, "message": problem.message, "remedy": problem.remedy}
+    return {
+        "path": str(entry.path),
+        "size_bytes": entry.size_bytes,
+        "digest": entry.digest,
+        "files": entry.files,
+    }
+
+
+def _receive_order(channel: socket.socket) -> tuple[Order, int] | None:
+    """The next order with its descriptor; None where the other end is closed."""
+    head, descriptors, _, _ = socket.recv_fds(channel, _HEAD.size, 1)
+    if not head:
+        return None
+    json_bytes, raw_bytes = _HEAD.unpack(head + _read(channel, _HEAD.size - len(head)))
+    said: dict[str, Any] = json.loads(_read(channel, json_bytes))
+    raw = memoryview(_read(channel, raw_bytes))
+    files, start = [], 0
+    for name, said_parts in said["files"]:
+        parts: list[bytes | BlobRange] = []
+        for part in said_parts:
+            if isinstance(part, int):
+                parts.append(bytes(raw[start : start + part]))
+                start += part
+            else:
+                parts.append(BlobRange(*part))
+        files.append(FilePlan(name, tuple(parts)))
+    places = {name: (offset, size) for name, (offset, size) in said["places"].items()}
+    order = Order(Path(said["root"]), said["keep"], said["step"], said["meta"], files, places, said["memory_bytes"])
+    return order, descriptors[0]
+
+
+def _read(channel: socket.socket, size_bytes: int) -> bytes:
+    """Raises ``ConnectionError`` where the other end closes before."""
+    data = bytearray()
+    while len(data) < size_bytes:
+        piece = channel.recv(min(size_bytes - len(data), 1 << 20))
+        if not piece:
+            raise ConnectionError("the other end closed")
+        data += piece
+    return bytes(data)
