@@ -41,10 +41,10 @@ def square_sum(sources: Reports, step: int, lineage: str) -> float:
 
 
 def records(
-    members: Sequence[Peer], micro_batches: int, healthy: Collection[str], unit_us: Sequence[int]
+    members: Sequence[Peer], micro_batches: int, healthy: Collection[str], unit_us: Sequence[int] = ()
 ) -> tuple[MemberRecord, ...]:
     """The members in rank order. Shares follow what a micro-batch takes at each, in microseconds; 0: not known."""
-    counts = balanced(micro_batches, unit_us, shared_equally(micro_batches, len(members)))
+    counts = balanced(micro_batches, unit_us or [0] * len(members), shared_equally(micro_batches, len(members)))
     return tuple(
         MemberRecord(peer.peer_id, peer.name, peer.host, peer.port, last - count, count, peer.peer_id in healthy)
         for peer, count, last in zip(members, counts, accumulate(counts), strict=True)
