@@ -222,7 +222,8 @@ class Report(Message):
         cause: of ``broken``: empty (a neighbour or a link was lost), ``digest`` (members held different sums),
             ``contribution`` (that of ``suspect`` is not finite, or absurdly large), ``hop`` (what ``suspect`` sent is
             not what ``beside`` received).
-        beside: the other end of the hop.
+        beside: the other end of the hop; where a neighbour was lost, the neighbour that saw it.
+        fetched_bytes, donors: of ``healed`` and ``following``: what was fetched, and from how many; 0 for unknown.
     """
 
     KIND: ClassVar[int] = 19
@@ -242,6 +243,8 @@ class Report(Message):
     windows: int = 0
     cause: str = ""
     beside: str = ""
+    fetched_bytes: int = 0
+    donors: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,12 +469,19 @@ class MemberLost(Message):
 
 @dataclass(frozen=True, slots=True)
 class HealRequest(Message):
-    """Give me the state of ``job`` at ``step`` with ``lineage``."""
+    """Bring me to ``job``'s state of ``step`` and ``lineage``; ``step`` -1: as far as the ring is, and on from there.
+
+    Attributes:
+        have_step, have_lineage: what the caller holds, -1 and empty where that is nothing: where the donor has kept
+            the steps since, it offers those and no state.
+    """
 
     KIND: ClassVar[int] = 48
     job: str
     step: int
     lineage: str
+    have_step: int = -1
+    have_lineage: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -484,33 +494,38 @@ class BlobRecord:
 
 @dataclass(frozen=True, slots=True)
 class HealOffer(Message):
-    """The donor's answer: what there is to fetch. It keeps the state unchanged until the connection ends."""
+    """The donor's answer: what there is to fetch. It stays unchanged until the connection ends.
+
+    Attributes:
+        step, lineage, square_sum: of the state that is given; without ``blobs``, those that the caller holds.
+        blobs: parts of the state; none where the caller needs only the steps after ``step`` (``StepLogged``).
+        root: xxh3-128 of the table, which has the xxh3-128 of every chunk; equal for donors that hold the same bits.
+    """
 
     KIND: ClassVar[int] = 49
     step: int
     lineage: str
     blobs: list[BlobRecord]
     chunk_bytes: int
+    root: bytes = b""
+    square_sum: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkRequest(Message):
-    """Send ``size_bytes`` of ``blob`` from ``offset``: a ``ChunkDigest``, then one bulk frame on stream ``stream``."""
+    """Send chunk ``index`` of the offered state, in the order of its blobs, as one bulk frame on ``stream``."""
 
     KIND: ClassVar[int] = 50
-    blob: str
-    offset: int
-    size_bytes: int
+    index: int
     stream: int
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkDigest(Message):
-    """xxh3-128 of the chunk whose bulk frame follows on ``stream``; checked before the chunk counts as received."""
+class TableRequest(Message):
+    """Send the table of the offered state, 16 bytes a chunk, as one bulk frame on ``stream``."""
 
     KIND: ClassVar[int] = 51
     stream: int
-    digest: bytes
 
 
 @dataclass(frozen=True, slots=True)

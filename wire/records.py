@@ -10,6 +10,7 @@ import dataclasses
 import math
 import types
 import typing
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -244,3 +245,65 @@ class CheckpointInfo(Record):
     size_bytes: int
     created_at: float
     val_loss: float | None = None
+
+
+PHASES = ("detect", "agree", "form", "transfer", "commit")
+"""Of a recovery, in order (``ring.recovery``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryInfo(Record):
+    """One interruption of a job, from the last commit before it to the first one after it.
+
+    Attributes:
+        number: grows by one per interruption of the job.
+        wall: when the seed first heard of it, Unix seconds.
+        kind: ``lost``, ``left``, ``broken`` (a link, or nobody knows), ``held`` (stopped by the seed: a newcomer, a
+            restore), ``done``, ``failed``. text: the first word of it. peer_id: whom it is about, empty for nobody.
+        generation, step, members: of the view that ended it: the step that it began with, and how many it has.
+        attempts: views that it took.
+        detect_s ... commit_s: how long each phase took; None for what is not known, or did not happen (transfer).
+        total_s: all of it.
+        fetched_bytes, donors: what members fetched in it, and the most that one fetched from; 0 where it is not known.
+    """
+
+    job: str
+    number: int
+    wall: float
+    kind: str
+    text: str
+    peer_id: str
+    generation: int
+    step: int
+    members: int
+    attempts: int
+    detect_s: float | None
+    agree_s: float | None
+    form_s: float | None
+    transfer_s: float | None
+    commit_s: float | None
+    total_s: float
+    fetched_bytes: int = 0
+    donors: int = 0
+
+    def phases(self) -> list[tuple[str, float]]:
+        """Name and seconds of each phase that is known, in order; none is negative."""
+        found = [(name, _figure(getattr(self, f"{name}_s"))) for name in PHASES]
+        return [(name, seconds) for name, seconds in found if seconds is not None]
+
+
+def percentile(values: Iterable[float], part: float) -> float | None:
+    """The least of the values that ``part`` of them do not exceed (nearest rank); None where there is none."""
+    ordered = sorted(value for value in values if math.isfinite(value))
+    return ordered[max(0, math.ceil(part * len(ordered)) - 1)] if ordered else None
+
+
+def recovery_spread(recoveries: Sequence[RecoveryInfo]) -> dict[str, tuple[float, float]]:
+    """Phase, and ``total`` → (median, 99th percentile) in seconds, of those in which it is known."""
+    spread: dict[str, tuple[float, float]] = {}
+    for name in (*PHASES, "total"):
+        values = [value for item in recoveries if (value := _figure(getattr(item, f"{name}_s"))) is not None]
+        middle, high = percentile(values, 0.5), percentile(values, 0.99)
+        if middle is not None and high is not None:
+            spread[name] = (middle, high)
+    return spread

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 
 from configs.schema import Profile
-from p2ptrain.core.errors import DeadlineExceeded, ProtocolError
+from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.world import Clock
 from ring import coordination as co
 from ring.coordination import ENDED, Phase
@@ -23,6 +23,7 @@ from ring.coordinator import Coordinator
 from ring.order import LinkQuality, known_link
 from ring.plan import Wishes
 from ring.view import View
+from roles.seed import chronicle
 from roles.seed.links import Survey
 from roles.seed.peers import MAX_WHOLE, Link, announced_to, seen_from, whole
 from roles.seed.store import JobRecord, Records, Store
@@ -76,6 +77,7 @@ class History:
     row: MetricRow | None = None
     val_loss: float | None = None
     saved: dict[str, int] = field(default_factory=dict)
+    written: chronicle.Known = field(default_factory=chronicle.Known)
 
 
 class Desk:
@@ -103,6 +105,9 @@ class Desk:
         )
         terms = co.Terms(workers=record.workers, micro_batches=record.micro_batches, wishes=wishes_of(spec))
         self._links_seen = 0
+        self.chronicle = chronicle.Chronicle(
+            record.id, history.written, clock=office.clock, store=office.store, board=office.board, note=self._note
+        )
         self.core = Coordinator(record.id, terms, past=past, now=office.clock.now())
 
     @property
@@ -140,9 +145,11 @@ class Desk:
             if self._retired.is_set():
                 _tell(handled, False)
                 break
+            self.chronicle.happened(event)
             for news in (*self._measured(), event):
                 for instruction in self.core.handle(news, self._office.clock.now()):
                     await self._carry_out(instruction)
+                    self.chronicle.decided(instruction)
             if self.record.paused != self.core.paused:
                 await self._keep(paused=self.core.paused)
             _tell(handled, True)
@@ -211,29 +218,10 @@ class Desk:
             self._say(peer_id, CatchUp(self.id, generation, seen_from(link.host, donors)))
 
     def _doubt(self, peer_id: str, witnesses: int) -> None:
-        """Its neighbours call it lost. Each of them stands for a beat that it need not miss here any more."""
+        """Its neighbours call it lost: its silence counts for more."""
         link = self._office.links.get(peer_id)
         if link is not None and link.job == self.id:
-            patience_s = max(link.death_s - witnesses * link.heartbeat_s, link.heartbeat_s)
-            self._look_again(link, link.connection.last_heard, link.connection.last_heard + patience_s)
-
-    def _look_again(self, link: Link, heard_at: float, due: float) -> None:
-        """Give it up at ``due``, unless it is heard by then. Who looks late may have beats that lie unread."""
-        clock, loop = self._office.clock, asyncio.get_running_loop()
-
-        def look(planned: float) -> None:
-            now = clock.now()
-            if self._office.links.get(link.id) is not link or link.connection.last_heard > heard_at:
-                return
-            late_s = now - planned
-            if late_s > link.heartbeat_s / 4:
-                loop.call_later(late_s, look, now + late_s)
-            else:
-                text = f"{link.name} was silent for {now - heard_at:.1f} s, and its neighbours lost it"
-                link.connection.abort(DeadlineExceeded(text))
-
-        delay_s = max(due - clock.now(), 0.0)
-        loop.call_later(delay_s, look, clock.now() + delay_s)
+            link.detector.accused(witnesses)
 
     def _let_go(self, peer_id: str) -> None:
         link = self._office.links.get(peer_id)
@@ -242,6 +230,7 @@ class Desk:
 
     async def _mint(self, view: View, branch: frozenset[str] | None, *, restored: bool) -> None:
         office = self._office
+        self.chronicle.minting(view)
         self.record = dataclasses.replace(self.record, branch=sorted(branch) if branch is not None else None)
         wall = office.clock.wall()
         await office.store.call(Records.add_view, view, self.record, restored=restored, wall=wall)
@@ -284,6 +273,7 @@ class Desk:
             return
         if message.generation != view.generation and message.step > view.step:
             return
+        self.chronicle.committed(message)
         row = self._row
         if row is not None and message.step <= row.step and message.generation > (row.generation or 0):
             return  # told again by the next view, for whoever should have told may have died
@@ -304,6 +294,14 @@ class Desk:
         await self.post(co.Progress(message.step))
         if office.store.crowded:
             await office.store.flush()
+
+    async def told_windows(self, windows: int) -> None:
+        """So many training sequences are in the corpus, says a worker; the first word stays."""
+        if windows and not self.record.windows:
+            await self._keep(windows=windows)
+
+    def _note(self, level: str, kind: str, text: str) -> None:
+        self._office.note(level, kind, text, "", self.id)
 
     def info(self, *, queued: bool) -> JobInfo:
         """What people see. ``queued``: the workers are with another job."""
@@ -354,7 +352,8 @@ def _last(records: Records, job: str) -> tuple[MetricRow | None, float | None]:
 def history(records: Records, job: str) -> History:
     """What the store knows of a job beside its record. On the store's thread."""
     row, val_loss = _last(records, job)
-    return History(records.last_view(job), row, val_loss, records.newest_checkpoints(job))
+    saved = records.newest_checkpoints(job)
+    return History(records.last_view(job), row, val_loss, saved, chronicle.known(records, job))
 
 
 def _tell(handled: asyncio.Future[bool] | None, result: bool) -> None:

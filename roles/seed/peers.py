@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.ids import is_id
+from p2ptrain.core.world import Clock
 from ring.coordination import STATUSES, Peer
+from ring.detector import FailureDetector
 from ring.order import LinkQuality
 from ring.token import is_lineage
 from ring.view import View
 from wire.calls import Calls
-from wire.connection import Connection, last_word
+from wire.connection import Connection, Received, last_word
 from wire.handshake import RefusalCode
 from wire.messages import (
     CheckpointSaved,
@@ -39,7 +41,7 @@ TEXT_BYTES = 190
 MAX_WHOLE = 2**53
 """No number that a peer sends is larger, or less than 0: SQLite, msgpack and viewers of any kind hold these."""
 _STATES = frozenset(
-    ("joining", "idle", "building", "waiting", "healing", "training", "held", "failed", "leaving"),
+    ("joining", "idle", "building", "waiting", "healing", "following", "training", "held", "failed", "leaving"),
 )
 """What a worker may call its own state (``Heartbeat.state``)."""
 
@@ -58,11 +60,10 @@ class Link:
     hello: Hello
     host: str
     port: int
-    heartbeat_s: float
-    death_s: float
     rtt_ms: float
     joined_at: float
     heard_at: float
+    detector: FailureDetector
     job: str = ""
     lost_at: float | None = None
     beat: Heartbeat | None = None
@@ -71,6 +72,14 @@ class Link:
     @property
     def id(self) -> str:
         return self.hello.peer_id
+
+    @property
+    def heartbeat_s(self) -> float:
+        return self.detector.heartbeat_s
+
+    @property
+    def death_s(self) -> float:
+        return self.detector.death_s
 
     @property
     def name(self) -> str:
@@ -87,6 +96,27 @@ class Link:
         except ConnectionLost:
             return
 
+    async def receive(self, clock: Clock) -> Received:
+        """Its next message. The seed looks once a beat: by how much it is late itself, it doubts itself.
+
+        Raises:
+            DeadlineExceeded: it was silent for longer than its past allows. ConnectionLost, ProtocolError: as usual.
+        """
+        detector = self.detector
+        while True:
+            now = clock.now()
+            planned = min(detector.next_deadline(), now + detector.heartbeat_s)
+            try:
+                return await self.connection.receive(timeout_s=max(planned - now, 0.0))
+            except DeadlineExceeded:
+                if self.connection.close_cause is not None:
+                    raise
+            now = clock.now()
+            detector.heard(self.connection.last_heard)
+            detector.loop_late(now - planned)
+            if detector.dead(now):
+                raise DeadlineExceeded(f"{self.name} was silent for {detector.silent_for(now):.1f} s")
+
     async def ask(self, method: str, params: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
         """A request to the worker.
 
@@ -99,9 +129,11 @@ class Link:
         self.lost_at, self.job = now, ""
         self.calls.lost(self.name)
 
-    def info(self, now: float, view: View | None, edge: LinkQuality | None = None) -> PeerInfo:
+    def info(
+        self, now: float, view: View | None, edge: LinkQuality | None = None, shares: Sequence[int] = ()
+    ) -> PeerInfo:
         """What people see. ``view``: the running view of its job, None where it is in none; ``edge``: what is known of
-        the way to its right neighbour."""
+        the way to its right neighbour; ``shares``: of the members in the newest step, in rank order."""
         beat, gone = self.beat, self.lost_at is not None
         stats = {name: value for name, value in beat.stats.items() if math.isfinite(value)} if beat and not gone else {}
         rank = view.rank_of(self.id) if view else None
@@ -127,7 +159,7 @@ class Link:
             rank=rank,
             generation=view.generation if view and rank is not None else 0,
             step=beat.step if beat else 0,
-            share=view.members[rank].count if view and rank is not None else 0,
+            share=shares[rank] if rank is not None and rank < len(shares) else 0,
             next_ms=edge.latency_s * 1e3 if edge else None,
             next_bps=edge.bandwidth_bps if edge else None,
         )

@@ -12,9 +12,10 @@ from collections.abc import Collection
 from weakref import WeakKeyDictionary
 
 from p2ptrain import __version__
-from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, ProtocolError, Refused
+from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.world import World
 from ring import coordination as co
+from ring.detector import FailureDetector, Memory
 from ring.view import View
 from roles.seed.enrolment import Gate
 from roles.seed.jobs import Desk, History, Office, history
@@ -87,6 +88,7 @@ class Seed:
         self._lost: dict[str, Link] = {}
         self._measured: WeakKeyDictionary[Connection, float] = WeakKeyDictionary()  # round trip, ms
         self._operators: set[Connection] = set()
+        self._memory = Memory()
         self._strangers = Strangers()
         self._tasks: asyncio.TaskGroup | None = None
         self._stopping = False
@@ -94,7 +96,15 @@ class Seed:
         self._clerk = Clerk(self)
         self.survey = Survey(world.clock, self.links, self._measured_links)
         self.office = Office(
-            world.clock, store, self.board, self.links, self.note, self._assign_free, self._went_back, self.survey
+            world.clock,
+            store,
+            self.board,
+            self.links,
+            self.note,
+            self._assign_free,
+            self._went_back,
+            self.survey,
+            self.ledger_step,
         )
 
     @classmethod
@@ -228,7 +238,10 @@ class Seed:
         rtt_ms = self._measured.pop(connection)
         host = hello.host or connection.remote[0]
         clock, beats = self.world.clock, self._beats.at(rtt_ms)
-        link = Link(connection, hello, host, hello.port, *beats, rtt_ms, clock.wall(), clock.now())
+        rhythm, _ = self._memory.of(hello.peer_id)
+        now = clock.now()
+        detector = FailureDetector(heartbeat_s=beats[0], death_s=beats[1], now=now, rhythm=rhythm)
+        link = Link(connection, hello, host, hello.port, rtt_ms, clock.wall(), now, detector)
         old = self.links.get(link.id)
         if old is not None:
             old.connection.abort()
@@ -262,10 +275,7 @@ class Seed:
 
     async def _listen(self, link: Link) -> co.PeerLeft:
         while True:
-            try:
-                received = await link.connection.receive(timeout_s=link.death_s)
-            except DeadlineExceeded:
-                raise DeadlineExceeded(f"{link.name} was silent for {link.death_s:.1f} s") from None
+            received = await link.receive(self.world.clock)
             link.heard_at = self.world.clock.now()
             if isinstance(received.message, Leave):
                 return co.PeerLeft(link.id, clipped(received.message.reason))
@@ -277,6 +287,7 @@ class Seed:
         match message:
             case Heartbeat():
                 link.beat = message
+                link.detector.beat(link.heard_at)
                 link.connection.send(HeartbeatAck(message.seq))
                 self.board.touch("peers", link.id)
             case Report() if desk is not None and message.job == desk.id:
@@ -284,6 +295,13 @@ class Seed:
             case StepMetrics() if (trained := self._trained_by(link, message.job)) is not None:
                 check_step(message, trained.record.steps_total)
                 await trained.committed(message)
+            case LedgerRows() if (trained := self._trained_by(link, message.job)) is not None:
+                record = trained.record
+                trained.chronicle.told(
+                    message, trained.core.view, micro_batches=record.micro_batches, steps_total=record.steps_total
+                )
+                if self.store.crowded:
+                    await self.store.flush()
             case CheckpointSaved() if message.job in self.desks:
                 check_step(message, self.desks[message.job].record.steps_total)
                 await self._saved(link, message)
@@ -330,6 +348,7 @@ class Seed:
 
     async def _reported(self, link: Link, desk: Desk, report: Report) -> None:
         event = co.PeerReported(link.id, report)
+        await desk.told_windows(report.windows)
 
         def let_in() -> None:
             if self.links.get(link.id) is link and link.job == desk.id:
@@ -342,6 +361,10 @@ class Seed:
     def _measured_links(self, peer_ids: Collection[str]) -> None:
         self.board.touch("peers", *peer_ids)
         self.board.touch("jobs", *{self.links[peer_id].job for peer_id in peer_ids if peer_id in self.links} - {""})
+
+    def ledger_step(self, job: str) -> int:
+        """The step up to which it is known who computed each."""
+        return self.desks[job].chronicle.ledger.step if job in self.desks else 0
 
     def _trained_by(self, link: Link, job: str) -> Desk | None:
         """The job, where the worker is on it, or was to the end: what it kept while the link was down comes late."""
@@ -475,7 +498,8 @@ class Seed:
         view = desk.running_view if desk else None
         rank = view.rank_of(link.id) if view else None
         edge = desk.edge_from(rank) if desk and rank is not None else None
-        return link.info(now, view, edge)
+        shares = desk.chronicle.shares(view) if desk and view else ()
+        return link.info(now, view, edge, shares)
 
     def is_queued(self, desk: Desk) -> bool:
         """Whether the workers that it waits for are with another job."""

@@ -7,7 +7,8 @@ disk (WAL, synchronous=FULL): batched as they are, a few flushes a second, and a
 
 A store that cannot be written ends the seed (``StorageError``): the ring trains on without it, and a seed that forgets
 is worse than none. Kept are the newest ``EVENTS_KEPT`` events, ``METRICS_KEPT`` rows of metrics a job, ``VIEWS_KEPT``
-views a job and ``PEERS_KEPT`` peers; jobs and checkpoints all.
+views a job, ``RECOVERIES_KEPT`` recoveries a job, and ``PEERS_KEPT`` peers; jobs and checkpoints all. The ledger
+(``roles.seed.ledger``) has one row a step, of which the oldest are folded.
 """
 
 from __future__ import annotations
@@ -25,13 +26,17 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from p2ptrain.core.disk import Disk, Lock, RealDisk
 from p2ptrain.core.errors import StorageError, UserError
 from p2ptrain.core.threads import RealThreads, Thread, Threads
+from ring.ledger import Began, Head
 from ring.view import View
-from wire.messages import MemberRecord
-from wire.records import CheckpointInfo, EventInfo, MetricRow
+from roles.seed import ledger
+from roles.seed.ledger import LedgerEntry
+from wire.messages import LedgerRow, MemberRecord
+from wire.records import CheckpointInfo, EventInfo, MetricRow, RecoveryInfo
 
 EVENTS_KEPT = 20_000
 METRICS_KEPT = 500_000
 VIEWS_KEPT = 1_000
+RECOVERIES_KEPT = 2_000
 PEERS_KEPT = 1_000
 FLUSH_S = 0.2
 MAX_PENDING = 4096
@@ -42,6 +47,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _METRIC_COLUMNS = [item.name for item in dataclasses.fields(MetricRow)]
+_RECOVERY_COLUMNS = [item.name for item in dataclasses.fields(RecoveryInfo)]
 _CHECKPOINT_COLUMNS = [item.name for item in dataclasses.fields(CheckpointInfo)]
 _SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -54,7 +60,9 @@ CREATE TABLE IF NOT EXISTS views (job TEXT, generation INTEGER, step INTEGER, li
 CREATE TABLE IF NOT EXISTS metrics ({", ".join(_METRIC_COLUMNS)}, PRIMARY KEY (job, step)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS events
     (id INTEGER PRIMARY KEY, wall REAL, level TEXT, kind TEXT, text TEXT, peer TEXT, job TEXT);
+CREATE TABLE IF NOT EXISTS recoveries ({", ".join(_RECOVERY_COLUMNS)}, PRIMARY KEY (job, number)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS checkpoints ({", ".join(_CHECKPOINT_COLUMNS)}, PRIMARY KEY (id)) WITHOUT ROWID;
+{ledger.SCHEMA}
 """
 
 
@@ -63,6 +71,9 @@ def _insertion(table: str, columns: list[str]) -> str:
 
 
 _ADD_METRIC, _ADD_CHECKPOINT = _insertion("metrics", _METRIC_COLUMNS), _insertion("checkpoints", _CHECKPOINT_COLUMNS)
+_ADD_RECOVERY = _insertion("recoveries", _RECOVERY_COLUMNS)
+
+Row = MetricRow | EventInfo | LedgerEntry | RecoveryInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +95,8 @@ class JobRecord:
     corpus: str = ""
     started_at: float | None = None
     finished_at: float | None = None
+    windows: int = 0
+    """Training sequences in the corpus; 0 until a worker has told."""
     branch: list[str] | None = None
     """Peers whose newest checkpoint is of this run, once it went back (``ring.course``)."""
 
@@ -148,7 +161,7 @@ class Records:
         """Remove all that is kept of a job but what the diary says of it."""
         with self._transaction():
             self._db.execute("DELETE FROM jobs WHERE id = ?", (job,))
-            for table in ("views", "metrics", "checkpoints"):
+            for table in ("views", "metrics", "checkpoints", "recoveries", *ledger.TABLES):
                 self._db.execute(f"DELETE FROM {table} WHERE job = ?", (job,))  # noqa: S608 - our own constants
 
     def add_view(self, view: View, job: JobRecord, *, restored: bool, wall: float) -> None:
@@ -159,6 +172,7 @@ class Records:
             self._db.execute("INSERT INTO views VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
             self._save(job)
             self._db.execute("DELETE FROM metrics WHERE job = ? AND step > ?", (view.job, view.step))
+            ledger.view_began(self._db, view)
             oldest = view.generation - VIEWS_KEPT
             self._db.execute("DELETE FROM views WHERE job = ? AND generation <= ?", (view.job, oldest))
 
@@ -171,11 +185,46 @@ class Records:
             members = tuple(MemberRecord(*values) for values in json.loads(row[5]))
             return View(row[0], row[1], row[2], row[3], members, row[4])
 
+    def views(self, job: str, after_generation: int, limit: int) -> list[Began]:
+        """The views of later generations, oldest first."""
+        with _translated(self._path):
+            sql = "SELECT generation, step, lineage, members FROM views WHERE job = ? AND generation > ?"
+            rows = self._db.execute(f"{sql} ORDER BY generation LIMIT ?", (job, after_generation, limit))
+            return [
+                Began(generation, step, lineage, tuple(str(member[0]) for member in json.loads(members)))
+                for generation, step, lineage, members in rows
+            ]
+
+    # --------------------------------------------------------------------------------------------- ledger, recoveries
+
+    def ledger_head(self, job: str) -> Head | None:
+        """How far a job's ledger goes; None before its first view."""
+        with _translated(self._path):
+            return ledger.head(self._db, job)
+
+    def ledger_rows(self, job: str, after_step: int, limit: int) -> list[LedgerRow]:
+        """Rows of later steps, oldest first."""
+        with _translated(self._path):
+            return ledger.rows(self._db, job, after_step, limit)
+
+    def recoveries(self, job: str, limit: int) -> list[RecoveryInfo]:
+        """The newest ``limit``, oldest first."""
+        with _translated(self._path):
+            sql = "SELECT * FROM recoveries WHERE job = ? ORDER BY number DESC LIMIT ?"
+            return [RecoveryInfo(*row) for row in self._db.execute(sql, (job, limit))][::-1]
+
     # ------------------------------------------------------------------------------------------ metrics, events, peers
 
-    def add_rows(self, metrics: list[MetricRow], events: list[EventInfo], peers: list[PeerRecord]) -> None:
+    def add_rows(self, rows: list[Row], peers: list[PeerRecord]) -> None:
         """One transaction for all that was collected."""
+        metrics = [row for row in rows if isinstance(row, MetricRow)]
+        events = [row for row in rows if isinstance(row, EventInfo)]
         with self._transaction():
+            ledger.add(self._db, [row for row in rows if isinstance(row, LedgerEntry)])
+            for recovery in (row for row in rows if isinstance(row, RecoveryInfo)):
+                self._db.execute(_ADD_RECOVERY, dataclasses.astuple(recovery))
+                oldest = (recovery.job, recovery.number - RECOVERIES_KEPT)
+                self._db.execute("DELETE FROM recoveries WHERE job = ? AND number <= ?", oldest)
             values = [dataclasses.astuple(row) for row in metrics]
             self._db.executemany(_ADD_METRIC, values)
             for job, step in {row.job: row.step for row in metrics}.items():
@@ -271,8 +320,7 @@ class Store:
 
     def __init__(self, records: Records, thread: Thread, lock: Lock) -> None:
         self._records, self._thread, self._lock = records, thread, lock
-        self._metrics: list[MetricRow] = []
-        self._events: list[EventInfo] = []
+        self._rows: list[Row] = []
         self._peers: list[PeerRecord] = []
         self._news = asyncio.Event()
 
@@ -300,31 +348,28 @@ class Store:
 
     async def call(self, method: Callable[Concatenate[Records, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run one of ``Records``' methods, after all that was added before. Raises ``StorageError``."""
-        self._metrics, metrics = [], self._metrics
-        self._events, events = [], self._events
+        self._rows, rows = [], self._rows
         self._peers, peers = [], self._peers
 
         def run() -> T:
-            if metrics or events or peers:
-                self._records.add_rows(metrics, events, peers)
+            if rows or peers:
+                self._records.add_rows(rows, peers)
             return method(self._records, *args, **kwargs)
 
         return await self._thread.submit(run)
 
-    def add(self, row: MetricRow | EventInfo | PeerRecord) -> None:
+    def add(self, row: Row | PeerRecord) -> None:
         """Write it soon. ``crowded`` tells when to wait for that."""
-        if isinstance(row, MetricRow):
-            self._metrics.append(row)
-        elif isinstance(row, EventInfo):
-            self._events.append(row)
-        else:
+        if isinstance(row, PeerRecord):
             self._peers.append(row)
+        else:
+            self._rows.append(row)
         self._news.set()
 
     @property
     def crowded(self) -> bool:
         """So much waits that whoever brings more should ``flush`` first."""
-        return len(self._metrics) + len(self._events) + len(self._peers) >= MAX_PENDING
+        return len(self._rows) + len(self._peers) >= MAX_PENDING
 
     async def flush(self) -> None:
         """Until all that was added is durable. Raises ``StorageError``."""

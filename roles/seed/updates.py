@@ -18,7 +18,7 @@ import msgpack
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded
 from wire.connection import Connection
 from wire.messages import Update
-from wire.records import EventInfo, MetricRow
+from wire.records import EventInfo, MetricRow, RecoveryInfo
 
 INTERVAL_S = 0.1
 PATIENCE_S = 5.0
@@ -27,6 +27,8 @@ FRAME_BYTES = 24 << 10
 MAX_ROWS = 4000
 STATE_TOPICS = ("cluster", "peers", "jobs", "checkpoints")
 
+Row = MetricRow | EventInfo | RecoveryInfo
+_TOPICS: dict[type, str] = {MetricRow: "metrics", EventInfo: "events", RecoveryInfo: "recoveries"}
 Map = dict[str, Any]
 Render = Callable[[str, str], Map | None]
 """(topic, id) → the record as a map, None where it is gone."""
@@ -38,7 +40,7 @@ class Feed:
     def __init__(self, render: Render) -> None:
         self._render = render
         self._dirty: dict[str, dict[str, None]] = {topic: {} for topic in STATE_TOPICS}
-        self._rows: dict[str, deque[Map]] = {"metrics": deque(), "events": deque()}
+        self._rows: dict[str, deque[Map]] = {"metrics": deque(), "events": deque(), "recoveries": deque()}
         self._news = asyncio.Event()
         self._behind = False
 
@@ -47,10 +49,10 @@ class Feed:
         self._dirty[topic].update(dict.fromkeys(ids))
         self._news.set()
 
-    def add(self, rows: Iterable[MetricRow | EventInfo]) -> None:
+    def add(self, rows: Iterable[Row]) -> None:
         """These are new."""
         for row in rows:
-            queue = self._rows["metrics" if isinstance(row, MetricRow) else "events"]
+            queue = self._rows[_TOPICS[type(row)]]
             self._behind |= len(queue) >= MAX_ROWS
             if not self._behind:
                 queue.append(row.to_map())
@@ -99,7 +101,7 @@ class Board:
         for feed in self._feeds:
             feed.touch(topic, ids)
 
-    def add(self, row: MetricRow | EventInfo) -> None:
+    def add(self, row: Row) -> None:
         for feed in self._feeds:
             feed.add((row,))
 

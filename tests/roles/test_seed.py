@@ -243,7 +243,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
 
 async def test_a_worker_is_dialled_back_and_welcomed_with_beats_that_fit_the_distance(bench: Bench) -> None:
     worker = await bench.worker("a")
-    assert (worker.welcome.heartbeat_s, worker.welcome.death_s) == (0.5, 2.0)
+    assert (worker.welcome.heartbeat_s, worker.welcome.death_s) == (0.25, 2.0)
     await worker.beaten()
     (peer,) = (await bench.ask("peers.list"))["peers"]
     assert (peer["id"], peer["name"], peer["state"], peer["device"]) == ("a", "name-a", "training", "cpu")

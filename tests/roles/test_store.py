@@ -80,7 +80,7 @@ def test_a_forgotten_job_leaves_nothing_behind_but_the_diary(kept: Records) -> N
     for job in ("j1", "j2"):
         kept.add_job(dataclasses.replace(JOB, id=job), "{}")
         kept.add_view(dataclasses.replace(view(1, 0, "a"), job=job), JOB, restored=False, wall=1.0)
-        kept.add_rows([dataclasses.replace(row(1), job=job)], [event(1)], [])
+        kept.add_rows([dataclasses.replace(row(1), job=job)] + [event(1)], [])
         kept.add_checkpoint(CheckpointInfo(f"{job}@9@p", job, 9, "/c", "p", "p", "d", 5, 1.0))
     assert (kept.newest_checkpoints("j1"), kept.newest_checkpoints("none")) == ({"p": 9}, {})
     kept.forget_job("j1")
@@ -94,19 +94,19 @@ def test_a_forgotten_job_leaves_nothing_behind_but_the_diary(kept: Records) -> N
 @pytest.mark.parametrize("value", [2**64, -(2**63) - 1])
 def test_a_number_that_sqlite_does_not_hold_is_a_storage_error(kept: Records, value: int) -> None:
     with pytest.raises(StorageError):
-        kept.add_rows([row(value)], [], [])
-    kept.add_rows([row(1)], [], [])
+        kept.add_rows([row(value)], [])
+    kept.add_rows([row(1)], [])
 
 
 def test_a_view_takes_back_the_rows_of_steps_that_it_gives_up(kept: Records) -> None:
-    kept.add_rows([row(step) for step in range(1, 10)], [], [])
+    kept.add_rows([row(step) for step in range(1, 10)], [])
     kept.add_view(view(2, 5, "a"), JOB, restored=True, wall=1.0)
     assert [item.step for item in kept.metrics("j1", 0, 100)] == [1, 2, 3, 4, 5]
 
 
 def test_metrics_page_by_page_and_the_newest(kept: Records) -> None:
-    kept.add_rows([row(step, loss=step / 10) for step in range(1, 8)], [], [])
-    kept.add_rows([row(7, loss=0.5, val_loss=0.25)], [], [])  # the same step again: redone
+    kept.add_rows([row(step, loss=step / 10) for step in range(1, 8)], [])
+    kept.add_rows([row(7, loss=0.5, val_loss=0.25)], [])  # the same step again: redone
     assert [item.step for item in kept.metrics("j1", 2, 3)] == [3, 4, 5]
     assert kept.last_metrics("j1", 2) == [row(6, loss=0.6), row(7, loss=0.5, val_loss=0.25)]
     assert kept.last_val_loss("j1") == 0.25
@@ -117,7 +117,7 @@ def test_old_rows_are_dropped(kept: Records, monkeypatch: pytest.MonkeyPatch) ->
     for name in ("EVENTS_KEPT", "METRICS_KEPT", "PEERS_KEPT", "VIEWS_KEPT"):
         monkeypatch.setattr(module, name, 3)
     peers = [PeerRecord(f"p{number}", "n", ["worker"], "cpu", float(number)) for number in range(9)]
-    kept.add_rows([row(step) for step in range(1, 10)], [event(number) for number in range(1, 10)], peers)
+    kept.add_rows([row(step) for step in range(1, 10)] + [event(number) for number in range(1, 10)], peers)
     for generation in range(1, 10):
         kept.add_view(view(generation, 99, "a"), JOB, restored=False, wall=1.0)
     assert [item.step for item in kept.metrics("j1", 0, 100)] == [7, 8, 9]
@@ -164,10 +164,10 @@ def test_the_store_of_another_release_is_left_alone(tmp_path: Path) -> None:
 def test_a_full_disk_is_named_and_leaves_the_store_whole(kept: Records) -> None:
     kept._db.execute("PRAGMA max_page_count = 20").fetchall()
     with pytest.raises(StorageError, match="full") as caught:
-        kept.add_rows([row(step) for step in range(100_000)], [], [])
+        kept.add_rows([row(step) for step in range(100_000)], [])
     assert "free some space" in caught.value.remedy
     assert kept.metrics("j1", -1, 10) == []
-    kept.add_rows([row(1)], [], [])
+    kept.add_rows([row(1)], [])
 
 
 # --------------------------------------------------------------------------------------------- the event loop's side

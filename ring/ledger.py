@@ -1,0 +1,221 @@
+"""The ledger of a job: who computed which step, and the audit of it. Pure.
+
+Each committed step has one row: the view (generation) in which it was computed, how many of the global batch's
+micro-batches each member took, in rank order, and the digest of the reduced bytes. The digests chain to the lineage
+that every member carries and every view begins with, so the record cannot be changed afterwards without contradicting
+what the members vouched for.
+
+The surviving course. A view that begins at step s takes back every later step: their rows are superseded. So of all
+views the *surviving* ones are those below whose step no later one began, and step t was computed in the newest view
+that began before t. The seed keeps rows of that course only, one a step, and folds the oldest into a *base*: a step and
+its lineage.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from p2ptrain.core.errors import ProtocolError
+from ring.token import is_lineage, next_lineage
+from ring.view import View
+from wire.messages import LedgerRow, LedgerRows
+
+DIGEST_BYTES = 16
+MAX_MEMBERS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """How far a ledger goes: rows of steps ``base_step + 1`` to ``step`` are there, and lead from the one lineage to
+    the other."""
+
+    base_step: int
+    base_lineage: str
+    step: int
+    lineage: str
+
+
+def begun(head: Head | None, view: View) -> Head:
+    """The head as a view begins: later steps are taken back, and what is older than the base has no rows to lose."""
+    if head is None or view.step < head.base_step:
+        return Head(view.step, view.lineage, view.step, view.lineage)
+    if view.step <= head.step:
+        return replace(head, step=view.step, lineage=view.lineage)
+    return head
+
+
+def pack_counts(counts: Iterable[int]) -> bytes:
+    """Micro-batches in rank order as a ``LedgerRow`` carries them."""
+    numbers = list(counts)
+    return struct.pack(f"!{len(numbers)}I", *numbers)
+
+
+def counts_of_untrusted(counts: bytes) -> tuple[int, ...]:
+    """Raises ``ProtocolError``."""
+    if not 4 <= len(counts) <= 4 * MAX_MEMBERS or len(counts) % 4:
+        raise ProtocolError(f"the shares of a step in {len(counts)} bytes")
+    return struct.unpack(f"!{len(counts) // 4}I", counts)
+
+
+def rows_untrusted(message: LedgerRows, *, micro_batches: int, steps_total: int) -> list[LedgerRow]:
+    """The rows of a member's message: consecutive steps of the job, whose shares cover the micro-batches.
+
+    Raises:
+        ProtocolError: it says anything else.
+    """
+    if not message.rows or not is_lineage(message.lineage):
+        raise ProtocolError("ledger rows without a lineage, or none")
+    for number, row in enumerate(message.rows):
+        if row.step != message.rows[0].step + number or not 1 <= row.step <= steps_total or row.generation < 1:
+            raise ProtocolError(f"a ledger row of step {row.step} and generation {row.generation}")
+        if len(row.digest) != DIGEST_BYTES:
+            raise ProtocolError(f"a ledger row with a digest of {len(row.digest)} bytes")
+        if sum(counts_of_untrusted(row.counts)) != micro_batches:
+            raise ProtocolError(f"the shares of step {row.step} do not cover the {micro_batches} micro-batches")
+    return message.rows
+
+
+def fitting(head: Head, view: View, lineage: str, rows: Sequence[LedgerRow]) -> tuple[Head, list[LedgerRow], str]:
+    """Which of some rows continue the ledger.
+
+    Args:
+        view: the newest one. Later steps than its start are its own, earlier ones are older views'.
+        lineage: before the first of ``rows``, which are of consecutive steps.
+
+    Returns:
+        the head with them, they, and in words why they contradict the ledger; empty where they do not.
+    """
+    taken: list[LedgerRow] = []
+    for row in rows:
+        later = row.step > view.step
+        if row.step == head.step + 1 and (row.generation == view.generation if later else True):
+            if lineage != head.lineage:
+                return head, taken, f"step {row.step} was told with another past than the ledger's"
+            if row.generation > view.generation:
+                return head, taken, f"step {row.step} was told of generation {row.generation}, which is not there yet"
+            head = replace(head, step=row.step, lineage=next_lineage(lineage, row.digest))
+            taken.append(row)
+        lineage = next_lineage(lineage, row.digest)
+    return head, taken, ""
+
+
+# --------------------------------------------------------------------------------------------------------------- audit
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """A view, as far as an audit needs it. ``members``: peer ids in rank order."""
+
+    generation: int
+    step: int
+    lineage: str
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What is wrong, at which step. ``kind``: ``gap``, ``twice``, ``shares``, ``generation``, ``members``,
+    ``lineage``, ``samples``."""
+
+    step: int
+    kind: str
+    text: str
+
+
+def surviving(views: Iterable[Began]) -> list[Began]:
+    """Those whose course was not taken back, oldest first."""
+    kept: list[Began] = []
+    for view in sorted(views, key=lambda item: item.generation):
+        while kept and kept[-1].step > view.step:
+            kept.pop()
+        kept.append(view)
+    return kept
+
+
+class Audit:
+    """Takes the rows of a ledger in order, and stops at the first fault.
+
+    Args:
+        base_step, base_lineage: where the rows begin.
+        micro_batches: of a global batch.
+        views: all that are known. The oldest may be forgotten: steps before the first one's are not compared with it.
+
+    Attributes:
+        step, lineage: how far it has got.
+        computed: peer id → micro-batches that it computed, as far as views name the members.
+    """
+
+    def __init__(self, *, base_step: int, base_lineage: str, micro_batches: int, views: Iterable[Began]) -> None:
+        self.step, self.lineage = base_step, base_lineage
+        self.computed: Counter[str] = Counter()
+        self._micro_batches = micro_batches
+        self._views = surviving(views)
+        self._next = sum(view.step < base_step for view in self._views)  # the first that has not begun yet
+        self._complete = bool(self._views) and self._views[0].step <= base_step
+
+    def begin(self) -> Fault | None:
+        """Compare the base with the views that begin there."""
+        return self._views_begin()
+
+    def take(self, row: LedgerRow) -> Fault | None:
+        """The next row; what is wrong with it, if anything."""
+        step = self.step + 1
+        if row.step != step:
+            return _out_of_order(step, row.step)
+        try:
+            counts = counts_of_untrusted(row.counts)
+        except ProtocolError as problem:
+            return Fault(step, "shares", f"step {step}: {problem.message}")
+        if sum(counts) != self._micro_batches:
+            text = f"step {step}: the members computed {sum(counts)} of {self._micro_batches} micro-batches"
+            return Fault(step, "shares", text)
+        if fault := self._computed_by(row, counts):
+            return fault
+        if len(row.digest) != DIGEST_BYTES:
+            return Fault(step, "lineage", f"step {step}: a digest of {len(row.digest)} bytes")
+        self.step, self.lineage = step, next_lineage(self.lineage, row.digest)
+        return self._views_begin()
+
+    def finish(self, step: int, lineage: str) -> Fault | None:
+        """All rows were taken, and the ledger says that it ends so."""
+        if self.step != step:
+            return Fault(self.step + 1, "gap", f"the ledger ends with step {self.step}, and should with {step}")
+        if lineage != self.lineage:
+            text = f"the rows lead to lineage {self.lineage}, and the ledger's last step has {lineage}"
+            return Fault(step, "lineage", text)
+        return None
+
+    def _computed_by(self, row: LedgerRow, counts: tuple[int, ...]) -> Fault | None:
+        if not self._next:
+            if self._complete:
+                return Fault(row.step, "generation", f"step {row.step} was computed before the first view began")
+            return None  # its view is forgotten
+        view = self._views[self._next - 1]
+        if row.generation != view.generation:
+            text = f"step {row.step} is told of generation {row.generation}; generation {view.generation} computed it"
+            return Fault(row.step, "generation", text)
+        if len(counts) != len(view.members):
+            text = f"step {row.step}: shares of {len(counts)} members, generation {view.generation} has "
+            return Fault(row.step, "members", f"{text}{len(view.members)}")
+        for peer_id, count in zip(view.members, counts, strict=True):
+            self.computed[peer_id] += count
+        return None
+
+    def _views_begin(self) -> Fault | None:
+        while self._next < len(self._views) and self._views[self._next].step <= self.step:
+            view = self._views[self._next]
+            if view.lineage != self.lineage:
+                text = f"generation {view.generation} began at step {view.step} with lineage {view.lineage}, and the "
+                return Fault(view.step, "lineage", f"{text}rows up to there lead to {self.lineage}")
+            self._next += 1
+        return None
+
+
+def _out_of_order(step: int, found: int) -> Fault:
+    if found < step:
+        return Fault(found, "twice", f"step {found} stands in the ledger twice")
+    missing = f"step {step} is" if found == step + 1 else f"steps {step} to {found - 1} are"
+    return Fault(step, "gap", f"{missing} missing")

@@ -1,0 +1,156 @@
+"""How long a ring stood still, and where the time went: the recorder of interruptions. Pure; fed by the seed.
+
+An interruption is the time between two commits of different views::
+
+    last commit        first word        view minted       ring formed      state fetched     first commit
+        ├───── detect ──────┼───── agree ─────┼───── form ──────┼─── transfer ────┼───── commit ────┤
+
+*detect*: until the seed heard the first word of it: a report, a lost link, or its own wish to stop the ring; the part
+of a step that was under way is in it. *agree*: until the next view was durable. *form*: until rank 0 stood in the ring.
+*transfer*: until the last member that lacked the state said that it has it. *commit*: one whole step.
+
+A lost link is not a death: where the ring commits on, it was no interruption. A view that breaks before its first
+commit is a further attempt of the same one. What a person asked for (a pause, the end) is none either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ring.view import View
+from wire.messages import Report
+from wire.records import RecoveryInfo
+
+
+@dataclass(slots=True)
+class _Open:
+    """An interruption that is not over. Times are monotonic seconds."""
+
+    kind: str
+    text: str
+    peer_id: str
+    wall: float
+    word_at: float
+    last_at: float | None
+    sure: bool
+    minted_at: float | None = None
+    healed_at: float | None = None
+    attempts: int = 0
+    fetched_bytes: int = 0
+    donors: int = 0
+    waiting: set[str] = field(default_factory=set)
+
+
+class Recorder:
+    """One job's.
+
+    Args:
+        number: of the last interruption that is on record.
+        view: that runs already, if one does.
+    """
+
+    def __init__(self, job: str, *, number: int = 0, view: View | None = None) -> None:
+        self._job, self._number, self._view = job, number, view
+        self._last_at: float | None = None
+        self._last_step = 0
+        self._open: _Open | None = None
+
+    def lost(self, peer_id: str, reason: str, now: float, wall: float, *, left: bool) -> None:
+        """The link to a peer ended; ``left``: on purpose."""
+        if self._view is None or self._view.rank_of(peer_id) is None:
+            return
+        kind = "left" if left else "lost"
+        if self._open is None:
+            self._begin(kind, reason, peer_id, now, wall, sure=left)
+        elif self._open.minted_at is None and self._open.kind == "broken":
+            self._open.kind, self._open.peer_id = kind, peer_id  # why it broke
+
+    def reported(self, peer_id: str, report: Report, now: float, wall: float) -> None:
+        """A worker says where it stands."""
+        view = self._view
+        if view is None or report.generation != view.generation or view.rank_of(peer_id) is None:
+            return
+        if report.status == "broken":
+            if self._open is None:
+                self._begin("broken", report.reason, report.suspect, now, wall, sure=True)
+            elif self._open.minted_at is None:
+                self._open.sure = True
+                self._open.peer_id = self._open.peer_id or report.suspect
+        elif report.status in ("held", "failed", "done") and self._open is None:
+            self._begin(report.status, report.reason, peer_id, now, wall, sure=True)
+        elif report.status == "healed" and self._open is not None and peer_id in self._open.waiting:
+            self._open.waiting.discard(peer_id)
+            self._open.healed_at = now
+            self._open.fetched_bytes += report.fetched_bytes
+            self._open.donors = max(self._open.donors, report.donors)
+
+    def held(self, reason: str, now: float, wall: float) -> None:
+        """The ring is asked to stop."""
+        if self._view is not None and self._open is None:
+            self._begin("held", reason, "", now, wall, sure=True)
+
+    def minted(self, view: View, now: float) -> None:
+        """The next view is durable."""
+        if self._open is not None:
+            self._open.minted_at, self._open.healed_at = now, None
+            self._open.attempts += 1
+            self._open.waiting = {member.peer_id for member in view.members if not member.healthy}
+        self._view, self._last_step = view, view.step
+
+    def committed(self, generation: int, step: int, now: float, form_s: float | None = None) -> RecoveryInfo | None:
+        """A step was committed. Returns the record where that ends an interruption.
+
+        Args:
+            form_s: how long rank 0 took from hearing of its view to standing in the ring, where it said so.
+        """
+        view, trouble = self._view, self._open
+        if view is None or generation != view.generation or step <= max(view.step, self._last_step):
+            return None  # told again
+        self._last_at, self._last_step = now, step
+        if trouble is None:
+            return None
+        if trouble.minted_at is None:
+            if not trouble.sure:
+                self._open = None  # only a link to the seed was lost
+            elif trouble.kind == "held":
+                trouble.last_at = now  # it stops at a boundary
+            return None
+        self._open = None
+        return self._closed(trouble, trouble.minted_at, view, now, form_s)
+
+    def abandon(self) -> None:
+        """The job is paused or over: nobody waits for a next commit."""
+        self._open = self._last_at = None
+
+    def _begin(self, kind: str, text: str, peer_id: str, now: float, wall: float, *, sure: bool) -> None:
+        self._open = _Open(kind, text, peer_id, wall, now, self._last_at, sure)
+
+    def _closed(self, trouble: _Open, minted_at: float, view: View, now: float, form_s: float | None) -> RecoveryInfo:
+        self._number += 1
+        began_at = trouble.last_at if trouble.last_at is not None else trouble.word_at
+        word_at = min(max(trouble.word_at, began_at), minted_at)
+        formed_at = min(minted_at + form_s, now) if form_s is not None else None
+        healed_at = trouble.healed_at
+        if formed_at is not None and healed_at is not None:
+            formed_at = min(formed_at, healed_at)
+        ready_at = healed_at if healed_at is not None else formed_at if formed_at is not None else minted_at
+        return RecoveryInfo(
+            job=self._job,
+            number=self._number,
+            wall=trouble.wall,
+            kind=trouble.kind,
+            text=trouble.text,
+            peer_id=trouble.peer_id,
+            generation=view.generation,
+            step=view.step,
+            members=view.size,
+            attempts=trouble.attempts,
+            detect_s=word_at - began_at if trouble.last_at is not None else None,
+            agree_s=minted_at - word_at,
+            form_s=formed_at - minted_at if formed_at is not None else None,
+            transfer_s=None if healed_at is None else healed_at - (formed_at if formed_at is not None else minted_at),
+            commit_s=now - ready_at,
+            total_s=now - began_at,
+            fetched_bytes=trouble.fetched_bytes,
+            donors=trouble.donors,
+        )
