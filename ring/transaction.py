@@ -37,7 +37,6 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Sequence
-from enum import StrEnum
 
 from ring.activities import (
     Apply,
@@ -67,70 +66,15 @@ from ring.activities import (
 )
 from ring.balance import balanced, probed
 from ring.guard import Fault, Guard, odd_ones_out, verdict
+from ring.phases import LASTING, NEXT, RUNNING, UNINTERRUPTIBLE, InvalidTransition, Phase
 from ring.token import Flag, Token, next_lineage
 from ring.view import View
 from wire.messages import LedgerRow, Report
 
+__all__ = ["REASON_CHARS", "InvalidTransition", "Phase", "Transaction"]
+
 REASON_CHARS = 500
 """Of a report's reason: it may hold what a neighbour said, and must fit a control frame."""
-
-
-class Phase(StrEnum):
-    """Where a member stands."""
-
-    EMPTY = "building"  # no state yet
-    IDLE = "waiting"  # has a state, no view
-    REDOING = "redoing"
-    FORMING = "forming"
-    HEALING = "healing"
-    COMPUTING = "computing"
-    REDUCING = "reducing"
-    VOTING = "voting"
-    APPLYING = "applying"
-    CONFIRMING = "confirming"
-    BOUNDARY = "boundary"
-    HELD = "held"
-    DONE = "done"
-    FAILED = "failed"
-
-
-# What may follow what. A break leads to IDLE from every phase of a running view; a failure to FAILED from everywhere.
-NEXT: dict[Phase, frozenset[Phase]] = {
-    Phase.EMPTY: frozenset({Phase.IDLE}),
-    Phase.IDLE: frozenset({Phase.REDOING, Phase.FORMING, Phase.EMPTY}),
-    Phase.REDOING: frozenset({Phase.FORMING, Phase.IDLE}),
-    Phase.FORMING: frozenset({Phase.HEALING, Phase.COMPUTING, Phase.CONFIRMING, Phase.IDLE}),
-    Phase.HEALING: frozenset({Phase.COMPUTING, Phase.CONFIRMING, Phase.IDLE}),
-    Phase.COMPUTING: frozenset({Phase.REDUCING, Phase.IDLE}),
-    Phase.REDUCING: frozenset({Phase.VOTING, Phase.IDLE}),
-    Phase.VOTING: frozenset({Phase.APPLYING, Phase.IDLE}),
-    Phase.APPLYING: frozenset({Phase.CONFIRMING, Phase.BOUNDARY, Phase.IDLE}),
-    Phase.CONFIRMING: frozenset({Phase.BOUNDARY, Phase.IDLE}),
-    Phase.BOUNDARY: frozenset({Phase.COMPUTING, Phase.HELD, Phase.DONE, Phase.IDLE}),
-    Phase.HELD: frozenset({Phase.REDOING, Phase.FORMING, Phase.IDLE}),
-    Phase.DONE: frozenset({Phase.REDOING, Phase.FORMING, Phase.IDLE}),
-    Phase.FAILED: frozenset({Phase.IDLE}),
-}
-
-_RUNNING = frozenset(
-    {
-        Phase.REDOING,
-        Phase.FORMING,
-        Phase.HEALING,
-        Phase.COMPUTING,
-        Phase.REDUCING,
-        Phase.VOTING,
-        Phase.APPLYING,
-        Phase.CONFIRMING,
-        Phase.BOUNDARY,
-    }
-)
-_UNINTERRUPTIBLE = frozenset({Phase.REDOING, Phase.APPLYING})
-_LASTING = Flag.SAVE | Flag.SNAPSHOT
-
-
-class InvalidTransition(RuntimeError):
-    """A defect of this program: carries the recent history."""
 
 
 class Transaction:
@@ -220,7 +164,7 @@ class Transaction:
     @property
     def running(self) -> bool:
         """Whether a view is being worked on."""
-        return self.phase in _RUNNING
+        return self.phase in RUNNING
 
     @property
     def may_give(self) -> bool:
@@ -246,8 +190,8 @@ class Transaction:
         if self.view is not None:
             assert sum(self.counts) == sum(member.count for member in self.view.members), "shares that do not cover"
             assert min(self.counts) >= 0
-        assert self._pending_break is None or self.phase in _UNINTERRUPTIBLE
-        assert self._pending_view is None or self.phase in (*_UNINTERRUPTIBLE, Phase.EMPTY)
+        assert self._pending_break is None or self.phase in UNINTERRUPTIBLE
+        assert self._pending_view is None or self.phase in (*UNINTERRUPTIBLE, Phase.EMPTY)
 
     # --------------------------------------------------------------------------------------------------------- events
 
@@ -272,7 +216,7 @@ class Transaction:
         newest = self._pending_view or self.view
         if self.phase is Phase.FAILED or (newest is not None and view.generation <= newest.generation):
             return []  # an old view changes nothing
-        if self.phase in (*_UNINTERRUPTIBLE, Phase.EMPTY):
+        if self.phase in (*UNINTERRUPTIBLE, Phase.EMPTY):
             self._pending_view = view
             return []
         instructions = self._leave_view("a new view was announced") if self.running else []
@@ -300,12 +244,11 @@ class Transaction:
     def _broken(self, event: Broken) -> list[Instruction]:
         if self.view is None or event.generation != self.view.generation:
             return []
-        if self.phase in (Phase.APPLYING, Phase.BOUNDARY) and self.stopping:
-            return []  # all have voted to stop after this step: whoever was faster may be gone
-        if self.phase is Phase.CONFIRMING and self.stopping and self.applied < self.steps_total:
-            self._wishes |= self._granted & Flag.SAVE  # not now, but still wanted
-            return self._to_boundary(confirmed=False)
-        if self.phase in _UNINTERRUPTIBLE:
+        if self.phase is Phase.BOUNDARY and self.stopping:
+            return []
+        if self.phase is Phase.CONFIRMING:
+            return self._unconfirmed(event)
+        if self.phase in UNINTERRUPTIBLE:
             self._pending_break = self._pending_break or event
             return []
         if not self.running:
@@ -469,13 +412,15 @@ class Transaction:
         self._pending_view = self._pending_break = None
         if view is not None:
             return self._leave_view("a new view was announced") + self._enter(view)
-        if broken is not None:
+        if broken is not None and (redone or not self.stopping):
             return self._break_off(broken)
         if redone:
             self._go(Phase.FORMING)
             return [Form(self._next_ticket(), self._current_view())]
         self.counts = self._next_counts
-        return self._confirm() if self._checkpoint_due() else self._to_boundary(confirmed=False)
+        if not self._checkpoint_due():
+            return self._to_boundary(confirmed=False)
+        return self._unconfirmed(broken) if broken is not None else self._confirm()
 
     def _checkpoint_due(self) -> bool:
         on_calendar = self._checkpoint_every > 0 and self.applied % self._checkpoint_every == 0
@@ -494,6 +439,15 @@ class Transaction:
             return self._break_off(Broken(0, "", "its state has drifted from the others'"))
         return self._to_boundary(confirmed=True)
 
+    def _unconfirmed(self, event: Broken) -> list[Instruction]:
+        """Somebody cannot say any more that it has applied the step. All have voted to stop after it, so they stand
+        still, without a checkpoint; but not where that was to be the run's last.
+        """
+        if not self.stopping or self.applied >= self.steps_total:
+            return self._break_off(event)
+        self._wishes |= self._granted & Flag.SAVE  # not now, but still wanted
+        return self._to_boundary(confirmed=False)
+
     def _to_boundary(self, *, confirmed: bool) -> list[Instruction]:
         self._go(Phase.BOUNDARY)
         snapshot, last = Flag.SNAPSHOT in self._granted, self.applied >= self.steps_total
@@ -501,9 +455,10 @@ class Transaction:
 
     @property
     def stopping(self) -> bool:
-        """Whether the ring stands still after the step that is being applied, or was applied last."""
-        applied = self.applied + (self.phase is Phase.APPLYING)
-        return bool(self._granted & (Flag.HOLD | Flag.LEAVE)) or applied >= self.steps_total
+        """Whether the ring stands still after the step that was applied last: all have voted for that, so whoever was
+        faster may be gone.
+        """
+        return bool(self._granted & (Flag.HOLD | Flag.LEAVE)) or self.applied >= self.steps_total
 
     def _boundary_done(self) -> list[Instruction]:
         if self.applied >= self.steps_total:
@@ -517,7 +472,7 @@ class Transaction:
     def _stop(self, phase: Phase, status: str) -> list[Instruction]:
         """Stand still together. The session stays open until the next view: a slower member may still need it."""
         self._go(phase)
-        self._wishes &= _LASTING  # one that came too late for the last token is granted after the next step
+        self._wishes &= LASTING  # one that came too late for the last token is granted after the next step
         self._granted = Flag(0)
         self._ticket += 1
         return [Say(self.report(status))]
@@ -526,7 +481,7 @@ class Transaction:
         """Abandon what is under way; the view stays known, so that the report and late frames can be told apart."""
         if self.phase in (Phase.APPLYING, Phase.CONFIRMING):  # the boundary that would have granted it does not come
             self._wishes |= self._granted
-        self._wishes &= _LASTING  # a hold or a leave has happened with this; a copy of the state is still wanted
+        self._wishes &= LASTING  # a hold or a leave has happened with this; a copy of the state is still wanted
         self._granted = Flag(0)
         self._ticket += 1
         self._go(Phase.IDLE)
