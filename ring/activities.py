@@ -33,6 +33,20 @@ class Unloaded(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Torn(Event):
+    """Outside a view, the state in memory begins to be replaced by another. ``Followed`` follows, or ``Unloaded``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Followed(Event):
+    """Outside a view, the state in memory was brought to that of a running ring's step."""
+
+    applied: int
+    lineage: str
+    square_sum: float
+
+
+@dataclass(frozen=True, slots=True)
 class ViewArrived(Event):
     view: View
 
@@ -115,10 +129,11 @@ class Form(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Heal(Instruction):
-    """Fetch the state of ``view.step`` from one of ``view.donors()``."""
+    """Fetch the state of ``view.step`` from ``view.donors()``. ``torn``: nothing in memory can be built on."""
 
     ticket: int
     view: View
+    torn: bool = True
 
 
 @dataclass(frozen=True, slots=True)
