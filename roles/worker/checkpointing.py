@@ -1,7 +1,8 @@
 """When this member's checkpoints are written, and what is told of them.
 
-The step waits while the state is copied. The copy is written beside the steps that follow, one at a time, and announced
-when it is durable. Where the ring stands still after the step, for good or to let somebody go, it waits for the write.
+The step waits while the state is copied. The copy is written beside the steps that follow, and announced when it is
+durable. One write waits at most while another is under way: more copies there are not, and a disk that is so slow gets
+fewer checkpoints. Where the ring stands still after the step, for good or to let somebody go, it waits for the write.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 
 from p2ptrain.core.checkpoints import CheckpointEntry, Meta
-from p2ptrain.core.errors import P2PTrainError, ResourceError
+from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.training import FilePlan
 from roles.engine import Engine
 from roles.worker.keeper import Keeper
@@ -31,7 +32,7 @@ class Checkpointing:
         self._around, self._job, self._keeper = around, job, keeper
         self._snapshots, self._tasks = snapshots, tasks
         self._saved = (-1, "")  # step and lineage of what is on disk
-        self._writing: asyncio.Task[None] | None = None
+        self._writing: dict[tuple[int, str], asyncio.Task[None]] = {}
 
     async def resumed(self, entry: CheckpointEntry | None) -> None:
         """The state was loaded, from ``entry`` or as it was at first: tell the seed what there is."""
@@ -49,35 +50,27 @@ class Checkpointing:
             meta: with the state's ``lineage`` and the step's ``square_sum``.
             wait: return when it is durable, or failed, and not before.
         """
-        if self._writing is not None and wait:
-            await asyncio.shield(self._writing)
         lineage, square_sum = str(meta["lineage"]), float(meta["square_sum"] or 0.0)
-        if self._saved == (step, lineage):
-            return
-        if self._writing is not None:
-            text = f"no checkpoint at step {step}: an earlier one is still being written. Raise checkpoint.every"
-            self._around.notify("warning", "checkpoint-skipped", text)
+        if wait:
+            await self._settled()
+        if self._saved == (step, lineage) or (step, lineage) in self._writing:
             return
         try:
             plan = await self._around.compute.run(engine.checkpoint_files)
-            snapshot = await self._copy(engine, step, lineage, square_sum, wait)
+            snapshot = await self._snapshots.take(engine, step=step, lineage=lineage, square_sum=square_sum)
         except P2PTrainError as problem:
             self._failed(step, problem)
             return
         # A ring that breaks meanwhile abandons the boundary, not the checkpoint.
-        self._writing = self._tasks.create_task(self._write(snapshot, plan, meta), name=f"save {step}")
+        writing = self._tasks.create_task(self._write(snapshot, plan, meta), name=f"save {step}")
+        self._writing[step, lineage] = writing
         if wait:
-            await asyncio.shield(self._writing)
+            await self._settled()
 
-    async def _copy(self, engine: Engine, step: int, lineage: str, square_sum: float, wait: bool) -> Snapshot:
-        try:
-            return await self._snapshots.take(engine, step=step, lineage=lineage, square_sum=square_sum)
-        except ResourceError:
-            if not wait:
-                raise
-        # There is no memory for a copy, but the state will stand still: it can be written from where it is.
-        state = await self._around.compute.run(engine.state)
-        return Snapshot.of_live(state, step=step, lineage=lineage, square_sum=square_sum)
+    async def _settled(self) -> None:
+        """Nothing is being written any more."""
+        if self._writing:
+            await asyncio.wait(self._writing.values())
 
     async def _write(self, snapshot: Snapshot, plan: list[FilePlan], meta: Meta) -> None:
         try:
@@ -91,7 +84,7 @@ class Checkpointing:
             self._around.notify("info", "checkpoint-saved", f"step {entry.step} saved to {entry.path}")
         finally:
             snapshot.release()
-            self._writing = None
+            del self._writing[snapshot.step, snapshot.lineage]
 
     def _failed(self, step: int, problem: P2PTrainError) -> None:
         text = f"no checkpoint at step {step}: {problem.message}. {problem.remedy}".rstrip(". ")

@@ -75,18 +75,17 @@ class ProcessSaver:
         return SharedMemory(size_bytes)
 
     async def save(self, snapshot: Snapshot, plan: list[FilePlan], shelf: Shelf, meta: Meta) -> CheckpointEntry:
-        """See ``Saver``. A snapshot of the live state is written from here."""
+        """See ``Saver``."""
         lost: list[HelperLost] = []
 
         def write() -> CheckpointEntry:  # in one go: nothing else may come to the directory in between
-            if snapshot.memory is not None and snapshot.memory.descriptor >= 0:
-                try:
-                    return self._ordered(snapshot, plan, shelf, meta)
-                except HelperLost as problem:
-                    lost.append(problem)
-                    if self._closed:
-                        raise
-            return self._direct.write(snapshot, plan, shelf, meta)
+            try:
+                return self._ordered(snapshot, plan, shelf, meta)
+            except HelperLost as problem:
+                lost.append(problem)
+                if self._closed:
+                    raise
+                return self._direct.write(snapshot, plan, shelf, meta)
 
         try:
             return await self._thread.submit(write)
@@ -107,7 +106,6 @@ class ProcessSaver:
     # ----------------------------------------------------------------------------------------------- the disk's thread
 
     def _ordered(self, snapshot: Snapshot, plan: list[FilePlan], shelf: Shelf, meta: Meta) -> CheckpointEntry:
-        assert snapshot.memory is not None
         places = {place.name: (place.offset, place.size_bytes) for place in snapshot.places}
         memory_bytes = snapshot.memory.view.nbytes
         order = Order(shelf.root, shelf.keep, snapshot.step, meta, plan, places, memory_bytes)

@@ -39,18 +39,14 @@ class Snapshot:
     Attributes:
         blobs: as ``Engine.state``, read-only. Not to be touched after the release.
         square_sum: the step's squared gradient norm.
-        memory: what the blobs lie in, at ``places``; None where they are the live state.
+        memory: what the blobs lie in, at ``places``.
     """
 
     def __init__(self, step: int, lineage: str, square_sum: float, blobs: list[Blob], arena: _Arena) -> None:
+        assert arena.memory is not None, "nothing was copied"
         self.step, self.lineage, self.square_sum = step, lineage, square_sum
         self.blobs, self.memory, self.places = blobs, arena.memory, arena.places
         self._arena = arena
-
-    @classmethod
-    def of_live(cls, state: list[Blob], *, step: int, lineage: str, square_sum: float) -> Snapshot:
-        """No copy at all: for a caller who keeps the state itself from changing until the release."""
-        return cls(step, lineage, square_sum, state, _Arena(holders=1))
 
     @property
     def size_bytes(self) -> int:
@@ -123,7 +119,9 @@ class Snapshots:
             return newest.share()
         free = [arena for arena in self._arenas if not arena.holders]
         if not free:
-            raise ResourceError(f"{MOST} earlier copies of the state are still being read")
+            raise ResourceError(
+                f"{MOST} earlier copies of the state are still being read", remedy="raise checkpoint.every"
+            )
         arena = max(free, key=lambda arena: arena.memory is not None)
         arena.holders = 1
         try:

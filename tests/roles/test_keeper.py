@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 
@@ -18,9 +19,29 @@ from roles.compute_thread import ComputeThread
 from roles.stand_in import StandInEngine
 from roles.worker.keeper import Keeper, state_digest
 from roles.worker.saver import DirectSaver, Shelf
-from roles.worker.snapshot import Snapshot
+from roles.worker.snapshot import Snapshots
 
 LINEAGE = "0123456789abcdef" * 2
+
+
+class HoldingDisk(RealDisk):
+    """Hangs in a write while it is told to."""
+
+    def __init__(self) -> None:
+        self.reached, self.go = threading.Event(), threading.Event()
+        self.go.set()
+
+    def hold(self) -> None:
+        self.go.clear()
+
+    async def wait(self) -> None:
+        assert await asyncio.to_thread(self.reached.wait, 20), "nobody wrote"
+
+    def append_file(self, path: Path, data: bytes | memoryview) -> None:
+        if not self.go.is_set():
+            self.reached.set()
+            assert self.go.wait(20), "the test never let go"
+        super().append_file(path, data)
 
 
 class Desk:
@@ -30,16 +51,21 @@ class Desk:
         self.root = root
         self.told: list[tuple[str, str, str]] = []
         self.disk, self.compute = RealThreads().start("disk"), ComputeThread()
-        self.saver = DirectSaver(self.disk, RealDisk())
+        self.real = HoldingDisk()
+        self.saver = DirectSaver(self.disk, self.real)
+        self.snapshots = Snapshots(self.compute, self.saver.allocate)
 
     def keeper(self) -> Keeper:
         """As after a restart."""
         return Keeper(self.disk, RealDisk(), self.saver, Shelf(self.root, 2), lambda *n: self.told.append(n))
 
     async def save(self, engine: StandInEngine, step: int, lineage: object = LINEAGE) -> CheckpointEntry:
-        snapshot = Snapshot.of_live(engine.state(), step=step, lineage=LINEAGE, square_sum=2.5)
+        snapshot = await self.snapshots.take(engine, step=step, lineage=LINEAGE, square_sum=2.5)
         meta = {"lineage": lineage, "square_sum": 2.5}
-        return await self.keeper().save(snapshot, engine.checkpoint_files(), meta)  # type: ignore[arg-type]
+        try:
+            return await self.keeper().save(snapshot, engine.checkpoint_files(), meta)  # type: ignore[arg-type]
+        finally:
+            snapshot.release()
 
     def load(
         self, engine: StandInEngine, restore_step: int = -1
@@ -126,8 +152,14 @@ async def test_going_back_waits_for_a_save_and_sets_it_aside(desk: Desk) -> None
     """Else a run that goes back would find a checkpoint of the future that it left."""
     engine = StandInEngine(Profile())
     await desk.save(engine, 5)
-    entry, (applied, *_) = await asyncio.gather(desk.save(engine, 9), desk.load(engine, restore_step=5))
-    assert (entry.step, applied) == (9, 5)
+    desk.real.hold()
+    saving = asyncio.create_task(desk.save(engine, 9))
+    await desk.real.wait()
+    loading = asyncio.ensure_future(desk.load(engine, restore_step=5))
+    await asyncio.sleep(0)  # it has begun
+    desk.real.go.set()
+    applied, *_ = await loading
+    assert ((await saving).step, applied) == (9, 5)
     assert sorted(path.name[:16] for path in desk.root.iterdir()) == ["step-00000005", "superseded-step-"]
 
 

@@ -251,12 +251,3 @@ async def test_a_snapshot_without_memory_is_refused(bench: Bench) -> None:
     for _ in range(3):
         with pytest.raises(ResourceError, match="no memory"):
             await snapshots.take(bench.engine, step=1, lineage="x", square_sum=0.0)
-
-
-async def test_the_live_state_can_be_saved_by_who_stands_still(bench: Bench) -> None:
-    snapshot = Snapshot.of_live(bench.engine.state(), step=9, lineage=str(META["lineage"]), square_sum=0.5)
-    entry = await bench.saver.save(snapshot, bench.engine.checkpoint_files(), bench.shelf, META)
-    other = StandInEngine(Profile())
-    other.load(entry.path)
-    assert other.digest() == bench.engine.digest()
-    assert bench.told == []
