@@ -106,13 +106,18 @@ class RealDisk:
             raise _translated("flush", path, error) from error
 
     def make_dir(self, path: Path, *, mode: int = 0o755) -> None:
-        """Make ``path`` and what leads to it where it is not there, all with ``mode``, which the umask may narrow."""
+        """Make ``path`` and what leads to it where it is not there, all with ``mode``, which the umask may narrow.
+
+        Durable when it returns: a file is flushed in vain where the power cut takes the directory that it is in.
+        """
         try:
-            missing = [each for each in path.parents if not each.exists()]
-            for each in (*reversed(missing), path):
+            missing = [each for each in (path, *path.parents) if not each.exists()]
+            for each in dict.fromkeys((*reversed(missing), path)):
                 each.mkdir(mode=mode, exist_ok=True)
         except OSError as error:
             raise _translated("make the directory", path, error) from error
+        for each in reversed(missing):
+            self.sync_dir(each.parent)
 
     def rename(self, source: Path, target: Path) -> None:
         try:

@@ -45,9 +45,9 @@ class _File:
 class _Dir:
     entries: Entries = field(default_factory=dict)
     flushed: Entries = field(default_factory=dict)
-    since: list[Callable[[Entries], None]] = field(default_factory=list)  # what was done to entries since the flush
+    since: list[Callable[[Entries], object]] = field(default_factory=list)  # what was done to entries since the flush
 
-    def do(self, change: Callable[[Entries], None]) -> None:
+    def do(self, change: Callable[[Entries], object]) -> None:
         change(self.entries)
         self.since.append(change)
 
@@ -245,7 +245,10 @@ class _ProcessDisk:
         if self._machine.full:
             raise _problem(errno.ENOSPC, path)
         made = _Dir()
-        self._dir(path.parent).do(lambda entries: entries.__setitem__(path.name, made))
+        parent = self._dir(path.parent)
+        parent.do(lambda entries: entries.__setitem__(path.name, made))
+        if not dies or self._machine.share(1):  # durable when it returns
+            parent.flushed, parent.since = dict(parent.entries), []
         self._die_if(dies)
 
     def rename(self, source: Path, target: Path) -> None:

@@ -53,6 +53,7 @@ class SimLoop(VirtualClockLoop):
 
     def __init__(self) -> None:
         super().__init__()
+        self.callbacks = 0
         self.set_task_factory(_make_task)
 
     def run_handle(self, handle: asyncio.Handle) -> None:
@@ -63,6 +64,7 @@ class SimLoop(VirtualClockLoop):
             process.waiting.append(handle)
         else:
             handle._run()
+            self.callbacks += 1
             process.moments += 1
             if process.on_moment is not None:
                 process.on_moment()

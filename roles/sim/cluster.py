@@ -1,0 +1,247 @@
+"""A cluster of simulated machines: the real seed, the real workers, a person, and what can be done to them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from configs.schema import Profile
+from p2ptrain.core.errors import NetworkError, P2PTrainError, StorageError
+from p2ptrain.core.world import LoopClock, World
+from ring.transaction import Phase
+from roles.identity import claim
+from roles.seed import run_seed
+from roles.sim.disk import MachineDisk
+from roles.sim.engine import SimEngine
+from roles.sim.loop import PROCESS, Process, SimLoop
+from roles.sim.observer import Observer
+from roles.sim.threads import SimThreads
+from roles.worker.worker import Worker, WorkerOptions
+from wire.client import SeedClient
+from wire.memory import MemoryNetwork
+
+SEED, PERSON, LISTEN = "seed", "person", "127.0.0.1"
+SEED_PORT = 7700
+STATE = Path("/state")
+EPOCH_S = 1_700_000_000.0
+CALL_S = 0.01
+AGAIN_S = 3.0  # how soon a person starts a program again that ended with an error
+
+
+class SimClock(LoopClock):
+    """The loop's virtual time; the wall clock is a fixed day."""
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def wall(self) -> float:
+        return EPOCH_S + self.now()
+
+
+class Machine:
+    """A computer with a disk, on which at most one program of the cluster runs at a time.
+
+    Attributes:
+        call_s: what one call on a thread of it takes on average.
+        announced: step → digest of the newest checkpoint of that step that its worker told of.
+        touch: called with every engine that its worker builds: where a fault wants to get at it.
+    """
+
+    def __init__(self, simulation: Simulation, host: str, call_s: float) -> None:
+        self.host, self.call_s = host, call_s
+        self.disk = MachineDisk(random.Random(simulation.random.getrandbits(64)))  # noqa: S311
+        self.disk.killed = self.kill
+        self.process = Process(host)
+        self.process.alive = False
+        self.task: asyncio.Task[None] | None = None
+        self.stop = asyncio.Event()
+        self.engine: SimEngine | None = None
+        self.worker: Worker | None = None
+        self.announced: dict[int, str] = {}
+        self.touch: Callable[[SimEngine], None] = lambda engine: None
+        self._simulation = simulation
+
+    @property
+    def up(self) -> bool:
+        return self.process.alive
+
+    @property
+    def phase(self) -> Phase | None:
+        """Where its worker's transaction stands."""
+        runner = self.worker._runner if self.worker is not None else None
+        return runner.core.phase if runner is not None and self.up else None
+
+    def start(self) -> None:
+        self.process, self.stop = Process(self.host), asyncio.Event()
+        self.worker = self.engine = None
+        main = self._seed() if self.host == SEED else self._worker()
+        self.task = self._simulation.loop.start(self.process, main)
+        self.task.add_done_callback(self._ended)
+
+    def kill(self) -> None:
+        """SIGKILL: nothing is said, the kernel resets every connection."""
+        process = self.process
+        if process.alive:
+            self._simulation.loop.kill(process)
+            self._simulation.network.crash(self.host)
+            self.worker = self.engine = None
+
+    def power_cut(self) -> None:
+        self.kill()
+        self.disk.power_cut()
+
+    def leave(self) -> None:
+        self.stop.set()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Its program came to its end by itself, which may be an error that nobody expected."""
+        problem = None if task.cancelled() else task.exception()
+        if self.process.alive and task is self.task:
+            self.process.alive = False
+            self._simulation.network.crash(self.host)
+            if problem is not None:
+                self._simulation.unexpected(self, problem)
+
+    def _world(self) -> World:
+        simulation, process = self._simulation, self.process
+        rng = random.Random(simulation.random.getrandbits(64))  # noqa: S311
+        return World(
+            SimClock(),
+            simulation.network.at(self.host),
+            self.disk.seen_by(process),
+            rng,
+            SimThreads(process, rng, self.call_s),
+        )
+
+    async def _worker(self) -> None:
+        """A worker that finds no seed at its first call says so and ends; its person starts it again."""
+        simulation, joined = self._simulation, False
+
+        def notify(level: str, kind: str, text: str) -> None:
+            nonlocal joined
+            joined = joined or kind == "joined"
+            simulation.told(self, level, kind, text)
+
+        world = self._world()
+        identity = claim(world.disk, STATE, role="worker", slot=1, name=self.host)
+        while not self.stop.is_set():
+            self.worker = Worker(
+                world,
+                identity,
+                WorkerOptions(seed=(SEED, SEED_PORT), listen=(LISTEN, 0), advertise=("", 0), capabilities={}),
+                build_engine=self._build,
+                warm_up=lambda: None,
+                notify=notify,
+                on_step=lambda applied, total, values: None,
+            )
+            try:
+                await self.worker.run(self.stop)
+            except P2PTrainError as problem:
+                if joined:
+                    raise
+                simulation.told(self, "error", "not-joined", problem.message)
+                await asyncio.sleep(AGAIN_S)
+        identity.release()
+
+    def _build(self, profile: Profile) -> SimEngine:
+        self.engine = SimEngine(profile, self.disk.seen_by(self.process))
+        self.touch(self.engine)
+        return self.engine
+
+    async def _seed(self) -> None:
+        """A seed that cannot write ends; its person starts it again."""
+        while not self.stop.is_set():
+            try:
+                await run_seed(
+                    self._world(),
+                    state_dir=STATE,
+                    host=LISTEN,
+                    port=SEED_PORT,
+                    name=SEED,
+                    on_ready=lambda address: None,
+                    stop=self.stop,
+                )
+            except StorageError as problem:
+                self._simulation.told(self, "error", "seed-ended", problem.message)
+                await asyncio.sleep(AGAIN_S)
+
+
+class Simulation:
+    """The machines, the network between them, and the person who owns the job."""
+
+    def __init__(
+        self, loop: SimLoop, profile: Profile, expected: list[Any], number: int, *, peers: int, verbose: bool
+    ) -> None:
+        self.loop, self.profile = loop, profile
+        self.random = random.Random(number)  # noqa: S311 - a replay must be possible
+        self._weather = random.Random(number + 1)  # noqa: S311
+        self._latency_s = self._weather.choice((0.0003, 0.003, 0.03))
+        self.slow: dict[frozenset[str], float] = {}
+        self.network = MemoryNetwork(delay_s=self._delay_s)
+        self.observer = Observer(loop.time, expected)
+        self.job_changed = asyncio.Event()
+        self.machines: dict[str, Machine] = {}
+        self.seed = Machine(self, SEED, 0.002)
+        self.machines[SEED] = self.seed
+        for index in range(1, peers + 1):
+            host = f"w{index}"
+            self.machines[host] = Machine(self, host, CALL_S * self.random.choice((1, 1, 1, 2, 5)))
+        self._verbose = verbose
+        self.job = ""
+        self.complaints: list[str] = []
+
+    @property
+    def workers(self) -> list[Machine]:
+        """Machines for workers, whether one runs there or not."""
+        return [machine for machine in self.machines.values() if machine is not self.seed]
+
+    @property
+    def live(self) -> list[Machine]:
+        """Machines whose worker runs, was not asked to leave, and is not frozen."""
+        return [m for m in self.workers if m.up and not m.stop.is_set() and not m.process.frozen]
+
+    def _delay_s(self, source: str, target: str) -> float:
+        base = self._latency_s * (0.5 + self._weather.random())
+        return base + self.slow.get(frozenset((source, target)), 0.0) if self.slow else base
+
+    def told(self, machine: Machine, level: str, kind: str, text: str) -> None:
+        if self._verbose or level != "info":
+            self.observer.tell(f"{machine.host}: {kind}: {text}")
+
+    def unexpected(self, machine: Machine, problem: BaseException) -> None:
+        self.complaints.append(f"{machine.host} ended: {problem!r}")
+        self.observer.tell(f"{machine.host} ended: {problem!r}")
+
+    def complaint(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What reached the loop's exception handler. What a killed process says does not count."""
+        process = PROCESS.get()
+        if process is None or process.alive:
+            self.complaints.append(f"{context.get('message')}: {context.get('exception')!r}")
+
+    async def ask(self, method: str, **params: Any) -> dict[str, Any]:
+        """A person's request. Where the job ended before, or the seed is out of reach, nothing happens."""
+        try:
+            client = await SeedClient.connect(self.network.at(PERSON), SEED, SEED_PORT, name=PERSON)
+        except P2PTrainError:
+            return {}
+        try:
+            return await client.request(method, params)
+        except (NetworkError, P2PTrainError) as problem:
+            self.observer.tell(f"{method}: {problem.message}")
+            return {}
+        finally:
+            await client.close()
+
+    async def create_job(self) -> None:
+        while not self.job:
+            created = await self.ask("jobs.create", name="sim", profile="sim", spec=self.profile.to_spec())
+            self.job = str(created.get("job", ""))
+            await asyncio.sleep(0.1)
+
+    def close(self) -> None:
+        for machine in self.machines.values():
+            machine.kill()
+            machine.disk.close()

@@ -1,0 +1,316 @@
+"""What can happen to a cluster: each kind of fault, when it strikes, and how it is taken back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Callable
+
+from ring.transaction import Phase
+from roles.sim.cluster import SEED, Machine, Simulation
+from roles.sim.loop import PROCESS
+from wire.connection import Connection
+
+# Kind → weight.
+KINDS = {
+    "kill": 6,
+    "kill-in-phase": 8,
+    "kill-two": 2,
+    "kill-most": 1,
+    "kill-in-disk-call": 2,
+    "power-cut": 3,
+    "leave": 3,
+    "join": 7,
+    "freeze": 4,
+    "cut": 3,
+    "silence": 2,
+    "one-way": 2,
+    "partition": 2,
+    "slow": 2,
+    "garbage": 2,
+    "seed-kill": 3,
+    "seed-restart": 1,
+    "seed-away": 1,
+    "seed-freeze": 1,
+    "disk-full": 2,
+    "pause": 2,
+    "save": 1,
+    "restore": 1,
+}
+PHASES = (
+    Phase.FORMING,
+    Phase.HEALING,
+    Phase.COMPUTING,
+    Phase.REDUCING,
+    Phase.VOTING,
+    Phase.APPLYING,
+    Phase.BOUNDARY,
+    Phase.REDOING,
+    Phase.HELD,
+)
+PATIENCE_S = 5.0
+"""A fault that waits for a phase that does not come strikes anyhow after so long."""
+LONGEST_S = 60.0
+"""Of a fault that lasts, but for the seed's long absence."""
+
+
+class Faults:
+    """Carries out faults. All draws come from the simulation's one generator."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self._random = simulation.random
+        self._tell = simulation.observer.tell
+        self._lasting: list[asyncio.Task[None]] = []
+
+    async def strike(self, kind: str) -> None:
+        """Do one of ``KINDS``; where nobody is there to do it to, nothing happens."""
+        simulation, rng = self._simulation, self._random
+        live = simulation.live
+        victims = rng.sample(live, len(live))
+        hosts = [SEED, *(machine.host for machine in victims)]
+        match kind:
+            case "kill" if len(victims) > 1:
+                await self._at_moment(victims[0], rng.choice((1, 3, 10, 50, 300)), self._kill)
+            case "kill-in-phase" if len(victims) > 1:
+                await self._in_phase(victims[0], rng.choice(PHASES), rng.randrange(30), self._kill)
+            case "kill-two" if len(victims) > 2:
+                await self._in_phase(victims[0], rng.choice(PHASES), rng.randrange(10), self._kill)
+                self._kill(victims[1])
+            case "kill-most" if len(victims) > 1:
+                for victim in victims[1:]:
+                    self._kill(victim)
+            case "kill-in-disk-call" if victims:
+                victims[0].disk.die_in = victims[0].disk.calls + rng.randint(1, 25)
+                self._tell(f"{victims[0].host} will die in a call of its disk")
+            case "power-cut" if victims:
+                several = victims[: rng.choice((1, 1, 2, len(victims)))]
+                self._tell(f"power cut at {[machine.host for machine in several]}")
+                for victim in several:
+                    victim.power_cut()
+                self._later(self._after(rng.uniform(0, 5), lambda: [self._start(victim) for victim in several]))
+            case "leave" if len(victims) > 1:
+                self._tell(f"{victims[0].host} leaves")
+                victims[0].leave()
+            case "join":
+                self.join()
+            case "freeze" if victims:
+                await self._in_phase(victims[0], rng.choice(PHASES), rng.randrange(30), self._freeze)
+            case "cut" | "silence" | "one-way" if len(hosts) > 1:
+                one, other = rng.sample(hosts, 2)
+                self._sever(kind, [(one, other)])
+            case "partition" if len(hosts) > 2:
+                size = rng.randrange(1, len(hosts) - 1)
+                far = set(hosts[-size:])
+                how = rng.choice(("cut", "silence"))
+                self._sever(how, [(a, b) for a in hosts if a not in far for b in hosts if b in far])
+            case "slow" if len(hosts) > 1:
+                self._slow(*rng.sample(hosts, 2))
+            case "garbage" if victims:
+                self._garbage(rng.choice([simulation.seed, victims[0]]))
+            case "seed-kill" | "seed-restart" | "seed-away" | "seed-freeze" if simulation.seed.up:
+                await self._seed(kind)
+            case "disk-full":
+                self._disk_full(rng.choice([simulation.seed, *victims]))
+            case "pause" | "save" | "restore":
+                await self._person(kind)
+
+    # ----------------------------------------------------------------------------------------------------------- when
+
+    async def _at_moment(self, victim: Machine, moments: int, act: Callable[[Machine], None]) -> None:
+        """After so many callbacks of the victim from now."""
+        due = victim.process.moments + moments
+        await self._when(victim, lambda: victim.process.moments >= due, act)
+
+    async def _in_phase(self, victim: Machine, phase: Phase, moments: int, act: Callable[[Machine], None]) -> None:
+        """So many callbacks after the victim came to be in ``phase``, if it is still in it; else when it is again."""
+        seen = 0
+
+        def there() -> bool:
+            nonlocal seen
+            seen = seen + 1 if victim.phase is phase else 0
+            return seen > moments
+
+        self._tell(f"wait for {victim.host} to be {phase}, {moments} callbacks long")
+        await self._when(victim, there, act)
+
+    async def _when(self, victim: Machine, holds: Callable[[], bool], act: Callable[[Machine], None]) -> None:
+        process = victim.process
+        done = asyncio.Event()
+
+        def look() -> None:
+            if holds():
+                process.on_moment = None
+                act(victim)
+                done.set()
+
+        process.on_moment = look
+        try:
+            async with asyncio.timeout(self._random.uniform(0, PATIENCE_S)):
+                await done.wait()
+        except TimeoutError:
+            if process.alive and process.on_moment is look:
+                process.on_moment = None
+                act(victim)
+
+    # ----------------------------------------------------------------------------------------------------------- what
+
+    def _kill(self, victim: Machine) -> None:
+        self._tell(f"kill {victim.host} ({victim.phase})")
+        victim.kill()
+
+    def _start(self, machine: Machine) -> None:
+        if not machine.up:
+            self._tell(f"{machine.host} starts")
+            machine.start()
+
+    def join(self) -> None:
+        free = [machine for machine in self._simulation.workers if not machine.up]
+        if free:
+            self._start(self._random.choice(free))
+
+    def _freeze(self, victim: Machine) -> None:
+        process, seconds = victim.process, self._random.choice((0.5, 3.0, 20.0, LONGEST_S))
+        self._tell(f"{victim.host} freezes for {seconds} s ({victim.phase})")
+        self._simulation.loop.freeze(process)
+
+        def thaw() -> None:
+            if process.alive:
+                self._tell(f"{victim.host} thaws")
+                self._simulation.loop.thaw(process)
+
+        self._later(self._after(seconds, thaw))
+
+    def _sever(self, how: str, pairs: list[tuple[str, str]]) -> None:
+        network = self._simulation.network
+        act = {"cut": network.cut, "silence": network.silence, "one-way": network.deafen}[how]
+        self._tell(f"{how} {' '.join(f'{one}-{other}' for one, other in pairs)}")
+        for one, other in pairs:
+            act(one, other)
+
+        def mend() -> None:
+            self._tell(f"mend {' '.join(f'{one}-{other}' for one, other in pairs)}")
+            for one, other in pairs:
+                network.mend(one, other)
+
+        self._later(self._after(self._random.choice((0.5, 5.0, 35.0, LONGEST_S)), mend))
+
+    def _slow(self, one: str, other: str) -> None:
+        way, delay_s = frozenset((one, other)), self._random.choice((0.1, 0.5, 3.0))
+        self._tell(f"{one}-{other} takes {delay_s} s more")
+        self._simulation.slow[way] = delay_s
+        self._later(self._after(self._random.uniform(1, LONGEST_S), lambda: self._simulation.slow.pop(way, None)))
+
+    def _garbage(self, victim: Machine) -> None:
+        """Bytes that are no frame, between two frames of one of its connections, which must end for it."""
+        found = [
+            connection
+            for connection in self._simulation.network.connections(victim.host)
+            if isinstance(connection, Connection)
+            and connection._attached
+            and not connection._ended
+            and connection._decoder.between_frames
+        ]
+        if not found:
+            return
+        connection = self._random.choice(found)
+        self._tell(f"garbage on a connection of {victim.host}")
+        noise = self._random.randbytes(64)
+
+        def inject() -> None:
+            rest = memoryview(noise)
+            while rest and not connection._ended:
+                room = connection.get_buffer(-1)
+                taken = min(len(room), len(rest))
+                room[:taken] = rest[:taken]
+                connection.buffer_updated(taken)
+                rest = rest[taken:]
+            self._simulation.observer.check("garbage ends it", connection._ended, lambda: f"{noise.hex()} was taken")
+
+        def inject_there() -> None:
+            PROCESS.set(victim.process)
+            inject()
+
+        self._simulation.loop.call_soon(inject_there, context=contextvars.copy_context())
+
+    async def _seed(self, kind: str) -> None:
+        seed, rng = self._simulation.seed, self._random
+        if kind == "seed-freeze":
+            self._freeze(seed)
+        elif kind == "seed-restart":
+            self._tell("the seed is restarted")
+            seed.leave()
+            await self._gone(seed)
+            self._start(seed)
+        else:
+            cut = rng.random() < 0.3
+            self._tell(f"{'power cut at' if cut else 'kill'} the seed")
+            await self._at_moment(seed, rng.choice((1, 5, 40)), Machine.power_cut if cut else Machine.kill)
+            away_s = rng.choice((50.0, 200.0)) if kind == "seed-away" else rng.choice((0.0, 1.0, 10.0))
+            self._later(self._after(away_s, lambda: self._start(seed)))
+
+    def _disk_full(self, victim: Machine) -> None:
+        self._tell(f"the disk of {victim.host} is full")
+        victim.disk.fill_up(True)
+
+        def room() -> None:
+            self._tell(f"the disk of {victim.host} has room again")
+            victim.disk.fill_up(False)
+
+        self._later(self._after(self._random.uniform(1, 20), room))
+
+    async def _person(self, kind: str) -> None:
+        simulation = self._simulation
+        if kind == "pause":
+            self._tell("the person pauses")
+            await simulation.ask("jobs.pause", job=simulation.job)
+            self._later(self._resume(self._random.uniform(0, 10)))
+        elif kind == "save":
+            self._tell("the person saves")
+            await simulation.ask("jobs.save", job=simulation.job)
+        else:
+            known = (await simulation.ask("checkpoints.list", job=simulation.job)).get("checkpoints", [])
+            if known:
+                chosen = self._random.choice(known)
+                self._tell(f"the person restores step {chosen['step']}")
+                await simulation.ask("checkpoints.restore", id=chosen["id"])
+
+    async def _resume(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        self._tell("the person resumes")
+        await self._simulation.ask("jobs.resume", job=self._simulation.job)
+
+    async def _gone(self, machine: Machine) -> None:
+        if machine.task is not None:
+            await asyncio.wait([machine.task], timeout=LONGEST_S)
+        if machine.up:
+            machine.kill()
+
+    # ------------------------------------------------------------------------------------------------------ and after
+
+    def _later(self, what: object) -> None:
+        self._lasting.append(asyncio.ensure_future(what))  # type: ignore[arg-type]
+
+    async def _after(self, seconds: float, act: Callable[[], object]) -> None:
+        await asyncio.sleep(seconds)
+        act()
+
+    async def calm(self, least: int) -> None:
+        """Wait until what lasts has passed; then let the seed run, and ``least`` workers."""
+        for task in self._lasting:
+            await task
+        self._lasting.clear()
+        simulation = self._simulation
+        for machine in simulation.workers:
+            machine.disk.die_in = None
+            if machine.up and machine.stop.is_set():
+                await self._gone(machine)
+        simulation.slow.clear()
+        self._start(simulation.seed)
+        while len(simulation.live) < least:
+            self.join()
+        self._tell("calm")
+
+    def cancel(self) -> None:
+        for task in self._lasting:
+            task.cancel()

@@ -1,0 +1,206 @@
+"""What must be true of every run, checked while it runs: the first thing that is not ends it with ``Violation``.
+
+- *same bits*: states of equal step and lineage are bit-equal, on every machine, at any time, on disk too;
+- *exactly once*: a state counts the steps that went into it, and that is the step it says it is; its parameters are
+  those of a run that nothing disturbed, but for rounding, and not even that where sums are exact (so no micro-batch
+  was left out or taken twice);
+- *no fork*: members of one generation commit one lineage per step; a view begins on the line of commits that the
+  generations before it left, and takes back no step whose checkpoint the seed has noted, unless the job went back;
+- *old generations change nothing*: what a member of a generation commits after a newer one was minted never enters the
+  line;
+- *confirmed*: a checkpoint is of a step that every member of its generation has applied;
+- *durable*: what was noted as saved is there after a kill or a power cut; what is loaded was once committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from p2ptrain.core.checkpoints import CheckpointEntry
+from ring.transaction import Transaction
+from ring.view import View
+from roles.sim.engine import SimEngine
+
+if TYPE_CHECKING:
+    from roles.sim.cluster import Machine
+
+ROUNDING = 1e-4
+"""Of the largest parameter: how far the order of sums may move a run of this length; shown by the undisturbed one."""
+
+
+class Violation(AssertionError):
+    """An invariant does not hold. ``name`` is its short name."""
+
+    def __init__(self, name: str, text: str) -> None:
+        super().__init__(f"{name}: {text}")
+        self.name = name
+
+
+@dataclass
+class Line:
+    """The surviving line of commits of one job.
+
+    Attributes:
+        lineages: step → lineage, as of the newest generation.
+        saved_step: the newest step of it whose checkpoint the seed has noted.
+    """
+
+    generation: int = 0
+    lineages: dict[int, str] = field(default_factory=dict)
+    saved_step: int = 0
+
+
+class Observer:
+    """Told of what happens anywhere in the cluster.
+
+    Args:
+        now: virtual seconds.
+        expected: parameters after 0, 1, 2, … steps, undisturbed.
+    """
+
+    def __init__(self, now: Callable[[], float], expected: list[np.ndarray[Any, Any]]) -> None:
+        self._now, self._expected = now, expected
+        self.timeline: list[tuple[float, str]] = []
+        self.checks: dict[str, int] = {}
+        self.violation: Violation | None = None
+        self.line = Line()
+        self.job_state = ""
+        self.commits = 0
+        self._bits: dict[tuple[int, str], bytes] = {}
+        self._holders: dict[tuple[int, str], set[str]] = {}  # step, lineage → who ever held that state
+        self._members: dict[int, set[str]] = {}  # generation → hosts
+        self._committed: dict[tuple[int, int], str] = {}  # generation, step → lineage
+        self._manifests: dict[str, tuple[int, str]] = {}  # digest of a manifest → step, lineage
+        self._announced: dict[str, int] = {}  # host → newest step announced since it last went back
+
+    def tell(self, text: str) -> None:
+        self.timeline.append((self._now(), text))
+
+    def check(self, name: str, holds: bool, text: Callable[[], str]) -> None:
+        self.checks[name] = self.checks.get(name, 0) + 1
+        if not holds and self.violation is None:
+            self.violation = Violation(name, text())
+            self.tell(f"VIOLATION {self.violation}")
+
+    # ----------------------------------------------------------------------------------------------------- the members
+
+    def moved(self, machine: Machine, core: Transaction, view: View | None, before: tuple[int, str]) -> None:
+        """The state in a member's memory is of another step or lineage now. ``view``: the one it happened in."""
+        engine = machine.engine
+        if engine is None or not core.lineage:
+            return
+        step, lineage = core.applied, core.lineage
+        self._same_bits(machine.host, step, lineage, engine.bits())
+        self._holders.setdefault((step, lineage), set()).add(machine.host)
+        self.check("exactly once", engine.count == step, lambda: f"{machine.host}: {engine.count} steps in step {step}")
+        self._as_undisturbed(machine.host, engine, step)
+        if view is not None and step == before[0] + 1:
+            self.commits += 1
+            self._commit(machine.host, view.generation, step, lineage, before[1])
+
+    def _same_bits(self, who: str, step: int, lineage: str, bits: bytes) -> None:
+        known = self._bits.setdefault((step, lineage), bits)
+        self.check("same bits", known == bits, lambda: f"{who} has another state of step {step}, lineage {lineage[:8]}")
+
+    def _as_undisturbed(self, who: str, engine: SimEngine, step: int) -> None:
+        expected = self._expected[step]
+        worst = float(np.max(np.abs(engine.parameters - expected)))
+        limit = 0.0 if engine.exact else ROUNDING * float(np.max(np.abs(expected)))
+        self.check(
+            "undisturbed", worst <= limit, lambda: f"{who}: step {step} is off by {worst:.2g} ({limit:.2g} at most)"
+        )
+
+    def _commit(self, who: str, generation: int, step: int, lineage: str, before: str) -> None:
+        known = self._committed.setdefault((generation, step), lineage)
+        self.check(
+            "no fork", known == lineage, lambda: f"{who}: generation {generation} has two lineages of step {step}"
+        )
+        line = self.line
+        if generation != line.generation:
+            self.tell(f"{who} commits step {step} in the old generation {generation}")
+            return
+        self.tell(f"{who} commits step {step} {lineage[:6]} in generation {generation}")
+        on_line = line.lineages.setdefault(step, lineage)
+        self.check("no fork", on_line == lineage, lambda: f"{who}: step {step} is committed with another lineage")
+        parent = line.lineages.setdefault(step - 1, before)
+        self.check("no fork", parent == before, lambda: f"{who}: step {step} follows a step that is not the line's")
+
+    # -------------------------------------------------------------------------------------------------------- the seed
+
+    def minted(self, view: View, restored: bool) -> None:
+        line = self.line
+        names = ",".join(member.name for member in view.members)
+        self.tell(
+            f"generation {view.generation} from step {view.step} {view.lineage[:6]}: {names}{' restored' * restored}"
+        )
+        self.check(
+            "generations grow",
+            view.generation > line.generation,
+            lambda: f"generation {view.generation} follows {line.generation}",
+        )
+        if restored:
+            line.saved_step = min(line.saved_step, view.step)
+        known = line.lineages.get(view.step, view.lineage)
+        self.check(
+            "no fork",
+            restored or known == view.lineage,
+            lambda: f"generation {view.generation} begins at step {view.step} with another lineage",
+        )
+        self.check(
+            "nothing saved is taken back",
+            view.step >= line.saved_step,
+            lambda: f"generation {view.generation} begins at step {view.step}, {line.saved_step} was noted as saved",
+        )
+        line.generation = view.generation
+        self._members[view.generation] = {member.name for member in view.members}
+        line.lineages = {step: lineage for step, lineage in line.lineages.items() if step < view.step}
+        line.lineages[view.step] = view.lineage
+
+    # ----------------------------------------------------------------------------------------------------- checkpoints
+
+    def saved(self, machine: Machine, entry: CheckpointEntry, bits: bytes) -> None:
+        lineage = str(entry.meta.get("lineage"))
+        self._manifests[entry.digest] = (entry.step, lineage)
+        generation = entry.meta.get("generation")
+        members = self._members.get(generation if isinstance(generation, int) else 0, set())
+        behind = members - self._holders.get((entry.step, lineage), set())
+        self.check(
+            "confirmed",
+            not behind,
+            lambda: f"{machine.host} saved step {entry.step}, which {sorted(behind)} never applied",
+        )
+        self._same_bits(f"{machine.host}'s checkpoint", entry.step, lineage, bits)
+
+    def announced(self, machine: Machine, step: int, digest: str) -> None:
+        """A member told the seed of a checkpoint, for the first time or again."""
+        known = self._manifests.get(digest)
+        self.check("loaded was saved", known is not None, lambda: f"{machine.host} announces an unknown checkpoint")
+        if known is None or machine.announced.get(step) == digest:
+            return
+        machine.announced[step] = digest
+        self.tell(f"{machine.host} announces a checkpoint of step {step} {known[1][:6]}")
+        self._announced[machine.host] = max(self._announced.get(machine.host, 0), step)
+
+    def recorded(self, step: int, digest: str) -> None:
+        """The seed has written down that there is a checkpoint: from now on the job counts on it."""
+        known = self._manifests.get(digest)
+        if known is not None and self.line.lineages.get(step) == known[1]:
+            self.line.saved_step = max(self.line.saved_step, step)
+
+    def loaded(self, machine: Machine, entry: CheckpointEntry | None, restore_step: int) -> None:
+        step = entry.step if entry is not None else 0
+        self.tell(f"{machine.host} loads step {step}")
+        if entry is not None:
+            known = entry.digest in self._manifests
+            self.check("loaded was saved", known, lambda: f"{machine.host} loads a checkpoint that nobody committed")
+        if restore_step >= 0:
+            self._announced[machine.host] = step
+            return
+        least = self._announced.get(machine.host, 0)
+        self.check(
+            "durable", step >= least, lambda: f"{machine.host} announced a checkpoint of step {least}, and finds {step}"
+        )

@@ -1,0 +1,168 @@
+"""One schedule of the simulator, from a number to a verdict."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import hashlib
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from configs.schema import Profile
+from roles.sim.cluster import Simulation
+from roles.sim.engine import undisturbed
+from roles.sim.faults import KINDS, Faults
+from roles.sim.loop import SimLoop
+from roles.sim.mutations import without
+from roles.sim.watching import watched
+
+STEPS = 20
+CALM_S = 1200.0
+"""Virtual seconds from the last fault to the end of the job; see ``ring.deadlines`` for what may be waited for."""
+MOST_PEERS, MOST_FAULTS = 16, 8
+_PROFILE: dict[str, Any] = {
+    "job": {"steps": STEPS, "workers": 2},
+    "batch": {"micro_batches": 8},
+    "validation": {"every": 7, "batches": 3},
+    "checkpoint": {"every": 4},
+    "ring": {"bucket_bytes": 1024},  # two buckets, the first of which is sent while the step is being computed
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of one schedule.
+
+    Attributes:
+        number: the schedule's.
+        violated: name of the invariant that did not hold, empty where all did.
+        checks: how often each invariant was looked at.
+        virtual_s, real_s: how long it took.
+        fingerprint: digest of the timeline, and of how many callbacks ran: equal runs, equal fingerprints.
+    """
+
+    number: int
+    peers: int
+    violated: str
+    text: str
+    checks: dict[str, int]
+    virtual_s: float
+    real_s: float
+    steps: int
+    fingerprint: str
+    timeline: list[tuple[float, str]] = field(repr=False)
+
+
+@lru_cache(maxsize=4)
+def _prepared(exact: bool) -> tuple[Profile, list[Any]]:
+    profile = Profile.model_validate({**_PROFILE, "job": {**_PROFILE["job"], "exact": exact}})
+    return profile, undisturbed(profile)
+
+
+def run_schedule(
+    number: int, *, peers: int = 0, kinds: Sequence[str] = (), mutation: str = "", verbose: bool = False
+) -> Verdict:
+    """Run the schedule that ``number`` decides.
+
+    Args:
+        peers: machines for workers; 0: 2 to 16, few more often.
+        kinds: of faults; empty: all.
+        mutation: the safeguard to switch off.
+    """
+    profile, expected = _prepared(number % 2 == 0)
+    began = time.perf_counter()
+    rng = random.Random(f"schedule {number}")  # noqa: S311
+    peers = peers or min(rng.randint(2, MOST_PEERS), rng.randint(2, MOST_PEERS), rng.randint(2, MOST_PEERS))
+    loop = SimLoop()
+    gc.disable()  # for speed, and because a collection at any moment is no part of the schedule
+    try:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            simulation, problem = runner.run(
+                _run(loop, number, peers, kinds, profile, expected, mutation, verbose, rng)
+            )
+    finally:
+        gc.enable()
+    violation = simulation.observer.violation
+    name, text = (violation.name, str(violation)) if violation else problem
+    timeline = simulation.observer.timeline
+    told = hashlib.sha256(repr((timeline, loop.callbacks)).encode()).hexdigest()[:16]
+    return Verdict(
+        number,
+        peers,
+        name,
+        text,
+        simulation.observer.checks,
+        loop.time(),
+        time.perf_counter() - began,
+        simulation.observer.commits,
+        told,
+        timeline,
+    )
+
+
+async def _run(
+    loop: SimLoop,
+    number: int,
+    peers: int,
+    kinds: Sequence[str],
+    profile: Profile,
+    expected: list[Any],
+    mutation: str,
+    verbose: bool,
+    rng: random.Random,
+) -> tuple[Simulation, tuple[str, str]]:
+    simulation = Simulation(loop, profile, expected, number, peers=peers, verbose=verbose)
+    loop.set_exception_handler(simulation.complaint)
+    faults = Faults(simulation)
+    problem = ("", "")
+    with watched(simulation, random.Random(number)), without(mutation):  # noqa: S311
+        try:
+            await _conduct(simulation, faults, rng, kinds or list(KINDS))
+        except TimeoutError:
+            problem = ("progress", f"the job is {simulation.observer.job_state} after {CALM_S:g} s without a fault")
+        finally:
+            faults.cancel()
+            simulation.close()
+            await asyncio.sleep(1)  # what was killed is unwound
+    if not problem[0] and simulation.observer.job_state != "done":
+        problem = ("progress", f"the job is {simulation.observer.job_state}")
+    if not problem[0] and simulation.complaints:
+        problem = ("nothing unexpected", "; ".join(simulation.complaints[:3]))
+    return simulation, problem
+
+
+async def _conduct(simulation: Simulation, faults: Faults, rng: random.Random, kinds: Sequence[str]) -> None:
+    observer = simulation.observer
+    simulation.seed.start()
+    await simulation.create_job()
+    for machine in rng.sample(
+        simulation.workers, rng.randint(min(2, len(simulation.workers)), len(simulation.workers))
+    ):
+        machine.start()
+    observer.tell(f"begin with {[machine.host for machine in simulation.live]}")
+    weights = [KINDS[kind] for kind in kinds]
+    for _ in range(rng.randint(2, MOST_FAULTS)):
+        await _wait(simulation, rng.choice((0.0, 0.2, 0.5, 1.0, 3.0)))
+        if observer.violation or observer.job_state in ("done", "failed", "cancelled"):
+            break
+        await faults.strike(rng.choices(kinds, weights)[0])
+    await faults.calm(min(2, len(simulation.workers)))
+    async with asyncio.timeout(CALM_S):
+        while observer.job_state not in ("done", "failed", "cancelled") and not observer.violation:
+            if observer.job_state == "paused":
+                await simulation.ask("jobs.resume", job=simulation.job)
+            await _wait(simulation, 5.0)
+
+
+async def _wait(simulation: Simulation, seconds: float) -> None:
+    """Let time pass, or the job's state change."""
+    simulation.job_changed.clear()
+    try:
+        async with asyncio.timeout(seconds):
+            await simulation.job_changed.wait()
+    except TimeoutError:
+        return

@@ -1,0 +1,129 @@
+"""How the simulator looks into the product, and takes the chance out of it: patches of classes, for the time of a run.
+
+The product has no hooks for this, and needs none.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from p2ptrain.core.checkpoints import CheckpointEntry, CheckpointStore
+from ring.transaction import Transaction
+from roles.seed.store import Records
+from roles.sim.engine import STATE_FILE, bits_of
+from roles.sim.loop import PROCESS
+from roles.worker import gauges
+from roles.worker.control import SeedLink
+from roles.worker.keeper import Keeper
+from wire.messages import CheckpointSaved
+
+if TYPE_CHECKING:
+    from roles.sim.cluster import Machine, Simulation
+
+
+@contextmanager
+def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """``owner.name`` is ``make(what it was)`` within the block."""
+    before = owner.__dict__[name]
+    setattr(owner, name, make(before))
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
+def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
+    """Tell the simulation's observer of everything, and make random names, and nothing else, from ``names``."""
+    observer = simulation.observer
+
+    def here() -> Machine | None:
+        process = PROCESS.get()
+        return simulation.machines.get(process.host) if process is not None and process.alive else None
+
+    def handle(original: Any) -> Any:
+        def call(self: Transaction, event: Any) -> Any:
+            before, view = (self.applied, self.lineage), self.view
+            result = original(self, event)
+            if (self.applied, self.lineage) != before:
+                machine = here()
+                if machine is not None:
+                    observer.moved(machine, self, view, before)
+            return result
+
+        return call
+
+    def add_view(original: Any) -> Any:
+        def call(self: Records, view: Any, *rest: Any, restored: bool, **more: Any) -> Any:
+            original(self, view, *rest, restored=restored, **more)
+            observer.minted(view, restored)
+
+        return call
+
+    def add_checkpoint(original: Any) -> Any:
+        def call(self: Records, checkpoint: Any) -> None:
+            original(self, checkpoint)
+            observer.recorded(checkpoint.step, checkpoint.digest)
+
+        return call
+
+    def save_job(original: Any) -> Any:
+        def call(self: Records, job: Any) -> Any:
+            original(self, job)
+            if job.state != observer.job_state:
+                observer.job_state = job.state
+                observer.tell(f"the job is {job.state} ({job.reason})")
+                simulation.job_changed.set()
+
+        return call
+
+    def write(original: Any) -> Any:
+        def call(self: Any, *rest: Any, **more: Any) -> CheckpointEntry:
+            entry: CheckpointEntry = original(self, *rest, **more)
+            machine = here()
+            if machine is not None:
+                data = self._disk.read(entry.path / STATE_FILE, max_bytes=1 << 20)
+                observer.saved(machine, entry, bits_of(data))
+            return entry
+
+        return call
+
+    def load(original: Any) -> Any:
+        async def call(self: Keeper, *rest: Any, restore_step: int, **more: Any) -> Any:
+            found = await original(self, *rest, restore_step=restore_step, **more)
+            machine = here()
+            if machine is not None:
+                observer.loaded(machine, found[3], restore_step)
+            return found
+
+        return call
+
+    def send(original: Any) -> Any:
+        def call(self: SeedLink, message: Any) -> None:
+            machine = here()
+            if isinstance(message, CheckpointSaved) and machine is not None:
+                observer.announced(machine, message.step, message.digest)
+            original(self, message)
+
+        return call
+
+    with ExitStack() as stack:
+        for owner, name, make in (
+            (Transaction, "handle", handle),
+            (Records, "add_view", add_view),
+            (Records, "save_job", save_job),
+            (Records, "add_checkpoint", add_checkpoint),
+            (CheckpointStore, "write", write),
+            (Keeper, "load", load),
+            (SeedLink, "send", send),
+            (secrets, "token_hex", lambda original: lambda number=32: names.randbytes(number).hex()),
+            (secrets, "token_bytes", lambda original: lambda number=32: names.randbytes(number)),
+            (gauges.Gauges, "machine", lambda original: lambda self: {"memory_bytes": 1e8, "memory_total_bytes": 1e10}),
+            (gauges, "_gpu_reader", lambda original: lambda: None),
+        ):
+            stack.enter_context(replaced(owner, name, make))
+        yield
