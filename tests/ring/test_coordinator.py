@@ -19,8 +19,9 @@ TERMS = co.Terms(workers=2, micro_batches=8)
 class Desk:
     """A coordinator, and what it said: the tests' shell."""
 
-    def __init__(self, terms: co.Terms = TERMS, past: co.Past | None = None) -> None:
+    def __init__(self, terms: co.Terms = TERMS, past: co.Past | None = None, *, follows: bool = False) -> None:
         self.now = 0.0
+        self.follows = follows
         self.core = Coordinator("job", terms, past=past, now=0.0)
         self.said: list[co.Instruction] = []
 
@@ -41,12 +42,13 @@ class Desk:
 
     def offer(self, *peer_ids: str) -> None:
         for peer_id in peer_ids:
-            self.tell(co.PeerOffered(peer(peer_id)))
+            self.tell(co.PeerOffered(peer(peer_id, follows=self.follows)))
 
     def report(
         self, peer_id: str, status: str, applied: int = 0, lineage: str = "", **more: object
     ) -> list[co.Instruction]:
-        generation = 0 if status == "ready" or self.core.view is None else self.core.view.generation
+        beside = status in co.BESIDE
+        generation = 0 if beside or self.core.view is None else self.core.view.generation
         values: dict[str, object] = {
             "job": "job", "generation": generation, "status": status, "applied": applied, "prepared": applied,
             "lineage": lineage or f"L{applied}", "corpus": "C", **more,
@@ -85,8 +87,8 @@ class Desk:
         return [item.kind for item in self.said if isinstance(item, co.Emit)]
 
 
-def peer(peer_id: str) -> co.Peer:
-    return co.Peer(peer_id, f"name-{peer_id}", "10.0.0.1", 7000)
+def peer(peer_id: str, *, follows: bool = False) -> co.Peer:
+    return co.Peer(peer_id, f"name-{peer_id}", "10.0.0.1", 7000, follows)
 
 
 def ids(view: View) -> list[str]:

@@ -1,0 +1,380 @@
+"""Newcomers that catch up beside the ring, those that come too often, and shares that follow speed."""
+
+from __future__ import annotations
+
+import pytest
+
+from ring import coordination as co
+from ring.admission import ASKS, FED
+from ring.coordination import Phase
+from ring.coordinator import Coordinator
+from ring.order import LinkQuality
+from ring.suspects import FIRST_FALL_S, QUIET
+from tests.ring.test_coordinator import Desk, healthy, ids, peer
+from wire.codec import encode
+from wire.frame import CONTROL_FRAME_BYTES
+from wire.messages import MemberRecord, Report
+
+
+def asked(desk: Desk) -> list[str]:
+    return [item.peer_id for item in desk.said if isinstance(item, co.SendCatchUp)]
+
+
+def held(desk: Desk) -> bool:
+    return bool(desk.of(co.SendHold))
+
+
+def beside(*peer_ids: str, members: tuple[str, ...] = ("a", "b")) -> Desk:
+    """A running view, and newcomers that stand ready beside it."""
+    desk = Desk(co.Terms(workers=len(members), micro_batches=8), follows=True)
+    desk.run(*members)
+    desk.offer(*peer_ids)
+    desk.ready(*peer_ids)
+    return desk
+
+
+def test_a_newcomer_catches_up_first_and_the_ring_is_held_when_it_follows() -> None:
+    desk = beside("c")
+    (ask,) = desk.of(co.SendCatchUp)
+    assert isinstance(ask, co.SendCatchUp)
+    assert (ask.peer_id, ask.generation, [donor.peer_id for donor in ask.donors]) == ("c", 1, ["b", "a"])
+    assert isinstance(ask.donors[0], MemberRecord)
+    desk.tell(co.Progress(2))
+    assert desk.core.phase is Phase.RUNNING
+    desk.report("c", "following", 2)
+    assert desk.of(co.SendHold) == [co.SendHold(("a", "b"), 1, "name-c joining")]
+    desk.stand("held", 3, "a", "b")
+    view = desk.minted()
+    assert (view.step, ids(view), healthy(view)) == (3, ["a", "b", "c"], ["a", "b"]), "what it holds it knows itself"
+
+
+def test_one_that_cannot_follow_is_let_in_as_before() -> None:
+    desk = Desk()
+    desk.run("a", "b")
+    desk.offer("c")
+    desk.ready("c")
+    assert not asked(desk)
+    assert held(desk)
+
+
+def test_a_newcomer_that_holds_where_the_ring_begins_comes_in_at_once() -> None:
+    desk = Desk(follows=True)
+    desk.start("a", "b")
+    desk.offer("c")
+    desk.ready("c")
+    assert held(desk)
+    desk.stand("held", 0, "a", "b")
+    assert healthy(desk.minted()) == ["a", "b", "c"]
+
+
+def test_who_follows_waits_for_the_others_as_long_as_it_took_itself() -> None:
+    desk = beside("c", "d")
+    desk.after(5.0)
+    desk.report("c", "following", 7)
+    desk.after(4.9)
+    assert not held(desk)
+    desk.after(0.1)
+    assert desk.of(co.SendHold) == [co.SendHold(("a", "b"), 1, "name-c joining")]
+    desk.stand("held", 8, "a", "b")
+    assert ids(desk.minted()) == ["a", "b", "c"], "nobody waits for one that still catches up"
+    desk.tell(co.Progress(9))
+    desk.report("d", "following", 9)
+    assert held(desk)
+    desk.stand("held", 9, "a", "b", "c")
+    assert set(ids(desk.minted())) == {"a", "b", "c", "d"}
+
+
+def test_several_come_in_with_one_hold() -> None:
+    desk = beside("c", "d")
+    desk.after(5.0)
+    desk.report("c", "following", 7)
+    desk.after(1.0)
+    desk.report("d", "following", 8)
+    assert desk.of(co.SendHold) == [co.SendHold(("a", "b"), 1, "name-c, name-d joining")]
+
+
+def test_the_time_to_catch_up_grows_with_the_state() -> None:
+    desk = Desk(follows=True)
+    desk.run("a", "b")
+    desk.offer("c")
+    desk.report("c", "ready", reduce_bytes=100 * 10**6)
+    assert asked(desk) == ["c"]
+    desk.after(desk.core.terms.grace_s + 299.0)
+    assert not held(desk)
+    desk.after(1.0)
+    assert held(desk), "it heals within the ring"
+    desk.stand("held", 8, "a", "b")
+    assert ids(desk.minted()) == ["a", "b", "c"]
+
+
+def test_a_view_after_a_death_is_made_without_those_that_catch_up() -> None:
+    desk = beside("d", members=("a", "b", "c"))
+    desk.offer("e")
+    desk.ready("e")
+    desk.tell(co.PeerLost("c", "closed"))
+    desk.stand("broken", 5, "a", "b")
+    assert ids(desk.minted()) == ["a", "b"]
+    desk.report("d", "ready", 0)  # its donor is gone: it has begun anew
+    assert asked(desk) == ["d"]
+    desk.report("d", "following", 9)
+    desk.report("e", "following", 9)
+    assert desk.core.phase is Phase.STOPPING
+
+
+def test_who_begins_anew_too_often_heals_within_the_ring() -> None:
+    desk = beside("c")
+    for _ in range(ASKS - 1):
+        desk.ready("c")
+        assert asked(desk) == ["c"]
+    desk.ready("c")
+    assert held(desk)
+
+
+def test_what_a_follower_said_of_its_state_counts_for_nothing() -> None:
+    """The ring may take back what the follower was given of the last step: then it must not be called healthy."""
+    desk = beside("c")
+    desk.report("c", "following", 3)
+    desk.tell(co.PeerLost("b", "closed"))
+    desk.report("a", "broken", 3)
+    view = desk.minted()
+    assert (view.step, healthy(view)) == (3, ["a"])
+
+
+def test_where_the_ring_is_gone_the_follower_is_asked_what_it_has() -> None:
+    desk = beside("c")
+    desk.report("c", "following", 3)
+    for peer_id in ("a", "b"):
+        desk.tell(co.PeerLeft(peer_id, "stopped"))
+    assert desk.of(co.SendAssign) == [co.SendAssign("c", "C", -1)]
+    desk.ready("c", applied=3)
+    view = desk.minted()
+    assert (view.step, healthy(view)) == (3, ["c"])
+
+
+def test_a_newcomer_that_is_lost_while_it_catches_up_is_forgotten() -> None:
+    desk = beside("c")
+    desk.tell(co.PeerLost("c", "closed"))
+    assert desk.core.next_deadline() is None
+    desk.offer("c")
+    desk.ready("c")
+    assert asked(desk) == ["c"]
+
+
+def test_no_more_are_fed_at_a_time_than_the_members_can_feed_and_have_room_for() -> None:
+    many = [f"n{number}" for number in range(9)]
+    desk = Desk(co.Terms(workers=1, micro_batches=6), follows=True)
+    desk.run("a")
+    desk.offer(*many)
+    for peer_id in many:
+        desk.ready(peer_id)
+    assert desk.core._admission.moving == frozenset(many[:FED])
+    desk.report("n0", "following", 2)
+    desk.report("n1", "following", 2)
+    desk.stand("held", 3, "a")
+    assert ids(desk.minted()) == ["a", "n0", "n1"]
+    assert desk.core._admission.moving == {"n2"}, "asked when the first one followed"
+    desk.tell(co.Progress(4))
+    assert asked(desk) == ["n3", "n4"], "there is room for three"
+
+
+def test_donors_are_those_with_the_fastest_way_to_the_newcomer() -> None:
+    desk = Desk(co.Terms(workers=4, micro_batches=8), follows=True)
+    desk.run("a", "b", "c", "d")
+    fast, slow = LinkQuality(1e-3, 1e9), LinkQuality(1e-3, 1e6)
+    desk.tell(co.Measured({("a", "e"): fast, ("d", "e"): slow}))
+    desk.offer("e")
+    desk.ready("e")
+    (ask,) = desk.of(co.SendCatchUp)
+    assert isinstance(ask, co.SendCatchUp)
+    assert [donor.peer_id for donor in ask.donors] == ["a", "d", "c"]
+
+
+# ----------------------------------------------------------------------------------------------------------- flapping
+
+
+def die_and_return(desk: Desk, peer_id: str = "c") -> float:
+    """The member dies, comes again, and the ring goes on; returns how long it is kept out."""
+    step = desk.core.known_step
+    desk.tell(co.PeerLost(peer_id, "closed"))
+    desk.stand("broken", step, "a", "b")
+    assert ids(desk.minted()) == ["a", "b"]
+    desk.tell(co.Progress(step + 1))
+    desk.offer(peer_id)
+    desk.ready(peer_id)
+    began = desk.now
+    while not held(desk):
+        at = desk.core.next_deadline()
+        assert at is not None
+        desk.now = at
+        desk.tell(co.Tick())
+    desk.stand("held", step + 2, "a", "b")
+    assert peer_id in ids(desk.minted())
+    desk.tell(co.Progress(step + 3))
+    return desk.now - began
+
+
+def test_a_member_that_dies_again_and_again_is_kept_out_for_ever_longer() -> None:
+    desk = Desk(co.Terms(workers=3, micro_batches=8))
+    desk.run("a", "b", "c")
+    assert [die_and_return(desk) for _ in range(8)] == [0, 1, 2, 4, 8, 16, 30, 30]
+
+
+def test_it_is_forgiven_after_a_quiet_while() -> None:
+    desk = Desk(co.Terms(workers=3, micro_batches=8))
+    desk.run("a", "b", "c")
+    assert [die_and_return(desk) for _ in range(3)] == [0, 1, 2]
+    desk.after(QUIET * 2.0)
+    assert [die_and_return(desk) for _ in range(2)] == [0, FIRST_FALL_S]
+
+
+def test_whoever_leaves_on_purpose_does_not_flap() -> None:
+    desk = Desk(co.Terms(workers=3, micro_batches=8))
+    desk.run("a", "b", "c")
+    for _ in range(4):
+        step = desk.core.known_step
+        desk.tell(co.PeerLeft("c", "stopped"))
+        desk.stand("held", step, "a", "b")
+        desk.tell(co.Progress(step + 1))
+        desk.offer("c")
+        desk.ready("c")
+        assert held(desk)
+        desk.stand("held", step + 1, "a", "b")
+        desk.tell(co.Progress(step + 2))
+
+
+def test_one_that_flaps_is_in_where_there_is_nobody_else() -> None:
+    desk = Desk(co.Terms(workers=1, micro_batches=8))
+    desk.run("a")
+    for _ in range(4):
+        desk.tell(co.PeerLost("a", "closed"))
+        desk.after(desk.core.terms.grace_s)
+        desk.offer("a")
+        desk.ready("a", applied=1)
+        assert ids(desk.minted()) == ["a"]
+        desk.tell(co.Progress(2))
+
+
+# ------------------------------------------------------------------------------------------------------- shares, doubt
+
+
+def test_shares_follow_the_members_speed() -> None:
+    desk = Desk(co.Terms(workers=2, micro_batches=10))
+    desk.offer("a", "b")
+    desk.report("a", "ready", unit_us=1000)
+    desk.report("b", "ready", unit_us=4000)
+    assert [(member.first, member.count) for member in desk.minted().members] == [(0, 8), (8, 2)]
+
+
+@pytest.mark.parametrize(("members", "witnesses"), [("abc", 2), ("ab", 1)])
+def test_a_silent_member_is_doubted_as_its_neighbours_say_so(members: str, witnesses: int) -> None:
+    desk = Desk(co.Terms(workers=len(members), micro_batches=8))
+    desk.run(*members)
+    doubts: list[co.Instruction] = []
+    for peer_id in members[1:]:
+        desk.report(peer_id, "broken", 5, suspect="a")
+        doubts += desk.of(co.Doubt)
+    assert doubts == [co.Doubt("a", number + 1) for number in range(witnesses)]
+    desk.tell(co.PeerLost("a", "silent, and its neighbours lost it"))
+    assert ids(desk.minted()) == list(members[1:])
+
+
+def test_hearsay_is_no_witness() -> None:
+    desk = Desk(co.Terms(workers=4, micro_batches=8))
+    desk.run("a", "b", "c", "d")
+    desk.report("c", "broken", 5, suspect="a")
+    assert not desk.of(co.Doubt)
+
+
+def test_a_frozen_member_that_thaws_comes_back_as_a_newcomer() -> None:
+    desk = Desk(co.Terms(workers=3, micro_batches=8), follows=True)
+    desk.run("a", "b", "c")
+    desk.tell(co.PeerLost("c", "silent"))
+    desk.stand("broken", 5, "a", "b")
+    assert ids(desk.minted()) == ["a", "b"]
+    desk.tell(co.PeerReturned(peer("c"), 1))
+    desk.report("c", "broken", 5, generation=1)
+    assert desk.of(co.SendRelease) == [co.SendRelease("c", "the ring went on without it")]
+    desk.tell(co.Progress(7))
+    desk.offer("c")
+    desk.ready("c")
+    assert asked(desk) == ["c"]
+
+
+# ---------------------------------------------------------------------------------------------------------- two sides
+
+
+def cut_off(step_s: float) -> Desk:
+    """All members of a ring at step 100 are cut off from the seed, and fresh workers came."""
+    desk = Desk()
+    desk.run("a", "b")
+    for step in (2, 100):
+        desk.now = (step - 1) * step_s
+        desk.tell(co.Progress(step))
+    for peer_id in ("a", "b"):
+        desk.tell(co.PeerLost(peer_id, "closed"))
+    desk.after(desk.core.terms.grace_s)
+    assert desk.core.phase is Phase.WAITING
+    desk.offer("x", "y")
+    desk.ready("x", "y")
+    return desk
+
+
+def test_a_ring_that_is_cut_off_is_taken_back_as_long_as_no_newer_view_was_minted() -> None:
+    desk = cut_off(step_s=4.0)
+    desk.after(100 * 4.0 - 1.0)
+    assert desk.core.phase is Phase.WAITING, "as long as it took to get there"
+    for peer_id in ("a", "b"):
+        desk.tell(co.PeerReturned(peer(peer_id), 1))
+        desk.report(peer_id, "training", 140)
+    assert desk.core.phase is not Phase.WAITING
+    assert desk.core.known_step == 140
+
+
+def test_the_side_that_was_cut_off_is_given_up_when_a_newer_view_was_minted() -> None:
+    desk = cut_off(step_s=4.0)
+    desk.after(100 * 4.0)
+    assert ids(desk.minted()) == ["x", "y"]
+    assert "steps-lost" in desk.kinds()
+    desk.tell(co.Progress(1))
+    for peer_id, status in (("a", "training"), ("b", "broken")):
+        desk.tell(co.PeerReturned(peer(peer_id), 1))
+        desk.report(peer_id, status, 160, generation=1)
+        assert desk.of(co.SendRelease) == [co.SendRelease(peer_id, "the ring went on without it")]
+    assert desk.core.known_step == 1
+
+
+def test_patience_with_a_course_is_bounded_on_both_sides() -> None:
+    desk = cut_off(step_s=0.01)
+    desk.after(desk.core.terms.grace_s)
+    assert ids(desk.minted()) == ["x", "y"]
+    desk = cut_off(step_s=1000.0)
+    desk.after(desk.core.terms.build_s - 1)
+    assert desk.core.phase is Phase.WAITING
+    desk.after(1.0)
+    assert ids(desk.minted()) == ["x", "y"]
+
+
+def test_a_restarted_seed_knows_from_its_store_what_a_step_took() -> None:
+    view = Desk().run("a", "b")
+    desk = Desk(past=co.Past(view=view, corpus="C", known_step=100, step_s=4.0))
+    desk.after(desk.core.terms.grace_s)
+    desk.offer("x", "y")
+    desk.ready("x", "y")
+    desk.after(399.0)
+    assert desk.core.phase is Phase.WAITING
+
+
+# ------------------------------------------------------------------------------------------------------------- a crowd
+
+
+def test_a_view_names_no_more_members_than_fit_a_frame() -> None:
+    core = Coordinator("j" * 12, co.Terms(workers=900, micro_batches=900))
+    for number in range(900):
+        peer_id = f"{number:032d}"
+        core.handle(co.PeerOffered(co.Peer(peer_id, "é" * 64, "192.168.100.100", 60000)), 0.0)
+    for peer_id in sorted(core.peer_ids):
+        core.handle(co.PeerReported(peer_id, Report("j", 0, "ready", 0, 0, "L0", corpus="C")), 0.0)
+    assert core.view is not None
+    assert 200 < core.view.size < 900
+    assert len(encode(core.view.to_message())) < CONTROL_FRAME_BYTES
+    core.validate()
