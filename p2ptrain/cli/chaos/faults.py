@@ -1,0 +1,366 @@
+"""Carries a schedule out: picks who is whole, hurts them, mends them, and says what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+from p2ptrain.cli.chaos.cluster import Cluster, Place
+from p2ptrain.cli.chaos.judge import Injury, pause_before, recovered
+from p2ptrain.cli.chaos.observer import Observer
+from p2ptrain.cli.chaos.schedule import Action
+from p2ptrain.cli.console import Console
+from p2ptrain.core.errors import P2PTrainError
+from roles.seed.updates import INTERVAL_S
+
+PATIENCE_S = 180.0
+"""For a step, or for all to be members again, before it counts as never: the seed waits 30 s for whoever is silent, as
+long for whoever sits out, and a worker on a busy machine loads its libraries for as long again."""
+LEAVE_S = 30.0  # a worker leaves after its step, and writes a checkpoint first where it must
+_ENDS_VIEW = frozenset({"kill", "two", "leave", "join"})
+
+now = time.monotonic
+
+
+@dataclass(slots=True)
+class Faults:
+    """One run of a schedule.
+
+    Args:
+        alone: one fault at a time, the next one when all are members again.
+        stop: the person pressed Ctrl+C.
+
+    Attributes:
+        done: the injuries, in order.
+        stuck: what did not come back in time.
+    """
+
+    cluster: Cluster
+    observer: Observer
+    console: Console
+    stop: asyncio.Event
+    alone: bool
+    done: list[Injury] = field(default_factory=list)
+    stuck: list[str] = field(default_factory=list)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _seed_busy: bool = False
+
+    async def run(self, actions: Iterator[Action], *, count: int, duration_s: float) -> None:
+        """``count`` faults, or as many as begin within ``duration_s``; returns when the last one is mended.
+
+        Raises ``P2PTrainError`` where a process cannot be started.
+        """
+        began = now()
+        try:
+            for action in actions:
+                if (count and action.number > count) or self._over:
+                    break
+                wait_s = action.gap_s if self.alone else began + action.at_s - now()
+                if not count and began + duration_s <= now() + max(wait_s, 0.0):
+                    break
+                await self._pause(wait_s)
+                places = await self._taken(action)
+                if places is None:
+                    break
+                task = asyncio.create_task(self._injure(action, places), name=f"fault {action.number}")
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+                if self.alone:
+                    await asyncio.wait({task})
+                    task.result()
+            if not count:
+                await self._pause(began + duration_s - now())
+            await self._settled()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _settled(self) -> None:
+        while self._tasks:
+            finished, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in finished:
+                task.result()
+
+    @property
+    def _over(self) -> bool:
+        return self.stop.is_set() or self.observer.finished or bool(self.stuck)
+
+    async def _pause(self, seconds: float) -> None:
+        """Let time go by, unless it is over."""
+        await self.observer.until(lambda: self._over, max(seconds, 0.0))
+
+    # ------------------------------------------------------------------------------------------------------- who
+
+    async def _taken(self, action: Action) -> list[Place] | None:
+        """Who is to be hit, reserved: those next in turn who are whole, while somebody else is. None: it is over."""
+        found: list[Place] = []
+
+        def fits() -> bool:
+            nonlocal found
+            found = self._whole(action)
+            return self._over or self._may(action, found)
+
+        if not await self.observer.until(fits, PATIENCE_S):
+            self.stuck.append(f"fault {action.number} ({action.kind}): nobody could be hit within {PATIENCE_S:.0f} s")
+        if self._over:
+            return None
+        if action.kind == "seed":
+            self._seed_busy = True
+            return []
+        if action.kind == "join":
+            return [await self._extra()]
+        chosen = found[: 2 if action.kind == "two" else 1]
+        for place in chosen:
+            place.busy = True
+        return chosen
+
+    def _whole(self, action: Action) -> list[Place]:
+        members = set(self.observer.members)
+        places = (self.cluster.places[number] for number in action.order)
+        return [place for place in places if not place.busy and self.observer.id_of(place.name) in members]
+
+    def _may(self, action: Action, whole: Collection[Place]) -> bool:
+        if action.kind == "seed":
+            return not self._seed_busy
+        if self._seed_busy and self.alone:
+            return False
+        if action.kind == "join":
+            extra = self.cluster.places.get(self.cluster.workers + 1)
+            return bool(whole) and (extra is None or not extra.busy)
+        return len(whole) > (2 if action.kind == "two" else 1)
+
+    async def _extra(self) -> Place:
+        place = await self.cluster.place(self.cluster.workers + 1)
+        place.busy = True
+        return place
+
+    def _ends_of(self, places: Collection[Place]) -> frozenset[str]:
+        """The workers, and their neighbours in the ring: a broken link is no more the fault of the one end."""
+        members, ids = self.observer.members, {self.observer.id_of(place.name) for place in places}
+        near = {
+            members[(rank + turn) % len(members)]
+            for rank, peer in enumerate(members)
+            if peer in ids
+            for turn in (-1, 1)
+        }
+        return frozenset(ids | near)
+
+    # ------------------------------------------------------------------------------------------------------- what
+
+    async def _injure(self, action: Action, places: list[Place]) -> None:
+        observer = self.observer
+        kind = action.kind
+        self_only = frozenset(observer.id_of(place.name) for place in places)
+        injury = Injury(
+            number=action.number,
+            kind=kind,
+            at_s=now(),
+            generation=observer.generation,
+            step=observer.step,
+            new_view=kind in _ENDS_VIEW,
+            peers=tuple(place.name for place in places) or ("seed",),
+            excused=self._ends_of(places) if kind in ("cut", "slow", "corrupt") else self_only,
+        )
+        self.done.append(injury)
+        first_row = len(observer.rows)
+        try:
+            await self._hurt(action, places, injury)
+            self.console.event("info", f"fault {action.number}: {_told(injury)}")
+            back = asyncio.create_task(self._recovery(injury, first_row), name=f"recovery {action.number}")
+            try:
+                await self._mend(action, places, injury)
+                injury.until_s = now()
+                await self._until_whole(injury)
+                await back
+            finally:
+                back.cancel()
+                await asyncio.wait({back})
+        finally:
+            for place in places:
+                place.busy = False
+            if kind == "seed":
+                self._seed_busy = False
+            observer.wake()
+
+    async def _hurt(self, action: Action, places: list[Place], injury: Injury) -> None:
+        """Do it, as one instant. Sets ``injury.detail``."""
+        cluster = self.cluster
+        place = places[0] if places else None
+        match action.kind:
+            case "kill" | "two":
+                await asyncio.gather(*(cluster.kill(each) for each in places))
+            case "seed":
+                await cluster.kill_seed()
+            case "freeze" if place is not None:
+                injury.detail = f"for {action.lasts_s:.1f} s"
+                cluster.freeze(place)
+            case "cut" if place is not None:
+                where, how = action.cut.split()
+                injury.kind = f"cut {action.cut}"
+                injury.detail = f"for {action.lasts_s:.1f} s"
+                for link in (place.data, place.control) if where == "all" else (getattr(place, _LINKS[where]),):
+                    link.cut(silent=how == "silent")
+            case "slow" if place is not None:
+                delay_ms = 1e3 * action.delay_s
+                injury.detail = f"to {action.rate_bps / 1e6:.2f} MB/s, {delay_ms:.0f} ms, for {action.lasts_s:.1f} s"
+                place.data.slow(action.rate_bps, action.delay_s)
+            case "corrupt" if place is not None:
+                injury.detail = f"one byte in the next {action.skip_bytes + 1} on the ring"
+                place.data.damage(action.skip_bytes)
+            case "disk" if place is not None:
+                limit_bytes = cluster.fill_disk(place)
+                injury.detail = f"no file past {limit_bytes} bytes, for {action.lasts_s:.1f} s"
+                await self._ask_for_checkpoint()
+            case "leave" if place is not None:
+                await cluster.leave(place, LEAVE_S)
+            case "join" if place is not None:
+                await cluster.start_worker(place.number)
+
+    async def _ask_for_checkpoint(self) -> None:
+        """So that something is written in time; where the job stands still just now, the next boundary does."""
+        try:
+            await self.observer.ask("jobs.save", job=self.observer.job.id if self.observer.job else "")
+        except P2PTrainError as problem:
+            self.console.event("info", f"no checkpoint was asked for: {problem.message}")
+
+    async def _mend(self, action: Action, places: list[Place], injury: Injury) -> None:
+        """Wait as long as it lasts, then make it good."""
+        cluster, observer = self.cluster, self.observer
+        if action.kind == "join":
+            await self._visit(action, places[0], injury)
+            return
+        await self._pause(action.lasts_s)
+        if self.stop.is_set():
+            return  # the whole cluster is let go
+        for place in places:
+            if action.kind in ("kill", "two", "leave"):
+                began = now()
+                await cluster.start_worker(place.number)
+                injury.figures.setdefault("restarted_s", began - injury.at_s)
+            cluster.thaw(place)
+            place.data.mend()
+            place.control.mend()
+            if action.kind == "disk":
+                cluster.empty_disk(place)
+        if action.kind == "seed":
+            before = observer.step
+            await cluster.start_seed()
+            began = now()
+            running = {each.name for each in cluster.places.values() if each.child is not None and not each.frozen}
+            if await observer.until(lambda: self._registered(running), PATIENCE_S):
+                injury.figures["found again"] = now() - began
+            await observer.until(lambda: self._over or (bool(observer.members) and observer.step > before), PATIENCE_S)
+            injury.figures["steps meanwhile"] = float(observer.step - injury.step)
+            if self.alone and not self._over:
+                await self._newcomer(injury)
+
+    def _registered(self, names: Collection[str]) -> bool:
+        peers = self.observer.peers
+        return self._over or all(name in peers and peers[name].state != "lost" for name in names)
+
+    async def _visit(self, action: Action, place: Place, injury: Injury) -> None:
+        """An extra worker, until it was a member for a while, and left."""
+        if await self._until_member(place, injury, "became a member"):
+            await self._pause(action.lasts_s)
+        if place.child is not None:
+            await self.cluster.leave(place, LEAVE_S)
+
+    async def _newcomer(self, injury: Injury) -> None:
+        """A worker that the restarted seed has never seen in its life: how soon it is let in."""
+        place = await self._extra()
+        try:
+            await self.cluster.start_worker(place.number)
+            injury.excused |= {self.observer.id_of(place.name)} - {""}
+            await self._until_member(place, injury, "newcomer in")
+            if place.child is not None:
+                injury.excused |= {self.observer.id_of(place.name)}
+                await self.cluster.leave(place, LEAVE_S)
+        finally:
+            place.busy = False
+
+    async def _until_member(self, place: Place, injury: Injury, label: str) -> bool:
+        """Whether it came to be a member. Notes when it had built its model, how much later it was one (``label``), and
+        the ring's pause for it."""
+        observer, began = self.observer, now()
+        ready = {"waiting", "healing", "training", "held"}
+
+        def state() -> str:
+            return observer.peers[place.name].state if place.name in observer.peers else ""
+
+        def member() -> bool:
+            return observer.id_of(place.name) in observer.members
+
+        def gone() -> bool:
+            return self._over or place.child is None
+
+        await observer.until(lambda: gone() or member() or state() in ready, PATIENCE_S)
+        built = now()
+        injury.figures["built"] = built - began
+        await observer.until(lambda: gone() or member(), PATIENCE_S)
+        if not member():
+            if not gone():
+                self.stuck.append(f"{place.name} was not let in within {PATIENCE_S:.0f} s")
+            return False
+        injury.excused |= {observer.id_of(place.name)}
+        injury.figures[label] = now() - built
+        await self._note_pause(injury, observer.generation, "pause to let it in")
+        return True
+
+    async def _note_pause(self, injury: Injury, generation: int, label: str) -> None:
+        """The figure ``label``: seconds without a step before the view."""
+        rows = self.observer.rows
+        if await self.observer.until(
+            lambda: self._over or (bool(rows) and rows[-1].generation >= generation), PATIENCE_S
+        ):
+            pause_s = pause_before(generation, rows[-_RECENT:])
+            if pause_s is not None:
+                injury.figures[label] = pause_s
+
+    # ------------------------------------------------------------------------------------------------------- and then
+
+    async def _recovery(self, injury: Injury, first_row: int) -> None:
+        """Wait for the step that shows that it goes on, and tell."""
+        observer = self.observer
+        await observer.until(
+            lambda: self._over or recovered(injury, observer.rows[first_row:], INTERVAL_S) is not None, PATIENCE_S
+        )
+        row = recovered(injury, observer.rows[first_row:], INTERVAL_S)
+        if row is None:
+            if not self._over:
+                self.stuck.append(f"fault {injury.number} ({injury.kind}): no step within {PATIENCE_S:.0f} s")
+            return
+        injury.recovery_s = row.at_s - injury.at_s
+        if injury.kind == "join":  # it was not there before: what counts is the pause that it caused
+            injury.recovery_s = pause_before(row.generation, observer.rows[-_RECENT:])
+        if injury.recovery_s is not None:
+            self.console.event(
+                "info",
+                f"fault {injury.number}: step {row.step} in view {row.generation}, after {injury.recovery_s:.2f} s",
+            )
+
+    async def _until_whole(self, injury: Injury) -> None:
+        """All whom it hit are members again."""
+        observer, places = self.observer, self.cluster.places.values()
+
+        def back() -> bool:
+            hit = [place for place in places if place.name in injury.peers and place.number <= self.cluster.workers]
+            return self._over or all(observer.id_of(place.name) in observer.members for place in hit)
+
+        if not await observer.until(back, PATIENCE_S):
+            self.stuck.append(f"{', '.join(injury.peers)}: no member {PATIENCE_S:.0f} s after fault {injury.number}")
+            return
+        injury.whole_s = now()
+        if "restarted_s" in injury.figures:
+            injury.figures["member again"] = injury.whole_s - injury.until_s
+            await self._note_pause(injury, observer.generation, "pause to let it in")
+
+
+_LINKS = {"ring": "data", "seed": "control"}
+_RECENT = 64  # rows among which the last one of the view before is
+
+
+def _told(injury: Injury) -> str:
+    return " ".join(part for part in (injury.kind, " and ".join(injury.peers), injury.detail) if part)
