@@ -49,6 +49,7 @@ from ring.activities import (
     Event,
     Failed,
     Finished,
+    Followed,
     Form,
     Heal,
     Instruction,
@@ -58,6 +59,7 @@ from ring.activities import (
     Reduced,
     Reload,
     Say,
+    Torn,
     Unloaded,
     ViewArrived,
     Vote,
@@ -125,6 +127,8 @@ class Transaction:
                 return self._loaded(event)
             case Unloaded(reason):
                 return self._unloaded(reason)
+            case Torn() | Followed() if self.phase is Phase.IDLE:
+                return self._moved_beside(event)
             case ViewArrived(view):
                 return self._view_arrived(view)
             case Broken():
@@ -145,7 +149,7 @@ class Transaction:
 
     def report(self, status: str, *, suspect: str = "", reason: str = "", cause: str = "", beside: str = "") -> Report:
         """Where this member stands, for the seed."""
-        generation = self.view.generation if self.view and status != "ready" else 0
+        generation = self.view.generation if self.view and status not in ("ready", "following") else 0
         return Report(
             job=self.job,
             generation=generation,
@@ -178,7 +182,7 @@ class Transaction:
         """Raise ``AssertionError`` where an invariant does not hold."""
         assert self.applied >= 0
         assert self.lineage or self.phase in (Phase.EMPTY, Phase.FAILED)
-        assert not self.torn or self.phase in (Phase.EMPTY, Phase.FORMING, Phase.HEALING, Phase.FAILED)
+        assert not self.torn or self.phase in (Phase.EMPTY, Phase.IDLE, Phase.FORMING, Phase.HEALING, Phase.FAILED)
         assert not self.running or self.view is not None
         if self.phase in (Phase.FORMING, Phase.COMPUTING, Phase.REDUCING):
             assert not self.prepared_lineage, "computing would overwrite the redo buffer"
@@ -203,6 +207,14 @@ class Transaction:
         self._guard.forget()
         self.phase = Phase.IDLE  # from everywhere
         return [*instructions, Say(self.report("ready")), *(self._enter(view) if view else [])]
+
+    def _moved_beside(self, event: Torn | Followed) -> list[Instruction]:
+        """It was not a step of this member's ring: nobody may redo it from here, and norms of before say nothing."""
+        self.prepared_lineage, self.torn = "", isinstance(event, Torn)
+        if isinstance(event, Followed):
+            self.applied, self.lineage, self.square_sum = event.applied, event.lineage, event.square_sum
+            self._guard.forget()
+        return []
 
     def _unloaded(self, reason: str) -> list[Instruction]:
         if self.running:
@@ -319,8 +331,8 @@ class Transaction:
         view = self._current_view()
         if self.torn or (self.applied, self.lineage) != (view.step, view.lineage):
             self._go(Phase.HEALING)
-            self.torn = True
-            return [Heal(self._next_ticket(), view)]
+            torn, self.torn = self.torn, True
+            return [Heal(self._next_ticket(), view, torn)]
         return self._start_step()
 
     def _healed(self) -> list[Instruction]:
