@@ -24,7 +24,7 @@ from p2ptrain.cli.bench.plan import Samples
 from p2ptrain.cli.bench.report import Targets, human_duration, human_rate, human_size, human_spread, publish
 from p2ptrain.cli.bench.secure import contexts_of, make_credentials
 from p2ptrain.cli.bench.sockets import SocketRing, Traffic
-from p2ptrain.cli.bench.step import DDP, Steps, Trained
+from p2ptrain.cli.bench.step import DDP, USUAL, Steps, Trained
 from p2ptrain.cli.bench.step import Plan as StepPlan
 from p2ptrain.core.errors import ConnectionLost, JobFailed, ResourceError, UserError
 from ring import dtypes, session
@@ -340,6 +340,17 @@ def test_hidden_communication_and_losses() -> None:
     assert work.loss_difference == pytest.approx(0.001, rel=0.01)
     work.trained[RING].add([ours, other], counted=False)
     assert len(work.trained[RING].samples.seconds) == 2
+
+
+def test_what_exact_sums_cost_is_told_beside_the_usual_mode() -> None:
+    assert set(Steps(StepPlan("", "tiny", 2, 1, 2, Ring())).trained) == {RING}
+    work = Steps(StepPlan("", "tiny", 2, 1, 2, Ring(), exact=True))
+    for name, seconds in ((RING, 1.5), (USUAL, 1.0)):
+        work.trained[name].add([{"seconds": [seconds], "losses": [4.0]}], counted=True)
+    assert work.exact_cost == 1.5
+    assert (
+        "exact sums: a step takes 1.50 times as long as in the usual mode" in work.report(origin(), complete=True).notes
+    )
 
 
 # --------------------------------------------------------------------------------------------- what a person touches

@@ -153,7 +153,7 @@ def step(
         )
     name = Path(profile).stem
     ring = Ring(link, tls, max(1, loaded.ring.streams), loaded.ring.sub_chunk_bytes, codec)
-    work = Steps(Plan(loaded.to_spec(), name, workers, threads, steps, ring))
+    work = Steps(Plan(loaded.to_spec(), name, workers, threads, steps, ring, loaded.job.exact))
     complete = run(conduct(workers, threads, work.measure), children=True)
     publish(work.report(origin(), complete=complete), targets)
     _leave(complete)

@@ -22,7 +22,9 @@ from p2ptrain.cli.bench.report import (
     times,
 )
 
-RING, DDP = "ring", "ddp"
+RING, USUAL, DDP = "ring", "usual", "ddp"
+"""The contenders: this project, and in its usual mode where the profile's is the exact one, and torch."""
+
 BLOCK_STEPS = 5
 """Steps of one contender in a row: long enough that the caches are its own, short enough that both meet the same
 weather."""
@@ -33,7 +35,10 @@ STEP_S = 30.0  # a slow step, for deadlines
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure: ``steps`` of each contender, with ``threads`` for each of the ``workers``."""
+    """What to measure: ``steps`` of each contender, with ``threads`` for each of the ``workers``.
+
+    ``exact``: the profile's mode; its usual one is measured beside it.
+    """
 
     spec: str
     profile: str
@@ -41,6 +46,7 @@ class Plan:
     threads: int
     steps: int
     ring: Ring
+    exact: bool = False
 
 
 @dataclass(slots=True)
@@ -79,7 +85,10 @@ class Steps:
         self.tokens = 0
         self.reduce_bytes = 0
         codec = f", {plan.ring.codec}" if plan.ring.lossy else ""
-        self.trained = {RING: Trained(Samples(f"this ring{codec}"))}
+        mode = ", exact" if plan.exact else ""
+        self.trained = {RING: Trained(Samples(f"this ring{mode}{codec}"))}
+        if plan.exact:
+            self.trained[USUAL] = Trained(Samples(f"this ring{codec}"))
 
     async def measure(self, members: Members, progress: Progress) -> None:
         """Raises ``P2PTrainError``, ``Interrupted``."""
@@ -129,6 +138,12 @@ class Steps:
         """How many times as many tokens a second as DDP."""
         rival = self.trained.get(DDP)
         return ratio(rival.samples, self.trained[RING].samples) if rival is not None else None
+
+    @property
+    def exact_cost(self) -> float | None:
+        """How many times as long as in the usual mode a step takes in the exact one."""
+        usual = self.trained.get(USUAL)
+        return ratio(self.trained[RING].samples, usual.samples) if usual is not None else None
 
     @property
     def hidden(self) -> float | None:
@@ -185,6 +200,7 @@ class Steps:
             "tokens_per_step": self.tokens,
             "reduce_bytes": self.reduce_bytes,
             "ring_to_ddp": self.faster,
+            "exact_to_usual_step": self.exact_cost,
             "hidden": self.hidden,
             "exposed_s": ours.exposed_s,
             "communicating_s": ours.communicating_s,
@@ -219,6 +235,8 @@ class Steps:
                     f"{per_cent(self.hidden)} is hidden"
                 )
             notes.append(f"{text} ({human_size(self.reduce_bytes)} a step)")
+        if self.exact_cost is not None:
+            notes.append(f"exact sums: a step takes {self.exact_cost:.2f} times as long as in the usual mode")
         if self.loss_difference is not None:
             notes.append(
                 f"losses of the same {len(ours.losses)} steps differ by {self.loss_difference:.1e} at most, relative"

@@ -7,9 +7,11 @@ Only the seed is not there, which is not on the path of a step.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from configs.schema import Profile
+from p2ptrain.cli.bench.step import DDP, RING, USUAL
 from p2ptrain.core.errors import JobFailed
 from ring.session import RingSession
 from ring.token import Flag, Token, difference, first_lineage, next_lineage
@@ -26,22 +28,34 @@ PATIENCE_S = 120.0
 Answer = dict[str, Any]
 
 
+@dataclass(slots=True)
+class Ours:
+    """This project's trainer, in one mode."""
+
+    engine: Engine
+    strategy: Strategy
+    lineage: str
+
+
 class Training:
-    """Both trainers of one member. Made by ``build``."""
+    """The trainers of one member. Made by ``build``.
+
+    Args:
+        ours: by contender.
+    """
 
     def __init__(
         self,
         session: RingSession,
         compute: ComputeThread,
-        engine: Engine,
-        strategy: Strategy,
+        ours: dict[str, Ours],
         rival: DdpTrainer | None,
         micro_batches: int,
     ) -> None:
-        self._session, self._compute, self._engine, self._strategy = session, compute, engine, strategy
+        self._session, self._compute, self._ours = session, compute, ours
         self._rival = rival
         self._first, self._count = shares(micro_batches, [1.0] * session.size)[session.rank]
-        self._lineage = first_lineage("bench")
+        engine = ours[RING].engine
         self.facts: Answer = {
             "tokens_per_step": micro_batches * engine.tokens_per_micro_batch,
             "reduce_bytes": engine.reduce_buffer.nbytes,
@@ -53,24 +67,29 @@ class Training:
         """Raises what ``Trainer`` and ``DdpTrainer`` raise."""
         profile = Profile.from_spec_untrusted(spec)
         compute = ComputeThread()
-        engine = await compute.run(engine_builder(device="cpu", threads=threads), profile)
-        factory = strategy_named(profile.job.strategy)
-        strategy = factory(engine, compute, lambda: None, profile.ring.bucket_bytes)
+        modes = {RING: profile}
+        if profile.job.exact:  # what that costs is seen beside the usual mode
+            modes[USUAL] = profile.model_copy(update={"job": profile.job.model_copy(update={"exact": False})})
+        factory, ours = strategy_named(profile.job.strategy), {}
+        for name, mode in modes.items():
+            engine = await compute.run(engine_builder(device="cpu", threads=threads), mode)
+            strategy = factory(engine, compute, lambda: None, profile.ring.bucket_bytes)
+            ours[name] = Ours(engine, strategy, first_lineage("bench"))
         rival: DdpTrainer | None = None
         if gloo is not None:
             from p2ptrain.compute.rivals import DdpTrainer
 
             rival = await compute.run(DdpTrainer, gloo, **trainer_arguments(profile))
-        return cls(session, compute, engine, strategy, rival, profile.batch.micro_batches)
+        return cls(session, compute, ours, rival, profile.batch.micro_batches)
 
     async def train(self, contender: str, first: int, count: int) -> Answer:
         """``count`` steps. Seconds of each, and of each loss; of the ring also how long a step waited for it."""
-        if contender == "ddp":
+        if contender == DDP:
             return await self._train_rival(first, count)
         answer: Answer = {"seconds": [], "losses": [], "exposed_s": [], "communicating_s": []}
         for step in range(first, first + count):
             began = time.perf_counter()
-            answer["losses"].append(await self._step(step, answer))
+            answer["losses"].append(await self._step(self._ours[contender], step, answer))
             answer["seconds"].append(time.perf_counter() - began)
         return answer
 
@@ -83,18 +102,18 @@ class Training:
             seconds.append(time.perf_counter() - began)
         return {"seconds": seconds, "losses": await self._compute.run(self._rival.losses)}
 
-    async def _step(self, step: int, answer: Answer) -> float:
-        session, strategy = self._session, self._strategy
+    async def _step(self, ours: Ours, step: int, answer: Answer) -> float:
+        session, strategy = self._session, ours.strategy
         await strategy.compute(step, self._first, self._count, session, patience_s=PATIENCE_S)
         contribution = await strategy.reduce(session)
         answer["exposed_s"].append(strategy.exposed_s)
         answer["communicating_s"].append(strategy.communicating_s)
-        lineage = bytes.fromhex(self._lineage)
+        lineage = bytes.fromhex(ours.lineage)
         mine = Token(session.view.generation, step, Flag(0), contribution.part, contribution.digest, lineage)
         gathered = await session.all_gather(mine.encode(), patience_s=PATIENCE_S)
         tokens = [Token.decode_untrusted(token) for token in gathered]
         if reason := next(filter(None, (difference(mine, token) for token in tokens)), ""):
             raise JobFailed(f"the members do not hold the same bytes: {reason} differs")
-        self._lineage = next_lineage(self._lineage, contribution.digest)
+        ours.lineage = next_lineage(ours.lineage, contribution.digest)
         applied = await strategy.commit(step, sum((token.part for token in tokens), start=0.0))
         return applied.loss
