@@ -33,9 +33,12 @@ from p2ptrain.cli.runtime import (
 )
 
 if TYPE_CHECKING:
-    from wire.records import JobInfo
+    from configs.schema import Profile
+    from p2ptrain.cli.audit import Verdict
+    from wire.records import JobInfo, RecoveryInfo
 
-app = new_typer(help="Create, show, pause, resume, save, cancel and forget jobs.")
+app = new_typer(help="Create, show, audit, pause, resume, save, cancel and forget jobs.")
+
 
 JobArgument = Annotated[
     str, typer.Argument(metavar="JOB", callback=not_empty, help="Id of the job, the beginning of one, or its name.")
@@ -140,13 +143,17 @@ def show(
 
 
 def _settings(answer: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The profile in a ``jobs.show`` answer, as a map."""
+    settings: dict[str, dict[str, Any]] = _profile(answer).model_dump(mode="json")
+    return settings
+
+
+def _profile(answer: dict[str, Any]) -> Profile:
     """The profile in a ``jobs.show`` answer, checked against the schema: as JSON text or as a map."""
     from configs.schema import Profile
 
     spec = answer.get("spec")
-    text = spec if isinstance(spec, str) else json.dumps(spec)
-    settings: dict[str, dict[str, Any]] = Profile.from_spec_untrusted(text).model_dump(mode="json")
-    return settings
+    return Profile.from_spec_untrusted(spec if isinstance(spec, str) else json.dumps(spec))
 
 
 def _ring(job: JobInfo) -> str:
@@ -261,3 +268,102 @@ def forget(
 def _command(seed: str, verb: str, job: str, done: str, *, as_json: bool) -> None:
     answer = checked(ask(seed, f"jobs.{verb}", job=job), "job", str)
     print_json({"job": answer}) if as_json else typer.echo(f"job {printable(answer)} {done}")
+
+
+@app.command()
+def audit(job: JobArgument, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
+    """Check from the ledger that every step was applied once, and every sample was seen once an epoch.
+
+    Ends with 1 where anything is wrong, and names the first fault.
+
+    \b
+    Examples:
+      p2ptrain jobs audit tiny
+      p2ptrain jobs audit 3f9a --json | jq .fault
+    """
+    from p2ptrain.cli.audit import audit as read_and_check
+    from p2ptrain.cli.console import Console
+    from p2ptrain.cli.runtime import operator, run
+    from wire.records import FINISHED_STATES, JobInfo
+
+    console = Console()
+
+    async def look() -> tuple[JobInfo, Verdict]:
+        async with operator(seed) as client:
+            answer = await client.request("jobs.show", {"job": job})
+            info, profile = JobInfo.from_map_untrusted(checked(answer, "job", dict)), _profile(answer)
+
+            def progress(step: int, of: int) -> None:
+                console.progress(f"step {step:,} of {of:,}", last=step == of)
+
+            return info, await read_and_check(client.request, info.id, profile, progress)
+
+    info, verdict = run(look())
+    console.finish()
+    unrecorded = max(info.step - verdict.steps, 0)
+    if as_json:
+        print_json({"job": info.id, "state": info.state, "unrecorded": unrecorded, **verdict.to_map()})
+    else:
+        print_pairs(_audited(info, verdict, unrecorded))
+    if verdict.fault is not None or (unrecorded and info.state in FINISHED_STATES):
+        raise typer.Exit(1)
+
+
+def _audited(info: JobInfo, verdict: Verdict, unrecorded: int) -> list[tuple[str, str]]:
+    from wire.records import FINISHED_STATES
+
+    samples = f"{verdict.samples:,}, each once an epoch; {verdict.epochs:,} complete epochs of {verdict.windows:,}"
+    folded = f", {verdict.first - 1:,} older ones folded" if verdict.first > 1 else ""
+    total = sum(verdict.computed.values())
+    shares = (f"{peer} {100 * count / total:.1f} %" for peer, count in sorted(verdict.computed.items()))
+    awaited = f"{unrecorded:,} newer steps are not on record" + ("" if info.state in FINISHED_STATES else " yet")
+    pairs = [
+        ("job", f"{info.id} ({info.name}), {info.state}"),
+        ("steps", f"{verdict.first:,} to {verdict.steps:,}{folded}"),
+        ("views", f"{verdict.views:,} on record"),
+        ("lineage", verdict.lineage or "none yet"),
+        ("samples", samples if verdict.windows else "not compared: no worker has told how many there are"),
+        ("computed", ", ".join(shares) or "nothing yet"),
+    ]
+    pairs += [("unrecorded", awaited)] if unrecorded else []
+    verdict_text = f"FAULT at step {verdict.fault.step:,}: {verdict.fault.text}" if verdict.fault else "ok"
+    return [*pairs, ("verdict", "FAULT: " + awaited if unrecorded and info.state in FINISHED_STATES else verdict_text)]
+
+
+@app.command()
+def recoveries(
+    job: JobArgument,
+    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, max=2000, help="Only the newest N.")] = 20,
+    seed: SeedOption = DEFAULT_SEED,
+    as_json: JsonOption = False,
+) -> None:
+    """Show how long the ring stood still each time a machine came, died or froze, and in which phase.
+
+    \b
+    Examples:
+      p2ptrain jobs recoveries tiny
+      p2ptrain jobs recoveries tiny --limit 200 --json | jq .spread_s.total
+    """
+    from wire.records import PHASES, RecoveryInfo, recovery_spread
+
+    answer = ask(seed, "recoveries.list", job=job, limit=limit)
+    found = [RecoveryInfo.from_map_untrusted(item) for item in checked(answer, "recoveries", list)]
+    spread = recovery_spread(found)
+    if as_json:
+        named = {name: {"p50": middle, "p99": high} for name, (middle, high) in spread.items()}
+        print_json({"recoveries": [item.to_map() for item in found], "spread_s": named})
+        return
+    columns = ("WHEN", "WHAT", "STEP", "GEN", "MEMBERS", *(name.upper() for name in (*PHASES, "total")), "WHY")
+    rows = [_recovery_row(item) for item in found]
+    for title, index in (("p50", 0), ("p99", 1)):
+        times = (number(spread[name][index] if name in spread else None, ".3f") for name in (*PHASES, "total"))
+        rows += [(title, "", "", "", "", *times, "")] if found else []
+    print_table(columns, rows, right=columns[2:-1])
+    if not found:
+        typer.echo("No interruption yet.", err=True)
+
+
+def _recovery_row(item: RecoveryInfo) -> tuple[str, ...]:
+    times = (number(value, ".3f") for value in (item.detect_s, item.agree_s, item.form_s, item.transfer_s))
+    place = (human_time(item.wall), item.kind, f"{item.step:,}", str(item.generation), str(item.members))
+    return (*place, *times, number(item.commit_s, ".3f"), number(item.total_s, ".3f"), item.text)

@@ -68,8 +68,11 @@ class WindowSampler:
 
     def sample(self, step: int, micro_batch: int) -> Indices:
         """The windows, each below ``windows``, of one micro-batch, shape (B,)."""
-        first = (step * self.micro_batches + micro_batch) * self.sequences
-        epochs, positions = np.divmod(np.arange(first, first + self.sequences, dtype=np.int64), self.windows)
+        return self.numbered((step * self.micro_batches + micro_batch) * self.sequences, self.sequences)
+
+    def numbered(self, first: int, count: int) -> Indices:
+        """The windows of samples ``range(first, first + count)`` of the run, shape (count,)."""
+        epochs, positions = np.divmod(np.arange(first, first + count, dtype=np.int64), self.windows)
         result = np.empty_like(positions)
         for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
             here = epochs == epoch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import difflib
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
@@ -13,13 +14,14 @@ from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError
 from p2ptrain.core.ids import new_id
 from ring import coordination as co
 from ring.coordination import ENDED, Phase
+from ring.ledger import counts_of_untrusted
 from ring.token import is_lineage
 from roles.seed.peers import NAME_CHARS, clipped
-from roles.seed.store import JobRecord, Records
-from roles.seed.updates import newest_that_fit
+from roles.seed.store import RECOVERIES_KEPT, JobRecord, Records
+from roles.seed.updates import first_that_fit, newest_that_fit
 from wire.connection import Connection
 from wire.enrol import RENEW
-from wire.messages import Request, Response
+from wire.messages import LedgerRow, Request, Response
 from wire.records import CheckpointInfo
 
 if TYPE_CHECKING:
@@ -36,6 +38,10 @@ SINK_S = 60.0
 WORKER_S = 10.0
 VERIFY_S = 60.0  # it reads the whole checkpoint
 FIRST_ROWS = 300
+FIRST_RECOVERIES = 100
+LEDGER_ROWS = 512
+ANSWER_BYTES = 40 << 10
+"""Of the items in an answer, whatever they are; with what is around them it fits a frame."""
 
 _SLOW = frozenset({"checkpoints.restore", "checkpoints.delete"})
 Params = dict[str, Any]
@@ -65,6 +71,9 @@ class Clerk:
             "jobs.cancel": self._jobs_cancel,
             "jobs.save": self._jobs_save,
             "jobs.forget": self._jobs_forget,
+            "jobs.ledger": self._jobs_ledger,
+            "jobs.views": self._jobs_views,
+            "recoveries.list": self._recoveries_list,
             "metrics.history": self._metrics_history,
             "events.list": self._events_list,
             "checkpoints.list": self._checkpoints_list,
@@ -137,6 +146,7 @@ class Clerk:
             shown = [desk.id for desk in seed.desks.values() if desk.live] or list(seed.desks)[-1:]
             for job in shown[:4]:
                 feed.add(await seed.store.call(Records.last_metrics, job, FIRST_ROWS))
+                feed.add(await seed.store.call(Records.recoveries, job, FIRST_RECOVERIES))
             await seed.board.serve(feed, connection)
 
     # ------------------------------------------------------------------------------------------------ cluster and peers
@@ -264,6 +274,36 @@ class Clerk:
         hint = _did_you_mean(text, known)
         raise Refused("unknown-job", f"there is no job {clipped(text, 80)!r}{hint}", remedy="see p2ptrain jobs list")
 
+    # ------------------------------------------------------------------------------------------- ledger and recoveries
+
+    async def _jobs_ledger(self, params: Params, connection: Connection) -> Result:
+        """Rows of later steps, as many as fit: runs of steps with the same generation and shares."""
+        desk, after = self._desk(params), _whole(params, "after_step", 0, 0, 2**53)
+        head = await self._seed.store.call(Records.ledger_head, desk.id)
+        rows = await self._seed.store.call(Records.ledger_rows, desk.id, after, LEDGER_ROWS)
+        runs = [
+            {
+                "first": run[0].step,
+                "generation": run[0].generation,
+                "counts": list(counts_of_untrusted(run[0].counts)),
+                "digests": b"".join(row.digest for row in run).hex(),
+            }
+            for run in _runs(rows)
+        ]
+        begins = dataclasses.asdict(head) if head else None
+        return {"head": begins, "runs": first_that_fit(runs, ANSWER_BYTES), "windows": desk.record.windows}
+
+    async def _jobs_views(self, params: Params, connection: Connection) -> Result:
+        desk, after = self._desk(params), _whole(params, "after_generation", 0, 0, 2**53)
+        views = await self._seed.store.call(Records.views, desk.id, after, MAX_ROWS)
+        items = [dataclasses.asdict(view) | {"members": list(view.members)} for view in views]
+        return {"views": first_that_fit(items, ANSWER_BYTES)}
+
+    async def _recoveries_list(self, params: Params, connection: Connection) -> Result:
+        desk, limit = self._desk(params), _whole(params, "limit", MAX_ROWS, 1, RECOVERIES_KEPT)
+        found = await self._seed.store.call(Records.recoveries, desk.id, limit)
+        return {"recoveries": newest_that_fit(item.to_map() for item in found), "total": len(found)}
+
     # ----------------------------------------------------------------------------------------------- metrics and events
 
     async def _metrics_history(self, params: Params, connection: Connection) -> Result:
@@ -376,6 +416,18 @@ class Clerk:
             remedy = "let that port in through the firewall of this machine"
             raise Refused("unreachable", f"dial-back failed: {problem.message}", remedy=remedy) from problem
         return {"port": port}
+
+
+def _runs(rows: Iterable[LedgerRow]) -> list[list[LedgerRow]]:
+    """Cut rows into runs of consecutive steps with the same generation and shares."""
+    runs: list[list[LedgerRow]] = []
+    for row in rows:
+        last = runs[-1][-1] if runs else None
+        if last and (last.step + 1, last.generation, last.counts) == (row.step, row.generation, row.counts):
+            runs[-1].append(row)
+        else:
+            runs.append([row])
+    return runs
 
 
 def _text(params: Params, name: str, limit: int) -> str:

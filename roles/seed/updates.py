@@ -136,6 +136,17 @@ def newest_that_fit(items: Iterable[Map], limit_bytes: int = 40 << 10) -> list[M
     return chosen[::-1]
 
 
+def first_that_fit(items: Iterable[Map], limit_bytes: int) -> list[Map]:
+    """The first of the items, as many as one answer holds."""
+    chosen: list[Map] = []
+    for item in items:
+        limit_bytes -= len(msgpack.packb(item))
+        if limit_bytes < 0:
+            break
+        chosen.append(item)
+    return chosen
+
+
 def _updates(topic: str, items: Iterable[Map]) -> Iterator[Update]:
     batch: list[Map] = []
     size_bytes = 0

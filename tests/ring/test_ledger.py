@@ -1,0 +1,204 @@
+"""Who computed which step: what continues a ledger, what a view takes back, and that an audit sees every fault."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2ptrain.core.errors import ProtocolError
+from ring.coordination import Peer
+from ring.formation import records
+from ring.ledger import Audit, Began, Fault, Head, begun, fitting, pack_counts, rows_untrusted, surviving
+from ring.token import next_lineage
+from ring.view import View
+from wire.messages import LedgerRow, LedgerRows
+
+M = 8
+START = "00" * 16
+
+
+def view(generation: int, step: int, lineage: str = START, members: str = "ab") -> View:
+    peers = [Peer(peer_id, peer_id, "h", 1) for peer_id in members]
+    return View("j", generation, step, lineage, records(peers, M, members))
+
+
+def row(step: int, generation: int = 1, counts: tuple[int, ...] = (4, 4), salt: str = "") -> LedgerRow:
+    digest = hashlib.blake2b(f"{step}{salt}".encode(), digest_size=16).digest()
+    return LedgerRow(step, generation, digest, pack_counts(counts))
+
+
+def chained(rows: list[LedgerRow], lineage: str = START) -> str:
+    for item in rows:
+        lineage = next_lineage(lineage, item.digest)
+    return lineage
+
+
+# ------------------------------------------------------------------------------------------------------------- keeping
+
+
+def test_rows_continue_the_ledger_and_are_taken_once():
+    head, rows = Head(0, START, 0, START), [row(1), row(2), row(3)]
+    head, taken, problem = fitting(head, view(1, 0), START, rows)
+    assert (taken, problem, head.step, head.lineage) == (rows, "", 3, chained(rows))
+    assert fitting(head, view(1, 0), START, rows)[1:] == ([], ""), "told again"
+    overlapping = [row(3), row(4)]
+    assert fitting(head, view(1, 0), chained(rows[:2]), overlapping)[1] == [row(4)]
+
+
+def test_rows_beyond_a_gap_wait_until_the_gap_is_told():
+    head = Head(0, START, 0, START)
+    later = [row(2), row(3)]
+    assert fitting(head, view(1, 0), chained([row(1)]), later) == (head, [], "")
+    head, taken, _ = fitting(head, view(1, 0), START, [row(1), *later])
+    assert [item.step for item in taken] == [1, 2, 3]
+
+
+def test_rows_of_another_past_are_refused_and_told_of():
+    head, _, _ = fitting(Head(0, START, 0, START), view(1, 0), START, [row(1)])
+    same, taken, problem = fitting(head, view(1, 0), chained([row(1, salt="x")]), [row(2)])
+    assert (same, taken) == (head, [])
+    assert "another past" in problem
+
+
+def test_steps_that_a_view_took_back_are_not_taken_from_the_view_before():
+    rows = [row(1), row(2), row(3)]
+    head, _, _ = fitting(Head(0, START, 0, START), view(1, 0), START, rows)
+    second = view(2, 1, chained(rows[:1]))
+    head = begun(head, second)
+    assert (head.step, head.lineage) == (1, chained(rows[:1]))
+    assert fitting(head, second, chained(rows[:1]), rows[1:]) == (head, [], ""), "late words of the first view"
+    again = row(2, generation=2, salt="again")
+    assert fitting(head, second, head.lineage, [again])[1] == [again]
+
+
+def test_a_redone_step_is_told_with_the_view_that_computed_it():
+    head, _, _ = fitting(Head(0, START, 0, START), view(1, 0), START, [row(1)])
+    second = view(2, 2, chained([row(1), row(2)]))
+    head = begun(head, second)
+    assert head.step == 1, "it is still to be told"
+    assert fitting(head, second, chained([row(1)]), [row(2)])[1] == [row(2)]
+
+
+def test_a_view_below_the_base_begins_a_new_record():
+    assert begun(None, view(1, 5)) == Head(5, START, 5, START)
+    assert begun(Head(100, START, 200, START), view(9, 50)) == Head(50, START, 50, START)
+
+
+@given(st.lists(st.tuples(st.sampled_from("tvr"), st.integers(0, 12)), max_size=40))
+def test_whatever_is_told_in_whatever_order_the_ledger_stays_one_chain(acts):
+    """t: a member tells rows from some step on. v: a view begins at some step. r: late words of an old generation."""
+    truth: list[LedgerRow] = []
+    now = view(1, 0)
+    head, kept = begun(None, now), {}
+    stale: list[list[LedgerRow]] = []
+    for what, number in acts:
+        if what == "v":
+            stale.append(list(truth))
+            truth = truth[: min(number, len(truth))]
+            now = view(now.generation + 1, len(truth), chained(truth))
+            head = begun(head, now)
+            kept = {step: item for step, item in kept.items() if step <= now.step}
+        elif what == "r" and stale:
+            old = stale[number % len(stale)]
+            head, taken, _ = fitting(head, now, START, old) if old else (head, [], "")
+            kept.update({item.step: item for item in taken})
+        else:
+            truth.append(row(len(truth) + 1, now.generation, salt=str(now.generation)))
+            first = min(number, len(truth) - 1)
+            head, taken, problem = fitting(head, now, chained(truth[:first]), truth[first:])
+            assert not problem
+            kept.update({item.step: item for item in taken})
+        assert sorted(kept) == list(range(1, head.step + 1))
+        assert chained([kept[step] for step in sorted(kept)]) == head.lineage
+        assert [kept[step] for step in sorted(kept)] == truth[: head.step]
+
+
+BAD = [
+    LedgerRows("j", START, []),
+    LedgerRows("j", "x", [row(1)]),
+    LedgerRows("j", START, [row(0)]),
+    LedgerRows("j", START, [row(101)]),
+    LedgerRows("j", START, [row(1), row(3)]),
+    LedgerRows("j", START, [row(1), row(1)]),
+    LedgerRows("j", START, [row(1, generation=0)]),
+    LedgerRows("j", START, [row(1, counts=(4, 3))]),
+    LedgerRows("j", START, [replace(row(1), digest=b"short")]),
+    LedgerRows("j", START, [replace(row(1), counts=b"12345")]),
+    LedgerRows("j", START, [replace(row(1), counts=b"")]),
+]
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_what_is_no_ledger_is_refused(message):
+    with pytest.raises(ProtocolError):
+        rows_untrusted(message, micro_batches=M, steps_total=100)
+
+
+# --------------------------------------------------------------------------------------------------------------- audit
+
+ROWS = [row(1), row(2), row(3, 2, (3, 3, 2)), row(4, 2, (2, 2, 4)), row(5, 4)]
+VIEWS = [
+    Began(1, 0, START, ("a", "b")),
+    Began(2, 2, chained(ROWS[:2]), ("a", "b", "c")),
+    Began(3, 4, chained(ROWS[:4]), ("c", "d")),  # broke before its first commit
+    Began(4, 4, chained(ROWS[:4]), ("a", "b")),
+]
+
+
+def audited(rows: list[LedgerRow], views: list[Began], *, base: int = 0) -> tuple[Audit, Fault | None]:
+    audit = Audit(base_step=base, base_lineage=chained(ROWS[:base]), micro_batches=M, views=views)
+    fault = audit.begin()
+    for item in rows:
+        fault = fault or audit.take(item)
+    return audit, fault
+
+
+def test_a_sound_ledger_passes_and_says_who_computed_how_much():
+    audit, fault = audited(ROWS, VIEWS)
+    assert fault is None
+    assert audit.finish(5, chained(ROWS)) is None
+    assert audit.computed == {"a": 8 + 5 + 4, "b": 8 + 5 + 4, "c": 6}
+
+
+def test_a_ledger_whose_beginning_was_folded_passes_too():
+    assert audited(ROWS[3:], VIEWS, base=3)[1] is None
+    assert audited(ROWS[3:], VIEWS[2:], base=3)[1] is None, "its view is forgotten"
+
+
+FAULTS = {
+    "gap": [*ROWS[:1], *ROWS[2:]],
+    "twice": [*ROWS[:2], *ROWS[1:]],
+    "shares": [*ROWS[:2], row(3, 2, (3, 3, 1)), *ROWS[3:]],
+    "generation": [*ROWS[:2], row(3, 1, (3, 3, 2)), *ROWS[3:]],
+    "members": [*ROWS[:2], row(3, 2, (4, 4)), *ROWS[3:]],
+    "lineage": [ROWS[0], row(2, salt="x"), *ROWS[2:]],
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_every_fault_is_found_and_the_first_step_named(kind):
+    fault = audited(FAULTS[kind], VIEWS)[1]
+    assert fault is not None
+    assert (fault.kind, fault.step) == (kind, {"gap": 2, "twice": 2, "lineage": 2}.get(kind, 3))
+
+
+def test_an_end_that_is_missing_or_other_is_a_fault():
+    audit, _ = audited(ROWS[:4], VIEWS)
+    assert audit.finish(5, chained(ROWS)) == Fault(5, "gap", "the ledger ends with step 4, and should with 5")
+    audit, _ = audited(ROWS, VIEWS)
+    assert (fault := audit.finish(5, START)) is not None
+    assert fault.kind == "lineage"
+
+
+def test_a_base_that_no_view_vouches_for_is_a_fault():
+    assert audited([], [replace(VIEWS[0], lineage="11" * 16)])[1].kind == "lineage"
+
+
+def test_views_whose_course_was_taken_back_do_not_count():
+    taken_back = Began(5, 2, chained(ROWS[:2]), ("x",))
+    assert surviving([*VIEWS, taken_back]) == [*VIEWS[:2], taken_back]
+    assert audited(ROWS, [*VIEWS, taken_back])[1].kind == "generation", "the steps after 2 are generation 5's to make"
