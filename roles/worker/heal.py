@@ -1,181 +1,266 @@
-"""Bringing a member to the others' state: chunks of named blobs, fetched straight into their place, each one verified.
+"""Bringing a member to the others' state: within a ring, where all wait for it, or beside one, where nobody does.
 
-The donor's state stands still while it gives: a healing member is in the ring, and no step commits without its token.
-When the view ends, both sides close at once, because then the donor's state may move on.
+Within: the view's healthy members give their live state, or, where they have logged them, only the steps that the
+member lacks. Beside: ``Follower`` fetches a snapshot, replays the steps since, and goes on step by step with the ring,
+so that the ring waits for nothing but a new view when this worker is let in.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-import xxhash
+import numpy as np
 
-from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NetworkError, P2PTrainError, PeerError, ProtocolError
-from p2ptrain.core.world import World
-from ring.view import View
-from roles.engine import Blob
-from wire.connection import Connection
-from wire.handshake import dial, local_hello
-from wire.messages import BlobRecord, ChunkDigest, ChunkRequest, HealOffer, HealRequest, Refuse
+from p2ptrain.core.errors import NetworkError, P2PTrainError, PeerError
+from ring.activities import Event, Followed, Heal, Torn, Unloaded
+from ring.transaction import Transaction
+from roles.engine import Applied, Engine
+from roles.worker.fetch import Base, Behind, Fetch, Self, Step
+from roles.worker.surroundings import Surroundings
+from wire.messages import CatchUp, HealRequest, MemberRecord, Report
 
-CHUNK_BYTES = 1 << 20
-WINDOW = 4  # chunks asked for ahead: the link stays busy for a round trip
-ATTEMPTS = 3  # a chunk whose digest is wrong so often condemns the donor
-SILENCE_S = 15.0  # the far-peer death interval: a donor that sends nothing for so long is given up
+TELL_EVERY_S = 10.0
+"""How often people hear of a transfer that is under way."""
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    blob: Blob
-    offset: int
-    size_bytes: int
+class Fetched:
+    """What a fetch brought. ``given``: bytes, by donor's name."""
+
+    given: Counter[str]
+    steps: int
+    seconds: float
+    left_out: dict[str, str]
 
     @property
-    def view(self) -> memoryview:
-        return self.blob.view[self.offset : self.offset + self.size_bytes]
+    def size_bytes(self) -> int:
+        return self.given.total()
 
-
-def chunks_of(blobs: list[Blob], chunk_bytes: int) -> list[Chunk]:
-    """All bytes of all blobs, in order, in chunks of at most ``chunk_bytes``."""
-    return [
-        Chunk(blob, offset, min(chunk_bytes, blob.view.nbytes - offset))
-        for blob in blobs
-        for offset in range(0, blob.view.nbytes, chunk_bytes)
-    ]
-
-
-# -------------------------------------------------------------------------------------------------------------- donor
-
-
-async def give(connection: Connection, state: list[Blob], view: View) -> None:
-    """Answer one healing member of ``view`` until it closes. ``state``, that of the view's start, must not change."""
-    step, lineage, generation = view.step, view.lineage, view.generation
-    blobs = {blob.name: blob for blob in state}
-    request = await connection.expect(HealRequest, timeout_s=SILENCE_S)
-    if (request.step, request.lineage) != (step, lineage):
-        connection.send(
-            Refuse("not-here", f"this member stands at step {step}, not at {request.step} with the lineage asked for")
+    def __str__(self) -> str:
+        """For people."""
+        donors = ", ".join(
+            f"{name} ({100 * part / max(self.size_bytes, 1):.0f} %)" for name, part in self.given.most_common()
         )
-        await connection.flush(timeout_s=SILENCE_S)
-        return
-    records = [BlobRecord(blob.name, blob.view.nbytes) for blob in state]
-    connection.send(HealOffer(step, lineage, records, CHUNK_BYTES), generation=generation)
-    while True:
-        try:
-            wanted = await connection.expect(ChunkRequest, timeout_s=SILENCE_S)
-        except ConnectionLost:
-            return  # it has all it needs, or is gone
-        chunk = _checked(wanted, blobs)
-        connection.send(ChunkDigest(wanted.stream, xxhash.xxh3_128_digest(chunk)), generation=generation)
-        connection.send_bulk(chunk, generation=generation, stream=wanted.stream)
-        await connection.flush(timeout_s=SILENCE_S)
+        rate_bps = 8 * self.size_bytes / self.seconds if self.seconds > 0 else 0.0
+        text = f"{self.size_bytes / 1e6:.1f} MB in {self.seconds:.1f} s ({rate_bps / 1e6:.0f} Mbit/s) from {donors}"
+        problems = "; ".join(f"{name}: {problem}" for name, problem in self.left_out.items())
+        return f"{text}; without {problems}" if problems else text
 
 
-def _checked(wanted: ChunkRequest, blobs: dict[str, Blob]) -> memoryview:
-    blob = blobs.get(wanted.blob)
-    if blob is None:
-        raise ProtocolError(f"asked for a blob {wanted.blob[:80]!r} that there is not")
-    end = wanted.offset + wanted.size_bytes
-    if not (0 <= wanted.offset < end <= blob.view.nbytes and wanted.size_bytes <= CHUNK_BYTES):
-        raise ProtocolError(f"asked for bytes {wanted.offset} to {end} of {wanted.blob}, which has {blob.view.nbytes}")
-    return blob.view[wanted.offset : end]
-
-
-# ------------------------------------------------------------------------------------------------------------- healer
-
-
-async def fetch(
-    world: World,
-    view: View,
-    state: list[Blob],
-    *,
-    peer_id: str,
-    name: str,
-    seed_host: str,
-    on_progress: Callable[[int, int], None],
-) -> str:
-    """Overwrite ``state`` with that of ``view.step`` from the first donor that can give it; gives the donor's name.
+class Healer:
+    """Fetches for one job's engine.
 
     Args:
-        on_progress: called with (bytes done, bytes in all) after every chunk.
-
-    Raises:
-        NetworkError: no donor could give it; the message names what each one said.
+        core: is looked at.
+        progress: called after every piece.
     """
-    problems = []
-    for donor in view.donors():
-        if donor.peer_id == peer_id:
-            continue
+
+    def __init__(self, around: Surroundings, core: Transaction, *, progress: Callable[[], None]) -> None:
+        self._around, self._core, self._progress = around, core, progress
+
+    async def within(self, instruction: Heal, engine: Engine) -> Fetched:
+        """Bring the state to that of the view's start.
+
+        Raises:
+            NetworkError: nobody could give it; the message names what each one said.
+        """
+        core, view = self._core, instruction.view
+        rank = view.rank_of(self._around.peer_id) or 0
+        ahead = [*view.members[rank:], *view.members[:rank]]  # so that several do not ask the same ones
+        donors = [member for member in ahead if member.healthy]
+        have = (-1, "") if instruction.torn or core.applied >= view.step else (core.applied, core.lineage)
         try:
-            hello = local_hello(
-                peer_id=peer_id, name=name, roles=["worker"], purpose="heal", job=view.job, generation=view.generation
-            )
-            host = donor.host or seed_host
-            connection, _ = await dial(
-                world.network, host, donor.port, hello, timeout_s=SILENCE_S, expect_peer=donor.peer_id
-            )
-            try:
-                await _fetch_from(connection, view, state, on_progress)
-                return donor.name
-            finally:
-                await connection.close()
-        except (PeerError, NetworkError) as problem:
-            problems.append(f"{donor.name}: {problem.message}")
-    raise NetworkError("no member could give the state: " + ("; ".join(problems) or "the view names no donor"))
+            request = HealRequest(core.job, view.step, view.lineage, *have)
+            return await self._to_the_start(request, view.generation, donors, engine)
+        except NetworkError:
+            if have[0] < 0:
+                raise
+        # Whoever had the steps is gone: what was applied of them is overwritten.
+        request = HealRequest(core.job, view.step, view.lineage)
+        return await self._to_the_start(request, view.generation, donors, engine)
+
+    async def _to_the_start(
+        self, request: HealRequest, generation: int, donors: Sequence[MemberRecord], engine: Engine
+    ) -> Fetched:
+        began = self._around.world.clock.now()
+        fetch = await self.fetch(request, generation, donors, engine, on_torn=lambda: None)
+        async with fetch.running():
+            base = await fetch.state()
+            if base.root:
+                await self._around.compute.run(engine.state_loaded, base.step)
+            step, lineage = base.step, base.lineage
+            while step < request.step:
+                following = await fetch.step()
+                await self._around.compute.run(replay, engine, following)
+                fetch.used(following)
+                self._progress()
+                step, lineage = following.step, following.lineage
+        if lineage != request.lineage:
+            raise NetworkError("the steps that were fetched lead to another state than the view's")
+        return fetched(fetch, step - base.step, self._around.world.clock.now() - began)
+
+    async def fetch(
+        self,
+        request: HealRequest,
+        generation: int,
+        donors: Sequence[MemberRecord],
+        engine: Engine,
+        *,
+        on_torn: Callable[[], None],
+    ) -> Fetch:
+        """A fetch into the engine's own memory."""
+        around = self._around
+        # On the compute thread, so after an abandoned micro-batch, which may still be using the state.
+        state = await around.compute.run(engine.state)
+        told_at = around.world.clock.now()
+
+        def on_progress(done_bytes: int, total_bytes: int) -> None:
+            nonlocal told_at
+            self._progress()
+            now = around.world.clock.now()
+            if now - told_at >= TELL_EVERY_S:
+                told_at = now
+                around.notify(
+                    "info", "healing", f"fetched {done_bytes / 1e6:.0f} of {total_bytes / 1e6:.0f} MB of state"
+                )
+
+        return Fetch(
+            around.world,
+            Self(around.peer_id, around.name, around.seed_host, state, engine.reduce_buffer.nbytes),
+            request=request,
+            generation=generation,
+            donors=donors,
+            on_torn=on_torn,
+            on_progress=on_progress,
+        )
 
 
-async def _fetch_from(
-    connection: Connection, view: View, state: list[Blob], on_progress: Callable[[int, int], None]
-) -> None:
-    connection.send(HealRequest(view.job, view.step, view.lineage), generation=view.generation)
-    offer = await connection.expect(HealOffer, timeout_s=SILENCE_S)
-    mine = [(blob.name, blob.view.nbytes) for blob in state]
-    if [(record.name, record.size_bytes) for record in offer.blobs] != mine:
-        raise ProtocolError("its state has other parts or sizes than this model's")
-    if offer.chunk_bytes != CHUNK_BYTES:
-        raise ProtocolError(f"it gives chunks of {offer.chunk_bytes} bytes, this version takes {CHUNK_BYTES}")
-    total = sum(size for _, size in mine)
-    waiting = deque((chunk, 1) for chunk in chunks_of(state, CHUNK_BYTES))
-    under_way: dict[int, tuple[Chunk, int, asyncio.Event]] = {}
-    stream, done_bytes = 0, 0
-    while waiting or under_way:
-        while waiting and len(under_way) < WINDOW:
-            chunk, attempt = waiting.popleft()
-            stream += 1
-            arrived = asyncio.Event()
-            under_way[stream] = (chunk, attempt, arrived)
-            connection.post(chunk.view, generation=view.generation, stream=stream, done=arrived.set)
-            wanted = ChunkRequest(chunk.blob.name, chunk.offset, chunk.size_bytes, stream)
-            connection.send(wanted, generation=view.generation)
-        answer = await connection.expect(ChunkDigest, timeout_s=SILENCE_S)
-        if answer.stream not in under_way:
-            raise ProtocolError(f"it announced a chunk {answer.stream} that was not asked for")
-        chunk, attempt, arrived = under_way.pop(answer.stream)
-        await _arrival(connection, arrived)
-        if xxhash.xxh3_128_digest(chunk.view) == answer.digest:
-            done_bytes += chunk.size_bytes
-            on_progress(done_bytes, total)
-        elif attempt < ATTEMPTS:
-            waiting.append((chunk, attempt + 1))
-        else:
-            raise ProtocolError(f"a chunk of {chunk.blob.name} arrived damaged {ATTEMPTS} times")
+class Follower:
+    """Keeps one worker's state level with a ring that it is not in.
+
+    Args:
+        say: sends a report to the seed.
+        handle: takes the core's events.
+    """
+
+    def __init__(
+        self,
+        around: Surroundings,
+        core: Transaction,
+        healer: Healer,
+        *,
+        say: Callable[[Report], None],
+        handle: Callable[[Event], None],
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        self._around, self._core, self._healer = around, core, healer
+        self._send, self._handle, self._tasks = say, handle, tasks
+        self._task: asyncio.Task[None] | None = None
+        self._then: list[Event] = []
+        self._said = False
+        self._fetched_bytes = self._donors = 0
+
+    @property
+    def active(self) -> bool:
+        return self._task is not None
+
+    @property
+    def level(self) -> bool:
+        """Whether the seed was told that this worker follows, and it still does."""
+        return self.active and self._said
+
+    def begin(self, message: CatchUp, engine: Engine) -> None:
+        """Fetch from ``message.donors``, then follow their ring. One that follows already says so again."""
+        self._said = False
+        if self._task is None:
+            self._task = self._tasks.create_task(self._guarded(message, engine), name="follow")
+
+    def end(self, event: Event | None = None) -> None:
+        """Stop following; ``event`` is handled when the state in memory changes no more."""
+        if event is not None:
+            self._then.append(event)
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _guarded(self, message: CatchUp, engine: Engine) -> None:
+        try:
+            await self._follow(message, engine)
+        except (NetworkError, PeerError) as problem:
+            self._around.notify("warning", "not-following", f"does not follow the ring any more: {problem.message}")
+            if self._core.torn:
+                self._then.insert(0, Unloaded("what was fetched beside the ring is not whole"))
+            else:
+                self._say()  # as far as it came: it may be let in, and the rest is fetched there
+        except P2PTrainError as problem:
+            self._around.notify("error", "not-following", f"cannot follow the ring: {problem.message}")
+            self._then.insert(0, Unloaded("the state may be half applied"))
+        finally:
+            self._task = None
+            events, self._then = self._then, []
+            for event in events:
+                self._handle(event)
+
+    async def _follow(self, message: CatchUp, engine: Engine) -> None:
+        around, core = self._around, self._core
+        have = (-1, "") if core.torn else (core.applied, core.lineage)
+        request = HealRequest(core.job, -1, "", *have)
+        fetch = await self._healer.fetch(
+            request, message.generation, message.donors, engine, on_torn=lambda: self._handle(Torn())
+        )
+        began = around.world.clock.now()
+        async with fetch.running():
+            base = await fetch.state()
+            if base.root:
+                await self._to_its_end(around.compute.run(engine.state_loaded, base.step))
+                self._handle(Followed(base.step, base.lineage, base.square_sum))
+            self._tell(fetch, base, around.world.clock.now() - began)
+            while True:
+                if fetch.newest - core.applied <= 1 and not self._said:
+                    self._say()
+                    behind = max(fetch.newest - core.applied, 0)
+                    around.notify("info", "following", f"follows the ring, {behind} steps behind")
+                step = await fetch.step()
+                await self._to_its_end(self._replay(engine, fetch, step))
+
+    async def _replay(self, engine: Engine, fetch: Fetch, step: Step) -> None:
+        await self._around.compute.run(replay, engine, step)
+        self._handle(Followed(step.step, step.lineage, step.square_sum))
+        fetch.used(step)
+
+    async def _to_its_end(self, work: Coroutine[Any, Any, None]) -> None:
+        """An optimizer step cannot be taken back: whoever stops this waits for its end."""
+        task = asyncio.create_task(work)
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await task
+            raise
+
+    def _tell(self, fetch: Fetch, base: Base, seconds: float) -> None:
+        self._fetched_bytes, self._donors = fetch.given.total(), len(fetch.given)
+        if base.root:
+            text = f"fetched the state of step {base.step}: {fetched(fetch, 0, seconds)}"
+            self._around.notify("info", "fetched", text)
+
+    def _say(self) -> None:
+        self._said = True
+        report = self._core.report("following")
+        self._send(replace(report, fetched_bytes=self._fetched_bytes, donors=self._donors))
 
 
-async def _arrival(connection: Connection, arrived: asyncio.Event) -> None:
-    """Wait for a posted chunk; a donor that closes, or sends nothing, ends the wait."""
-    waiters = [asyncio.ensure_future(arrived.wait()), asyncio.ensure_future(connection.closed.wait())]
-    try:
-        await asyncio.wait(waiters, timeout=SILENCE_S, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for waiter in waiters:
-            waiter.cancel()
-    if arrived.is_set():
-        return
-    if connection.closed.is_set():
-        raise connection.close_cause or ConnectionLost("the donor closed the connection in the middle of a chunk")
-    problem: P2PTrainError = DeadlineExceeded(f"the donor sent nothing for {SILENCE_S:.0f} s")
-    connection.abort(problem)
-    raise problem
+def replay(engine: Engine, step: Step) -> Applied:
+    """Apply a step of which only the reduced bytes are known, as whoever reduced them did. On the compute thread."""
+    buffer = engine.reduce_buffer.view(np.uint8).reshape(-1)
+    np.copyto(buffer, np.frombuffer(step.data, np.uint8))
+    return engine.apply(step.step - 1, step.square_sum)
+
+
+def fetched(fetch: Fetch, steps: int, seconds: float) -> Fetched:
+    return Fetched(fetch.given, steps, seconds, dict(fetch.problems))
+
+
+__all__ = ["Behind", "Fetched", "Follower", "Healer"]

@@ -22,6 +22,7 @@ from ring.activities import (
     Event,
     Failed,
     Finished,
+    Followed,
     Form,
     Heal,
     Instruction,
@@ -43,9 +44,10 @@ from ring.transaction import Phase, Transaction
 from ring.view import Care, View
 from roles.engine import Engine
 from roles.strategies import Strategy, strategy_named
-from roles.worker import heal
 from roles.worker.boundary import BoundaryWork
 from roles.worker.checkpointing import Checkpointing
+from roles.worker.donor import Donations
+from roles.worker.heal import Follower, Healer
 from roles.worker.keeper import Keeper, state_bytes
 from roles.worker.ledger import Ledger
 from roles.worker.metrics import StepTeller
@@ -53,7 +55,7 @@ from roles.worker.snapshot import Snapshots
 from roles.worker.surroundings import Surroundings
 from roles.worker.timing import StepClock, UnitTime
 from wire.connection import Connection
-from wire.messages import Report
+from wire.messages import CatchUp, Hello, Report
 
 FORM_TIMEOUT_S = 20.0  # a neighbour may still be aborting a long micro-batch before it turns to the new view
 REDO_BYTES_PER_S = 100e6  # it may also be redoing a step: one thread's optimizer, seen at four times that
@@ -89,7 +91,6 @@ class JobRunner:
         self._strategy: Strategy | None = None
         self._session: RingSession | None = None
         self._activity: asyncio.Task[None] | None = None
-        self._donations: set[Connection] = set()
         self._tasks = asyncio.TaskGroup()
         self._released = asyncio.Event()
         self._standing = asyncio.Event()
@@ -98,6 +99,12 @@ class JobRunner:
         self._between = BoundaryWork(
             around, profile=profile, checkpoints=self._checkpoints, progress=self._did_something
         )
+        self.donations = Donations(around, self.core, want_snapshot=lambda: self.wish(Flag.SNAPSHOT))
+        self._healer = Healer(around, self.core, progress=self._did_something)
+        self.follower = Follower(
+            around, self.core, self._healer, say=self._send, handle=self._brought_on, tasks=self._tasks
+        )
+        self._fetched = (0, 0)  # bytes and donors of the last heal
         self._ledger = Ledger(job, around.say)
         self._teller = StepTeller(job=job, steps_total=profile.job.steps, say=around.say, on_step=around.on_step)
         self._timing: dict[str, float] = {}
@@ -112,9 +119,11 @@ class JobRunner:
             async with self._tasks:
                 self._start(self._load)
                 await self._released.wait()
+                self.follower.end()
                 self._disband("the job was released")
         finally:
             self._disband("this worker ended")
+            self.donations.cut("this worker ended")
             self._engine = self._strategy = None  # its memory, now: the next job may need as much
 
     def release(self) -> None:
@@ -123,7 +132,12 @@ class JobRunner:
 
     def view_announced(self, view: View) -> None:
         self._around.inbound.announced(view, self._around.peer_id)
-        self._handle(ViewArrived(view))
+        self._after_following(ViewArrived(view))
+
+    def catch_up(self, message: CatchUp) -> None:
+        """Fetch the state beside the ring that runs, and follow it."""
+        if self.core.phase is Phase.IDLE and self._engine is not None:
+            self.follower.begin(message, self._engine)
 
     def wish(self, flag: Flag, generation: int = 0) -> None:
         """Hold, save or leave at the next step boundary."""
@@ -132,13 +146,17 @@ class JobRunner:
     def restore(self, step: int) -> None:
         """Go back to the checkpoint of ``step``; where this member has none, to an older one: it will be healed."""
         self._restore_step = step
-        self._handle(Unloaded("the job goes back to a checkpoint"))
+        self._after_following(Unloaded("the job goes back to a checkpoint"))
 
     def seed_is_back(self) -> None:
         """Tell a seed that was away where this member stands."""
         match self.core.phase:
             case Phase.EMPTY:
                 return  # the report follows when the state is loaded
+            case Phase.IDLE if self.follower.level:
+                status = "following"
+            case Phase.IDLE if self.core.torn or self.follower.active:
+                return  # the report follows when the state is whole, or level with the ring's
             case Phase.HELD:
                 status = "held"
             case Phase.DONE:
@@ -172,19 +190,11 @@ class JobRunner:
             self._standing.clear()
             await self._standing.wait()
 
-    async def give_state(self, connection: Connection, generation: int) -> None:
-        """Be a donor for a member of the current view that heals."""
-        core, view = self.core, self.core.view
-        if self._engine is None or view is None or view.generation != generation or not core.may_give:
-            raise PeerError("this member has no state to give in that view")
-        self._donations.add(connection)
-        try:
-            state = await self._around.compute.run(self._engine.state)
-            if core.view is not view or not core.may_give:
-                raise PeerError("the view ended before the state was at hand")
-            await heal.give(connection, state, view)
-        finally:
-            self._donations.discard(connection)
+    async def give_state(self, connection: Connection, hello: Hello) -> None:
+        """Be a donor, for a member of the current view that heals or for a worker that follows its ring."""
+        if self._engine is None:
+            raise PeerError("this member has no state to give")
+        await self.donations.give(connection, hello, self._engine)
 
     # ------------------------------------------------------------------------------------------------ core and shell
 
@@ -198,6 +208,20 @@ class JobRunner:
             self._carry_out(instruction)
         if not self.core.running:
             self._standing.set()
+
+    def _after_following(self, event: Event) -> None:
+        """Handle ``event`` as soon as the state in memory is nobody else's affair."""
+        if self.follower.active:
+            self.follower.end(event)
+        else:
+            self._handle(event)
+
+    def _brought_on(self, event: Event) -> None:
+        """What the follower did with the state, or what had to wait for it."""
+        self._handle(event)
+        if isinstance(event, Followed):
+            self._ledger.stands_at(event.applied, event.lineage)
+            self._did_something()
 
     def _carry_out(self, instruction: Instruction) -> None:
         match instruction:
@@ -224,6 +248,7 @@ class JobRunner:
             case Boundary():
                 self._start(self._boundary, instruction)
             case Record(row, lineage):
+                self.donations.committed(row)
                 self._ledger.add(row, lineage)
                 view = self.core.view
                 if view is not None and view.generation == row.generation and self._rank() == 0:
@@ -242,6 +267,8 @@ class JobRunner:
 
     def _say_report(self, report: Report) -> None:
         self._trouble = report
+        if report.status == "healed":
+            report = replace(report, fetched_bytes=self._fetched[0], donors=self._fetched[1])
         self._send(report)
         if report.status == "broken":
             self._around.notify("warning", "ring-broken", f"step {report.applied + 1} aborted: {report.reason}")
@@ -271,8 +298,7 @@ class JobRunner:
         if self._activity is not None:
             self._activity.cancel()
             self._activity = None
-        for connection in list(self._donations):
-            connection.abort(PeerError(f"the donor's view ended: {reason}"))
+        self.donations.view_ended(reason)
         session, self._session = self._session, None
         if session is not None:
             self.bytes_in += session.bytes_in
@@ -289,12 +315,15 @@ class JobRunner:
 
     def _did_something(self) -> None:
         self.progress += 1
+        if self._session is not None:
+            self._session.progress += 1  # its beats tell the neighbour that this member is slow, not stuck
 
     # ----------------------------------------------------------------------------------------------------- activities
 
     async def _load(self) -> None:
         """Build the engine if there is none, then load the state to begin with."""
         around = self._around
+        self.donations.cut("another state is loaded")
         if self._engine is None:
             self._engine = await around.compute.run(around.build_engine, self.profile)
             factory = strategy_named(self.profile.job.strategy)
@@ -305,6 +334,7 @@ class JobRunner:
             self._engine, around.compute, spec=self._spec, restore_step=restore_step
         )
         self._state_bytes = await around.compute.run(lambda: state_bytes(self._ready_engine().state()))
+        self.donations.state_bytes = self._state_bytes
         self._teller.forget()
         self._ledger.stands_at(applied, lineage)
         await self._checkpoints.resumed(entry)
@@ -312,6 +342,7 @@ class JobRunner:
 
     async def _form(self, form: Form) -> None:
         around = self._around
+        form_began = around.world.clock.now()
         membership, usual_s = self.profile.membership, around.beats()
         heartbeat_s = membership.heartbeat_s or form.view.heartbeat_s or usual_s[0]
         death_s = membership.death_s or form.view.death_s or usual_s[1]
@@ -337,7 +368,8 @@ class JobRunner:
         beside = sum(member.host == here for member in form.view.members)
         await around.compute.run(self._ready_engine().share_cores, beside)
         session.broken.add_done_callback(lambda _: self._session_broke(session, form.view.generation))
-        self.clock.view_began()
+        self.clock.view_began(formed_s=around.world.clock.now() - form_began)
+        self.donations.view_began()
         around.tell("info", "view", _described(form.view, around.peer_id))
         self._ledger.tell_beyond(form.view.ledger_step)
         self._handle(Finished(form.ticket))
@@ -348,22 +380,11 @@ class JobRunner:
             self._handle(Broken(generation, broken.suspect, broken.cause.message, beside=broken.beside))
 
     async def _heal(self, instruction: Heal) -> None:
-        around, engine, view = self._around, self._ready_engine(), instruction.view
-        # On the compute thread, so after an abandoned micro-batch, which may still be using the state.
-        state = await around.compute.run(engine.state)
-        began = around.world.clock.now()
-        donor = await heal.fetch(
-            around.world,
-            view,
-            state,
-            peer_id=around.peer_id,
-            name=around.name,
-            seed_host=around.seed_host,
-            on_progress=lambda done_bytes, total_bytes: self._did_something(),
-        )
-        await around.compute.run(engine.state_loaded, view.step)
-        seconds = around.world.clock.now() - began
-        around.notify("info", "healed", f"fetched the state of step {view.step} from {donor} in {seconds:.1f} s")
+        self.donations.cut("it is healed itself")
+        done = await self._healer.within(instruction, self._ready_engine())
+        self._fetched = (done.size_bytes, len(done.given))
+        what = f"the {done.steps} steps up to" if done.steps else "the state of step"
+        self._around.notify("info", "healed", f"fetched {what} {instruction.view.step}: {done}")
         self._handle(Finished(instruction.ticket))
 
     async def _compute(self, instruction: Compute) -> None:
@@ -410,6 +431,7 @@ class JobRunner:
 
     async def _apply(self, instruction: Apply) -> None:
         with self.clock.phase("compute"):
+            await self.donations.keep(self._ready_engine())
             self._teller.applied(await self._ready_strategy().commit(instruction.step, instruction.square_sum))
         self._did_something()
         if instruction.redo:
@@ -436,6 +458,8 @@ class JobRunner:
         self._teller.tell(applied, session.view, session.rank, values)
         meta = self._meta(val_loss)
         await self._between.keep(instruction, engine, session.rank, meta, stopping=self.core.stopping)
+        if instruction.snapshot:
+            await self.donations.snapshot(engine, self.snapshots)
         self._handle(Finished(instruction.ticket))
 
     def _meta(self, val_loss: float | None) -> Meta:

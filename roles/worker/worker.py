@@ -32,6 +32,7 @@ from wire.connection import Connection
 from wire.handshake import RefusalCode, local_hello, local_welcome, serve
 from wire.messages import (
     Assign,
+    CatchUp,
     EventNotice,
     Hello,
     Hold,
@@ -180,7 +181,12 @@ class Worker:
             name=self._identity.name,
             roles=["worker"],
             purpose="peer",
-            capabilities={**self._options.capabilities, "listens": self._options.listen[0], "measures": True},
+            capabilities={
+                **self._options.capabilities,
+                "listens": self._options.listen[0],
+                "measures": True,
+                "follows": True,
+            },
             job=self._runner.job if self._runner else "",
             generation=view.generation if view else 0,
             host=self._options.advertise[0],
@@ -198,7 +204,7 @@ class Worker:
             return Pulse(0, 0, "idle", stats)
         stats["tokens_per_s"] = self._gauges.rate("tokens", runner.tokens)
         stats.update(runner.clock.last_ms)
-        state = _SHOWN.get(runner.core.phase, "training")
+        state = "healing" if runner.follower.active else _SHOWN.get(runner.core.phase, "training")
         return Pulse(runner.progress, runner.core.applied, "leaving" if self._leaving else state, stats)
 
     async def _stay_a_member(self, member: Member) -> None:
@@ -238,6 +244,8 @@ class Worker:
                 self._runner.wish(Flag.HOLD, message.generation)
             case SaveNow() if self._runner is not None and message.job == self._runner.job:
                 self._runner.wish(Flag.SAVE)
+            case CatchUp() if self._runner is not None and message.job == self._runner.job:
+                self._runner.catch_up(message)
             case Release() if self._runner is not None and message.job == self._runner.job:
                 self._notify("info", "released", f"released from the job: {message.reason}")
                 self._runner.release()
@@ -343,10 +351,10 @@ class Worker:
                 refusal = self._inbound.decide(hello)
             case "heal":
                 view = self._runner.core.view if self._runner and self._runner.job == hello.job else None
-                if view is None or view.generation != hello.generation:
+                if view is None or view.generation < hello.generation:
                     refusal = Refuse(RefusalCode.STALE_GENERATION, "this member is not in that view")
-                elif view.rank_of(hello.peer_id) is None:
-                    refusal = Refuse(RefusalCode.NOT_A_MEMBER, "only members of the view are given its state")
+                elif "worker" not in hello.roles:
+                    refusal = Refuse(RefusalCode.ROLE, "only workers are given a state")
             case _:
                 refusal = Refuse(
                     RefusalCode.ROLE,
@@ -364,7 +372,7 @@ class Worker:
             case "probe":
                 await self._sink.serve(connection, hello)
             case "heal" if self._runner is not None:
-                await self._runner.give_state(connection, hello.generation)
+                await self._runner.give_state(connection, hello)
 
     def _stranger(self, problem: P2PTrainError, address: tuple[str, int]) -> None:
         self._notify_person("warning", "stranger", told_of(address, problem.message))
