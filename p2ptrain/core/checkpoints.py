@@ -247,25 +247,21 @@ class CheckpointStore:
 
     def _recover(self) -> None:
         """Undo or finish what a crash interrupted."""
-        dead = []
-        for name in self._disk.list_dir(self._root):
-            path = self._root / name
-            original = self._root / name.removeprefix(_OLD)
+        found = [name for name in self._disk.list_dir(self._root) if name.startswith((_NEW, _OLD, _DEAD))]
+        if found:
+            self._disk.sync_dir(self._root)  # what replaced an old one must be durable before that goes
+        for name in found:
+            path, original = self._root / name, self._root / name.removeprefix(_OLD)
             if name.startswith(_OLD) and not self._disk.is_dir(original):
                 self._disk.rename(path, original)
-            elif name.startswith((_NEW, _OLD)):
-                dead.append(self._root / f"{_DEAD}{name}-{secrets.token_hex(4)}")
-                self._disk.rename(path, dead[-1])
-            elif name.startswith(_DEAD):
-                dead.append(path)
-        if dead:
-            self._disk.sync_dir(self._root)  # what replaced an old one must be durable before that goes
-        for path in dead:
-            self._disk.remove_tree(path)
+            else:
+                dead = self._root / f"{_DEAD}{secrets.token_hex(8)}"
+                self._disk.rename(path, dead)
+                self._disk.remove_tree(dead)
 
 
 def _pieces(file: FilePlan, blobs: Mapping[str, memoryview]) -> Iterator[memoryview]:
-    """What the file is to hold, in pieces that are not copied. Raises ``StorageError`` for a range that is not there."""
+    """What the file is to hold, in pieces that are not copied. Raises ``StorageError`` for a range that is missing."""
     for part in file.parts:
         if isinstance(part, BlobRange):
             blob = blobs.get(part.blob)

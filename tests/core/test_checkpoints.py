@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -13,81 +16,19 @@ import pytest
 from p2ptrain.core.checkpoints import MANIFEST, CheckpointEntry, CheckpointStore
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ResourceError, StorageError
+from p2ptrain.core.training import BlobRange, FilePlan
+from tests.core.torn_disk import Crash, TornDisk, no_space
 
 WEIGHTS = "model.safetensors"
 
 
-class Crash(Exception):
-    """The power went."""
-
-
-class TearingDisk(RealDisk):
-    """A disk whose power goes at its ``crash_at``-th call, losing what was not flushed.
-
-    ``tear`` then does to the real files what a power cut may do: files never flushed lose their second half, and a
-    rename whose directory was not flushed is undone where ``undo_renames`` says so.
-    """
-
-    def __init__(self, crash_at: int, *, undo_renames: bool, error: Exception | None = None) -> None:
-        self.calls = 0
-        self.crash_at = crash_at
-        self.undo_renames = undo_renames
-        self.error = error or Crash()
-        self.unsynced_renames: list[tuple[Path, Path]] = []
-        self.synced: set[int] = set()
-
-    def _tick(self) -> None:
-        self.calls += 1
-        if self.calls >= self.crash_at:
-            raise self.error
-
-    def write_file(self, path: Path, data: bytes) -> None:
-        self._tick()
-        super().write_file(path, data)
-
-    def sync_file(self, path: Path) -> None:
-        self._tick()
-        super().sync_file(path)
-        self.synced.add(path.stat().st_ino)
-
-    def sync_dir(self, path: Path) -> None:
-        self._tick()
-        super().sync_dir(path)
-        self.unsynced_renames = [pair for pair in self.unsynced_renames if pair[0].parent != path]
-
-    def make_dir(self, path: Path, *, mode: int = 0o755) -> None:
-        self._tick()
-        super().make_dir(path, mode=mode)
-
-    def rename(self, source: Path, target: Path) -> None:
-        self._tick()
-        super().rename(source, target)
-        self.unsynced_renames.append((source, target))
-
-    def remove_tree(self, path: Path) -> None:
-        self._tick()
-        files = sorted(path.iterdir()) if path.is_dir() else []
-        for file in files[: len(files) // 2]:  # a removal can be interrupted half-way
-            file.unlink()
-        self._tick()
-        super().remove_tree(path)
-
-    def tear(self, written_before: set[int], root: Path) -> None:
-        if self.undo_renames:
-            for source, target in reversed(self.unsynced_renames):
-                if target.exists() and not source.exists():
-                    target.rename(source)
-        for file in root.glob("*/*"):
-            inode = file.stat().st_ino
-            if inode not in written_before and inode not in self.synced:
-                file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-
-
 def write_checkpoint(store: CheckpointStore, step: int, content: bytes = b"") -> CheckpointEntry:
-    temporary = store.begin(step)
-    (temporary / WEIGHTS).write_bytes(content or f"weights of {step}".encode() * 100)
-    (temporary / "config.json").write_text("{}")
-    return store.commit(temporary, step, {"lineage": f"l{step}", "val_loss": 1.5, "job": "j"})
+    weights = content or f"weights of {step}".encode() * 100
+    files = [
+        FilePlan(WEIGHTS, (weights[:4], BlobRange("all", 4, len(weights)))),
+        FilePlan("config.json", (b"{}",)),
+    ]
+    return store.write(step, files, {"all": memoryview(weights)}, {"lineage": f"l{step}", "val_loss": 1.5, "job": "j"})
 
 
 def never(path: Path, cause: str) -> None:
@@ -227,93 +168,191 @@ def test_nothing_good_left(store: CheckpointStore) -> None:
     assert len(told) == 1
 
 
-def test_a_checkpoint_needs_files_and_no_directories(store: CheckpointStore) -> None:
+def test_a_checkpoint_needs_files_and_ranges_that_are_there(store: CheckpointStore, root: Path) -> None:
     with pytest.raises(StorageError, match="no files"):
-        store.commit(store.begin(1), 1, {})
-    temporary = store.begin(2)
-    (temporary / "inner").mkdir()
-    with pytest.raises(StorageError, match="flat"):
-        store.commit(temporary, 2, {})
-    store.discard(temporary)
-    assert store.entries() == []
+        store.write(1, [], {}, {})
+    for part in (BlobRange("none", 0, 1), BlobRange("all", 2, 5), BlobRange("all", -1, 2)):
+        with pytest.raises(StorageError, match="which it lacks"):
+            store.write(1, [FilePlan(WEIGHTS, (part,))], {"all": memoryview(b"abcd")}, {})
+    assert list(root.iterdir()) == []
 
 
-def test_refuses_to_begin_without_room(store: CheckpointStore) -> None:
+def test_an_empty_file_and_one_of_many_pieces(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2ptrain.core.checkpoints.WRITE_BYTES", 3)
+    plan = [FilePlan("empty", ()), FilePlan("long", (b"0123", BlobRange("a", 1, 8), b"", BlobRange("b", 0, 2)))]
+    entry = store.write(1, plan, {"a": memoryview(b"abcdefghij"), "b": memoryview(b"xyz")}, {})
+    assert (entry.path / "empty").read_bytes() == b""
+    assert (entry.path / "long").read_bytes() == b"0123bcdefghxy"
+    assert store.newest_good(never) == entry
+
+
+def test_refuses_to_begin_without_room(store: CheckpointStore, root: Path) -> None:
     with pytest.raises(ResourceError, match=r"needs .* MB") as caught:
-        store.begin(1, need_bytes=1 << 62)
+        store.write(1, [FilePlan(WEIGHTS, (BlobRange("all", 0, 1 << 62),))], {}, {})
     assert "keep fewer" in caught.value.remedy
+    assert list(root.iterdir()) == []
 
 
-def _crash_points(scenario: str, tmp_path: Path) -> Iterator[tuple[int, Path]]:
-    """Every call at which the power can go while step 20 is written, over and over from the same start."""
-    for undo_renames in (False, True):
-        for crash_at in range(1, 100):
-            root = tmp_path / f"{scenario}-{undo_renames}-{crash_at}"
-            store = CheckpointStore(RealDisk(), root, keep=2)
-            for step in (5, 10):
-                write_checkpoint(store, step)
-            if scenario == "replace":
-                write_checkpoint(store, 20, b"old" * 50)
-            before = {file.stat().st_ino for file in root.glob("*/*")}
-            disk = TearingDisk(crash_at, undo_renames=undo_renames)
-            try:
-                write_checkpoint(CheckpointStore(disk, root, keep=2), 20, b"new" * 50)
-            except Crash:
-                disk.tear(before, root)
-                yield crash_at, root
-            else:
-                assert disk.calls < crash_at, "the scenario ran to its end"
+ROOT = Path("/checkpoints")
+CONTENTS = {5: b"five" * 9, 10: b"ten" * 9, 20: b"new" * 9}
+OLD = b"old" * 9
+
+
+def start(scenario: str) -> TornDisk:
+    """A disk with checkpoints 5 and 10, and one of step 20 that is to be replaced, if that is the scenario."""
+    disk = TornDisk()
+    disk.make_dir(ROOT)
+    disk.root.flush()
+    store = CheckpointStore(disk, ROOT, keep=2)
+    for step in (5, 10):
+        write_checkpoint(store, step, CONTENTS[step])
+    if scenario == "replace":
+        write_checkpoint(store, 20, OLD)
+    disk.calls = 0
+    return disk
+
+
+def write_new(disk: TornDisk) -> None:
+    write_checkpoint(CheckpointStore(disk, ROOT, keep=2), 20, CONTENTS[20])
+
+
+def clear_up(disk: TornDisk) -> None:
+    CheckpointStore(disk, ROOT, keep=2)
+
+
+def crashed(disk: TornDisk, fail_at: int, do: Callable[[TornDisk], None]) -> bool:
+    """Whether the power went within ``do``."""
+    disk.calls, disk.fail_at = 0, fail_at
+    try:
+        do(disk)
+    except Crash:
+        return True
+    return False
+
+
+def restarted(disk: TornDisk, where: str) -> bytes:
+    """What a restart finds after the disk came back: the newest content, which was written as a whole once."""
+    store = CheckpointStore(disk, ROOT, keep=2)
+    entry = store.newest_good(never)  # never a damaged one under a checkpoint's name
+    assert entry is not None, f"nothing is left after a crash at {where}"
+    content = disk.read(entry.path / WEIGHTS, max_bytes=1 << 20)
+    assert content in (CONTENTS[entry.step], OLD if entry.step == 20 else b""), where
+    for older in store.entries():
+        store.verify(older)
+    assert all(name.startswith("step-") for name in disk.list_dir(ROOT)), "the crash's leavings are cleared"
+    return content
+
+
+@pytest.mark.parametrize("in_part", [False, True])
+@pytest.mark.parametrize("scenario", ["add", "replace"])
+def test_after_a_crash_in_any_call_any_unflushed_part_may_be_lost(scenario: str, in_part: bool) -> None:
+    found, cases = set(), 0
+    for fail_at in itertools.count(1):
+        disk = start(scenario)
+        disk.in_part = in_part
+        if not crashed(disk, fail_at, write_new):
+            break
+        for torn in disk.outcomes():
+            found.add(restarted(torn, f"call {fail_at}"))
+            assert write_checkpoint(CheckpointStore(torn, ROOT, 2), 30) == CheckpointStore(torn, ROOT, 2).newest_good(
+                never
+            )
+            cases += 1
+    assert found == {CONTENTS[20], OLD if scenario == "replace" else CONTENTS[10]}
+    assert cases > 100
+
+
+def test_a_crash_while_a_crash_is_cleared_up_loses_nothing_either() -> None:
+    cases = 0
+    for first in itertools.count(1):
+        disk = start("replace")
+        if not crashed(disk, first, write_new):
+            break
+        disk.fail_at = 0  # the process was killed, the disk kept everything; then the power goes while it is cleared
+        for second in itertools.count(1):
+            again = deepcopy(disk)
+            if not crashed(again, second, clear_up):
                 break
-        else:
-            raise AssertionError("the scenario never ended")
+            for torn in again.outcomes():
+                assert restarted(torn, f"call {first}, then {second}") in (OLD, CONTENTS[20])
+                cases += 1
+    assert cases > 20
 
 
 @pytest.mark.parametrize("scenario", ["add", "replace"])
-def test_a_crash_at_any_call_leaves_the_old_or_the_new(scenario: str, tmp_path: Path) -> None:
-    outcomes = set()
-    for crash_at, root in _crash_points(scenario, tmp_path):
-        store = CheckpointStore(RealDisk(), root, keep=2)
-        entry = store.newest_good(never)  # never a damaged one under a checkpoint's name
-        assert entry is not None, f"nothing is left after a crash at call {crash_at}"
-        content = (entry.path / WEIGHTS).read_bytes()
-        if entry.step == 20:
-            assert content in (b"old" * 50, b"new" * 50)
-        else:
-            assert scenario == "add"
-            assert entry.step == 10
-        outcomes.add(content)
-        assert all(path.name.startswith("step-") for path in root.iterdir()), "the crash's leavings are cleared"
-        for older in store.entries():
-            store.verify(older)
-        assert write_checkpoint(store, 30) == store.newest_good(never)
-        shutil.rmtree(root)
-    assert len(outcomes) == 2, "both the old and the new were seen"
+def test_a_full_disk_harms_nothing_and_leaves_room(scenario: str) -> None:
+    for fail_at in itertools.count(1):
+        disk = start(scenario)
+        disk.fail_at, disk.error = fail_at, no_space()
+        with suppress(StorageError):
+            write_new(disk)
+        if disk.calls < fail_at:
+            break
+        restarted(disk, f"call {fail_at}")
+        assert not [name for name in disk.list_dir(ROOT) if name.startswith(".new-")], "what it took is free again"
+        write_checkpoint(CheckpointStore(disk, ROOT, keep=2), 20, CONTENTS[20])
 
 
-@pytest.mark.parametrize("call", range(4, 10))
-def test_a_full_disk_harms_nothing(root: Path, call: int) -> None:
-    good = write_checkpoint(CheckpointStore(RealDisk(), root, keep=2), 10)
-    disk = TearingDisk(call, undo_renames=False, error=StorageError("no space left on device"))
-    store = CheckpointStore(disk, root, keep=2)
-    with pytest.raises(StorageError, match="no space"):
-        write_checkpoint(store, 20)
-    newest = CheckpointStore(RealDisk(), root, keep=2).newest_good(never)
-    assert newest is not None
-    assert newest == good or newest.step == 20
-    assert all(path.name.startswith("step-") for path in root.iterdir())
+def test_a_writer_that_outlived_its_worker_publishes_nothing_that_is_half_removed(root: Path) -> None:
+    """A worker restarts and clears up in any moment of a write by the one before it."""
+
+    class Overtaken(RealDisk):
+        calls = 0
+
+        def __init__(self, at: int) -> None:
+            self.at = at
+
+        def _maybe(self) -> None:
+            self.calls += 1
+            if self.calls == self.at:
+                CheckpointStore(RealDisk(), root, 2)
+
+        def append_file(self, path: Path, data: bytes | memoryview) -> None:
+            self._maybe()
+            super().append_file(path, data)
+
+        def sync_file(self, path: Path) -> None:
+            self._maybe()
+            super().sync_file(path)
+
+        def sync_dir(self, path: Path) -> None:
+            self._maybe()
+            super().sync_dir(path)
+
+        def rename(self, source: Path, target: Path) -> None:
+            self._maybe()
+            super().rename(source, target)
+
+    for at in itertools.count(1):
+        shutil.rmtree(root, ignore_errors=True)
+        write_checkpoint(CheckpointStore(RealDisk(), root, 2), 20, OLD)
+        disk = Overtaken(at)
+        try:
+            write_checkpoint(CheckpointStore(disk, root, 2), 20, CONTENTS[20])
+        except StorageError:
+            assert disk.calls >= at
+        newest = CheckpointStore(RealDisk(), root, 2).newest_good(never)
+        assert newest is not None
+        assert (newest.path / WEIGHTS).read_bytes() in (OLD, CONTENTS[20])
+        if disk.calls < at:
+            break
 
 
 def test_the_real_disk_translates_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_space(self: Path, data: bytes) -> int:
+    def no_room(*_: object, **__: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     store = CheckpointStore(RealDisk(), tmp_path, keep=2)
-    temporary = store.begin(1)
-    (temporary / WEIGHTS).write_bytes(b"x")
-    monkeypatch.setattr(Path, "write_bytes", no_space)
+    monkeypatch.setattr(Path, "open", no_room)
     with pytest.raises(StorageError, match="No space left") as caught:
-        store.commit(temporary, 1, {})
+        write_checkpoint(store, 1)
     assert "free some space" in caught.value.remedy
+
+
+def test_appending_goes_on_after_a_short_write(tmp_path: Path) -> None:
+    for piece in (b"ab", memoryview(b"cd"), b"", b"e"):
+        RealDisk().append_file(tmp_path / "file", piece)
+    assert (tmp_path / "file").read_bytes() == b"abcde"
 
 
 def test_hash_file_reports_a_missing_file(tmp_path: Path) -> None:
