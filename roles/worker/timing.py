@@ -59,6 +59,7 @@ class StepClock:
         self._hidden_s = 0.0
         self._began = now()
         self.longest_s = 0.0
+        self._formed_s: float | None = None
         self.last_ms: dict[str, float] = {}
 
     @contextmanager
@@ -78,8 +79,13 @@ class StepClock:
         """The gradients were under way for ``communicating_s``, of which ``exposed_s`` came after the own share."""
         self._hidden_s = max(0.0, communicating_s - exposed_s)
 
-    def view_began(self) -> None:
-        """A step that spans two views is not a measurement."""
+    def view_began(self, *, formed_s: float | None = None) -> None:
+        """A step that spans two views is not a measurement.
+
+        Args:
+            formed_s: how long it took to stand in the view's ring; told with its first step.
+        """
+        self._formed_s = formed_s
         self._spent.clear()
         self._waited_s = 0.0
         self._hidden_s = 0.0
@@ -89,7 +95,8 @@ class StepClock:
         """Milliseconds of the step just applied.
 
         ``step_ms``; ``compute_ms``; ``communicate_ms`` and ``wait_ms``: what the ring cost after the computing;
-        ``hidden_ms``: what it cost beside the computing, which is no part of the step's time.
+        ``hidden_ms``: what it cost beside the computing, which is no part of the step's time; ``form_ms`` of a view's
+        first step: how long its ring took to form.
         """
         now = self._now()
         step_s = now - self._began
@@ -102,6 +109,8 @@ class StepClock:
             "wait_ms": wait_s * 1e3,
             "hidden_ms": self._hidden_s * 1e3,
         }
+        if self._formed_s is not None:
+            self.last_ms["form_ms"] = self._formed_s * 1e3
         self.longest_s = max(self.longest_s, step_s)
         self.view_began()
         return self.last_ms
