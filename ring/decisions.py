@@ -151,11 +151,11 @@ class Decisions:
         """The next view, from the newest state among these, with all that stand still as far as there is work."""
         step, lineage = newest(chosen_from)
         self._cool_down(now)
-        ready, heirs = self._candidates(), self._who.heirs(self.view)
-        if not any(holds(report, step, lineage) for report in ready.values()):
-            ready = self._who.standing()  # the only holders sit out: better a bad link than a lost step
-        moving = self._admission.moving
-        healthy = {key for key, it in ready.items() if key not in moving and holds(it, step, lineage)}
+        ready, heirs, moving = self._candidates(), self._who.heirs(self.view), self._admission.moving
+        holders = {key for key, it in self._who.standing().items() if key not in moving and holds(it, step, lineage)}
+        if not holders & ready.keys():
+            ready = self._who.standing()  # they sit out: better a bad link than a lost step
+        healthy = holders & ready.keys()
         if self.view and carried(heirs, self.view):  # rule 7
             at_once = healthy | heirs.keys()
             ready = {key: it for key, it in ready.items() if key in at_once or not self._comes_after(key)}
