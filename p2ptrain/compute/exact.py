@@ -19,12 +19,13 @@ from torch import Tensor
 from p2ptrain.compute.fixed import UNIT, largest
 from p2ptrain.core.errors import ConfigError
 
-_BLOCK_NUMEL = 1 << 15  # its integers, its fp64 and its fp32 stay within a core's cache
+_HOST_BLOCK_NUMEL = 1 << 15  # its integers and its floats stay within a core's cache
+_DEVICE_BLOCK_NUMEL = 1 << 22  # a GPU wants few and large ones
 _REFUSED = 2  # torch: an operation without a deterministic algorithm is an error
 
 
 class FixedSum:
-    """The sum of a step's micro-batches in fixed point, on the gradients' device (on the host where that has no fp64).
+    """The sum of a step's micro-batches in fixed point, on the gradients' device (Apple's GPUs: on the host).
 
     Args:
         gradients: shape (numel,), fp32: where each micro-batch's contribution is made.
@@ -40,9 +41,9 @@ class FixedSum:
         self.on_host = kind in ("cpu", "mps")
         self.total = torch.zeros(len(gradients), dtype=torch.int64, device="cpu" if self.on_host else gradients.device)
         self._inside = torch.ones((), dtype=torch.bool, device=self.total.device)
-        self._block_numel = _BLOCK_NUMEL if self.on_host else len(gradients)
-        self._scaled = torch.zeros(_BLOCK_NUMEL if self.on_host else 0, dtype=torch.float64)
-        self._rounded = torch.zeros(len(self._scaled), dtype=torch.int64)
+        self._block_numel = min(_HOST_BLOCK_NUMEL if self.on_host else _DEVICE_BLOCK_NUMEL, len(gradients))
+        self._scaled = torch.zeros(self._block_numel, device=self.total.device)
+        self._rounded = torch.zeros_like(self._scaled, dtype=torch.int64)
         self._largest = largest(micro_batches)
         self._added = 0
 
@@ -64,20 +65,17 @@ class FixedSum:
 
     def add(self, numel: int) -> None:
         """The micro-batch's contribution is made in elements [0, ``numel``): add what was not added yet."""
-        for start in range(self._added, numel, self._block_numel):
-            self._add(start, min(start + self._block_numel, numel))
-        self._added = max(self._added, numel)
-
-    def _add(self, start: int, stop: int) -> None:
-        values = self._gradients[start:stop].to(self.total.device)
+        if numel <= self._added:
+            return
+        values = self._gradients[self._added : numel].to(self.total.device)
         low, high = torch.aminmax(values)  # both are NaN where any is
         self._inside &= (low >= -self._largest) & (high <= self._largest)
-        if self.on_host:
-            scaled, rounded = self._scaled[: stop - start], self._rounded[: stop - start]
-            scaled.copy_(values).mul_(1 / UNIT).round_()
-            self.total[start:stop] += rounded.copy_(scaled)
-        else:
-            self.total[start:stop] += values.double().mul_(1 / UNIT).round_().long()
+        for start in range(0, len(values), self._block_numel):
+            part = values[start : start + self._block_numel]
+            scaled = torch.mul(part, 1 / UNIT, out=self._scaled[: len(part)])  # by a power of two: exact in fp32
+            rounded = self._rounded[: len(part)].copy_(scaled.round_())
+            self.total[self._added + start : self._added + start + len(part)].add_(rounded)
+        self._added = numel
 
 
 @contextmanager
