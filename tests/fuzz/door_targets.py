@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -28,7 +29,10 @@ from roles.seed.authority import Authority
 from roles.seed.enrolment import Gate
 from roles.seed.requests import Clerk
 from roles.seed.tickets import TicketRecord
-from roles.worker import heal
+from roles.stand_in import StandInEngine
+from roles.worker.donor import Donations
+from roles.worker.fetch import Fetch, Self, _Donor
+from roles.worker.given import CHUNK_BYTES, chunk_untrusted
 from wire.codec import MESSAGE_TYPES, encode
 from wire.connection import Connection
 from wire.credentials import PeerIdentity, unverified_context
@@ -39,17 +43,21 @@ from wire.memory import MemoryNetwork
 from wire.messages import (
     BlobRecord,
     CaRequest,
-    ChunkDigest,
     ChunkRequest,
     EnrolProof,
     EnrolRequest,
     HealOffer,
     HealRequest,
     Hello,
+    MemberRecord,
     Message,
     Refuse,
     Request,
     Response,
+    StepGone,
+    StepLogged,
+    StepRequest,
+    TableRequest,
     Welcome,
 )
 from wire.testing import credentials
@@ -256,8 +264,10 @@ class _Heard:
         self.answers: list[Message] = []
         self.closed = asyncio.Event()
         self.close_cause: P2PTrainError | None = None
+        self.last_heard = 0.0
 
     async def receive(self, *, timeout_s: float) -> Any:
+        await asyncio.sleep(0)
         if not self._said:
             raise ConnectionLost("it closed the connection")
         said = self._said.popleft()
@@ -276,7 +286,7 @@ class _Heard:
         self.answers.append(message)
 
     def send_bulk(self, payload: memoryview, **_: int) -> None:
-        assert payload.nbytes <= heal.CHUNK_BYTES
+        assert payload.nbytes <= CHUNK_BYTES
 
     async def flush(self, *, timeout_s: float) -> None: ...
 
@@ -370,17 +380,31 @@ ENROLMENT = Target(
 # -------------------------------------------------------------------------------------------------------------- healing
 
 _SIZES = {"weights": 3000, "moments": (1 << 20) + 1}
-_VIEW = View("job", 3, 7, "ab" * 16, ())
-_NAMES, _OFFSETS = st.sampled_from(list(_SIZES)), st.integers(0, 3000)
-_WANTED = made(ChunkRequest, blob=_NAMES, offset=_OFFSETS, size_bytes=st.integers(0, 1 << 20), stream=_OFFSETS)
+_BLOBS = [BlobRecord(name, size) for name, size in _SIZES.items()]
+_LINEAGE = "ab" * 16
+_HEALER = MemberRecord("healer", "healer", "", 1, 0, 8, False)
+_VIEW = View("job", 3, 7, _LINEAGE, (_HEALER,))
+_INDICES, _STEPS, _DIGESTS = st.integers(-1, 4), st.integers(5, 12), st.sampled_from([bytes(16), b"", b"x" * 16])
+_WANTED = st.one_of(
+    made(ChunkRequest, index=_INDICES, stream=_INDICES),
+    made(TableRequest, stream=_INDICES),
+    made(StepRequest, step=_STEPS, stream=_INDICES),
+)
+_ASKED = st.sampled_from(
+    [HealRequest("job", 7, _LINEAGE), HealRequest("job", -1, ""), HealRequest("job", -1, "", 7, _LINEAGE)]
+)
 _OFFERED = made(
     HealOffer,
-    step=st.just(7),
-    blobs=st.just([BlobRecord(name, size) for name, size in _SIZES.items()]),
-    chunk_bytes=st.just(heal.CHUNK_BYTES),
+    step=st.sampled_from([7, -1]),
+    lineage=st.sampled_from([_LINEAGE, ""]),
+    blobs=st.sampled_from([_BLOBS, [], _BLOBS[1:]]),
+    chunk_bytes=mostly(st.just(CHUNK_BYTES), WHOLE),
+    root=_DIGESTS,
 )
-_DIGESTS = made(ChunkDigest, stream=st.integers(1, 6))
-_ASKED = mostly(st.just(HealRequest("job", 7, "ab" * 16)), made(HealRequest))
+_NEWS = st.one_of(
+    made(StepLogged, step=_STEPS, digest=_DIGESTS, size_bytes=st.sampled_from([4120, 0])),
+    made(StepGone, step=_STEPS),
+)
 
 
 _STATE = [Blob(name, memoryview(bytearray(size))) for name, size in _SIZES.items()]
@@ -388,7 +412,7 @@ _STATE = [Blob(name, memoryview(bytearray(size))) for name, size in _SIZES.items
 
 @dataclass(frozen=True)
 class Healing:
-    """What a healing member says to its donor, what a donor says to one, and whether its chunks arrive."""
+    """What a healing member says to its donor, what a donor says to one, and whether what it asks for arrives."""
 
     to_donor: list[Message]
     from_donor: list[Message]
@@ -400,30 +424,49 @@ def _then(first: st.SearchStrategy[Any], next_ones: st.SearchStrategy[Any]) -> s
     return st.tuples(mostly(first, _ANY), rest).map(lambda both: [both[0], *both[1]])
 
 
+class _Inline:
+    async def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
+
+
 async def _healed(case: Healing) -> None:
-    blobs = {blob.name: blob for blob in _STATE}
     for message in case.to_donor:
         if isinstance(message, ChunkRequest):
-            try:
-                chunk = heal._checked(message, blobs)
-            except ProtocolError:
-                continue
-            assert chunk.nbytes == message.size_bytes > 0
-    for talk in (
-        heal.give(_Heard(case.to_donor), _STATE, _VIEW),  # type: ignore[arg-type]
-        heal._fetch_from(_Heard(case.from_donor, lands=case.lands), _VIEW, _STATE, lambda *progress: None),  # type: ignore[arg-type]
-    ):
-        try:
-            await talk
-        except P2PTrainError:
-            continue
+            with suppress(ProtocolError):
+                assert 0 < chunk_untrusted(_STATE, message).nbytes <= CHUNK_BYTES
+    around = SimpleNamespace(world=SimpleNamespace(clock=LoopClock()), compute=_Inline(), tell=lambda *text: None)
+    core = SimpleNamespace(view=_VIEW, may_give=True, torn=False, applied=7, lineage=_LINEAGE, square_sum=1.0)
+    donations = Donations(around, core, want_snapshot=lambda: None)  # type: ignore[arg-type]
+    hello = local_hello(peer_id="healer", name="healer", roles=["worker"], purpose="heal", job="job", generation=3)
+    with suppress(P2PTrainError):
+        await donations.give(_Heard(case.to_donor), hello, StandInEngine(Profile()))  # type: ignore[arg-type]
+    assert not donations.followers
+    fetch = Fetch(
+        around.world,
+        Self("healer", "healer", "seed", _STATE, 4120),
+        request=next((one for one in case.to_donor if isinstance(one, HealRequest)), HealRequest("job", 7, _LINEAGE)),
+        generation=3,
+        donors=[_HEALER],
+        on_torn=lambda: None,
+        on_progress=lambda *progress: None,
+    )
+    donor = fetch._donors["d"] = _Donor("d", "d", _Heard([], lands=case.lands))  # type: ignore[arg-type]
+    with suppress(ProtocolError):
+        for message in case.from_donor:
+            fetch._heard_untrusted(donor, message)
 
 
 HEALING = Target(
     "healing",
-    st.builds(Healing, _then(_ASKED, _WANTED), _then(_OFFERED, _DIGESTS), st.booleans()),
+    st.builds(Healing, _then(_ASKED, _WANTED), _then(_OFFERED, _NEWS), st.booleans()),
     lambda case: run_virtual(_healed(case)),
-    (),
+    (
+        "roles.worker.given.chunk_untrusted",
+        "roles.worker.fetch.Fetch._heard_untrusted",
+        "roles.worker.fetch.Fetch._offered_untrusted",
+        "roles.worker.fetch.Fetch._base_of_untrusted",
+        "roles.worker.fetch.Fetch._logged_untrusted",
+    ),
     peak_bytes=1 << 20,
     weight=100,
 )
