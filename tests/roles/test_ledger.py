@@ -1,0 +1,174 @@
+"""The ledger in a seed's store, and the audit of whole runs over it: with churn, restarts, and rows tampered with."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.loader import load
+from configs.schema import Profile
+from p2ptrain.cli.audit import Verdict, audit
+from ring.coordination import Peer
+from ring.formation import records
+from ring.ledger import pack_counts
+from ring.token import next_lineage
+from ring.view import View
+from roles.in_process import Cluster
+from roles.seed import ledger as module
+from roles.seed.ledger import Ledger
+from roles.seed.store import JobRecord, Records
+from wire.messages import LedgerRow, LedgerRows
+
+JOB = JobRecord("j1", "first", "tiny", "sync", workers=2, micro_batches=8, steps_total=10**6, keep=3, created_at=1.0)
+START = "00" * 16
+
+
+def view(generation: int, step: int, lineage: str = START, members: str = "ab") -> View:
+    peers = [Peer(peer_id, peer_id, "h", 1) for peer_id in members]
+    return View("j1", generation, step, lineage, records(peers, 8, members))
+
+
+def row(step: int, generation: int = 1, members: int = 2) -> LedgerRow:
+    return LedgerRow(step, generation, step.to_bytes(16, "big"), pack_counts([8 // members] * members))
+
+
+def lineages(steps: int) -> list[str]:
+    found = [START]
+    for step in range(1, steps + 1):
+        found.append(next_lineage(found[-1], row(step).digest))
+    return found
+
+
+def told(kept: Records, ledger: Ledger, first: int, last: int, lineage: str, **shape: Any) -> None:
+    rows = [row(step, **shape) for step in range(first, last + 1)]
+    message = LedgerRows("j1", lineage, rows)
+    entries, problem = ledger.take_untrusted(message, view(1, 0), micro_batches=8, steps_total=10**6)
+    assert not problem
+    kept.add_rows(list(entries), [])
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Records:
+    records_ = Records(tmp_path / "seed.sqlite3")
+    records_.add_job(JOB, "{}")
+    records_.add_view(view(1, 0), JOB, restored=False, wall=1.0)
+    return records_
+
+
+def test_rows_come_back_after_a_restart_and_go_with_the_job(kept: Records, tmp_path: Path) -> None:
+    past = lineages(20)
+    told(kept, Ledger("j1", kept.ledger_head("j1")), 1, 20, START)
+    kept.close()
+    again = Records(tmp_path / "seed.sqlite3")
+    head = again.ledger_head("j1")
+    assert head is not None
+    assert (head.base_step, head.step, head.lineage) == (0, 20, past[20])
+    assert again.ledger_rows("j1", 17, 2) == [row(18), row(19)]
+    again.forget_job("j1")
+    assert (again.ledger_head("j1"), again.ledger_rows("j1", 0, 9)) == (None, [])
+
+
+def test_a_view_takes_back_later_steps(kept: Records) -> None:
+    past, ledger = lineages(20), Ledger("j1", kept.ledger_head("j1"))
+    told(kept, ledger, 1, 20, START)
+    back = view(2, 12, past[12])
+    assert ledger.view_began(back) == ""
+    kept.add_view(back, JOB, restored=True, wall=2.0)
+    assert [item.step for item in kept.ledger_rows("j1", 10, 99)] == [11, 12]
+    assert kept.ledger_head("j1") == ledger.head
+    assert ledger.step == 12
+
+
+def test_a_view_with_another_past_is_told_of() -> None:
+    ledger = Ledger("j1")
+    ledger.view_began(view(1, 0))
+    assert "another past" in ledger.view_began(view(2, 0, "11" * 16))
+
+
+def test_the_oldest_rows_are_folded_into_a_base(kept: Records, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ROWS_KEPT", 64)
+    past, ledger = lineages(200), Ledger("j1", kept.ledger_head("j1"))
+    for step in range(1, 201):
+        told(kept, ledger, step, step, past[step - 1])
+    head = kept.ledger_head("j1")
+    assert head is not None
+    assert head.step == 200
+    assert 64 <= head.step - head.base_step <= 68
+    assert head.base_lineage == past[head.base_step]
+    assert [item.step for item in kept.ledger_rows("j1", 0, 999)] == list(range(head.base_step + 1, 201))
+
+
+def test_a_row_costs_what_is_stated(kept: Records, tmp_path: Path) -> None:
+    told(kept, Ledger("j1", kept.ledger_head("j1")), 1, 4000, START, members=8)
+    kept.close()
+    db = sqlite3.connect(tmp_path / "seed.sqlite3")
+    before = (tmp_path / "seed.sqlite3").stat().st_size
+    db.execute("DELETE FROM ledger")
+    db.commit()
+    db.execute("VACUUM")
+    db.close()
+    row_bytes = (before - (tmp_path / "seed.sqlite3").stat().st_size) / 4000
+    assert row_bytes + 10 < 50 + 4 * 8, "a job's real id is longer by 10 than the one here"
+
+
+# ----------------------------------------------------------------------------------------------------------- whole runs
+
+
+def profile(steps: int, *sets: str) -> Profile:
+    every = ["checkpoint.every=20", "validation.every=0", "job.workers=3", f"job.steps={steps}", *sets]
+    return load("tiny", {}, every).profile
+
+
+async def audited(cluster: Cluster, job: str, made: Profile) -> Verdict:
+    async with cluster.operator() as client:
+        return await audit(client.request, job, made, lambda step, of: None)
+
+
+async def test_a_run_with_a_death_a_restart_and_a_newcomer_stands_in_its_ledger(cluster: Cluster) -> None:
+    made = profile(250)
+    for _ in range(3):
+        cluster.join()
+    job = await cluster.create(made)
+    await cluster.job_until(job, lambda item: item["step"] >= 15)
+    await cluster.peers[1].die()
+    await cluster.job_until(job, lambda item: item["step"] >= 25)
+    await cluster.restart_seed()
+    cluster.join()
+    await cluster.job_until(job, lambda item: item["state"] == "done")
+    verdict = await audited(cluster, job, made)
+    assert verdict.fault is None
+    assert (verdict.first, verdict.steps, verdict.samples) == (1, 250, 250 * 8 * made.batch.micro_batch_sequences)
+    assert sum(verdict.computed.values()) == 250 * 8
+    listed = (await cluster.ask("recoveries.list", job=job))["recoveries"]
+    assert listed
+    assert all(item["total_s"] < 20 and item["form_s"] is not None for item in listed)
+
+
+async def test_an_audit_names_the_step_that_was_tampered_with(cluster: Cluster, tmp_path: Path) -> None:
+    made = profile(30, "job.workers=2")
+    for _ in range(2):
+        cluster.join()
+    job = await cluster.create(made)
+    await cluster.job_until(job, lambda item: item["state"] == "done")
+    assert (await audited(cluster, job, made)).fault is None
+    found = {}
+    for name, sql in {
+        "lineage": "UPDATE ledger SET digest = zeroblob(16) WHERE step = 11",
+        "shares": f"UPDATE ledger SET counts = x'{pack_counts([4, 3]).hex()}' WHERE step = 9",
+        "generation": "UPDATE ledger SET generation = generation + 7 WHERE step = 7",
+        "gap": "DELETE FROM ledger WHERE step = 5",
+    }.items():
+        await cluster.stop_seed()
+        with sqlite3.connect(tmp_path / "seed" / "seed.sqlite3") as db:
+            db.execute(sql)
+        db.close()
+        await cluster.start_seed(cluster.address[1])
+        fault = (await audited(cluster, job, made)).fault
+        assert fault is not None
+        found[fault.kind] = fault.step
+        assert fault.kind == name
+    assert found["shares"], found
+    assert (found["shares"], found["generation"], found["gap"]) == (9, 7, 5)
