@@ -1,18 +1,11 @@
-"""The step transaction: scenarios by hand, then whole clusters of cores under random deaths, without sockets.
-
-The cluster below plays the ring and the seed: a collective ends for a member only when every member of its view has
-come to it; a death is noticed by the others at any later moment; views are minted from reports alone, by the rule
-"the highest applied step wins, whoever has prepared it redoes it, the rest heals".
-"""
+"""The step transaction: scenarios by hand. Whole clusters are in ``test_transaction_model``."""
 
 from __future__ import annotations
 
-import hashlib
-import random
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.core.errors import ProtocolError
@@ -23,109 +16,23 @@ from ring.activities import (
     Compute,
     Confirm,
     Confirmed,
-    Disband,
-    Event,
     Failed,
     Finished,
     Form,
     Heal,
-    Instruction,
     Loaded,
-    Record,
     Reduce,
     Reduced,
     Reload,
-    Say,
     Unloaded,
     ViewArrived,
     Vote,
     Voted,
     Wish,
 )
-from ring.token import TOKEN_BYTES, Flag, Token, first_lineage, next_lineage
-from ring.transaction import Phase, Transaction
-from ring.view import View, shares
-from wire.messages import LedgerRow, MemberRecord, Report
-
-JOB = "job"
-ORIGIN = first_lineage("spec")
-
-
-def view(
-    generation: int, peers: list[str], *, step: int = 0, lineage: str = ORIGIN, healthy: set[str] | None = None
-) -> View:
-    parts = shares(8, [1.0] * len(peers))
-    members = tuple(
-        MemberRecord(peer, peer, "", 1, first, count, healthy is None or peer in healthy)
-        for peer, (first, count) in zip(peers, parts, strict=True)
-    )
-    return View(JOB, generation, step, lineage, members, square_sum=4.0)
-
-
-def digest_of(generation: int, step: int) -> bytes:
-    """What the ring reduces to: another sum in every view, as floating-point sums are."""
-    return hashlib.blake2b(f"{generation}/{step}".encode(), digest_size=16).digest()
-
-
-class Member:
-    """One core with what a real one has around it: a state (the digests that were applied) and a redo buffer."""
-
-    def __init__(self, peer: str, steps_total: int) -> None:
-        self.core = Transaction(job=JOB, peer_id=peer, steps_total=steps_total)
-        self.state: list[bytes] | None = []  # None: torn
-        self.buffer = b""
-        self.activity: Instruction | None = None
-        self.said: list[Report] = []
-        self.boundaries: list[Boundary] = []
-        self.rows: list[tuple[LedgerRow, str]] = []
-
-    def handle(self, event: Event) -> None:
-        for instruction in self.core.handle(event):
-            match instruction:
-                case Say(report):
-                    self.said.append(report)
-                case Disband():
-                    self.activity = None
-                case Heal():
-                    self.state = None
-                    self.activity = instruction
-                case Compute():
-                    self.buffer = b""
-                    self.activity = instruction
-                case Record(row, lineage):
-                    self.rows.append((row, lineage))
-                case _:
-                    self.activity = instruction
-                    if isinstance(instruction, Boundary):
-                        self.boundaries.append(instruction)
-        self.core.validate()
-
-    def finish(self) -> None:
-        """End the activity under way, for those that depend on nobody else."""
-        activity, self.activity = self.activity, None
-        assert activity is not None
-        if isinstance(activity, Apply):
-            assert self.buffer, "nothing to apply"
-            assert self.state is not None
-            self.state.append(self.buffer)
-        if isinstance(activity, Reload):
-            self.state = []
-            self.handle(Loaded(0, ORIGIN))
-            return
-        if isinstance(activity, Confirm):
-            members = self.core.view.size if self.core.view else 0
-            self.handle(Confirmed(activity.ticket, (self.digest(),) * members))
-            return
-        self.handle(Finished(activity.ticket))  # type: ignore[attr-defined]
-
-    def digest(self) -> bytes:
-        return hashlib.blake2b(b"".join(self.state or [])).digest()
-
-    def lineage(self) -> str:
-        lineage = ORIGIN
-        for digest in self.state or []:
-            lineage = next_lineage(lineage, digest)
-        return lineage
+from ring.testing import ORIGIN, Member, digest_of, view
+from ring.token import TOKEN_BYTES, Flag, Token, next_lineage
+from ring.transaction import Phase
 
 
 def alone(steps_total: int = 3) -> Member:
@@ -423,218 +330,3 @@ def test_a_token_survives_the_wire(data: bytes) -> None:
         return
     assert token.encode()[:16] == data[:16]
     assert Token.decode_untrusted(token.encode()).digest == token.digest
-
-
-# ----------------------------------------------------------------------------------------------------- whole clusters
-
-
-@dataclass
-class Cluster:
-    """A ring and a seed, played with one source of chance."""
-
-    rng: random.Random
-    steps_total: int
-    members: dict[str, Member] = field(default_factory=dict)
-    dead: set[str] = field(default_factory=set)
-    noticed: set[tuple[str, int]] = field(default_factory=set)
-    tokens: dict[tuple[int, int], dict[str, bytes]] = field(default_factory=dict)
-    digests: dict[tuple[int, int], dict[str, bytes]] = field(default_factory=dict)
-    reduced: dict[tuple[int, int], set[str]] = field(default_factory=dict)
-    formed: dict[int, set[str]] = field(default_factory=dict)
-    committed: list[bytes] = field(default_factory=list)
-    current: View | None = None
-    generation: int = 0
-    asked_to_hold: int = 0
-
-    def add(self, peer: str) -> None:
-        self.members[peer] = Member(peer, self.steps_total)
-        self.members[peer].handle(Loaded(0, ORIGIN))
-
-    def live(self) -> dict[str, Member]:
-        return {peer: member for peer, member in self.members.items() if peer not in self.dead}
-
-    # ------------------------------------------------------------------------------------------------------ the ring
-
-    def can_end(self, peer: str, member: Member) -> bool:
-        """Whether the activity of ``member`` may end now: a collective needs everybody to have come to it."""
-        activity, current = member.activity, member.core.view
-        if activity is None:
-            return False
-        if isinstance(activity, Apply | Compute | Boundary | Reload):
-            return True
-        assert current is not None
-        everybody = {item.peer_id for item in current.members}
-        key = (current.generation, member.core.applied)
-        match activity:
-            case Form():
-                self.formed.setdefault(current.generation, set()).add(peer)
-                return self.formed[current.generation] >= everybody
-            case Reduce():
-                self.reduced.setdefault(key, set()).add(peer)
-                return self.reduced[key] >= everybody
-            case Vote(token=token):
-                self.tokens.setdefault(key, {})[peer] = token
-                return self.tokens[key].keys() >= everybody
-            case Confirm():
-                self.digests.setdefault(key, {})[peer] = member.digest()
-                return self.digests[key].keys() >= everybody
-            case Heal():
-                return any(self.is_donor(item.peer_id, current) for item in current.members)
-        return False
-
-    def is_donor(self, peer: str, current: View) -> bool:
-        member = self.members[peer]
-        core = member.core
-        return (
-            peer not in self.dead
-            and member.state is not None
-            and core.may_give
-            and core.view is current
-            and (core.applied, core.lineage) == (current.step, current.lineage)
-        )
-
-    def end(self, peer: str, member: Member) -> None:
-        activity, current = member.activity, member.core.view
-        match activity:
-            case Reduce(ticket=ticket, step=step):
-                assert current is not None
-                member.buffer = digest_of(current.generation, step)
-                member.handle(Reduced(ticket, member.buffer, 1.0))
-            case Vote(ticket=ticket):
-                assert current is not None
-                tokens = self.tokens[(current.generation, member.core.applied)]
-                member.handle(Voted(ticket, tuple(tokens[item.peer_id] for item in current.members)))
-            case Confirm(ticket=ticket):
-                assert current is not None
-                digests = self.digests[(current.generation, member.core.applied)]
-                member.handle(Confirmed(ticket, tuple(digests[item.peer_id] for item in current.members)))
-            case Heal():
-                assert current is not None
-                donors = [item.peer_id for item in current.members if self.is_donor(item.peer_id, current)]
-                member.state = list(self.members[self.rng.choice(donors)].state or [])
-                member.finish()
-            case _:
-                member.finish()
-        self.check(member)
-
-    def notice(self) -> list[tuple[str, int]]:
-        """Members whose ring lost somebody (dead, or stopped because of a dead one), and who do not know it yet."""
-        found = []
-        for peer, member in self.live().items():
-            current = member.core.view
-            if current is None or (peer, current.generation) in self.noticed or not member.core.running:
-                continue
-            if any(item.peer_id in self.dead or self.has_left(item.peer_id, current) for item in current.members):
-                found.append((peer, current.generation))
-        return found
-
-    def has_left(self, peer: str, current: View) -> bool:
-        core = self.members[peer].core
-        gave_up = core.phase is Phase.IDLE and core.view is current  # while the ring was formed
-        return (peer, current.generation) in self.noticed or gave_up
-
-    # ------------------------------------------------------------------------------------------------------ the seed
-
-    def may_mint(self) -> bool:
-        """Everybody alive stands still and has said where."""
-        live = self.live().values()
-        ready = all(not m.core.running and m.core.phase is not Phase.EMPTY for m in live)
-        finished = all(m.core.phase is Phase.DONE for m in live)
-        return bool(live) and ready and not finished
-
-    def mint(self) -> None:
-        live = self.live()
-        reports = {peer: member.core.report("held") for peer, member in live.items()}
-        best = max(reports.values(), key=lambda report: report.applied)
-        healthy = {
-            peer
-            for peer, report in reports.items()
-            if (report.applied, report.lineage) == (best.applied, best.lineage)
-            or (report.prepared, report.prepared_lineage) == (best.applied, best.lineage)
-        }
-        self.generation += 1
-        peers = sorted(live)
-        self.rng.shuffle(peers)
-        current = view(self.generation, peers, step=best.applied, lineage=best.lineage, healthy=healthy)
-        self.current = replace(current, square_sum=best.square_sum)
-        for member in live.values():
-            member.handle(ViewArrived(self.current))
-
-    # ----------------------------------------------------------------------------------------------------- invariants
-
-    def check(self, member: Member) -> None:
-        """Exactly once, no fork: every state is a beginning of the one history of commits."""
-        if member.state is None:
-            return
-        core = member.core
-        if core.phase not in (Phase.EMPTY, Phase.FAILED) and not core.torn:
-            assert len(member.state) == core.applied
-            assert member.lineage() == core.lineage
-        common = min(len(member.state), len(self.committed))
-        assert member.state[:common] == self.committed[:common], "two histories"
-        if len(member.state) > len(self.committed):
-            self.committed = list(member.state)
-
-    def others_hold_the_run(self, peer: str) -> bool:
-        """Whether the run survives the death of ``peer``: somebody else is at most the step under way behind."""
-        others = (member.state for name, member in self.live().items() if name != peer)
-        return any(state is not None and len(state) >= len(self.committed) - 1 for state in others)
-
-    def run(self, *, faults: int, newcomers: int, limit: int = 4000) -> None:
-        for _ in range(limit):
-            live = self.live()
-            if live and all(member.core.phase is Phase.DONE for member in live.values()):
-                return
-            choices: list[tuple[str, str]] = [
-                ("end", peer) for peer, member in live.items() if self.can_end(peer, member)
-            ]
-            choices += [("notice", peer) for peer, _ in self.notice()]
-            if self.may_mint():
-                choices.append(("mint", ""))
-            if newcomers and self.rng.random() < 0.02:
-                choices.append(("join", ""))
-            if faults and self.rng.random() < 0.1:
-                choices += [("kill", peer) for peer in live if self.others_hold_the_run(peer)][:1]
-            assert choices, {peer: (m.core.phase, m.activity) for peer, m in live.items()}
-            what, peer = self.rng.choice(choices)
-            match what:
-                case "end":
-                    self.end(peer, self.members[peer])
-                case "notice":
-                    generation = self.members[peer].core.view.generation  # type: ignore[union-attr]
-                    self.noticed.add((peer, generation))
-                    self.members[peer].handle(Broken(generation, "", "a neighbour is gone"))
-                    self.check(self.members[peer])
-                case "mint":
-                    self.mint()
-                case "join":
-                    newcomers -= 1
-                    self.add(f"n{newcomers}")
-                    for member in self.live().values():
-                        member.handle(Wish(Flag.HOLD))
-                case "kill":
-                    faults -= 1
-                    self.dead.add(peer)
-                    # What only the dead one had committed is run again: nothing that lives rests on it.
-                    states = [member.state for member in self.live().values() if member.state is not None]
-                    self.committed = list(max(states, key=len))
-        raise AssertionError("no progress")
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    rng=st.randoms(use_true_random=False),
-    count=st.integers(1, 5),
-    faults=st.integers(0, 4),
-    newcomers=st.integers(0, 3),
-)
-def test_clusters_apply_every_step_exactly_once_whoever_dies(
-    rng: random.Random, count: int, faults: int, newcomers: int
-) -> None:
-    cluster = Cluster(rng, steps_total=5)
-    for number in range(count):
-        cluster.add(f"p{number}")
-    cluster.run(faults=faults, newcomers=newcomers)
-    assert len(cluster.committed) == 5
-    for member in cluster.live().values():
-        assert member.state == cluster.committed

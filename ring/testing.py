@@ -1,0 +1,114 @@
+"""One member of the step transaction without a ring, for tests: the core, and what a real one has around it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from ring.activities import (
+    Apply,
+    Boundary,
+    Compute,
+    Confirm,
+    Confirmed,
+    Disband,
+    Event,
+    Finished,
+    Heal,
+    Instruction,
+    Loaded,
+    Record,
+    Reload,
+    Say,
+)
+from ring.token import first_lineage, next_lineage
+from ring.transaction import Transaction
+from ring.view import View, shares
+from wire.messages import LedgerRow, MemberRecord, Report
+
+JOB = "job"
+MICRO_BATCHES = 8
+ORIGIN = first_lineage("spec")
+
+
+def view(
+    generation: int, peers: Sequence[str], *, step: int = 0, lineage: str = ORIGIN, healthy: set[str] | None = None
+) -> View:
+    parts = shares(MICRO_BATCHES, [1.0] * len(peers))
+    members = tuple(
+        MemberRecord(peer, peer, "", 1, first, count, healthy is None or peer in healthy)
+        for peer, (first, count) in zip(peers, parts, strict=True)
+    )
+    return View(JOB, generation, step, lineage, members, square_sum=4.0)
+
+
+def digest_of(generation: int, step: int) -> bytes:
+    """What the ring reduces to: another sum in every view, as floating-point sums are."""
+    return hashlib.blake2b(f"{generation}/{step}".encode(), digest_size=16).digest()
+
+
+class Member:
+    """One core with what a real one has around it: a state (the digests that were applied) and a redo buffer."""
+
+    def __init__(self, peer: str, steps_total: int, *, checkpoint_every: int = 0, outlier_factor: float = 0.0) -> None:
+        self.core = Transaction(
+            job=JOB,
+            peer_id=peer,
+            steps_total=steps_total,
+            checkpoint_every=checkpoint_every,
+            outlier_factor=outlier_factor,
+        )
+        self.state: list[bytes] | None = []  # None: torn
+        self.buffer = b""
+        self.activity: Instruction | None = None
+        self.said: list[Report] = []
+        self.boundaries: list[Boundary] = []
+        self.rows: list[tuple[LedgerRow, str]] = []
+
+    def handle(self, event: Event) -> None:
+        for instruction in self.core.handle(event):
+            match instruction:
+                case Say(report):
+                    self.said.append(report)
+                case Disband():
+                    self.activity = None
+                case Heal():
+                    self.state = None
+                    self.activity = instruction
+                case Compute():
+                    self.buffer = b""
+                    self.activity = instruction
+                case Record(row, lineage):
+                    self.rows.append((row, lineage))
+                case _:
+                    self.activity = instruction
+                    if isinstance(instruction, Boundary):
+                        self.boundaries.append(instruction)
+        self.core.validate()
+
+    def finish(self) -> None:
+        """End the activity under way, for those that depend on nobody else."""
+        activity, self.activity = self.activity, None
+        assert activity is not None
+        if isinstance(activity, Apply):
+            assert self.buffer, "nothing to apply"
+            assert self.state is not None
+            self.state.append(self.buffer)
+        if isinstance(activity, Reload):
+            self.state = []
+            self.handle(Loaded(0, ORIGIN))
+            return
+        if isinstance(activity, Confirm):
+            members = self.core.view.size if self.core.view else 0
+            self.handle(Confirmed(activity.ticket, (self.digest(),) * members))
+            return
+        self.handle(Finished(activity.ticket))  # type: ignore[attr-defined]
+
+    def digest(self) -> bytes:
+        return hashlib.blake2b(b"".join(self.state or [])).digest()
+
+    def lineage(self) -> str:
+        lineage = ORIGIN
+        for digest in self.state or []:
+            lineage = next_lineage(lineage, digest)
+        return lineage

@@ -1,0 +1,96 @@
+"""Shares that follow speed, against brute force."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ring.balance import GAIN_PERCENT, PROBE_PERCENT, balanced, probed
+
+UNITS = st.lists(st.integers(0, 1000), min_size=1, max_size=4)
+
+
+def makespan(counts: tuple[int, ...] | list[int], units: list[int]) -> int:
+    return max(count * unit for count, unit in zip(counts, units, strict=True))
+
+
+def known(units: list[int]) -> list[int]:
+    measured = sorted(unit for unit in units if unit)
+    return [unit or (measured[len(measured) // 2] if measured else 1) for unit in units]
+
+
+def all_shares(micro_batches: int, members: int) -> list[tuple[int, ...]]:
+    choices = itertools.product(range(micro_batches + 1), repeat=members - 1)
+    return [(*some, micro_batches - sum(some)) for some in choices if sum(some) <= micro_batches]
+
+
+@given(micro_batches=st.integers(0, 9), units=UNITS)
+def test_no_other_shares_take_less_time(micro_batches: int, units: list[int]) -> None:
+    counts = balanced(micro_batches, units)
+    assert sum(counts) == micro_batches
+    assert min(counts) >= 0
+    best = min(makespan(shares, known(units)) for shares in all_shares(micro_batches, len(units)))
+    assert makespan(counts, known(units)) == best
+
+
+@given(data=st.data(), micro_batches=st.integers(1, 64), units=UNITS)
+def test_what_is_nearly_as_good_is_kept(data: st.DataObject, micro_batches: int, units: list[int]) -> None:
+    cuts = sorted(data.draw(st.integers(0, micro_batches)) for _ in units[1:])
+    before = [stop - start for start, stop in itertools.pairwise([0, *cuts, micro_batches])]
+    counts, best = balanced(micro_batches, units, before), balanced(micro_batches, units)
+    worth_it = 100 * makespan(best, known(units)) < (100 - GAIN_PERCENT) * makespan(before, known(units))
+    assert counts == (best if worth_it else before)
+    assert balanced(micro_batches, units, counts) == counts, "it does not swing"
+
+
+def test_many_members_and_great_numbers_take_no_time() -> None:
+    counts = balanced(65536, [2**32 - 1 - rank for rank in range(512)])
+    assert sum(counts) == 65536
+    assert max(counts) - min(counts) <= 1
+
+
+@pytest.mark.parametrize(
+    ("units", "before", "expected"),
+    [
+        ([10, 40], [], [7, 1]),  # a member four times slower does not set the pace
+        ([10, 40], [4, 4], [7, 1]),
+        ([0, 0, 0], [3, 3, 2], [3, 3, 2]),  # nothing is known: as the view says
+        ([10, 10, 0], [], [3, 3, 2]),  # a newcomer counts as the others
+        ([10, 900], [], [8, 0]),
+        ([10, 10], [5, 4], [4, 4]),  # those are of another batch
+        ([10, 10], [8], [4, 4]),  # and those of another ring
+        ([20, 21, 20, 20], [2, 2, 2, 2], [2, 2, 2, 2]),
+    ],
+)
+def test_some_shares_of_eight(units: list[int], before: list[int], expected: list[int]) -> None:
+    assert balanced(8, units, before) == expected
+
+
+@pytest.mark.parametrize(("micro_batches", "units"), [(8, []), (8, [1, -1]), (-1, [1])])
+def test_what_cannot_be_is_refused(micro_batches: int, units: list[int]) -> None:
+    with pytest.raises(ValueError, match="shares of"):
+        balanced(micro_batches, units)
+
+
+@settings(deadline=None)
+@given(slow=st.integers(1, 2000), fast=st.integers(1, 1000))
+def test_a_member_without_work_is_asked_now_and_then_at_a_bounded_cost(slow: int, fast: int) -> None:
+    units, counts = [fast, slow], balanced(8, [fast, slow])
+    if counts[1]:
+        return
+    idle, span = 1, makespan(counts, units)
+    while probed(counts, units, [0, idle]) == counts:
+        idle += 1
+    assert probed(counts, units, [0, idle]) == [7, 1]
+    lost = max(0, makespan([7, 1], units) - span)
+    assert 100 * lost <= PROBE_PERCENT * idle * span
+    assert idle == 1 or 100 * (slow - span) > PROBE_PERCENT * (idle - 1) * span, "not more rarely than that"
+
+
+def test_nobody_is_asked_where_nobody_has_work_to_spare() -> None:
+    assert probed([1, 1, 0], [10, 10, 10], [0, 0, 1000]) == [1, 1, 0]
+    assert probed([2, 1, 0, 0], [10, 10, 10, 10], [0, 0, 9, 9]) == [1, 1, 1, 0]
+    assert probed([4, 4], [10, 10], [0, 0]) == [4, 4]

@@ -1,0 +1,180 @@
+"""What a step must not be made of, and who is named for it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ring.activities import Compute, Loaded, Reduce, Reduced, ViewArrived, Vote, Voted
+from ring.guard import LEAST_STEPS, Guard, odd_ones_out, verdict
+from ring.testing import ORIGIN, Member, digest_of, view
+from ring.token import Flag, Token
+from ring.view import Care
+
+TOKEN = Token(1, 5, Flag(0), 1.0, b"d" * 16, b"l" * 16, own=1.0, sent=7, received=7)
+NAN, INF = math.nan, math.inf
+
+
+def experienced(factor: float, square_sum: float = 4.0, steps: int = LEAST_STEPS) -> Guard:
+    guard = Guard(factor)
+    for _ in range(steps):
+        guard.committed(square_sum)
+    return guard
+
+
+@pytest.mark.parametrize("care", list(Care))
+@pytest.mark.parametrize(("own", "part"), [(NAN, 1.0), (1.0, NAN), (INF, 1.0), (1.0, INF)])
+def test_what_is_not_finite_is_refused_by_everyone_always(own: float, part: float, care: Care) -> None:
+    assert Guard(0.0).refuses(own, part, care)
+    assert experienced(10.0).refuses(own, part, care)
+
+
+@pytest.mark.parametrize(("own", "part"), [(401.0, 1.0), (0.0, 401.0)])
+def test_what_is_absurdly_long_is_refused_by_who_knows_what_is_usual(own: float, part: float) -> None:
+    assert experienced(10.0).refuses(own, part, Care.USUAL)
+    assert experienced(10.0).refuses(own, part, Care.AUDITED)
+    assert not experienced(10.0).refuses(own, part, Care.LENIENT)
+    assert not experienced(10.0, steps=LEAST_STEPS - 1).refuses(own, part, Care.USUAL)
+    assert not experienced(0.0).refuses(own, part, Care.USUAL)
+    assert not experienced(10.0).refuses(400.0, 400.0, Care.USUAL)
+    forgetful = experienced(10.0)
+    forgetful.forget()
+    assert not forgetful.refuses(own, part, Care.USUAL)
+
+
+def test_a_few_outliers_do_not_change_what_is_usual() -> None:
+    guard = experienced(10.0)
+    for _ in range(3):
+        guard.committed(1e12)
+    assert guard.refuses(401.0, 1.0, Care.USUAL)
+
+
+def test_a_model_that_stands_still_doubts_nothing() -> None:
+    assert not experienced(10.0, square_sum=0.0).refuses(1.0, 1.0, Care.USUAL)
+
+
+def test_equal_tokens_without_a_refusal_are_a_commit() -> None:
+    tokens = [TOKEN, replace(TOKEN, flags=Flag.HOLD, part=2.0, own=9.0, unit_us=3, sent=8), TOKEN]
+    tokens[2] = replace(TOKEN, received=8)
+    assert verdict(tokens) is None
+    assert verdict([replace(TOKEN, sent=0, received=0)]) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "cause", "suspect", "word"),
+    [
+        ({1: {"sent": 8}}, "hop", 1, "rank 2"),
+        ({0: {"received": 8}}, "hop", 2, "rank 0"),
+        ({1: {"digest": b"x" * 16, "sent": 8}}, "hop", 1, "other bytes"),  # the reason, not what came of it
+        (
+            {0: {"digest": b"x" * 16}},
+            "digest",
+            0,
+            "digest of step 6",
+        ),  # the one that is alone, not the first that differs
+        ({2: {"lineage": b"x" * 16}}, "", 2, "lineage"),
+        ({2: {"step": 9}}, "", 2, "step"),
+        ({1: {"own": NAN, "part": NAN, "flags": Flag.REJECT}, 0: {"flags": Flag.REJECT}}, "contribution", 1, "finite"),
+        ({1: {"own": 1e8, "part": 1e8, "flags": Flag.REJECT}}, "contribution", 1, "norm 1e+04"),
+        ({1: {"own": 1e8}, 2: {"part": 1e8, "flags": Flag.REJECT}}, "contribution", 1, "absurdly"),
+        ({2: {"part": 1e8, "flags": Flag.REJECT}}, "contribution", None, "spoiled on its way"),
+        ({2: {"part": NAN, "flags": Flag.REJECT}}, "contribution", None, "spoiled on its way"),
+    ],
+)
+def test_who_is_named(changed: dict[int, dict[str, object]], cause: str, suspect: int | None, word: str) -> None:
+    fault = verdict([replace(TOKEN, **changed.get(rank, {})) for rank in range(3)])  # type: ignore[arg-type]
+    assert fault is not None
+    assert (fault.cause, fault.suspect) == (cause, suspect)
+    assert fault.beside == (None if cause != "hop" else (suspect or 0) + 1 if suspect != 2 else 0)
+    assert word in fault.what
+
+
+@given(st.lists(st.sampled_from([b"a", b"b", b"c"]), min_size=1, max_size=7))
+def test_the_odd_ones_are_those_beside_the_most(digests: list[bytes]) -> None:
+    odd = odd_ones_out(digests)
+    usual = {digest for rank, digest in enumerate(digests) if rank not in odd}
+    assert len(usual) == 1
+    assert digests.count(usual.pop()) == max(digests.count(digest) for digest in digests)
+    assert 0 not in odd or digests.count(digests[0]) < len(digests) - len(odd)
+
+
+class Pair:
+    """Two members, of which ``b`` may contribute something bad."""
+
+    def __init__(self, *, care: Care = Care.USUAL) -> None:
+        self.members = {peer: Member(peer, 100, outlier_factor=10.0) for peer in "ab"}
+        self.generation = 0
+        for member in self.members.values():
+            member.handle(Loaded(0, ORIGIN))
+        self.form(care)
+
+    def form(self, care: Care) -> None:
+        first = self.members["a"].core
+        self.generation += 1
+        current = view(self.generation, ["a", "b"], step=first.applied, lineage=first.lineage)
+        for member in self.members.values():
+            member.handle(ViewArrived(replace(current, care=care)))
+            member.finish()
+
+    def step(self, own: float = 1.0, unit_us: int = 10) -> list[Compute]:
+        computed, votes = [], []
+        for peer, member in self.members.items():
+            compute = member.activity
+            assert isinstance(compute, Compute)
+            computed.append(compute)
+            member.finish()
+            reduce = member.activity
+            assert isinstance(reduce, Reduce)
+            member.buffer = digest_of(self.generation, reduce.step)
+            mine, unit = (own, unit_us) if peer == "b" else (1.0, 10)
+            member.handle(Reduced(reduce.ticket, member.buffer, part=own / 2, own=mine, unit_us=unit))
+            vote = member.activity
+            assert isinstance(vote, Vote)
+            votes.append(vote)
+        for member, vote in zip(self.members.values(), votes, strict=True):
+            member.handle(Voted(vote.ticket, tuple(vote.token for vote in votes)))
+            if member.activity is not None:
+                member.finish()  # the optimizer
+                member.finish()  # the boundary
+        return computed
+
+
+def test_an_outlier_is_refused_by_all_and_passes_when_the_view_is_lenient() -> None:
+    pair = Pair()
+    for _ in range(LEAST_STEPS):
+        pair.step()
+    pair.step(own=1e9)
+    for member in pair.members.values():
+        report = member.said[-1]
+        assert (report.status, report.cause, report.suspect) == ("broken", "contribution", "b")
+        assert (report.applied, report.prepared) == (LEAST_STEPS, LEAST_STEPS)
+        assert "absurdly large" in report.reason
+    pair.form(Care.LENIENT)
+    pair.step(own=1e9)
+    assert {member.core.applied for member in pair.members.values()} == {LEAST_STEPS + 1}
+    pair.step(own=NAN)
+    assert pair.members["a"].said[-1].cause == "contribution"
+
+
+def test_a_newcomer_vetoes_nothing_that_it_cannot_judge() -> None:
+    pair = Pair()
+    pair.step(own=1e9)
+    assert {member.core.applied for member in pair.members.values()} == {1}
+
+
+def test_shares_follow_the_tokens_and_cover_the_batch() -> None:
+    pair = Pair()
+    assert [(item.first, item.count) for item in pair.step(unit_us=40)] == [(0, 4), (4, 4)]
+    assert [(item.first, item.count) for item in pair.step(unit_us=200)] == [(0, 7), (7, 1)]
+    assert [(item.first, item.count) for item in pair.step(unit_us=200)] == [(0, 8), (8, 0)]
+    waited = 1
+    while (shares := [(item.first, item.count) for item in pair.step(unit_us=200)]) == [(0, 8), (8, 0)]:
+        waited += 1
+    assert shares == [(0, 7), (7, 1)], "is it still so slow?"
+    assert 5 * 80 * waited >= 100 * (200 - 80)
+    pair.form(Care.USUAL)
+    assert [(item.first, item.count) for item in pair.step()] == [(0, 4), (4, 4)], "a view says how it begins"
