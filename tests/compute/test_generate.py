@@ -17,6 +17,7 @@ from p2ptrain.compute.testing import TINY, run_step
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.errors import ConfigError, UserError
+from tests.compute.saving import save
 
 MakeTrainer = Callable[..., Trainer]
 
@@ -67,7 +68,7 @@ def test_a_trained_checkpoint_speaks_its_language(make_trainer: MakeTrainer, tmp
     trainer = make_trainer()
     for step in range(30):
         run_step(trainer, step)
-    trainer.save(tmp_path)
+    save(trainer, tmp_path)
     text = run(tmp_path, temperature=0)[0].text
     assert set(text) <= set("def ring peer seed x = 1\n")
 

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from p2ptrain.compute.buckets import Ferry, bucket_bounds
@@ -27,6 +28,7 @@ from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.errors import ConfigError, JobFailed, ResourceError, StorageError
 from roles.engine import Engine
+from tests.compute.saving import save
 
 MakeTrainer = Callable[..., Trainer]
 
@@ -349,7 +351,7 @@ def test_a_device_with_memory_of_its_own_computes_the_same(make_trainer: MakeTra
         target.view[:] = source.view
     healed.state_loaded(4)
     assert state_bytes(healed) == state_bytes(apart)
-    apart.save(tmp_path)
+    save(apart, tmp_path)
     run_step(healed, 4)
     healed.state()
     healed.load(tmp_path)
@@ -374,7 +376,7 @@ def test_save_and_load_resume_bit_equal(make_trainer: MakeTrainer, tmp_path: Pat
     trainer = make_trainer()
     for step in range(3):
         run_step(trainer, step)
-    trainer.save(tmp_path)
+    save(trainer, tmp_path)
     saved = state_bytes(trainer)
     losses = [run_step(trainer, step) for step in range(3, 6)]
     other = make_trainer(seed=99)
@@ -389,7 +391,7 @@ def test_save_and_load_resume_bit_equal(make_trainer: MakeTrainer, tmp_path: Pat
 def test_transformers_opens_the_checkpoint(make_trainer: MakeTrainer, tmp_path: Path, tie: bool) -> None:
     trainer = make_trainer(model=tiny(tie_embeddings=tie))
     run_step(trainer, 0)
-    trainer.save(tmp_path)
+    save(trainer, tmp_path)
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     for name, parameter in trainer._model.named_parameters():
@@ -402,11 +404,70 @@ def test_transformers_opens_the_checkpoint(make_trainer: MakeTrainer, tmp_path: 
     assert sizes < 3 * trainer.reduce_buffer.nbytes + 30_000, "weights once, moments twice"
 
 
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": []}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        tiny(tie_embeddings=True),
+        tiny(tie_embeddings=False),
+        tiny(architecture="gpt2", kv_heads=TINY.heads),
+        tiny(architecture="qwen3_moe", extra=MOE),  # its files have each expert by itself, the model has them joined
+    ],
+    ids=["tied", "untied", "gpt2", "mixture"],
+)
+def test_the_files_are_those_of_save_pretrained(make_trainer: MakeTrainer, tmp_path: Path, model: ModelSpec) -> None:
+    trainer = make_trainer(model=model)
+    run_step(trainer, 0)
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours.mkdir()
+    save(trainer, ours)
+    network: Any = trainer._model
+    network.save_pretrained(theirs)
+    trainer._tokenizer.save(theirs)
+    assert {path.name for path in ours.iterdir()} == {path.name for path in theirs.iterdir()} | {
+        "optimizer.safetensors",
+        "training.json",
+    }
+    for path in theirs.iterdir():
+        if path.suffix == ".safetensors":
+            written, expected = load_file(ours / path.name), load_file(path)
+            assert written.keys() == expected.keys()
+            for name, tensor in expected.items():
+                assert torch.equal(written[name], tensor), name
+        else:
+            assert (ours / path.name).read_bytes() == path.read_bytes(), path.name
+    with safe_open(ours / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    opened: Any = AutoModelForCausalLM.from_pretrained(ours)
+    for name, parameter in trainer._model.named_parameters():
+        assert torch.equal(opened.get_parameter(name), parameter), name
+    other = make_trainer(model=model, seed=99)
+    other.load(ours)
+    assert state_bytes(other) == state_bytes(trainer)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    """As ``Trainer.save`` wrote it until the files were planned: by the libraries."""
+    trainer = make_trainer()
+    run_step(trainer, 0)
+    network: Any = trainer._model
+    network.save_pretrained(tmp_path, state_dict={n: p.detach().clone() for n, p in network.named_parameters()})
+    moments = {name: array for name, array in trainer._state_arrays().items() if name != "parameters"}
+    save_file(moments, tmp_path / "optimizer.safetensors", metadata={"layout": trainer._flat.layout})
+    notes = {"format": 1, "step": 1, "layout": trainer._flat.layout, "corpus": trainer.corpus_digest}
+    (tmp_path / "training.json").write_text(json.dumps(notes, indent=1))
+    other = make_trainer(seed=99)
+    other.load(tmp_path)
+    assert state_bytes(other) == state_bytes(trainer)
+
+
 def test_going_on_from_a_directory(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     """Fine-tuning: the model of a directory, with its tokenizer, is step 0 of a new job."""
     first = make_trainer()
     run_step(first, 0)
-    first.save(tmp_path)
+    save(first, tmp_path)
     second = make_trainer(model=ModelSpec(path=tmp_path), seed=77)
     assert state_bytes(second)["parameters"] == state_bytes(first)["parameters"]
     assert not any(state_bytes(second)["exp_avg"])
@@ -418,7 +479,7 @@ def test_a_checkpoint_of_the_former_layout_is_read_by_name(make_trainer: MakeTra
     trainer = make_trainer()
     for step in range(3):
         run_step(trainer, step)
-    trainer.save(tmp_path)
+    save(trainer, tmp_path)
     ((layout, former),) = trainer._flat.former_layouts().items()
     moments = {}
     for name, array in trainer._state_arrays().items():
@@ -448,7 +509,7 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(
     make_trainer: MakeTrainer, tmp_path: Path, name: str, how: str
 ) -> None:
     trainer = make_trainer()
-    trainer.save(tmp_path)
+    save(trainer, tmp_path)
     run_step(trainer, 0)
     before = state_bytes(trainer)
     path = tmp_path / name
@@ -462,16 +523,19 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(
 
 
 def test_a_checkpoint_of_another_model_is_refused(make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    make_trainer(model=tiny(layers=1)).save(tmp_path)
+    save(make_trainer(model=tiny(layers=1)), tmp_path)
     with pytest.raises(StorageError, match="another model") as caught:
         make_trainer().load(tmp_path)
     assert caught.value.remedy
 
 
-def test_nowhere_to_save_to(make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="cannot write a checkpoint"):
-        make_trainer().save(tmp_path / "file")
+def test_no_room_for_temporary_files(
+    make_trainer: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    with pytest.raises(StorageError, match="temporary files") as caught:
+        make_trainer().checkpoint_files()
+    assert "TMPDIR" in caught.value.remedy
 
 
 def test_a_micro_batch_too_large_for_the_device(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -531,7 +595,7 @@ def test_bad_settings_name_their_key(make_trainer: MakeTrainer, changes: dict[st
 
 def test_a_directory_with_a_short_context_is_refused(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     trainer: Trainer = make_trainer(model=tiny(context=20))
-    trainer.save(tmp_path)
+    save(trainer, tmp_path)
     data = DataSpec(path=trainer_text(tmp_path), sequence_tokens=32)
     with pytest.raises(ConfigError, match=r"more than model\.context = 20"):
         make_trainer(model=ModelSpec(path=tmp_path), data=data)

@@ -1,0 +1,15 @@
+"""A checkpoint's files, written without ceremony."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from p2ptrain.compute.trainer import Trainer
+
+
+def save(trainer: Trainer, directory: Path) -> None:
+    """Write the trainer's present state into ``directory``."""
+    blobs = {blob.name: blob.view for blob in trainer.state()}
+    for file in trainer.checkpoint_files():
+        parts = [part if isinstance(part, bytes) else blobs[part.blob][part.start : part.stop] for part in file.parts]
+        (directory / file.name).write_bytes(b"".join(parts))
