@@ -22,11 +22,12 @@ import psutil
 from p2ptrain.cli.chaos.proxy import Proxy
 from p2ptrain.cli.children import Child, end_all
 from p2ptrain.cli.up import SEED_READY_S
-from p2ptrain.core.errors import StorageError, UserError
+from p2ptrain.core.errors import NetworkError, StorageError, UserError
 
 LOOPBACK = "127.0.0.1"
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 FIRST_PORT, EPHEMERAL_DEFAULT = 10_000, 32_768  # Linux's own default of where the range begins
+JOINED = b" joined "  # as a worker tells that the seed let it in
 LOG_BYTES = 1 << 20
 """A worker whose disk is full may still write so much into its log: what it says is wanted."""
 
@@ -82,7 +83,8 @@ class Cluster:
         on_change: called when a process ended.
 
     Attributes:
-        exits: processes that ended and should not have, in their own words.
+        exits: processes that ended and should not have, in their own words. A worker whose seed dies before they met
+            is none of them: it says so and ends, and is started again when the seed is back, as a supervisor would.
         late: workers that did not leave when they were asked.
     """
 
@@ -97,6 +99,7 @@ class Cluster:
     exits: list[str] = field(default_factory=list)
     late: list[str] = field(default_factory=list)
     _seed_ending: bool = False
+    _seed_up: asyncio.Event = field(default_factory=asyncio.Event)
     _closing: bool = False
     _watches: set[asyncio.Task[None]] = field(default_factory=set)
     _sessions: set[int] = field(default_factory=set)
@@ -125,12 +128,14 @@ class Cluster:
             self._seed_ending = True
             await end_all([child])
             raise child.failed("the seed did not start")
+        self._seed_up.set()
         self._watch(child, None)
 
     async def kill_seed(self) -> None:
         """Returns when it is dead."""
         assert self.seed is not None
         self._seed_ending = True
+        self._seed_up.clear()
         self.seed.process.kill()
         await self.seed.process.wait()
 
@@ -146,8 +151,12 @@ class Cluster:
         return self.places[number]
 
     async def start_worker(self, number: int) -> Place:
-        """Start the worker of this place; it joins in its own time. Raises ``StorageError``, ``UserError``."""
+        """Start the worker of this place, when there is a seed; it joins in its own time.
+
+        Raises ``StorageError``, ``UserError``.
+        """
         place = await self.place(number)
+        await self._seed_up.wait()
         assert place.child is None
         port = free_port()
         place.data.target = (LOOPBACK, port)
@@ -275,6 +284,7 @@ class Cluster:
     def closing(self) -> None:
         """From now on every end is expected."""
         self._closing = True
+        self._seed_up.set()  # who waits for it shall end
         self.release()
 
     async def end(self) -> None:
@@ -307,14 +317,25 @@ class Cluster:
             await child.process.wait()
             expected = self._closing or (place.ending if place else self._seed_ending)
             if not expected:
-                self.exits.append(child.failed(f"{child.name} ended").message)
+                joined = place is not None and _joined(child)
+                if joined or place is None or child.process.returncode != NetworkError.exit_code:
+                    self.exits.append(child.failed(f"{child.name} ended").message)
                 if place is not None and place.child is child:
                     place.child = None
+                    if joined or child.process.returncode == NetworkError.exit_code:
+                        await self.start_worker(place.number)
             self.on_change()
 
         task = asyncio.create_task(watch(), name=f"watch {child.name}")
         self._watches.add(task)
         task.add_done_callback(self._watches.discard)
+
+
+def _joined(child: Child) -> bool:
+    """Whether this process, of all that wrote into its log, came as far as the seed."""
+    with child.log.open("rb") as log:
+        log.seek(child.log_start)
+        return JOINED in log.read()
 
 
 def free_port() -> int:

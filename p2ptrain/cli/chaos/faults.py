@@ -20,6 +20,8 @@ PATIENCE_S = 180.0
 long for whoever sits out, and a worker on a busy machine loads its libraries for as long again."""
 LEAVE_S = 30.0  # a worker leaves after its step, and writes a checkpoint first where it must
 _ENDS_VIEW = frozenset({"kill", "two", "leave", "join"})
+_OF_LINKS = frozenset({"cut", "corrupt"})
+_COSTS_NO_PLACE = frozenset({"slow", "disk", "seed"})
 
 now = time.monotonic
 
@@ -120,7 +122,8 @@ class Faults:
     def _whole(self, action: Action) -> list[Place]:
         members = set(self.observer.members)
         places = (self.cluster.places[number] for number in action.order)
-        return [place for place in places if not place.busy and self.observer.id_of(place.name) in members]
+        alive = (place for place in places if not place.busy and place.child is not None and place.child.alive)
+        return [place for place in alive if self.observer.id_of(place.name) in members]
 
     def _may(self, action: Action, whole: Collection[Place]) -> bool:
         if action.kind == "seed":
@@ -130,7 +133,18 @@ class Faults:
         if action.kind == "join":
             extra = self.cluster.places.get(self.cluster.workers + 1)
             return bool(whole) and (extra is None or not extra.busy)
-        return len(whole) > (2 if action.kind == "two" else 1)
+        taken = 2 if action.kind == "two" else 1
+        return len(whole) > taken and bool(self._holders() & {place.name for place in list(whole)[taken:]})
+
+    def _holders(self) -> set[str]:
+        """Who surely has the state: the members of the view that committed the newest step, as far as they are whole.
+
+        Were none of them left, the others would rightly wait for one to come back: no fault of theirs to measure.
+        """
+        rows, views = self.observer.rows, self.observer.views
+        newest = rows[-1].generation if rows else 0
+        members = next((view.members for view in reversed(views) if view.generation == newest), ())
+        return {self.observer.names.get(peer, "") for peer in members}
 
     async def _extra(self) -> Place:
         place = await self.cluster.place(self.cluster.workers + 1)
@@ -153,7 +167,7 @@ class Faults:
     async def _injure(self, action: Action, places: list[Place]) -> None:
         observer = self.observer
         kind = action.kind
-        self_only = frozenset(observer.id_of(place.name) for place in places)
+        hit = frozenset(observer.id_of(place.name) for place in places)
         injury = Injury(
             number=action.number,
             kind=kind,
@@ -162,7 +176,7 @@ class Faults:
             step=observer.step,
             new_view=kind in _ENDS_VIEW,
             peers=tuple(place.name for place in places) or ("seed",),
-            excused=self._ends_of(places) if kind in ("cut", "slow", "corrupt") else self_only,
+            excused=frozenset() if kind in _COSTS_NO_PLACE else self._ends_of(places) if kind in _OF_LINKS else hit,
         )
         self.done.append(injury)
         first_row = len(observer.rows)
@@ -247,13 +261,16 @@ class Faults:
                 cluster.empty_disk(place)
         if action.kind == "seed":
             before = observer.step
+            observer.peers.clear()
             await cluster.start_seed()
             began = now()
+            injury.figures["listens again"] = began - injury.at_s - action.lasts_s
             running = {each.name for each in cluster.places.values() if each.child is not None and not each.frozen}
             if await observer.until(lambda: self._registered(running), PATIENCE_S):
                 injury.figures["found again"] = now() - began
             await observer.until(lambda: self._over or (bool(observer.members) and observer.step > before), PATIENCE_S)
-            injury.figures["steps meanwhile"] = float(observer.step - injury.step)
+            injury.figures["next step told"] = now() - began
+            injury.figures["steps/s meanwhile"] = (observer.step - injury.step) / (now() - injury.at_s)
             if self.alone and not self._over:
                 await self._newcomer(injury)
 

@@ -106,7 +106,6 @@ class Observer:
             except P2PTrainError:
                 await asyncio.sleep(AGAIN_S)
                 continue
-            self.peers.clear()
             self._client = client
             try:
                 await client.request("subscribe")
@@ -117,6 +116,7 @@ class Observer:
                 await asyncio.sleep(AGAIN_S)
             finally:
                 self._client = None
+                self.peers.clear()
                 await client.close()
 
     def _take(self, topic: str, items: list[dict[str, Any]], now: float) -> None:

@@ -172,7 +172,8 @@ class _Side(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._full = False  # the other side's kernel takes no more
         self._reading = True
-        self._ended = False  # this side sends no more; its pair ends when what waits is sent
+        self._ended = False  # its peer sends no more
+        self._told = False  # and the other one's peer knows
 
     # What the loop calls.
 
@@ -196,7 +197,7 @@ class _Side(asyncio.Protocol):
     def eof_received(self) -> bool:
         self._ended = True
         self._pump()
-        return True  # the pair is closed when all was handed on
+        return True  # what the other side sends still passes
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.gone, self._ended = True, True
@@ -259,11 +260,19 @@ class _Side(asyncio.Protocol):
                 self._queued_bytes -= len(piece.data)
                 other._transport.write(piece.data)  # may call ``pause_writing``, which sets ``_full``
             if self._ended and not self._queue:
-                other._finish()
-                self._finish()
+                self._pass_on_the_end(other)
         self._watch()
 
-    def _finish(self) -> None:
+    def _pass_on_the_end(self, other: _Side) -> None:
+        """The other one's peer is told that no more comes; when that holds both ways, the pair is closed."""
+        if (other._ended and not other._queue) or self.gone:
+            other._close()
+            self._close()
+        elif not self._told and not other.gone and other._transport is not None:
+            self._told = True
+            other._transport.write_eof()
+
+    def _close(self) -> None:
         if self._transport is not None and not self.gone:
             self._transport.close()
 

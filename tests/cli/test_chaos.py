@@ -1,0 +1,243 @@
+"""``p2ptrain chaos`` without a process: its schedule, its verdicts, its report."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from p2ptrain.cli.chaos.judge import (
+    Injury,
+    Row,
+    Seen,
+    Verdict,
+    every_step_once,
+    evictions,
+    pause_before,
+    quantile,
+    recovered,
+    same,
+    steps_per_s,
+)
+from p2ptrain.cli.chaos.report import Report
+from p2ptrain.cli.chaos.schedule import CUTS, KINDS, LASTS_S, kinds_of, schedule, seconds_of, span_of
+from p2ptrain.core.errors import UserError
+
+Command = Callable[..., Any]
+
+# --------------------------------------------------------------------------------------------------------- schedule
+
+
+def first(count: int, seed: int, kinds: tuple[str, ...] = KINDS, workers: int = 4) -> list[Any]:
+    return list(itertools.islice(schedule(seed, workers=workers, kinds=kinds, every_s=(0.5, 2.0)), count))
+
+
+def test_the_same_number_gives_the_same_schedule_and_another_one_another() -> None:
+    assert first(50, 7) == first(50, 7)
+    assert first(50, 7) != first(50, 8)
+
+
+def test_a_schedule_needs_no_randomness_but_its_own() -> None:
+    state = random.getstate()
+    wanted = first(20, 7)
+    assert random.getstate() == state
+    random.seed(99)
+    assert first(20, 7) == wanted
+
+
+def test_a_replay_line_of_today_gives_the_same_faults_tomorrow() -> None:
+    shown = [(action.kind, action.order[0], round(action.at_s, 3)) for action in first(4, 1)]
+    assert shown == [("leave", 2, 0.702), ("disk", 1, 1.851), ("cut", 3, 3.759), ("freeze", 1, 4.949)]
+
+
+def test_actions_lie_within_what_is_promised() -> None:
+    actions = first(500, 3)
+    assert {action.kind for action in actions} == set(KINDS)
+    assert {action.cut for action in actions} == set(CUTS)
+    assert all(0.5 <= action.gap_s <= 2.0 for action in actions)
+    assert [action.number for action in actions] == list(range(1, 501))
+    for before, after in itertools.pairwise(actions):
+        assert after.at_s == pytest.approx(before.at_s + after.gap_s)
+    assert all(sorted(action.order) == [1, 2, 3, 4] for action in actions)
+    assert all(LASTS_S[action.kind][0] <= action.lasts_s <= LASTS_S[action.kind][1] for action in actions)
+
+
+def test_every_worker_and_kind_has_its_turn() -> None:
+    actions = first(2000, 11)
+    for worker in (1, 2, 3, 4):
+        assert sum(action.order[0] == worker for action in actions) == pytest.approx(500, abs=100)
+    for kind in KINDS:
+        assert sum(action.kind == kind for action in actions) == pytest.approx(200, abs=60)
+
+
+def test_no_kinds_no_faults() -> None:
+    assert first(5, 1, kinds=()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("60s", 60), ("60", 60), ("500ms", 0.5), ("30m", 1800), ("1.5h", 5400), (" 2 min ", 120)]
+)
+def test_a_duration(text: str, seconds: float) -> None:
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "s", "-1s", "1d", "1e3s", "٣s", "nan", "inf", "1s2s", "9" * 12])
+def test_no_duration(text: str) -> None:
+    with pytest.raises(UserError, match="not a duration"):
+        seconds_of(text)
+
+
+def test_a_span() -> None:
+    assert (span_of("0.5-2s"), span_of("1s"), span_of("100-200ms")) == ((0.5, 2.0), (1.0, 1.0), (0.1, 0.2))
+    for text in ("2-1s", "a-b", "1-2-3s", "-1s"):
+        with pytest.raises(UserError):
+            span_of(text)
+
+
+def test_kinds_that_a_person_names() -> None:
+    assert kinds_of("kill, freeze", workers=4, tls=False, here=KINDS) == ("kill", "freeze")
+    assert kinds_of("none", workers=4, tls=False, here=KINDS) == ()
+    with pytest.raises(UserError, match="'kil' is no kind"):
+        kinds_of("kil", workers=4, tls=False, here=KINDS)
+    with pytest.raises(UserError, match="no way"):
+        kinds_of("disk", workers=4, tls=False, here=("kill",))
+    with pytest.raises(UserError, match="one must live on"):
+        kinds_of("two", workers=2, tls=False, here=KINDS)
+    with pytest.raises(UserError, match="no kind of fault is named"):
+        kinds_of(" , ", workers=4, tls=False, here=KINDS)
+
+
+def test_kinds_that_nobody_names() -> None:
+    plain = kinds_of("", workers=4, tls=False, here=KINDS)
+    assert set(KINDS) - set(plain) == {"corrupt"}, "plain TCP cannot know of a damaged byte"
+    assert kinds_of("", workers=4, tls=True, here=KINDS) == KINDS
+    assert "two" not in kinds_of("", workers=2, tls=True, here=KINDS)
+
+
+# ---------------------------------------------------------------------------------------------------------- verdicts
+
+
+def injury(**changes: Any) -> Injury:
+    return dataclasses.replace(Injury(1, "kill", at_s=10.0, generation=3, step=50, new_view=True), **changes)
+
+
+def test_a_step_of_the_old_view_is_no_recovery_from_a_death() -> None:
+    rows = [Row(9.9, 50, 3), Row(10.05, 51, 3), Row(10.6, 52, 4), Row(10.9, 53, 4)]
+    assert recovered(injury(), rows, 0.1) == rows[2]
+    assert recovered(injury(), rows[:2], 0.1) is None
+
+
+def test_what_was_on_its_way_is_no_recovery_from_a_cut() -> None:
+    rows = [Row(10.05, 51, 3), Row(10.3, 52, 3)]
+    assert recovered(injury(new_view=False), rows, 0.1) == rows[1]
+    later = [Row(10.05, 51, 4)]
+    assert recovered(injury(new_view=False), later, 0.1) == later[0], "of a later view it counts at once"
+    again = [Row(10.5, 50, 3)]
+    assert recovered(injury(new_view=False), again, 0.1) is None, "told again, it is no new step"
+
+
+def test_a_pause_lies_between_two_views() -> None:
+    rows = [Row(1.0, 1, 1), Row(2.0, 2, 1), Row(3.5, 3, 2), Row(4.0, 4, 2)]
+    assert pause_before(2, rows) == 1.5
+    assert pause_before(1, rows) is None
+    assert pause_before(3, rows) is None
+
+
+def test_an_eviction_without_a_fault_is_told() -> None:
+    views = [Seen(1.0, 1, ("a", "b", "c")), Seen(11.0, 2, ("a", "c"))]
+    names = {"a": "one", "b": "two", "c": "three"}
+    blamed = ["two left view 1 for no fault of its own"]
+    assert evictions(views, [], names, 2.0) == blamed
+    hit = injury(excused=frozenset({"b"}), until_s=10.5)
+    assert evictions(views, [hit], names, 2.0) == []
+    assert evictions(views, [dataclasses.replace(hit, excused=frozenset({"a"}))], names, 2.0) == blamed
+    assert evictions(views, [dataclasses.replace(hit, at_s=11.5)], names, 2.0) == blamed, "before the fault"
+    early = dataclasses.replace(hit, at_s=2.0, until_s=8.0, whole_s=8.0)
+    assert evictions(views, [early], names, 2.0) == blamed, "long after it"
+    assert evictions(views, [early], names, 4.0) == []
+    assert evictions(views, [dataclasses.replace(early, whole_s=12.0)], names, 2.0) == [], (
+        "it never came back until now"
+    )
+
+
+def test_a_fault_that_lasts_excuses_as_long() -> None:
+    views = [Seen(1.0, 1, ("a", "b")), Seen(1e6, 2, ("a",))]
+    assert injury().until_s == math.inf
+    assert evictions(views, [injury(excused=frozenset({"b"}))], {}, 2.0) == []
+
+
+def test_steps_on_record() -> None:
+    assert every_step_once([3, 1, 2], 3) == Verdict("every step is on record once", True, "steps 1 to 3")
+    assert every_step_once([1, 3, 3, 4], 4).text == "missing: 2; twice: 3"
+    assert every_step_once([], 0).held
+    lost = every_step_once([], 9)
+    assert (lost.held, lost.text) == (False, "missing: 1, 2, 3, 4, 5, 6, and 3 more")
+
+
+def test_equal_states() -> None:
+    assert same("equal", {"a": "x" * 20, "b": "x" * 20}).held
+    odd = same("equal", {"a": "x" * 20, "b": "y" * 20, "c": "x" * 20})
+    assert (odd.held, odd.text) == (False, f"{'x' * 16}… at a, c; {'y' * 16}… at b")
+    assert same("equal", {}).held is None
+
+
+def test_steps_that_are_done_again_are_no_goodput() -> None:
+    rows = [Row(0.0, 10, 1), Row(1.0, 11, 1), Row(2.0, 12, 1), Row(3.0, 12, 2), Row(4.0, 13, 2)]
+    assert steps_per_s(rows, 0.0, 4.0) == 0.75
+    assert steps_per_s(rows, 4.0, 4.0) == 0.0
+
+
+@pytest.mark.parametrize(("share", "value"), [(0.5, 50), (0.99, 99), (1.0, 100), (0.001, 1)])
+def test_a_quantile_is_a_value_that_was_seen(share: float, value: int) -> None:
+    assert quantile(list(range(100, 0, -1)), share) == value
+
+
+# ------------------------------------------------------------------------------------------------------------ report
+
+
+def test_a_report_says_what_a_program_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report("p2ptrain chaos --seed 1", 4, False, complete=True, baseline_steps_per_s=4.0, steps_per_s=3.0)
+    report.injuries = [injury(recovery_s=0.5), injury(recovery_s=1.5, figures={"member again": 6.0}), injury()]
+    report.verdicts = [Verdict("this", True), Verdict("that", None)]
+    document = report.to_json()
+    assert document["recovery_s"] == {"kill": {"n": 2, "p50": 0.5, "p99": 1.5, "max": 1.5}}
+    assert document["figures"] == {"kill: member again": {"n": 1, "p50": 6.0, "p99": 6.0, "max": 6.0}}
+    assert (document["goodput"], document["broken"]) == (0.75, False)
+    report.verdicts.append(Verdict("the last", False, "why"))
+    assert report.broken
+    report.print()
+    shown = capsys.readouterr().out
+    assert "BROKEN    the last: why" in shown
+    assert "not seen  that" in shown
+    assert shown.rstrip().endswith("p2ptrain chaos --seed 1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--duration", "5s", "--faults", "3"], "two ways"),
+        (["--kinds", "none", "--faults", "3"], "none has none"),
+        (["--kinds", "bite"], "no kind of fault"),
+        (["--every", "0"], "without a moment"),
+        (["--duration", "soon"], "not a duration"),
+        (["--set", "job.workers=5", "--workers", "2"], "5 workers"),
+        (["--set", "checkpoint.every=0"], "nothing to compare"),
+    ],
+)
+def test_what_is_refused_before_anything_starts(command: Command, arguments: list[str], says: str) -> None:
+    result = command("chaos", *arguments)
+    assert result.code == 2
+    assert says in result.err
+
+
+def test_a_directory_that_is_not_empty_is_left_alone(command: Command, tmp_path: Any) -> None:
+    (tmp_path / "mine").write_text("kept")
+    result = command("chaos", "--state", str(tmp_path))
+    assert result.code == 2
+    assert "is not empty" in result.err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
