@@ -15,6 +15,7 @@ grants                 ``granted_untrusted``, a renewal's answer
 views, tokens          ``View.from_message_untrusted``, ``Token.decode_untrusted``
 codecs                 ``decode`` and ``decode_add`` of each codec
 links                  ``targets_untrusted``, ``measured_untrusted``
+ledger-rows, -answers  ``Ledger.take_untrusted``, and what an audit reads
 profiles               ``Profile.from_spec_untrusted``
 doorway                a whole listener, plain and TLS: first bytes, damaged TLS, frames inside
 enrolment              a seed's ``Gate``: enrolment, renewal, requests about tickets
@@ -30,7 +31,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import credential_targets, door_targets, file_targets, ring_targets, wire_targets
+from . import credential_targets, door_targets, file_targets, ledger_targets, ring_targets, wire_targets
 from .engine import SUFFIX, Target
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +40,7 @@ TARGETS: tuple[Target, ...] = (
     *wire_targets.TARGETS,
     *credential_targets.TARGETS,
     *ring_targets.TARGETS,
+    *ledger_targets.TARGETS,
     *door_targets.TARGETS,
     *file_targets.TARGETS,
 )

@@ -1,0 +1,152 @@
+"""jobs audit and jobs recoveries, against a seed that answers what it was told; and the count of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from configs.loader import load
+from p2ptrain.cli import audit as module
+from p2ptrain.cli.audit import Epochs
+from p2ptrain.compute.sampling import WindowSampler
+from ring.token import next_lineage
+from wire.records import JobInfo, RecoveryInfo
+
+Command = Callable[..., Any]
+START = "00" * 16
+DIGESTS = [bytes([step]) * 16 for step in range(1, 11)]
+JOB = JobInfo("3f9a12bc04de", "tiny", "tiny", "sync", "done", 1.7e9, 10, step=10)
+
+
+def lineage() -> str:
+    found = START
+    for digest in DIGESTS:
+        found = next_lineage(found, digest)
+    return found
+
+
+@pytest.fixture
+def answers(fake_seed: Any) -> dict[str, Any]:
+    """A sound ledger of ten steps, 8 micro-batches of 4 sequences each, over 64 windows: five whole epochs."""
+    head = {"base_step": 0, "base_lineage": START, "step": 10, "lineage": lineage()}
+    run = {"first": 1, "generation": 1, "counts": [5, 3], "digests": b"".join(DIGESTS).hex()}
+    view = {"generation": 1, "step": 0, "lineage": START, "members": ["a", "b"]}
+    made: dict[str, Any] = fake_seed.answers
+    made["jobs.show"] = {"job": JOB.to_map(), "spec": load("tiny", {}, []).profile.to_spec()}
+    made["jobs.ledger"] = {"head": head, "runs": [run], "windows": 64}
+    made["jobs.views"] = {"views": [view]}
+    return made
+
+
+@pytest.fixture(autouse=True)
+def one_page_of_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake seed answers every page with the same one: whoever asks for later views gets none."""
+    real = module.views_untrusted
+    monkeypatch.setattr(module, "views_untrusted", lambda answer, after: [] if after else real(answer, after))
+
+
+def test_a_sound_ledger_for_people(command: Command, answers: dict[str, Any]) -> None:
+    outcome = command("jobs", "audit", "tiny")
+    assert outcome.code == 0
+    assert "step 10 of 10" in outcome.err
+    for part in ("1 to 10", lineage(), "320, each once an epoch; 5 complete epochs of 64", "a 62.5 %, b 37.5 %"):
+        assert part in outcome.out
+    assert outcome.out.splitlines()[-1].split() == ["verdict", "ok"]
+
+
+def test_a_fault_is_named_and_ends_with_one(command: Command, answers: dict[str, Any]) -> None:
+    answers["jobs.ledger"]["runs"][0]["counts"] = [5, 2]
+    outcome = command("jobs", "audit", "tiny")
+    assert outcome.code == 1
+    assert "FAULT at step 1: step 1: the members computed 7 of 8 micro-batches" in outcome.out
+    outcome = command("jobs", "audit", "tiny", "--json")
+    assert outcome.code == 1
+    assert (outcome.json["ok"], outcome.json["fault"]["kind"], outcome.json["fault"]["step"]) == (False, "shares", 1)
+
+
+def test_steps_that_nobody_told_of_are_a_fault_of_a_job_that_is_over(command: Command, answers: dict[str, Any]) -> None:
+    answers["jobs.show"]["job"]["step"] = 12
+    outcome = command("jobs", "audit", "tiny")
+    assert (outcome.code, "2 newer steps are not on record" in outcome.out) == (1, True)
+    answers["jobs.show"]["job"]["state"] = "running"
+    outcome = command("jobs", "audit", "tiny", "--json")
+    assert (outcome.code, outcome.json["unrecorded"]) == (0, 2)
+
+
+def test_a_job_that_has_not_begun_has_nothing_to_audit(command: Command, answers: dict[str, Any]) -> None:
+    answers["jobs.ledger"] = {"head": None, "runs": [], "windows": 0}
+    answers["jobs.show"]["job"] |= {"state": "waiting", "step": 0}
+    outcome = command("jobs", "audit", "tiny")
+    assert (outcome.code, "none yet" in outcome.out) == (0, True)
+
+
+def test_an_answer_that_is_no_ledger_is_refused(command: Command, answers: dict[str, Any]) -> None:
+    answers["jobs.ledger"]["head"]["lineage"] = "x"
+    assert command("jobs", "audit", "tiny").code not in (0, 1)
+
+
+# ------------------------------------------------------------------------------------------------------------- samples
+
+
+def test_every_epoch_is_counted_whole_wherever_batches_cut_it() -> None:
+    epochs = Epochs(windows=37, seed=5, batch=8, step=0)
+    for steps in (1, 3, 50, 7):
+        assert epochs.take(steps) is None
+    assert (epochs.samples, epochs.complete) == (61 * 8, 61 * 8 // 37)
+
+
+def test_an_epoch_that_began_before_the_record_is_not_called_complete() -> None:
+    epochs = Epochs(windows=37, seed=5, batch=8, step=3)
+    assert epochs.take(9) is None
+    assert (epochs.samples, epochs.complete) == (72, (12 * 8 - 37) // 37)
+
+
+def test_an_order_that_repeats_a_sample_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = WindowSampler.numbered
+
+    def repeats(self: WindowSampler, first: int, count: int) -> Any:
+        found = real(self, first, count)
+        return np.where(np.arange(first, first + count) == 60, real(self, 41, 1)[0], found)
+
+    monkeypatch.setattr(WindowSampler, "numbered", repeats)
+    fault = Epochs(windows=37, seed=5, batch=8, step=0).take(20)
+    assert fault is not None
+    assert (fault.kind, "twice in epoch 1" in fault.text) == ("samples", True)
+
+
+def test_the_order_of_an_audit_is_that_of_training() -> None:
+    sampler = WindowSampler(windows=37, seed=5, micro_batches=4, sequences=2)
+    trained = np.concatenate([sampler.sample(step, micro) for step in range(11) for micro in range(4)])
+    assert (sampler.numbered(0, 88) == trained).all()
+
+
+# ---------------------------------------------------------------------------------------------------------- recoveries
+
+
+def recovery(number: int, total_s: float) -> RecoveryInfo:
+    return RecoveryInfo(
+        "3f9a12bc04de", number, 1.7e9, "lost", "reset\x1b", "b", 2, 5, 3, 1, 0.1, 0.2, None, None, 0.5, total_s
+    )
+
+
+def test_recoveries_for_people_and_programs(command: Command, fake_seed: Any) -> None:
+    found = [recovery(1, 0.8), recovery(2, 1.8)]
+    fake_seed.answers["recoveries.list"] = {"recoveries": [item.to_map() for item in found], "total": 2}
+    lines = command("jobs", "recoveries", "tiny").out.splitlines()
+    assert lines[0].split()[:5] == ["WHEN", "WHAT", "STEP", "GEN", "MEMBERS"]
+    assert "0.100" in lines[1]
+    assert "reset�" in lines[1]
+    assert lines[-2].split() == ["p50", "0.100", "0.200", "-", "-", "0.500", "0.800"]
+    assert lines[-1].split()[-1] == "1.800"
+    document = command("jobs", "recoveries", "tiny", "--json").json
+    assert document["recoveries"] == [item.to_map() for item in found]
+    assert document["spread_s"]["total"] == {"p50": 0.8, "p99": 1.8}
+
+
+def test_no_recovery_yet(command: Command, fake_seed: Any) -> None:
+    fake_seed.answers["recoveries.list"] = {"recoveries": [], "total": 0}
+    outcome = command("jobs", "recoveries", "tiny")
+    assert (outcome.code, outcome.err.strip()) == (0, "No interruption yet.")
