@@ -44,15 +44,15 @@ class VirtualClockLoop(asyncio.BaseEventLoop):
         if self._timer_cancelled_count > _CANCELLED_KEPT and 2 * self._timer_cancelled_count > len(scheduled):
             scheduled[:] = [timer for timer in scheduled if not self._forgotten(timer)]
             heapq.heapify(scheduled)
-        while scheduled and self._forgotten(scheduled[0]):
-            heapq.heappop(scheduled)
+        while scheduled and scheduled[0].cancelled():
+            self._forgotten(heapq.heappop(scheduled))
         if not ready and not self._stopping:
             if not scheduled:
                 raise RuntimeError(f"deadlock at virtual time {self._now:g} s: nothing is ready and no timer is set")
             self._now = max(self._now, scheduled[0].when())
         while scheduled and scheduled[0].when() <= self._now:
             timer = heapq.heappop(scheduled)
-            if not self._forgotten(timer):
+            if not timer.cancelled() or not self._forgotten(timer):
                 timer._scheduled = False  # type: ignore[attr-defined]
                 ready.append(timer)
         for _ in range(len(ready)):
@@ -61,8 +61,8 @@ class VirtualClockLoop(asyncio.BaseEventLoop):
                 self.run_handle(handle)
 
     def _forgotten(self, timer: asyncio.TimerHandle) -> bool:
-        """Whether a timer of the heap is cancelled; it is counted out then, for its owner takes it off the heap."""
-        if timer.cancelled() and timer._scheduled:  # type: ignore[attr-defined]
+        """Whether a timer of the heap is cancelled; it is counted out then, for it leaves the heap."""
+        if timer.cancelled():
             timer._scheduled = False  # type: ignore[attr-defined]
             self._timer_cancelled_count -= 1
         return timer.cancelled()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from ring.transaction import Phase
 from roles.identity import claim
 from roles.seed import run_seed
 from roles.sim.disk import MachineDisk
-from roles.sim.engine import SimEngine
+from roles.sim.engine import Buffer, SimEngine
 from roles.sim.loop import PROCESS, Process, SimLoop
 from roles.sim.observer import Observer
 from roles.sim.threads import SimThreads
@@ -47,7 +46,8 @@ class Machine:
     Attributes:
         call_s: what one call on a thread of it takes on average.
         announced: step → digest of the newest checkpoint of that step that its worker told of.
-        touch: called with every engine that its worker builds: where a fault wants to get at it.
+        flips: so many reductions to come end with a flipped bit in its memory.
+        lies: so many steps to come have a contribution of the kind ``lie``.
     """
 
     def __init__(self, simulation: Simulation, host: str, call_s: float) -> None:
@@ -61,7 +61,8 @@ class Machine:
         self.engine: SimEngine | None = None
         self.worker: Worker | None = None
         self.announced: dict[int, str] = {}
-        self.touch: Callable[[SimEngine], None] = lambda engine: None
+        self.flips = self.lies = 0
+        self.lie = ""
         self._simulation = simulation
 
     @property
@@ -147,9 +148,20 @@ class Machine:
         identity.release()
 
     def _build(self, profile: Profile) -> SimEngine:
-        self.engine = SimEngine(profile, self.disk.seen_by(self.process))
-        self.touch(self.engine)
+        self.engine = SimEngine(profile, self.disk.seen_by(self.process), self._spoil)
         return self.engine
+
+    def _spoil(self, buffer: Buffer) -> None:
+        """What a liar does to its contribution."""
+        if self.lies:
+            self.lies -= 1
+            huge = 1 << 40 if buffer.dtype.kind == "i" else 1e12
+            if self.lie == "huge":
+                buffer[:] = huge
+                # Legitimate while the others have seen too few steps to know better, or were told that it must be so.
+                self._simulation.observer.believed_a_liar = True
+            elif buffer.dtype.kind == "f":
+                buffer[7] = float("nan")
 
     async def _seed(self) -> None:
         """A seed that cannot write ends; its person starts it again."""

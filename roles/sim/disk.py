@@ -88,7 +88,7 @@ class MachineDisk:
         self.killed: Callable[[], None] = lambda: None
 
     def seen_by(self, process: Process) -> Disk:
-        return _ProcessDisk(self, process)
+        return ProcessDisk(self, process)
 
     def power_cut(self) -> None:
         """Forget what was not flushed."""
@@ -169,7 +169,7 @@ class _SimLock:
         self._disk.unlock(self._path)
 
 
-class _ProcessDisk:
+class ProcessDisk:
     """``core.disk.Disk`` for one process; once it is dead every call raises ``Died``."""
 
     def __init__(self, machine: MachineDisk, process: Process) -> None:

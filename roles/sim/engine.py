@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from configs.schema import Profile
 from p2ptrain.core.disk import Disk
 from p2ptrain.core.errors import StorageError
-from roles.engine import Applied, Blob
+from roles.engine import Applied, Blob, OnFinal
 from roles.stand_in import StandInEngine
+
+Buffer = npt.NDArray[Any]
 
 STATE_FILE = "state.bin"
 NUMEL = 320
@@ -21,33 +25,33 @@ NUMEL = 320
 class SimEngine(StandInEngine):
     """Keeps, as a part of its state, how many steps went into it: so a step that is applied twice shows.
 
-    Attributes:
-        spoil: called with the reduce buffer at the end of every step's computing, and of its reduction: what a liar
-            or a broken memory does.
+    Args:
+        spoil: called with this member's contribution to every step before it goes out: what a liar does to it.
     """
 
-    def __init__(self, profile: Profile, disk: Disk) -> None:
+    def __init__(self, profile: Profile, disk: Disk, spoil: Callable[[Buffer], None]) -> None:
         super().__init__(profile, numel=NUMEL)
         self._disk = disk
         self._count = np.zeros(1, np.int64)
-        self.spoil: Callable[[SimEngine, str], None] | None = None
+        self._spoil = spoil
 
     @property
     def count(self) -> int:
         return int(self._count[0])
 
     @property
-    def parameters(self) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    def parameters(self) -> npt.NDArray[np.float32]:
         return self._parameters
 
     def bits(self) -> bytes:
         """Digest of the whole state: what ``state.bin`` of a checkpoint of it would have, too."""
         return bits_of(b"".join(bytes(blob.view) for blob in self.state()))
 
-    def finish_gradients(self, on_final: Callable[[int], None] | None = None) -> None:
-        if self.spoil is not None:
-            self.spoil(self, "computed")
-        super().finish_gradients(on_final)
+    def micro_batch(self, step: int, index: int, on_final: OnFinal | None = None) -> None:
+        super().micro_batch(step, index, None)
+        if on_final is not None:  # the last one of this member's share, and nothing of it has gone out yet
+            self._spoil(self.reduce_buffer)
+            on_final(self.exact_from // 2)
 
     def apply(self, step: int, square_sum: float) -> Applied:
         applied = super().apply(step, square_sum)
@@ -75,7 +79,7 @@ def bits_of(data: bytes) -> bytes:
     return xxhash.xxh3_64_digest(data)
 
 
-def undisturbed(profile: Profile) -> list[np.ndarray[tuple[int], np.dtype[np.float32]]]:
+def undisturbed(profile: Profile) -> list[npt.NDArray[np.float32]]:
     """The parameters after 0, 1, 2, … steps of one process alone."""
     engine = StandInEngine(profile, numel=NUMEL)
     engine.load_initial()

@@ -33,6 +33,8 @@ KINDS = {
     "seed-away": 1,
     "seed-freeze": 1,
     "disk-full": 2,
+    "bit-flip": 1,
+    "liar": 2,
     "pause": 2,
     "save": 1,
     "restore": 1,
@@ -50,8 +52,8 @@ PHASES = (
 )
 PATIENCE_S = 5.0
 """A fault that waits for a phase that does not come strikes anyhow after so long."""
-LONGEST_S = 60.0
-"""Of a fault that lasts, but for the seed's long absence."""
+LASTS_S = (0.3, 0.3, 1.0, 1.0, 3.0, 3.0, 8.0, 35.0)
+"""How long what lasts may last: less and more than the deadlines of beats (2 s), and of a grace (30 s)."""
 
 
 class Faults:
@@ -110,6 +112,11 @@ class Faults:
                 self._garbage(rng.choice([simulation.seed, victims[0]]))
             case "seed-kill" | "seed-restart" | "seed-away" | "seed-freeze" if simulation.seed.up:
                 await self._seed(kind)
+            case "bit-flip" if victims:
+                victims[0].flips = 1
+                self._tell(f"a bit flips in the memory of {victims[0].host}, after the next reduction")
+            case "liar" if victims:
+                self._lie(victims[0])
             case "disk-full":
                 self._disk_full(rng.choice([simulation.seed, *victims]))
             case "pause" | "save" | "restore":
@@ -170,7 +177,7 @@ class Faults:
             self._start(self._random.choice(free))
 
     def _freeze(self, victim: Machine) -> None:
-        process, seconds = victim.process, self._random.choice((0.5, 3.0, 20.0, LONGEST_S))
+        process, seconds = victim.process, self._random.choice(LASTS_S)
         self._tell(f"{victim.host} freezes for {seconds} s ({victim.phase})")
         self._simulation.loop.freeze(process)
 
@@ -193,13 +200,13 @@ class Faults:
             for one, other in pairs:
                 network.mend(one, other)
 
-        self._later(self._after(self._random.choice((0.5, 5.0, 35.0, LONGEST_S)), mend))
+        self._later(self._after(self._random.choice(LASTS_S), mend))
 
     def _slow(self, one: str, other: str) -> None:
         way, delay_s = frozenset((one, other)), self._random.choice((0.1, 0.5, 3.0))
         self._tell(f"{one}-{other} takes {delay_s} s more")
         self._simulation.slow[way] = delay_s
-        self._later(self._after(self._random.uniform(1, LONGEST_S), lambda: self._simulation.slow.pop(way, None)))
+        self._later(self._after(self._random.choice(LASTS_S), lambda: self._simulation.slow.pop(way, None)))
 
     def _garbage(self, victim: Machine) -> None:
         """Bytes that are no frame, between two frames of one of its connections, which must end for it."""
@@ -246,8 +253,14 @@ class Faults:
             cut = rng.random() < 0.3
             self._tell(f"{'power cut at' if cut else 'kill'} the seed")
             await self._at_moment(seed, rng.choice((1, 5, 40)), Machine.power_cut if cut else Machine.kill)
-            away_s = rng.choice((50.0, 200.0)) if kind == "seed-away" else rng.choice((0.0, 1.0, 10.0))
+            away_s = rng.choice((40.0, 100.0)) if kind == "seed-away" else rng.choice((0.0, 1.0, 10.0))
             self._later(self._after(away_s, lambda: self._start(seed)))
+
+    def _lie(self, victim: Machine) -> None:
+        """For some steps to come its contributions are not what its micro-batches gave."""
+        how, times = self._random.choice(("nan", "huge")), self._random.choice((1, 1, 3))
+        self._tell(f"{victim.host} contributes {how}, {times} times")
+        victim.lies, victim.lie = times, how
 
     def _disk_full(self, victim: Machine) -> None:
         self._tell(f"the disk of {victim.host} is full")
@@ -282,7 +295,7 @@ class Faults:
 
     async def _gone(self, machine: Machine) -> None:
         if machine.task is not None:
-            await asyncio.wait([machine.task], timeout=LONGEST_S)
+            await asyncio.wait([machine.task], timeout=max(LASTS_S))
         if machine.up:
             machine.kill()
 

@@ -1,11 +1,104 @@
-"""Safeguards switched off, inside the simulation only: a simulator that does not notice would prove nothing."""
+"""Safeguards switched off, inside the simulation only: a simulator that does not notice would prove nothing.
+
+Each is a patch of the product for the time of a run, and names the faults that bring it to light soonest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from ring import transaction
+from ring.decisions import Decisions
+from ring.links import Inbound
+from ring.transaction import Transaction
+from roles.sim.disk import ProcessDisk
+from roles.sim.watching import replaced
+from roles.worker.ledger import Ledger
+from roles.worker.runner import JobRunner
+from wire.frame import FrameDecoder
+
+Patch = tuple[Any, str, Callable[[Any], Any]]
+
+
+def _no_fence() -> list[Patch]:
+    """Nobody tells an old generation from the present one: not the seed, nor members, nor frames."""
+
+    def is_current(original: Any) -> Any:
+        def call(self: Decisions, peer_id: str, generation: int) -> bool:
+            return self.view is not None and self.view.rank_of(peer_id) is not None
+
+        return call
+
+    return [
+        (Decisions, "_is_current", is_current),
+        (Inbound, "_judge", lambda original: lambda self, job, generation, peer_id: None),
+        (FrameDecoder, "_is_stale", lambda original: lambda self, generation: False),
+    ]
+
+
+def _no_digest() -> list[Patch]:
+    """Members commit whatever the others' tokens say of the reduced bytes."""
+
+    def verdict(original: Any) -> Any:
+        def call(tokens: Any) -> Any:
+            fault = original(tokens)
+            return None if fault is not None and fault.cause == "digest" else fault
+
+        return call
+
+    return [(transaction, "verdict", verdict)]
+
+
+def _no_redo() -> list[Patch]:
+    """The redo buffer is not kept until the outcome is known."""
+
+    def disband(original: Any) -> Any:
+        def call(self: JobRunner, reason: str) -> None:
+            original(self, reason)
+            if self._engine is not None:
+                self._engine.reduce_buffer[:] = 0
+
+        return call
+
+    return [(JobRunner, "_disband", disband)]
+
+
+def _no_dir_sync() -> list[Patch]:
+    """Directories are not flushed after their entries changed."""
+    return [(ProcessDisk, "sync_dir", lambda original: lambda self, path: None)]
+
+
+def _no_ledger() -> list[Patch]:
+    """What was told while the seed was away is not told again."""
+    return [(Ledger, "tell_beyond", lambda original: lambda self, step: None)]
+
+
+def _no_confirm() -> list[Patch]:
+    """A checkpoint is written as soon as this member has applied its step."""
+
+    def confirm(original: Any) -> Any:
+        return lambda self: self._to_boundary(confirmed=True)
+
+    return [(Transaction, "_confirm", confirm)]
+
+
+MUTATIONS: dict[str, tuple[Callable[[], list[Patch]], tuple[str, ...]]] = {
+    "fence": (_no_fence, ("freeze", "seed-freeze", "seed-kill", "silence", "cut", "join", "slow", "one-way")),
+    "digest": (_no_digest, ("bit-flip",)),
+    "redo": (_no_redo, ("kill-in-phase", "join", "cut", "kill-two")),
+    "dir-sync": (_no_dir_sync, ("power-cut", "save")),
+    "ledger": (_no_ledger, ("seed-kill", "seed-freeze", "silence", "cut", "one-way", "seed-away")),
+    "confirm": (_no_confirm, ("kill-in-phase", "kill-two", "join", "save", "cut", "freeze")),
+}
+"""Name → what is patched, and kinds of faults that are apt to show that it is missing."""
 
 
 @contextmanager
 def without(name: str) -> Iterator[None]:
-    yield
+    """Switch a safeguard off within the block; an empty name: none."""
+    with ExitStack() as stack:
+        for owner, attribute, make in MUTATIONS[name][0]() if name else []:
+            stack.enter_context(replaced(owner, attribute, make))
+        yield

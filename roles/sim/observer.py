@@ -70,6 +70,7 @@ class Observer:
         self.line = Line()
         self.job_state = ""
         self.commits = 0
+        self.believed_a_liar = False
         self._bits: dict[tuple[int, str], bytes] = {}
         self._holders: dict[tuple[int, str], set[str]] = {}  # step, lineage → who ever held that state
         self._members: dict[int, set[str]] = {}  # generation → hosts
@@ -107,6 +108,8 @@ class Observer:
         self.check("same bits", known == bits, lambda: f"{who} has another state of step {step}, lineage {lineage[:8]}")
 
     def _as_undisturbed(self, who: str, engine: SimEngine, step: int) -> None:
+        if self.believed_a_liar:
+            return
         expected = self._expected[step]
         worst = float(np.max(np.abs(engine.parameters - expected)))
         limit = 0.0 if engine.exact else ROUNDING * float(np.max(np.abs(expected)))

@@ -153,9 +153,9 @@ async def _conduct(simulation: Simulation, faults: Faults, rng: random.Random, k
     await faults.calm(min(2, len(simulation.workers)))
     async with asyncio.timeout(CALM_S):
         while observer.job_state not in ("done", "failed", "cancelled") and not observer.violation:
-            if observer.job_state == "paused":
+            if observer.job_state != "running":  # a pause may be what it waits for, and a seed that dies forgets to say
                 await simulation.ask("jobs.resume", job=simulation.job)
-            await _wait(simulation, 5.0)
+            await _wait(simulation, 30.0)
 
 
 async def _wait(simulation: Simulation, seconds: float) -> None:

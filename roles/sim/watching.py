@@ -16,6 +16,7 @@ from ring.transaction import Transaction
 from roles.seed.store import Records
 from roles.sim.engine import STATE_FILE, bits_of
 from roles.sim.loop import PROCESS
+from roles.strategies.sync import SyncStrategy
 from roles.worker import gauges
 from roles.worker.control import SeedLink
 from roles.worker.keeper import Keeper
@@ -111,6 +112,16 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
 
         return call
 
+    def summarize(original: Any) -> Any:
+        def call(self: SyncStrategy, *rest: Any) -> Any:
+            machine = here()
+            if machine is not None and machine.flips:
+                machine.flips -= 1
+                self._engine.reduce_buffer.view("u1")[5] ^= 1
+            return original(self, *rest)
+
+        return call
+
     with ExitStack() as stack:
         for owner, name, make in (
             (Transaction, "handle", handle),
@@ -120,6 +131,7 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
             (CheckpointStore, "write", write),
             (Keeper, "load", load),
             (SeedLink, "send", send),
+            (SyncStrategy, "_summarize", summarize),
             (secrets, "token_hex", lambda original: lambda number=32: names.randbytes(number).hex()),
             (secrets, "token_bytes", lambda original: lambda number=32: names.randbytes(number)),
             (gauges.Gauges, "machine", lambda original: lambda self: {"memory_bytes": 1e8, "memory_total_bytes": 1e10}),
