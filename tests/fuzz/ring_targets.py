@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +84,11 @@ VIEW = Target(
 _TOKEN = Token(1, 2, Flag.HOLD, 0.5, bytes(16), bytes.fromhex(LINEAGE)).encode()
 
 
+def _signed(body: bytes) -> bytes:
+    """As it would be if it had not been damaged, but written so."""
+    return body + zlib.crc32(body).to_bytes(4, "big")
+
+
 def _check_token(data: bytes) -> None:
     try:
         token = Token.decode_untrusted(data)
@@ -94,7 +100,7 @@ def _check_token(data: bytes) -> None:
 
 TOKEN = Target(
     "tokens",
-    mutated(st.just(_TOKEN)) | st.binary(max_size=2 * TOKEN_BYTES),
+    mutated(st.just(_TOKEN)) | mutated(st.just(_TOKEN[:-4])).map(_signed) | st.binary(max_size=2 * TOKEN_BYTES),
     _check_token,
     ("ring.token.Token.decode_untrusted",),
     peak_bytes=64 << 10,

@@ -1,0 +1,74 @@
+"""The rows that a member keeps of the steps that it applied."""
+
+from __future__ import annotations
+
+from ring.token import first_lineage, next_lineage
+from roles.worker.ledger import BATCH_BYTES, ROWS, Ledger
+from wire.codec import encode
+from wire.frame import CONTROL_FRAME_BYTES
+from wire.messages import LedgerRow, LedgerRows
+
+ORIGIN = first_lineage("spec")
+
+
+class Told:
+    """A ledger, and what it said."""
+
+    def __init__(self, steps: int = 0, members: int = 2) -> None:
+        self.said: list[LedgerRows] = []
+        self.ledger = Ledger("job", self.said.append)
+        self.lineages = [ORIGIN]
+        for step in range(1, steps + 1):
+            self.apply(step, members)
+
+    def apply(self, step: int, members: int = 2, generation: int = 1) -> None:
+        row = LedgerRow(step, generation, bytes([step % 256, generation]) * 8, bytes(4 * members))
+        self.ledger.add(row, self.lineages[-1])
+        self.lineages.append(next_lineage(self.lineages[-1], row.digest))
+
+    def beyond(self, step: int) -> list[int]:
+        self.said.clear()
+        self.ledger.tell_beyond(step)
+        for message in self.said:
+            assert message.lineage == self.lineages[message.rows[0].step - 1]
+        return [row.step for message in self.said for row in message.rows]
+
+
+def test_rows_are_told_from_where_the_seed_has_none() -> None:
+    told = Told(5)
+    assert told.beyond(0) == [1, 2, 3, 4, 5]
+    assert told.beyond(3) == [4, 5]
+    assert told.beyond(5) == told.beyond(9) == []
+    told.said.clear()
+    told.ledger.tell_last()
+    assert [(message.lineage, message.rows[0].step) for message in told.said] == [(told.lineages[4], 5)]
+
+
+def test_messages_and_memory_are_bounded() -> None:
+    told = Told(ROWS + 10, members=100)
+    assert told.beyond(0) == list(range(11, ROWS + 11))
+    sizes = [len(encode(message)) for message in told.said]
+    assert max(sizes) < CONTROL_FRAME_BYTES
+    assert min(sizes[:-1]) > BATCH_BYTES // 2
+
+
+def test_rows_of_a_past_that_was_given_up_are_dropped() -> None:
+    told = Told(5)
+    told.ledger.stands_at(3, told.lineages[3])
+    assert told.beyond(0) == [1, 2, 3]
+    told.lineages = told.lineages[:4]
+    told.apply(4, generation=2)
+    assert told.beyond(0) == [1, 2, 3, 4]
+    assert told.said[0].rows[-1].generation == 2
+    told.ledger.stands_at(4, "ab" * 16)
+    assert told.beyond(0) == []
+
+
+def test_a_state_from_elsewhere_begins_anew() -> None:
+    told = Told(3)
+    told.lineages = ["cd" * 16] * 8
+    told.ledger.add(LedgerRow(8, 2, b"x" * 16, bytes(8)), "cd" * 16)
+    assert told.beyond(0) == [8]
+    told.ledger.stands_at(8, "00" * 16)
+    told.ledger.tell_last()
+    assert told.beyond(0) == []
