@@ -105,13 +105,6 @@ class FlatModel:
         for segment in self.segments:
             self._view(target, segment).copy_(self._view(source, there[segment.name]))
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Parameters by name, tied ones once, as copies on the host that share no memory."""
-        return {
-            segment.name: self._view(self.parameters, segment).detach().to("cpu", copy=True)
-            for segment in self.segments
-        }
-
     def _view(self, flat: Tensor, segment: Segment) -> Tensor:
         return flat[segment.offset : segment.offset + segment.numel].view(segment.shape)
 

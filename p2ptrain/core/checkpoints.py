@@ -110,7 +110,9 @@ class CheckpointStore:
             with suppress(StorageError):  # the first problem is the one to tell; the next writer clears what is left
                 self._disk.remove_tree(temporary)
             raise
-        self._prune(step)
+        with suppress(StorageError):  # it is there; what is one too many goes with the next one
+            self._disk.remove_tree(self._aside(target))
+            self._prune(step)
         return _entry(target, step, encoded, meta, sums)
 
     def entries(self) -> list[CheckpointEntry]:
@@ -225,13 +227,15 @@ class CheckpointStore:
         return encoded
 
     def _publish(self, temporary: Path, target: Path) -> None:
-        aside = self._root / f"{_OLD}{target.name}"
         if self._disk.is_dir(target):
-            self._disk.remove_tree(aside)
-            self._disk.rename(target, aside)
+            self._disk.remove_tree(self._aside(target))
+            self._disk.rename(target, self._aside(target))
         self._disk.rename(temporary, target)
         self._disk.sync_dir(self._root)
-        self._disk.remove_tree(aside)
+
+    def _aside(self, target: Path) -> Path:
+        """Where the checkpoint of the same step waits until its successor is durable."""
+        return self._root / f"{_OLD}{target.name}"
 
     def _prune(self, written: int) -> None:
         """Keep the newest ``keep`` and, whatever its step, the one just written (a restored run writes older steps)."""
