@@ -1,0 +1,64 @@
+"""``p2ptrain chaos`` against this version: it holds, it says so, and it leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.slow
+
+KINDS = "kill,freeze,cut,leave"
+
+
+def settings(machine: Any) -> list[str]:
+    """A small model, and only what the command does not choose itself."""
+    wanted = machine.settings(checkpoint__every=40, validation__every=0)
+    pairs = list(zip(wanted[::2], wanted[1::2], strict=True))
+    return [part for pair in pairs if not pair[1].startswith("job.steps") for part in pair]
+
+
+def left_behind(root: Any) -> list[str]:
+    """Processes that were started in a directory and still are."""
+    found = []
+    for process in psutil.process_iter(["pid", "cmdline", "status"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if str(root) in line and process.pid != os.getpid():
+            found.append(f"{line} ({process.info['status']})")
+    return found
+
+
+async def test_a_cluster_that_is_hurt_holds(machine: Any) -> None:
+    state = machine.root / "state"
+    process = await machine.start(
+        *("chaos", "--workers", "3", "--duration", "12s", "--seed", "5", "--kinds", KINDS, "--json"),
+        *("--state", str(state), *settings(machine)),
+    )
+    code = await process.end()
+    assert code == 0, process.text
+    report = json.loads("\n".join(process.out))
+    assert report["complete"]
+    assert len(report["faults"]) >= 2, process.text
+    assert all(fault["recovery_s"] is not None for fault in report["faults"]), process.text
+    assert report["goodput"] > 0
+    assert report["steps_per_s"]["undisturbed"] > 0
+    held = {item["name"]: item["held"] for item in report["invariants"]}
+    assert held["the state is equal on all members"] is True
+    assert held["no process is left behind"] is True
+    assert set(report["usage"]) == {"seed", "worker-1", "worker-2", "worker-3"}
+    assert left_behind(state) == []
+
+
+async def test_ctrl_c_in_the_middle_leaves_nobody_frozen_or_running(machine: Any) -> None:
+    state = machine.root / "state"
+    process = await machine.start(
+        *("chaos", "--workers", "2", "--faults", "50", "--seed", "2", "--kinds", "freeze", "--every", "0.1s"),
+        *("--state", str(state), *settings(machine)),
+    )
+    await process.until("fault 1: freeze worker")
+    assert await process.interrupt() == 130, process.text
+    assert "interrupted" in process.text
+    assert left_behind(state) == []
