@@ -1,0 +1,117 @@
+"""Checkpoints beside the steps: a run whose disk hangs goes on, and tells of a checkpoint when it is there."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.schema import Profile
+from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.errors import StorageError
+from p2ptrain.core.world import Network, World
+from roles.in_process import Cluster
+from wire.memory import MemoryNetwork
+
+STEPS = 13
+
+
+class HangingDisk(RealDisk):
+    """Hangs in the middle of a checkpoint until it is let go; then it may be broken."""
+
+    def __init__(self) -> None:
+        self.hangs, self.go = threading.Event(), threading.Event()
+        self.broken = False
+
+    def append_file(self, path: Path, data: bytes | memoryview) -> None:
+        self.hangs.set()
+        assert self.go.wait(30), "the test never let go"
+        if self.broken:
+            raise StorageError(f"cannot write {path}: Input/output error", remedy="another disk")
+        super().append_file(path, data)
+
+
+class HangingCluster(Cluster):
+    """All its disks are one."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root, MemoryNetwork())
+        self.disk = HangingDisk()
+
+    def world(self, network: Network | None = None) -> World:
+        return replace(super().world(network), disk=self.disk)
+
+    async def saved(self) -> set[int]:
+        listed = (await self.ask("checkpoints.list"))["checkpoints"]
+        return {item["step"] for item in listed}
+
+
+def profile(every: int) -> Profile:
+    tables: dict[str, dict[str, Any]] = {
+        "job": {"steps": STEPS, "workers": 1},
+        "batch": {"micro_batches": 2},
+        "validation": {"every": 0},
+        "checkpoint": {"every": every, "keep": 9},
+    }
+    return Profile.model_validate(tables)
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[HangingCluster]:
+    made = HangingCluster(tmp_path)
+    await made.start_seed()
+    yield made
+    made.disk.go.set()
+    await made.close()
+
+
+async def test_steps_go_on_while_the_disk_hangs_and_the_last_waits_for_it(cluster: HangingCluster) -> None:
+    job = await cluster.create(profile(every=6))
+    peer = cluster.join()
+    at_last = await cluster.job_until(job, lambda item: item["step"] == STEPS)
+    assert cluster.disk.hangs.is_set()
+    assert sorted(peer.steps) == list(range(1, STEPS + 1)), "not one step waited for the disk"
+    assert at_last["state"] != "done", "the end waits for its checkpoint"
+    assert await cluster.saved() == set(), "nothing is told before it is durable"
+    cluster.disk.go.set()
+    await cluster.job_until(job, lambda item: item["state"] == "done")
+    assert await cluster.saved() == {6, 12, STEPS}
+    kinds = [kind for _, kind, _ in peer.told]
+    assert kinds.count("checkpoint-saved") == 3
+    assert "checkpoint-failed" not in kinds
+
+
+async def test_a_disk_that_is_too_slow_gets_fewer_checkpoints(cluster: HangingCluster) -> None:
+    job = await cluster.create(profile(every=2))
+    peer = cluster.join()
+    await cluster.job_until(job, lambda item: item["step"] == STEPS)
+    cluster.disk.go.set()
+    await cluster.job_until(job, lambda item: item["state"] == "done")
+    assert await cluster.saved() == {2, 4, STEPS}, "one under way, one that waits, and the last"
+    told = [text for level, kind, text in peer.told if kind == "checkpoint-failed" and level == "error"]
+    assert len(told) == 4
+    assert all("Raise checkpoint.every" in text or "raise checkpoint.every" in text for text in told)
+
+
+async def test_a_run_does_not_end_for_a_broken_disk(cluster: HangingCluster) -> None:
+    cluster.disk.broken = True
+    cluster.disk.go.set()
+    job = await cluster.create(profile(every=6))
+    peer = cluster.join()
+    ended = await cluster.job_until(job, lambda item: item["state"] == "done")
+    assert ended["step"] == STEPS
+    assert await cluster.saved() == set()
+    assert [kind for _, kind, _ in peer.told].count("checkpoint-failed") == 3
+    assert not list(cluster.root.glob("worker-1/jobs/*/checkpoints/*")), "what was begun is cleared"
+
+
+async def test_leaving_does_not_wait_for_a_disk_that_hangs(cluster: HangingCluster) -> None:
+    await cluster.create(profile(every=6))
+    peer = cluster.join()
+    assert await asyncio.to_thread(cluster.disk.hangs.wait, 20)
+    await peer.leave()  # has its own deadline
