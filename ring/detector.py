@@ -178,8 +178,8 @@ class FailureDetector:
             self._asleep_s += late_s
 
     def accused(self, witnesses: int) -> None:
-        """So many others call the peer lost: each stands for one beat that need not be missed any more, until it is
-        heard again. One beat is always waited for."""
+        """So many others call the peer lost, until it is heard again. What each judge takes its silence for adds up, as
+        levels of suspicion do, so each is content with its part of the silence; two beats are always waited for."""
         self._witnesses = max(self._witnesses, witnesses)
 
     def silent_for(self, now: float) -> float:
@@ -190,7 +190,7 @@ class FailureDetector:
         """The time at which the peer counts as dead, unless it is heard before."""
         patience_s = self._patience_s
         if self._witnesses:
-            patience_s = max(patience_s - self._witnesses * self.heartbeat_s, min(2 * self.heartbeat_s, patience_s))
+            patience_s = max(patience_s / (1 + self._witnesses), min(2 * self.heartbeat_s, patience_s))
         return self._last_heard + patience_s + self._doubt_s
 
     def dead(self, now: float) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 
 from configs.schema import Profile
-from p2ptrain.core.errors import ProtocolError
+from p2ptrain.core.errors import DeadlineExceeded, ProtocolError
 from p2ptrain.core.world import Clock
 from ring import coordination as co
 from ring.coordination import ENDED, Phase
@@ -123,6 +123,11 @@ class Desk:
         """The view, while it has members."""
         return self.core.view if self.core.phase in (Phase.RUNNING, Phase.STOPPING, Phase.PAUSED) else None
 
+    def holds(self, peer_id: str) -> bool:
+        """Whether the peer is a member of the running view."""
+        view = self.running_view
+        return view is not None and view.rank_of(peer_id) is not None
+
     def post(self, event: co.Event) -> asyncio.Future[bool]:
         """Have the event handled; the future tells when it is, or with False that the job is no more."""
         handled: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -218,10 +223,23 @@ class Desk:
             self._say(peer_id, CatchUp(self.id, generation, seen_from(link.host, donors)))
 
     def _doubt(self, peer_id: str, witnesses: int) -> None:
-        """Its neighbours call it lost: its silence counts for more."""
-        link = self._office.links.get(peer_id)
-        if link is not None and link.job == self.id:
-            link.detector.accused(witnesses)
+        """Its neighbours call it lost: its silence counts for more, and is judged at the moment when it is up."""
+        link, clock = self._office.links.get(peer_id), self._office.clock
+        if link is None or link.job != self.id:
+            return
+        detector = link.detector
+        detector.heard(link.connection.last_heard)
+        detector.accused(witnesses)
+        planned = max(detector.next_deadline(), clock.now())
+
+        def look() -> None:
+            detector.heard(link.connection.last_heard)
+            detector.loop_late(clock.now() - planned)
+            if self._office.links.get(peer_id) is link and detector.dead(clock.now()):
+                silence = f"{link.name} was silent for {detector.silent_for(clock.now()):.1f} s, as it was to others"
+                link.connection.abort(DeadlineExceeded(silence))
+
+        asyncio.get_running_loop().call_later(planned - clock.now(), look)
 
     def _let_go(self, peer_id: str) -> None:
         link = self._office.links.get(peer_id)

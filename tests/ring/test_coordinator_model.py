@@ -500,8 +500,8 @@ class Cluster(RuleBasedStateMachine):
         core = self.core
         ended = core.state in ("done", "cancelled", "failed")
         past = co.Past(
-            state=core.state if ended else "waiting", paused=core.paused, view=core.view, corpus=core.corpus,
-            known_step=core.known_step, saved=self.newest_saved(), branch=self.branch,
+            state=core.state if ended else "waiting", reason=core.reason, paused=core.paused, view=core.view,
+            corpus=core.corpus, known_step=core.known_step, saved=self.newest_saved(), branch=self.branch,
         )  # fmt: skip
         for member in self.members.values():
             member.linked = False

@@ -142,7 +142,7 @@ def test_what_the_judge_slept_through_is_not_learned_as_the_peers():
 def test_witnesses_shorten_the_wait_until_the_peer_is_heard():
     watch = detector()
     watch.accused(1)
-    assert watch.next_deadline() == 11.5
+    assert watch.next_deadline() == 11.0
     watch.accused(9)
     assert watch.next_deadline() == 11.0
     watch.heard(10.1)
