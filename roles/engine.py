@@ -69,7 +69,8 @@ class Engine(Protocol):
     def partial_square_sum(self, start: int, stop: int) -> float:
         """Sum of squares, in fp64, of ``reduce_buffer[start:stop]`` without the loss slot; the same for any threads.
 
-        NaN where one of them is not finite, or the loss slot is among them and is not.
+        NaN where one of them is not finite. Where the loss slot is among them, also where that is not, or where what
+        this member added in this step did not fit into fixed point: so it is asked before the ring has the last piece.
         """
         ...
 
@@ -77,7 +78,8 @@ class Engine(Protocol):
         """Clip by the global norm sqrt(``square_sum``), then one optimizer step from ``reduce_buffer``.
 
         Raises:
-            JobFailed: the loss or the norm is not finite; parameters are unchanged.
+            JobFailed: the loss or the norm is not finite; parameters are unchanged. A last guard: members refuse such a
+                step when they vote.
         """
         ...
 

@@ -50,11 +50,3 @@ def run_step(trainer: Trainer, step: int) -> float:
 def state_bytes(trainer: Trainer) -> dict[str, bytes]:
     """A copy of everything that decides the future, by name."""
     return {blob.name: bytes(blob.view) for blob in trainer.state()}
-
-
-def save(trainer: Trainer, directory: Path) -> None:
-    """Write its checkpoint into ``directory``."""
-    blobs = {blob.name: blob.view for blob in trainer.state()}
-    for plan in trainer.checkpoint_files():
-        parts = (part if isinstance(part, bytes) else blobs[part.blob][part.start : part.stop] for part in plan.parts)
-        (directory / plan.name).write_bytes(b"".join(parts))

@@ -26,10 +26,11 @@ from p2ptrain.compute.exact import constant_arithmetic
 from p2ptrain.compute.fixed import FRACTION_BITS, UNIT
 from p2ptrain.compute.model import ModelSpec, build_model
 from p2ptrain.compute.sampling import WindowSampler
-from p2ptrain.compute.testing import MICRO_BATCHES, OPTIMIZER, TINY, run_step, save, state_bytes, tiny, tiny_trainer
+from p2ptrain.compute.testing import MICRO_BATCHES, OPTIMIZER, TINY, run_step, state_bytes, tiny, tiny_trainer
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.errors import ConfigError, JobFailed
+from tests.compute.saving import save
 from tests.compute.test_trainer import APART, Follower, SideStream
 
 MakeTrainer = Callable[..., Trainer]

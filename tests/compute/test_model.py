@@ -171,3 +171,14 @@ def test_a_micro_batch_too_large_is_refused_before_it_is_computed() -> None:
     assert check_training_memory(config, pick_device("cpu"), micro_batch_tokens=4096) < 1_000_000
     with pytest.raises(ResourceError, match=r"micro-batches of 1,000,000,000 tokens needs .* GiB"):
         check_training_memory(config, pick_device("cpu"), micro_batch_tokens=10**9)
+
+
+def test_the_memory_of_exact_sums_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs: list[int] = []
+    monkeypatch.setattr(
+        "p2ptrain.compute.model.check_memory", lambda need_bytes, device, what: needs.append(need_bytes)
+    )
+    config = model_config(TINY, 256)
+    count = check_training_memory(config, pick_device("cpu"))
+    check_training_memory(config, pick_device("cpu"), exact=True)
+    assert needs[1] - needs[0] == 8 * count, "the int64 buffer, beside the gradients"
