@@ -15,7 +15,7 @@ from textual.widgets import Footer, Static
 from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.world import Clock, LoopClock
 from tui.model import Link, Phase
-from tui.panels import EventsPanel, Frame, HeaderBar, RingPanel, TrainingPanel
+from tui.panels import EventsPanel, Frame, HeaderBar, RecoveriesPanel, RingPanel, TrainingPanel
 from tui.screens import ConfirmScreen, HelpScreen
 from tui.source import SeedSource, Source, Way
 from tui.table import LiveTable
@@ -26,8 +26,10 @@ from wire.records import JobInfo
 WIDE_COLUMNS, WIDE_ROWS = 120, 38
 """From this size on everything is shown at once; below it, one of four views."""
 VIEWS = ("Cluster", "Training", "Jobs", "Events")
-PANELS = (HeaderBar, RingPanel, TrainingPanel, PeersPanel, JobsPanel, CheckpointsPanel, EventsPanel)
-Panel = HeaderBar | RingPanel | TrainingPanel | PeersPanel | JobsPanel | CheckpointsPanel | EventsPanel
+PANELS = (HeaderBar, RingPanel, TrainingPanel, PeersPanel, JobsPanel, CheckpointsPanel, RecoveriesPanel, EventsPanel)
+Panel = (
+    HeaderBar | RingPanel | TrainingPanel | PeersPanel | JobsPanel | CheckpointsPanel | RecoveriesPanel | EventsPanel
+)
 FOCUS_OF_VIEW = {1: "#peers-table", 2: "#training", 3: "#jobs-table", 4: "#events"}
 
 
@@ -86,6 +88,7 @@ class P2PTrainApp(App[None]):
             yield JobsPanel()
             with Vertical(id="records"):
                 yield CheckpointsPanel()
+                yield RecoveriesPanel()
             yield EventsPanel()
         yield Footer(show_command_palette=False)
 

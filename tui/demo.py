@@ -20,7 +20,7 @@ from p2ptrain.core.errors import ConnectionLost, Refused
 from tui.model import Link, Phase, Store
 from tui.source import backoff_s
 from wire.messages import Update
-from wire.records import CheckpointInfo, ClusterInfo, EventInfo, JobInfo, MetricRow, PeerInfo, Record
+from wire.records import CheckpointInfo, ClusterInfo, EventInfo, JobInfo, MetricRow, PeerInfo, Record, RecoveryInfo
 
 NAMES = ("atlas", "borea", "castor", "delos", "elara", "fjord", "gaia", "helios")
 DEVICES = (
@@ -52,7 +52,7 @@ class DemoClock:
 
 
 class DemoCluster:
-    """What a seed with ``peers`` workers would tell. From three on, the last one has just come and builds its model."""
+    """What a seed with ``peers`` workers would tell. From three on, the last one follows the ring from outside."""
 
     def __init__(self, peers: int = 6, *, step: int = 640) -> None:
         self.size = peers
@@ -65,6 +65,14 @@ class DemoCluster:
 
     def _members(self) -> int:
         return self.size - 1 if self.size >= 3 else self.size
+
+    def _shares(self) -> list[int]:
+        """16 micro-batches: those with a GPU take more."""
+        speeds = [3 if DEVICES[index % len(DEVICES)][2] else 1 for index in range(self._members())]
+        counts = [16 * speed // sum(speeds) for speed in speeds]
+        for index in range(16 - sum(counts)):
+            counts[index % len(counts)] += 1
+        return counts
 
     def _noise(self, *key: object) -> float:
         return random.Random(repr(key)).uniform(-1.0, 1.0)  # noqa: S311 - scenery
@@ -86,7 +94,7 @@ class DemoCluster:
             name=name,
             roles=["worker"],
             device=device,
-            state=trains if ranked else "building",
+            state=trains if ranked else "following",
             address=f"192.168.1.{21 + index}:7338",
             joined_at=EPOCH + 7 * index,
             heartbeat_age_s=0.5 + 0.4 * self._noise("age", index, self.step),
@@ -101,7 +109,7 @@ class DemoCluster:
             rank=index if ranked else None,
             generation=self.generation if ranked else 0,
             step=self.step if ranked else 0,
-            share=16 // self._members() + (index < 16 % self._members()) if ranked else 0,
+            share=self._shares()[index] if ranked else 0,
         )
 
     def edges(self) -> list[tuple[float, float]]:
@@ -206,9 +214,22 @@ class DemoCluster:
             (402 * STEP_S, "warning", "peer", "borea was lost: its connection ended; step 402 was run again"),
             (403 * STEP_S, "info", "view", f"generation 4 of stdlib-30m: a ring of {self._members()} from step 402"),
             (600 * STEP_S, "info", "checkpoint", "atlas saved stdlib-30m at step 600"),
-            (636 * STEP_S, "info", "peer", f"{last} joined and builds its model"),
+            (636 * STEP_S, "info", "peer", f"{last} joined and follows the ring"),
         )
         return [self.event(level, kind, text, EPOCH + at) for at, level, kind, text in script]
+
+    def recoveries(self) -> list[RecoveryInfo]:
+        """Two deaths, of which the newest member had to fetch the state, and a newcomer that had followed."""
+        script = (
+            (211, "lost", "the connection to 192.168.1.24:7338 broke", 0.31, 0.02, 0.05, None, 0.81),
+            (325, "held", "elara joining", 0.0, 0.11, 0.04, None, 0.79),
+            (402, "lost", "borea: the connection broke", 0.22, 0.03, 0.06, 0.41, 0.80),
+        )
+        return [
+            RecoveryInfo("j1", number, self.wall(step), kind, text, "peer1", number + 1, step, self._members(), 1,
+                         detect, agree, form, transfer, commit, detect + agree + form + (transfer or 0.0) + commit)
+            for number, (step, kind, text, detect, agree, form, transfer, commit) in enumerate(script, 1)
+        ]  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------------- updates
 
@@ -222,6 +243,7 @@ class DemoCluster:
             _update("metrics", [self.row(step) for step in range(1, self.step + 1)]),
             _update("events", self.events()),
             _update("checkpoints", self.checkpoints()),
+            _update("recoveries", self.recoveries()),
         ]
 
     def peers(self) -> list[PeerInfo]:

@@ -37,6 +37,7 @@ class Look(NamedTuple):
 PEER_LOOKS = {
     "training": Look("●", "good"),
     "healing": Look("✚", "busy"),
+    "following": Look("◑", "busy"),
     "building": Look("◔", "busy"),
     "joining": Look("◌", "busy"),
     "waiting": Look("○", "calm"),
@@ -44,7 +45,15 @@ PEER_LOOKS = {
     "held": Look("■", "warn"),
     "leaving": Look("↗", "warn"),
     "failed": Look("!", "bad"),
+    "away": Look("◇", "warn"),
     "lost": Look("✗", "bad"),
+}
+PHASE_LOOKS = {
+    "detect": Look("░", "bad"),
+    "agree": Look("▒", "busy"),
+    "form": Look("▓", "communicate"),
+    "transfer": Look("▚", "accent"),
+    "commit": Look("█", "compute"),
 }
 JOB_LOOKS = {
     "running": Look("▶", "good"),
@@ -218,6 +227,13 @@ def split_bar(parts: Split, width: int) -> list[Span]:
     cells = _largest_remainder(values, width)
     looks = (("█", "compute"), ("▓", "communicate"), ("░", "wait"))
     return [Span(texture * count_, role) for (texture, role), count_ in zip(looks, cells, strict=True) if count_]
+
+
+def phase_bar(phases: Sequence[tuple[str, float]], width: int) -> list[Span]:
+    """A recovery's phases as a stacked bar in ``width`` cells; each has its own texture, too."""
+    cells = _largest_remainder([seconds for _, seconds in phases], width)
+    looks = (PHASE_LOOKS.get(name, _UNKNOWN_LOOK) for name, _ in phases)
+    return [Span(look.symbol * count_, look.role) for look, count_ in zip(looks, cells, strict=True) if count_]
 
 
 def _largest_remainder(values: Sequence[float], total: int) -> list[int]:

@@ -18,13 +18,14 @@ from itertools import pairwise
 from typing import Any, TypeGuard, TypeVar
 
 from p2ptrain.core.errors import P2PTrainError, ProtocolError
-from wire.records import CheckpointInfo, ClusterInfo, EventInfo, JobInfo, MetricRow, PeerInfo, Record
+from wire.records import CheckpointInfo, ClusterInfo, EventInfo, JobInfo, MetricRow, PeerInfo, Record, RecoveryInfo
 
 MAX_PEERS = 1024
 MAX_JOBS = 512
 MAX_CHECKPOINTS = 2048
 MAX_EVENTS = 500
 MAX_SERIES = 32
+MAX_RECOVERIES = 500
 MAX_ROWS = 4000
 RECENT_ROWS = 512
 """The newest rows of a series are never thinned: the throughput line shows every step."""
@@ -193,6 +194,7 @@ class Store:
     series: dict[str, Series] = field(default_factory=dict)
     events: dict[int, EventInfo] = field(default_factory=dict)
     checkpoints: dict[str, CheckpointInfo] = field(default_factory=dict)
+    recoveries: dict[tuple[str, int], RecoveryInfo] = field(default_factory=dict)
     versions: Counter[str] = field(default_factory=Counter)
     malformed: int = 0
 
@@ -251,6 +253,7 @@ class Store:
             "metrics": self._take_metric,
             "events": self._take_event,
             "checkpoints": self._take_checkpoint,
+            "recoveries": self._take_recovery,
             "jobs-gone": partial(self._drop, self.jobs),
             "checkpoints-gone": partial(self._drop, self.checkpoints),
         }
@@ -261,7 +264,8 @@ class Store:
             # Another cluster answers at this address: nothing that is known belongs to it.
             for known in (self.peers, self.peers_seen, self.jobs, self.series, self.events, self.checkpoints):
                 known.clear()
-            self.versions.update(("peers", "jobs", "metrics", "events", "checkpoints"))
+            self.recoveries.clear()
+            self.versions.update(("peers", "jobs", "metrics", "events", "checkpoints", "recoveries"))
         self.cluster = cluster
 
     def _take_peer(self, item: object, now: float) -> None:
@@ -300,6 +304,10 @@ class Store:
         checkpoint = _parse(CheckpointInfo, item)
         _put(self.checkpoints, checkpoint.id, checkpoint, MAX_CHECKPOINTS)
 
+    def _take_recovery(self, item: object, now: float) -> None:
+        recovery = _parse(RecoveryInfo, item)
+        _put(self.recoveries, (recovery.job, recovery.number), recovery, MAX_RECOVERIES)
+
     # ------------------------------------------------------------------------------------------------------- reading
 
     def peers_in_order(self) -> list[PeerInfo]:
@@ -328,6 +336,10 @@ class Store:
         chosen = [item for item in self.checkpoints.values() if item.job == job or not job]
         return sorted(chosen, key=lambda item: (-item.created_at, item.id))
 
+    def recoveries_in_order(self, job: str) -> list[RecoveryInfo]:
+        """Those of one job, the newest last."""
+        return sorted((item for item in self.recoveries.values() if item.job == job), key=lambda item: item.number)
+
     def heartbeat_age_s(self, peer: PeerInfo, now: float) -> float:
         """Seconds since the seed heard the peer, as far as the viewer can tell now."""
         return peer.heartbeat_age_s + max(0.0, now - self.peers_seen.get(peer.id, now))
@@ -339,14 +351,16 @@ class Store:
         assert len(self.series) <= MAX_SERIES
         assert len(self.events) <= MAX_EVENTS
         assert len(self.checkpoints) <= MAX_CHECKPOINTS
+        assert len(self.recoveries) <= MAX_RECOVERIES
         for series in self.series.values():
             series.validate()
 
 
+K = TypeVar("K")
 V = TypeVar("V")
 
 
-def _put(known: dict[str, V], key: str, value: V, limit: int) -> None:
+def _put(known: dict[K, V], key: K, value: V, limit: int) -> None:
     """Put or replace; where there is no room, the one that came first goes."""
     if key not in known and len(known) >= limit:
         del known[next(iter(known))]

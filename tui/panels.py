@@ -20,7 +20,7 @@ from tui.format import Span
 from tui.model import Phase, Store, eta_s, split
 from tui.ring_art import SLOWEST, Seat, draw_ring
 from tui.theme import DARK, Palette
-from wire.records import EventInfo, JobInfo, MetricRow, PeerInfo
+from wire.records import EventInfo, JobInfo, MetricRow, PeerInfo, RecoveryInfo, recovery_spread
 
 READABLE_S = 0.5
 """Numbers that change faster than this cannot be read; drawing them would only cost the training its CPU."""
@@ -97,7 +97,7 @@ class HeaderBar(Widget):
         if link.phase is Phase.CONNECTING:
             return [*spans, Span(f"◌ connecting to {frame.address}", "busy")]
         silent = fmt.duration(frame.now - link.since)
-        what = "lost since" if store.cluster else "no answer since"
+        what = "seed away" if store.cluster else "no answer since"
         soon = (
             "dialling"
             if link.retry_at is None
@@ -339,6 +339,54 @@ def training_numbers(frame: Frame, job: JobInfo, width: int) -> list[list[Span]]
             Span(f"{fmt.percent(part_ms / parts.step_ms)}   ", "strong"),
         ]
     return [first, second, bar, legend]
+
+
+class RecoveriesPanel(Widget):
+    """How long the ring of the job in view stood still when a machine came, died or froze, and where that time went."""
+
+    TOPICS: ClassVar[frozenset[str]] = frozenset({"recoveries", "jobs"})
+    TIMED = False
+    EVERY_S = READABLE_S
+
+    def __init__(self) -> None:
+        super().__init__(id="recoveries", classes="panel")
+        self.border_title = "Recoveries"
+        self._drawn: tuple[list[list[Span]], Palette] = ([], DARK)
+
+    def show(self, frame: Frame) -> None:
+        found = frame.store.recoveries_in_order(frame.job.id) if frame.job else []
+        set_title(self, f"Recoveries · {found[-1].number}" if found else "Recoveries")
+        self.set_class(not found, "-empty")
+        if found:
+            middle_s, high_s = recovery_spread(found)["total"]
+            self.border_subtitle = f"p50 {fmt.millis(1e3 * middle_s)}  p99 {fmt.millis(1e3 * high_s)}"
+        drawn = (recovery_lines(found, self.size.width), frame.palette)
+        if drawn != self._drawn:
+            self._drawn = drawn
+            self.refresh()
+
+    def render(self) -> RenderResult:
+        return lines(*self._drawn)
+
+
+def recovery_lines(found: list[RecoveryInfo], width: int) -> list[list[Span]]:
+    """The newest recovery with its phases, at most ``width`` cells each."""
+    if not found:
+        return [[Span("no interruption yet", "dim")]]
+    last = found[-1]
+    total = f" {fmt.millis(1e3 * last.total_s):>8}"
+    head = f"{fmt.clock(last.wall)} {last.kind}, step {last.step:,}  "
+    rows = [
+        [Span(head, "strong"), Span(fmt.fit(last.text, max(0, width - len(head))), "dim")],
+        [*fmt.phase_bar(last.phases(), max(4, width - len(total))), Span(total, "strong")],
+    ]
+    legend: list[list[Span]] = [[]]
+    for name, seconds in last.phases():
+        look, told = fmt.PHASE_LOOKS[name], f"{name} {fmt.millis(1e3 * seconds)}  "
+        if sum(len(span.text) for span in legend[-1]) + len(told) + 2 > width:
+            legend.append([])
+        legend[-1] += [Span(f"{look.symbol} ", look.role), Span(told)]
+    return rows + legend
 
 
 class EventsPanel(VerticalScroll):

@@ -45,6 +45,7 @@ class HelpScreen(ModalScreen[None]):
         rows = [[Span(f"{keys:>9}  ", "accent"), Span(what)] for keys, what in KEYS]
         rows += [[], [Span("Peers", "strong")], *_legend(fmt.PEER_LOOKS)]
         rows += [[], [Span("Jobs", "strong")], *_legend(fmt.JOB_LOOKS)]
+        rows += [[], [Span("Recoveries", "strong")], *_legend(fmt.PHASE_LOOKS)]
         rows += [
             [],
             [Span("An arrow of the ring is lit and walks on with every step that all members committed.", "dim")],

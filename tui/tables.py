@@ -78,7 +78,7 @@ def _plain(text: str, role: str = "") -> Cell:
 class PeersTable(LiveTable):
     COLUMNS = (
         Column("rank", "#", 2, 0, right=True),
-        Column("state", "state", 10, 0),
+        Column("state", "state", 11, 0),
         Column("name", "name", 12, 0, most=22),
         Column("role", "role", 6, 8, most=14),
         Column("device", "device", 22, 9, most=46),

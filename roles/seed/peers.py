@@ -138,7 +138,8 @@ class Link:
         stats = {name: value for name, value in beat.stats.items() if math.isfinite(value)} if beat and not gone else {}
         rank = view.rank_of(self.id) if view else None
         said = beat.state if beat else "joining"
-        state = "lost" if gone else said if said in _STATES else "idle"
+        known = said if said in _STATES else "idle"
+        state = known if not gone else "lost" if rank is None else "away"
         return PeerInfo(
             id=self.id,
             name=self.name,

@@ -498,6 +498,10 @@ class Seed:
         view = desk.running_view if desk else None
         rank = view.rank_of(link.id) if view else None
         edge = desk.edge_from(rank) if desk and rank is not None else None
+        if desk is None and link.lost_at is not None:
+            desk = next((item for item in self.desks.values() if item.holds(link.id)), None)
+            view = desk.running_view if desk else None
+            rank = view.rank_of(link.id) if view else None
         shares = desk.chronicle.shares(view) if desk and view else ()
         return link.info(now, view, edge, shares)
 

@@ -53,7 +53,8 @@ def test_everything_a_seed_tells_is_kept():
     assert [job.id for job in store.jobs_in_order()] == ["j2", "j1", "j0"]
     assert store.series["j1"].last_step == 640
     assert [item.step for item in store.checkpoints_in_order("j1")] == [600, 400, 200]
-    assert store.events_in_order()[0].text == "fjord joined and builds its model"
+    assert store.events_in_order()[0].text == "fjord joined and follows the ring"
+    assert [item.number for item in store.recoveries_in_order("j1")] == [1, 2, 3]
 
 
 def test_versions_grow_with_every_change_of_their_topic_only():
