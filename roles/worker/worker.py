@@ -204,7 +204,7 @@ class Worker:
             return Pulse(0, 0, "idle", stats)
         stats["tokens_per_s"] = self._gauges.rate("tokens", runner.tokens)
         stats.update(runner.clock.last_ms)
-        state = "healing" if runner.follower.active else _SHOWN.get(runner.core.phase, "training")
+        state = "following" if runner.follower.active else _SHOWN.get(runner.core.phase, "training")
         return Pulse(runner.progress, runner.core.applied, "leaving" if self._leaving else state, stats)
 
     async def _stay_a_member(self, member: Member) -> None:
