@@ -6,12 +6,39 @@ microseconds a micro-batch; a step's *makespan* is the time of its slowest share
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterable, Sequence
 
 GAIN_PERCENT = 5
 """Shares stay as they are unless the makespan falls by more: measured times scatter by about as much."""
 PROBE_PERCENT = 5
 """So much of a ring's time may go into asking whether a member without work has become faster."""
+
+
+class Shares:
+    """Who computes what in one step of a view: runs of micro-batches in rank order. Immutable.
+
+    Args:
+        counts: of micro-batches, by rank.
+        idle_steps: for how many steps in a row each member has had nothing to do.
+    """
+
+    def __init__(self, counts: Iterable[int], idle_steps: Iterable[int] | None = None) -> None:
+        self.counts = tuple(counts)
+        self._idle_steps = tuple(idle_steps) if idle_steps is not None else (0,) * len(self.counts)
+
+    def of(self, rank: int) -> tuple[int, int]:
+        """(first, count) of a member's micro-batches."""
+        return sum(self.counts[:rank]), self.counts[rank]
+
+    def packed(self) -> bytes:
+        """As ``LedgerRow.counts``."""
+        return struct.pack(f"!{len(self.counts)}I", *self.counts)
+
+    def after(self, unit_us: Sequence[int]) -> Shares:
+        """The shares of the next step, given what the tokens of this one say."""
+        idle = [0 if count else steps + 1 for count, steps in zip(self.counts, self._idle_steps, strict=True)]
+        return Shares(probed(balanced(sum(self.counts), unit_us, self.counts), unit_us, idle), idle)
 
 
 def balanced(micro_batches: int, unit_us: Sequence[int], before: Sequence[int] = ()) -> list[int]:

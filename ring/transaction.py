@@ -34,7 +34,6 @@ squared norms.
 
 from __future__ import annotations
 
-import struct
 from collections import deque
 from collections.abc import Sequence
 
@@ -66,7 +65,7 @@ from ring.activities import (
     Voted,
     Wish,
 )
-from ring.balance import balanced, probed
+from ring.balance import Shares
 from ring.guard import Fault, Guard, odd_ones_out, verdict
 from ring.phases import LASTING, NEXT, RUNNING, UNINTERRUPTIBLE, InvalidTransition, Phase
 from ring.token import Flag, Token, next_lineage
@@ -95,7 +94,7 @@ class Transaction:
         self.job = job
         self.peer_id = peer_id
         self.steps_total = steps_total
-        self.counts: tuple[int, ...] = ()  # of micro-batches in this step, by rank
+        self.shares = Shares(())  # of this step
         self.phase = Phase.EMPTY
         self.applied = 0
         self.lineage = ""
@@ -109,8 +108,7 @@ class Transaction:
         self._rank = 0
         self._ticket = 0
         self._prepared: LedgerRow | None = None  # the row of the step in the redo buffer
-        self._idle_steps: tuple[int, ...] = ()  # for how many steps each member has had nothing to do
-        self._next_counts: tuple[int, ...] = ()
+        self._next_shares = Shares(())
         self._wishes = Flag(0)
         self._asked = Flag(0)  # the wishes that went out with this member's token
         self._granted = Flag(0)  # what the tokens of the last committed step asked for
@@ -192,8 +190,8 @@ class Transaction:
             assert self._prepared is not None
             assert self._prepared.step == self.applied + 1, "a row of another step"
         if self.view is not None:
-            assert sum(self.counts) == sum(member.count for member in self.view.members), "shares that do not cover"
-            assert min(self.counts) >= 0
+            given = sum(member.count for member in self.view.members)
+            assert sum(self.shares.counts) == given, "shares that do not cover"
         assert self._pending_break is None or self.phase in UNINTERRUPTIBLE
         assert self._pending_view is None or self.phase in (*UNINTERRUPTIBLE, Phase.EMPTY)
 
@@ -241,8 +239,7 @@ class Transaction:
             self._go(Phase.EMPTY if self.torn else Phase.IDLE)
             return [Reload()] if self.torn else []
         self.view, self._rank = view, rank
-        self.counts = tuple(member.count for member in view.members)
-        self._idle_steps = (0,) * view.size
+        self.shares = Shares(member.count for member in view.members)
         old = [Disband("a new view was announced")] if self.phase in (Phase.HELD, Phase.DONE) else []
         committed = self.applied + 1 == view.step and self.prepared_lineage == view.lineage
         redo = bool(self.prepared_lineage) and committed and view.square_sum > 0  # without the norm: other bits
@@ -344,15 +341,14 @@ class Transaction:
     def _start_step(self) -> list[Instruction]:
         if self.applied >= self.steps_total:
             return self._confirm()
-        first, count = sum(self.counts[: self._rank]), self.counts[self._rank]
+        first, count = self.shares.of(self._rank)
         self._go(Phase.COMPUTING)
         return [Compute(self._next_ticket(), self.applied, first, count)]
 
     def _reduced(self, event: Reduced) -> list[Instruction]:
         view = self._current_view()
         self.prepared_lineage = next_lineage(self.lineage, event.digest)
-        packed = struct.pack(f"!{len(self.counts)}I", *self.counts)
-        self._prepared = LedgerRow(self.applied + 1, view.generation, event.digest, packed)
+        self._prepared = LedgerRow(self.applied + 1, view.generation, event.digest, self.shares.packed())
         self._go(Phase.VOTING)
         self._asked = self._wishes
         refused = self._guard.refuses(event.own, event.part, view.care)
@@ -383,11 +379,7 @@ class Transaction:
         self._wishes &= ~self._asked  # a wish that came after the token waits for the next one
         # The same numbers summed in the same order on every member: clipping is bit-equal.
         self.square_sum = sum((token.part for token in tokens), start=0.0)
-        units = [token.unit_us for token in tokens]
-        self._idle_steps = tuple(
-            0 if count else idle + 1 for count, idle in zip(self.counts, self._idle_steps, strict=True)
-        )
-        self._next_counts = tuple(probed(balanced(sum(self.counts), units, self.counts), units, self._idle_steps))
+        self._next_shares = self.shares.after([token.unit_us for token in tokens])
         self._go(Phase.APPLYING)
         return [Apply(self._next_ticket(), self.applied, self.square_sum, redo=False)]
 
@@ -429,7 +421,7 @@ class Transaction:
         if redone:
             self._go(Phase.FORMING)
             return [Form(self._next_ticket(), self._current_view())]
-        self.counts = self._next_counts
+        self.shares = self._next_shares
         if not self._checkpoint_due():
             return self._to_boundary(confirmed=False)
         return self._unconfirmed(broken) if broken is not None else self._confirm()

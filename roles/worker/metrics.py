@@ -59,5 +59,16 @@ class StepTeller:
             self._row = (view.generation, step, values)
 
 
+def described(view: View, peer_id: str) -> str:
+    """A view that begins, for the person here."""
+    names = " → ".join(member.name for member in view.members)
+    rank = view.rank_of(peer_id)
+    share = view.members[rank].count if rank is not None else 0
+    return (
+        f"generation {view.generation}: rank {rank} of {view.size}, {share} micro-batches a step, "
+        f"from step {view.step} ({names})"
+    )
+
+
 def _metrics_of(applied: Applied) -> dict[str, float]:
     return {"loss": applied.loss, "lr": applied.lr, "grad_norm": applied.grad_norm}

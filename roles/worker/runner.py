@@ -50,7 +50,7 @@ from roles.worker.donor import Donations
 from roles.worker.heal import Follower, Healer
 from roles.worker.keeper import Keeper, state_bytes
 from roles.worker.ledger import Ledger
-from roles.worker.metrics import StepTeller
+from roles.worker.metrics import StepTeller, described
 from roles.worker.snapshot import Snapshots
 from roles.worker.surroundings import Surroundings
 from roles.worker.timing import StepClock, UnitTime
@@ -170,15 +170,8 @@ class JobRunner:
             case _:
                 status = "training"
         trouble = self._trouble if status in ("broken", "failed") else None
-        report = self.core.report(status)
-        if trouble is not None:
-            report = replace(
-                report,
-                suspect=trouble.suspect,
-                reason=trouble.reason,
-                cause=trouble.cause,
-                beside=trouble.beside,
-            )
+        words = {name: getattr(trouble, name) for name in ("suspect", "reason", "cause", "beside")} if trouble else {}
+        report = self.core.report(status, **words)
         self._send(report)
         view = self.core.view
         if view is not None and (not self.core.running or self._rank() == 0):
@@ -370,7 +363,7 @@ class JobRunner:
         session.broken.add_done_callback(lambda _: self._session_broke(session, form.view.generation))
         self.clock.view_began(formed_s=around.world.clock.now() - form_began)
         self.donations.view_began()
-        around.tell("info", "view", _described(form.view, around.peer_id))
+        around.tell("info", "view", described(form.view, around.peer_id))
         self._ledger.tell_beyond(form.view.ledger_step)
         self._handle(Finished(form.ticket))
 
@@ -507,13 +500,3 @@ class JobRunner:
         if self._session is None:
             raise NetworkError("the ring is gone")
         return self._session
-
-
-def _described(view: View, peer_id: str) -> str:
-    names = " → ".join(member.name for member in view.members)
-    rank = view.rank_of(peer_id)
-    share = view.members[rank].count if rank is not None else 0
-    return (
-        f"generation {view.generation}: rank {rank} of {view.size}, {share} micro-batches a step, "
-        f"from step {view.step} ({names})"
-    )
