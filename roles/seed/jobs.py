@@ -12,7 +12,6 @@ import dataclasses
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from operator import itemgetter
 
 from configs.schema import Profile
 from p2ptrain.core.errors import DeadlineExceeded, ProtocolError
@@ -25,7 +24,7 @@ from ring.plan import Wishes
 from ring.view import View
 from roles.seed import chronicle
 from roles.seed.links import Survey
-from roles.seed.peers import MAX_WHOLE, Link, announced_to, seen_from, whole
+from roles.seed.peers import MAX_WHOLE, Link, announced_to, ring_beats, seen_from, whole
 from roles.seed.store import JobRecord, Records, Store
 from roles.seed.updates import Board
 from wire.messages import Assign, CatchUp, Hold, MemberRecord, Message, Release, SaveNow, StepMetrics
@@ -175,7 +174,10 @@ class Desk:
     def edge_from(self, rank: int) -> LinkQuality | None:
         """What is known of the way from a member of the running view to its right neighbour."""
         view = self.running_view
-        if view is None or view.size < 2:
+        return self._way(view, rank) if view is not None else None
+
+    def _way(self, view: View, rank: int) -> LinkQuality | None:
+        if view.size < 2:
             return None
         return known_link(self._office.survey.table.known, view.members[rank].peer_id, view.right_of(rank).peer_id)
 
@@ -255,9 +257,8 @@ class Desk:
         if self._row is not None and self._row.step > view.step:
             self._row, self._val_loss = await office.store.call(_last, self.id)
         links = [office.links[member.peer_id] for member in view.members if member.peer_id in office.links]
-        heartbeat_s, death_s = max(
-            ((link.heartbeat_s, link.death_s) for link in links), key=itemgetter(1), default=(0, 0)
-        )
+        ways = [self._way(view, rank) for rank in range(view.size)]
+        heartbeat_s, death_s = ring_beats(links, [way.latency_s if way else None for way in ways])
         ledger_step = min(office.ledger_step(self.id), view.step)
         # Neighbours must agree on the beats.
         view = dataclasses.replace(view, heartbeat_s=heartbeat_s, death_s=death_s, ledger_step=ledger_step)

@@ -13,7 +13,7 @@ from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError
 from p2ptrain.core.ids import is_id
 from p2ptrain.core.world import Clock
 from ring.coordination import STATUSES, Peer
-from ring.detector import FailureDetector
+from ring.detector import FailureDetector, beat_defaults
 from ring.order import LinkQuality
 from ring.token import is_lineage
 from ring.view import View
@@ -164,6 +164,25 @@ class Link:
             next_ms=edge.latency_s * 1e3 if edge else None,
             next_bps=edge.bandwidth_bps if edge else None,
         )
+
+
+def ring_beats(links: Sequence[Link], latencies_s: Sequence[float | None]) -> tuple[float, float]:
+    """(heartbeat_s, death_s) between the neighbours of a ring: those of the member that is farthest from the seed.
+
+    The seed timed one handshake with each, perhaps while it imported torch. Where the members have measured the ways
+    between them, the shortest of many round trips, that counts where it is less; not where a person set the beats.
+
+    Args:
+        links: of the members that are connected. latencies_s: one way, from each member to its right neighbour.
+    """
+    farthest = max(links, key=lambda link: link.death_s, default=None)
+    if farthest is None:
+        return 0.0, 0.0
+    usual = (farthest.heartbeat_s, farthest.death_s)
+    known = [latency_s for latency_s in latencies_s if latency_s is not None]
+    if not known or len(known) < len(latencies_s) or usual != beat_defaults(farthest.rtt_ms):
+        return usual
+    return min(usual, beat_defaults(2e3 * max(known)))
 
 
 def announced_to(host: str, view: View) -> ViewAnnounced:
