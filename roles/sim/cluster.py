@@ -12,7 +12,7 @@ from p2ptrain.core.errors import NetworkError, P2PTrainError, StorageError
 from p2ptrain.core.world import LoopClock, World
 from ring.transaction import Phase
 from roles.identity import claim
-from roles.seed import run_seed
+from roles.seed import ledger, run_seed
 from roles.sim.disk import MachineDisk
 from roles.sim.engine import Buffer, SimEngine
 from roles.sim.loop import PROCESS, Process, SimLoop
@@ -252,6 +252,13 @@ class Simulation:
             created = await self.ask("jobs.create", name="sim", profile="sim", spec=self.profile.to_spec())
             self.job = str(created.get("job", ""))
             await asyncio.sleep(0.1)
+
+    def audit(self) -> None:
+        """Compare the seed's ledger with what was seen."""
+        database = self.seed.disk.database(STATE / "seed.sqlite3")
+        head = ledger.head(database, self.job)
+        rows = ledger.rows(database, self.job, head.base_step, self.profile.job.steps) if head else []
+        self.observer.ledger(head, rows, self.profile.batch.micro_batches)
 
     def close(self) -> None:
         for machine in self.machines.values():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from ring.transaction import Phase
 from roles.sim.cluster import SEED, Machine, Simulation
@@ -90,7 +91,7 @@ class Faults:
                 self._tell(f"power cut at {[machine.host for machine in several]}")
                 for victim in several:
                     victim.power_cut()
-                self._later(self._after(rng.uniform(0, 5), lambda: [self._start(victim) for victim in several]))
+                self._later(self._after(rng.uniform(0, 5), lambda: self._start(*several)))
             case "leave" if len(victims) > 1:
                 self._tell(f"{victims[0].host} leaves")
                 victims[0].leave()
@@ -166,10 +167,11 @@ class Faults:
         self._tell(f"kill {victim.host} ({victim.phase})")
         victim.kill()
 
-    def _start(self, machine: Machine) -> None:
-        if not machine.up:
-            self._tell(f"{machine.host} starts")
-            machine.start()
+    def _start(self, *machines: Machine) -> None:
+        for machine in machines:
+            if not machine.up:
+                self._tell(f"{machine.host} starts")
+                machine.start()
 
     def join(self) -> None:
         free = [machine for machine in self._simulation.workers if not machine.up]
@@ -301,8 +303,8 @@ class Faults:
 
     # ------------------------------------------------------------------------------------------------------ and after
 
-    def _later(self, what: object) -> None:
-        self._lasting.append(asyncio.ensure_future(what))  # type: ignore[arg-type]
+    def _later(self, what: Coroutine[Any, Any, None]) -> None:
+        self._lasting.append(asyncio.create_task(what))
 
     async def _after(self, seconds: float, act: Callable[[], object]) -> None:
         await asyncio.sleep(seconds)

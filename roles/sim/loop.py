@@ -54,7 +54,7 @@ class SimLoop(VirtualClockLoop):
     def __init__(self) -> None:
         super().__init__()
         self.callbacks = 0
-        self.set_task_factory(_make_task)
+        self.set_task_factory(_make_task)  # type: ignore[arg-type]
 
     def run_handle(self, handle: asyncio.Handle) -> None:
         process = handle._context.get(PROCESS)  # type: ignore[attr-defined]
@@ -82,7 +82,7 @@ class SimLoop(VirtualClockLoop):
     def thaw(self, process: Process) -> None:
         """It goes on where it stood; what it waited for and what is overdue happens at once."""
         process.frozen = False
-        self._ready.extend(process.waiting)  # type: ignore[attr-defined]
+        self._ready.extend(process.waiting)
         process.waiting.clear()
 
     def kill(self, process: Process) -> None:

@@ -13,6 +13,8 @@ from ring import transaction
 from ring.decisions import Decisions
 from ring.links import Inbound
 from ring.transaction import Transaction
+from ring.view import View
+from roles.seed.store import Records
 from roles.sim.disk import ProcessDisk
 from roles.sim.watching import replaced
 from roles.worker.ledger import Ledger
@@ -23,7 +25,7 @@ Patch = tuple[Any, str, Callable[[Any], Any]]
 
 
 def _no_fence() -> list[Patch]:
-    """Nobody tells an old generation from the present one: not the seed, nor members, nor frames."""
+    """A generation's number is forgotten with the seed's memory, and nobody tells an old one from the present one."""
 
     def is_current(original: Any) -> Any:
         def call(self: Decisions, peer_id: str, generation: int) -> bool:
@@ -31,7 +33,15 @@ def _no_fence() -> list[Patch]:
 
         return call
 
+    def add_view(original: Any) -> Any:
+        def call(self: Records, view: View, *rest: Any, **more: Any) -> None:
+            original(self, view, *rest, **more)
+            self._db.execute("DELETE FROM views WHERE job = ? AND generation = ?", (view.job, view.generation))
+
+        return call
+
     return [
+        (Records, "add_view", add_view),
         (Decisions, "_is_current", is_current),
         (Inbound, "_judge", lambda original: lambda self, job, generation, peer_id: None),
         (FrameDecoder, "_is_stale", lambda original: lambda self, generation: False),
@@ -85,7 +95,7 @@ def _no_confirm() -> list[Patch]:
 
 
 MUTATIONS: dict[str, tuple[Callable[[], list[Patch]], tuple[str, ...]]] = {
-    "fence": (_no_fence, ("freeze", "seed-freeze", "seed-kill", "silence", "cut", "join", "slow", "one-way")),
+    "fence": (_no_fence, ("seed-kill", "seed-restart", "cut", "join")),
     "digest": (_no_digest, ("bit-flip",)),
     "redo": (_no_redo, ("kill-in-phase", "join", "cut", "kill-two")),
     "dir-sync": (_no_dir_sync, ("power-cut", "save")),

@@ -9,21 +9,27 @@
 - *old generations change nothing*: what a member of a generation commits after a newer one was minted never enters the
   line;
 - *confirmed*: a checkpoint is of a step that every member of its generation has applied;
+- *ledger*: the seed's rows are of the steps that were committed, and whoever may know of one that lacks has told of it;
 - *durable*: what was noted as saved is there after a kill or a power cut; what is loaded was once committed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from p2ptrain.core.checkpoints import CheckpointEntry
+from ring.ledger import Head, counts_of_untrusted
+from ring.token import next_lineage
 from ring.transaction import Transaction
 from ring.view import View
 from roles.sim.engine import SimEngine
+from roles.sim.loop import Process
+from wire.messages import LedgerRow
 
 if TYPE_CHECKING:
     from roles.sim.cluster import Machine
@@ -76,6 +82,7 @@ class Observer:
         self._members: dict[int, set[str]] = {}  # generation → hosts
         self._committed: dict[tuple[int, int], str] = {}  # generation, step → lineage
         self._manifests: dict[str, tuple[int, str]] = {}  # digest of a manifest → step, lineage
+        self._witnesses: dict[str, tuple[Process, int, int]] = {}  # host → its life, and the run of steps it committed
         self._announced: dict[str, int] = {}  # host → newest step announced since it last went back
 
     def tell(self, text: str) -> None:
@@ -99,8 +106,14 @@ class Observer:
         self._holders.setdefault((step, lineage), set()).add(machine.host)
         self.check("exactly once", engine.count == step, lambda: f"{machine.host}: {engine.count} steps in step {step}")
         self._as_undisturbed(machine.host, engine, step)
-        if view is not None and step == before[0] + 1:
+        committed = view is not None and step == before[0] + 1
+        if not committed:
+            self._witnesses.pop(machine.host, None)
+        if view is not None and committed:
             self.commits += 1
+            process, first, last = self._witnesses.get(machine.host, (machine.process, step, step - 1))
+            fits = process is machine.process and last == step - 1
+            self._witnesses[machine.host] = (machine.process, first if fits else step, step)
             self._commit(machine.host, view.generation, step, lineage, before[1])
 
     def _same_bits(self, who: str, step: int, lineage: str, bits: bytes) -> None:
@@ -162,6 +175,26 @@ class Observer:
         self._members[view.generation] = {member.name for member in view.members}
         line.lineages = {step: lineage for step, lineage in line.lineages.items() if step < view.step}
         line.lineages[view.step] = view.lineage
+
+    def ledger(self, head: Head | None, rows: Sequence[LedgerRow], micro_batches: int) -> None:
+        """What the seed has in its ledger at the end, when all can reach it."""
+        if head is None:
+            return
+        lineage, step = head.base_lineage, head.base_step
+        for row in rows:
+            step, lineage = step + 1, next_lineage(lineage, row.digest)
+            on_line = self.line.lineages.get(row.step, lineage)
+            fits = row.step == step and on_line == lineage and sum(counts_of_untrusted(row.counts)) == micro_batches
+            self.check(
+                "ledger", fits, partial("the ledger's row of step {} is not what was committed".format, row.step)
+            )
+        missing = step + 1
+        known = [
+            host
+            for host, (process, first, last) in self._witnesses.items()
+            if process.alive and first <= missing <= last and missing in self.line.lineages
+        ]
+        self.check("ledger", not known, lambda: f"the ledger lacks step {missing}, which {known} know of")
 
     # ----------------------------------------------------------------------------------------------------- checkpoints
 

@@ -7,7 +7,7 @@ import gc
 import hashlib
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -31,6 +31,10 @@ _PROFILE: dict[str, Any] = {
     "checkpoint": {"every": 4},
     "ring": {"bucket_bytes": 1024},  # two buckets, the first of which is sent while the step is being computed
 }
+CHURN = 0.5
+"""Of those who come in a run of much coming and going, so many make somebody go, or come again."""
+
+Conduct = Callable[[Simulation, Faults, random.Random, Sequence[str]], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,15 @@ def run_schedule(
         kinds: of faults; empty: all.
         mutation: the safeguard to switch off.
     """
+    return _run(number, peers, kinds or list(KINDS), mutation, verbose, _conduct)
+
+
+def run_churn(number: int, *, peers: int) -> Verdict:
+    """``peers`` machines join and leave one seed and one job, as ``number`` decides."""
+    return _run(number, peers, ["leave", "kill", "join"], "", False, _churn)
+
+
+def _run(number: int, peers: int, kinds: Sequence[str], mutation: str, verbose: bool, conduct: Conduct) -> Verdict:
     profile, expected = _prepared(number % 2 == 0)
     began = time.perf_counter()
     rng = random.Random(f"schedule {number}")  # noqa: S311
@@ -82,7 +95,7 @@ def run_schedule(
     try:
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
             simulation, problem = runner.run(
-                _run(loop, number, peers, kinds, profile, expected, mutation, verbose, rng)
+                _simulate(loop, number, peers, kinds, profile, expected, mutation, verbose, rng, conduct)
             )
     finally:
         gc.enable()
@@ -104,7 +117,7 @@ def run_schedule(
     )
 
 
-async def _run(
+async def _simulate(
     loop: SimLoop,
     number: int,
     peers: int,
@@ -114,6 +127,7 @@ async def _run(
     mutation: str,
     verbose: bool,
     rng: random.Random,
+    conduct: Conduct,
 ) -> tuple[Simulation, tuple[str, str]]:
     simulation = Simulation(loop, profile, expected, number, peers=peers, verbose=verbose)
     loop.set_exception_handler(simulation.complaint)
@@ -121,9 +135,11 @@ async def _run(
     problem = ("", "")
     with watched(simulation, random.Random(number)), without(mutation):  # noqa: S311
         try:
-            await _conduct(simulation, faults, rng, kinds or list(KINDS))
+            await conduct(simulation, faults, rng, kinds)
         except TimeoutError:
             problem = ("progress", f"the job is {simulation.observer.job_state} after {CALM_S:g} s without a fault")
+        else:
+            simulation.audit()
         finally:
             faults.cancel()
             simulation.close()
@@ -150,12 +166,32 @@ async def _conduct(simulation: Simulation, faults: Faults, rng: random.Random, k
         if observer.violation or observer.job_state in ("done", "failed", "cancelled"):
             break
         await faults.strike(rng.choices(kinds, weights)[0])
+    await _to_the_end(simulation, faults)
+
+
+async def _to_the_end(simulation: Simulation, faults: Faults) -> None:
+    observer = simulation.observer
     await faults.calm(min(2, len(simulation.workers)))
     async with asyncio.timeout(CALM_S):
         while observer.job_state not in ("done", "failed", "cancelled") and not observer.violation:
             if observer.job_state != "running":  # a pause may be what it waits for, and a seed that dies forgets to say
                 await simulation.ask("jobs.resume", job=simulation.job)
             await _wait(simulation, 30.0)
+
+
+async def _churn(simulation: Simulation, faults: Faults, rng: random.Random, kinds: Sequence[str]) -> None:
+    """All come, one after the other or many at once; everybody may leave or die and come again; then calm."""
+    simulation.seed.start()
+    await simulation.create_job()
+    workers = rng.sample(simulation.workers, len(simulation.workers))
+    for machine in workers:
+        machine.start()
+        await asyncio.sleep(rng.choice((0.0, 0.0, 0.05, 0.2)))
+        if rng.random() < CHURN:
+            await faults.strike(rng.choice(kinds))
+        if simulation.observer.violation or simulation.observer.job_state == "done":
+            break
+    await _to_the_end(simulation, faults)
 
 
 async def _wait(simulation: Simulation, seconds: float) -> None:

@@ -113,12 +113,12 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
         return call
 
     def summarize(original: Any) -> Any:
-        def call(self: SyncStrategy, *rest: Any) -> Any:
+        def call(self: SyncStrategy, rank: int, size: int, *rest: Any) -> Any:
             machine = here()
-            if machine is not None and machine.flips:
+            if machine is not None and machine.flips and size > 1:  # alone, nobody could notice
                 machine.flips -= 1
                 self._engine.reduce_buffer.view("u1")[5] ^= 1
-            return original(self, *rest)
+            return original(self, rank, size, *rest)
 
         return call
 

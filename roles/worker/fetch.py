@@ -128,12 +128,14 @@ class Fetch:
         self._bases: Agreement[Base] = Agreement()
         self._tables: dict[bytes, bytes] = {}
         self._table_from = ""
+        self._wanted_root = b""
         self._base: Base | None = None
         self._state = Transfer()
         self._steps = Transfer(STEPS_AHEAD)
         self._buffers = [memoryview(bytearray(me.reduce_bytes)) for _ in range(STEPS_AHEAD)]
         self._news: dict[int, Agreement[tuple[bytes, float]]] = {}
         self._done: dict[int, tuple[bytes, float]] = {}  # what was applied, as far back as a log can reach
+        self._taken = (b"", 0.0)  # digest and squared norm of the step that is being applied
         self._next = -1  # the step to apply next; -1: the state is not complete
         self._lineage = ""
         self._torn = False
@@ -186,13 +188,13 @@ class Fetch:
             NetworkError: no donor is left.
         """
         await self._until(lambda: self._steps.has(self._next))
-        digest, square_sum = self._said(self._next)
+        digest, square_sum = self._taken = self._said(self._next)
         lineage = next_lineage(self._lineage, digest)
         return Step(self._next, lineage, square_sum, self._buffer(self._next))
 
     def used(self, step: Step) -> None:
         """``step`` was applied: its memory may be overwritten."""
-        self._done[step.step] = self._said(step.step)
+        self._done[step.step] = self._taken  # what its donors said: they may be gone by now
         self._done.pop(step.step - self._log_steps - 1, None)
         self._news.pop(step.step, None)
         self._steps.forget(step.step)
@@ -301,7 +303,7 @@ class Fetch:
     def _donors_changed(self) -> None:
         """Somebody offered something, or is gone: most donors decide what is fetched."""
         self._changed.set()
-        if self._unanswered or self._next >= 0:
+        if self._next >= 0 or (self._unanswered and self._base is None):
             self._steps_changed()
             return
         held = Base(self._request.have_step, self._request.have_lineage)
@@ -339,6 +341,7 @@ class Fetch:
             return
         for index in range(len(self._chunks)):
             self._state.want(index, table[DIGEST_BYTES * index : DIGEST_BYTES * (index + 1)])
+        self._wanted_root = lead.root
         everything, now = range(len(self._chunks)), self._world.clock.now()
         for peer_id in givers:
             self._carry_out(self._state.offers(peer_id, everything, now))
@@ -365,7 +368,7 @@ class Fetch:
             raise Behind(
                 f"{self.newest - base.step} steps were made since the one being fetched: it is too slow for that"
             )
-        return not base.root or (base.root in self._tables and self._state.complete)
+        return not base.root or (base.root == self._wanted_root and self._state.complete)
 
     def _chunk_arrived(self, donor: _Donor, index: int) -> None:
         chunk, now = self._chunks[index], self._world.clock.now()

@@ -1,0 +1,165 @@
+"""``p2ptrain sim``: whole clusters on virtual time, hurt by seeded faults."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from p2ptrain.cli.output import human_seconds, print_json, print_table
+from p2ptrain.cli.runtime import JsonOption
+from p2ptrain.core.errors import UserError
+
+if TYPE_CHECKING:
+    from roles.sim.batch import Summary
+    from roles.sim.run import Verdict
+
+MOST_NUMBER = 1 << 31
+SHOW_EVERY_S = 0.5
+VIOLATED = 1
+
+
+def sim(
+    peers: Annotated[int, typer.Option(min=0, max=1000, help="Workers; 0: 2 to 16, as the schedule has it.")] = 0,
+    schedules: Annotated[int, typer.Option(min=1, help="How many schedules of faults.")] = 100,
+    seed: Annotated[int, typer.Option(min=-1, help="Number of the first one; -1: any.")] = -1,
+    mutation: Annotated[str, typer.Option("--without", metavar="SAFEGUARD", help="Switch one off: it must show.")] = "",
+    faults: Annotated[str, typer.Option(metavar="KIND,KIND", help="Only these kinds; default: all.")] = "",
+    jobs: Annotated[int, typer.Option(min=1, max=64, help="Processes.")] = 1,
+    timeline: Annotated[bool, typer.Option("--timeline", help="Show what happened, moment by moment.")] = False,
+    churn: Annotated[bool, typer.Option("--churn", help="One seed; all peers come, and go, and come again.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run simulated clusters under faults and check what must always be true.
+
+    Real seeds and workers on virtual time, in memory: machines are killed, frozen, cut off, lose power, run out of
+    disk and lie, as a number decides. The same number is the same run. Exit code 1: something did not hold; the line
+    to replay it is shown.
+
+    \b
+    Examples:
+      p2ptrain sim --schedules 1000 --jobs 2
+      p2ptrain sim --schedules 1 --seed 17 --timeline
+      p2ptrain sim --without dir-sync
+      p2ptrain sim --peers 500 --churn
+    """
+    from roles.sim.batch import run_batch
+    from roles.sim.faults import KINDS
+    from roles.sim.mutations import MUTATIONS
+
+    kinds = tuple(name.strip() for name in faults.split(",") if name.strip())
+    for name in kinds:
+        _known("--faults", name, list(KINDS))
+    if mutation:
+        _known("--without", mutation, list(MUTATIONS))
+    first = secrets.randbelow(MOST_NUMBER) if seed < 0 else seed
+    if churn:
+        _churn(peers or 500, first, as_json=as_json)
+        return
+    if mutation and not kinds:
+        kinds = MUTATIONS[mutation][1]
+    if timeline:
+        _show(first, peers, kinds, mutation, schedules)
+        return
+    if not as_json:
+        typer.echo(f"schedules {first} to {first + schedules - 1}")
+    progress = _Progress(schedules)
+    summary = run_batch(
+        range(first, first + schedules),
+        peers=peers,
+        kinds=kinds,
+        mutation=mutation,
+        jobs=jobs,
+        stop_at_first=bool(mutation),
+        on_verdict=progress.shown,
+    )
+    progress.clear()
+    _report(summary, peers, kinds, mutation, as_json=as_json)
+    if summary.violations:
+        raise typer.Exit(VIOLATED)
+
+
+def _known(option: str, name: str, names: list[str]) -> None:
+    if name not in names:
+        raise UserError(f"{option} does not know {name!r}", remedy=f"it knows: {', '.join(names)}")
+
+
+class _Progress:
+    """One line that is written over, where somebody looks."""
+
+    def __init__(self, whole: int) -> None:
+        self._whole, self._shown_at = whole, 0.0
+
+    def shown(self, verdict: Verdict, summary: Summary) -> None:
+        if sys.stderr.isatty() and time.monotonic() - self._shown_at > SHOW_EVERY_S:
+            self._shown_at = time.monotonic()
+            rate = summary.schedules / summary.real_s if summary.real_s else 0.0
+            left_s = (self._whole - summary.schedules) / rate if rate else 0.0
+            text = f"{summary.schedules}/{self._whole}, {rate:.1f}/s, {human_seconds(left_s)} left"
+            typer.echo(f"\r{text}, {len(summary.violations)} violations   ", err=True, nl=False)
+
+    def clear(self) -> None:
+        if self._shown_at:
+            typer.echo("\r" + " " * 70 + "\r", err=True, nl=False)
+
+
+def _report(summary: Summary, peers: int, kinds: tuple[str, ...], mutation: str, *, as_json: bool) -> None:
+    from roles.sim.batch import replay
+
+    lines = [replay(verdict, peers=peers, kinds=kinds, mutation=mutation) for verdict in summary.violations]
+    if as_json:
+        found = [
+            {"number": verdict.number, "violated": verdict.violated, "text": verdict.text, "replay": line}
+            for verdict, line in zip(summary.violations, lines, strict=True)
+        ]
+        values = {name: value for name, value in asdict(summary).items() if name != "violations"}
+        print_json({**values, "violations": found})
+        return
+    broken = {verdict.violated for verdict in summary.violations}
+    rows = [(name, f"{summary.checks[name]:,}", "VIOLATED" if name in broken else "holds") for name in summary.checks]
+    rows += [(name, "", "VIOLATED") for name in sorted(broken - set(summary.checks))]
+    print_table(("INVARIANT", "CHECKED", ""), rows, right=("CHECKED",))
+    rate = summary.schedules / summary.real_s
+    typer.echo(
+        f"{summary.schedules} schedules, {summary.steps:,} commits, {human_seconds(summary.virtual_s)} of virtual time"
+        f" in {human_seconds(summary.real_s)}: {rate:.1f} schedules/s"
+    )
+    for verdict, line in zip(summary.violations, lines, strict=True):
+        typer.echo(f"{verdict.text[:400]}\n  → {line}", err=True)
+
+
+def _show(first: int, peers: int, kinds: tuple[str, ...], mutation: str, schedules: int) -> None:
+    from roles.sim.run import run_schedule
+
+    violated = False
+    for number in range(first, first + schedules):
+        verdict = run_schedule(number, peers=peers, kinds=kinds, mutation=mutation, verbose=True)
+        typer.echo(f"schedule {number}, {verdict.peers} machines, fingerprint {verdict.fingerprint}")
+        for at_s, text in verdict.timeline:
+            typer.echo(f"{at_s:10.3f} s  {text}")
+        typer.echo(verdict.text or "everything holds")
+        violated = violated or bool(verdict.violated)
+    if violated:
+        raise typer.Exit(VIOLATED)
+
+
+def _churn(peers: int, number: int, *, as_json: bool) -> None:
+    from roles.sim.run import run_churn
+
+    verdict = run_churn(number, peers=peers)
+    if as_json:
+        values = asdict(verdict)
+        del values["timeline"]
+        print_json(values)
+    else:
+        held = verdict.text or "everything holds"
+        typer.echo(
+            f"{peers} peers joined and left, {verdict.steps} commits: {human_seconds(verdict.virtual_s)} of virtual"
+            f" time in {human_seconds(verdict.real_s)}; {held}"
+        )
+    if verdict.violated:
+        raise typer.Exit(VIOLATED)

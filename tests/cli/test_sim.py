@@ -1,0 +1,36 @@
+"""``p2ptrain sim``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Command = Callable[..., Any]
+
+
+def test_it_tells_what_holds(command: Command) -> None:
+    told = command("sim", "--schedules", "2", "--seed", "5", "--peers", "3", "--json").json
+    assert (told["schedules"], told["violations"]) == (2, [])
+    shown = command("sim", "--schedules", "1", "--seed", "5", "--peers", "3").out
+    assert "same bits" in shown
+    assert "schedules/s" in shown
+
+
+def test_a_violation_is_an_exit_code_and_a_line_to_replay(command: Command) -> None:
+    found = command("sim", "--without", "confirm", "--schedules", "9", "--seed", "0")
+    assert found.code == 1
+    assert "p2ptrain sim --schedules 1 --seed" in found.err
+    assert "--without confirm" in found.err
+
+
+def test_the_timeline_is_shown(command: Command) -> None:
+    shown = command("sim", "--schedules", "1", "--seed", "5", "--peers", "2", "--timeline").out
+    assert "generation 1 from step 0" in shown
+    assert "everything holds" in shown
+
+
+def test_unknown_names_are_refused(command: Command) -> None:
+    for option in ("--without", "--faults"):
+        refused = command("sim", option, "luck")
+        assert refused.code == 2
+        assert "it knows: " in refused.err

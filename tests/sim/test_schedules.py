@@ -1,0 +1,60 @@
+"""Whole clusters under seeded faults: nothing may be violated, and the same number must be the same run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ring.transaction import Phase
+from roles.sim.batch import replay, run_batch
+from roles.sim.faults import KINDS, PHASES
+from roles.sim.run import run_churn, run_schedule
+
+FRESH = int(os.environ.get("P2PTRAIN_SIM_RUNS", "24"))
+
+
+def test_a_fresh_batch_violates_nothing(first: int) -> None:
+    summary = run_batch(range(first, first + FRESH))
+    assert not summary.violations, "\n".join(f"{v.text}\n  → {replay(v)}" for v in summary.violations)
+    assert summary.steps > FRESH
+    assert all(summary.checks[name] for name in ("same bits", "exactly once", "no fork"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_fault_strikes_and_is_survived(kind: str) -> None:
+    for number in (1, 2):
+        verdict = run_schedule(number, peers=4, kinds=[kind, "join"])
+        assert not verdict.violated, f"{verdict.text}\n  → {replay(verdict, peers=4, kinds=[kind, 'join'])}"
+
+
+def test_the_same_number_is_the_same_run_in_another_process_too() -> None:
+    code = "from roles.sim.run import run_schedule; print([run_schedule(n, verbose=True).fingerprint for n in (5, 6)])"
+    printed = [
+        subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    here = str([run_schedule(number, verbose=True).fingerprint for number in (5, 6)]).encode()
+    assert {line.strip() for line in printed} == {here}
+    first, second = (run_schedule(7, verbose=True) for _ in range(2))
+    assert first.timeline == second.timeline
+    assert run_schedule(8).fingerprint != first.fingerprint
+
+
+def test_faults_meet_every_phase_of_the_transaction() -> None:
+    assert {Phase.FORMING, Phase.HEALING, Phase.REDUCING, Phase.VOTING, Phase.APPLYING, Phase.BOUNDARY} <= set(PHASES)
+
+
+def test_many_come_and_go() -> None:
+    verdict = run_churn(3, peers=24)
+    assert not verdict.violated, verdict.text
+    assert verdict.peers == 24
+
+
+def test_torch_is_not_needed() -> None:
+    code = "import roles.sim.run, p2ptrain.cli.sim, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
