@@ -71,9 +71,8 @@ async def heard(of: Link) -> float:
         while True:
             await of.receive(LoopClock())
             of.detector.beat(of.connection.last_heard)
-    except DeadlineExceeded as problem:
-        assert "a was silent for" in problem.message
-    return asyncio.get_running_loop().time()
+    except DeadlineExceeded:
+        return asyncio.get_running_loop().time()
 
 
 async def beating(of: Link, gaps: list[float]) -> None:
