@@ -1,12 +1,13 @@
 """How much a member may give to others beside its own ring's work: its steps must not take noticeably longer. Pure.
 
-Theory of operation: a step gets an *allowance* of bytes. So much as could be given one after the other within
-``SHARE`` of a usual step is always allowed: even if nothing of it were hidden, the step would take no more than that
-longer. Beyond it, the allowance doubles from step to step while steps take no longer than that, for where computing and
-sending do not hinder one another much more can be given for nothing; and it is halved when a step does take longer.
+Theory of operation: a step gets an *allowance* of bytes. It begins with what can be given one after the other within
+``SHARE`` of a usual step: even if nothing of that were hidden, the step would take no more than that longer. Where
+computing and sending do not hinder one another, much more can be given for nothing: so the allowance doubles from step
+to step, until a step does take longer than that. From then on it is judged by the mean of a *round* of steps, because
+single ones scatter: halved where the round took longer, else raised a little.
 
-What a usual step takes is measured in steps in which nothing is given; one in ``QUIET_EVERY`` stays such, because
-shares and machines change. Where no ring runs there is nobody to hinder.
+What a usual step takes is measured in steps in which nothing is given; each round begins with one, because shares and
+machines change. Where no ring runs there is nobody to hinder.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from collections import deque
 from statistics import median
 
 SHARE = 0.05
-QUIET_EVERY = 8
+ROUND = 8
+"""Steps, of which the first is quiet."""
 KNOWN_STEPS = 3
 """So many quiet steps make a usual one; before, nothing is given."""
+RISE = 1.5
 
 
 class Pace:
@@ -29,12 +32,14 @@ class Pace:
 
     def __init__(self, piece_bytes: int) -> None:
         self._piece_bytes = piece_bytes
-        self._quiet_s: deque[float] = deque(maxlen=2 * QUIET_EVERY)
+        self._quiet_s: deque[float] = deque(maxlen=2 * ROUND)
+        self._busy: list[tuple[float, int]] = []  # seconds and bytes given, of this round's steps that were not quiet
         self._byte_s = 0.0  # to give one byte, averaged over what was given
-        self._bold_bytes = 0.0  # the part of the allowance that stands on measured steps alone
+        self._allowance_bytes = 0.0
+        self._doubling = True
         self._given_bytes = 0
         self._credit_bytes = 0.0
-        self._steps_left = QUIET_EVERY
+        self._steps_left = 0  # of this round
         self.free = True
 
     @property
@@ -45,8 +50,8 @@ class Pace:
     @property
     def allowance_bytes(self) -> float:
         """Of a step."""
-        safe_bytes = SHARE * self.usual_s / self._byte_s if self._byte_s else 0.0
-        return max(self._piece_bytes, safe_bytes, self._bold_bytes)
+        first_bytes = SHARE * self.usual_s / self._byte_s if self._byte_s and not self._allowance_bytes else 0.0
+        return max(self._piece_bytes, self._allowance_bytes, first_bytes)
 
     @property
     def open(self) -> bool:
@@ -55,10 +60,11 @@ class Pace:
 
     def ring_began(self) -> None:
         """Steps are computed from now on, by other members perhaps: what was measured before counts no more."""
-        self.free = False
+        self.free, self._doubling = False, True
         self._quiet_s.clear()
-        self._bold_bytes = self._credit_bytes = 0.0
-        self._given_bytes = 0
+        self._busy.clear()
+        self._allowance_bytes = self._credit_bytes = 0.0
+        self._given_bytes = self._steps_left = 0
 
     def ring_ended(self) -> None:
         self.free = True
@@ -76,18 +82,29 @@ class Pace:
 
     def stepped(self, seconds: float) -> None:
         """The ring committed a step that took ``seconds``."""
-        if not self._given_bytes:
+        given_bytes, self._given_bytes = self._given_bytes, 0
+        if not given_bytes:
             self._quiet_s.append(seconds)
         elif self.usual_s:
-            bold_bytes = self._bold_bytes / 2
-            if seconds <= (1 + SHARE) * self.usual_s:
-                bold_bytes = max(2 * self.allowance_bytes, self._given_bytes)
-            # Only doubling beyond what was really given: what is not asked for is not measured either.
-            self._bold_bytes = min(bold_bytes, 2.0 * self._given_bytes)
-        self._given_bytes = 0
+            self._busy.append((seconds, given_bytes))
+            if self._doubling:
+                self._judge(2.0)
         self._steps_left -= 1
-        if self._steps_left <= 0 or len(self._quiet_s) < KNOWN_STEPS:
-            self._steps_left = QUIET_EVERY
-            self._credit_bytes = min(self._credit_bytes, 0.0)  # a quiet one
+        if self._steps_left < 0 and self._busy:
+            self._judge(RISE)
+        # A debt is paid off before anything more is given, or a piece larger than the allowance would go unbounded.
+        if self._steps_left < 0 or not self.usual_s:
+            self._steps_left, self._credit_bytes = ROUND - 1, min(self._credit_bytes, 0.0)
         else:
             self._credit_bytes = min(self._credit_bytes, 0.0) + self.allowance_bytes
+
+    def _judge(self, rise: float) -> None:
+        """Raise or halve the allowance by what the steps since the last time took."""
+        mean_s = sum(seconds for seconds, _ in self._busy) / len(self._busy)
+        most_bytes = max(given_bytes for _, given_bytes in self._busy)
+        self._busy.clear()
+        if mean_s <= (1 + SHARE) * self.usual_s:
+            # Only so far beyond what was really given: what is not asked for is not measured either.
+            self._allowance_bytes = min(rise * max(self.allowance_bytes, most_bytes), rise * most_bytes)
+        else:
+            self._allowance_bytes, self._doubling = min(self.allowance_bytes, most_bytes) / 2, False

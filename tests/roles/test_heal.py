@@ -1,175 +1,346 @@
-"""Healing: a state fetched chunk by chunk into its place, verified, from donors that may lie, stall or die."""
+"""Healing within a view: several donors at once, whatever they do; and what a donor refuses."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
-import numpy as np
 import pytest
 import xxhash
 
-from p2ptrain.core.disk import RealDisk
-from p2ptrain.core.errors import NetworkError, P2PTrainError
+from p2ptrain.core.errors import NetworkError
 from p2ptrain.core.training import Blob
-from p2ptrain.core.world import LoopClock, World
-from ring.view import View
-from roles.worker import heal
+from p2ptrain.core.world import Network
+from ring.activities import Heal
+from roles.stand_in import StandInEngine
+from roles.worker.fetch import Fetch
+from roles.worker.given import CHUNK_BYTES, SILENCE_S, Entry, Given, StepLog, chunks_of
+from roles.worker.heal import Fetched, Healer
+from roles.worker.transfer import STRIKES
+from tests.roles.members import FIRST, JOB, Member, Ring, Serve, around_of, engine_of, honest, ring_of
 from wire.connection import Connection
-from wire.handshake import local_welcome, serve
+from wire.handshake import dial, local_hello
 from wire.memory import MemoryNetwork
-from wire.messages import BlobRecord, ChunkDigest, ChunkRequest, HealOffer, HealRequest, Hello, MemberRecord, Welcome
+from wire.messages import BlobRecord, ChunkRequest, HealOffer, HealRequest, Hello, TableRequest
+from wire.transport import TcpNetwork
+from wire.virtual import run_virtual
 
-LINEAGE = "ab" * 16
-Donor = Callable[[Connection], Awaitable[None]]
-
-
-def world() -> World:
-    return World(LoopClock(), MemoryNetwork(), RealDisk(), random.Random(1))
+NUMEL = 700_001  # two blobs of three chunks each
+FRAMES_BYTES = 64 << 10  # of requests, answers and headers, at most
 
 
-def state(seed: int | None, numel: int = 700_001) -> list[Blob]:
-    """Two blobs of several chunks; zeros where there is no seed."""
-    values = [np.zeros(numel, np.float32), np.zeros(3, np.float32)]
-    if seed is not None:
-        values = [np.random.default_rng(seed).standard_normal(value.size).astype(np.float32) for value in values]
-    return [Blob(name, value.view(np.uint8).data) for name, value in zip("ab", values, strict=True)]
+def healer_of(ring: Ring, have: tuple[int, str] | None = None) -> Healer:
+    applied, lineage = have or (0, "")
+    core: Any = SimpleNamespace(job=JOB, applied=applied, lineage=lineage, torn=have is None)
+    return Healer(around_of(ring.world, ring.told), core, progress=lambda: None)
 
 
-def view_of(*ports: int) -> View:
-    members = [MemberRecord(f"donor{port}", f"donor-{port}", "d", port, 0, 0, True) for port in ports]
-    members.append(MemberRecord("me", "me", "", 9, 0, 0, False))
-    return View("job", 3, 7, LINEAGE, tuple(members))
+async def heal(ring: Ring, engine: StandInEngine, *, have: tuple[int, str] | None = None) -> Fetched:
+    """Bring ``engine`` to where the ring's view begins, as a member of it."""
+    return await healer_of(ring, have).within(Heal(1, ring.view, torn=have is None), engine)
 
 
-@asynccontextmanager
-async def donors(world: World, **behaviours: Donor) -> AsyncIterator[list[P2PTrainError]]:
-    """Donors that listen on ports 1, 2, ...; yields what their servers complained of."""
-    problems: list[P2PTrainError] = []
-
-    async def decide(hello: Hello, connection: Connection) -> Welcome:
-        return local_welcome(peer_id="donor", name="donor", wall=0.0)
-
-    servers = []
-    for port, behaviour in enumerate(behaviours.values(), start=1):
-
-        async def give(connection: Connection, hello: Hello, behaviour: Donor = behaviour) -> None:
-            await behaviour(connection)
-
-        servers.append(
-            await serve(world.network, "d", port, decide=decide, serve=give, on_problem=lambda e, _: problems.append(e))
-        )
-    yield problems
-    for server in servers:
-        await server.close()
+def blank(numel: int = NUMEL) -> StandInEngine:
+    return StandInEngine(engine_of(1)._profile, numel=numel)
 
 
-def honest(source: list[Blob]) -> Donor:
-    return lambda connection: heal.give(connection, source, view_of(1))
+def received(fetch: Fetch) -> int:
+    return sum(donor.connection.bytes_in for donor in fetch._donors.values())
 
 
-async def fetch(world: World, view: View, target: list[Blob]) -> str:
-    return await heal.fetch(
-        world, view, target, peer_id="me", name="me", seed_host="seed", on_progress=lambda done, total: None
-    )
+def dies_after(pieces: int) -> Serve:
+    """Gives so many chunks, then is killed in the middle of the next one."""
+
+    async def serve(member: Member, connection: Connection, hello: Hello) -> None:
+        given = 0
+        send = connection.send_bulk
+
+        def counted(payload: memoryview, *, generation: int, stream: int) -> None:
+            nonlocal given
+            if payload.nbytes < 4096:
+                send(payload, generation=generation, stream=stream)  # the table
+                return
+            given += 1
+            send(payload, generation=generation, stream=stream)
+            if given > pieces:
+                asyncio.get_running_loop().call_soon(connection.abort)
+
+        connection.send_bulk = counted  # type: ignore[method-assign]
+        await honest(member, connection, hello)
+
+    return serve
 
 
-def same(left: list[Blob], right: list[Blob]) -> bool:
-    return all(bytes(a.view) == bytes(b.view) for a, b in zip(left, right, strict=True))
+def spoils(what: Callable[[memoryview, int], memoryview]) -> Serve:
+    """Sends other bytes than it should."""
+
+    async def serve(member: Member, connection: Connection, hello: Hello) -> None:
+        send, number = connection.send_bulk, 0
+
+        def changed(payload: memoryview, *, generation: int, stream: int) -> None:
+            nonlocal number
+            number += 1
+            send(what(payload, number), generation=generation, stream=stream)
+
+        connection.send_bulk = changed  # type: ignore[method-assign]
+        await honest(member, connection, hello)
+
+    return serve
 
 
-async def test_the_state_arrives_bit_by_bit_and_progress_ends_at_the_whole() -> None:
-    here, source, target = world(), state(1), state(None)
-    seen: list[tuple[int, int]] = []
-    async with donors(here, a=honest(source)) as problems:
-        name = await heal.fetch(
-            here,
-            view_of(1),
-            target,
-            peer_id="me",
-            name="me",
-            seed_host="seed",
-            on_progress=lambda *far: seen.append(far),
-        )
-    assert name == "donor-1"
-    assert same(source, target)
-    total = sum(blob.view.nbytes for blob in source)
-    assert seen[-1] == (total, total)
-    assert problems == []
+def flipped(payload: memoryview, number: int) -> memoryview:
+    copy = bytearray(payload)
+    copy[len(copy) // 2] ^= 1
+    return memoryview(copy)
 
 
-@pytest.mark.parametrize(
-    "what", ["dies", "is_elsewhere", "has_another_model", "corrupts", "speaks_nonsense", "gives_no_chunks"]
-)
-async def test_a_donor_that_fails_is_followed_by_the_next(what: str) -> None:
-    here, source, target = world(), state(1), state(None)
-
-    async def dies(connection: Connection) -> None:
-        await connection.expect(HealRequest, timeout_s=5)
-        connection.send(HealOffer(7, LINEAGE, [BlobRecord(b.name, b.view.nbytes) for b in source], heal.CHUNK_BYTES))
-        await connection.expect(ChunkRequest, timeout_s=5)
-        connection.abort()
-
-    async def is_elsewhere(connection: Connection) -> None:
-        await heal.give(connection, source, replace(view_of(1), step=8))
-
-    async def has_another_model(connection: Connection) -> None:
-        await heal.give(connection, state(1, numel=10), view_of(1))
-
-    async def corrupts(connection: Connection) -> None:
-        await connection.expect(HealRequest, timeout_s=5)
-        connection.send(HealOffer(7, LINEAGE, [BlobRecord(b.name, b.view.nbytes) for b in source], heal.CHUNK_BYTES))
-        while True:
-            wanted = await connection.expect(ChunkRequest, timeout_s=5)
-            bad = memoryview(bytearray(wanted.size_bytes))
-            connection.send(ChunkDigest(wanted.stream, xxhash.xxh3_128_digest(b"something else")))
-            connection.send_bulk(bad, generation=3, stream=wanted.stream)
-            await connection.flush(timeout_s=5)
-
-    async def speaks_nonsense(connection: Connection) -> None:
-        await connection.expect(HealRequest, timeout_s=5)
-        connection.send(ChunkDigest(99, b"?"))
-        await connection.flush(timeout_s=5)
-
-    async def gives_no_chunks(connection: Connection) -> None:
-        await connection.expect(HealRequest, timeout_s=5)
-        connection.send(HealOffer(7, LINEAGE, [BlobRecord(b.name, b.view.nbytes) for b in source], -1))
-        await connection.flush(timeout_s=5)
-
-    async with donors(here, bad=locals()[what], good=honest(source)):
-        assert await fetch(here, view_of(1, 2), target) == "donor-2"
-    assert same(source, target)
+async def another_state(member: Member, connection: Connection, hello: Hello) -> None:
+    member.engine.state()[0].view[5] ^= 1
+    await honest(member, connection, hello)
 
 
-async def test_without_a_donor_the_error_names_what_each_one_said() -> None:
-    here = world()
-    with pytest.raises(NetworkError, match=r"donor-5: .*donor-6: "):
-        await fetch(here, view_of(5, 6), state(None))
+async def is_silent(member: Member, connection: Connection, hello: Hello) -> None:
+    await connection.closed.wait()
+
+
+async def goes_silent(member: Member, connection: Connection, hello: Hello) -> None:
+    """Offers what it has, and freezes."""
+    request = await connection.expect(HealRequest, timeout_s=5)
+    given = Given(request.step, request.lineage, 1.0, member.engine.state())
+    records = [BlobRecord(blob.name, blob.view.nbytes) for blob in given.blobs]
+    connection.send(HealOffer(given.step, given.lineage, records, CHUNK_BYTES, await given.root(), 1.0))
+    await connection.closed.wait()
+
+
+async def speaks_nonsense(member: Member, connection: Connection, hello: Hello) -> None:
+    await connection.expect(HealRequest, timeout_s=5)
+    connection.send(TableRequest(1))
+    await connection.flush(timeout_s=5)
+
+
+async def has_another_model(member: Member, connection: Connection, hello: Hello) -> None:
+    member.engine = engine_of(10)
+    await honest(member, connection, hello)
+
+
+async def stands_elsewhere(member: Member, connection: Connection, hello: Hello) -> None:
+    member.core.view = replace(member.core.view, step=8)
+    await honest(member, connection, hello)
+
+
+def networks() -> dict[str, Callable[[], Network]]:
+    return {"memory": MemoryNetwork, "tcp": TcpNetwork}
+
+
+@pytest.mark.parametrize("network", networks())
+async def test_the_state_arrives_bit_by_bit_from_all_donors(network: str) -> None:
+    async with ring_of(networks()[network](), 3, numel=5_000_001, host="127.0.0.1") as ring:
+        target = blank(5_000_001)
+        done = await heal(ring, target)
+    assert {target.digest()} == ring.digests()
+    assert len(done.given) == 3
+    assert done.size_bytes == ring.members[0].donations.state_bytes
+    assert ring.problems == []
 
 
 @pytest.mark.parametrize(
-    "wanted",
+    "bad",
     [
-        ChunkRequest("c", 0, 1, 1),
-        ChunkRequest("a", -1, 4, 1),
-        ChunkRequest("a", 0, heal.CHUNK_BYTES + 1, 1),
-        ChunkRequest("b", 8, 8, 1),
-        ChunkRequest("b", 12, 0, 1),
+        dies_after(0),
+        dies_after(1),
+        spoils(flipped),
+        another_state,
+        is_silent,
+        goes_silent,
+        speaks_nonsense,
+        has_another_model,
+        stands_elsewhere,
     ],
 )
-async def test_a_request_beyond_the_state_closes_the_connection(wanted: ChunkRequest) -> None:
-    here, source = world(), state(1)
-    from wire.handshake import dial, local_hello
+def test_a_donor_that_fails_is_done_without(bad: Serve) -> None:
+    async def play() -> None:
+        async with ring_of(MemoryNetwork(), 3, behaviour={1: bad}) as ring:
+            target = blank()
+            done = await heal(ring, target)
+            assert target.digest() == ring.members[0].engine.digest() == ring.members[2].engine.digest()
+            assert "donor-1" in done.left_out
 
-    async with donors(here, a=honest(source)) as problems:
-        hello = local_hello(peer_id="me", name="me", roles=["worker"], purpose="heal")
-        connection, _ = await dial(here.network, "d", 1, hello, timeout_s=5)
-        connection.send(HealRequest("job", 7, LINEAGE))
+    run_virtual(play())
+
+
+def test_a_donor_whose_chunks_are_wrong_is_named_and_its_chunks_come_from_others() -> None:
+    async def play() -> None:
+        async with ring_of(MemoryNetwork(), 2, behaviour={0: spoils(flipped)}) as ring:
+            target = blank()
+            done = await heal(ring, target)
+            assert target.digest() == ring.members[1].engine.digest()
+            assert "something else" in done.left_out["donor-0"] or "table" in done.left_out["donor-0"]
+            assert "donor-0" in str(done)
+
+    run_virtual(play())
+
+
+def test_most_donors_are_believed_where_their_tables_differ() -> None:
+    async def play(odd: int) -> None:
+        async with ring_of(MemoryNetwork(), 3, behaviour={odd: another_state}) as ring:
+            target = blank()
+            done = await heal(ring, target)
+            assert target.digest() == ring.members[(odd + 1) % 3].engine.digest()
+            assert "differs" in done.left_out[f"donor-{odd}"]
+
+    for odd in range(3):
+        run_virtual(play(odd))
+
+
+def test_fifty_donors_that_are_killed_in_the_middle_cost_a_chunk_each_at_most() -> None:
+    kills = 50
+    numel = 40 * (CHUNK_BYTES // 4)
+
+    async def play() -> tuple[int, int, int]:
+        chance = random.Random(4)
+        behaviour = {number: dies_after(chance.randrange(2)) for number in range(kills)}
+        async with ring_of(MemoryNetwork(), kills + 1, numel=numel, behaviour=behaviour) as ring:
+            target = blank(numel)
+            healer = healer_of(ring)
+            request = HealRequest(JOB, 0, FIRST)
+            fetch = await healer.fetch(request, 3, ring.records, target, on_torn=lambda: None)
+            async with fetch.running():
+                await fetch.state()
+            received = fetch.received_bytes
+            dead = sum(1 for problem in fetch.problems.values() if problem)
+            assert target.digest() == ring.members[-1].engine.digest()
+            return received, fetch.total_bytes, dead
+
+    received, total, dead = run_virtual(play())
+    tables = FRAMES_BYTES * (dead + 4)
+    assert dead >= 10
+    assert total <= received <= total + dead * CHUNK_BYTES + tables
+
+
+@pytest.mark.parametrize("run", range(50))
+def test_a_donor_is_killed_at_any_byte_and_at_most_a_chunk_comes_twice(run: int) -> None:
+    chance = random.Random(run)
+
+    async def play() -> None:
+        async with ring_of(MemoryNetwork(pipe_bytes=chance.choice([4 << 10, 256 << 10])), 3) as ring:
+            target = blank()
+            healer = healer_of(ring)
+            fetch = await healer.fetch(HealRequest(JOB, 0, FIRST), 3, ring.records, target, on_torn=lambda: None)
+            kill_at = chance.randrange(1, fetch.total_bytes)
+            victim = chance.choice(ring.members)
+
+            async with fetch.running():
+                whole = asyncio.create_task(fetch.state())
+                while not whole.done() and received(fetch) < kill_at:  # noqa: ASYNC110 - a turn moves some bytes
+                    await asyncio.sleep(0)
+                victim.die()
+                await whole
+            assert target.digest() == ring.members[0].engine.digest()
+            assert fetch.received_bytes <= fetch.total_bytes + CHUNK_BYTES + FRAMES_BYTES
+
+    asyncio.run(play())
+
+
+def test_without_a_donor_the_error_names_what_each_one_said() -> None:
+    async def play() -> None:
+        async with ring_of(MemoryNetwork(), 2, behaviour={0: has_another_model, 1: speaks_nonsense}) as ring:
+            with pytest.raises(NetworkError, match=r"donor-0: .*donor-1: |donor-1: .*donor-0: "):
+                await heal(ring, blank())
+
+    run_virtual(play())
+
+
+def test_the_only_donor_whose_link_spoils_everything_is_given_up() -> None:
+    async def play() -> int:
+        sent = 0
+
+        def later(payload: memoryview, number: int) -> memoryview:
+            nonlocal sent
+            sent += 1
+            return payload if number == 1 else flipped(payload, number)
+
+        async with ring_of(MemoryNetwork(), 1, behaviour={0: spoils(later)}) as ring:
+            with pytest.raises(NetworkError, match="something else"):
+                await heal(ring, blank())
+        return sent
+
+    assert run_virtual(play()) <= 1 + STRIKES + 4
+
+
+def test_a_frozen_donor_is_waited_for_no_longer_than_its_silence() -> None:
+    async def play() -> None:
+        began = asyncio.get_running_loop().time()
+        async with ring_of(MemoryNetwork(), 2, behaviour={0: goes_silent}) as ring:
+            target = blank()
+            await heal(ring, target)
+            assert target.digest() == ring.members[1].engine.digest()
+        assert asyncio.get_running_loop().time() - began < 2 * SILENCE_S
+
+    run_virtual(play())
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        (ChunkRequest(-1, 1), "which there is not"),
+        (ChunkRequest(6, 1), "which there is not"),
+        (HealRequest(JOB, 0, FIRST), "HealRequest"),
+    ],
+)
+async def test_a_request_beyond_the_state_closes_the_connection(wanted: ChunkRequest | HealRequest, said: str) -> None:
+    async with ring_of(MemoryNetwork(), 1) as ring:
+        hello = local_hello(peer_id="me", name="me", roles=["worker"], purpose="heal", job=JOB, generation=3)
+        connection, _ = await dial(ring.world.network, "d", ring.records[0].port, hello, timeout_s=5)
+        connection.send(HealRequest(JOB, 0, FIRST))
         await connection.expect(HealOffer, timeout_s=5)
         connection.send(wanted)
         async with asyncio.timeout(5):
             await connection.closed.wait()
-    assert [problem.message for problem in problems if "asked for" in problem.message]
+    assert any(said in problem.message for problem in ring.problems)
+
+
+async def test_a_state_that_was_not_offered_is_not_given() -> None:
+    async with ring_of(MemoryNetwork(), 1) as ring:
+        hello = local_hello(peer_id="stranger", name="s", roles=["worker"], purpose="heal", job=JOB, generation=3)
+        connection, _ = await dial(ring.world.network, "d", ring.records[0].port, hello, timeout_s=5)
+        connection.send(HealRequest(JOB, 0, FIRST))  # the live state is for members alone
+        async with asyncio.timeout(5):
+            await connection.closed.wait()
+        connection, _ = await dial(ring.world.network, "d", ring.records[0].port, hello, timeout_s=5)
+        connection.send(HealRequest(JOB, -1, "", 0, FIRST))
+        await connection.expect(HealOffer, timeout_s=5)
+        connection.send(ChunkRequest(0, 1))
+        async with asyncio.timeout(5):
+            await connection.closed.wait()
+    assert [problem.message for problem in ring.problems if "not offered" in problem.message]
+
+
+def test_the_log_keeps_no_more_than_it_may_and_knows_where_it_begins() -> None:
+    log, lineage = StepLog(), "a"
+    log.limit_bytes = 100
+    log.begin(7, "l7")
+    for step in range(8, 20):
+        log.add(Entry(step, f"l{step}", b"", 1.0, memoryview(bytearray(30))))
+        assert log.held_bytes <= 100
+        lineage = f"l{step}"
+    assert lineage == "l19"
+    assert log.since(7, "l7") is None
+    assert log.since(16, "another") is None
+    since = log.since(16, "l16")
+    assert since is not None
+    assert [entry.step for entry in since] == [17, 18, 19]
+    assert log.since(19, "l19") == []
+
+
+def test_chunks_cover_every_byte_once() -> None:
+    blobs = [Blob("a", memoryview(bytearray(range(256)) * 5)), Blob("b", memoryview(bytearray(7)))]
+    chunks = chunks_of(blobs, 300)
+    assert b"".join(bytes(chunk.view) for chunk in chunks) == b"".join(bytes(blob.view) for blob in blobs)
+    assert xxhash.xxh3_128_digest(chunks[0].view)

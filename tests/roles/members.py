@@ -1,0 +1,191 @@
+"""Members of a ring as healing sees them: real donors and engines, whose steps a test makes them commit together."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import xxhash
+
+from configs.schema import Profile
+from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.errors import P2PTrainError
+from p2ptrain.core.shared_memory import PrivateMemory
+from p2ptrain.core.world import LoopClock, Network, World
+from ring.token import first_lineage, next_lineage
+from ring.view import View
+from roles.stand_in import StandInEngine
+from roles.worker.donor import Donations
+from roles.worker.snapshot import Snapshots
+from wire.connection import Connection
+from wire.handshake import local_welcome, serve
+from wire.messages import Hello, LedgerRow, MemberRecord, Welcome
+
+JOB = "job"
+FIRST = first_lineage("spec")
+ME = MemberRecord("me", "me", "d", 999, 0, 8, False)
+
+
+class Inline:
+    """A compute thread that computes at once."""
+
+    async def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+
+def world_of(network: Network) -> World:
+    return World(LoopClock(), network, RealDisk(), random.Random(1))
+
+
+def around_of(world: World, told: list[tuple[str, str, str]], peer_id: str = "me") -> Any:
+    """What a runner's parts need of their worker."""
+    return SimpleNamespace(
+        world=world,
+        compute=Inline(),
+        peer_id=peer_id,
+        name=peer_id,
+        seed_host="seed",
+        notify=lambda *notice: told.append(notice),
+        tell=lambda *notice: told.append(notice),
+    )
+
+
+def engine_of(numel: int) -> StandInEngine:
+    engine = StandInEngine(Profile(), numel=numel)
+    engine.load_initial()
+    return engine
+
+
+@dataclass
+class Member:
+    """One donor."""
+
+    name: str
+    engine: StandInEngine
+    core: Any
+    donations: Donations
+    snapshots: Snapshots
+    record: MemberRecord
+    served: list[Connection] = field(default_factory=list)
+    wanted: list[None] = field(default_factory=list)
+
+    def die(self) -> None:
+        for connection in self.served:
+            connection.abort()
+
+    async def commit(self, *, snapshot: bool) -> None:
+        """One step of the ring, with all micro-batches computed here: every member comes to the same sums."""
+        engine, core = self.engine, self.core
+        step = core.applied
+        engine.begin_step(step)
+        for index in range(Profile().batch.micro_batches):
+            engine.micro_batch(step, index)
+        engine.finish_gradients()
+        digest = xxhash.xxh3_128_digest(engine.reduce_buffer.tobytes())
+        await self.donations.keep(engine)
+        core.square_sum = engine.partial_square_sum(0, engine.reduce_buffer.size)
+        engine.apply(step, core.square_sum)
+        core.applied, core.lineage = step + 1, next_lineage(core.lineage, digest)
+        self.donations.committed(LedgerRow(step + 1, core.view.generation, digest, b""))
+        if snapshot:
+            await self.donations.snapshot(engine, self.snapshots)
+
+
+Serve = Callable[[Member, Connection, Hello], Awaitable[None]]
+
+
+async def honest(member: Member, connection: Connection, hello: Hello) -> None:
+    await member.donations.give(connection, hello, member.engine)
+
+
+class Ring:
+    """Members that commit when they are told to."""
+
+    def __init__(self, world: World, members: list[Member]) -> None:
+        self.world, self.members = world, members
+        self.told: list[tuple[str, str, str]] = []
+        self.problems: list[P2PTrainError] = []
+
+    @property
+    def view(self) -> View:
+        view: View = self.members[0].core.view
+        return view
+
+    @property
+    def records(self) -> list[MemberRecord]:
+        return [member.record for member in self.members]
+
+    async def step(self) -> None:
+        """All members commit a step; where one of them asked for a snapshot, those who want it take it."""
+        wanted = any(member.wanted for member in self.members)
+        for member in self.members:
+            member.wanted.clear()
+            await member.commit(snapshot=wanted)
+
+    async def steps_until(self, satisfied: Callable[[], bool]) -> None:
+        while not satisfied():
+            await self.step()
+            await asyncio.sleep(0.001)
+
+    def digests(self) -> set[str]:
+        return {member.engine.digest() for member in self.members}
+
+
+@asynccontextmanager
+async def ring_of(
+    network: Network, count: int, *, numel: int = 700_001, behaviour: dict[int, Serve] | None = None, host: str = "d"
+) -> AsyncIterator[Ring]:
+    """``count`` members that stand at step 0, and serve whoever heals; ``behaviour`` of some differs."""
+    world, told = world_of(network), []  # type: ignore[var-annotated]
+    ring = Ring(world, [])
+    ring.told = told
+    servers = []
+
+    async def decide(hello: Hello, connection: Connection) -> Welcome:
+        return local_welcome(peer_id="donor", name="donor", wall=0.0)
+
+    for number in range(count):
+        name = f"donor-{number}"
+        core = SimpleNamespace(
+            job=JOB, applied=0, lineage=FIRST, square_sum=1.0, torn=False, may_give=True, view=None, phase=None
+        )
+        wanted: list[None] = []
+        around = around_of(world, told, name)
+        donations = Donations(around, core, want_snapshot=lambda wanted=wanted: wanted.append(None))  # type: ignore[arg-type, misc]
+        engine = engine_of(numel)
+        donations.state_bytes = sum(blob.view.nbytes for blob in engine.state())
+        snapshots = Snapshots(Inline(), PrivateMemory)  # type: ignore[arg-type]
+        record = MemberRecord(name, name, host, 1, 0, 8, True)
+        member = Member(name, engine, core, donations, snapshots, record, wanted=wanted)
+
+        async def answer(connection: Connection, hello: Hello, member: Member = member, number: int = number) -> None:
+            member.served.append(connection)
+            await (behaviour or {}).get(number, honest)(member, connection, hello)
+
+        server = await serve(
+            network, host, 0, decide=decide, serve=answer, on_problem=lambda error, _: ring.problems.append(error)
+        )
+        servers.append(server)
+        member.record = MemberRecord(name, name, host, server.address[1], 0, 8, True)
+        ring.members.append(member)
+    set_view(ring, 3)
+    try:
+        yield ring
+    finally:
+        for member in ring.members:
+            member.donations.cut("the test ended")
+        for server in servers:
+            await server.close()
+
+
+def set_view(ring: Ring, generation: int) -> None:
+    """A view that begins where the members stand, and has the healing member in it."""
+    core = ring.members[0].core
+    view = View(JOB, generation, core.applied, core.lineage, (*ring.records, ME), core.square_sum)
+    for member in ring.members:
+        member.core.view = view

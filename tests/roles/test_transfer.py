@@ -1,0 +1,203 @@
+"""The core of healing: whatever donors do, every piece arrives once, or somebody is left who was not asked."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roles.worker.pace import KNOWN_STEPS, ROUND, SHARE, Pace
+from roles.worker.transfer import STRIKES, WINDOW, Agreement, Ask, GiveUp, Transfer
+
+
+def right(key: int) -> bytes:
+    return b"right%d" % key
+
+
+class Play:
+    """Donors that a number decides, and what they sent."""
+
+    def __init__(self, pieces: int, donors: dict[str, float], seed: int) -> None:
+        self.core, self.random, self.now = Transfer(), random.Random(seed), 0.0
+        self.speed = donors
+        self.under_way: dict[str, list[int]] = {}
+        self.sent: dict[str, int] = dict.fromkeys(donors, 0)
+        self.given_up: list[str] = []
+        self.doubles = 0
+        self.asked: set[int] = set()
+        for key in range(pieces):
+            self.core.want(key, right(key))
+        for name in donors:
+            self.under_way[name] = []
+            self.take(self.core.offers(name, range(pieces), self.now))
+
+    def take(self, instructions: list[Ask | GiveUp] | list[Ask]) -> None:
+        for instruction in instructions:
+            if isinstance(instruction, GiveUp):
+                self.given_up.append(instruction.donor)
+                self.under_way.pop(instruction.donor, None)
+            else:
+                self.doubles += instruction.key in self.asked
+                self.asked.add(instruction.key)
+                self.under_way[instruction.donor].append(instruction.key)
+        self.core.validate()
+
+    def deliver(self, name: str, *, wrong: bool = False) -> None:
+        key = self.under_way[name].pop(0)
+        self.sent[name] += 1
+        self.take(self.core.arrived(name, key, b"?" if wrong else right(key), self.now))
+
+    def kill(self, name: str) -> int:
+        lost = len(self.under_way.pop(name, []))
+        self.take(self.core.lost(name, self.now))
+        return lost
+
+    def run(self) -> None:
+        """Deliver by speed until nothing is under way."""
+        due = {name: self.speed[name] for name in self.under_way}
+        while any(self.under_way.values()):
+            name = min((name for name, keys in self.under_way.items() if keys), key=lambda name: due[name])
+            self.now = max(self.now, due[name])
+            due[name] = self.now + self.speed[name]
+            self.deliver(name)
+
+
+@settings(deadline=None)
+@given(
+    pieces=st.integers(0, 40),
+    deeds=st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(["give", "give", "lie", "die"])), max_size=120),
+)
+def test_whatever_donors_do_all_pieces_arrive_while_one_is_left(pieces: int, deeds: list[tuple[str, str]]) -> None:
+    play = Play(pieces, dict.fromkeys("abcd", 1.0), 1)
+    lost = lies = 0
+    for name, deed in deeds:
+        if deed == "die" and name in play.under_way:
+            lost += play.kill(name)
+        elif deed != "die" and play.under_way.get(name):
+            lies += deed == "lie"
+            before = len(play.under_way[name]) - 1
+            play.now += 1
+            play.deliver(name, wrong=deed == "lie")
+            lost += before if name in play.given_up and name not in play.under_way else 0
+            play.under_way.get(name)
+    play.run()
+    assert play.core.complete == (bool(play.under_way) or all(play.core.has(key) for key in range(pieces)))
+    assert play.doubles <= lost + lies, "something was asked for twice without need"
+
+
+def test_a_faster_donor_gives_more_and_a_slow_one_does_not_hold_up_the_end() -> None:
+    play = Play(200, {"fast": 1.0, "slow": 9.0}, 1)
+    play.run()
+    assert play.core.complete
+    assert play.sent["fast"] > 6 * play.sent["slow"] > 0
+    assert play.now <= 1.1 * 200 / (1 / 1.0 + 1 / 9.0), "the slow one's last pieces were waited for"
+
+
+def test_a_wrong_piece_is_fetched_elsewhere_and_its_donor_given_up() -> None:
+    play = Play(10, {"liar": 1.0, "good": 1.0}, 1)
+    play.deliver("liar", wrong=True)
+    assert play.given_up == ["liar"]
+    play.run()
+    assert play.core.complete
+
+
+def test_the_only_donor_may_err_now_and_then_but_not_always() -> None:
+    play = Play(3, {"only": 1.0}, 1)
+    for _ in range(STRIKES - 1):
+        play.deliver("only", wrong=True)
+    assert play.given_up == []
+    play.deliver("only", wrong=True)
+    assert play.given_up == ["only"]
+    assert not play.core.complete
+
+
+def test_another_table_costs_only_the_pieces_that_differ() -> None:
+    play = Play(8, {"a": 1.0}, 1)
+    play.run()
+    play.core.want(3, b"other")
+    assert not play.core.complete
+    play.take(play.core.asks(play.now))
+    assert play.under_way["a"] == [3]
+    play.core.arrived("a", 3, b"other", play.now)
+    assert play.core.complete
+
+
+def test_a_window_bounds_what_is_asked_ahead() -> None:
+    play = Play(40, {"a": 1.0}, 1)
+    assert len(play.under_way["a"]) == 1  # unknown yet
+    play.now = 1.0
+    play.deliver("a")
+    assert len(play.under_way["a"]) == WINDOW
+
+
+def test_most_decide_and_ties_go_to_the_first() -> None:
+    agreement: Agreement[str] = Agreement()
+    agreement.says("a", "x")
+    assert (agreement.lead, agreement.settled(1)) == ("x", True)
+    agreement.says("b", "y")
+    assert (agreement.lead, agreement.settled(1), agreement.settled(0)) == ("x", False, True)
+    agreement.says("c", "y")
+    assert (agreement.lead, agreement.odd(), agreement.settled(1)) == ("y", ["a"], True)
+    agreement.withdraw("b")
+    agreement.withdraw("c")
+    assert (agreement.lead, agreement.odd()) == ("x", [])
+
+
+# --------------------------------------------------------------------------------------------------------------- pace
+
+PIECE = 1 << 20
+
+
+def paced(
+    steps: int, cost_s: float, *, usual_s: float = 1.0, slow_s: float = 1e-9, noise: Callable[[], float] = lambda: 1.0
+) -> tuple[list[float], list[int]]:
+    """Step times and bytes given in each, by one who always has more to give; a byte costs ``cost_s`` of a step."""
+    pace = Pace(PIECE)
+    pace.ring_began()
+    times, given_bytes = [], []
+    for _ in range(steps):
+        given = 0
+        while pace.open and given < 1 << 34:
+            pace.gives(PIECE)
+            pace.gave(PIECE, PIECE * slow_s)
+            given += PIECE
+        times.append(usual_s * noise() + given * cost_s)
+        given_bytes.append(given)
+        pace.stepped(times[-1])
+    return times, given_bytes
+
+
+@pytest.mark.parametrize("cost_s", [1e-9, 1e-8, 2e-8])
+def test_what_is_given_costs_a_step_no_more_than_its_share(cost_s: float) -> None:
+    times, given_bytes = paced(400, cost_s)
+    assert sum(times) / len(times) <= 1 + SHARE
+    assert sum(given_bytes[-100:]) * cost_s >= 0.2 * SHARE * 100, "far less than what would be free"
+
+
+def test_where_giving_costs_nothing_it_is_hardly_bounded() -> None:
+    _, given_bytes = paced(40, 0.0)
+    assert max(given_bytes) > 1 << 30
+
+
+def test_some_steps_stay_quiet_so_that_the_usual_one_is_known() -> None:
+    _, given_bytes = paced(20 * ROUND, 1e-9)
+    assert given_bytes[:KNOWN_STEPS] == [0] * KNOWN_STEPS
+    assert sum(given == 0 for given in given_bytes) >= 20
+
+
+def test_steps_that_scatter_do_not_stop_the_giving() -> None:
+    noise = random.Random(1)
+    _, given_bytes = paced(800, 1e-10, usual_s=1.0, noise=lambda: noise.uniform(0.8, 1.2))
+    assert sum(given_bytes[400:]) / 400 > 8 * PIECE
+
+
+def test_outside_a_ring_nobody_is_hindered() -> None:
+    pace = Pace(PIECE)
+    assert pace.open
+    pace.ring_began()
+    assert not pace.open
+    pace.ring_ended()
+    assert pace.open
