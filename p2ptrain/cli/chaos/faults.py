@@ -246,6 +246,7 @@ class Faults:
         if action.kind == "join":
             await self._visit(action, places[0], injury)
             return
+        damaged = places[0].data.damaged if places else 0
         await self._pause(action.lasts_s)
         if self.stop.is_set():
             return  # the whole cluster is let go
@@ -255,6 +256,8 @@ class Faults:
                 await cluster.start_worker(place.number)
                 injury.figures.setdefault("restarted_s", began - injury.at_s)
             cluster.thaw(place)
+            if action.kind == "corrupt" and place.data.damaged == damaged:
+                injury.detail += "; nothing came by"
             place.data.mend()
             place.control.mend()
             if action.kind == "disk":
