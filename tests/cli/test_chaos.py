@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 import math
@@ -24,6 +25,7 @@ from p2ptrain.cli.chaos.judge import (
     same,
     steps_per_s,
 )
+from p2ptrain.cli.chaos.observer import Observer
 from p2ptrain.cli.chaos.report import Report
 from p2ptrain.cli.chaos.schedule import CUTS, KINDS, LASTS_S, kinds_of, schedule, seconds_of, span_of
 from p2ptrain.core.errors import UserError
@@ -241,3 +243,54 @@ def test_a_directory_that_is_not_empty_is_left_alone(command: Command, tmp_path:
     assert result.code == 2
     assert "is not empty" in result.err
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+# ---------------------------------------------------------------------------------------------------------- observer
+
+
+def told(observer: Observer, topic: str, at_s: float, **item: Any) -> None:
+    observer._job_id = "j"
+    observer._take(topic, [item], at_s)
+
+
+def job(generation: int, members: list[str], state: str = "running") -> dict[str, Any]:
+    known = {"name": "n", "profile": "p", "strategy": "sync", "created_at": 0.0, "steps_total": 9}
+    return known | {"id": "j", "state": state, "generation": generation, "members": members}
+
+
+async def nobody() -> Any:
+    raise AssertionError("no seed in this test")
+
+
+def test_what_a_seed_tells_again_is_kept_once_and_at_its_first_time() -> None:
+    observer = Observer(nobody)
+    for at_s in (1.0, 2.0):
+        told(observer, "metrics", at_s, job="j", step=7, wall=0.0, generation=2)
+        told(observer, "events", at_s, id=3, wall=0.0, level="info", kind="lost", text="x")
+    told(observer, "metrics", 3.0, job="j", step=7, wall=0.0, generation=3)
+    told(observer, "metrics", 3.0, job="another", step=8, wall=0.0, generation=3)
+    assert observer.rows == [Row(1.0, 7, 2), Row(3.0, 7, 3)]
+    assert [line.at_s for line in observer.told] == [1.0]
+
+
+def test_views_are_those_of_a_running_ring() -> None:
+    observer = Observer(nobody)
+    told(observer, "jobs", 1.0, **job(1, ["a", "b"]))
+    told(observer, "jobs", 2.0, **job(1, ["a", "b"]))
+    told(observer, "jobs", 3.0, **job(1, [], state="waiting"))
+    assert observer.members == ()
+    told(observer, "jobs", 4.0, **job(2, ["a"]))
+    assert observer.views == [Seen(1.0, 1, ("a", "b")), Seen(4.0, 2, ("a",))]
+    assert observer.members == ("a",)
+    told(observer, "jobs", 5.0, **job(2, ["a"], state="done"))
+    assert observer.finished
+
+
+async def test_who_waits_is_woken_by_news_and_not_for_ever() -> None:
+    observer = Observer(nobody)
+    assert not await observer.until(lambda: observer.step == 1, 0.01)
+    waiting = asyncio.create_task(observer.until(lambda: observer.step == 1, 10.0))
+    await asyncio.sleep(0)
+    told(observer, "metrics", 1.0, job="j", step=1, wall=0.0, generation=1)
+    observer.wake()
+    assert await waiting
