@@ -116,7 +116,7 @@ def _report(summary: Summary, peers: int, kinds: tuple[str, ...], mutation: str,
             {"number": verdict.number, "violated": verdict.violated, "text": verdict.text, "replay": line}
             for verdict, line in zip(summary.violations, lines, strict=True)
         ]
-        values = {name: value for name, value in asdict(summary).items() if name != "violations"}
+        values = {name: value for name, value in vars(summary).items() if name != "violations"}
         print_json({**values, "violations": found})
         return
     broken = {verdict.violated for verdict in summary.violations}

@@ -118,7 +118,8 @@ class Faults:
                 self._tell(f"a bit flips in the memory of {victims[0].host}, after the next reduction")
             case "liar" if victims:
                 self._lie(victims[0])
-            case "disk-full":
+            # Before there is a view, a job that nobody can begin is failed: by design.
+            case "disk-full" if simulation.observer.line.generation:
                 self._disk_full(rng.choice([simulation.seed, *victims]))
             case "pause" | "save" | "restore":
                 await self._person(kind)

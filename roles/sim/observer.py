@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from p2ptrain.core.checkpoints import CheckpointEntry
+from p2ptrain.core.checkpoints import CheckpointEntry, Meta
 from ring.ledger import Head, counts_of_untrusted
 from ring.token import next_lineage
 from ring.transaction import Transaction
@@ -198,18 +198,19 @@ class Observer:
 
     # ----------------------------------------------------------------------------------------------------- checkpoints
 
-    def saved(self, machine: Machine, entry: CheckpointEntry, bits: bytes) -> None:
-        lineage = str(entry.meta.get("lineage"))
-        self._manifests[entry.digest] = (entry.step, lineage)
-        generation = entry.meta.get("generation")
+    def saved(self, machine: Machine, step: int, digest: str, meta: Meta, bits: bytes) -> None:
+        """A manifest is written: from now on there may be such a checkpoint."""
+        lineage = str(meta.get("lineage"))
+        self._manifests[digest] = (step, lineage)
+        generation = meta.get("generation")
         members = self._members.get(generation if isinstance(generation, int) else 0, set())
-        behind = members - self._holders.get((entry.step, lineage), set())
+        behind = members - self._holders.get((step, lineage), set())
         self.check(
             "confirmed",
             not behind,
-            lambda: f"{machine.host} saved step {entry.step}, which {sorted(behind)} never applied",
+            lambda: f"{machine.host} saved step {step}, which {sorted(behind)} never applied",
         )
-        self._same_bits(f"{machine.host}'s checkpoint", entry.step, lineage, bits)
+        self._same_bits(f"{machine.host}'s checkpoint", step, lineage, bits)
 
     def announced(self, machine: Machine, step: int, digest: str) -> None:
         """A member told the seed of a checkpoint, for the first time or again."""

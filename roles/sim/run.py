@@ -31,6 +31,7 @@ _PROFILE: dict[str, Any] = {
     "checkpoint": {"every": 4},
     "ring": {"bucket_bytes": 1024},  # two buckets, the first of which is sent while the step is being computed
 }
+SETTLE_S = 3.0  # until what was said at the end has arrived
 CHURN = 0.5
 """Of those who come in a run of much coming and going, so many make somebody go, or come again."""
 
@@ -139,6 +140,7 @@ async def _simulate(
         except TimeoutError:
             problem = ("progress", f"the job is {simulation.observer.job_state} after {CALM_S:g} s without a fault")
         else:
+            await asyncio.sleep(SETTLE_S)
             simulation.audit()
         finally:
             faults.cancel()

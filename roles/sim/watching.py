@@ -5,13 +5,14 @@ The product has no hooks for this, and needs none.
 
 from __future__ import annotations
 
+import hashlib
 import random
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from p2ptrain.core.checkpoints import CheckpointEntry, CheckpointStore
+from p2ptrain.core.checkpoints import CheckpointStore
 from ring.transaction import Transaction
 from roles.seed.store import Records
 from roles.sim.engine import STATE_FILE, bits_of
@@ -82,14 +83,14 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
 
         return call
 
-    def write(original: Any) -> Any:
-        def call(self: Any, *rest: Any, **more: Any) -> CheckpointEntry:
-            entry: CheckpointEntry = original(self, *rest, **more)
+    def write_manifest(original: Any) -> Any:
+        def call(self: Any, directory: Any, step: int, meta: Any, sums: Any) -> bytes:
+            encoded: bytes = original(self, directory, step, meta, sums)
             machine = here()
             if machine is not None:
-                data = self._disk.read(entry.path / STATE_FILE, max_bytes=1 << 20)
-                observer.saved(machine, entry, bits_of(data))
-            return entry
+                data = self._disk.read(directory / STATE_FILE, max_bytes=1 << 20)
+                observer.saved(machine, step, hashlib.sha256(encoded).hexdigest(), meta, bits_of(data))
+            return encoded
 
         return call
 
@@ -128,7 +129,7 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
             (Records, "add_view", add_view),
             (Records, "save_job", save_job),
             (Records, "add_checkpoint", add_checkpoint),
-            (CheckpointStore, "write", write),
+            (CheckpointStore, "_write_manifest", write_manifest),
             (Keeper, "load", load),
             (SeedLink, "send", send),
             (SyncStrategy, "_summarize", summarize),
