@@ -230,10 +230,11 @@ class Run:
         self, cluster: Cluster, observer: Observer, faults: Faults, seen: list[Verdict], job: str, step: int
     ) -> None:
         plan, report = self.plan, self.report
-        _, death_s = beat_defaults(observer.rtt_ms)
+        rtt_ms = max(observer.first_rtt_ms.values(), default=0.0)
+        _, death_s = beat_defaults(rtt_ms)
         grace_s = 2 * (plan.profile.membership.death_s or death_s)  # the longest that a rhythm makes of it
         report.notes.append(
-            f"round trips of up to {observer.rtt_ms:.1f} ms: silence counts as death after {grace_s / 2:.1f} s or so"
+            f"round trips of up to {rtt_ms:.1f} ms as workers joined: silence counts as death after {grace_s / 2:.1f} s"
         )
         lost = [
             told.event.text

@@ -35,7 +35,8 @@ class Observer:
         rows, views, told: in order of arrival; a row that is told again is not kept again.
         peers: by name, as the present connection has told.
         checkpoints: step → names of the peers that hold one.
-        rtt_ms: the longest round trip that the seed ever gave of a worker: from it follow its deadlines.
+        first_rtt_ms: the first round trip that was told of each worker's connection: most likely the one that the seed
+            measured as it joined, from which its deadlines follow. Later ones are the worker's own.
     """
 
     def __init__(self, connect: Callable[[], Awaitable[SeedClient]]) -> None:
@@ -46,7 +47,7 @@ class Observer:
         self.peers: dict[str, PeerInfo] = {}
         self.checkpoints: dict[int, set[str]] = {}
         self.names: dict[str, str] = {}
-        self.rtt_ms = 0.0
+        self.first_rtt_ms: dict[tuple[str, float], float] = {}
         self._connect = connect
         self._client: SeedClient | None = None
         self._job_id = ""
@@ -136,7 +137,7 @@ class Observer:
                 case "peers":
                     peer = PeerInfo.from_map_untrusted(item)
                     self.peers[peer.name], self.names[peer.id] = peer, peer.name
-                    self.rtt_ms = max(self.rtt_ms, peer.rtt_ms or 0.0)
+                    self.first_rtt_ms.setdefault((peer.id, peer.joined_at), peer.rtt_ms or 0.0)
                 case "checkpoints" if item.get("job") == self._job_id:
                     self.checkpoints.setdefault(int(item["step"]), set()).add(str(item["peer_name"]))
 
