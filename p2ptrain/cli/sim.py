@@ -158,8 +158,8 @@ def _churn(peers: int, number: int, *, as_json: bool) -> None:
     else:
         held = verdict.text or "everything holds"
         typer.echo(
-            f"{peers} peers joined and left, {verdict.steps} commits: {human_seconds(verdict.virtual_s)} of virtual"
-            f" time in {human_seconds(verdict.real_s)}; {held}"
+            f"{peers} peers came and went, {verdict.members} were in a ring, {verdict.steps} commits:"
+            f" {human_seconds(verdict.virtual_s)} of virtual time in {human_seconds(verdict.real_s)}; {held}"
         )
     if verdict.violated:
         raise typer.Exit(VIOLATED)

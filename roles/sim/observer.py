@@ -85,6 +85,11 @@ class Observer:
         self._witnesses: dict[str, tuple[Process, int, int]] = {}  # host → its life, and the run of steps it committed
         self._announced: dict[str, int] = {}  # host → newest step announced since it last went back
 
+    @property
+    def members(self) -> int:
+        """How many machines were in a view."""
+        return len(set().union(*self._members.values()))
+
     def tell(self, text: str) -> None:
         self.timeline.append((self._now(), text))
 

@@ -32,6 +32,7 @@ _PROFILE: dict[str, Any] = {
     "ring": {"bucket_bytes": 1024},  # two buckets, the first of which is sent while the step is being computed
 }
 SETTLE_S = 3.0  # until what was said at the end has arrived
+CHURN_STEPS = 200
 CHURN = 0.5
 """Of those who come in a run of much coming and going, so many make somebody go, or come again."""
 
@@ -47,6 +48,7 @@ class Verdict:
         violated: name of the invariant that did not hold, empty where all did.
         checks: how often each invariant was looked at.
         virtual_s, real_s: how long it took.
+        steps, members: commits, each member's counted; and machines that were in a view.
         fingerprint: digest of the timeline, and of how many callbacks ran: equal runs, equal fingerprints.
     """
 
@@ -58,13 +60,14 @@ class Verdict:
     virtual_s: float
     real_s: float
     steps: int
+    members: int
     fingerprint: str
     timeline: list[tuple[float, str]] = field(repr=False)
 
 
 @lru_cache(maxsize=4)
-def _prepared(exact: bool) -> tuple[Profile, list[Any]]:
-    profile = Profile.model_validate({**_PROFILE, "job": {**_PROFILE["job"], "exact": exact}})
+def _prepared(exact: bool, steps: int) -> tuple[Profile, list[Any]]:
+    profile = Profile.model_validate({**_PROFILE, "job": {**_PROFILE["job"], "exact": exact, "steps": steps}})
     return profile, undisturbed(profile)
 
 
@@ -78,16 +81,18 @@ def run_schedule(
         kinds: of faults; empty: all.
         mutation: the safeguard to switch off.
     """
-    return _run(number, peers, kinds or list(KINDS), mutation, verbose, _conduct)
+    return _run(number, peers, kinds or list(KINDS), mutation, verbose, _conduct, STEPS)
 
 
 def run_churn(number: int, *, peers: int) -> Verdict:
     """``peers`` machines join and leave one seed and one job, as ``number`` decides."""
-    return _run(number, peers, ["leave", "kill", "join"], "", False, _churn)
+    return _run(number, peers, ["leave", "kill", "join"], "", False, _churn, CHURN_STEPS)
 
 
-def _run(number: int, peers: int, kinds: Sequence[str], mutation: str, verbose: bool, conduct: Conduct) -> Verdict:
-    profile, expected = _prepared(number % 2 == 0)
+def _run(
+    number: int, peers: int, kinds: Sequence[str], mutation: str, verbose: bool, conduct: Conduct, steps: int
+) -> Verdict:
+    profile, expected = _prepared(number % 2 == 0, steps)
     began = time.perf_counter()
     rng = random.Random(f"schedule {number}")  # noqa: S311
     peers = peers or min(rng.randint(2, MOST_PEERS), rng.randint(2, MOST_PEERS), rng.randint(2, MOST_PEERS))
@@ -113,6 +118,7 @@ def _run(number: int, peers: int, kinds: Sequence[str], mutation: str, verbose: 
         loop.time(),
         time.perf_counter() - began,
         simulation.observer.commits,
+        simulation.observer.members,
         told,
         timeline,
     )
@@ -187,11 +193,12 @@ async def _churn(simulation: Simulation, faults: Faults, rng: random.Random, kin
     await simulation.create_job()
     workers = rng.sample(simulation.workers, len(simulation.workers))
     for machine in workers:
-        machine.start()
-        await asyncio.sleep(rng.choice((0.0, 0.0, 0.05, 0.2)))
+        if not machine.up:  # it may have been made to come before its turn
+            machine.start()
+        await asyncio.sleep(rng.choice((0.0, 0.0, 0.005, 0.02)))
         if rng.random() < CHURN:
             await faults.strike(rng.choice(kinds))
-        if simulation.observer.violation or simulation.observer.job_state == "done":
+        if simulation.observer.violation:
             break
     await _to_the_end(simulation, faults)
 
