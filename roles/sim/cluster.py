@@ -46,7 +46,7 @@ class Machine:
     Attributes:
         call_s: what one call on a thread of it takes on average.
         announced: step → digest of the newest checkpoint of that step that its worker told of.
-        flips: so many reductions to come end with a flipped bit in its memory.
+        flips: the next reduction ends with a flipped bit in this byte of its buffer; 0: it does not.
         lies: so many steps to come have a contribution of the kind ``lie``.
     """
 

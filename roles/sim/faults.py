@@ -9,6 +9,7 @@ from typing import Any
 
 from ring.transaction import Phase
 from roles.sim.cluster import SEED, Machine, Simulation
+from roles.sim.engine import NUMEL
 from roles.sim.loop import PROCESS
 from wire.connection import Connection
 
@@ -114,7 +115,7 @@ class Faults:
             case "seed-kill" | "seed-restart" | "seed-away" | "seed-freeze" if simulation.seed.up:
                 await self._seed(kind)
             case "bit-flip" if victims:
-                victims[0].flips = 1
+                victims[0].flips = rng.randrange(1, 4 * NUMEL)  # two equal ones would be no difference
                 self._tell(f"a bit flips in the memory of {victims[0].host}, after the next reduction")
             case "liar" if victims:
                 self._lie(victims[0])
@@ -228,6 +229,8 @@ class Faults:
         noise = self._random.randbytes(64)
 
         def inject() -> None:
+            if connection._ended or not connection._decoder.between_frames:
+                return  # something came meanwhile
             rest = memoryview(noise)
             while rest and not connection._ended:
                 room = connection.get_buffer(-1)

@@ -117,8 +117,8 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
         def call(self: SyncStrategy, rank: int, size: int, *rest: Any) -> Any:
             machine = here()
             if machine is not None and machine.flips and size > 1:  # alone, nobody could notice
-                machine.flips -= 1
-                self._engine.reduce_buffer.view("u1")[5] ^= 1
+                self._engine.reduce_buffer.view("u1")[machine.flips] ^= 1
+                machine.flips = 0
             return original(self, rank, size, *rest)
 
         return call
