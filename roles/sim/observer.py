@@ -241,6 +241,7 @@ class Observer:
             self.check("loaded was saved", known, lambda: f"{machine.host} loads a checkpoint that nobody committed")
         if restore_step >= 0:
             self._announced[machine.host] = step
+            self.line.saved_step = min(self.line.saved_step, step)  # a person wants it so, even if the seed forgets it
             return
         least = self._announced.get(machine.host, 0)
         self.check(
