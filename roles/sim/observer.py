@@ -242,6 +242,7 @@ class Observer:
         if restore_step >= 0:
             self._announced[machine.host] = step
             self.line.saved_step = min(self.line.saved_step, step)  # a person wants it so, even if the seed forgets it
+            self.line.lineages = {at: lineage for at, lineage in self.line.lineages.items() if at <= step}
             return
         least = self._announced.get(machine.host, 0)
         self.check(
