@@ -12,8 +12,9 @@ matter. For gaps that are alike over time the longest of n is exceeded with prob
 excess three times is as rare as the third power of that where tails are exponential. ``tests/ring/test_detector.py``
 replays what eight busy workers on two cores did, and states the margin.
 
-Bounds. Below: ``death_s / 2``, and three beats at least: one lost beat is weather. Above: ``2 * death_s``: whatever a
-peer got us used to, some silence is a death. Before ``ENOUGH`` gaps are known: ``death_s``.
+Bounds. Below: ``death_s / 2``, and three beats at least: one lost beat is weather. Above: ``death_s``: whatever a
+peer got us used to, that silence is a death, so that nobody waits longer than a person was told. Before ``ENOUGH`` gaps
+are known: ``death_s``.
 
 Self-doubt. The peer that judges must have been awake to hear. Where its own event loop was late by x seconds (it was
 stopped, swapped out, or held up by a long callback), beats may lie unread in its sockets: it doubts itself first and
@@ -78,7 +79,7 @@ class Rhythm:
             return max(death_s, least_s)
         ordered = sorted(self._gaps)
         median_s = ordered[len(ordered) // 2]
-        return min(max(median_s + FACTOR * (ordered[-1] - median_s), least_s), max(2 * death_s, least_s))
+        return min(max(median_s + FACTOR * (ordered[-1] - median_s), least_s), max(death_s, least_s))
 
 
 class Pace:

@@ -122,6 +122,12 @@ class Connection(asyncio.BufferedProtocol):
         return 0 if self._ended or not self._attached else self._transport.get_write_buffer_size()
 
     @property
+    def least_rtt_s(self) -> float | None:
+        """The shortest round trip that the kernel saw, however busy the processes are; None where nothing tells it."""
+        rtt_s = self._transport.get_extra_info("rtt_s") if self._attached and not self._ended else None
+        return float(rtt_s) if rtt_s is not None else None
+
+    @property
     def fence(self) -> int:
         """Frames of a generation in ``range(1, fence)`` are dropped by rule, posted buffers too. It only grows."""
         return self._decoder.fence

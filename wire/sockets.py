@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
+import struct
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -32,6 +33,9 @@ BULK_BUFFER_BYTES = 4 << 20  # of each side; several times what a ring has on it
 PARTS_A_CALL = 16  # far below any system's IOV_MAX
 HIGH_BYTES, ACCEPT_REST_S = 64 << 10, 1.0  # asyncio's
 _NOT_NOW = (BlockingIOError, InterruptedError)
+
+
+_TCP_INFO_BYTES, _MIN_RTT = 152, struct.Struct("=148xI")  # linux/tcp.h: struct tcp_info up to tcpi_min_rtt
 
 
 class TunableSocket(Protocol):
@@ -127,6 +131,8 @@ class SocketTransport(FlowControl):
         return self._closing
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
+        if name == "rtt_s":
+            return _least_round_trip_s(self._sock)
         return self._extra.get(name, default)
 
     # What the loop calls.
@@ -335,3 +341,17 @@ def _name(get: Callable[[], Any]) -> Any:
         return get()
     except OSError:  # it was reset before anybody looked
         return None
+
+
+def _least_round_trip_s(sock: socket.socket) -> float | None:
+    """The shortest round trip that the kernel saw, s: no process' delay is in it. None where it does not tell."""
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    except OSError:  # the connection is gone
+        return None
+    if len(info) < _TCP_INFO_BYTES:
+        return None
+    (least_us,) = _MIN_RTT.unpack(info)
+    return float(least_us) / 1e6 if least_us < 0xFFFFFFFF else None

@@ -127,7 +127,7 @@ def test_what_is_long_past_is_forgotten():
 def test_patience_is_bounded_whatever_was_seen(gaps, heartbeat_s, beats):
     death_s = beats * heartbeat_s
     least_s = max(death_s / 2, 3 * heartbeat_s)
-    assert least_s <= rhythm_of(*gaps).patience_s(heartbeat_s, death_s) <= max(2 * death_s, least_s)
+    assert least_s <= rhythm_of(*gaps).patience_s(heartbeat_s, death_s) <= max(death_s, least_s)
 
 
 def test_what_the_judge_slept_through_is_not_learned_as_the_peers():

@@ -80,7 +80,7 @@ def test_a_forgotten_job_leaves_nothing_behind_but_the_diary(kept: Records) -> N
     for job in ("j1", "j2"):
         kept.add_job(dataclasses.replace(JOB, id=job), "{}")
         kept.add_view(dataclasses.replace(view(1, 0, "a"), job=job), JOB, restored=False, wall=1.0)
-        kept.add_rows([dataclasses.replace(row(1), job=job)] + [event(1)], [])
+        kept.add_rows([dataclasses.replace(row(1), job=job), event(1)], [])
         kept.add_checkpoint(CheckpointInfo(f"{job}@9@p", job, 9, "/c", "p", "p", "d", 5, 1.0))
     assert (kept.newest_checkpoints("j1"), kept.newest_checkpoints("none")) == ({"p": 9}, {})
     kept.forget_job("j1")

@@ -29,10 +29,11 @@ from wire.messages import (
     PROTOCOL_VERSION,
     BlobRecord,
     CheckpointSaved,
-    ChunkDigest,
     HealOffer,
     Heartbeat,
     Hello,
+    LedgerRow,
+    LedgerRows,
     Message,
     Refuse,
     Request,
@@ -208,7 +209,7 @@ BLOB = {"name": "params", "size_bytes": 4096}
 
 @pytest.mark.parametrize("blob", [None, [], "a", BLOB | {"size_bytes": 1.5}, BLOB | {"more": 1}, {"name": "params"}])
 def test_nested_records_are_checked_as_strictly(blob: Any):
-    fields = {"step": 0, "lineage": "", "chunk_bytes": 1024}
+    fields = {"step": 0, "lineage": "", "chunk_bytes": 1024, "root": b"", "square_sum": 0.0}
     assert decode_untrusted(HealOffer.KIND, packed(**fields, blobs=[BLOB]))
     with pytest.raises(ProtocolError, match=r"BlobRecord|HealOffer\.blobs"):
         decode_untrusted(HealOffer.KIND, packed(**fields, blobs=[BLOB, blob]))
@@ -307,7 +308,7 @@ def test_lists_and_maps_are_bounded():
     "message",
     [
         Refuse(code=None, message=""),  # type: ignore[arg-type]
-        ChunkDigest(1, "text"),  # type: ignore[arg-type]
+        LedgerRows("job", "", [LedgerRow(1, 1, "text", b"")]),  # type: ignore[arg-type]
         Request(1, "m", {"a": nested(MAX_DEPTH + 1)}),
         Request(1, "m", {1: "a"}),  # type: ignore[dict-item]
         Update("peers", [{}] * (MAX_LIST_ITEMS + 1)),

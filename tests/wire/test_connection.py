@@ -13,7 +13,7 @@ from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError
 from p2ptrain.core.world import Network
 from wire.connection import INBOX_FRAMES, Connection
 from wire.frame import HEADER, encode_bulk_header
-from wire.messages import EventNotice, HeartbeatAck, Hello, Leave, Refuse, Welcome
+from wire.messages import PROTOCOL_VERSION, EventNotice, HeartbeatAck, Hello, Leave, Refuse, Welcome
 
 MIB = 1 << 20
 Scenario = Callable[[Network], Awaitable[None]]
@@ -284,7 +284,7 @@ def test_what_follows_the_last_handshake_frame_waits_for_the_handshakes_end(play
 
     async def scenario(network: Network) -> None:
         near, far = await joined(network, large=False)
-        near.send(Welcome(1, "s", "a", "anna", "c", 0.0, 0.0, 0.0))
+        near.send(Welcome(PROTOCOL_VERSION, "s", "a", "anna", "c", 0.0, 0.0, 0.0))
         near.send(EventNotice("info", "test", "x" * 30_000))
         near.send_bulk(memoryview(b"payload"), generation=1, stream=0)
         await until(lambda: bool(far._inbox))
