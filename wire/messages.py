@@ -8,6 +8,8 @@ Who says what to whom::
     seed   → peer      HeartbeatAck, Assign, ViewAnnounced, Hold, Release
     operator ↔ seed    Request ↔ Response; after ``subscribe``: seed → operator Update
     seed   → peer      Request → Response                             (delete a checkpoint, dial-back, ...)
+    seed   → peer      Seeds                                          (which seeds come after it)
+    seed   → standby   Seeds; Rows → RowsTaken; Heartbeat, Leave the other way (see roles.seed.followers)
     member → member    bulk frames only (see ``ring.session``); heal: HealRequest → HealOffer, ChunkRequest → bulk
                        frame; StepLogged as the donor's ring commits, StepRequest → bulk frame | StepGone; StillHere
 
@@ -43,10 +45,11 @@ class Hello(Message):
     Attributes:
         purpose: ``peer`` (a worker to its seed), ``operator`` (a command line or TUI), ``ring`` (a member to its right
             neighbour), ``heal`` (to a donor), ``probe`` (only to see whether somebody answers), ``enrol`` (a newcomer
-            to a seed, for a certificate).
+            to a seed, for a certificate), ``standby`` (a second seed to the one that leads).
         job, generation: the view that the caller believes in; empty and 0 where there is none.
         port: where this peer listens for other peers, 0 where it does not.
         host: the address under which others reach this peer; empty to let the other side use the one it sees.
+        cluster, term: the highest term of a leading seed that the caller has seen, and in which cluster.
     """
 
     KIND: ClassVar[int] = 1
@@ -61,6 +64,8 @@ class Hello(Message):
     generation: int = 0
     host: str = ""
     port: int = 0
+    cluster: str = ""
+    term: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,9 @@ class Welcome(Message):
         heartbeat_s, death_s: beat interval, and silence after which the caller counts as dead; 0 where no beats are
             wanted.
         wall: the answerer's wall clock in Unix seconds, to show a skew.
+        term: of a seed that leads: grows with every take-over.
+        seeds: where the next ones of the cluster are found when this one is lost, in their order; an address without
+            a host is on the machine of this one.
     """
 
     KIND: ClassVar[int] = 2
@@ -82,16 +90,23 @@ class Welcome(Message):
     heartbeat_s: float
     death_s: float
     wall: float
+    term: int = 0
+    seeds: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse(Message):
-    """The answer that does not, or the last word before a connection is closed for cause."""
+    """The answer that does not, or the last word before a connection is closed for cause.
+
+    Attributes:
+        elsewhere: addresses of who may say yes, where that is known.
+    """
 
     KIND: ClassVar[int] = 3
     code: str
     message: str
     remedy: str = ""
+    elsewhere: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,6 +424,48 @@ class CatchUp(Message):
     donors: list[MemberRecord]
 
 
+@dataclass(frozen=True, slots=True)
+class Seeds(Message):
+    """Seed that leads to workers and standbys: where the next ones are, as in ``Welcome``, from now on.
+
+    Attributes:
+        seat: of the standby that hears it, which its terms are made of; 0 for a worker.
+        rank: how many take over before it.
+    """
+
+    KIND: ClassVar[int] = 35
+    term: int
+    seeds: list[str]
+    seat: int = 0
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rows(Message):
+    """Seed that leads to a standby: a part of a batch of rows of its store (``roles.seed.feed``).
+
+    Attributes:
+        number: of the batch; the first is 1, and empties the standby's store.
+        data: a part of the batch's bytes.
+        more: another part of the same batch follows.
+        whole: with this batch the standby's store is what the leader's was at one moment.
+    """
+
+    KIND: ClassVar[int] = 36
+    number: int
+    data: bytes
+    more: bool
+    whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RowsTaken(Message):
+    """Standby to the seed that leads: batch ``number`` is taken in; where it was whole, all up to it is durable."""
+
+    KIND: ClassVar[int] = 37
+    number: int
+
+
 # ------------------------------------------------------------------------------------------------- requests, updates
 
 
@@ -474,12 +531,14 @@ class HealRequest(Message):
     Attributes:
         have_step, have_lineage: what the caller holds, -1 and empty where that is nothing: where the donor has kept
             the steps since, it offers those and no state.
+        silence_s: after which each side gives the other up; each says something four times as often.
     """
 
     KIND: ClassVar[int] = 48
     job: str
     step: int
     lineage: str
+    silence_s: float
     have_step: int = -1
     have_lineage: str = ""
 

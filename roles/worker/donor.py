@@ -33,10 +33,12 @@ from ring.transaction import Transaction
 from ring.view import View
 from roles.engine import Engine
 from roles.worker.given import (
-    BEAT_S,
+    ANSWER_S,
+    BEATS,
     CHUNK_BYTES,
     LOG_STEPS,
-    SILENCE_S,
+    LONGEST_SILENCE_S,
+    SHORTEST_SILENCE_S,
     Entry,
     Given,
     StepLog,
@@ -83,6 +85,7 @@ class Taker:
     name: str
     generation: int
     inside: bool
+    silence_s: float
     asks: deque[ChunkRequest | TableRequest | StepRequest] = field(default_factory=deque)
     asked: asyncio.Event = field(default_factory=asyncio.Event)
     given: Given | None = None
@@ -218,15 +221,17 @@ class Donations:
         Raises:
             NetworkError, PeerError: the connection ended otherwise, or what it asks for is not to be had.
         """
-        request = await connection.expect(HealRequest, timeout_s=SILENCE_S)
-        taker = Taker(connection, hello.name, hello.generation, inside=request.step >= 0)
+        request = await connection.expect(HealRequest, timeout_s=ANSWER_S)
+        if not SHORTEST_SILENCE_S <= request.silence_s <= LONGEST_SILENCE_S:
+            raise ProtocolError(f"{hello.name[:64]} would give up after {request.silence_s} s of silence")
+        taker = Taker(connection, hello.name, hello.generation, request.step >= 0, request.silence_s)
         view = self._core.view
         its_view = view is not None and view.generation == hello.generation and view.rank_of(hello.peer_id) is not None
         if taker.inside and not its_view:
             raise PeerError(f"{taker.name} is not in this member's view")
         if not taker.inside and self.followers >= MAX_FOLLOWERS:
             taker.say(Refuse(RefusalCode.BUSY, f"this member already serves {self.followers} workers beside its ring"))
-            await connection.flush(timeout_s=SILENCE_S)
+            await connection.flush(timeout_s=taker.silence_s)
             return
         self._takers.add(taker)
         try:
@@ -241,6 +246,7 @@ class Donations:
                 raise first_error(group) from None
         finally:
             self._takers.discard(taker)
+            connection.abort()  # before the memory that it may still be sending from is used for something else
             self._let_go(taker)
             if taker.given_bytes:
                 size = f"{taker.given_bytes / 1e6:.1f} MB"
@@ -256,7 +262,7 @@ class Donations:
                 await self._offer_beside(taker, request, engine)
         except Refused as refused:
             taker.say(Refuse(refused.code, refused.message))
-            await taker.connection.flush(timeout_s=SILENCE_S)
+            await taker.connection.flush(timeout_s=taker.silence_s)
             await taker.connection.close()
 
     async def _offer_inside(self, taker: Taker, request: HealRequest, engine: Engine) -> None:
@@ -332,7 +338,7 @@ class Donations:
 
     async def _listen(self, taker: Taker) -> None:
         """Queue what is asked for, until the other side closes; tell it that this side lives."""
-        async for message in conversation(taker.connection, taker.generation):
+        async for message in conversation(taker.connection, taker.generation, taker.silence_s):
             if not isinstance(message, ChunkRequest | TableRequest | StepRequest):
                 raise ProtocolError(f"{taker.name} sent {type(message).__name__} to one who gives it a state")
             if len(taker.asks) > WINDOW:
@@ -376,7 +382,7 @@ class Donations:
         began = now()
         self._pace.gives(piece.nbytes)
         taker.connection.send_bulk(piece, generation=taker.generation, stream=stream)
-        await taker.connection.flush(timeout_s=SILENCE_S)
+        await _taken(taker.connection, taker.silence_s)
         self._pace.gave(piece.nbytes, now() - began)
         taker.given_bytes += piece.nbytes
 
@@ -385,27 +391,42 @@ class Donations:
         self._turn = asyncio.Event()
 
 
-async def conversation(connection: Connection, generation: int) -> AsyncIterator[Message]:
+async def _taken(connection: Connection, silence_s: float) -> None:
+    """Wait until the kernel has all that was sent, however long, while some of it goes. Raises as ``flush``."""
+    while True:
+        unsent_bytes = connection.unsent_bytes
+        try:
+            await connection.flush(timeout_s=silence_s)
+            return
+        except DeadlineExceeded:
+            if connection.unsent_bytes >= unsent_bytes:
+                raise
+
+
+async def conversation(connection: Connection, generation: int, silence_s: float) -> AsyncIterator[Message]:
     """What the other side of a heal says, until it closes; it is told now and then that this side lives.
+
+    Args:
+        silence_s: after which the other side counts as dead.
 
     Raises:
         DeadlineExceeded: it was silent for too long; the connection is closed.
         ProtocolError, Refused: the connection ended for cause.
     """
     now = asyncio.get_running_loop().time
-    spoke_at = now()
+    beat_s, spoke_at = silence_s / BEATS, now()
     while True:
         try:
-            message: Message | None = (await connection.receive(timeout_s=BEAT_S)).message
+            message: Message | None = (await connection.receive(timeout_s=beat_s)).message
         except ConnectionLost:
             return
         except DeadlineExceeded:
             message = None
-            if now() - connection.last_heard > SILENCE_S:
-                problem = DeadlineExceeded(f"the other side sent nothing for {SILENCE_S:.0f} s")
+            if now() - connection.last_heard > silence_s:
+                problem = DeadlineExceeded(f"it sent nothing for {silence_s:.1f} s")
                 connection.abort(problem)
                 raise problem from None
-        if now() - spoke_at >= BEAT_S:
+        if now() - spoke_at >= beat_s:
             spoke_at = now()
             connection.send(StillHere(), generation=generation)
         if message is not None and not isinstance(message, StillHere):

@@ -21,7 +21,7 @@ from p2ptrain.core.world import World
 from ring.token import is_lineage, next_lineage
 from roles.engine import Blob
 from roles.worker.donor import conversation
-from roles.worker.given import CHUNK_BYTES, DIGEST_BYTES, LOG_STEPS, SILENCE_S, chunks_of
+from roles.worker.given import ANSWER_S, CHUNK_BYTES, DIGEST_BYTES, LOG_STEPS, chunks_of
 from roles.worker.transfer import Agreement, Ask, GiveUp, Transfer
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
@@ -241,12 +241,12 @@ class Fetch:
         )
         host = member.host or me.seed_host
         connection, _ = await dial(
-            self._world.network, host, member.port, hello, timeout_s=SILENCE_S, expect_peer=member.peer_id
+            self._world.network, host, member.port, hello, timeout_s=ANSWER_S, expect_peer=member.peer_id
         )
         donor = self._donors[member.peer_id] = _Donor(member.peer_id, member.name, connection)
         try:
             connection.send(self._request, generation=self._generation)
-            async for message in conversation(connection, self._generation):
+            async for message in conversation(connection, self._generation, self._request.silence_s):
                 self._heard_untrusted(donor, message)
         finally:
             self.received_bytes += connection.bytes_in
@@ -303,10 +303,10 @@ class Fetch:
     def _donors_changed(self) -> None:
         """Somebody offered something, or is gone: most donors decide what is fetched."""
         self._changed.set()
-        if self._next >= 0 or (self._unanswered and self._base is None):
+        if self._next >= 0 or (self._base is None and not self._may_begin()):
             self._steps_changed()
             return
-        held = Base(self._request.have_step, self._request.have_lineage)
+        held = self._held
         lead = held if not self._torn and self._bases.said_by(held) else self._bases_of_states()
         if lead is None or not lead.root:
             self._base = lead
@@ -323,6 +323,19 @@ class Fetch:
             if its is not None and its != lead and (its.step, its.lineage) == (lead.step, lead.lineage):
                 self._give_up(donor.peer_id, "its state of the same step differs from that of most donors")
         self._ask_for_chunks(lead)
+
+    @property
+    def _held(self) -> Base:
+        return Base(self._request.have_step, self._request.have_lineage)
+
+    def _may_begin(self) -> bool:
+        """Whether what is still unanswered cannot change what is fetched: one who is frozen is not waited for."""
+        request = self._request
+        if not self._unanswered or self._bases.said_by(self._held):
+            return True
+        if request.have_step >= 0 and 0 <= request.step - request.have_step <= self._log_steps:
+            return False  # somebody may have the steps: far less than the state
+        return 2 * len(self._bases.said_by(self._bases_of_states())) > self._lanes
 
     def _bases_of_states(self) -> Base | None:
         """What most donors of a state offer; who offers steps alone has no say."""
@@ -402,8 +415,9 @@ class Fetch:
         if self._next < 0:
             return
         for step in range(self._next, self._next + STEPS_AHEAD):
-            if step in self._news:
-                self._steps.want(step, self._said(step)[0])
+            news = self._news.get(step)
+            if news is not None and news.lead is not None:
+                self._steps.want(step, news.lead[0])
         now = self._world.clock.now()
         for donor in list(self._donors.values()):
             if donor.last >= 0:

@@ -16,9 +16,11 @@ from wire.messages import ChunkRequest, StepLogged
 
 CHUNK_BYTES = 1 << 20
 DIGEST_BYTES = 16
-SILENCE_S = 15.0
-"""The far-peer death interval: the other side of a heal that sends nothing for so long is given up."""
-BEAT_S = SILENCE_S / 3
+ANSWER_S = 15.0
+"""To a dial and to the first word: the far-peer death interval. From then on the silence that was agreed on counts."""
+SHORTEST_SILENCE_S, LONGEST_SILENCE_S = 0.1, 600.0
+BEATS = 4
+"""In a silence: so often each side says something."""
 LOG_STEPS = 2
 """Steps that the log may hold beyond the size of the state, however small that is."""
 

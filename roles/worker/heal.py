@@ -73,14 +73,15 @@ class Healer:
         ahead = [*view.members[rank:], *view.members[:rank]]  # so that several do not ask the same ones
         donors = [member for member in ahead if member.healthy]
         have = (-1, "") if instruction.torn or core.applied >= view.step else (core.applied, core.lineage)
+        silence_s = max(view.death_s, self._around.beats()[1])
         try:
-            request = HealRequest(core.job, view.step, view.lineage, *have)
+            request = HealRequest(core.job, view.step, view.lineage, silence_s, *have)
             return await self._to_the_start(request, view.generation, donors, engine)
         except NetworkError:
             if have[0] < 0:
                 raise
         # Whoever had the steps is gone: what was applied of them is overwritten.
-        request = HealRequest(core.job, view.step, view.lineage)
+        request = HealRequest(core.job, view.step, view.lineage, silence_s)
         return await self._to_the_start(request, view.generation, donors, engine)
 
     async def _to_the_start(
@@ -207,7 +208,7 @@ class Follower:
     async def _follow(self, message: CatchUp, engine: Engine) -> None:
         around, core = self._around, self._core
         have = (-1, "") if core.torn else (core.applied, core.lineage)
-        request = HealRequest(core.job, -1, "", *have)
+        request = HealRequest(core.job, -1, "", around.beats()[1], *have)
         fetch = await self._healer.fetch(
             request, message.generation, message.donors, engine, on_torn=lambda: self._handle(Torn())
         )

@@ -265,6 +265,7 @@ class _Heard:
         self.closed = asyncio.Event()
         self.close_cause: P2PTrainError | None = None
         self.last_heard = 0.0
+        self.unsent_bytes = 0
 
     async def receive(self, *, timeout_s: float) -> Any:
         await asyncio.sleep(0)
@@ -297,6 +298,9 @@ class _Heard:
             self.closed.set()
 
     def abort(self, cause: P2PTrainError | None = None) -> None:
+        self.closed.set()
+
+    async def close(self) -> None:
         self.closed.set()
 
 
@@ -390,8 +394,10 @@ _WANTED = st.one_of(
     made(TableRequest, stream=_INDICES),
     made(StepRequest, step=_STEPS, stream=_INDICES),
 )
-_ASKED = st.sampled_from(
-    [HealRequest("job", 7, _LINEAGE), HealRequest("job", -1, ""), HealRequest("job", -1, "", 7, _LINEAGE)]
+_HEAL = HealRequest("job", 7, _LINEAGE, 2.0)
+_ASKED = mostly(
+    st.sampled_from([_HEAL, HealRequest("job", -1, "", 2.0), HealRequest("job", -1, "", 2.0, 7, _LINEAGE)]),
+    made(HealRequest),
 )
 _OFFERED = made(
     HealOffer,
@@ -444,15 +450,15 @@ async def _healed(case: Healing) -> None:
     fetch = Fetch(
         around.world,
         Self("healer", "healer", "seed", _STATE, 4120),
-        request=next((one for one in case.to_donor if isinstance(one, HealRequest)), HealRequest("job", 7, _LINEAGE)),
+        request=next((one for one in case.to_donor if isinstance(one, HealRequest)), _HEAL),
         generation=3,
         donors=[_HEALER],
         on_torn=lambda: None,
         on_progress=lambda *progress: None,
     )
     donor = fetch._donors["d"] = _Donor("d", "d", _Heard([], lands=case.lands))  # type: ignore[arg-type]
-    with suppress(ProtocolError):
-        for message in case.from_donor:
+    for message in case.from_donor:
+        with suppress(ProtocolError):
             fetch._heard_untrusted(donor, message)
 
 

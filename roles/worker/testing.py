@@ -1,12 +1,12 @@
-"""Members of a ring as healing sees them: real donors and engines, whose steps a test makes them commit together."""
+"""Members of a ring as healing sees them, for tests: real donors and engines, whose steps are committed as one says."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,9 +24,10 @@ from roles.worker.donor import Donations
 from roles.worker.snapshot import Snapshots
 from wire.connection import Connection
 from wire.handshake import local_welcome, serve
-from wire.messages import Hello, LedgerRow, MemberRecord, Welcome
+from wire.messages import HealRequest, Hello, LedgerRow, MemberRecord, Message, TableRequest, Welcome
 
 JOB = "job"
+MOST_STEPS = 200
 FIRST = first_lineage("spec")
 ME = MemberRecord("me", "me", "d", 999, 0, 8, False)
 
@@ -39,7 +40,7 @@ class Inline:
 
 
 def world_of(network: Network) -> World:
-    return World(LoopClock(), network, RealDisk(), random.Random(1))
+    return World(LoopClock(), network, RealDisk(), random.Random(1))  # noqa: S311 - a test's jitter
 
 
 def around_of(world: World, told: list[tuple[str, str, str]], peer_id: str = "me") -> Any:
@@ -50,14 +51,18 @@ def around_of(world: World, told: list[tuple[str, str, str]], peer_id: str = "me
         peer_id=peer_id,
         name=peer_id,
         seed_host="seed",
+        beats=lambda: (0.5, 2.0),
         notify=lambda *notice: told.append(notice),
         tell=lambda *notice: told.append(notice),
     )
 
 
-def engine_of(numel: int) -> StandInEngine:
+def engine_of(numel: int, like: StandInEngine | None = None) -> StandInEngine:
     engine = StandInEngine(Profile(), numel=numel)
-    engine.load_initial()
+    if like is None:
+        engine.load_initial()
+    for mine, its in zip(engine.state(), like.state() if like else [], strict=False):
+        mine.view[:] = its.view
     return engine
 
 
@@ -128,9 +133,12 @@ class Ring:
             await member.commit(snapshot=wanted)
 
     async def steps_until(self, satisfied: Callable[[], bool]) -> None:
-        while not satisfied():
+        for _ in range(MOST_STEPS):
+            if satisfied():
+                return
             await self.step()
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0.05)  # virtual: time for what was asked to arrive
+        raise AssertionError(f"not in {MOST_STEPS} steps: {self.told}")
 
     def digests(self) -> set[str]:
         return {member.engine.digest() for member in self.members}
@@ -138,7 +146,7 @@ class Ring:
 
 @asynccontextmanager
 async def ring_of(
-    network: Network, count: int, *, numel: int = 700_001, behaviour: dict[int, Serve] | None = None, host: str = "d"
+    network: Network, count: int, *, numel: int = 700_001, behaviour: Mapping[int, Serve] | None = None, host: str = "d"
 ) -> AsyncIterator[Ring]:
     """``count`` members that stand at step 0, and serve whoever heals; ``behaviour`` of some differs."""
     world, told = world_of(network), []  # type: ignore[var-annotated]
@@ -157,7 +165,7 @@ async def ring_of(
         wanted: list[None] = []
         around = around_of(world, told, name)
         donations = Donations(around, core, want_snapshot=lambda wanted=wanted: wanted.append(None))  # type: ignore[arg-type, misc]
-        engine = engine_of(numel)
+        engine = engine_of(numel, ring.members[0].engine if ring.members else None)
         donations.state_bytes = sum(blob.view.nbytes for blob in engine.state())
         snapshots = Snapshots(Inline(), PrivateMemory)  # type: ignore[arg-type]
         record = MemberRecord(name, name, host, 1, 0, 8, True)
@@ -189,3 +197,96 @@ def set_view(ring: Ring, generation: int) -> None:
     view = View(JOB, generation, core.applied, core.lineage, (*ring.records, ME), core.square_sum)
     for member in ring.members:
         member.core.view = view
+
+
+# ------------------------------------------------------------------------------------------- donors that do not do well
+
+
+def dies_after(pieces: int) -> Serve:
+    """Gives so many chunks, then is killed in the middle of the next one."""
+
+    async def serve(member: Member, connection: Connection, hello: Hello) -> None:
+        given = 0
+        send = connection.send_bulk
+
+        def counted(payload: memoryview, *, generation: int, stream: int) -> None:
+            nonlocal given
+            if payload.nbytes < 4096:
+                send(payload, generation=generation, stream=stream)  # the table
+                return
+            given += 1
+            send(payload, generation=generation, stream=stream)
+            if given > pieces:
+                asyncio.get_running_loop().call_soon(connection.abort)
+
+        connection.send_bulk = counted  # type: ignore[method-assign]
+        await honest(member, connection, hello)
+
+    return serve
+
+
+def spoils(what: Callable[[memoryview, int], memoryview]) -> Serve:
+    """Sends other bytes than it should."""
+
+    async def serve(member: Member, connection: Connection, hello: Hello) -> None:
+        send, number = connection.send_bulk, 0
+
+        def changed(payload: memoryview, *, generation: int, stream: int) -> None:
+            nonlocal number
+            number += 1
+            send(what(payload, number), generation=generation, stream=stream)
+
+        connection.send_bulk = changed  # type: ignore[method-assign]
+        await honest(member, connection, hello)
+
+    return serve
+
+
+def flipped(payload: memoryview, number: int) -> memoryview:
+    copy = bytearray(payload)
+    copy[len(copy) // 2] ^= 1
+    return memoryview(copy)
+
+
+async def another_state(member: Member, connection: Connection, hello: Hello) -> None:
+    member.engine.state()[0].view[5] ^= 1
+    await honest(member, connection, hello)
+
+
+async def is_silent(member: Member, connection: Connection, hello: Hello) -> None:
+    await connection.closed.wait()
+
+
+async def goes_silent(member: Member, connection: Connection, hello: Hello) -> None:
+    """Offers what it has, gives its table, and freezes."""
+    send, say = connection.send_bulk, connection.send
+    frozen = False
+
+    def bulk(payload: memoryview, *, generation: int, stream: int) -> None:
+        nonlocal frozen
+        frozen = frozen or payload.nbytes > 4096
+        if not frozen:
+            send(payload, generation=generation, stream=stream)
+
+    def control(message: Message, *, generation: int = 0, stream: int = 0) -> None:
+        if not frozen:
+            say(message, generation=generation, stream=stream)
+
+    connection.send_bulk, connection.send = bulk, control  # type: ignore[method-assign]
+    await honest(member, connection, hello)
+
+
+async def speaks_nonsense(member: Member, connection: Connection, hello: Hello) -> None:
+    await connection.expect(HealRequest, timeout_s=5)
+    connection.send(TableRequest(1))
+    await connection.flush(timeout_s=5)
+
+
+async def has_another_model(member: Member, connection: Connection, hello: Hello) -> None:
+    member.engine = engine_of(10)
+    await honest(member, connection, hello)
+
+
+async def stands_elsewhere(member: Member, connection: Connection, hello: Hello) -> None:
+    member.core.view = replace(member.core.view, step=8)
+    await honest(member, connection, hello)

@@ -1,0 +1,342 @@
+"""A worker beside the ring: it fetches a snapshot, replays the log, follows; and whatever happens to ring or donors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ring.activities import Event, Heal, Loaded, Unloaded, ViewArrived
+from ring.transaction import Phase, Transaction
+from roles.stand_in import StandInEngine
+from roles.worker.donor import MAX_FOLLOWERS, Taker
+from roles.worker.given import LOG_STEPS
+from roles.worker.heal import Fetched, Follower, Healer
+from roles.worker.testing import (
+    FIRST,
+    JOB,
+    Ring,
+    Serve,
+    another_state,
+    around_of,
+    dies_after,
+    engine_of,
+    flipped,
+    goes_silent,
+    is_silent,
+    ring_of,
+    set_view,
+    spoils,
+)
+from wire.memory import MemoryNetwork
+from wire.messages import CatchUp, Report
+from wire.virtual import run_virtual
+
+NUMEL = 400_001
+
+
+@dataclass
+class Newcomer:
+    """A worker that stands ready beside the ring."""
+
+    core: Transaction
+    engine: StandInEngine
+    follower: Follower
+    said: list[Report] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    told: list[tuple[str, str, str]] = field(default_factory=list)
+
+    @property
+    def kinds(self) -> list[str]:
+        return [kind for _, kind, _ in self.told]
+
+
+@asynccontextmanager
+async def newcomer_to(ring: Ring, *, at: int = 0, numel: int = NUMEL) -> AsyncIterator[Newcomer]:
+    """One that holds another state of step ``at`` than the ring."""
+    core = Transaction(job=JOB, peer_id="me", steps_total=10_000)
+    core.handle(Loaded(at, "cd" * 16))
+    engine = engine_of(numel)
+    engine.state()[0].view[3] ^= 1
+    told: list[tuple[str, str, str]] = []
+    around: Any = around_of(ring.world, told)
+    made: Newcomer
+
+    def handle(event: Event) -> None:
+        made.events.append(event)
+        core.handle(event)
+        core.validate()
+
+    async with asyncio.TaskGroup() as tasks:
+        healer = Healer(around, core, progress=lambda: None)
+        said: list[Report] = []
+        follower = Follower(around, core, healer, say=said.append, handle=handle, tasks=tasks)
+        made = Newcomer(core, engine, follower, said, told=told)
+        yield made
+        follower.end()
+
+
+def begin(newcomer: Newcomer, ring: Ring) -> None:
+    newcomer.follower.begin(CatchUp(JOB, ring.view.generation, ring.records), newcomer.engine)
+
+
+def is_level(newcomer: Newcomer, ring: Ring) -> Callable[[], bool]:
+    return lambda: newcomer.follower.level
+
+
+async def heal(ring: Ring, newcomer: Newcomer, have: tuple[int, str] | None = None) -> Fetched:
+    """As the member of the ring's view that it has become."""
+    core: Any = SimpleNamespace(job=JOB, applied=have[0] if have else 0, lineage=have[1] if have else "")
+    healer = Healer(around_of(ring.world, ring.told), core, progress=lambda: None)
+    return await healer.within(Heal(1, ring.view, torn=have is None), newcomer.engine)
+
+
+async def quiet_until(satisfied: Callable[[], bool]) -> None:
+    """The ring commits nothing meanwhile."""
+    async with asyncio.timeout(60):
+        while not satisfied():  # noqa: ASYNC110 - on virtual time, that passes
+            await asyncio.sleep(0.001)
+
+
+def test_a_newcomer_follows_the_ring_and_holds_its_bits_at_every_step() -> None:
+    async def play() -> None:
+        async with ring_of(MemoryNetwork(), 3, numel=NUMEL) as ring, newcomer_to(ring) as newcomer:
+            for _ in range(3):
+                await ring.step()
+            begin(newcomer, ring)
+            await ring.steps_until(is_level(newcomer, ring))
+            assert [report.status for report in newcomer.said] == ["following"]
+            report, core = newcomer.said[0], ring.members[0].core
+            assert core.applied - report.applied <= 1
+            assert report.generation == 0
+            assert report.donors > 1
+            for _ in range(5):
+                await ring.step()
+                await quiet_until(lambda: newcomer.core.applied == core.applied)
+                assert newcomer.core.lineage == core.lineage
+                assert {newcomer.engine.digest()} == ring.digests()
+            assert "following" in newcomer.kinds
+            newcomer.follower.end()
+            await quiet_until(lambda: not newcomer.follower.active)
+        assert all(member.donations.followers == 0 for member in ring.members)
+
+    run_virtual(play())
+
+
+def test_whoever_holds_what_the_log_begins_with_needs_no_state() -> None:
+    async def play() -> None:
+        async with ring_of(MemoryNetwork(), 2, numel=NUMEL) as ring, newcomer_to(ring) as newcomer:
+            newcomer.core.handle(Loaded(0, FIRST))
+            newcomer.engine = engine_of(NUMEL)
+            begin(newcomer, ring)
+            await quiet_until(is_level(newcomer, ring))
+            assert newcomer.said[0].fetched_bytes == 0
+            await ring.step()
+            await quiet_until(lambda: newcomer.core.applied == 1)
+            assert {newcomer.engine.digest()} == ring.digests()
+
+    run_virtual(play())
+
+
+@pytest.mark.parametrize("bad", [dies_after(0), dies_after(1), spoils(flipped), another_state, is_silent])
+def test_a_donor_that_fails_is_done_without(bad: Serve) -> None:
+    async def play() -> None:
+        async with ring_of(MemoryNetwork(), 3, numel=NUMEL, behaviour={1: bad}) as ring, newcomer_to(ring) as newcomer:
+            begin(newcomer, ring)
+            await ring.steps_until(is_level(newcomer, ring))
+            core = ring.members[0].core
+            await ring.step()
+            await quiet_until(lambda: newcomer.core.applied == core.applied)
+            assert newcomer.engine.digest() == ring.members[0].engine.digest() == ring.members[2].engine.digest()
+
+    run_virtual(play())
+
+
+def test_a_frozen_donor_is_waited_for_no_longer_than_its_silence() -> None:
+    async def play() -> None:
+        frozen = {1: goes_silent}
+        async with ring_of(MemoryNetwork(), 3, numel=NUMEL, behaviour=frozen) as ring, newcomer_to(ring) as newcomer:
+            begin(newcomer, ring)
+            await ring.steps_until(lambda: newcomer.core.torn)
+            await quiet_until(is_level(newcomer, ring))  # its ring stands still, too
+            assert {newcomer.engine.digest()} == ring.digests()
+
+    run_virtual(play())
+
+
+def test_donors_are_killed_one_after_the_other_while_it_follows() -> None:
+    async def play() -> None:
+        async with ring_of(MemoryNetwork(), 3, numel=NUMEL) as ring, newcomer_to(ring) as newcomer:
+            begin(newcomer, ring)
+            await ring.steps_until(is_level(newcomer, ring))
+            core = ring.members[2].core
+            for victim in ring.members[:2]:
+                victim.die()
+                await ring.step()
+                await quiet_until(lambda: newcomer.core.applied == core.applied)
+                assert {newcomer.engine.digest()} == ring.digests()
+
+    run_virtual(play())
+
+
+def test_a_ring_that_dies_leaves_the_follower_with_what_it_came_to() -> None:
+    async def play() -> None:
+        async with ring_of(MemoryNetwork(), 2, numel=NUMEL) as ring, newcomer_to(ring) as newcomer:
+            begin(newcomer, ring)
+            await ring.steps_until(is_level(newcomer, ring))
+            core = ring.members[0].core
+            await quiet_until(lambda: newcomer.core.applied == core.applied)
+            for member in ring.members:
+                member.die()
+            await quiet_until(lambda: not newcomer.follower.active)
+            assert not newcomer.core.torn
+            assert [report.status for report in newcomer.said] == ["following", "following"]
+            assert (newcomer.said[-1].applied, newcomer.said[-1].lineage) == (core.applied, core.lineage)
+            assert {newcomer.engine.digest()} == ring.digests()
+
+    run_virtual(play())
+
+
+def test_a_fetch_that_fails_in_the_middle_gives_up_a_torn_state() -> None:
+    async def play() -> None:
+        bad = {0: dies_after(0), 1: dies_after(0)}
+        async with ring_of(MemoryNetwork(), 2, numel=NUMEL, behaviour=bad) as ring, newcomer_to(ring) as newcomer:
+            begin(newcomer, ring)
+            await ring.steps_until(lambda: not newcomer.follower.active)
+            assert isinstance(newcomer.events[-1], Unloaded)
+            assert newcomer.core.phase is Phase.EMPTY
+            assert newcomer.said == []
+
+    run_virtual(play())
+
+
+def test_a_view_that_comes_while_it_fetches_is_entered_at_once_and_healed_within() -> None:
+    async def play() -> None:
+        frozen = {0: goes_silent, 1: goes_silent}
+        async with ring_of(MemoryNetwork(), 3, numel=NUMEL, behaviour=frozen) as ring, newcomer_to(ring) as newcomer:
+            newcomer.follower.begin(CatchUp(JOB, 3, ring.records[:2]), newcomer.engine)
+            await ring.steps_until(lambda: newcomer.core.torn)
+            set_view(ring, 4)
+            newcomer.follower.end(ViewArrived(ring.view))
+            await quiet_until(lambda: not newcomer.follower.active)
+            assert newcomer.core.phase is Phase.FORMING
+            assert newcomer.core.torn
+            await heal(ring, newcomer)
+            assert {newcomer.engine.digest()} == ring.digests()
+
+    run_virtual(play())
+
+
+def test_a_member_that_lacks_a_step_or_two_is_given_those_alone() -> None:
+    async def play() -> None:
+        async with ring_of(MemoryNetwork(), 3, numel=NUMEL) as ring, newcomer_to(ring) as newcomer:
+            begin(newcomer, ring)
+            await ring.steps_until(is_level(newcomer, ring))
+            core = ring.members[0].core
+            await quiet_until(lambda: newcomer.core.applied == core.applied)
+            newcomer.follower.end()
+            await quiet_until(lambda: not newcomer.follower.active)
+            have = (newcomer.core.applied, newcomer.core.lineage)
+            for member in ring.members:
+                member.donations._takers.add(_nobody())  # another who follows
+            await ring.step()
+            set_view(ring, 4)
+            done = await heal(ring, newcomer, have)
+            assert done.steps == 1
+            assert done.size_bytes == newcomer.engine.reduce_buffer.nbytes
+            assert {newcomer.engine.digest()} == ring.digests()
+            for member in ring.members:
+                member.donations._takers.clear()
+
+    run_virtual(play())
+
+
+def _nobody() -> Any:
+    connection = SimpleNamespace(send=lambda *args, **more: None, abort=lambda *args: None)
+    return Taker(connection, "nobody", 3, inside=False, silence_s=2.0)  # type: ignore[arg-type]
+
+
+def test_who_is_too_slow_is_told_so_and_the_log_stays_bounded() -> None:
+    async def play() -> None:
+        async with ring_of(MemoryNetwork(), 2, numel=NUMEL) as ring, newcomer_to(ring) as newcomer:
+            begin(newcomer, ring)
+            await ring.steps_until(is_level(newcomer, ring))
+            gate = asyncio.Event()
+            run = newcomer.follower._around.compute.run
+
+            async def held(*args: Any, **kwargs: Any) -> Any:
+                await gate.wait()
+                return await run(*args, **kwargs)
+
+            newcomer.follower._around.compute.run = held  # type: ignore[method-assign]
+            donations = ring.members[0].donations
+            limit = donations.state_bytes + LOG_STEPS * newcomer.engine.reduce_buffer.nbytes
+            for _ in range(12):
+                await ring.step()
+                await asyncio.sleep(0.001)
+                assert donations.log_bytes <= limit
+            gate.set()
+            await quiet_until(lambda: not newcomer.follower.active)
+            assert "not-following" in newcomer.kinds
+            assert not newcomer.core.torn
+            assert newcomer.said[-1].status == "following"
+            assert newcomer.said[-1].applied < ring.members[0].core.applied
+
+    run_virtual(play())
+
+
+def test_a_ring_that_is_taken_back_sends_its_followers_away() -> None:
+    async def play() -> None:
+        async with ring_of(MemoryNetwork(), 2, numel=NUMEL) as ring, newcomer_to(ring) as newcomer:
+            begin(newcomer, ring)
+            await ring.steps_until(is_level(newcomer, ring))
+            for member in ring.members:
+                member.donations.cut("a checkpoint is restored")
+            await quiet_until(lambda: not newcomer.follower.active)
+            assert newcomer.said[-1].lineage == newcomer.core.lineage
+            assert all(member.donations.log_bytes == 0 for member in ring.members)
+
+    run_virtual(play())
+
+
+def test_a_donor_serves_only_so_many_and_gives_back_what_it_copied() -> None:
+    async def play() -> None:
+        async with ring_of(MemoryNetwork(), 1, numel=NUMEL) as ring:
+            member = ring.members[0]
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(MAX_FOLLOWERS + 1):
+                    tasks.create_task(_follow_for_a_while(ring))
+                await quiet_until(lambda: member.donations.followers == MAX_FOLLOWERS)
+                await ring.steps_until(lambda: not member.donations.followers)
+            await ring.step()
+            assert member.donations.log_bytes == 0
+            assert all(not arena.holders for arena in member.snapshots._arenas)
+
+    run_virtual(play())
+
+
+async def _follow_for_a_while(ring: Ring) -> None:
+    async with newcomer_to(ring) as newcomer:
+        begin(newcomer, ring)
+        await quiet_until(lambda: bool(newcomer.said) or not newcomer.follower.active)
+
+
+def test_a_newer_wish_of_the_seed_is_answered_again() -> None:
+    async def play() -> None:
+        async with ring_of(MemoryNetwork(), 2, numel=NUMEL) as ring, newcomer_to(ring) as newcomer:
+            begin(newcomer, ring)
+            await ring.steps_until(is_level(newcomer, ring))
+            view = replace(ring.view, generation=5)
+            for member in ring.members:
+                member.core.view = view
+            newcomer.follower.begin(CatchUp(JOB, 5, ring.records), newcomer.engine)
+            await ring.step()
+            await quiet_until(is_level(newcomer, ring))
+            assert [report.status for report in newcomer.said] == ["following", "following"]
+
+    run_virtual(play())
