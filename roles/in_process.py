@@ -185,6 +185,17 @@ class Cluster:
             raise AssertionError(f"the job never got there: {last}; {told}") from None
         raise AssertionError("the updates ended")
 
+    async def saved(self, job: str, step: int, writers: int) -> None:
+        """Wait until so many peers have told of their checkpoint of ``step``."""
+        there: set[str] = set()
+        async with asyncio.timeout(DEADLINE_S), self.operator() as client:
+            await client.request("subscribe")
+            async for update in client.updates():
+                items = update.items if update.topic == "checkpoints" else []
+                there |= {item["peer_id"] for item in items if (item["job"], item["step"]) == (job, step)}
+                if len(there) >= writers:
+                    return
+
     async def close(self) -> None:
         for peer in self.peers:
             if not peer.task.done():

@@ -165,6 +165,7 @@ async def test_everything_killed_at_once_resumes_from_the_checkpoint(cluster: Cl
     job = await cluster.create(profile)
     peers = [cluster.join(gates.build) for _ in range(2)]
     await gates.wait()
+    await cluster.saved(job, 8, 2)
     for peer in peers:
         await peer.die()
     gates.go.set()
@@ -188,6 +189,7 @@ async def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(cluster
     job = await cluster.create(small_profile())
     peers = [cluster.join(gates.build) for _ in range(2)]
     await gates.wait()
+    await cluster.saved(job, 8, 2)
     for peer in peers:
         await peer.die()
     gates.go.set()
