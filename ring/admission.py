@@ -77,6 +77,10 @@ class Admission:
         patience_s = grace_s + REDUCED_TO_STATE * reduce_bytes / SLOWEST_BYTES_PER_S
         self._chases[peer_id] = _Chase(now, now + patience_s)
 
+    def let_in(self, peer_id: str, now: float) -> None:
+        """The ring stops for it: it has what the ring began with, and comes in however far that is by then."""
+        self._chases.setdefault(peer_id, _Chase(now, None, following=True, anew=True))
+
     def said(self, peer_id: str, status: str, now: float) -> None:
         """``following``, or ``ready`` where it had to begin anew."""
         chase = self._chases.get(peer_id)

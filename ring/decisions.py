@@ -234,7 +234,10 @@ class Decisions:
         for peer_id in admission.to_ask(after, view.size, room):
             admission.asked(peer_id, now, standing[peer_id].reduce_bytes, self.terms.grace_s)
             self._out.append(co.SendCatchUp(peer_id, view.generation, self._donors(peer_id, view)))
-        coming = {*standing.keys() - set(after), *admission.may_come(after)}
+        at_hand = standing.keys() - set(after)
+        for peer_id in at_hand:
+            admission.let_in(peer_id, now)
+        coming = {*at_hand, *admission.may_come(after)}
         return sorted(self._who.name(peer_id) for peer_id in coming)
 
     def _catches_up(self, peer_id: str, report: Report, view: View) -> bool:
