@@ -82,6 +82,7 @@ class Terms:
         build_s: for workers to build what may turn out to be the newest state, or a checkpoint that is to be restored.
         cooldown_s: first time out for a peer whose link keeps breaking; doubles each time.
         wishes: what the profile says of the ring.
+        minted_below: generations up to this one may have been minted by a seed that led before this one.
     """
 
     workers: int
@@ -92,6 +93,7 @@ class Terms:
     build_s: float = 600.0
     cooldown_s: float = 30.0
     wishes: Wishes = field(default_factory=Wishes)
+    minted_below: int = 0
 
     @property
     def most(self) -> int:

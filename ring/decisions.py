@@ -171,7 +171,8 @@ class Decisions:
             self._say("warning", kind, text)
         went_back = bool(kind) or self.restore is not None
         self._course.begin(step, {peer_id: ready[peer_id] for peer_id in chosen}, went_back=went_back)
-        before, generation = self.view, (self.view.generation if self.view else 0) + 1
+        before = self.view
+        generation = max(before.generation if before else 0, self.terms.minted_below) + 1
         self.view = View(
             self.job,
             generation,

@@ -46,6 +46,7 @@ PERMITTED = MappingProxyType(
         "heal": frozenset({"worker"}),
         "operator": frozenset({"operator"}),
         "probe": frozenset({"seed", "worker"}),
+        "standby": frozenset({"seed"}),
     }
 )
 """Purpose → roles, of which a certificate must name one. What is not here is permitted to nobody over TLS."""
@@ -79,6 +80,8 @@ class RefusalCode(StrEnum):
     TICKET_REVOKED = "ticket-revoked"
     TICKET_USED = "ticket-used"
     BAD_PROOF = "bad-proof"
+    STANDBY = "standby"
+    STALE_TERM = "stale-term"
 
 
 Decide = Callable[[Hello, Connection], Awaitable[Welcome | Refuse]]
@@ -96,6 +99,8 @@ def local_hello(
     generation: int = 0,
     host: str = "",
     port: int = 0,
+    cluster: str = "",
+    term: int = 0,
 ) -> Hello:
     """The ``Hello`` of this process: protocol version and software filled in."""
     return Hello(
@@ -110,6 +115,8 @@ def local_hello(
         generation=generation,
         host=host,
         port=port,
+        cluster=cluster,
+        term=term,
     )
 
 
@@ -121,9 +128,13 @@ def local_welcome(
     cluster_id: str = "",
     heartbeat_s: float = 0.0,
     death_s: float = 0.0,
+    term: int = 0,
+    seeds: Sequence[str] = (),
 ) -> Welcome:
     """The ``Welcome`` of this process: protocol version and software filled in."""
-    return Welcome(PROTOCOL_VERSION, SOFTWARE, peer_id, name, cluster_id, heartbeat_s, death_s, wall)
+    return Welcome(
+        PROTOCOL_VERSION, SOFTWARE, peer_id, name, cluster_id, heartbeat_s, death_s, wall, term, list(seeds)
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ pure decisions
@@ -146,7 +157,8 @@ def judge_answer(answer: Message, address: str) -> Welcome:
     if isinstance(answer, Welcome) and answer.version != PROTOCOL_VERSION:
         answer = _version_refusal((PROTOCOL_VERSION, SOFTWARE), (answer.version, answer.software))
     if isinstance(answer, Refuse):
-        raise Refused(answer.code, f"{address} refuses: {answer.message}", remedy=answer.remedy)
+        text = f"{address} refuses: {answer.message}"
+        raise Refused(answer.code, text, remedy=answer.remedy, elsewhere=answer.elsewhere)
     if not isinstance(answer, Welcome):
         raise ProtocolError(f"{address} answered a Hello with {type(answer).__name__}")
     return answer

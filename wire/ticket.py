@@ -22,7 +22,7 @@ from p2ptrain.core.errors import ProtocolError, UserError
 from wire.address import parse_address
 from wire.transport_base import format_address
 
-ROLES = ("worker", "operator")
+ROLES = ("worker", "operator", "seed")
 """What a ticket may make of its bearer; the index is on the wire."""
 
 ID_BYTES = 6

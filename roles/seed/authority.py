@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -44,6 +44,7 @@ from wire.ticket import Ticket, local_ticket_path
 FIRST_TICKET_S = 7 * 86_400.0
 """The ticket shown at the start: machines are added within days; a forgotten line in a chat is worth nothing later."""
 LONGEST_TICKET_S = 366 * 86_400.0
+KEY_FILE, BOOK_FILE, CA_FILE = "ca.key", "tickets.json", "ca.pem"
 _MAX_BOOK_BYTES = 8 << 20
 _MAX_PEM_BYTES = 16 << 10
 _SERIAL_LEAD = b"\x01"  # so that the number has the same length whatever follows
@@ -96,6 +97,10 @@ class Authority:
             remedy = f"restore it from a backup, or move {directory} away: then every member needs a new ticket"
             raise StorageError(f"the authority in {directory} is damaged: {error}", remedy=remedy) from error
 
+    def files(self) -> dict[str, bytes]:
+        """What another seed needs to be this authority: for standbys only. ``keep_files`` writes it there."""
+        return {KEY_FILE: self._key_pem, BOOK_FILE: self.book.to_json(), CA_FILE: self._ca_pem}
+
     # ----------------------------------------------------------------------------------------------------- certificates
 
     def own_credentials(self, peer_id: str, now: float) -> Credentials:
@@ -143,7 +148,7 @@ class Authority:
 
     def judge(self, identity: PeerIdentity) -> None:
         """Raise ``Refused`` where a certificate under this CA is no longer honoured: revoked, evicted, or unknown."""
-        if "seed" not in identity.roles:
+        if "seed" not in identity.roles or ticket_of(identity) != bytes(ID_BYTES).hex():  # that of a seed that has led
             self.book.judge_certificate(ticket_of(identity), identity.peer_id)
 
     def _sign(self, key: ec.EllipticCurvePublicKey, peer_id: str, role: str, ticket_id: bytes, now: float) -> bytes:
@@ -213,6 +218,24 @@ class Authority:
             path = self._directory / "tickets.json"
             await asyncio.to_thread(write_atomic, self._disk, path, book.to_json(), private=True)
             self.book = book
+
+
+def keep_files(disk: Disk, directory: Path, files: Mapping[str, bytes]) -> None:
+    """Write what ``Authority.files`` gave, so that a kill leaves no CA without its key. Blocking.
+
+    Raises:
+        ProtocolError: these are other files. StorageError.
+    """
+    if unknown := files.keys() - {KEY_FILE, BOOK_FILE, CA_FILE}:
+        raise ProtocolError(f"an authority has no file {min(unknown)[:40]!r}")
+    disk.make_dir(directory, mode=0o700)
+    disk.set_mode(directory, 0o700)
+    for name in (KEY_FILE, BOOK_FILE, CA_FILE):
+        path = directory / name
+        if name in files and not (
+            name in disk.list_dir(directory) and disk.read(path, max_bytes=_MAX_BOOK_BYTES) == files[name]
+        ):
+            write_atomic(disk, path, files[name], private=name != CA_FILE)
 
 
 def _check_pair(key_pem: bytes, ca_pem: bytes) -> None:

@@ -55,6 +55,7 @@ class Office:
         restored: a job went back to the step of this view: what its members saved later is set aside.
         survey: what is known of the links between workers.
         ledger_step: job id → the step up to which it is known who computed each.
+        minted_below: generations up to this one may have been minted before this seed led.
     """
 
     clock: Clock
@@ -66,6 +67,7 @@ class Office:
     restored: Callable[[View], Awaitable[None]]
     survey: Survey
     ledger_step: Callable[[str], int] = _nothing_known
+    minted_below: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,12 @@ class Desk:
             branch=frozenset(record.branch) if record.branch is not None else None,
             step_s=max(history.row.step_ms or 0.0, 0.0) / 1e3 if history.row else 0.0,
         )
-        terms = co.Terms(workers=record.workers, micro_batches=record.micro_batches, wishes=wishes_of(spec))
+        terms = co.Terms(
+            workers=record.workers,
+            micro_batches=record.micro_batches,
+            wishes=wishes_of(spec),
+            minted_below=office.minted_below,
+        )
         self._links_seen = 0
         self.chronicle = chronicle.Chronicle(
             record.id, history.written, clock=office.clock, store=office.store, board=office.board, note=self._note

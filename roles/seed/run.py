@@ -11,6 +11,7 @@ from pathlib import Path
 from p2ptrain.core.errors import P2PTrainError, first_error
 from p2ptrain.core.world import Clock, World
 from roles.seed.authority import Authority
+from roles.seed.leading import begin
 from roles.seed.options import Beats, Guard, cluster_id
 from roles.seed.server import Seed
 from roles.seed.store import Store
@@ -82,7 +83,8 @@ async def run_seed(
         on_ready: called with the address that it listens on.
 
     Raises:
-        UserError: the address or the directory is in use. StorageError: the record cannot be read or written.
+        UserError: the address or the directory is in use. Deposed: another seed leads, or does from some moment on.
+        StorageError: the record cannot be read or written.
     """
     store = await Store.open(world.disk, state_dir, world.threads)
     try:
@@ -93,6 +95,7 @@ async def run_seed(
             own = await OwnCertificate.make(world, authority, await cluster_id(store))
             world = dataclasses.replace(world, network=own.network)
             guard = Guard(authority, encryption.ticket_host)
+        await begin(world, store, state_dir)
         seed = await Seed.open(world, store, name=name, beats=Beats(heartbeat_s, death_s), guard=guard)
         server = await serve(world.network, host, port, decide=seed.decide, serve=seed.serve, on_problem=seed.problem)
         try:

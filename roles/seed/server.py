@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Collection
+from functools import partial
 from weakref import WeakKeyDictionary
 
 from p2ptrain import __version__
@@ -18,7 +19,9 @@ from ring import coordination as co
 from ring.detector import FailureDetector, Memory
 from ring.view import View
 from roles.seed.enrolment import Gate
+from roles.seed.followers import Followers
 from roles.seed.jobs import Desk, History, Office, history
+from roles.seed.leading import Rivals, others_lead, refused_as_standby, term_and_seats
 from roles.seed.links import Survey
 from roles.seed.options import Beats, Guard, cluster_id
 from roles.seed.peers import (
@@ -36,6 +39,7 @@ from roles.seed.peers import (
 from roles.seed.requests import Clerk
 from roles.seed.store import JobRecord, PeerRecord, Records, Store
 from roles.seed.strangers import Strangers
+from roles.seed.succession import first_generation
 from roles.seed.updates import Board, Map
 from wire.connection import Connection, last_word
 from wire.handshake import RefusalCode, dial, local_hello, local_welcome
@@ -53,6 +57,7 @@ from wire.messages import (
     Report,
     Request,
     Response,
+    Seeds,
     StepMetrics,
     Welcome,
 )
@@ -73,7 +78,9 @@ LEVELS = frozenset({"info", "warning", "error"})
 class Seed:
     """Made by ``open``, run by ``run_seed``."""
 
-    def __init__(self, world: World, store: Store, cluster_id: str, name: str, beats: Beats, guard: Guard) -> None:
+    def __init__(
+        self, world: World, store: Store, cluster_id: str, name: str, beats: Beats, guard: Guard, term: int = 0
+    ) -> None:
         self.world = world
         self.store = store
         self.board = Board(self.render)
@@ -93,6 +100,16 @@ class Seed:
         self._tasks: asyncio.TaskGroup | None = None
         self._stopping = False
         self.gate = Gate(guard.authority, world.clock, guard.ticket_host, self.note)
+        self.followers = Followers(
+            clock=world.clock,
+            store=store,
+            authority=guard.authority,
+            term=term,
+            changed=self._tell_seeds,
+            touch=lambda peer_id: self.board.touch("peers", peer_id),
+            note=self.note,
+        )
+        self.rivals = Rivals(term)
         self._clerk = Clerk(self)
         self.survey = Survey(world.clock, self.links, self._measured_links)
         self.office = Office(
@@ -105,12 +122,15 @@ class Seed:
             self._went_back,
             self.survey,
             self.ledger_step,
+            first_generation(term),
         )
 
     @classmethod
     async def open(cls, world: World, store: Store, *, name: str, beats: Beats, guard: Guard) -> Seed:
         """A seed with all that its store knows. Raises ``StorageError``."""
-        seed = cls(world, store, await cluster_id(store), name[:NAME_CHARS], beats, guard)
+        term, seats = await store.call(term_and_seats)
+        seed = cls(world, store, await cluster_id(store), name[:NAME_CHARS], beats, guard, term)
+        seed.followers.seats = seats
         seed._last_event_id = await store.call(Records.last_event_id)
         recent = await store.call(Records.events, seed._last_event_id - RECENT_EVENTS, RECENT_EVENTS)
         seed.recent.extend(recent)
@@ -128,6 +148,9 @@ class Seed:
             tasks.create_task(desk.run(), name=f"job {desk.id}")
         tasks.create_task(self.store.run(), name="store")
         tasks.create_task(self._age(), name="ages")
+        tasks.create_task(self.followers.run(), name="standbys")
+        others = partial(others_lead, self, port=address[1])
+        tasks.create_task(self.rivals.watch(others), name="rivals")
 
     def stop(self) -> None:
         """Tell everybody that the seed goes; workers train on and look for it again."""
@@ -136,6 +159,7 @@ class Seed:
         for connection in [link.connection for link in self.links.values()] + list(self._operators):
             if not connection.closed.is_set() and connection.close_cause is None:
                 say(connection, last_word)
+        self.followers.say(last_word)
 
     # -------------------------------------------------------------------------------------------------------- handshake
 
@@ -144,9 +168,13 @@ class Seed:
         if self._stopping:
             return Refuse(RefusalCode.SHUTTING_DOWN, "the seed is stopping", "try again when it is back")
         self.gate.judge(connection)
+        if refusal := self.rivals.judge(hello, self._cluster_id, connection.remote[0]):
+            return refusal
         match hello.purpose:
             case "peer":
                 return await self._decide_peer(hello, connection)
+            case "standby":
+                return await self._decide_standby(hello, connection)
             case "operator" if len(self._operators) >= MAX_OPERATORS:
                 return Refuse(RefusalCode.FULL, f"{MAX_OPERATORS} operators are connected", "close one of them")
             case "operator" | "probe":
@@ -180,7 +208,28 @@ class Seed:
         if (least_s := connection.least_rtt_s) is not None:
             rtt_ms = min(rtt_ms, least_s * 1e3)  # a worker that loads its libraries answers late, its kernel does not
         self._measured[connection] = rtt_ms
-        return self._welcome(*self._beats.at(rtt_ms))
+        return self._welcome(*self._beats.at(rtt_ms), connection.remote[0])
+
+    async def _decide_standby(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
+        """It must hold the same tables, be of this cluster or of none, and be reached."""
+        if refusal := refused_as_standby(hello, self._cluster_id, full=self.followers.full):
+            return refusal
+        began, host = self.world.clock.now(), hello.host or connection.remote[0]
+        try:
+            await self.dial_back(host, hello.port)
+        except P2PTrainError as problem:
+            if not isinstance(problem, Refused) or problem.code != RefusalCode.STANDBY:  # as it says to everybody
+                text = f"the seed cannot reach this standby back: {problem.message}"
+                return Refuse(RefusalCode.UNREACHABLE, text, "let its port in through the firewall, or use --host")
+        rtt_ms = (self.world.clock.now() - began) / 2 * 1e3
+        self._measured[connection] = rtt_ms
+        return self._welcome(*self._beats.at(rtt_ms), connection.remote[0])
+
+    def _tell_seeds(self) -> None:
+        """Workers are told which standbys there are."""
+        for link in self.links.values():
+            link.say(Seeds(self.followers.term, self.followers.addresses(link.connection.remote[0])))
+        self.board.touch("cluster", "")
 
     def _is_replaced(self, old: Link, host: str, port: int) -> bool:
         """Whether a new connection takes the place of ``old``: it is closed, silent, or evidently the same process."""
@@ -190,7 +239,7 @@ class Seed:
 
     async def dial_back(self, host: str, port: int, peer_id: str = "") -> None:
         """Reach a port of somebody who wants to be reached. Raises ``P2PTrainError``."""
-        hello = local_hello(peer_id=self._cluster_id, name=self._name, roles=["seed"], purpose="probe")
+        hello = self.introduction("probe", 0)
         connection, welcome = await dial(
             self.world.network, host, port, hello, timeout_s=DIAL_BACK_S, expect_peer=peer_id
         )
@@ -198,7 +247,19 @@ class Seed:
         if peer_id and welcome.peer_id != peer_id:
             raise ProtocolError(f"another peer ({welcome.name[:NAME_CHARS]}) answers there")
 
-    def _welcome(self, heartbeat_s: float, death_s: float) -> Welcome:
+    def introduction(self, purpose: str, port: int) -> Hello:
+        """To workers, and to other seeds."""
+        return local_hello(
+            peer_id=self._cluster_id,
+            name=self._name,
+            roles=["seed"],
+            purpose=purpose,
+            port=port,
+            cluster=self._cluster_id,
+            term=self.followers.term,
+        )
+
+    def _welcome(self, heartbeat_s: float, death_s: float, host: str = "127.0.0.1") -> Welcome:
         return local_welcome(
             peer_id=self._cluster_id,
             name=self._name,
@@ -206,12 +267,17 @@ class Seed:
             cluster_id=self._cluster_id,
             heartbeat_s=heartbeat_s,
             death_s=death_s,
+            term=self.followers.term,
+            seeds=self.followers.addresses(host),
         )
 
     async def serve(self, connection: Connection, hello: Hello) -> None:
         """One connection, until it ends."""
         if hello.purpose == "peer":
             await self._serve_peer(connection, hello)
+        elif hello.purpose == "standby":
+            beats = self._beats.at(self._measured.pop(connection))
+            await self.followers.serve(connection, hello, hello.host or connection.remote[0], beats)
         elif hello.purpose == "enrol":
             await self.gate.enrol(connection, hello)
         elif hello.purpose == "operator":
@@ -336,6 +402,7 @@ class Seed:
                 self._gone(link, co.PeerLeft(link.id, problem.message))
         for connection in list(self._operators):
             self._unwelcome(connection)
+        self.followers.drop(self._unwelcome)
 
     def _unwelcome(self, connection: Connection) -> Refused | None:
         """Why a connection had to be ended, if it had."""
@@ -493,7 +560,8 @@ class Seed:
     def peer_infos(self) -> list[PeerInfo]:
         """All workers, and those lost a short time ago."""
         now = self.world.clock.now()
-        return [self._peer_info(link, now) for link in [*self.links.values(), *self._lost.values()]]
+        workers = [self._peer_info(link, now) for link in [*self.links.values(), *self._lost.values()]]
+        return [*self.followers.infos(), *workers]
 
     def _peer_info(self, link: Link, now: float) -> PeerInfo:
         desk = self.desks.get(link.job)
@@ -519,7 +587,8 @@ class Seed:
             return self.cluster_info().to_map()
         if topic == "peers":
             link = self.links.get(item_id) or self._lost.get(item_id)
-            return self._peer_info(link, self.world.clock.now()).to_map() if link else None
+            info = self._peer_info(link, self.world.clock.now()) if link else self.followers.info(item_id)
+            return info.to_map() if info else None
         if topic == "jobs":
             desk = self.desks.get(item_id)
             return desk.info(queued=self.is_queued(desk)).to_map() if desk else None

@@ -17,7 +17,7 @@ import asyncio
 import dataclasses
 import json
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ from p2ptrain.core.errors import StorageError, UserError
 from p2ptrain.core.threads import RealThreads, Thread, Threads
 from ring.ledger import Began, Head
 from ring.view import View
-from roles.seed import ledger
+from roles.seed import feed, ledger
 from roles.seed.ledger import LedgerEntry
 from wire.messages import LedgerRow, MemberRecord
 from wire.records import CheckpointInfo, EventInfo, MetricRow, RecoveryInfo
@@ -125,10 +125,12 @@ class Records:
                 text = f"{path} was written by another release (schema {version}, not {SCHEMA_VERSION})"
                 raise StorageError(text, remedy="use the release that wrote it, or another --state")
             self._db.executescript(_SCHEMA + f"PRAGMA user_version = {SCHEMA_VERSION};")
+            self.feed = feed.Feed(self._db)
         self._path = path
 
     def close(self) -> None:
         with _translated(self._path):
+            self.feed.stop()
             self._db.close()
 
     def fact(self, name: str, make: Callable[[], str]) -> str:
@@ -136,6 +138,32 @@ class Records:
         with self._transaction():
             self._db.execute("INSERT OR IGNORE INTO facts VALUES (?, ?)", (name, make()))
             return str(self._one("SELECT value FROM facts WHERE name = ?", name))
+
+    def known_fact(self, name: str) -> str:
+        """A value; empty where there is none."""
+        with _translated(self._path):
+            return str(self._one("SELECT value FROM facts WHERE name = ?", name) or "")
+
+    def set_fact(self, name: str, value: str) -> None:
+        with self._transaction():
+            self._db.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
+
+    # ---------------------------------------------------------------------------------------------------- for standbys
+
+    def fed(self, look: Callable[[feed.Feed], T]) -> T:
+        """Use the log of changes (``roles.seed.feed``)."""
+        with _translated(self._path):
+            return look(self.feed)
+
+    def take_untrusted(self, changes: list[feed.Change], *, first: bool, whole: bool) -> None:
+        """Take in a batch of the leader's rows. Raises ``ProtocolError``, too."""
+        with _translated(self._path):
+            feed.take_untrusted(self._db, changes, first=first, whole=whole)
+
+    def give_up_copy(self) -> None:
+        """Forget what came after the last whole batch."""
+        with _translated(self._path):
+            feed.give_up(self._db)
 
     # -------------------------------------------------------------------------------------------------- jobs and views
 
@@ -323,6 +351,8 @@ class Store:
         self._rows: list[Row] = []
         self._peers: list[PeerRecord] = []
         self._news = asyncio.Event()
+        self.shared: Callable[[int], Awaitable[None]] | None = None
+        """While somebody follows: called with the mark in the log; returns when the standbys have what is before."""
 
     @classmethod
     async def open(cls, disk: Disk, directory: Path, threads: Threads | None = None) -> Self:
@@ -347,16 +377,27 @@ class Store:
         return cls(records, thread, lock)
 
     async def call(self, method: Callable[Concatenate[Records, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run one of ``Records``' methods, after all that was added before. Raises ``StorageError``."""
+        """Run one of ``Records``' methods, after all that was added before, and have standbys know. Raises
+        ``StorageError``."""
+        result, mark = await self._thread.submit(self._job(lambda records: method(records, *args, **kwargs)))
+        if self.shared is not None:
+            await self.shared(mark)
+        return result
+
+    async def look(self, method: Callable[[Records], T]) -> T:
+        """The same for what tells standbys, or tells nobody anything: they are not waited for."""
+        return (await self._thread.submit(self._job(method)))[0]
+
+    def _job(self, method: Callable[[Records], T]) -> Callable[[], tuple[T, int]]:
         self._rows, rows = [], self._rows
         self._peers, peers = [], self._peers
 
-        def run() -> T:
+        def run() -> tuple[T, int]:
             if rows or peers:
                 self._records.add_rows(rows, peers)
-            return method(self._records, *args, **kwargs)
+            return method(self._records), self._records.feed.mark()
 
-        return await self._thread.submit(run)
+        return run
 
     def add(self, row: Row | PeerRecord) -> None:
         """Write it soon. ``crowded`` tells when to wait for that."""

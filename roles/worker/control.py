@@ -1,5 +1,8 @@
 """The control link of a worker to its seed: registers, beats, and finds the seed again after either side was away.
 
+Where several seeds are known (``roles.worker.seeds``), it tries them in turn, beginning with the one that led last. A
+standby refuses it and says who leads; a seed that leads in a lower term than another that was met before is left alone.
+
 Training never waits for this link. What must not be lost while it is down (metrics of committed steps, checkpoints,
 events) is kept, bounded, and sent when the link is back; where the ring stands is reported anew by the owner
 (``on_up``).
@@ -10,11 +13,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, Refused
 from p2ptrain.core.world import World
+from roles.worker.seeds import Known
 from wire.calls import Calls
 from wire.connection import Connection
 from wire.handshake import RefusalCode, dial
@@ -27,6 +31,7 @@ from wire.messages import (
     Leave,
     Message,
     Response,
+    Seeds,
     StepMetrics,
     Welcome,
 )
@@ -57,9 +62,11 @@ class Pulse:
 
 
 class SeedLink:
-    """One worker's link to one seed.
+    """One worker's link to the seed that leads.
 
     Args:
+        known: the seeds, and the highest term that was met. ``plain``: of a cluster without certificates.
+        on_known: called when more is known of them: to be kept.
         hello: makes the greeting of the moment (it names the view that runs).
         pulse: makes the next beat's content.
         on_message: called with every message that is not about beats.
@@ -70,25 +77,31 @@ class SeedLink:
         self,
         *,
         world: World,
-        host: str,
-        port: int,
+        known: Known,
+        plain: bool,
         hello: Callable[[], Hello],
         pulse: Callable[[], Pulse],
         on_message: Callable[[Message], None],
         on_up: Callable[[Welcome], None],
         on_down: Callable[[P2PTrainError], None],
+        on_known: Callable[[Known], None],
     ) -> None:
         self._world = world
-        self._address = (host, port)
+        self._known, self._plain, self._on_known = known, plain, on_known
         self._hello, self._pulse = hello, pulse
         self._on_message, self._on_up, self._on_down = on_message, on_up, on_down
         self._connection: Connection | None = None
         self._kept: deque[Message] = deque(maxlen=KEPT_MESSAGES)
         self._recent: deque[Message] = deque(maxlen=RESENT_MESSAGES)
         self.rtt_ms: float | None = None
-        self._leaving = False
+        self._leaving = self._waits_for_a_leader = False
         self._sent_at: dict[int, float] = {}
         self._calls = Calls()
+
+    @property
+    def host(self) -> str:
+        """Of the seed that leads, or led last, as it was dialled."""
+        return self._known.seeds[0][0]
 
     @property
     def up(self) -> bool:
@@ -120,7 +133,13 @@ class SeedLink:
             NetworkError, Refused: the *first* connection could not be made, or the seed speaks another protocol now.
                 Later losses and refusals are only told to ``on_down``: a worker that trains does not end for them.
         """
-        connection, welcome = await self._dial()
+        try:
+            connection, welcome = await self._dial()
+        except P2PTrainError as refusal:
+            if not self._waits_for_a_leader:
+                raise
+            self._on_down(refusal)
+            connection, welcome = await self._find_again()
         while True:
             problem = await self._live(connection, welcome)
             if self._leaving:
@@ -142,8 +161,42 @@ class SeedLink:
     # -------------------------------------------------------------------------------------------------------- helpers
 
     async def _dial(self) -> tuple[Connection, Welcome]:
-        host, port = self._address
-        return await dial(self._world.network, host, port, self._hello(), timeout_s=DIAL_TIMEOUT_S, expect_role="seed")
+        """The first seed that lets this worker in. Raises what the first that was asked had against it, or what is
+        final."""
+        problems: list[P2PTrainError] = []
+        tried: set[tuple[str, int]] = set()
+        self._waits_for_a_leader = False
+        while places := [place for place in self._known.seeds if place not in tried]:
+            host, port = place = places[0]
+            tried.add(place)
+            hello = replace(self._hello(), cluster=self._known.cluster, term=self._known.term)
+            try:
+                connection, welcome = await dial(
+                    self._world.network, host, port, hello, timeout_s=DIAL_TIMEOUT_S, expect_role="seed"
+                )
+            except P2PTrainError as problem:
+                problems.append(problem)
+                if isinstance(problem, Refused):
+                    if problem.code in _FINAL:
+                        raise
+                    if problem.code in (RefusalCode.STANDBY, RefusalCode.STALE_TERM):
+                        self._waits_for_a_leader = True
+                        self._known = self._known.hinted(problem.elsewhere, host, plain=self._plain)
+                continue
+            if self._known.stale(welcome.cluster_id, welcome.term):
+                connection.abort()
+                text = f"{host}:{port} leads in term {welcome.term}, and term {self._known.term} has begun"
+                problems.append(Refused(RefusalCode.STALE_TERM, text, remedy="start that seed as a standby"))
+                self._waits_for_a_leader = True
+                continue
+            self._met(place, welcome.cluster_id, welcome.term, welcome.seeds)
+            return connection, welcome
+        raise next((item for item in problems if not _of_a_standby(item)), problems[0])
+
+    def _met(self, place: tuple[str, int], cluster: str, term: int, seeds: list[str]) -> None:
+        before, self._known = self._known, self._known.met(place, cluster, term, seeds, plain=self._plain)
+        if self._known != before:
+            self._on_known(self._known)
 
     async def _find_again(self) -> tuple[Connection, Welcome]:
         clock = self._world.clock
@@ -156,7 +209,7 @@ class SeedLink:
                 if isinstance(problem, Refused) and problem.code in _FINAL:
                     raise
                 # That it is not back yet was told; why it refuses was not.
-                if isinstance(problem, Refused) and clock.now() >= tell_at:
+                if isinstance(problem, Refused) and not _of_a_standby(problem) and clock.now() >= tell_at:
                     tell_at = clock.now() + TOLD_EVERY_S
                     self._on_down(problem)
             delay_s = min(2 * delay_s, MAX_DELAY_S)
@@ -175,6 +228,10 @@ class SeedLink:
                     self._acknowledged(received.message)
                 elif isinstance(received.message, Response):
                     self._calls.answered(received.message)
+                elif isinstance(received.message, Seeds):
+                    known = self._known
+                    if not known.stale(known.cluster, received.message.term):
+                        self._met(known.seeds[0], known.cluster, received.message.term, received.message.seeds)
                 else:
                     self._on_message(received.message)
         except DeadlineExceeded:
@@ -224,3 +281,7 @@ class SeedLink:
         if sent_at is not None:
             sample_ms = (self._world.clock.now() - sent_at) * 1e3
             self.rtt_ms = sample_ms if self.rtt_ms is None else 0.8 * self.rtt_ms + 0.2 * sample_ms
+
+
+def _of_a_standby(problem: P2PTrainError) -> bool:
+    return isinstance(problem, Refused) and problem.code == RefusalCode.STANDBY

@@ -166,7 +166,7 @@ class Prober:
 
     def __init__(self, world: World, *, peer_id: str, name: str, seed_host: str) -> None:
         self._world = world
-        self._seed_host = seed_host
+        self.seed_host = seed_host
         self._hello = local_hello(peer_id=peer_id, name=name, roles=["worker"], purpose="probe")
         self._push = asyncio.Lock()  # to one other at a time
 
@@ -208,7 +208,7 @@ class Prober:
             found[target.peer_id] = LinkQuality(latency_s, bandwidth_bps, striped_bps)
 
     async def _dial(self, target: Target) -> Connection:
-        host = target.host or self._seed_host
+        host = target.host or self.seed_host
         connection, welcome = await dial(
             self._world.network, host, target.port, self._hello, timeout_s=MAX_DEADLINE_S, expect_peer=target.peer_id
         )

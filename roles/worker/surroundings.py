@@ -22,6 +22,7 @@ class Surroundings:
     """What a runner needs of its worker.
 
     Attributes:
+        seed_at: the host that the seed was dialled at, for members on its own machine.
         say: sends to the seed, now or when it is back.
         notify: tells the person, here and at the seed.
         tell: tells the person here only: the seed knows it already.
@@ -35,7 +36,7 @@ class Surroundings:
     world: World
     peer_id: str
     name: str
-    seed_host: str
+    seed_at: Callable[[], str]
     beats: Callable[[], tuple[float, float]]
     inbound: Inbound
     compute: ComputeThread
@@ -46,3 +47,8 @@ class Surroundings:
     tell: Notify
     build_engine: Callable[[Profile], Engine]
     on_step: Callable[[int, int, dict[str, float]], None]
+
+    @property
+    def seed_host(self) -> str:
+        """As it is now: another seed may lead since."""
+        return self.seed_at()

@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from configs.schema import Profile
-from p2ptrain.core.disk import Disk
-from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused, first_error
+from p2ptrain.core.disk import Disk, write_atomic
+from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused, StorageError, first_error
 from p2ptrain.core.ids import is_id
 from p2ptrain.core.threads import Thread
 from p2ptrain.core.world import World
@@ -27,6 +28,7 @@ from roles.worker.keeper import Keeper, lineage_of
 from roles.worker.links import Prober, Sink, targets_untrusted, to_result
 from roles.worker.runner import JobRunner
 from roles.worker.saver import DirectSaver, Saver, Shelf
+from roles.worker.seeds import FILE_NAME, MAX_FILE_BYTES, Known, begun, kept, text_of
 from roles.worker.surroundings import Notify, Surroundings
 from wire.connection import Connection
 from wire.handshake import RefusalCode, local_hello, local_welcome, serve
@@ -70,7 +72,7 @@ class WorkerOptions:
     """What the person chose.
 
     Attributes:
-        seed: host and port to join.
+        seed, others: host and port of the seed to join, and of those to try when it stays away.
         listen: host and port on which other members reach this one (port 0: any free one).
         advertise: the address told to others, where it differs from what the seed sees; ("", 0) where it does not.
         capabilities: shown to people and used for placement: device, memory.
@@ -80,6 +82,17 @@ class WorkerOptions:
     listen: tuple[str, int]
     advertise: tuple[str, int]
     capabilities: dict[str, Scalar]
+    others: tuple[tuple[str, int], ...] = ()
+
+
+def clusters_in(disk: Disk, directory: Path) -> list[Known]:
+    """The seeds that a worker with this directory has met. Raises ``StorageError``."""
+    if FILE_NAME not in disk.list_dir(directory):
+        return []
+    try:
+        return kept(disk.read(directory / FILE_NAME, max_bytes=MAX_FILE_BYTES))
+    except ProtocolError:  # damaged: it is written anew when the seed that the person named is met
+        return []
 
 
 class Worker:
@@ -128,15 +141,17 @@ class Worker:
         self._leaving = False
         self._tasks = asyncio.TaskGroup()
         self._port = options.listen[1]
+        self._clusters = clusters_in(world.disk, identity.directory)
         self._link = SeedLink(
             world=world,
-            host=options.seed[0],
-            port=options.seed[1],
+            known=begun([options.seed, *options.others], self._clusters),
+            plain=member is None,
             hello=self._hello,
             pulse=self._pulse,
             on_message=self._message,
             on_up=self._seed_up,
             on_down=self._seed_down,
+            on_known=self._keep_seeds,
         )
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -229,6 +244,18 @@ class Worker:
         if self._runner is not None:
             self._runner.seed_is_back()
 
+    def _keep_seeds(self, known: Known) -> None:
+        """So that this worker finds its cluster when it is started again, whoever leads then."""
+        self._prober.seed_host = self._link.host
+        data, path = text_of(known, self._clusters), self._identity.directory / FILE_NAME
+        self._tasks.create_task(self._write(path, data), name="keep seeds")
+
+    async def _write(self, path: Path, data: bytes) -> None:
+        try:
+            await self._disk.submit(partial(write_atomic, self._world.disk, path, data))
+        except StorageError as problem:
+            self._notify("warning", "seeds", f"where the seeds are is not kept: {problem.message}")
+
     def _seed_down(self, problem: P2PTrainError) -> None:
         self._cancel_renewal()
         going_on = "; training goes on" if self._runner and self._runner.core.running else ""
@@ -291,7 +318,7 @@ class Worker:
             world=self._world,
             peer_id=self._identity.peer_id,
             name=self._identity.name,
-            seed_host=self._options.seed[0],
+            seed_at=lambda: self._link.host,
             beats=lambda: self._beats,
             inbound=self._inbound,
             compute=self._compute,

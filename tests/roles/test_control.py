@@ -15,6 +15,7 @@ from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError, Refused, Unreachable
 from p2ptrain.core.world import LoopClock, World
 from roles.worker.control import Pulse, SeedLink
+from roles.worker.seeds import Known
 from wire.connection import Connection
 from wire.handshake import RefusalCode, Server, local_hello, local_welcome, serve
 from wire.memory import MemoryNetwork
@@ -106,13 +107,14 @@ async def linked(seed: FakeSeed) -> AsyncIterator[Linked]:
     assert isinstance(network, MemoryNetwork)
     link = SeedLink(
         world=replace(seed.world, network=network.at("worker")),
-        host="seed",
-        port=1,
+        known=Known((("seed", 1),)),
+        plain=True,
         hello=lambda: local_hello(peer_id="w", name="w", roles=["worker"], purpose="peer", port=5),
         pulse=lambda: Pulse(1, 2, "training", {}),
         on_message=messages.put,
         on_up=lambda welcome: None,
         on_down=downs.put,
+        on_known=lambda known: None,
     )
     running = asyncio.create_task(link.run())
     yield Linked(link, downs, messages, running)

@@ -323,7 +323,7 @@ async def test_the_ticket_shown_is_the_same_after_a_restart(secure: Cluster) -> 
 @pytest.mark.parametrize(
     "params",
     [
-        {"role": "seed"},
+        {"role": "drafter"},
         {"expires_s": 0},
         {"expires_s": 1e12},
         {"expires_s": float("nan")},
