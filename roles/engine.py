@@ -103,9 +103,9 @@ class Engine(Protocol):
         """The bytes of ``state()`` were replaced by those of ``step``: refresh whatever derives from them."""
         ...
 
-    def checkpoint_files(self) -> list[FilePlan]:
-        """A checkpoint of the current step, to be written from a copy of ``state()``: a Hugging Face model, and the
-        optimizer. Raises ``StorageError``."""
+    def checkpoint_files(self, step: int) -> list[FilePlan]:
+        """A checkpoint of ``step``, to be written from a copy of ``state()`` at that step: a Hugging Face model, and
+        the optimizer. Raises ``StorageError``."""
         ...
 
     def load(self, directory: Path) -> None:

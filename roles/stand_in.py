@@ -125,7 +125,7 @@ class StandInEngine:
     def state_loaded(self, step: int) -> None:
         """Nothing derives from the state."""
 
-    def checkpoint_files(self) -> list[FilePlan]:
+    def checkpoint_files(self, step: int) -> list[FilePlan]:
         whole = tuple(BlobRange(blob.name, 0, blob.view.nbytes) for blob in self.state())
         notes = json.dumps({"numel": self._parameters.size}).encode()
         return [FilePlan(_FILE, whole), FilePlan("config.json", (notes,))]

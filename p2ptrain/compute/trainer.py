@@ -120,7 +120,6 @@ class Trainer:
             hook = partial(self._watch.gradient_final, index)
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self._mirrors: list[tuple[Tensor, Tensor]] = []  # (on the device, what state() gave out) on a GPU
-        self._step = 0
         self._is_initial = True
         self._files: CheckpointFiles | None = None
         self.corpus_digest = self._corpus.digest
@@ -200,7 +199,7 @@ class Trainer:
             self._flat.gradients.copy_(self._host)
         gradients = self._flat.gradients[: self._flat.numel]
         self._optimizer.apply(gradients, step=step, lr=lr, scale=scale * self._unit)
-        self._moved_to(step + 1)
+        self._moved_to()
         return Applied(step + 1, loss, lr, norm)
 
     # ------------------------------------------------------------------------------------------------------ validation
@@ -237,16 +236,16 @@ class Trainer:
             with self._arithmetic():
                 self._flat.copy_weights(self._build())
             self._optimizer.reset()
-            self._moved_to(0)
+            self._moved_to()
             self._is_initial = True
 
     def state_loaded(self, step: int) -> None:
         """The bytes of ``state()`` are those of ``step`` now."""
         for array, host in self._mirrors:
             array.copy_(host)
-        self._moved_to(step)
+        self._moved_to()
 
-    def checkpoint_files(self) -> list[FilePlan]:
+    def checkpoint_files(self, step: int) -> list[FilePlan]:
         """A Hugging Face model directory, and the optimizer beside it, made of ranges of ``state()``'s blobs.
 
         Raises:
@@ -255,7 +254,7 @@ class Trainer:
         if self._files is None:
             moments = [name for name in self._state_arrays() if name != PARAMETERS]
             self._files = CheckpointFiles(self._flat, self._tokenizer, moments=moments, corpus=self.corpus_digest)
-        return self._files.of_step(self._step)
+        return self._files.of_step(step)
 
     def load(self, directory: Path) -> None:
         """Restore a checkpoint. Raises ``StorageError`` where it does not fit this model; nothing is changed then."""
@@ -270,7 +269,6 @@ class Trainer:
                     f"the checkpoint {directory} is of another model",
                     remedy="restore it into a job with its [model] table",
                 )
-            step = int(notes["step"])
             with safe_open(directory / OPTIMIZER_FILE, "pt") as file:
                 loaded = {name: file.get_tensor(name) for name in moments}
             weights = load_model(directory)
@@ -285,7 +283,7 @@ class Trainer:
         self._flat.copy_weights(weights)
         for name, array in moments.items():
             self._flat.rearrange(loaded[name], places, array)
-        self._moved_to(step)
+        self._moved_to()
 
     # ---------------------------------------------------------------------------------------------------------- inside
 
@@ -311,9 +309,9 @@ class Trainer:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=self._autocast_dtype)
 
-    def _moved_to(self, step: int) -> None:
-        """The state is that of ``step`` now; host copies of an earlier one are worth nothing any more."""
-        self._step, self._is_initial, self._mirrors = step, False, []
+    def _moved_to(self) -> None:
+        """The state is another one now; host copies of an earlier one are worth nothing any more."""
+        self._is_initial, self._mirrors = False, []
 
     def _state_arrays(self) -> dict[str, Tensor]:
         return {

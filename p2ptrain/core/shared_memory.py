@@ -38,7 +38,7 @@ class PrivateMemory:
     descriptor = -1
 
     def __init__(self, size_bytes: int) -> None:
-        self.view = memoryview(bytearray(size_bytes))
+        self.view = memoryview(mmap.mmap(-1, size_bytes))
 
 
 class SharedMemory:

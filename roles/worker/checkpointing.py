@@ -11,10 +11,9 @@ import asyncio
 
 from p2ptrain.core.checkpoints import CheckpointEntry, Meta
 from p2ptrain.core.errors import P2PTrainError
-from p2ptrain.core.training import FilePlan
 from roles.engine import Engine
 from roles.worker.keeper import Keeper
-from roles.worker.snapshot import Snapshot, Snapshots
+from roles.worker.snapshot import Snapshots
 from roles.worker.surroundings import Surroundings
 from wire.messages import CheckpointSaved
 
@@ -50,45 +49,43 @@ class Checkpointing:
             meta: with the state's ``lineage`` and the step's ``square_sum``.
             wait: return when it is durable, or failed, and not before.
         """
-        lineage, square_sum = str(meta["lineage"]), float(meta["square_sum"] or 0.0)
+        key = step, str(meta["lineage"])
         if wait:
             await self._settled()
-        if self._saved == (step, lineage) or (step, lineage) in self._writing:
+        if self._saved == key or key in self._writing:
             return
-        try:
-            plan = await self._around.compute.run(engine.checkpoint_files)
-            snapshot = await self._snapshots.take(engine, step=step, lineage=lineage, square_sum=square_sum)
-        except P2PTrainError as problem:
-            self._failed(step, problem)
-            return
-        # A ring that breaks meanwhile abandons the boundary, not the checkpoint.
-        writing = self._tasks.create_task(self._write(snapshot, plan, meta), name=f"save {step}")
-        self._writing[step, lineage] = writing
-        if wait:
-            await self._settled()
+        # A ring that breaks meanwhile abandons the boundary, not the checkpoint. Whatever changes the state then is
+        # called on the compute thread, too, and so after the copying.
+        copied = asyncio.Event()
+        saving = self._save(engine, meta, key, copied, urgent=wait)
+        self._writing[key] = self._tasks.create_task(saving, name=f"save {step}")
+        await (self._settled() if wait else copied.wait())
 
     async def _settled(self) -> None:
         """Nothing is being written any more."""
         if self._writing:
             await asyncio.wait(self._writing.values())
 
-    async def _write(self, snapshot: Snapshot, plan: list[FilePlan], meta: Meta) -> None:
+    async def _save(
+        self, engine: Engine, meta: Meta, key: tuple[int, str], copied: asyncio.Event, *, urgent: bool
+    ) -> None:
+        (step, lineage), square_sum = key, float(meta["square_sum"] or 0.0)
         try:
-            entry = await self._keeper.save(snapshot, plan, meta)
+            with await self._snapshots.take(engine, step=step, lineage=lineage, square_sum=square_sum) as snapshot:
+                plan = await self._around.compute.run(engine.checkpoint_files, step)
+                copied.set()
+                entry = await self._keeper.save(snapshot, plan, meta, urgent=urgent)
         except P2PTrainError as problem:
             # A full disk must not end the run: the state is in memory, here and at every member.
-            self._failed(snapshot.step, problem)
+            text = f"no checkpoint at step {step}: {problem.message}. {problem.remedy}".rstrip(". ")
+            self._around.notify("error", "checkpoint-failed", text)
         else:
-            self._saved = (snapshot.step, snapshot.lineage)
+            self._saved = key
             self._announce(entry)
-            self._around.notify("info", "checkpoint-saved", f"step {entry.step} saved to {entry.path}")
+            self._around.notify("info", "checkpoint-saved", f"step {step} saved to {entry.path}")
         finally:
-            snapshot.release()
-            del self._writing[snapshot.step, snapshot.lineage]
-
-    def _failed(self, step: int, problem: P2PTrainError) -> None:
-        text = f"no checkpoint at step {step}: {problem.message}. {problem.remedy}".rstrip(". ")
-        self._around.notify("error", "checkpoint-failed", text)
+            copied.set()
+            del self._writing[key]
 
     def _announce(self, entry: CheckpointEntry) -> None:
         val_loss = entry.meta.get("val_loss")

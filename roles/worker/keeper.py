@@ -72,9 +72,9 @@ class Keeper:
         square_sum = entry.meta.get("square_sum")
         return entry.step, lineage_of(entry), float(square_sum) if isinstance(square_sum, float) else 0.0, entry
 
-    async def save(self, snapshot: Snapshot, plan: list[FilePlan], meta: Meta) -> CheckpointEntry:
+    async def save(self, snapshot: Snapshot, plan: list[FilePlan], meta: Meta, *, urgent: bool) -> CheckpointEntry:
         """Write the checkpoint of the snapshot's step. Raises ``StorageError``, ``ResourceError``."""
-        return await self._saver.save(snapshot, plan, self._shelf, meta)
+        return await self._saver.save(snapshot, plan, self._shelf, meta, urgent=urgent)
 
     async def verify(self, step: int) -> CheckpointEntry:
         """The checkpoint of ``step``, every byte of it compared. Raises ``UserError``, ``StorageError``."""

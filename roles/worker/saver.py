@@ -33,10 +33,15 @@ class Saver(Protocol):
         """Memory for a snapshot that this saver can write. Called on the compute thread. Raises ``ResourceError``."""
         ...
 
-    async def save(self, snapshot: Snapshot, plan: list[FilePlan], shelf: Shelf, meta: Meta) -> CheckpointEntry:
+    async def save(
+        self, snapshot: Snapshot, plan: list[FilePlan], shelf: Shelf, meta: Meta, *, urgent: bool
+    ) -> CheckpointEntry:
         """Write ``plan`` from the snapshot's blobs as the durable checkpoint of its step, then prune older ones.
 
         The caller keeps the snapshot until this returned.
+
+        Args:
+            urgent: somebody waits for it; else training comes first.
 
         Raises:
             StorageError, ResourceError: there is no such checkpoint; the older ones are unharmed.
@@ -62,7 +67,9 @@ class DirectSaver:
         """Memory of this process."""
         return PrivateMemory(size_bytes)
 
-    async def save(self, snapshot: Snapshot, plan: list[FilePlan], shelf: Shelf, meta: Meta) -> CheckpointEntry:
+    async def save(
+        self, snapshot: Snapshot, plan: list[FilePlan], shelf: Shelf, meta: Meta, *, urgent: bool
+    ) -> CheckpointEntry:
         """See ``Saver``."""
         return await self._thread.submit(lambda: self.write(snapshot, plan, shelf, meta))
 

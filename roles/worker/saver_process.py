@@ -1,6 +1,7 @@
 """Checkpoints written by a helper process: other cores' time, no turn of this process' interpreter, the least urgency.
 
-The helper starts with the first checkpoint and stays, in a session of its own, so Ctrl+C at the terminal is not for it.
+The helper starts with the first checkpoint and stays, in a process group of its own, so Ctrl+C is not for it; not in a
+session of its own, which Linux would give a share of the processor's time as large as that of all of the training.
 ``p2ptrain.core.checkpoint_writer`` has the words between the two. It may die at any moment: then the checkpoint is
 written from here, as ``DirectSaver`` does, and the next one gets a new helper. It may hang, as a disk may: then it is
 killed after a while, that checkpoint is given up, and training never noticed.
@@ -18,8 +19,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from p2ptrain.core import checkpoint_writer
-from p2ptrain.core.checkpoint_writer import Order, receive_answer, send_order
+from p2ptrain.core.checkpoint_writer import URGENT, Order, receive_answer, send_order
 from p2ptrain.core.checkpoints import CheckpointEntry, Meta
 from p2ptrain.core.disk import Disk
 from p2ptrain.core.errors import StorageError
@@ -74,13 +77,15 @@ class ProcessSaver:
         """Memory that the helper can map."""
         return SharedMemory(size_bytes)
 
-    async def save(self, snapshot: Snapshot, plan: list[FilePlan], shelf: Shelf, meta: Meta) -> CheckpointEntry:
+    async def save(
+        self, snapshot: Snapshot, plan: list[FilePlan], shelf: Shelf, meta: Meta, *, urgent: bool
+    ) -> CheckpointEntry:
         """See ``Saver``."""
         lost: list[HelperLost] = []
 
         def write() -> CheckpointEntry:  # in one go: nothing else may come to the directory in between
             try:
-                return self._ordered(snapshot, plan, shelf, meta)
+                return self._ordered(snapshot, plan, shelf, meta, urgent=urgent)
             except HelperLost as problem:
                 lost.append(problem)
                 if self._closed:
@@ -105,33 +110,42 @@ class ProcessSaver:
 
     # ----------------------------------------------------------------------------------------------- the disk's thread
 
-    def _ordered(self, snapshot: Snapshot, plan: list[FilePlan], shelf: Shelf, meta: Meta) -> CheckpointEntry:
+    def _ordered(
+        self, snapshot: Snapshot, plan: list[FilePlan], shelf: Shelf, meta: Meta, *, urgent: bool
+    ) -> CheckpointEntry:
         places = {place.name: (place.offset, place.size_bytes) for place in snapshot.places}
         memory_bytes = snapshot.memory.view.nbytes
         order = Order(shelf.root, shelf.keep, snapshot.step, meta, plan, places, memory_bytes)
         size_bytes = sum(file.size_bytes for file in plan)
         patience_s = SILENCE_S + size_bytes / max(SLOWEST_BYTES_PER_S, self._least_bytes_per_s / SLOWER_THAN_EVER)
-        helper = self._ready_helper()
+        helper = self._ready_helper(urgent)
         began = time.monotonic()
         try:
             helper.channel.settimeout(patience_s)
             send_order(helper.channel, order, snapshot.memory.descriptor)
             entry = receive_answer(helper.channel, order)
         except TimeoutError as error:
+            starved = helper.starves()
             self._give_up()
+            if starved:
+                raise HelperLost("the process that writes checkpoints got no time from this machine") from error
             raise StorageError(
                 f"{size_bytes / 1e6:.1f} MB were not written to {shelf.root} in {patience_s:.0f} s",
                 remedy="see whether that disk works, or choose another place with --state",
             ) from error
         except OSError as error:
+            with suppress(subprocess.TimeoutExpired):  # it closed the socket as it ends
+                helper.process.wait(DEATH_S)
             raise HelperLost(f"the process that writes checkpoints {self._give_up()}") from error
         self._least_bytes_per_s = min(self._least_bytes_per_s, size_bytes / (time.monotonic() - began))
         return entry
 
-    def _ready_helper(self) -> _Helper:
+    def _ready_helper(self, urgent: bool) -> _Helper:
+        if self._helper is not None and self._helper.urgent is not urgent:
+            self._give_up()  # an ordinary user may not give an idle process its urgency back
         if self._helper is None:
             try:
-                self._helper = _Helper(self._command)
+                self._helper = _Helper(self._command, urgent)
             except OSError as error:
                 reason = error.strerror or error
                 raise HelperLost(f"the process that writes checkpoints cannot be started ({reason})") from error
@@ -156,16 +170,25 @@ class ProcessSaver:
 class _Helper:
     """The process, and the socket to it. Raises ``OSError`` where it cannot be started."""
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], urgent: bool) -> None:
+        self.urgent = urgent
+        command = (*command, URGENT) if urgent else command
         self.channel, theirs = socket.socketpair()
         with theirs:
             try:
                 self.process: subprocess.Popen[bytes] = subprocess.Popen(
-                    command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, start_new_session=True
+                    command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, process_group=0
                 )
             except BaseException:
                 self.channel.close()
                 raise
+
+    def starves(self) -> bool:
+        """Whether it could go on, if somebody let it: it does not wait for the disk."""
+        try:
+            return bool(psutil.Process(self.process.pid).status() == psutil.STATUS_RUNNING)
+        except psutil.Error:
+            return False
 
     def kill(self) -> None:
         """At once, and wake whoever waits for its answer."""

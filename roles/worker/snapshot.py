@@ -58,6 +58,12 @@ class Snapshot:
         self._arena.holders += 1
         return self
 
+    def __enter__(self) -> Snapshot:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
     def release(self) -> None:
         assert self._arena.holders, "released once too often"
         self._arena.holders -= 1

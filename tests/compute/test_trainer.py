@@ -376,7 +376,7 @@ def test_save_and_load_resume_bit_equal(make_trainer: MakeTrainer, tmp_path: Pat
     trainer = make_trainer()
     for step in range(3):
         run_step(trainer, step)
-    save(trainer, tmp_path)
+    save(trainer, tmp_path, step=3)
     saved = state_bytes(trainer)
     losses = [run_step(trainer, step) for step in range(3, 6)]
     other = make_trainer(seed=99)
@@ -534,7 +534,7 @@ def test_no_room_for_temporary_files(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
     with pytest.raises(StorageError, match="temporary files") as caught:
-        make_trainer().checkpoint_files()
+        make_trainer().checkpoint_files(0)
     assert "TMPDIR" in caught.value.remedy
 
 

@@ -100,11 +100,11 @@ class Desk:
         snapshots = Snapshots(self.compute, saver.allocate)
         self.engine.state()[0].view[:8] = step.to_bytes(8, "little")
         snapshot = await snapshots.take(self.engine, step=step, lineage=LINEAGE, square_sum=1.0)
-        plan, meta = self.engine.checkpoint_files(), {"lineage": LINEAGE, "square_sum": 1.0}
+        plan, meta = self.engine.checkpoint_files(step), {"lineage": LINEAGE, "square_sum": 1.0}
         # Named before, as a log is written before: what is durable when the helper dies may never be announced.
         self.logged[f"step-{step:08d}"] = self.engine.digest()
         try:
-            await saver.save(snapshot, plan, Shelf(self.root, KEEP), meta)
+            await saver.save(snapshot, plan, Shelf(self.root, KEEP), meta, urgent=False)
         except StorageError:
             return False
         finally:

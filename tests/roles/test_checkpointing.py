@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,15 @@ import pytest
 from configs.schema import Profile
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import StorageError
+from p2ptrain.core.threads import RealThreads
 from p2ptrain.core.world import Network, World
+from roles.compute_thread import ComputeThread
 from roles.in_process import Cluster
+from roles.stand_in import StandInEngine
+from roles.worker.checkpointing import Checkpointing
+from roles.worker.keeper import Keeper
+from roles.worker.saver import DirectSaver, Shelf
+from roles.worker.snapshot import Snapshots
 from wire.memory import MemoryNetwork
 
 STEPS = 13
@@ -115,3 +123,36 @@ async def test_leaving_does_not_wait_for_a_disk_that_hangs(cluster: HangingClust
     peer = cluster.join()
     assert await asyncio.to_thread(cluster.disk.hangs.wait, 20)
     await peer.leave()  # has its own deadline
+
+
+async def test_a_ring_that_breaks_while_the_state_is_copied_costs_no_checkpoint(tmp_path: Path) -> None:
+    told: list[str] = []
+    disk, compute = RealThreads().start("disk"), ComputeThread()
+    saver, engine, busy = DirectSaver(disk, RealDisk()), StandInEngine(Profile()), threading.Event()
+    around: Any = SimpleNamespace(
+        compute=compute, say=lambda message: None, notify=lambda *notice: told.append(notice[1])
+    )
+    keeper = Keeper(disk, RealDisk(), saver, Shelf(tmp_path, 2), lambda *notice: None)
+    async with asyncio.TaskGroup() as tasks:
+        checkpoints = Checkpointing(
+            around, job="j", keeper=keeper, snapshots=Snapshots(compute, saver.allocate), tasks=tasks
+        )
+        before = asyncio.create_task(compute.run(busy.wait, 20))
+        boundary = asyncio.create_task(
+            checkpoints.save(engine, {"lineage": "0" * 32, "square_sum": 1.0}, step=4, wait=False)
+        )
+        for _ in range(3):
+            await asyncio.sleep(0)  # it has asked for the copy
+        boundary.cancel()
+        await asyncio.wait([boundary])
+        after = asyncio.create_task(compute.run(engine.load_initial))
+        expected = engine.digest()
+        busy.set()
+        await asyncio.gather(before, after)
+    assert told == ["checkpoint-saved"]
+    entry = await keeper.verify(4)
+    saved = StandInEngine(Profile())
+    saved.load(entry.path)
+    assert saved.digest() == expected != engine.digest(), "what came after it is not in it"
+    disk.close()
+    compute.close()

@@ -46,11 +46,13 @@ class Bench:
     async def take(self, step: int = 7) -> Snapshot:
         return await self.snapshots.take(self.engine, step=step, lineage=str(META["lineage"]), square_sum=0.5)
 
-    async def save(self, step: int = 7) -> CheckpointEntry:
+    async def save(self, step: int = 7, *, urgent: bool = False) -> CheckpointEntry:
         snapshot = await self.take(step)
         try:
             async with asyncio.timeout(DEADLINE_S):
-                return await self.saver.save(snapshot, self.engine.checkpoint_files(), self.shelf, META)
+                return await self.saver.save(
+                    snapshot, self.engine.checkpoint_files(step), self.shelf, META, urgent=urgent
+                )
         finally:
             snapshot.release()
 
@@ -94,9 +96,9 @@ def no_damage(path: Path, why: str) -> None:
 
 async def test_what_is_saved_is_the_state_and_can_be_loaded(bench: Bench) -> None:
     snapshot = await bench.take()
-    plan, before = bench.engine.checkpoint_files(), bench.engine.digest()
+    plan, before = bench.engine.checkpoint_files(7), bench.engine.digest()
     bench.engine.state()[0].view[:4] = b"\1\2\3\4"  # training goes on
-    entry = await bench.saver.save(snapshot, plan, bench.shelf, META)
+    entry = await bench.saver.save(snapshot, plan, bench.shelf, META, urgent=False)
     snapshot.release()
     assert CheckpointStore(RealDisk(), bench.shelf.root, 2).newest_good(no_damage) == entry
     assert entry.meta == META
@@ -172,12 +174,37 @@ async def test_the_helper_is_light_urgent_to_nobody_and_deaf_to_ctrl_c(with_help
     bench = with_helper
     await bench.save(1)
     helper = helper_of(bench)
-    assert os.getsid(helper.pid) == helper.pid != os.getsid(0)
+    assert os.getpgid(helper.pid) == helper.pid
+    assert os.getsid(helper.pid) == os.getsid(0), "a session is scheduled as one, whatever the urgency of its processes"
     assert os.getpriority(os.PRIO_PROCESS, helper.pid) == 19
+    if hasattr(os, "SCHED_IDLE"):
+        assert os.sched_getscheduler(helper.pid) == os.SCHED_IDLE
     helper.send_signal(signal.SIGINT)
     await bench.save(2)
     assert helper_of(bench) is helper
     assert bench.told == []
+
+
+async def test_who_waits_gets_a_helper_in_a_hurry(with_helper: Bench) -> None:
+    bench = with_helper
+    await bench.save(1)
+    await bench.save(2, urgent=True)
+    helper = helper_of(bench)
+    assert os.getpriority(os.PRIO_PROCESS, helper.pid) == os.getpriority(os.PRIO_PROCESS, 0)
+    await bench.save(3)
+    assert os.getpriority(os.PRIO_PROCESS, helper_of(bench).pid) == 19
+    assert bench.told == [], "that is no failure"
+
+
+async def test_a_helper_that_gets_no_time_is_done_without(with_helper: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = with_helper
+    await bench.save(1)
+    helper_of(bench).send_signal(signal.SIGSTOP)  # as good as never let in; only it is said to be so
+    monkeypatch.setattr("roles.worker.saver_process.SILENCE_S", 0.05)
+    monkeypatch.setattr("roles.worker.saver_process._Helper.starves", lambda self: True)
+    entry = await bench.save(2)
+    assert CheckpointStore(RealDisk(), bench.shelf.root, 2).newest_good(no_damage) == entry
+    assert "got no time" in bench.told[0][2]
 
 
 _PARENT = """
