@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+_INSTANT_S = 1e-9  # timers so near are due in the same turn, as asyncio has it with its clock's resolution
 _CANCELLED_KEPT = 100  # cancelled timers that may lie about; as many as in asyncio
 
 
@@ -50,7 +51,7 @@ class VirtualClockLoop(asyncio.BaseEventLoop):
             if not scheduled:
                 raise RuntimeError(f"deadlock at virtual time {self._now:g} s: nothing is ready and no timer is set")
             self._now = max(self._now, scheduled[0].when())
-        while scheduled and scheduled[0].when() <= self._now:
+        while scheduled and scheduled[0].when() < self._now + _INSTANT_S:
             timer = heapq.heappop(scheduled)
             if not timer.cancelled() or not self._forgotten(timer):
                 timer._scheduled = False  # type: ignore[attr-defined]

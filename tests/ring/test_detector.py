@@ -112,7 +112,7 @@ def test_a_calm_peer_is_given_half_the_time_of_a_stranger():
 def test_who_was_late_before_is_given_more_time_up_to_a_bound():
     restless = rhythm_of(*[0.25] * 50, 0.75)
     assert restless.patience_s(0.25, 2.0) == pytest.approx(0.25 + FACTOR * 0.5)
-    assert rhythm_of(*[0.25] * 50, 60.0).patience_s(0.25, 2.0) == 4.0
+    assert rhythm_of(*[0.25] * 50, 60.0).patience_s(0.25, 2.0) == 2.0
 
 
 def test_far_beats_are_never_judged_within_three_of_them():

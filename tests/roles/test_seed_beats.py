@@ -96,10 +96,10 @@ def test_a_restless_one_has_longer_and_its_past_outlives_the_link():
         memory = Memory()
         first = link(memory=memory)
         lost = asyncio.create_task(heard(first))
-        await beating(first, [0.25] * 20 + [0.85] + [0.25] * 20)
+        await beating(first, [0.25] * 20 + [0.65] + [0.25] * 20)
         began = asyncio.get_running_loop().time()
-        assert await lost == pytest.approx(began + 0.25 + 3 * 0.6)
-        assert link(memory=memory).detector.next_deadline() == pytest.approx(2.05)
+        assert await lost == pytest.approx(began + 0.25 + 3 * 0.4)
+        assert link(memory=memory).detector.next_deadline() == pytest.approx(1.45)
 
     run_virtual(main())
 
