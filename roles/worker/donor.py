@@ -5,10 +5,11 @@ token. It ends with the view. A worker beside the ring gets a *snapshot*, which 
 boundary, and then the reduced bytes of every step committed since, from a *log*; that outlasts views, and ends when
 the follower is in, gone, or silent. Whoever holds a state that the log reaches back to is given steps and no state.
 
-The log is bounded by the size of the state and two steps. That is just where catching up stops to be possible: while
-the state is fetched at r bytes/s, a ring that makes G bytes of sums every t seconds logs q = G/(t r) of the state's
-size. With q < 1 the log holds, and each round of fetching leaves q of the one before, so the follower is level after
-1/(1-q) of the first round's time. With q >= 1 it would never be, and it is told that what it wants is gone.
+The log is bounded by the size of the state and two steps (``log_limit_bytes``). That is just where catching up stops
+to be possible: while the state is fetched at r bytes/s, a ring that makes G bytes of sums every t seconds logs
+q = G/(t r) of the state's size. With q < 1 the log holds, and each round of fetching leaves q of the one before, so the
+follower is level after 1/(1-q) of the first round's time. With q >= 1 it would never be, and it is told that what it
+wants is gone.
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ from roles.worker.given import (
     ANSWER_S,
     BEATS,
     CHUNK_BYTES,
-    LOG_STEPS,
     LONGEST_SILENCE_S,
     SHORTEST_SILENCE_S,
     Entry,
@@ -44,6 +44,7 @@ from roles.worker.given import (
     StepLog,
     chunk_untrusted,
     copied,
+    log_limit_bytes,
 )
 from roles.worker.pace import Pace
 from roles.worker.snapshot import Snapshots
@@ -202,9 +203,8 @@ class Donations:
         core = self._core
         try:
             copy = await snapshots.take(engine, step=core.applied, lineage=core.lineage, square_sum=core.square_sum)
-        except ResourceError as problem:
-            for taker in waiting:
-                taker.end(problem.message)
+        except ResourceError:
+            self._want_snapshot()  # the other copies are being written to disk: after a later step, then
             return
         self._copy = Given(copy.step, copy.lineage, copy.square_sum, copy.blobs, copy)
         copy_users = [taker for taker in waiting if taker in self._takers]
@@ -242,8 +242,9 @@ class Donations:
                 sender.cancel()
                 offer.cancel()
         except* P2PTrainError as group:
-            if not taker.ended:
-                raise first_error(group) from None
+            error = first_error(group)
+            if not taker.ended and not isinstance(error, ConnectionLost):  # that is how it says that it has enough
+                raise error from None
         finally:
             self._takers.discard(taker)
             connection.abort()  # before the memory that it may still be sending from is used for something else
@@ -310,7 +311,7 @@ class Donations:
         if self._core.torn or not self._core.lineage:
             raise Refused(_NOT_HERE, "this member has no state to give")
         self._logging = True
-        self._log.limit_bytes = self.state_bytes + LOG_STEPS * engine.reduce_buffer.nbytes
+        self._log.limit_bytes = log_limit_bytes(self.state_bytes, engine.reduce_buffer.nbytes)
         self._log.begin(self._core.applied, self._core.lineage)
 
     def _offer_steps(self, taker: Taker, request: HealRequest, entries: list[Entry]) -> None:

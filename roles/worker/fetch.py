@@ -21,7 +21,7 @@ from p2ptrain.core.world import World
 from ring.token import is_lineage, next_lineage
 from roles.engine import Blob
 from roles.worker.donor import conversation
-from roles.worker.given import ANSWER_S, CHUNK_BYTES, DIGEST_BYTES, LOG_STEPS, chunks_of
+from roles.worker.given import ANSWER_S, CHUNK_BYTES, DIGEST_BYTES, chunks_of, log_limit_bytes
 from roles.worker.transfer import Agreement, Ask, GiveUp, Transfer
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
@@ -121,7 +121,7 @@ class Fetch:
         self._on_torn, self._on_progress = on_torn, on_progress
         self._chunks = chunks_of(list(me.state), CHUNK_BYTES)
         self.total_bytes = sum(blob.view.nbytes for blob in me.state)
-        self._log_steps = (self.total_bytes + LOG_STEPS * me.reduce_bytes) // max(me.reduce_bytes, 1)
+        self._log_steps = log_limit_bytes(self.total_bytes, me.reduce_bytes) // max(me.reduce_bytes, 1)
         self._donors: dict[str, _Donor] = {}
         self._unanswered = 0  # lanes that have no offer yet, and whom to ask
         self._lanes = 0

@@ -22,7 +22,15 @@ SHORTEST_SILENCE_S, LONGEST_SILENCE_S = 0.1, 600.0
 BEATS = 4
 """In a silence: so often each side says something."""
 LOG_STEPS = 2
-"""Steps that the log may hold beyond the size of the state, however small that is."""
+LOG_LEAST_BYTES = 16 << 20
+
+
+def log_limit_bytes(state_bytes: int, reduce_bytes: int) -> int:
+    """How much of the steps since a snapshot a donor keeps: see ``roles.worker.donor``.
+
+    For a small state, of which round trips take longer than bytes, it is a little memory of a fixed size.
+    """
+    return max(state_bytes + LOG_STEPS * reduce_bytes, LOG_LEAST_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

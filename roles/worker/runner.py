@@ -376,7 +376,7 @@ class JobRunner:
         self.donations.cut("it is healed itself")
         done = await self._healer.within(instruction, self._ready_engine())
         self._fetched = (done.size_bytes, len(done.given))
-        what = f"the {done.steps} steps up to" if done.steps else "the state of step"
+        what = f"what it lacked (steps: {done.steps}) up to step" if done.steps else "the state of step"
         self._around.notify("info", "healed", f"fetched {what} {instruction.view.step}: {done}")
         self._handle(Finished(instruction.ticket))
 

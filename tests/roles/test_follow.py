@@ -15,7 +15,7 @@ from ring.activities import Event, Heal, Loaded, Unloaded, ViewArrived
 from ring.transaction import Phase, Transaction
 from roles.stand_in import StandInEngine
 from roles.worker.donor import MAX_FOLLOWERS, Taker
-from roles.worker.given import LOG_STEPS
+from roles.worker.given import log_limit_bytes
 from roles.worker.heal import Fetched, Follower, Healer
 from roles.worker.testing import (
     FIRST,
@@ -275,8 +275,8 @@ def test_who_is_too_slow_is_told_so_and_the_log_stays_bounded() -> None:
 
             newcomer.follower._around.compute.run = held  # type: ignore[method-assign]
             donations = ring.members[0].donations
-            limit = donations.state_bytes + LOG_STEPS * newcomer.engine.reduce_buffer.nbytes
-            for _ in range(12):
+            limit = log_limit_bytes(donations.state_bytes, newcomer.engine.reduce_buffer.nbytes)
+            for _ in range(24):
                 await ring.step()
                 await asyncio.sleep(0.001)
                 assert donations.log_bytes <= limit
