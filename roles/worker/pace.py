@@ -1,9 +1,9 @@
 """How much a member may give to others beside its own ring's work: its steps must not take noticeably longer. Pure.
 
-Theory of operation: a step gets an *allowance* of bytes. It begins with what can be given one after the other within
-``SHARE`` of a usual step: even if nothing of that were hidden, the step would take no more than that longer. Where
-computing and sending do not hinder one another, much more can be given for nothing: so the allowance doubles from step
-to step, until a step does take longer than that. From then on it is judged by the mean of a *round* of steps, because
+Theory of operation: a step gets an *allowance* of bytes. It begins with a part of what can be sent one after the other
+within ``SHARE`` of a usual step: were nothing of that hidden, the step would still hardly take longer. Where computing
+and sending do not hinder one another, much more can be given for nothing: so the allowance doubles from step to step,
+until a step does take longer by that share. From then on it is judged by the mean of a *round* of steps, because
 single ones scatter: halved where the round took longer, else raised a little.
 
 What a usual step takes is measured in steps in which nothing is given; each round begins with one, because shares and
@@ -20,6 +20,8 @@ ROUND = 8
 """Steps, of which the first is quiet."""
 KNOWN_STEPS = 3
 """So many quiet steps make a usual one; before, nothing is given."""
+FIRST = 0.25
+"""Of ``SHARE``, to begin with: copying and hashing are not in the time that sending takes."""
 RISE = 1.5
 
 
@@ -50,7 +52,7 @@ class Pace:
     @property
     def allowance_bytes(self) -> float:
         """Of a step."""
-        first_bytes = SHARE * self.usual_s / self._byte_s if self._byte_s and not self._allowance_bytes else 0.0
+        first_bytes = FIRST * SHARE * self.usual_s / self._byte_s if self._byte_s and not self._allowance_bytes else 0.0
         return max(self._piece_bytes, self._allowance_bytes, first_bytes)
 
     @property
