@@ -18,10 +18,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from p2ptrain.core.disk import write_atomic
-from p2ptrain.core.errors import ProtocolError, Refused, StorageError, UserError
+from p2ptrain.core.errors import NetworkError, P2PTrainError, ProtocolError, Refused, StorageError, UserError
 from p2ptrain.core.ids import new_id
 from wire.transport_base import format_address, is_loopback, unreachable
 
@@ -37,7 +37,8 @@ ADDRESS_FILE = "seed"  # beside the credentials: the address that they lead to
 MAX_TARGET_BYTES = 4096
 MENDED_BY_A_TICKET = frozenset({"ticket-revoked", "ticket-unknown", "certificate-expired", "certificate-untrusted"})
 """Why a seed may honour a certificate no longer, and yet take a new ticket."""
-_A = {"worker": "a worker", "operator": "an operator"}
+_A = {"worker": "a worker", "operator": "an operator", "seed": "a standby"}
+_DOES = {"worker": "joins", "operator": "watches and controls", "seed": "follows a seed"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class Caller:
     """Who wants to reach a seed.
 
     Attributes:
-        role: ``worker`` or ``operator``.
+        role: ``worker``, ``operator`` or ``seed``.
         store: where credentials of this caller are kept.
         states: state directories in which a seed on this machine may have left tickets.
         peer_id: of a worker; an operator is a new peer with each ticket.
@@ -84,6 +85,34 @@ class Caller:
     store: Path
     states: Sequence[Path]
     peer_id: str = ""
+
+
+Target: TypeAlias = "Ticket | tuple[str, int]"
+
+
+def read_targets(text: str) -> list[Target]:
+    """Several of them, with commas between: seeds that are tried in this order. Raises as ``read_target``."""
+    return [read_target(part) for part in text.split(",")]
+
+
+async def reach_one(targets: Sequence[Target], caller: Caller, base: Network, *, afresh: bool = False) -> Access:
+    """The way to the first of several seeds of one cluster that can be reached. Raises what the first one raised.
+
+    A ticket is as good at the next seed of its cluster, which has the same book.
+    """
+    ticket = next((target for target in targets if not isinstance(target, tuple)), None)
+    problems: list[P2PTrainError] = []
+    for target in targets:
+        attempt: Target = target
+        if isinstance(target, tuple) and ticket is not None:
+            attempt = dataclasses.replace(ticket, host=target[0], port=target[1])
+        try:
+            return await reach(attempt, caller, base, afresh=afresh)
+        except (NetworkError, Refused) as problem:
+            problems.append(problem)
+            if isinstance(problem, Refused) and problem.code != "standby":
+                raise
+    raise problems[0]
 
 
 def read_target(text: str) -> Ticket | tuple[str, int]:
@@ -151,7 +180,7 @@ async def reach(target: Ticket | tuple[str, int], caller: Caller, base: Network,
 def _advice(caller: Caller, *, own: bool) -> str:
     from wire.ticket import local_ticket_path
 
-    option = " --operator" if caller.role == "operator" else ""
+    option = {"operator": " --operator", "seed": " --role seed"}.get(caller.role, "")
     text = f"on the seed's machine, `p2ptrain ticket new{option}` prints one: give it in place of the address"
     if own:
         text += f"; or name the file of a seed of yours: @{local_ticket_path(Path('STATE'), caller.role)}"
@@ -163,8 +192,7 @@ async def _by_ticket(ticket: Ticket, caller: Caller, base: Network, *, afresh: b
     from wire.enrol import enrol
 
     if ticket.role != caller.role:
-        wanted = "joins" if caller.role == "worker" else "watches and controls"
-        text = f"this is the ticket of {_A[ticket.role]}, and only that of {_A[caller.role]} {wanted}"
+        text = f"this is the ticket of {_A[ticket.role]}, and only that of {_A[caller.role]} {_DOES[caller.role]}"
         raise UserError(text, remedy=_advice(caller, own=False))
     kept = None if afresh else _kept(caller, lambda item: item.pin == ticket.pin)
     if kept is not None:
@@ -275,6 +303,8 @@ async def _plain_host(host: str, port: int, base: Network) -> str:
     try:
         connection, _ = await dial(base, host, port, hello, timeout_s=CONNECT_TIMEOUT_S)
     except Refused as refusal:
+        if refusal.code == RefusalCode.STANDBY:  # in plain; the name is resolved no more where it is the address itself
+            return host if is_loopback(host) else ""
         if refusal.code != RefusalCode.TLS_REQUIRED:
             raise
         return ""

@@ -87,17 +87,18 @@ def join(
       p2ptrain join
       p2ptrain join 192.168.1.20:7337/AbC…
       p2ptrain join @ticket.txt --name laptop --device cpu --threads 4
+      p2ptrain join 192.168.1.20,192.168.1.21
     """
-    from p2ptrain.cli.access import read_target
+    from p2ptrain.cli.access import read_targets
 
     # Workers on one machine share its cores. OpenMP's threads spin while they wait, by default, and so take them from
     # one another: a step was seen to take ten times as long. It must be said before torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    target = read_target(address)
+    targets = read_targets(address)
     advertised = _advertised(advertise)
     _check_device(device)
     root = (state or default_state_dir()).absolute()  # checkpoints are told to people elsewhere by their paths
-    run(_work(target, name, root, slot, host, port, advertised, device, threads, link, with_parent))
+    run(_work(targets, name, root, slot, host, port, advertised, device, threads, link, with_parent))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # a kernel may still run on the compute thread; the interpreter's own shutdown would wait for it
@@ -129,7 +130,7 @@ def _advertised(text: str) -> tuple[str, int]:
 
 
 async def _work(
-    target: Ticket | tuple[str, int],
+    targets: list[Ticket | tuple[str, int]],
     name: str,
     root: Path,
     slot: int | None,
@@ -141,7 +142,7 @@ async def _work(
     link: str,
     with_parent: bool,
 ) -> None:
-    from p2ptrain.cli.access import MENDED_BY_A_TICKET, Access, Caller, reach, shown_address
+    from p2ptrain.cli.access import MENDED_BY_A_TICKET, Access, Caller, reach_one, shown_address
     from p2ptrain.cli.children import leave_with_parent
     from p2ptrain.cli.stopping import stop_on_signals, unless_stopped
     from p2ptrain.core.disk import RealDisk
@@ -150,7 +151,8 @@ async def _work(
     from roles.identity import claim
     from roles.worker.build import capabilities, engine_builder, warm_up
     from roles.worker.saver_process import saver_of_this_system
-    from roles.worker.worker import Worker, WorkerOptions
+    from roles.worker.seeds import begun
+    from roles.worker.worker import Worker, WorkerOptions, clusters_in
     from wire.emulate import EmulatedNetwork
     from wire.handshake import RefusalCode
     from wire.shaper import preset_named
@@ -164,6 +166,10 @@ async def _work(
     base = EmulatedNetwork(tcp, preset_named(link), os.getpid()) if link else tcp
     identity = claim(RealDisk(), root, role="worker", name=name, slot=slot)
 
+    places = [target if isinstance(target, tuple) else (target.host, target.port) for target in targets]
+    # Where another seed leads since this worker was here, it knows it.
+    known = [place for place in begun(places, clusters_in(RealDisk(), identity.directory)).seeds if place not in places]
+
     def worker(access: Access, listen: tuple[str, int]) -> Worker:
         return Worker(
             real_world(access.network),
@@ -173,6 +179,7 @@ async def _work(
                 listen=listen,
                 advertise=advertise,
                 capabilities=capabilities(device),
+                others=tuple(place for place in places if place != (access.host, access.port)),
             ),
             build_engine=engine_builder(device=device, threads=threads),
             warm_up=warm_up,
@@ -184,12 +191,12 @@ async def _work(
             member=access.member,
         )
 
-    console.event("info", f"worker {identity.name} ({identity.peer_id}) joins {shown_address(target)}")
+    console.event("info", f"worker {identity.name} ({identity.peer_id}) joins {', '.join(map(shown_address, targets))}")
     caller = Caller("worker", identity.directory / "credentials", [root, default_state_dir()], identity.peer_id)
     listen_host, afresh = host, False
     try:
         while True:
-            access = await unless_stopped(stop, reach(target, caller, base, afresh=afresh))
+            access = await unless_stopped(stop, reach_one([*targets, *known], caller, base, afresh=afresh))
             if access is None:
                 break
             try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -22,7 +22,7 @@ DEFAULT_SEED = f"127.0.0.1:{DEFAULT_PORT}"
 SEED_VARIABLE = "P2PTRAIN_SEED"
 NAME_BYTES = 64  # that of roles.seed, written again for the same reason
 STATE_DEFAULT = "Default: the usual place for a program's data on this system."
-SEED_HELP = "The seed: its address, a ticket, or @FILE that holds one."
+SEED_HELP = "The seed: its address, a ticket, or @FILE that holds one; several seeds with commas between."
 CONNECT_TIMEOUT_S = 5.0
 REQUEST_TIMEOUT_S = 20.0  # longer than the seed waits for a worker that it asks on our behalf
 
@@ -75,22 +75,44 @@ async def operator_access(seed: str | tuple[str, int], *, state: Path | None = N
     Raises:
         UserError: it is no address and no ticket, or a ticket is needed; else as ``access.reach``.
     """
-    from p2ptrain.cli.access import Caller, reach, read_target
+    from p2ptrain.cli.access import Caller, reach_one, read_targets
     from wire.transport import TcpNetwork
 
     root = state or default_state_dir()
-    target = read_target(seed) if isinstance(seed, str) else seed
-    return await reach(target, Caller("operator", root / "operator", [root]), TcpNetwork(), afresh=afresh)
+    targets = read_targets(seed) if isinstance(seed, str) else [seed]
+    return await reach_one(targets, Caller("operator", root / "operator", [root]), TcpNetwork(), afresh=afresh)
 
 
-async def connect_operator(access: Access) -> SeedClient:
-    """Dial the seed as this command line. Raises what ``SeedClient.connect`` raises."""
+async def connect_operator(access: Access, others: Sequence[tuple[str, int]] = ()) -> SeedClient:
+    """Dial the seed as this command line, or another one of its cluster, or the one that a standby names.
+
+    Raises what ``SeedClient.connect`` raised of the first.
+    """
+    from p2ptrain.core.errors import NetworkError, P2PTrainError, Refused
+    from wire.address import parse_address
     from wire.client import SeedClient
+    from wire.transport_base import is_loopback
 
-    name, peer_id = operator_name(), access.peer_id
-    return await SeedClient.connect(
-        access.network, access.host, access.port, name=name, peer_id=peer_id, timeout_s=CONNECT_TIMEOUT_S
-    )
+    places, tried = [(access.host, access.port), *others], set[tuple[str, int]]()
+    problem: P2PTrainError | None = None
+    while left := [place for place in places if place not in tried]:
+        place = left[0]
+        tried.add(place)
+        try:
+            return await SeedClient.connect(
+                access.network, *place, name=operator_name(), peer_id=access.peer_id, timeout_s=CONNECT_TIMEOUT_S
+            )
+        except Refused as refusal:
+            if refusal.code != "standby":
+                raise
+            problem = problem or refusal
+            named = [parse_address(text) for text in refusal.elsewhere[:1]]
+            # In plain only this machine is believed.
+            places += [place for place in named if access.member is not None or is_loopback(place[0])]
+        except NetworkError as error:
+            problem = problem or error
+    assert problem is not None
+    raise problem
 
 
 async def open_operator(seed: str | tuple[str, int], *, state: Path | None = None) -> tuple[Access, SeedClient]:
@@ -103,13 +125,24 @@ async def open_operator(seed: str | tuple[str, int], *, state: Path | None = Non
     from p2ptrain.core.errors import Refused
 
     access = await operator_access(seed, state=state)
+    others = places_of(seed)
     try:
-        return access, await connect_operator(access)
+        return access, await connect_operator(access, others)
     except Refused as refusal:
         if access.member is None or refusal.code not in MENDED_BY_A_TICKET:
             raise
     access = await operator_access(seed, state=state, afresh=True)
-    return access, await connect_operator(access)
+    return access, await connect_operator(access, others)
+
+
+def places_of(seed: str | tuple[str, int]) -> list[tuple[str, int]]:
+    """The addresses in what a person gave. Raises ``UserError``."""
+    from p2ptrain.cli.access import read_targets
+
+    if not isinstance(seed, str):
+        return [seed]
+    targets = read_targets(seed)
+    return [target if isinstance(target, tuple) else (target.host, target.port) for target in targets]
 
 
 @asynccontextmanager

@@ -65,20 +65,40 @@ def seed(
     as_json: Annotated[
         bool, typer.Option("--json", help="Write one line of JSON when it listens: event, host, port, tls.")
     ] = False,
+    standby: Annotated[
+        str,
+        typer.Option(
+            "--standby",
+            metavar="SEED",
+            help="Follow that seed, and take over when it stays away: its address,"
+            " or a ticket of `ticket new --role seed`.",
+        ),
+    ] = "",
+    takeover_after: Annotated[
+        float,
+        typer.Option(
+            "--takeover-after", metavar="SECONDS", min=1.0, help="How long the leader of a standby may be away."
+        ),
+    ] = 30.0,
     with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
 ) -> None:
     """Start a seed: the place where workers meet. It keeps the record and never computes.
 
     With --host it is for other machines, and everything is encrypted: it prints a ticket, with which they join.
-    Stopping it harms nothing: workers go on, and find it again when it is back.
+    Stopping it harms nothing: workers go on, and find it again when it is back. With --standby it copies all that
+    another seed knows, and takes its place when that one stays away: the workers come by themselves.
 
     \b
     Examples:
+      p2ptrain seed --standby 192.168.1.20 --host 0.0.0.0
       p2ptrain seed
       p2ptrain seed --host 0.0.0.0 --job small --set job.steps=2000
       p2ptrain seed --no-job --port 9000
     """
     root = (state or default_state_dir()).absolute()
+    if standby:
+        run(_stand_by(root, host, port, name, standby, takeover_after, insecure, as_json, with_parent))
+        return
     encrypted = _is_encrypted(host, tls=tls, insecure=insecure)
     run(_serve(root, host, port, name, None if no_job else job, sets, encrypted, as_json, with_parent))
 
@@ -92,6 +112,72 @@ def _is_encrypted(host: str, *, tls: bool, insecure: bool) -> bool:
         text = f"--insecure is for the loopback: on {host} everybody on the way could read and change what is sent"
         raise UserError(text, remedy="leave it out: the encryption sets itself up, and other machines join by a ticket")
     return tls or not near
+
+
+async def _stand_by(
+    root: Path,
+    host: str,
+    port: int,
+    name: str,
+    leader: str,
+    takeover_s: float,
+    insecure: bool,
+    as_json: bool,
+    with_parent: bool,
+) -> None:
+    from p2ptrain.cli.access import Caller, reach_one, read_targets
+    from p2ptrain.cli.children import leave_with_parent
+    from p2ptrain.cli.runtime import places_of
+    from p2ptrain.cli.stopping import stop_on_signals, unless_stopped
+    from p2ptrain.core.disk import RealDisk
+    from p2ptrain.core.ids import new_id
+    from p2ptrain.core.world import real_world
+    from roles.seed import Marker, run_standby
+    from wire.transport import TcpNetwork
+
+    console, stop = Console(), asyncio.Event()
+    stop_on_signals(stop, lambda text: console.event("info", text))
+    if with_parent:
+        leave_with_parent(stop)
+    tcp, targets, directory = TcpNetwork(), read_targets(leader), root / "seed"
+    marker = Marker.load(RealDisk(), directory)
+    peer_id = marker.peer_id if marker else new_id()
+    credentials, encrypted = None, (directory / "authority" / "ca.pem").exists()  # then it has the run's key already
+    if not encrypted:
+        caller = Caller("seed", directory / "credentials", [root, default_state_dir()], peer_id)
+        access = await unless_stopped(stop, reach_one(targets, caller, tcp))
+        if access is None:
+            return
+        encrypted, credentials = access.member is not None, access.member.credentials if access.member else None
+    if encrypted and insecure:
+        raise UserError("--insecure, and the cluster is encrypted", remedy="leave it out")
+    if not encrypted and not is_loopback(host):
+        text = f"the cluster is plain, for this machine only, and a standby on {host} would be for others"
+        raise UserError(text, remedy="leave --host out, or start the seed with --tls, or with --host")
+    cluster = name or operator_name().removeprefix("cli@")
+
+    def ready(address: tuple[str, int]) -> None:
+        console.event("info", f"the standby listens on {format_address(*address)}")
+        if as_json:
+            typer.echo(json.dumps({"event": "standby", "host": address[0], "port": address[1], "tls": encrypted}))
+
+    address = await run_standby(
+        real_world(tcp),
+        state_dir=directory,
+        host=host,
+        port=port,
+        name=cluster,
+        leaders=places_of(leader),
+        peer_id=peer_id,
+        credentials=credentials,
+        encrypted=encrypted,
+        takeover_s=takeover_s,
+        tell=console.event,
+        on_ready=ready,
+        stop=stop,
+    )
+    if address is not None:
+        await _serve(root, host, address[1], name, None, [], encrypted, as_json, with_parent)
 
 
 async def _serve(

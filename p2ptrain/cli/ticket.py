@@ -23,6 +23,9 @@ def new(
     operator: Annotated[
         bool, typer.Option("--operator", help="For one who watches and controls; default: for workers.")
     ] = False,
+    role: Annotated[
+        str, typer.Option("--role", metavar="ROLE", help="worker, operator, or seed: for a standby of this one.")
+    ] = "",
     expires: Annotated[
         str, typer.Option("--expires", metavar="TIME", help="How long it lets somebody in: 30m, 12h, 7d.")
     ] = "7d",
@@ -42,8 +45,12 @@ def new(
       p2ptrain ticket new
       p2ptrain ticket new --operator --expires 1h --uses 1
       p2ptrain ticket new --host seed.example.org > ticket.txt
+      p2ptrain ticket new --role seed --uses 1
     """
-    params: dict[str, Any] = {"role": "operator" if operator else "worker", "expires_s": _seconds(expires)}
+    if operator and role not in ("", "operator"):
+        raise UserError("--operator and --role exclude each other", remedy="leave one of them out")
+    role = role or ("operator" if operator else "worker")
+    params: dict[str, Any] = {"role": role, "expires_s": _seconds(expires)}
     params |= {name: value for name, value in (("uses", uses), ("host", host)) if value}
     _show(ask(seed, "tickets.new", **params), as_json)
 
@@ -118,7 +125,7 @@ def _show(answer: dict[str, Any], as_json: bool) -> None:
         print_json({"ticket": record, "text": text})
         return
     typer.echo(printable(text))
-    verb = "tui" if record.get("role") == "operator" else "join"
+    verb = {"operator": "tui", "seed": "seed --standby"}.get(str(record.get("role")), "join")
     until = record.get("expires_at")
     end = f" until {human_time(until)}" if isinstance(until, int | float) else ""
     typer.echo(f"good{end}; a secret. Use it as: p2ptrain {verb} TICKET", err=True)

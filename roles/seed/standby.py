@@ -61,6 +61,8 @@ MAX_ELSEWHERE = 8
 _MAX_FILE_BYTES = 4096
 _NOT_THERE = frozenset({RefusalCode.SHUTTING_DOWN, RefusalCode.STANDBY, RefusalCode.STALE_TERM})
 """Refusals of who does not lead."""
+_WRONG = frozenset({RefusalCode.WRONG_JOB, RefusalCode.VERSION})
+"""Those which only a person can mend."""
 _PASSING = _NOT_THERE | {RefusalCode.BUSY, RefusalCode.FULL, RefusalCode.UNREACHABLE, RefusalCode.TOO_SLOW}
 
 Address = tuple[str, int]
@@ -100,11 +102,11 @@ class Marker:
         write_atomic(disk, state_dir / FILE_NAME, json.dumps(fields).encode())
 
 
-def claim_marker(disk: Disk, state_dir: Path) -> Marker:
-    """The standby's own, made where it is new. Raises ``StorageError``."""
+def claim_marker(disk: Disk, state_dir: Path, peer_id: str) -> Marker:
+    """The standby's own, made where it is new; its directory must be locked. Raises ``StorageError``."""
     found = Marker.load(disk, state_dir)
     if found is None or not found.following:
-        found = replace(found, following=True) if found else Marker(new_id())
+        found = replace(found, following=True) if found else Marker(peer_id)
         found.save(disk, state_dir)
     return found
 
@@ -140,6 +142,7 @@ async def run_standby(
     port: int,
     name: str,
     leaders: Collection[Address],
+    peer_id: str = "",
     advertise: str = "",
     credentials: Credentials | None = None,
     encrypted: bool = False,
@@ -152,6 +155,7 @@ async def run_standby(
 
     Args:
         leaders: where the leader may be; the first is told to workers until one answers.
+        peer_id: of a standby whose state directory is new; empty: any.
         advertise: the host under which others reach this seed; empty: as the leader sees it.
         credentials: of a ticket; None where the state directory has the authority's key already, or on plain TCP.
         takeover_s: see ``roles.seed.succession``.
@@ -164,7 +168,7 @@ async def run_standby(
     """
     store = await Store.open(world.disk, state_dir, world.threads)
     try:
-        made = claim_marker(world.disk, state_dir)
+        made = claim_marker(world.disk, state_dir, peer_id or new_id())
         standby = _Standby(world, store, state_dir, made, name, list(leaders), advertise, takeover_s, tell)
         await standby.open(encrypted, credentials)
         server = await serve(
@@ -312,7 +316,8 @@ class _Standby:
             except Refused as refused:
                 problems.append(refused)
                 self._hear_elsewhere(refused.elsewhere)
-                if refused.code not in _PASSING and not self._copy.cluster:
+                wrong = refused.code in _WRONG and place in self._given
+                if wrong or (refused.code not in _PASSING and not self._copy.cluster):
                     raise
                 if refused.code not in _NOT_THERE and place == self._leader:
                     self._succession.heard(self._world.clock.now())

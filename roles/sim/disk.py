@@ -286,7 +286,10 @@ class ProcessDisk:
 
     def connect(self, path: Path) -> sqlite3.Connection:
         self._check()
-        return self._machine.database(path)
+        database = self._machine.database(path)
+        if database.in_transaction:  # what a process that was killed had not committed
+            database.rollback()
+        return database
 
     # ---------------------------------------------------------------------------------------------------------- helpers
 
