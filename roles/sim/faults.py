@@ -117,7 +117,8 @@ class Faults:
             case "bit-flip" if victims:
                 victims[0].flips = rng.randrange(1, 4 * NUMEL)  # two equal ones would be no difference
                 self._tell(f"a bit flips in the memory of {victims[0].host}, after the next reduction")
-            case "liar" if victims:
+            # Two that bring the same to one step are believed: a job whose gradient is not finite fails by design.
+            case "liar" if victims and not any(one.lies for one in victims):
                 self._lie(victims[0])
             # Before there is a view, a job that nobody can begin is failed: by design.
             case "disk-full" if simulation.observer.line.generation:
