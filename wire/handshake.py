@@ -132,9 +132,7 @@ def local_welcome(
     seeds: Sequence[str] = (),
 ) -> Welcome:
     """The ``Welcome`` of this process: protocol version and software filled in."""
-    return Welcome(
-        PROTOCOL_VERSION, SOFTWARE, peer_id, name, cluster_id, heartbeat_s, death_s, wall, term, list(seeds)
-    )
+    return Welcome(PROTOCOL_VERSION, SOFTWARE, peer_id, name, cluster_id, heartbeat_s, death_s, wall, term, list(seeds))
 
 
 # ------------------------------------------------------------------------------------------------------ pure decisions
