@@ -149,8 +149,7 @@ class Donations:
         """A ring runs, whose steps are not to be hindered."""
         self._pace.ring_began()
         self._stepped_at = None
-        if any(taker.waits for taker in self._takers):
-            self._want_snapshot()
+        self._ask_for_snapshot()
 
     def view_ended(self, reason: str) -> None:
         """The live state may move on: whoever is given it is cut off. What is copied and logged goes on."""
@@ -185,6 +184,7 @@ class Donations:
         self._stepped_at = now
         if before is not None:
             self._pace.stepped(now - before)
+        self._ask_for_snapshot()
         kept, self._kept = self._kept, None
         if self._logging and kept is not None:
             entry = Entry(row.step, self._core.lineage, row.digest, self._core.square_sum, kept)
@@ -204,8 +204,7 @@ class Donations:
         try:
             copy = await snapshots.take(engine, step=core.applied, lineage=core.lineage, square_sum=core.square_sum)
         except ResourceError:
-            self._want_snapshot()  # the other copies are being written to disk: after a later step, then
-            return
+            return  # the other copies are being written to disk: after a later step, then
         self._copy = Given(copy.step, copy.lineage, copy.square_sum, copy.blobs, copy)
         copy_users = [taker for taker in waiting if taker in self._takers]
         for taker in copy_users:
@@ -294,7 +293,7 @@ class Donations:
             self._use(taker, copy)
         else:
             taker.waits = True
-            self._want_snapshot()
+            self._ask_for_snapshot()
         while taker.given is None:
             await self._turn.wait()
         await self._offer_state(taker, taker.given)
@@ -386,6 +385,11 @@ class Donations:
         await _taken(taker.connection, taker.silence_s)
         self._pace.gave(piece.nbytes, now() - began)
         taker.given_bytes += piece.nbytes
+
+    def _ask_for_snapshot(self) -> None:
+        """If somebody waits for one, and it would be given at once: it grows old from then on."""
+        if self._pace.ready and any(taker.waits for taker in self._takers):
+            self._want_snapshot()
 
     def _next_turn(self) -> None:
         self._turn.set()

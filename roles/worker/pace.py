@@ -20,7 +20,7 @@ ROUND = 8
 """Steps, of which the first is quiet."""
 KNOWN_STEPS = 3
 """So many quiet steps make a usual one; before, nothing is given."""
-FIRST = 0.25
+FIRST = 0.5
 """Of ``SHARE``, to begin with: copying and hashing are not in the time that sending takes."""
 RISE = 1.5
 
@@ -56,6 +56,11 @@ class Pace:
         return max(self._piece_bytes, self._allowance_bytes, first_bytes)
 
     @property
+    def ready(self) -> bool:
+        """Whether anything will be given before long; else a usual step is not known yet."""
+        return self.free or self.usual_s > 0
+
+    @property
     def open(self) -> bool:
         """Whether the next piece may be given now; what goes over the allowance is taken off the steps to come."""
         return self.free or self._credit_bytes > 0
@@ -79,8 +84,12 @@ class Pace:
 
     def gave(self, size_bytes: int, seconds: float) -> None:
         """It was, and the kernel took ``seconds`` to take it."""
-        byte_s = max(seconds, 0.0) / max(size_bytes, 1)
-        self._byte_s = (7 * self._byte_s + byte_s) / 8 if self._byte_s else byte_s
+        byte_s, before_bytes = max(seconds, 0.0) / max(size_bytes, 1), self.allowance_bytes
+        if self._byte_s:
+            self._byte_s = (7 * self._byte_s + byte_s) / 8
+        else:  # the first piece ever: the step under way need not pass before that is made use of
+            self._byte_s = byte_s
+            self._credit_bytes += max(0.0, self.allowance_bytes - before_bytes)
 
     def stepped(self, seconds: float) -> None:
         """The ring committed a step that took ``seconds``."""
