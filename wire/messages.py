@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 PROTOCOL_VERSION = 2
+MAX_TERM = 1 << 13
+"""Terms of leading seeds are less: a generation of term t is above t << 40, and every number here below 2**53."""
 
 Scalar = str | int | float | bool | None
 """What a free-form map may hold."""

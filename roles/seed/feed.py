@@ -246,6 +246,9 @@ def take_untrusted(db: sqlite3.Connection, changes: Sequence[Change], *, first: 
                 db.execute(sql, change.values)
         if whole:
             db.execute("COMMIT")
+    except sqlite3.IntegrityError as error:  # a value that its column does not hold
+        give_up(db)
+        raise ProtocolError(f"rows that fit no table here: {error}") from error
     except BaseException:
         give_up(db)
         raise

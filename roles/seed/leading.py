@@ -22,10 +22,10 @@ from roles.seed.followers import SEATS_FACT, Seat, seats_of, seats_text, with_se
 from roles.seed.peers import check_numbers
 from roles.seed.standby import CLUSTER_FACT, TERM_FACT, Marker
 from roles.seed.store import SCHEMA_VERSION, Records, Store
-from roles.seed.succession import MAX_TERM, SEATS, next_term
+from roles.seed.succession import SEATS, next_term
 from wire.address import parse_address
 from wire.handshake import RefusalCode, dial, local_hello
-from wire.messages import Hello, Refuse
+from wire.messages import MAX_TERM, Hello, Refuse
 from wire.transport_base import format_address
 
 if TYPE_CHECKING:

@@ -124,14 +124,18 @@ class Copy:
 
 def copy_of(records: Records) -> Copy:
     """On the store's thread. Raises ``StorageError``."""
-    jobs = [job for job, _ in records.jobs()]
-    return Copy(
-        records.known_fact(CLUSTER_FACT),
-        int(records.known_fact(TERM_FACT) or 0),
-        {job.id: records.last_view(job.id) for job in jobs},
-        frozenset(job.id for job in jobs if job.state not in {str(phase) for phase in ENDED}),
-        tuple((seat.host, seat.port) for seat in seats_of(records.known_fact(SEATS_FACT))),
-    )
+    try:
+        jobs = [job for job, _ in records.jobs()]
+        return Copy(
+            records.known_fact(CLUSTER_FACT),
+            int(records.known_fact(TERM_FACT) or 0),
+            {job.id: records.last_view(job.id) for job in jobs},
+            frozenset(job.id for job in jobs if job.state not in {str(phase) for phase in ENDED}),
+            tuple((seat.host, seat.port) for seat in seats_of(records.known_fact(SEATS_FACT))),
+        )
+    except (ValueError, TypeError, KeyError, IndexError) as error:
+        text = f"the copy holds rows that say nothing: {type(error).__name__}"
+        raise StorageError(text, remedy="move the state directory away, and copy anew") from error
 
 
 async def run_standby(

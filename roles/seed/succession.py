@@ -25,12 +25,11 @@ from dataclasses import dataclass
 
 from p2ptrain.core.errors import StorageError
 from ring.view import View
+from wire.messages import MAX_TERM
 
 SEATS = 16
 """The first seed's, which is 0, and one for each standby."""
 GENERATION_BITS = 40
-MAX_TERM = 1 << 13
-"""So that a generation is below 2**53, as every number is that a peer sends."""
 KNOCK_S = 15.0
 """So long does a knock count: a worker that looks for a seed comes within two rounds of its back-off (5 s and half as
 much), one of which may wait for a machine that is gone."""

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, Refused
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.world import World
 from roles.worker.seeds import Known
 from wire.calls import Calls
@@ -189,7 +189,12 @@ class SeedLink:
                 problems.append(Refused(RefusalCode.STALE_TERM, text, remedy="start that seed as a standby"))
                 self._waits_for_a_leader = True
                 continue
-            self._met(place, welcome.cluster_id, welcome.term, welcome.seeds)
+            try:
+                self._met(place, welcome.cluster_id, welcome.term, welcome.seeds)
+            except ProtocolError as problem:
+                connection.abort(problem)
+                problems.append(problem)
+                continue
             return connection, welcome
         raise next((item for item in problems if not _of_a_standby(item)), problems[0])
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from p2ptrain.core.errors import ProtocolError, UserError
 from p2ptrain.core.ids import is_id
 from wire.address import parse_address
+from wire.messages import MAX_TERM
 from wire.transport_base import format_address, is_loopback
 
 MAX_SEEDS = 16
 MAX_CLUSTERS = 8
 MAX_FILE_BYTES = 64 << 10
-MAX_TERM = 2**53
 FILE_NAME = "seeds.json"
 
 Address = tuple[str, int]
@@ -41,7 +41,12 @@ class Known:
 
         Args:
             plain: nobody vouches for what is not on this machine.
+
+        Raises:
+            ProtocolError: no seed leads in such a term.
         """
+        if not 0 <= term < MAX_TERM:
+            raise ProtocolError(f"a seed of term {term}")
         told = [at, *addresses_untrusted(seeds, at[0], plain=plain)]
         return Known(tuple(dict.fromkeys([*told, *self.seeds]))[:MAX_SEEDS], cluster, term)
 

@@ -16,6 +16,8 @@ views, tokens          ``View.from_message_untrusted``, ``Token.decode_untrusted
 codecs                 ``decode`` and ``decode_add`` of each codec
 links                  ``targets_untrusted``, ``measured_untrusted``
 ledger-rows, -answers  ``Ledger.take_untrusted``, and what an audit reads
+standby-rows           what a standby takes into its store, and the files beside it
+standby-addresses      where a worker is told that seeds are
 profiles               ``Profile.from_spec_untrusted``
 doorway                a whole listener, plain and TLS: first bytes, damaged TLS, frames inside
 enrolment              a seed's ``Gate``: enrolment, renewal, requests about tickets
@@ -31,7 +33,15 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import credential_targets, door_targets, file_targets, ledger_targets, ring_targets, wire_targets
+from . import (
+    credential_targets,
+    door_targets,
+    file_targets,
+    ledger_targets,
+    ring_targets,
+    standby_targets,
+    wire_targets,
+)
 from .engine import SUFFIX, Target
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +51,7 @@ TARGETS: tuple[Target, ...] = (
     *credential_targets.TARGETS,
     *ring_targets.TARGETS,
     *ledger_targets.TARGETS,
+    *standby_targets.TARGETS,
     *door_targets.TARGETS,
     *file_targets.TARGETS,
 )
