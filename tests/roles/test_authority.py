@@ -136,15 +136,15 @@ async def test_the_seeds_own_id_is_given_to_nobody(tmp_path):
     assert (refusal.value.code, bool(refusal.value.remedy)) == ("duplicate-peer", True)
 
 
-async def test_local_tickets_are_tickets_of_both_roles_and_stay(tmp_path):
+async def test_local_tickets_are_tickets_of_every_role_and_stay(tmp_path):
     authority = opened(tmp_path)
     for port in (7, 8):
         await authority.write_local_tickets(host="127.0.0.1", port=port, now=NOW + port * CERTIFICATE_LIFETIME_S * 99)
-    for role in ("worker", "operator"):
+    for role in ("worker", "operator", "seed"):
         ticket = Ticket.parse_untrusted((tmp_path / "authority" / f"local-{role}.ticket").read_text())
         assert (ticket.role, ticket.host, ticket.port, ticket.pin) == (role, "127.0.0.1", 8, authority.pin)
         assert ticket.secret == authority.book.ticket(ticket.id).secret
-    assert len(authority.book.tickets) == 2
+    assert len(authority.book.tickets) == 3
 
 
 def test_own_credentials_serve_and_dial(tmp_path):
