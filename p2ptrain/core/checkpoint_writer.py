@@ -4,7 +4,7 @@ One order at a time goes over a Unix socket: the descriptor of the memory with t
 and the bytes that stand for themselves. The answer comes when the checkpoint is durable, or cannot be. Standard library
 only: no torch, no numpy, no asyncio, so that it starts in a blink and stays small.
 
-It ends with its worker, however that ends: the closed socket wakes it, and in the middle of a write it looks before
+It ends with its worker, however that ends: the closed socket wakes it, and in the middle of a write it looks after
 every piece, and before the rename that makes it a checkpoint.
 """
 
@@ -17,6 +17,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from p2ptrain.core.shared_memory import attached
 from p2ptrain.core.training import BlobRange, FilePlan
 
 LEAST_URGENT = 19  # of nice; Linux derives the urgency of reading and writing from it, too
+SHARE = 1 / 8  # of one core: even idle time is not free, for cores share their way to the memory
 URGENT = "urgent"
 _HEAD = struct.Struct("!IQ")  # bytes of JSON, bytes that stand for themselves
 _ERRORS = {kind.__name__: kind for kind in (ResourceError, StorageError)}
@@ -103,21 +105,32 @@ def receive_answer(channel: socket.socket, order: Order) -> CheckpointEntry:
 
 
 class LeashedDisk(RealDisk):
-    """The disk of a process that is to stop when the other end of ``channel``, which says nothing, is closed."""
+    """The disk of a process that is to stop when the other end of ``channel``, which says nothing, is closed.
 
-    def __init__(self, channel: socket.socket) -> None:
-        self._channel = channel
+    Args:
+        share: of one core's time that the process may take while it writes; the rest it pauses.
+    """
+
+    def __init__(self, channel: socket.socket, share: float) -> None:
+        self._channel, self._share = channel, share
+        self._used_s = 0.0
+
+    def write_file(self, path: Path, data: bytes) -> None:
+        self._used_s = time.process_time()
+        super().write_file(path, data)
 
     def append_file(self, path: Path, data: bytes | memoryview) -> None:
-        self._look()
         super().append_file(path, data)
+        used_s = time.process_time() - self._used_s
+        self._look(pause_s=used_s / self._share - used_s)
+        self._used_s += used_s
 
     def rename(self, source: Path, target: Path) -> None:
         self._look()
         super().rename(source, target)
 
-    def _look(self) -> None:
-        if select.select([self._channel], [], [], 0)[0]:
+    def _look(self, *, pause_s: float = 0.0) -> None:
+        if select.select([self._channel], [], [], pause_s)[0]:
             raise SystemExit
 
 
@@ -139,10 +152,11 @@ def main() -> None:
     With ``URGENT`` as its last argument it has the urgency of any process.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.argv[-1] != URGENT:
+    urgent = sys.argv[-1] == URGENT
+    if not urgent:
         _give_way()
     with socket.socket(fileno=os.dup(sys.stdin.fileno())) as channel, suppress(ConnectionError):
-        serve(channel, LeashedDisk(channel))
+        serve(channel, LeashedDisk(channel, 1.0 if urgent else SHARE))
 
 
 def _give_way() -> None:
