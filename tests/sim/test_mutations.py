@@ -11,7 +11,7 @@ from roles.sim.run import run_schedule
 FOUND = {
     "fence": (3, "generations grow"),
     "digest": (3, "no fork"),
-    "redo": (19, "same bits"),
+    "redo": (5082, "same bits"),
     "dir-sync": (3, "durable"),
     "ledger": (3, "ledger"),
     "confirm": (1, "confirmed"),
