@@ -12,7 +12,7 @@
 
 What is in the store, and the files of the authority, are a standby's; nothing else is needed to lead. Whatever must be
 durable before the leader goes on (a view above all) is with every standby that is in step, too, before it is told to
-anybody: one that does not take it within its time of beats is waited for no more until it is in step again.
+anybody: one that does not take it within ``SHARING_S`` is waited for no more until it is in step again.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from functools import partial
 
 from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, ProtocolError, Refused, first_error
 from p2ptrain.core.world import Clock
+from ring.detector import beat_defaults
 from roles.seed import feed
 from roles.seed.authority import Authority
-from roles.seed.feed import MAX_LOGGED, Change, Feed
+from roles.seed.feed import BATCH_ROWS, MAX_LOGGED, Change, Feed
 from roles.seed.peers import NAME_CHARS, say_last
 from roles.seed.store import Records, Store
 from roles.seed.succession import SEATS
@@ -40,6 +41,9 @@ PART_BYTES = 48 << 10
 """A frame has 64 KiB."""
 TAKEN_S = 60.0
 """Within this time a standby takes in a batch (``feed.BATCH_BYTES``): at 70 kbit/s, or behind a slow disk."""
+SHARING_S = beat_defaults(0.0)[1] / 2
+"""So long is a standby waited for, once: workers hear nothing meanwhile, and near ones give the seed up after twice as
+long. It is two round trips of 0.4 s (a batch may be on its way) and some flushes."""
 TIDY_S = 1.0
 SEATS_FACT = "seats"
 
@@ -263,14 +267,20 @@ class Followers:
         store = self._store
         mark = await store.look(lambda records: records.fed(Feed.start))
         names = await store.look(lambda records: records.fed(lambda log: log.names))
+        pending: list[Change] = []  # of tables with few rows several make a batch
         for name in names:
             after: tuple[feed.Value, ...] | None = None
             while True:
                 page = await store.look(partial(_page, name=name, after=after))
-                await follower.send(page.changes, whole=False)
+                if len(pending) + len(page.changes) > BATCH_ROWS:
+                    await follower.send(pending, whole=False)
+                    pending = []
+                pending += page.changes
                 after = page.after
                 if after is None:
                     break
+        await follower.send(pending, whole=False)
+        del pending
         book: object = None
         while True:
             follower.news.clear()
@@ -299,14 +309,14 @@ class Followers:
         for follower in list(self._followers.values()):
             if follower.taken < mark:
                 follower.news.set()
-        for follower in list(self._followers.values()):
-            if not follower.in_step:
-                continue
+        began = self._clock.now()
+        for follower in [follower for follower in self._followers.values() if follower.in_step]:
             try:
-                async with asyncio.timeout(follower.death_s):
-                    await follower.until(lambda follower=follower: follower.taken >= mark)  # type: ignore[misc]
+                async with asyncio.timeout_at(began + SHARING_S):
+                    await follower.until(partial(_has, follower, mark))
             except TimeoutError:
                 follower.in_step = False
+                follower.moved()  # others wait for it as well
                 self._note("warning", "standby", f"{follower.name} is slow: it is waited for no more until it has all")
                 self._touch(follower.seat.peer_id)
             except DeadlineExceeded:
@@ -330,6 +340,11 @@ class Followers:
                 text = f"the standby {slowest.name} is {left} changes behind, and must copy anew"
                 slowest.connection.abort(DeadlineExceeded(text))
                 slowest.moved()
+
+
+def _has(follower: Follower, mark: int) -> bool:
+    """Whether it need not be waited for."""
+    return follower.taken >= mark or not follower.in_step
 
 
 def _page(records: Records, *, name: str, after: tuple[feed.Value, ...] | None) -> feed.Page:
