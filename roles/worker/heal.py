@@ -209,10 +209,17 @@ class Follower:
         around, core = self._around, self._core
         have = (-1, "") if core.torn else (core.applied, core.lineage)
         request = HealRequest(core.job, -1, "", around.beats()[1], *have)
-        fetch = await self._healer.fetch(
-            request, message.generation, message.donors, engine, on_torn=lambda: self._handle(Torn())
-        )
+
         began = around.world.clock.now()
+
+        def on_torn() -> None:
+            nonlocal began
+            began = around.world.clock.now()  # until now it waited for a copy to be made
+            self._handle(Torn())
+            names = ", ".join(member.name for member in message.donors)
+            around.notify("info", "fetching", f"fetches {fetch.total_bytes / 1e6:.1f} MB of state from {names}")
+
+        fetch = await self._healer.fetch(request, message.generation, message.donors, engine, on_torn=on_torn)
         async with fetch.running():
             base = await fetch.state()
             if base.root:
