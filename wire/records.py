@@ -100,11 +100,11 @@ class PeerInfo(Record):
     """One peer, as the seed sees it now.
 
     Attributes:
-        state: ``joining``, ``idle``, ``building``, ``waiting``, ``healing``, ``training``, ``held``, ``failed``,
-            ``leaving``, ``lost``.
+        state: ``joining``, ``idle``, ``building``, ``waiting``, ``following``, ``healing``, ``training``, ``held``,
+            ``failed``, ``leaving``, ``away`` (only its link to the seed is lost: its ring may run), ``lost``.
         in_bps, out_bps: bits per second over the ring.
         rank: position in its job's ring; None outside one.
-        share: micro-batches of a step that it computes.
+        share: micro-batches of the newest step that it computed.
         next_ms, next_bps: one-way latency and bandwidth to its right neighbour, as they were measured last.
     """
 
