@@ -110,6 +110,7 @@ class Past:
         saved: peer id → step of the newest checkpoint that it is known to hold.
         branch: peers whose newest checkpoint is of this run, if it ever went back; see ``Mint``.
         step_s: what a step took; 0 where it is not known.
+        reread: a seed that was here before read this: workers of the job may be on their way back.
     """
 
     state: str = "waiting"
@@ -121,6 +122,7 @@ class Past:
     saved: Mapping[str, int] = field(default_factory=dict)
     branch: frozenset[str] | None = None
     step_s: float = 0.0
+    reread: bool = False
 
 
 # -------------------------------------------------------------------------------------------------------------- events

@@ -45,7 +45,8 @@ and expire with whatever event comes after them (``Tick`` says nothing but the t
     STOPPING  all stand still, a step that nobody can compute          FAILED
     PAUSED    resume, restore, or a member that still trains           STOPPING    SendHold
     any live  cancel                                                   CANCELLED   SendRelease
-    WAITING   every worker there is failed, and there never was a view FAILED
+    WAITING   every worker there is failed, there never was a view,    FAILED
+              and none is on its way back to a seed that was away
     ended     restore                                                  WAITING     SendAssign, as peers are offered
 """
 
@@ -72,7 +73,9 @@ class Coordinator(Decisions):
             self._who.running = {member.peer_id for member in self.view.members}
             self._who.unheard = set(self._who.running)
             self._deadlines.arm("absence", now + terms.grace_s)
-        self._told = (self.state, self.reason)
+        elif self.phase is Phase.WAITING and past is not None and past.reread:
+            self._deadlines.arm("return", now + terms.grace_s)
+        self._told = (past.state, past.reason) if past is not None else (self.state, self.reason)
 
     # ---------------------------------------------------------------------------------------------------- the interface
 
@@ -267,10 +270,11 @@ class Coordinator(Decisions):
             self._failures[peer_id] = reason
         self._ban(known, f"cannot go on: {reason}", "member-failed")
         self._no_longer_trains(peer_id, now)
-        if not self._who.peers and self.view is None:
+        if not self._who.peers and self.view is None and "return" not in self._deadlines:
             self._end(Phase.FAILED, reason)
         elif not self._who.peers and self.phase is Phase.WAITING:
             self.reason = f"waiting for another worker: {known.peer.name} cannot go on: {reason}"
+            self._last_failure = reason
 
     def _no_longer_trains(self, peer_id: str, now: float, status: str = "broken") -> None:
         """If it was in the running view, the others cannot go on either."""

@@ -35,6 +35,7 @@ class Decisions:
         self._who = Roster()
         self._banned: set[str] = set()  # failed, or have other data: not taken until they connect anew
         self._failures: dict[str, str] = {}  # in the last view
+        self._last_failure = ""  # of a worker that nobody took the place of
         self._course = Course(past.known_step, past.saved, past.branch, past.step_s)
         self._deadlines = Deadlines()
         self._committed = True  # a step, in the present view; one from before this seed has had its time
@@ -63,6 +64,8 @@ class Decisions:
             self._strike_off(self._who.unheard | self._who.away, "it stayed away")
             if self._who.running and self.phase is Phase.RUNNING:
                 self._stop(now, "members stayed away")
+        if "return" in due and self._last_failure and not self._who.peers:
+            self._end(Phase.FAILED, self._last_failure)
         if "stop" in due:
             self._deadlines.arm("stop", now + self.terms.hold_s)  # until the phase ends, which clears it
             if self._links.broken or not self._who.running & self._who.healing:  # a long transfer is no reason

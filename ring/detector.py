@@ -12,7 +12,8 @@ matter. For gaps that are alike over time the longest of n is exceeded with prob
 excess three times is as rare as the third power of that where tails are exponential. ``tests/ring/test_detector.py``
 replays what eight busy workers on two cores did, and states the margin.
 
-Bounds. Below: ``death_s / 2``, and three beats at least: one lost beat is weather. Above: ``death_s``: whatever a
+Bounds. Below: ``LEAST_PART`` of ``death_s``, and three beats at least: one lost beat is weather, and a machine may
+stop for a second (swap, a container's quota). Above: ``death_s``: whatever a
 peer got us used to, that silence is a death, so that nobody waits longer than a person was told. Before ``ENOUGH`` gaps
 are known: ``death_s``.
 
@@ -38,6 +39,7 @@ WINDOW = 256
 ENOUGH = 16
 FACTOR = 3.0
 LEAST_BEATS = 3
+LEAST_PART = 0.75
 STUCK_FACTOR = 8.0
 STUCK_PART = 0.25
 ENOUGH_MOVES = 16
@@ -74,7 +76,7 @@ class Rhythm:
 
     def patience_s(self, heartbeat_s: float, death_s: float) -> float:
         """How long the peer may be silent; see the module's docstring for the rule and its bounds."""
-        least_s = max(death_s / 2, LEAST_BEATS * heartbeat_s)
+        least_s = max(LEAST_PART * death_s, LEAST_BEATS * heartbeat_s)
         if len(self._gaps) < ENOUGH:
             return max(death_s, least_s)
         ordered = sorted(self._gaps)

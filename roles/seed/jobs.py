@@ -72,13 +72,14 @@ class Office:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What the store knows of a job beside its record."""
+    """What the store knows of a job beside its record. ``reread``: it was there before this seed began."""
 
     view: View | None = None
     row: MetricRow | None = None
     val_loss: float | None = None
     saved: dict[str, int] = field(default_factory=dict)
     written: chronicle.Known = field(default_factory=chronicle.Known)
+    reread: bool = False
 
 
 class Desk:
@@ -93,6 +94,8 @@ class Desk:
         self._events: asyncio.Queue[tuple[co.Event, asyncio.Future[bool]]] = asyncio.Queue()
         self._retired = asyncio.Event()
         view = history.view
+        if record.restoring is not None:  # the seed that was told died before it was done
+            self._events.put_nowait((co.Restore(*record.restoring), asyncio.get_running_loop().create_future()))
         past = co.Past(
             state=record.state,
             reason=record.reason,
@@ -103,6 +106,7 @@ class Desk:
             saved=history.saved,
             branch=frozenset(record.branch) if record.branch is not None else None,
             step_s=max(history.row.step_ms or 0.0, 0.0) / 1e3 if history.row else 0.0,
+            reread=history.reread,
         )
         terms = co.Terms(
             workers=record.workers,
@@ -158,11 +162,13 @@ class Desk:
                 break
             self.chronicle.happened(event)
             for news in (*self._measured(), event):
-                for instruction in self.core.handle(news, self._office.clock.now()):
+                instructions = self.core.handle(news, self._office.clock.now())
+                await self._keep_wishes()  # before anybody acts on them
+                for instruction in instructions:
                     await self._carry_out(instruction)
                     self.chronicle.decided(instruction)
-            if self.record.paused != self.core.paused:
-                await self._keep(paused=self.core.paused)
+            if self.record.restoring is not None and self.core.restore is None:
+                await self._keep(restoring=None)
             _tell(handled, True)
             self._office.board.touch("jobs", self.id)
             self._office.freed()
@@ -258,7 +264,8 @@ class Desk:
     async def _mint(self, view: View, branch: frozenset[str] | None, *, restored: bool) -> None:
         office = self._office
         self.chronicle.minting(view)
-        self.record = dataclasses.replace(self.record, branch=sorted(branch) if branch is not None else None)
+        branch_kept = sorted(branch) if branch is not None else None
+        self.record = dataclasses.replace(self.record, branch=branch_kept, restoring=None)
         wall = office.clock.wall()
         await office.store.call(Records.add_view, view, self.record, restored=restored, wall=wall)
         if self._row is not None and self._row.step > view.step:
@@ -285,6 +292,13 @@ class Desk:
         if ended:
             for link in self._office.links.values():
                 self._let_go(link.id)
+
+    async def _keep_wishes(self) -> None:
+        """What a person wants outlives this seed."""
+        core, restore = self.core, self.core.restore
+        restoring = [restore.step, restore.peer_id, restore.lineage] if restore else self.record.restoring
+        if (self.record.paused, self.record.restoring) != (core.paused, restoring):
+            await self._keep(paused=core.paused, restoring=restoring)
 
     async def _keep(self, **changes: object) -> None:
         self.record = dataclasses.replace(self.record, **changes)  # type: ignore[arg-type]
@@ -379,7 +393,7 @@ def history(records: Records, job: str) -> History:
     """What the store knows of a job beside its record. On the store's thread."""
     row, val_loss = _last(records, job)
     saved = records.newest_checkpoints(job)
-    return History(records.last_view(job), row, val_loss, saved, chronicle.known(records, job))
+    return History(records.last_view(job), row, val_loss, saved, chronicle.known(records, job), reread=True)
 
 
 def _tell(handled: asyncio.Future[bool] | None, result: bool) -> None:

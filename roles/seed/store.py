@@ -99,6 +99,8 @@ class JobRecord:
     """Training sequences in the corpus; 0 until a worker has told."""
     branch: list[str] | None = None
     """Peers whose newest checkpoint is of this run, once it went back (``ring.course``)."""
+    restoring: list[Any] | None = None
+    """Step, peer and lineage of a checkpoint that a person wants to go back to, until a view starts from it."""
 
 
 @dataclass(frozen=True, slots=True)

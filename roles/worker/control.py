@@ -38,7 +38,9 @@ from wire.messages import (
 
 DIAL_TIMEOUT_S = 10.0  # dial, handshake (5 s) and the seed's dial-back (3 s) fit
 FIRST_DELAY_S = 0.1
-MAX_DELAY_S = 5.0
+MAX_DELAY_S = (1.0, 5.0)
+"""Between two tries: a twentieth of how long the seed has been away, within these, so that whoever waits for it to be
+back waits hardly longer than it took. A try that is refused costs a packet; half a thousand at once, a second."""
 KEPT_MESSAGES = 20_000
 """Metrics rows kept while the seed is away: about half a day at two seconds a step, 10 MB at most."""
 
@@ -205,7 +207,8 @@ class SeedLink:
 
     async def _find_again(self) -> tuple[Connection, Welcome]:
         clock = self._world.clock
-        delay_s, tell_at = FIRST_DELAY_S, clock.now()
+        began = clock.now()
+        delay_s, tell_at = FIRST_DELAY_S, began
         while True:
             await asyncio.sleep(delay_s * (0.5 + self._world.random.random()))
             try:
@@ -217,7 +220,8 @@ class SeedLink:
                 if isinstance(problem, Refused) and not _of_a_standby(problem) and clock.now() >= tell_at:
                     tell_at = clock.now() + TOLD_EVERY_S
                     self._on_down(problem)
-            delay_s = min(2 * delay_s, MAX_DELAY_S)
+            least_s, most_s = MAX_DELAY_S
+            delay_s = min(2 * delay_s, max(least_s, min((clock.now() - began) / 20, most_s)))
 
     async def _live(self, connection: Connection, welcome: Welcome) -> P2PTrainError:
         """Serve one connection until it ends; the reason it ended is returned."""

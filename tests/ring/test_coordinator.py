@@ -413,6 +413,32 @@ def test_a_restarted_seed_waits_for_all_reports_of_a_ring_that_broke_meanwhile()
     assert (view.generation, view.step, ids(view), healthy(view)) == (2, 32, ["c", "b"], ["c"])
 
 
+def test_a_worker_that_fails_while_the_others_are_on_their_way_back_fails_no_job() -> None:
+    desk = Desk(past=co.Past(corpus="C", reread=True))
+    desk.offer("a")
+    desk.report("a", "failed", reason="no space left on device")
+    assert desk.core.state == "waiting"
+    assert "no space left" in desk.core.reason
+    desk.after(TERMS.grace_s / 2)
+    desk.offer("b", "c")
+    desk.ready("b", "c")
+    assert ids(desk.minted()) == ["b", "c"]
+
+
+def test_if_nobody_comes_back_either_the_job_has_failed() -> None:
+    desk = Desk(past=co.Past(corpus="C", reread=True))
+    desk.offer("a")
+    desk.report("a", "failed", reason="no space left on device")
+    assert desk.core.state == "waiting"
+    assert co.SetState("failed", "no space left on device") in desk.after(TERMS.grace_s + 1.0)
+
+
+def test_what_the_store_says_of_the_state_is_put_right_after_a_restart() -> None:
+    view = Desk().start("a", "b")
+    desk = Desk(past=co.Past(state="forming", paused=True, view=view, corpus="C"))
+    assert co.SetState("paused", "") in desk.tell(co.Tick())
+
+
 def test_the_seed_losing_every_link_at_once_takes_the_ring_for_running() -> None:
     desk = Desk()
     desk.start("a", "b")

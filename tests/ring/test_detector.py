@@ -103,10 +103,10 @@ def test_a_death_after_no_silence_is_refused():
 # -------------------------------------------------------------------------------------------------------------- learned
 
 
-def test_a_calm_peer_is_given_half_the_time_of_a_stranger():
+def test_a_calm_peer_is_given_less_time_than_a_stranger():
     assert Rhythm().patience_s(0.25, 2.0) == 2.0
     assert rhythm_of(*[0.25] * (ENOUGH - 1)).patience_s(0.25, 2.0) == 2.0
-    assert rhythm_of(*[0.25] * ENOUGH).patience_s(0.25, 2.0) == 1.0
+    assert rhythm_of(*[0.25] * ENOUGH).patience_s(0.25, 2.0) == 1.5
 
 
 def test_who_was_late_before_is_given_more_time_up_to_a_bound():
@@ -120,13 +120,13 @@ def test_far_beats_are_never_judged_within_three_of_them():
 
 
 def test_what_is_long_past_is_forgotten():
-    assert rhythm_of(1.2, *[0.25] * WINDOW).patience_s(0.25, 2.0) == 1.0
+    assert rhythm_of(1.2, *[0.25] * WINDOW).patience_s(0.25, 2.0) == 1.5
 
 
 @given(st.lists(st.floats(0, 1e6), max_size=40), st.floats(0.01, 10), st.floats(2, 10))
 def test_patience_is_bounded_whatever_was_seen(gaps, heartbeat_s, beats):
     death_s = beats * heartbeat_s
-    least_s = max(death_s / 2, 3 * heartbeat_s)
+    least_s = max(0.75 * death_s, 3 * heartbeat_s)
     assert least_s <= rhythm_of(*gaps).patience_s(heartbeat_s, death_s) <= max(death_s, least_s)
 
 

@@ -122,8 +122,8 @@ async def linked(seed: FakeSeed) -> AsyncIterator[Linked]:
     await asyncio.gather(running, return_exceptions=True)
 
 
-def world() -> World:
-    return World(LoopClock(), MemoryNetwork(), RealDisk(), random.Random(3))
+def world(seed: int = 3) -> World:
+    return World(LoopClock(), MemoryNetwork(), RealDisk(), random.Random(seed))
 
 
 def test_what_was_said_while_the_seed_was_away_arrives_and_so_does_what_may_have_been_lost() -> None:
@@ -199,6 +199,30 @@ def test_the_first_join_must_succeed() -> None:
         await seed.stop()
 
     run_virtual(scenario())
+
+
+@pytest.mark.parametrize(("away_s", "found_s"), [(1.0, 1.5), (20.0, 1.5), (40.0, 3.1), (3600.0, 7.5)])
+def test_a_seed_that_comes_back_is_found_soon_and_after_a_long_while_not_much_later(
+    away_s: float, found_s: float
+) -> None:
+    async def scenario(drawn: int) -> None:
+        seed = FakeSeed(world(drawn))
+        await seed.start()
+        async with linked(seed) as here:
+            await seed.until(1, Heartbeat)
+            await seed.stop()
+            await here.downs.until()
+            await asyncio.sleep(away_s)
+            began = asyncio.get_running_loop().time()
+            again = FakeSeed(seed.world)
+            await again.start()
+            await again.until(1, Heartbeat)
+            # The first beat of the new link comes after one interval.
+            assert asyncio.get_running_loop().time() - began < found_s + 1.1
+        await again.stop()
+
+    for drawn in range(8):
+        run_virtual(scenario(drawn))
 
 
 def test_a_seed_that_falls_silent_is_given_up_after_its_death_time() -> None:

@@ -595,6 +595,44 @@ async def test_restore_takes_the_ring_back(bench: Bench) -> None:
     assert (await bench.refused("checkpoints.restore", id="nothing@1@a")).code == "unknown-checkpoint"
 
 
+async def test_a_restore_that_the_seed_did_not_live_to_see_is_carried_out_by_the_next(bench: Bench) -> None:
+    a, b = await bench.ring("a", "b")
+    for step in (10, 15):
+        a.say(CheckpointSaved(a.job, step, f"/c/{step}", "d", 5))
+    await a.beaten()
+    restoring = asyncio.create_task(bench.ask("checkpoints.restore", id=f"{a.job}@10@a"))
+    a.say(Response((await a.hear(Request)).id, {"step": 10, "lineage": lineage_of(10)}))
+    await restoring
+    for worker in (a, b):
+        await worker.hear(Hold)
+        worker.report("held", 15)
+    for worker in (a, b):
+        assert (await worker.hear(Assign)).restore_step == 10
+    await bench.kill()
+    await bench.start()
+    for worker in (a, b):
+        await worker.connection.close()
+        await worker.join(job=worker.job, generation=1)
+        worker.report("ready", 10)
+    for worker in (a, b):
+        assert (await worker.assigned(10)).restore_step == 10
+    assert (await a.viewed()).step == 10
+    left = (await bench.ask("checkpoints.list"))["checkpoints"]
+    assert [item["step"] for item in left] == [10]
+    await b.viewed()
+    for worker in (a, b):
+        worker.report("training", 10)
+    await bench.job_is("running")
+    await bench.kill()
+    await bench.start()  # once only
+    for worker in (a, b):
+        await worker.connection.close()
+        await worker.join(job=worker.job, generation=2)
+        worker.report("training", 12)
+    await bench.job_is("running")
+    await a.beaten()  # nothing else was said to it
+
+
 @pytest.mark.parametrize(
     ("result", "code"),
     [

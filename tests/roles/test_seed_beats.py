@@ -81,12 +81,12 @@ async def beating(of: Link, gaps: list[float]) -> None:
         of.connection.beat()  # type: ignore[attr-defined]
 
 
-def test_a_steady_worker_that_falls_silent_is_lost_within_a_second():
+def test_a_steady_worker_that_falls_silent_is_lost_before_two_seconds():
     async def main() -> None:
         worker = link()
         lost = asyncio.create_task(heard(worker))
         await beating(worker, [0.25] * 40)
-        assert await lost == pytest.approx(10.0 + 1.0)
+        assert await lost == pytest.approx(10.0 + 1.5)
 
     run_virtual(main())
 
@@ -96,10 +96,10 @@ def test_a_restless_one_has_longer_and_its_past_outlives_the_link():
         memory = Memory()
         first = link(memory=memory)
         lost = asyncio.create_task(heard(first))
-        await beating(first, [0.25] * 20 + [0.65] + [0.25] * 20)
+        await beating(first, [0.25] * 20 + [0.75] + [0.25] * 20)
         began = asyncio.get_running_loop().time()
-        assert await lost == pytest.approx(began + 0.25 + 3 * 0.4)
-        assert link(memory=memory).detector.next_deadline() == pytest.approx(1.45)
+        assert await lost == pytest.approx(began + 0.25 + 3 * 0.5)
+        assert link(memory=memory).detector.next_deadline() == pytest.approx(1.75)
 
     run_virtual(main())
 
