@@ -75,6 +75,13 @@ class Machine:
         runner = self.worker._runner if self.worker is not None else None
         return runner.core.phase if runner is not None and self.up else None
 
+    @property
+    def left(self) -> str:
+        """The host of its left neighbour in the ring, or nothing."""
+        view = self.worker._runner.core.view if self.worker is not None and self.worker._runner is not None else None
+        rank = next((rank for rank, one in enumerate(view.members) if one.name == self.host), 0) if view else 0
+        return view.left_of(rank).name if view else ""
+
     def start(self) -> None:
         self.process, self.stop = Process(self.host), asyncio.Event()
         self.worker = self.engine = None

@@ -17,6 +17,7 @@ from wire.connection import Connection
 KINDS = {
     "kill": 6,
     "kill-in-phase": 8,
+    "kill-in-vote": 3,
     "kill-two": 2,
     "kill-most": 1,
     "kill-in-disk-call": 2,
@@ -48,12 +49,15 @@ PHASES = (
     Phase.REDUCING,
     Phase.VOTING,
     Phase.APPLYING,
+    Phase.CONFIRMING,
     Phase.BOUNDARY,
     Phase.REDOING,
     Phase.HELD,
 )
 PATIENCE_S = 5.0
 """A fault that waits for a phase that does not come strikes anyhow after so long."""
+PHASE_MOMENTS = 5.0
+"""Callbacks in a phase before it is struck, on average."""
 LASTS_S = (0.3, 0.3, 1.0, 1.0, 3.0, 3.0, 8.0, 35.0)
 """How long what lasts may last: less and more than the deadlines of beats (2 s), and of a grace (30 s)."""
 
@@ -77,9 +81,11 @@ class Faults:
             case "kill" if len(victims) > 1:
                 await self._at_moment(victims[0], rng.choice((1, 3, 10, 50, 300)), self._kill)
             case "kill-in-phase" if len(victims) > 1:
-                await self._in_phase(victims[0], rng.choice(PHASES), rng.randrange(30), self._kill)
+                await self._in_phase(victims[0], rng.choice(PHASES), self._kill)
+            case "kill-in-vote" if len(victims) > 2:
+                await self._in_vote(victims[0], next((it for it in live if it.host == victims[0].left), victims[1]))
             case "kill-two" if len(victims) > 2:
-                await self._in_phase(victims[0], rng.choice(PHASES), rng.randrange(10), self._kill)
+                await self._in_phase(victims[0], rng.choice(PHASES), self._kill)
                 self._kill(victims[1])
             case "kill-most" if len(victims) > 1:
                 for victim in victims[1:]:
@@ -99,7 +105,7 @@ class Faults:
             case "join":
                 self.join()
             case "freeze" if victims:
-                await self._in_phase(victims[0], rng.choice(PHASES), rng.randrange(30), self._freeze)
+                await self._in_phase(victims[0], rng.choice(PHASES), self._freeze)
             case "cut" | "silence" | "one-way" if len(hosts) > 1:
                 one, other = rng.sample(hosts, 2)
                 self._sever(kind, [(one, other)])
@@ -109,7 +115,8 @@ class Faults:
                 how = rng.choice(("cut", "silence"))
                 self._sever(how, [(a, b) for a in hosts if a not in far for b in hosts if b in far])
             case "slow" if len(hosts) > 1:
-                self._slow(*rng.sample(hosts, 2))
+                one, other = rng.sample(hosts, 2)
+                self._slow(one, other)
             case "garbage" if victims:
                 self._garbage(rng.choice([simulation.seed, victims[0]]))
             case "seed-kill" | "seed-restart" | "seed-away" | "seed-freeze" if simulation.seed.up:
@@ -133,9 +140,10 @@ class Faults:
         due = victim.process.moments + moments
         await self._when(victim, lambda: victim.process.moments >= due, act)
 
-    async def _in_phase(self, victim: Machine, phase: Phase, moments: int, act: Callable[[Machine], None]) -> None:
-        """So many callbacks after the victim came to be in ``phase``, if it is still in it; else when it is again."""
-        seen = 0
+    async def _in_phase(self, victim: Machine, phase: Phase, act: Callable[[Machine], None]) -> None:
+        """Some callbacks after the victim came to be in ``phase``, if it is still in it; else when it is again. Most
+        phases are over after a few callbacks, and some last for dozens."""
+        moments, seen = int(self._random.expovariate(1 / PHASE_MOMENTS)), 0
 
         def there() -> bool:
             nonlocal seen
@@ -144,6 +152,13 @@ class Faults:
 
         self._tell(f"wait for {victim.host} to be {phase}, {moments} callbacks long")
         await self._when(victim, there, act)
+
+    async def _in_vote(self, victim: Machine, ahead: Machine) -> None:
+        """``ahead`` has seen all tokens, and applies the step; the victim dies before it passed on the token of
+        ``ahead``, which comes late: so the others have not seen all, and have the step to redo."""
+        self._slow(victim.host, ahead.host, lasts_s=2 * PATIENCE_S)
+        self._tell(f"wait for {victim.host} to vote while {ahead.host} applies")
+        await self._when(victim, lambda: victim.phase is Phase.VOTING and ahead.phase is Phase.APPLYING, self._kill)
 
     async def _when(self, victim: Machine, holds: Callable[[], bool], act: Callable[[Machine], None]) -> None:
         process = victim.process
@@ -207,11 +222,12 @@ class Faults:
 
         self._later(self._after(self._random.choice(LASTS_S), mend))
 
-    def _slow(self, one: str, other: str) -> None:
+    def _slow(self, one: str, other: str, lasts_s: float | None = None) -> None:
         way, delay_s = frozenset((one, other)), self._random.choice((0.1, 0.5, 3.0))
         self._tell(f"{one}-{other} takes {delay_s} s more")
         self._simulation.slow[way] = delay_s
-        self._later(self._after(self._random.choice(LASTS_S), lambda: self._simulation.slow.pop(way, None)))
+        lasts_s = self._random.choice(LASTS_S) if lasts_s is None else lasts_s
+        self._later(self._after(lasts_s, lambda: self._simulation.slow.pop(way, None)))
 
     def _garbage(self, victim: Machine) -> None:
         """Bytes that are no frame, between two frames of one of its connections, which must end for it."""

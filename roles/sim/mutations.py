@@ -97,7 +97,7 @@ def _no_confirm() -> list[Patch]:
 MUTATIONS: dict[str, tuple[Callable[[], list[Patch]], tuple[str, ...]]] = {
     "fence": (_no_fence, ("seed-kill", "seed-restart", "cut", "join")),
     "digest": (_no_digest, ("bit-flip",)),
-    "redo": (_no_redo, ("kill-in-phase", "join", "cut", "kill-two")),
+    "redo": (_no_redo, ("kill-in-vote", "join")),
     "dir-sync": (_no_dir_sync, ("power-cut", "save")),
     "ledger": (_no_ledger, ("seed-kill", "seed-freeze", "silence", "cut", "one-way", "seed-away")),
     "confirm": (_no_confirm, ("kill-in-phase", "kill-two", "join", "save", "cut", "freeze")),
