@@ -106,6 +106,7 @@ class PeerInfo(Record):
         rank: position in its job's ring; None outside one.
         share: micro-batches of the newest step that it computed.
         next_ms, next_bps: one-way latency and bandwidth to its right neighbour, as they were measured last.
+        fetched_bytes, received_bytes, lost_donors: of what it fetched beside the ring (``Report``); 0 where it did not.
     """
 
     id: str
@@ -130,6 +131,9 @@ class PeerInfo(Record):
     share: int = 0
     next_ms: float | None = None
     next_bps: float | None = None
+    fetched_bytes: int = 0
+    received_bytes: int = 0
+    lost_donors: int = 0
 
 
 FINISHED_STATES = frozenset({"done", "cancelled", "failed"})

@@ -53,6 +53,7 @@ class Link:
     Attributes:
         host, port: where other peers reach it.
         job: id of the job that it was given to; empty while it is free.
+        fetched: the report by which it followed a ring; None before it did.
         lost_at: monotonic time at which it was lost; None while it is here.
     """
 
@@ -67,6 +68,7 @@ class Link:
     job: str = ""
     lost_at: float | None = None
     beat: Heartbeat | None = None
+    fetched: Report | None = None
     calls: Calls = field(default_factory=Calls)
 
     @property
@@ -163,6 +165,9 @@ class Link:
             share=shares[rank] if rank is not None and rank < len(shares) else 0,
             next_ms=edge.latency_s * 1e3 if edge else None,
             next_bps=edge.bandwidth_bps if edge else None,
+            fetched_bytes=self.fetched.fetched_bytes if self.fetched else 0,
+            received_bytes=self.fetched.received_bytes if self.fetched else 0,
+            lost_donors=self.fetched.lost_donors if self.fetched else 0,
         )
 
 

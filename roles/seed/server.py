@@ -417,6 +417,9 @@ class Seed:
 
     async def _reported(self, link: Link, desk: Desk, report: Report) -> None:
         event = co.PeerReported(link.id, report)
+        if report.status == "following":
+            link.fetched = report
+            self.board.touch("peers", link.id)
         await desk.told_windows(report.windows)
 
         def let_in() -> None:

@@ -103,6 +103,11 @@ class Fetch:
         donors: who may have it, the best first.
         on_torn: called once, before the state is overwritten.
         on_progress: called with (bytes done, bytes in all) after every chunk.
+
+    Attributes:
+        problems: donor's name → why it gives no more.
+        given: bytes of use, by donor's name.
+        lost: donors of the state that went away before it was complete.
     """
 
     def __init__(
@@ -142,9 +147,15 @@ class Fetch:
         self._changed = asyncio.Event()
         self.problems: dict[str, str] = {}
         self.given: Counter[str] = Counter()
-        self.received_bytes = 0
+        self.lost = 0
+        self._ended_bytes = 0  # that came over connections which have ended
 
     # ---------------------------------------------------------------------------------------------------- for callers
+
+    @property
+    def received_bytes(self) -> int:
+        """All that came from donors: what is said, tables, and what came in vain, too."""
+        return self._ended_bytes + sum(donor.connection.bytes_in for donor in self._donors.values())
 
     @property
     def newest(self) -> int:
@@ -217,6 +228,9 @@ class Fetch:
                 self.problems[member.name] = problem.message
             donor = self._donors.pop(member.peer_id, None)
             answered = donor is not None and donor.offer is not None
+            if donor is not None:
+                self._ended_bytes += donor.connection.bytes_in
+            self.lost += answered and self._torn and self._next < 0 and self.given.total() < self.total_bytes
             self._bases.withdraw(member.peer_id)
             for news in self._news.values():
                 news.withdraw(member.peer_id)
@@ -249,7 +263,6 @@ class Fetch:
             async for message in conversation(connection, self._generation, self._request.silence_s):
                 self._heard_untrusted(donor, message)
         finally:
-            self.received_bytes += connection.bytes_in
             connection.abort()
         if connection.close_cause is not None and not isinstance(connection.close_cause, ConnectionLost):
             raise connection.close_cause

@@ -29,12 +29,19 @@ TELL_EVERY_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What a fetch brought. ``given``: bytes, by donor's name."""
+    """What a fetch brought.
+
+    Attributes:
+        given: bytes of use, by donor's name. received_bytes: all that came.
+        lost_donors: that went away before the state was complete.
+    """
 
     given: Counter[str]
     steps: int
     seconds: float
     left_out: dict[str, str]
+    received_bytes: int = 0
+    lost_donors: int = 0
 
     @property
     def size_bytes(self) -> int:
@@ -49,6 +56,16 @@ class Fetched:
         text = f"{self.size_bytes / 1e6:.1f} MB in {self.seconds:.1f} s ({rate_bps / 1e6:.0f} Mbit/s) from {donors}"
         problems = "; ".join(f"{name}: {problem}" for name, problem in self.left_out.items())
         return f"{text}; without {problems}" if problems else text
+
+    def told_in(self, report: Report) -> Report:
+        """``report`` with these figures."""
+        return replace(
+            report,
+            fetched_bytes=self.size_bytes,
+            donors=len(self.given),
+            received_bytes=self.received_bytes,
+            lost_donors=self.lost_donors,
+        )
 
 
 class Healer:
@@ -163,7 +180,7 @@ class Follower:
         self._task: asyncio.Task[None] | None = None
         self._then: list[Event] = []
         self._said = False
-        self._fetched_bytes = self._donors = 0
+        self._fetched: Fetched | None = None
 
     @property
     def active(self) -> bool:
@@ -249,15 +266,14 @@ class Follower:
             raise
 
     def _tell(self, fetch: Fetch, base: Base, seconds: float) -> None:
-        self._fetched_bytes, self._donors = fetch.given.total(), len(fetch.given)
+        self._fetched = fetched(fetch, 0, seconds)
         if base.root:
-            text = f"fetched the state of step {base.step}: {fetched(fetch, 0, seconds)}"
-            self._around.notify("info", "fetched", text)
+            self._around.notify("info", "fetched", f"fetched the state of step {base.step}: {self._fetched}")
 
     def _say(self) -> None:
         self._said = True
         report = self._core.report("following")
-        self._send(replace(report, fetched_bytes=self._fetched_bytes, donors=self._donors))
+        self._send(report if self._fetched is None else self._fetched.told_in(report))
 
 
 def replay(engine: Engine, step: Step) -> Applied:
@@ -268,7 +284,7 @@ def replay(engine: Engine, step: Step) -> Applied:
 
 
 def fetched(fetch: Fetch, steps: int, seconds: float) -> Fetched:
-    return Fetched(fetch.given, steps, seconds, dict(fetch.problems))
+    return Fetched(fetch.given.copy(), steps, seconds, dict(fetch.problems), fetch.received_bytes, fetch.lost)
 
 
 __all__ = ["Behind", "Fetched", "Follower", "Healer"]

@@ -47,7 +47,7 @@ from roles.strategies import Strategy, strategy_named
 from roles.worker.boundary import BoundaryWork
 from roles.worker.checkpointing import Checkpointing
 from roles.worker.donor import Donations
-from roles.worker.heal import Follower, Healer
+from roles.worker.heal import Fetched, Follower, Healer
 from roles.worker.keeper import Keeper, state_bytes
 from roles.worker.ledger import Ledger
 from roles.worker.metrics import StepTeller, described
@@ -104,7 +104,7 @@ class JobRunner:
         self.follower = Follower(
             around, self.core, self._healer, say=self._send, handle=self._brought_on, tasks=self._tasks
         )
-        self._fetched = (0, 0)  # bytes and donors of the last heal
+        self._fetched: Fetched | None = None  # by the last heal
         self._ledger = Ledger(job, around.say)
         self._teller = StepTeller(job=job, steps_total=profile.job.steps, say=around.say, on_step=around.on_step)
         self._timing: dict[str, float] = {}
@@ -260,8 +260,8 @@ class JobRunner:
 
     def _say_report(self, report: Report) -> None:
         self._trouble = report
-        if report.status == "healed":
-            report = replace(report, fetched_bytes=self._fetched[0], donors=self._fetched[1])
+        if report.status == "healed" and self._fetched is not None:
+            report = self._fetched.told_in(report)
         self._send(report)
         if report.status == "broken":
             self._around.notify("warning", "ring-broken", f"step {report.applied + 1} aborted: {report.reason}")
@@ -375,7 +375,7 @@ class JobRunner:
     async def _heal(self, instruction: Heal) -> None:
         self.donations.cut("it is healed itself")
         done = await self._healer.within(instruction, self._ready_engine())
-        self._fetched = (done.size_bytes, len(done.given))
+        self._fetched = done
         what = f"what it lacked (steps: {done.steps}) up to step" if done.steps else "the state of step"
         self._around.notify("info", "healed", f"fetched {what} {instruction.view.step}: {done}")
         self._handle(Finished(instruction.ticket))

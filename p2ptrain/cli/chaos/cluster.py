@@ -34,11 +34,11 @@ LOG_BYTES = 1 << 20
 
 def kinds_here() -> tuple[str, ...]:
     """The faults that this system can do to a process."""
-    from p2ptrain.cli.chaos.schedule import KINDS
+    from p2ptrain.cli.chaos.schedule import BY_NAME, KINDS
 
     without = {"disk"} if sys.platform != "linux" else set()
     without |= {"freeze"} if not hasattr(signal, "SIGSTOP") else set()
-    return tuple(kind for kind in KINDS if kind not in without)
+    return tuple(kind for kind in (*KINDS, *BY_NAME) if kind not in without)
 
 
 @dataclass(slots=True)

@@ -20,6 +20,16 @@ if TYPE_CHECKING:
 EXIT_BROKEN, EXIT_INTERRUPTED = 1, 130
 DURATION = "60s"
 STEPS = 1_000_000  # where nobody says how many: it trains on until the faults are over
+PROFILE = "tiny"
+HEAVIER = {
+    "model.hidden_size": "256",
+    "model.intermediate_size": "688",
+    "data.sequence_tokens": "64",
+    "validation.every": "0",
+    "ring.codec": "fp32",
+}
+"""Where a donor is to die while it gives: a state of 39 MB, for that of tiny is 10 chunks; half the tokens, so that a
+step takes no longer for it; and the codec that fast ways lead to, for those to the newcomer are slow as it joins."""
 SAVE_EVERY, KEEP = 20, 4
 """Steps between two checkpoints, and how many are kept: often, for each also compares the members' states."""
 
@@ -28,7 +38,7 @@ def chaos(
     workers: Annotated[
         int, typer.Option("--workers", "-n", metavar="N", min=2, max=32, help="How many workers to start.")
     ] = 4,
-    profile: ProfileOption = "tiny",
+    profile: ProfileOption = PROFILE,
     duration: Annotated[
         str, typer.Option("--duration", metavar="TIME", help=f"Hurt it for so long; by itself {DURATION}.")
     ] = "",
@@ -53,8 +63,8 @@ def chaos(
         typer.Option(
             "--kinds",
             metavar="LIST",
-            help="Of kill, two, freeze, cut, slow, corrupt, seed, disk, leave, join; or none. By itself all, "
-            "corrupt with --tls only.",
+            help="Of kill, two, freeze, cut, slow, corrupt, seed, disk, leave, join, donor; or none. By itself all "
+            "but donor (kills one that gives the state to a newcomer), corrupt with --tls only.",
         ),
     ] = "",
     sets: SetOption = [],  # noqa: B006 - Typer copies it
@@ -82,12 +92,13 @@ def chaos(
       p2ptrain chaos
       p2ptrain chaos --kinds kill --faults 200
       p2ptrain chaos --kinds seed --faults 50
+      p2ptrain chaos --workers 3 --kinds donor --faults 50
       p2ptrain chaos --kinds none --duration 30m --workers 8
       p2ptrain chaos --exact --tls --duration 10m --seed 7
     """
     from p2ptrain.cli.chaos.cluster import kinds_here
     from p2ptrain.cli.chaos.conduct import Plan, conduct
-    from p2ptrain.cli.chaos.schedule import kinds_of, seconds_of, span_of
+    from p2ptrain.cli.chaos.schedule import DONOR, kinds_of, seconds_of, span_of
     from p2ptrain.cli.output import print_json
 
     if duration and faults:
@@ -98,7 +109,7 @@ def chaos(
     every_s, duration_s = span_of(every), seconds_of(duration or DURATION)
     if every_s[1] <= 0:
         raise UserError("--every 0: faults without a moment between", remedy="write 0.5-2s")
-    loaded = _profile(profile, sets, workers, exact=exact)
+    loaded = _profile(profile, sets, workers, exact=exact, donors=DONOR in chosen)
     root = _directory(state)
     plan = Plan(
         profile_name=profile,
@@ -131,7 +142,7 @@ def chaos(
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _profile(name: str, sets: list[str], workers: int, *, exact: bool) -> Profile:
+def _profile(name: str, sets: list[str], workers: int, *, exact: bool, donors: bool) -> Profile:
     """The profile, with what this command needs where the person said nothing else.
 
     Raises ``ConfigError``, ``UserError``.
@@ -145,6 +156,7 @@ def _profile(name: str, sets: list[str], workers: int, *, exact: bool) -> Profil
         "checkpoint.every": str(SAVE_EVERY),
         "checkpoint.keep": str(KEEP),
     }
+    wanted |= HEAVIER if donors and name == PROFILE else {}
     mine = [f"{key}={value}" for key, value in wanted.items() if is_shipped(loaded.sources[key])]
     mine += [f"checkpoint.copies={workers}"]  # what all hold is compared at the end
     mine += ["job.exact=true"] if exact else []

@@ -18,12 +18,13 @@ from p2ptrain.cli.chaos.judge import Verdict
 from p2ptrain.cli.chaos.observer import Observer
 from p2ptrain.cli.chaos.proof import Saved, audited, loads, saved
 from p2ptrain.cli.chaos.report import Report
-from p2ptrain.cli.chaos.schedule import schedule
+from p2ptrain.cli.chaos.schedule import DONOR, schedule
 from p2ptrain.cli.console import Console
 from p2ptrain.cli.runtime import open_operator
 from p2ptrain.cli.stopping import stop_on_signals
 from p2ptrain.core.errors import JobFailed, P2PTrainError
 from ring.detector import beat_defaults
+from roles.worker.given import CHUNK_BYTES
 from wire.client import SeedClient
 
 WARM_STEPS = 3  # the first ones load kernels and pages
@@ -257,6 +258,8 @@ class Run:
             judge.none_of(f"checkpoints are whole ({found.count} of them)", found.damaged),
             judge.none_of("no process is left behind", cluster.orphans()),
         ]
+        if DONOR in plan.kinds:
+            report.verdicts.append(judge.a_chunk_each(faults.done, CHUNK_BYTES))
         if found.newest is not None:
             report.verdicts.append(await loads(found.newest, COMMAND_S))
         if plan.exact:

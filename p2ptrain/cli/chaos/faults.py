@@ -8,18 +8,27 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from p2ptrain.cli.chaos.cluster import Cluster, Place
-from p2ptrain.cli.chaos.judge import Injury, pause_before, recovered
-from p2ptrain.cli.chaos.observer import Observer
-from p2ptrain.cli.chaos.schedule import Action
+from p2ptrain.cli.chaos.judge import Fetch, Injury, pause_before, recovered
+from p2ptrain.cli.chaos.observer import Observer, Told
+from p2ptrain.cli.chaos.schedule import DONOR, Action
 from p2ptrain.cli.console import Console
 from p2ptrain.core.errors import P2PTrainError
 from roles.seed.updates import INTERVAL_S
+from roles.worker.fetch import DONORS
 
 PATIENCE_S = 180.0
 """For a step, or for all to be members again, before it counts as never: the seed waits 30 s for whoever is silent, as
 long for whoever sits out, and a worker on a busy machine loads its libraries for as long again."""
 LEAVE_S = 30.0  # a worker leaves after its step, and writes a checkpoint first where it must
-_ENDS_VIEW = frozenset({"kill", "two", "leave", "join"})
+FETCH_BPS = 12e6
+"""Bytes per second of each way from a member to a newcomer whose fetch is to be hit: on a bare loopback all would be
+there before its beginning is known here."""
+FIRST_FETCH_S = 1.0
+"""How long a transfer is taken to last before one was seen."""
+TRIES = 3
+"""Of each donor that is to be killed in the middle of a transfer, before that counts as impossible here."""
+LONGER = 1.1
+_ENDS_VIEW = frozenset({"kill", "two", "leave", "join", DONOR})
 _OF_LINKS = frozenset({"cut", "corrupt"})
 _COSTS_NO_PLACE = frozenset({"slow", "disk", "seed"})
 
@@ -37,6 +46,7 @@ class Faults:
     Attributes:
         done: the injuries, in order.
         stuck: what did not come back in time.
+        fetch_s: how long a transfer lasts, as the last ones did.
     """
 
     cluster: Cluster
@@ -46,18 +56,24 @@ class Faults:
     alone: bool
     done: list[Injury] = field(default_factory=list)
     stuck: list[str] = field(default_factory=list)
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    fetch_s: float = FIRST_FETCH_S
+    _tasks: set[asyncio.Task[object]] = field(default_factory=set)
     _seed_busy: bool = False
 
     async def run(self, actions: Iterator[Action], *, count: int, duration_s: float) -> None:
         """``count`` faults, or as many as begin within ``duration_s``; returns when the last one is mended.
+
+        A donor that did not die in the middle of a transfer is no fault of the ``count``.
 
         Raises ``P2PTrainError`` where a process cannot be started.
         """
         began = now()
         try:
             for action in actions:
-                if (count and action.number > count) or self._over:
+                if (count and self._counted >= count) or self._over:
+                    break
+                if count and action.number > TRIES * count:
+                    self.stuck.append(f"{self._counted} of {count} faults were done in {action.number - 1} tries")
                     break
                 wait_s = action.gap_s if self.alone else began + action.at_s - now()
                 if not count and began + duration_s <= now() + max(wait_s, 0.0):
@@ -66,7 +82,8 @@ class Faults:
                 places = await self._taken(action)
                 if places is None:
                     break
-                task = asyncio.create_task(self._injure(action, places), name=f"fault {action.number}")
+                work = self._in_a_transfer if action.kind == DONOR else self._injure
+                task: asyncio.Task[object] = asyncio.create_task(work(action, places), name=f"fault {action.number}")
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
                 if self.alone:
@@ -85,6 +102,10 @@ class Faults:
             finished, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in finished:
                 task.result()
+
+    @property
+    def _counted(self) -> int:
+        return sum(injury.counts for injury in self.done)
 
     @property
     def _over(self) -> bool:
@@ -112,7 +133,7 @@ class Faults:
         if action.kind == "seed":
             self._seed_busy = True
             return []
-        if action.kind == "join":
+        if action.kind in ("join", DONOR):
             return [await self._extra()]
         chosen = found[: 2 if action.kind == "two" else 1]
         for place in chosen:
@@ -130,9 +151,9 @@ class Faults:
             return not self._seed_busy
         if self._seed_busy and self.alone:
             return False
-        if action.kind == "join":
+        if action.kind in ("join", DONOR):
             extra = self.cluster.places.get(self.cluster.workers + 1)
-            return bool(whole) and (extra is None or not extra.busy)
+            return len(whole) > (action.kind == DONOR) and (extra is None or not extra.busy)
         taken = 2 if action.kind == "two" else 1
         return len(whole) > taken and bool(self._holders() & {place.name for place in list(whole)[taken:]})
 
@@ -164,7 +185,7 @@ class Faults:
 
     # ------------------------------------------------------------------------------------------------------- what
 
-    async def _injure(self, action: Action, places: list[Place]) -> None:
+    async def _injure(self, action: Action, places: list[Place]) -> Injury:
         observer = self.observer
         kind = action.kind
         hit = frozenset(observer.id_of(place.name) for place in places)
@@ -198,12 +219,18 @@ class Faults:
             if kind == "seed":
                 self._seed_busy = False
             observer.wake()
+        return injury
 
     async def _hurt(self, action: Action, places: list[Place], injury: Injury) -> None:
         """Do it, as one instant. Sets ``injury.detail``."""
         cluster = self.cluster
         place = places[0] if places else None
         match action.kind:
+            case "donor":
+                injury.detail = "which gives the state to a newcomer"
+                self._mend_lines(action)
+                places[0].data.cut(silent=False)  # else this system's kernel would still deliver what it took
+                await cluster.kill(places[0])
             case "kill" | "two":
                 await asyncio.gather(*(cluster.kill(each) for each in places))
             case "seed":
@@ -251,7 +278,7 @@ class Faults:
         if self.stop.is_set():
             return  # the whole cluster is let go
         for place in places:
-            if action.kind in ("kill", "two", "leave"):
+            if action.kind in ("kill", "two", "leave", DONOR):
                 began = now()
                 await cluster.start_worker(place.number)
                 injury.figures.setdefault("restarted_s", began - injury.at_s)
@@ -262,6 +289,8 @@ class Faults:
             place.control.mend()
             if action.kind == "disk":
                 cluster.empty_disk(place)
+        if action.kind == DONOR and await self._let_in(cluster.places[cluster.workers + 1], injury):
+            injury.figures["newcomer in"] = now() - injury.at_s
         if action.kind == "seed":
             before = observer.step
             observer.peers.clear()
@@ -310,24 +339,29 @@ class Faults:
         def state() -> str:
             return observer.peers[place.name].state if place.name in observer.peers else ""
 
-        def member() -> bool:
-            return observer.id_of(place.name) in observer.members
-
-        def gone() -> bool:
-            return self._over or place.child is None
-
-        await observer.until(lambda: gone() or member() or state() in ready, PATIENCE_S)
+        await observer.until(
+            lambda: self._over or place.child is None or self._is_in(place) or state() in ready, PATIENCE_S
+        )
         built = now()
         injury.figures["built"] = built - began
-        await observer.until(lambda: gone() or member(), PATIENCE_S)
-        if not member():
-            if not gone():
-                self.stuck.append(f"{place.name} was not let in within {PATIENCE_S:.0f} s")
+        if not await self._let_in(place, injury):
             return False
-        injury.excused |= {observer.id_of(place.name)}
         injury.figures[label] = now() - built
         await self._note_pause(injury, observer.generation, "pause to let it in")
         return True
+
+    async def _let_in(self, place: Place, injury: Injury) -> bool:
+        """Whether an extra worker came to be a member."""
+        await self.observer.until(lambda: self._over or place.child is None or self._is_in(place), PATIENCE_S)
+        if not self._is_in(place):
+            if place.child is not None and not self._over:
+                self.stuck.append(f"{place.name} was not let in within {PATIENCE_S:.0f} s")
+            return False
+        injury.excused |= {self.observer.id_of(place.name)}
+        return True
+
+    def _is_in(self, place: Place) -> bool:
+        return self.observer.id_of(place.name) in self.observer.members
 
     async def _note_pause(self, injury: Injury, generation: int, label: str) -> None:
         """The figure ``label``: seconds without a step before the view."""
@@ -338,6 +372,74 @@ class Faults:
             pause_s = pause_before(generation, rows[-_RECENT:])
             if pause_s is not None:
                 injury.figures[label] = pause_s
+
+    # ----------------------------------------------------------------------------------------------- in a transfer
+
+    async def _in_a_transfer(self, action: Action, places: list[Place]) -> None:
+        """An extra worker fetches the state, one who gives it dies, the extra one gets in all the same, and leaves."""
+        extra, first_line = places[0], len(self.observer.told)
+        injury: Injury | None = None
+        try:
+            for number in action.order:  # what the ring has open already is as fast as before
+                self.cluster.places[number].data.slow(FETCH_BPS, 0.0, new=True)
+            await self.cluster.start_worker(extra.number)
+            begun = await self._told_of("fetching", extra, first_line)
+            if begun is None:
+                return
+            await self._pause(action.share * self.fetch_s)
+            victims = self._whole(action)
+            if len(victims) < 2 or self._over:
+                return
+            victims[0].busy = True
+            injury = await self._injure(action, victims[:1])
+            if not self._over:
+                await self._note_fetch(injury, extra, begun, first_line)
+        finally:
+            self._mend_lines(action)
+            if extra.child is not None and not self._over:
+                await self.cluster.leave(extra, LEAVE_S)
+            if injury is not None:
+                injury.until_s = now()  # the newcomer was to leave, too
+            extra.busy = False
+            self.observer.wake()
+
+    def _mend_lines(self, action: Action) -> None:
+        for number in action.order:
+            self.cluster.places[number].data.mend()
+
+    async def _told_of(self, kind: str, place: Place, first_line: int) -> Told | None:
+        """The first such line of the diary by the worker of this place; None: it came to be a member without."""
+        observer = self.observer
+
+        def lines() -> list[Told]:
+            peer = observer.id_of(place.name)
+            return [told for told in observer.told[first_line:] if (told.event.kind, told.event.peer) == (kind, peer)]
+
+        await observer.until(lambda: bool(lines()) or self._over or self._is_in(place) or not place.child, PATIENCE_S)
+        return next(iter(lines()), None)
+
+    async def _note_fetch(self, injury: Injury, extra: Place, begun: Told, first_line: int) -> None:
+        """What the newcomer tells of its fetch. The next donor's moment is drawn from as long a time as this one took;
+        where the donors had nobody to spare for once one of them was dead, from somewhat more."""
+        observer = self.observer
+        fetched = await self._told_of("fetched", extra, first_line)
+        peer = observer.peers.get(extra.name)
+        if fetched is None or peer is None:
+            return
+        later = (it.event for it in observer.told[first_line:] if it.event.peer == peer.id and it.at_s > injury.at_s)
+        injury.fetch = fetch = Fetch(
+            peer.fetched_bytes,
+            peer.received_bytes,
+            peer.lost_donors,
+            donors=DONORS,
+            begun=1 + sum(event.kind == "fetching" for event in later),
+        )
+        took_s = fetched.at_s - begun.at_s
+        self.fetch_s = max(took_s, LONGER * self.fetch_s) if fetch.hit else took_s
+        injury.figures["into the transfer"] = injury.at_s - begun.at_s
+        where = "in the middle" if fetch.hit else "not in the middle"
+        text = f"{where} of a transfer of {fetch.state_bytes / 1e6:.1f} MB, {fetch.twice_bytes / 1e6:.2f} MB came twice"
+        self.console.event("info", f"fault {injury.number}: {text}")
 
     # ------------------------------------------------------------------------------------------------------- and then
 

@@ -14,6 +14,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from p2ptrain.cli.chaos.schedule import DONOR
+
+SAID_BYTES = 16 << 10
+"""With one donor, while a state is fetched: an offer, a table of 16 bytes a chunk, headers and beats take no more."""
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -33,6 +38,38 @@ class Seen:
     members: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """What a newcomer told of fetching the state, while one of its donors was killed.
+
+    Attributes:
+        state_bytes: of the state. received_bytes: all that came over its links to donors.
+        lost_donors: those that went away before the state was complete.
+        donors: whom it may have asked.
+        begun: how often it began: once, and each time anew after that death.
+    """
+
+    state_bytes: int
+    received_bytes: int
+    lost_donors: int
+    donors: int
+    begun: int = 1
+
+    @property
+    def hit(self) -> bool:
+        """Whether the donor died in the middle of the transfer."""
+        return self.lost_donors > 0
+
+    @property
+    def twice_bytes(self) -> int:
+        """What came beyond the state: in vain, and what is said about it."""
+        return self.received_bytes - self.state_bytes
+
+    def allowed_bytes(self, chunk_bytes: int) -> int:
+        """A chunk for each donor that was lost, and what is said with each."""
+        return self.lost_donors * chunk_bytes + self.donors * SAID_BYTES
+
+
 @dataclass(slots=True)
 class Injury:
     """A fault that was done.
@@ -46,6 +83,7 @@ class Injury:
         whole_s: when all workers were members again.
         recovery_s: see above; None where no step followed.
         figures: further seconds by name.
+        fetch: of the newcomer, where it is one of its donors that was hit.
     """
 
     number: int
@@ -61,6 +99,12 @@ class Injury:
     whole_s: float = math.inf
     recovery_s: float | None = None
     figures: dict[str, float] = field(default_factory=dict)
+    fetch: Fetch | None = None
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is what was asked for: a donor that dies before or after the transfer is none."""
+        return self.kind != DONOR or (self.fetch is not None and self.fetch.hit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +170,22 @@ def every_step_once(steps: Iterable[int], last: int) -> Verdict:
     parts = [f"missing: {_some(missing)}"] if missing else []
     parts += [f"twice: {_some(twice)}"] if twice else []
     return Verdict(name, False, "; ".join(parts))
+
+
+def a_chunk_each(injuries: Iterable[Injury], chunk_bytes: int) -> Verdict:
+    """A donor that was killed in the middle cost its newcomer one chunk at most, and no new beginning."""
+    name = "a killed donor costs a chunk at most"
+    hits = [(injury.number, injury.fetch) for injury in injuries if injury.fetch is not None and injury.fetch.hit]
+    if not hits:
+        return Verdict(name, None, "none was killed in the middle of a transfer")
+    odd = [f"fault {number}: the newcomer began {fetch.begun} times" for number, fetch in hits if fetch.begun != 1]
+    odd += [
+        f"fault {number}: {fetch.twice_bytes} bytes beyond the state of {fetch.state_bytes}"
+        for number, fetch in hits
+        if not 0 <= fetch.twice_bytes <= fetch.allowed_bytes(chunk_bytes)
+    ]
+    most = max(fetch.twice_bytes for _, fetch in hits)
+    return Verdict(name, not odd, _some(odd) or f"{len(hits)} killed, at most {most} bytes came twice for one")
 
 
 def same(name: str, hashes: Mapping[str, str]) -> Verdict:

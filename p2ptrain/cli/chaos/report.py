@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import typer
 
 from p2ptrain.cli.chaos.cluster import Usage
 from p2ptrain.cli.chaos.judge import Injury, Verdict, quantile
+from p2ptrain.cli.chaos.schedule import DONOR
+from roles.worker.given import CHUNK_BYTES
 
 SHARES = (("p50", 0.5), ("p99", 0.99), ("max", 1.0))
 
@@ -66,6 +68,21 @@ class Report:
                     found.setdefault(f"{injury.kind}: {name}", []).append(value)
         return dict(sorted(found.items()))
 
+    def fetches(self) -> dict[str, int]:
+        """Sums over the donors that were killed while newcomers fetched from them; empty where none was."""
+        killed = [injury for injury in self.injuries if injury.kind == DONOR]
+        hits = [injury.fetch for injury in killed if injury.fetch is not None and injury.fetch.hit]
+        if not killed:
+            return {}
+        return {
+            "killed": len(killed),
+            "killed_in_the_middle": len(hits),
+            "state_bytes": sum(fetch.state_bytes for fetch in hits),
+            "received_bytes": sum(fetch.received_bytes for fetch in hits),
+            "twice_bytes": sum(fetch.twice_bytes for fetch in hits),
+            "allowed_bytes": sum(fetch.allowed_bytes(CHUNK_BYTES) for fetch in hits),
+        }
+
     def to_json(self) -> dict[str, object]:
         return {
             "replay": self.replay,
@@ -83,6 +100,7 @@ class Report:
             "goodput": self.goodput,
             "recovery_s": {kind: _summary(values) for kind, values in self.recoveries().items()},
             "figures": {name: _summary(values) for name, values in self.figures().items()},
+            "donors": self.fetches(),
             "faults": [_fault(injury) for injury in self.injuries],
             "invariants": [
                 {"name": verdict.name, "held": verdict.held, "text": verdict.text} for verdict in self.verdicts
@@ -102,6 +120,12 @@ class Report:
             text = f"{100 * goodput:.0f} %: {self.steps_per_s:.2f} of {self.baseline_steps_per_s:.2f} steps/s"
             tokens = self.steps_per_s * self.tokens_per_step
             pairs.append(("goodput", f"{text}, {tokens:,.0f} tokens/s"))
+        if fetches := self.fetches():
+            text = f"{fetches['killed_in_the_middle']} of {fetches['killed']} killed in the middle of a transfer"
+            pairs.append(("donors", text))
+            twice, allowed = human_bytes(fetches["twice_bytes"]), human_bytes(fetches["allowed_bytes"])
+            text = f"{human_bytes(fetches['received_bytes'])} for {human_bytes(fetches['state_bytes'])} of states"
+            pairs.append(("fetched", f"{text}; {twice} came twice, {allowed} may"))
         print_pairs(pairs)
         for title, table in (("to the next step", self.recoveries()), ("beside it", self.figures())):
             if table:
@@ -151,4 +175,5 @@ def _fault(injury: Injury) -> dict[str, object]:
         "generation": injury.generation,
         "recovery_s": injury.recovery_s,
         "figures": injury.figures,
+        "fetch": asdict(injury.fetch) | {"twice_bytes": injury.fetch.twice_bytes} if injury.fetch else None,
     }

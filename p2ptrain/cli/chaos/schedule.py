@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from p2ptrain.core.errors import UserError
 
 KINDS = ("kill", "two", "freeze", "cut", "slow", "corrupt", "seed", "disk", "leave", "join")
+DONOR = "donor"
+BY_NAME = (DONOR,)
+"""Kinds that are done only where a person names them: a transfer takes a model that is not the least one."""
 NONE = "none"
 CUTS = ("ring reset", "ring silent", "seed reset", "seed silent", "all silent")
 """Which of a worker's links, and how: a reset is known at once, a silent one is a pulled cable."""
@@ -28,6 +31,7 @@ LASTS_S: dict[str, tuple[float, float]] = {
     "disk": (2.0, 6.0),
     "leave": (0.5, 3.0),
     "join": (3.0, 10.0),
+    "donor": (0.0, 0.5),
 }
 """Seconds from a fault to its end (of the dead: to their restart). Silences lie on both sides of the 2 s after which a
 LAN peer counts as dead: shorter ones must cost nobody its place."""
@@ -55,6 +59,7 @@ class Action:
         cut: one of ``CUTS``.
         rate_bps, delay_s: of a slow link, bytes per second.
         skip_bytes: so many pass before one is damaged.
+        share: of a transfer's time, after which one of its donors is hit.
     """
 
     number: int
@@ -67,6 +72,7 @@ class Action:
     rate_bps: float
     delay_s: float
     skip_bytes: int
+    share: float
 
 
 def schedule(seed: int, *, workers: int, kinds: Sequence[str], every_s: tuple[float, float]) -> Iterator[Action]:
@@ -77,12 +83,13 @@ def schedule(seed: int, *, workers: int, kinds: Sequence[str], every_s: tuple[fl
 
     Args:
         workers: they are numbered from 1.
-        kinds: of ``KINDS``; each is as frequent as it is named.
+        kinds: of ``KINDS`` and ``BY_NAME``; each is as frequent as it is named.
         every_s: least and most seconds from one to the next.
     """
     if not kinds:
         return
     draw = random.Random(seed).random  # noqa: S311 - a schedule, no secret
+    draw_share = random.Random(f"{seed}: share").random  # noqa: S311 - its own: schedules of before stay as they were
 
     def between(least: float, most: float) -> float:
         return least + (most - least) * draw()
@@ -106,6 +113,7 @@ def schedule(seed: int, *, workers: int, kinds: Sequence[str], every_s: tuple[fl
             rate_bps=SLOW_BPS[0] * (SLOW_BPS[1] / SLOW_BPS[0]) ** draw(),
             delay_s=between(*SLOW_DELAY_S),
             skip_bytes=int(draw() * DAMAGE_BYTES),
+            share=draw_share(),
         )
 
 
@@ -146,13 +154,14 @@ def kinds_of(text: str, *, workers: int, tls: bool, here: Sequence[str]) -> tupl
     named = tuple(part.strip() for part in text.split(",") if part.strip())
     if named == (NONE,):
         return ()
+    known = (*KINDS, *BY_NAME)
     for kind in named:
-        if kind not in KINDS:
-            raise UserError(f"{kind!r} is no kind of fault", remedy=f"use some of {', '.join(KINDS)}, or {NONE} alone")
+        if kind not in known:
+            raise UserError(f"{kind!r} is no kind of fault", remedy=f"use some of {', '.join(known)}, or {NONE} alone")
         if kind not in here:
             raise UserError(f"this system has no way to do {kind!r} to a process", remedy="leave it out")
     if "two" in named and workers < 3:
         raise UserError("two of them cannot die: one must live on", remedy="give --workers 3 or more, or leave out two")
     if not named:
-        raise UserError("no kind of fault is named", remedy=f"use some of {', '.join(KINDS)}, or {NONE}")
+        raise UserError("no kind of fault is named", remedy=f"use some of {', '.join(known)}, or {NONE}")
     return named
