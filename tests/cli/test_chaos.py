@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 
 from p2ptrain.cli.chaos.judge import (
+    SAID_BYTES,
+    Fetch,
     Injury,
     Row,
     Seen,
     Verdict,
+    a_chunk_each,
     every_step_once,
     evictions,
     pause_before,
@@ -27,7 +30,7 @@ from p2ptrain.cli.chaos.judge import (
 )
 from p2ptrain.cli.chaos.observer import Observer
 from p2ptrain.cli.chaos.report import Report
-from p2ptrain.cli.chaos.schedule import CUTS, KINDS, LASTS_S, kinds_of, schedule, seconds_of, span_of
+from p2ptrain.cli.chaos.schedule import BY_NAME, CUTS, DONOR, KINDS, LASTS_S, kinds_of, schedule, seconds_of, span_of
 from p2ptrain.core.errors import UserError
 
 Command = Callable[..., Any]
@@ -77,6 +80,15 @@ def test_every_worker_and_kind_has_its_turn() -> None:
         assert sum(action.kind == kind for action in actions) == pytest.approx(200, abs=60)
 
 
+def test_donors_die_at_any_part_of_a_transfer_and_of_their_own_draw() -> None:
+    shares = [action.share for action in first(500, 3, kinds=(DONOR,))]
+    assert min(shares) < 0.02
+    assert max(shares) > 0.98
+    assert all(0 <= share < 1 for share in shares)
+    others = [(action.gap_s, action.order, action.cut) for action in first(20, 3, kinds=("kill",))]
+    assert others == [(action.gap_s, action.order, action.cut) for action in first(20, 3, kinds=(DONOR,))]
+
+
 def test_no_kinds_no_faults() -> None:
     assert first(5, 1, kinds=()) == []
 
@@ -115,6 +127,8 @@ def test_kinds_that_a_person_names() -> None:
 
 
 def test_kinds_that_nobody_names() -> None:
+    assert kinds_of("", workers=4, tls=True, here=(*KINDS, *BY_NAME)) == KINDS, "the others must be asked for"
+    assert kinds_of("donor", workers=4, tls=False, here=(*KINDS, *BY_NAME)) == (DONOR,)
     plain = kinds_of("", workers=4, tls=False, here=KINDS)
     assert set(KINDS) - set(plain) == {"corrupt"}, "plain TCP cannot know of a damaged byte"
     assert kinds_of("", workers=4, tls=True, here=KINDS) == KINDS
@@ -141,6 +155,32 @@ def test_what_was_on_its_way_is_no_recovery_from_a_cut() -> None:
     assert recovered(injury(new_view=False), later, 0.1) == later[0], "of a later view it counts at once"
     again = [Row(10.5, 50, 3)]
     assert recovered(injury(new_view=False), again, 0.1) is None, "told again, it is no new step"
+
+
+MIB = 1 << 20
+
+
+def death(number: int, **changes: Any) -> Injury:
+    fetch = dataclasses.replace(Fetch(40 * MIB, 40 * MIB, lost_donors=1, donors=4), **changes)
+    return injury(number=number, kind=DONOR, fetch=fetch)
+
+
+def test_a_killed_donor_may_cost_a_chunk_and_no_more() -> None:
+    most = 41 * MIB + 4 * SAID_BYTES
+    held = a_chunk_each([death(1), death(2, received_bytes=most)], MIB)
+    assert held.held
+    assert held.text == f"2 killed, at most {most - 40 * MIB} bytes came twice for one"
+    broken = a_chunk_each([death(1), death(2, received_bytes=most + 1)], MIB)
+    assert (broken.held, broken.text.partition(":")[0]) == (False, "fault 2")
+    assert a_chunk_each([death(1, received_bytes=most + MIB, lost_donors=2)], MIB).held
+    assert a_chunk_each([death(1, received_bytes=40 * MIB - 1)], MIB).held is False, "less than the state is no state"
+    assert "began 2 times" in a_chunk_each([death(1, begun=2)], MIB).text
+
+
+def test_only_a_death_in_the_middle_counts() -> None:
+    late = death(2, lost_donors=0)
+    assert [death(1).counts, late.counts, injury(kind=DONOR).counts, injury().counts] == [True, False, False, True]
+    assert a_chunk_each([late, injury()], MIB).held is None
 
 
 def test_a_pause_lies_between_two_views() -> None:
@@ -217,6 +257,22 @@ def test_a_report_says_what_a_program_needs(capsys: pytest.CaptureFixture[str]) 
     assert "BROKEN    the last: why" in shown
     assert "not seen  that" in shown
     assert shown.rstrip().endswith("p2ptrain chaos --seed 1")
+
+
+def test_a_report_sums_up_what_donors_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report("p2ptrain chaos", 3, False, complete=True)
+    report.injuries = [death(1, received_bytes=41 * MIB), death(2), death(3, lost_donors=0, received_bytes=90 * MIB)]
+    assert report.to_json()["donors"] == {
+        "killed": 3,
+        "killed_in_the_middle": 2,
+        "state_bytes": 80 * MIB,
+        "received_bytes": 81 * MIB,
+        "twice_bytes": MIB,
+        "allowed_bytes": 2 * MIB + 8 * SAID_BYTES,
+    }
+    report.print()
+    assert "2 of 3 killed in the middle of a transfer" in capsys.readouterr().out
+    assert Report("p2ptrain chaos", 3, False).fetches() == {}
 
 
 @pytest.mark.parametrize(

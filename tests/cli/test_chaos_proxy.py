@@ -181,6 +181,22 @@ async def test_a_slow_link_takes_its_time_and_keeps_the_order(proxy: Proxy, call
     assert time.monotonic() - began >= 0.3  # both ways overlap but for the first piece, and each is 0.05 s later
 
 
+async def test_what_was_connected_before_is_spared_where_only_new_links_are_slow(proxy: Proxy, caller: Caller) -> None:
+    caller.send(b"before")
+    assert await caller.get(6) == b"before"
+    proxy.slow(rate_bps=10, delay_s=0.0, new=True)
+    later = await Caller.dial(proxy)
+    try:
+        later.send(bytes(1000))  # it would take 100 s
+        caller.send(bytes(1000))
+        assert await caller.get(1000) == bytes(1000)
+        assert await later.silent()
+        proxy.mend()
+        assert await later.get(1000) == bytes(1000)
+    finally:
+        await later.close()
+
+
 async def test_what_waits_on_a_slow_link_goes_at_once_when_it_is_mended(proxy: Proxy, caller: Caller) -> None:
     proxy.slow(rate_bps=10, delay_s=0.0)
     sent = bytes(1000)  # it would take 100 s

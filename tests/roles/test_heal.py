@@ -40,7 +40,7 @@ from roles.worker.testing import (
 from roles.worker.transfer import STRIKES
 from wire.handshake import dial, local_hello
 from wire.memory import MemoryNetwork
-from wire.messages import ChunkRequest, HealOffer, HealRequest
+from wire.messages import ChunkRequest, HealOffer, HealRequest, Report
 from wire.transport import TcpNetwork
 from wire.virtual import run_virtual
 
@@ -178,9 +178,24 @@ def test_a_donor_is_killed_at_any_byte_and_at_most_a_chunk_comes_twice(run: int)
                 victim.die()
                 await whole
             assert target.digest() == ring.members[0].engine.digest()
-            assert fetch.received_bytes <= fetch.total_bytes + CHUNK_BYTES + FRAMES_BYTES
+            assert fetch.total_bytes <= fetch.received_bytes <= fetch.total_bytes + CHUNK_BYTES + FRAMES_BYTES
+            assert fetch.lost <= 1
 
     asyncio.run(play())
+
+
+@pytest.mark.parametrize(("bad", "lost"), [(dies_after(1), 1), (spoils(flipped), 1), (is_silent, 0)])
+def test_donors_that_went_away_before_the_state_was_complete_are_counted(bad: Serve, lost: int) -> None:
+    async def play() -> None:
+        async with ring_of(MemoryNetwork(), 3, behaviour={1: bad}) as ring:
+            done = await heal(ring, blank())
+            assert done.lost_donors == lost
+            told = done.told_in(Report(JOB, 3, "healed", 0, 0, FIRST))
+            assert (told.fetched_bytes, told.lost_donors) == (done.size_bytes, lost)
+            assert told.donors == len(done.given)
+            assert told.received_bytes > told.fetched_bytes
+
+    run_virtual(play())
 
 
 def test_without_a_donor_the_error_names_what_each_one_said() -> None:

@@ -160,6 +160,57 @@ def step(
 
 
 @app.command()
+def heal(
+    members: Annotated[
+        int, typer.Option("--members", "-n", metavar="N", min=1, max=16, help="Of the ring that gives.")
+    ] = 1,
+    heals: Annotated[int, typer.Option("--heals", metavar="N", min=1, max=1000, help="Newcomers, in turn.")] = 10,
+    quiet: Annotated[
+        int, typer.Option("--quiet", metavar="N", min=8, max=10_000, help="Steps between two of them, to compare with.")
+    ] = 16,
+    profile: ProfileOption = "tiny",
+    threads: Annotated[
+        int, typer.Option("--threads", metavar="N", min=1, max=1024, help="CPU threads of each worker.")
+    ] = 1,
+    sets: SetOption = [],  # noqa: B006 - Typer copies it
+    json_to: JsonTo = "",
+    csv_to: CsvTo = "",
+) -> None:
+    """Members' steps while a newcomer heals.
+
+    A newcomer with an empty directory joins a running ring and leaves again; so several times. The members' steps
+    while it fetches the state beside them are compared with those before and after. Where there are cores enough, the
+    newcomer is kept off the members' own. With the profile tiny the model is made larger: its state is soon fetched.
+
+    \b
+    Examples:
+      p2ptrain bench heal
+      p2ptrain bench heal --heals 30 --json heal.json
+      p2ptrain bench heal --profile small --members 3
+    """
+    from configs.loader import load
+    from p2ptrain.cli.bench.conduct import alone
+    from p2ptrain.cli.bench.heal import SETTINGS, TINY, Heals, Plan
+    from p2ptrain.cli.bench.machine import origin
+    from p2ptrain.cli.bench.report import Targets, publish
+
+    targets = Targets(json_to, csv_to)
+    targets.check()
+    mine = [*SETTINGS, f"job.workers={members}", *(TINY if profile == "tiny" else ())]
+    loaded = load(profile, os.environ, [*mine, *sets]).profile
+    micro_batches = loaded.batch.micro_batches
+    if micro_batches <= members:
+        raise UserError(
+            f"{micro_batches} micro-batches are too few for {members} members and a newcomer",
+            remedy=f"give --members {micro_batches - 1} or less, or --set batch.micro_batches={members + 1}",
+        )
+    work = Heals(Plan(loaded.to_spec(), Path(profile).stem, members, heals, quiet, threads))
+    complete = run(alone(work.measure), children=True)
+    publish(work.report(origin(), complete=complete), targets)
+    _leave(complete)
+
+
+@app.command()
 def link(
     rounds: Annotated[
         int, typer.Option("--rounds", metavar="N", min=0, max=10_000, help="Of each buffer; 0: as the time allows.")

@@ -35,6 +35,19 @@ async def conduct(count: int, threads: int, work: Work) -> bool:
     return True
 
 
+async def alone(work: Callable[[asyncio.Event, Progress], Awaitable[bool]]) -> bool:
+    """Do work that starts its own processes, and ends when the event is set. Whether it came to its end.
+
+    Raises ``P2PTrainError``.
+    """
+    console, stop = Console(), asyncio.Event()
+    stop_on_signals(stop, lambda text: console.event("info", text))
+    try:
+        return await work(stop, console.progress)
+    finally:
+        console.finish()
+
+
 @dataclass(frozen=True, slots=True)
 class Ring:
     """How the members' ring is made.

@@ -1,0 +1,411 @@
+"""``p2ptrain bench heal``: what members' steps cost while a newcomer fetches the state beside their ring.
+
+A real seed and real workers, as a person starts them. A newcomer with an empty directory joins, is let in, and leaves;
+so again and again. *Inside* are the members' steps from the newcomer's "fetches" to the last one before the view that
+lets it in, the making of a copy for it included; *outside* those while there is no newcomer, before and after. Both are
+told by the ring's rank 0, by its own clock. The pause for the new view is no part of either.
+
+The newcomer's own work (libraries, its model, the steps it replays) would take a member's processor on one machine, as
+it would not elsewhere. So where the system can, members and the newcomer are kept to different cores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from p2ptrain.cli.bench.conduct import Progress
+from p2ptrain.cli.bench.machine import Origin
+from p2ptrain.cli.bench.plan import Samples
+from p2ptrain.cli.bench.report import Report, Table, human_duration, human_size, human_spread
+from p2ptrain.cli.chaos.cluster import LOOPBACK, free_port
+from p2ptrain.cli.chaos.observer import Observer, Told
+from p2ptrain.cli.children import Child, end_all
+from p2ptrain.cli.runtime import open_operator
+from p2ptrain.cli.up import SEED_READY_S
+from p2ptrain.core.errors import JobFailed
+from wire.client import SeedClient
+from wire.records import MetricRow
+
+GOAL = 0.05
+"""The most that a step may take longer while somebody heals (the part that ``roles.worker.pace`` allows, too)."""
+WARM_STEPS = 3  # of each view: the first ones load kernels and pages, or wait for a micro-batch given up
+PATIENCE_S = 120.0  # for a worker that loads its libraries on a busy machine
+LEAVE_S = 30.0
+SETTINGS = ("job.steps=1000000", "checkpoint.every=0", "validation.every=0")
+"""Nothing but steps, as long as it takes."""
+TINY = ("model.hidden_size=256", "model.intermediate_size=688", "data.sequence_tokens=32")
+"""In the place of the profile tiny's own: a state of 39 MB, and steps of half a second on one core."""
+PAGE_ROWS = 200  # the most that one answer of the seed holds
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure.
+
+    Attributes:
+        heals: newcomers, one after the other.
+        quiet: steps outside, before each and after the last.
+        threads: of each worker.
+    """
+
+    spec: str
+    profile: str
+    members: int
+    heals: int
+    quiet: int
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """Which cores who is kept to; empty: nobody is."""
+
+    members: tuple[frozenset[int], ...] = ()
+    rest: frozenset[int] = frozenset()
+
+    @property
+    def described(self) -> str:
+        if not self.rest:
+            return "nothing is pinned to cores: the newcomer's own work disturbs the members"
+        each = ", ".join(f"member {number}: {_cores(its)}" for number, its in enumerate(self.members, 1))
+        return f"pinned to cores: {each}; the newcomer, the seed and this command: {_cores(self.rest)}"
+
+
+def pinned(cores: Sequence[int], members: int, threads: int) -> Pinned:
+    """Each member on cores of its own, the last ones for all else; nothing where there are too few."""
+    ordered = sorted(cores)
+    if members * threads >= len(ordered):
+        return Pinned()
+    each = [frozenset(ordered[number * threads : (number + 1) * threads]) for number in range(members)]
+    return Pinned(tuple(each), frozenset(ordered[members * threads :]))
+
+
+@dataclass(slots=True)
+class Heal:
+    """One newcomer. Seconds of steps, in order.
+
+    Attributes:
+        before, after: outside.
+        transfer_s: from "fetches" to "fetched".
+        pause_s: without a step, until the first one with the newcomer.
+        beside: whether it was let in by following the ring; else it was healed within, where all wait.
+    """
+
+    before: list[float]
+    inside: list[float] = field(default_factory=list)
+    after: list[float] = field(default_factory=list)
+    state_bytes: int = 0
+    transfer_s: float = 0.0
+    pause_s: float = 0.0
+    beside: bool = False
+
+    @property
+    def added(self) -> float | None:
+        """By which part the median step inside takes longer than outside."""
+        outside = [*self.before, *self.after]
+        if not self.inside or not outside:
+            return None
+        return statistics.median(self.inside) / statistics.median(outside) - 1
+
+
+def inside_of(rows: Sequence[MetricRow], begun_wall: float, generation: int) -> tuple[list[float], float]:
+    """Seconds of the steps from then to the view that lets the newcomer in, and the pause before that view's first.
+
+    Args:
+        rows: in order. begun_wall: by the seed's clock, as the rows' own.
+        generation: of that view.
+    """
+    before = [row for row in rows if (row.generation or 0) < generation]
+    first = next((row for row in rows if row.generation == generation), None)
+    inside = [row.step_ms / 1e3 for row in before if row.wall > begun_wall and row.step_ms]
+    pause_s = first.wall - before[-1].wall if first is not None and before else 0.0
+    return inside, pause_s
+
+
+def pooled(heals: Sequence[Heal]) -> tuple[list[float], list[float]]:
+    """Steps outside and inside, of all heals; what lies between two of them counts once."""
+    outside = [seconds for heal in heals for seconds in heal.before]
+    outside += heals[-1].after if heals else []
+    return outside, [seconds for heal in heals for seconds in heal.inside]
+
+
+class Heals:
+    """One run; ``heals`` grows while it measures."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.heals: list[Heal] = []
+        self.notes: list[str] = []
+        cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
+        self.pinned = pinned(sorted(cores), plan.members, plan.threads)
+
+    async def measure(self, stop: asyncio.Event, progress: Progress) -> bool:
+        """Whether it came to its end; Ctrl+C is the other way. Raises ``P2PTrainError``."""
+        with tempfile.TemporaryDirectory(prefix="p2ptrain-heal-") as name, _kept_to(self.pinned.rest):
+            async with _cluster(Path(name), self.plan, self.pinned, stop) as cluster:
+                progress("starting the members")
+                await cluster.until(lambda: cluster.whole and cluster.observer.step > 0, "the members form no ring")
+                quiet = await cluster.quiet(self.plan.quiet)
+                for number in range(1, self.plan.heals + 1):
+                    if stop.is_set():
+                        break
+                    heal = await self._heal(cluster, number, Heal(quiet), progress)
+                    quiet = await cluster.quiet(self.plan.quiet)
+                    if heal is not None and not stop.is_set():
+                        heal.after = quiet
+                        self.heals.append(heal)
+        return not stop.is_set()
+
+    async def _heal(self, cluster: _Cluster, number: int, heal: Heal, progress: Progress) -> Heal | None:
+        """One newcomer from its start to its end; None where it was told to stop."""
+        progress(f"heal {number} of {self.plan.heals}: a newcomer starts")
+        observer, first_line, step = cluster.observer, len(cluster.observer.told), cluster.observer.step
+        newcomer = await cluster.newcomer(number)
+        try:
+            await cluster.until(lambda: len(observer.members) > self.plan.members, "the newcomer was not let in")
+            generation = observer.generation
+            await cluster.until(
+                lambda: bool(observer.rows) and observer.rows[-1].generation >= generation, "no step with the newcomer"
+            )
+            if cluster.stop.is_set():
+                return None
+            peer = observer.peers[newcomer.name]
+            told = [line for line in observer.told[first_line:] if line.event.peer == peer.id]
+            begun, fetched = _first(told, "fetching"), _first(told, "fetched")
+            if begun is None or fetched is None or not peer.fetched_bytes:
+                return heal
+            rows = await cluster.metrics(step)
+            heal.inside, heal.pause_s = inside_of(rows, begun.event.wall, observer.rows[-1].generation)
+            heal.state_bytes, heal.transfer_s = peer.fetched_bytes, fetched.event.wall - begun.event.wall
+            heal.beside = True
+        finally:
+            newcomer.ask_to_leave()
+            await newcomer.ended(LEAVE_S)
+        return heal
+
+    # ------------------------------------------------------------------------------------------------------ the report
+
+    @property
+    def added(self) -> float | None:
+        """The median of what the heals added, as a part of a step."""
+        parts = [heal.added for heal in self._counted if heal.added is not None]
+        return statistics.median(parts) if parts else None
+
+    @property
+    def added_mean(self) -> float | None:
+        """The mean step inside against the mean step outside, over all: what is spread unevenly counts whole."""
+        outside, inside = pooled(self._counted)
+        return statistics.fmean(inside) / statistics.fmean(outside) - 1 if outside and inside else None
+
+    @property
+    def _counted(self) -> list[Heal]:
+        return [heal for heal in self.heals if heal.beside]
+
+    def report(self, origin: Origin, *, complete: bool) -> Report:
+        plan, many = self.plan, "s" * (self.plan.members > 1)
+        title = f"a newcomer heals · {plan.profile} · {plan.members} member{many} × {plan.threads} thread, loopback"
+        settings = {key: value for key, value in asdict(plan).items() if key != "spec"}
+        report = Report("heal", title, origin, settings, complete=complete)
+        outside, inside = (Samples("", seconds=part) for part in pooled(self._counted))
+        parts = Samples("added", seconds=[heal.added for heal in self._counted if heal.added is not None])
+        report.results = {
+            "goal": GOAL,
+            "held": self.added <= GOAL if self.added is not None else None,
+            "added": self.added,
+            "added_mean": self.added_mean,
+            "pinned": self.pinned.described,
+            "outside": outside.to_json(1, "steps_per_s"),
+            "inside": inside.to_json(1, "steps_per_s"),
+            "heals": [asdict(heal) | {"added": heal.added} for heal in self.heals],
+        }
+        report.tables = [_table(self.heals)]
+        report.notes = [*self._findings(outside, inside, parts), self.pinned.described, *self.notes]
+        report.samples = [
+            {"heal": number, "where": where, "sample": index, "seconds": seconds}
+            for number, heal in enumerate(self.heals, 1)
+            for where in ("before", "inside", "after")
+            for index, seconds in enumerate(getattr(heal, where))
+        ]
+        return report
+
+    def _findings(self, outside: Samples, inside: Samples, parts: Samples) -> list[str]:
+        notes = []
+        if parts.seconds and self.added is not None and self.added_mean is not None:
+            low, high = parts.quantile_s(0.1), parts.quantile_s(0.9)
+            verdict = "within" if self.added <= GOAL else "MORE than"
+            notes.append(
+                f"while a newcomer heals a step takes {self.added:+.1%} (median of {len(parts.seconds)} heals, p10-p90 "
+                f"{low:+.1%} to {high:+.1%}), {verdict} the {GOAL:.0%} that it may; by the mean of all steps "
+                f"{self.added_mean:+.1%}"
+            )
+            notes.append(
+                f"steps: {human_duration(outside.median_s)} outside (median of {len(outside.seconds)}), "
+                f"{human_duration(inside.median_s)} inside ({len(inside.seconds)})"
+            )
+        within = sum(not heal.beside for heal in self.heals)
+        if within:
+            notes.append(f"{within} did not get level beside the ring and healed within it: they are not counted")
+        return notes
+
+
+def _table(heals: Sequence[Heal]) -> Table:
+    rows = []
+    for number, heal in enumerate(heals, 1):
+        outside = Samples("", seconds=[*heal.before, *heal.after])
+        row = [str(number), human_size(heal.state_bytes), human_duration(heal.transfer_s), str(len(heal.inside))]
+        row += [human_duration(outside.median_s), human_spread(outside.quantile_s(0.1), outside.quantile_s(0.9))]
+        row += [human_duration(statistics.median(heal.inside)) if heal.inside else "-"]
+        row += [f"{heal.added:+.1%}" if heal.added is not None else "-", human_duration(heal.pause_s)]
+        rows.append(row)
+    columns = ["HEAL", "STATE", "TRANSFER", "STEPS", "OUTSIDE", "P10-P90", "INSIDE", "ADDED", "PAUSE"]
+    return Table(columns, rows, columns)
+
+
+# ---------------------------------------------------------------------------------------------------------- the cluster
+
+
+class _Cluster:
+    """A seed, the members of one job, and one newcomer at a time."""
+
+    def __init__(self, root: Path, plan: Plan, cores: Pinned, stop: asyncio.Event) -> None:
+        self.root, self.stop = root, stop
+        self._plan, self._cores = plan, cores
+        self._port = free_port()
+        self.children: list[Child] = []
+        self.observer = Observer(self.connect)
+        self.job = ""
+
+    async def connect(self) -> SeedClient:
+        return (await open_operator((LOOPBACK, self._port), state=self.root))[1]
+
+    async def start_seed(self) -> None:
+        arguments = ["seed", "--no-job", "--json", "--host", LOOPBACK, "--port", str(self._port)]
+        child = await Child.start(
+            "seed", [*arguments, "--state", str(self.root)], self.root / "logs" / "seed.log", listen=True
+        )
+        self.children.append(child)
+        assert child.process.stdout is not None
+        try:
+            async with asyncio.timeout(SEED_READY_S):
+                line = await child.process.stdout.readline()
+        except TimeoutError:
+            line = b""
+        if not line:
+            await child.ended(0.0)
+            raise child.failed("the seed did not start")
+
+    async def start_job(self) -> None:
+        client = await self.connect()
+        wanted = {"name": self._plan.profile, "profile": self._plan.profile, "spec": self._plan.spec}
+        self.job = str((await client.request("jobs.create", wanted))["job"])
+        await client.close()
+
+    async def worker(self, name: str, state: Path) -> Child:
+        arguments = ["join", f"{LOOPBACK}:{self._port}", "--state", str(state), "--name", name, "--host", LOOPBACK]
+        arguments += ["--threads", str(self._plan.threads)]
+        child = await Child.start(name, arguments, self.root / "logs" / f"{name}.log")
+        self.children.append(child)
+        return child
+
+    async def start_members(self) -> None:
+        for number in range(self._plan.members):
+            child = await self.worker(f"member-{number + 1}", self.root / f"member-{number + 1}")
+            if self._cores.members:  # before it has more threads than one: they inherit it
+                os.sched_setaffinity(child.process.pid, self._cores.members[number])
+
+    async def newcomer(self, number: int) -> Child:
+        """With an empty directory. It stays on the cores of this process."""
+        return await self.worker(f"newcomer-{number}", self.root / f"newcomer-{number}")
+
+    @property
+    def whole(self) -> bool:
+        return len(self.observer.members) == self._plan.members
+
+    async def until(self, test: Callable[[], bool], problem: str) -> None:
+        """Wait for it, or for the person to press Ctrl+C. Raises ``JobFailed``."""
+        members = self.children[: 1 + self._plan.members]
+
+        def over() -> bool:
+            return self.stop.is_set() or self.observer.finished or any(not child.alive for child in members)
+
+        done = await self.observer.until(lambda: test() or over(), PATIENCE_S)
+        if self.stop.is_set() or (done and test()):
+            return
+        dead = next((child for child in self.children if child.process.returncode), None)
+        if dead is not None:
+            raise dead.failed(f"{dead.name} ended")
+        raise JobFailed(problem, remedy="a machine with less to do may be needed")
+
+    async def quiet(self, steps: int) -> list[float]:
+        """Seconds of so many steps of the members alone, but for the first ones."""
+        await self.until(lambda: self.whole, "the members did not go on without the newcomer")
+        first = self.observer.step + WARM_STEPS
+        await self.until(lambda: self.observer.step >= first + steps, "no step was committed")
+        return [row.step_ms / 1e3 for row in await self.metrics(first) if row.step_ms] if not self.stop.is_set() else []
+
+    async def metrics(self, after: int) -> list[MetricRow]:
+        """What the seed keeps of the steps since."""
+        found: list[MetricRow] = []
+        while True:
+            answer = await self.observer.ask("metrics.history", job=self.job, after_step=after, limit=PAGE_ROWS)
+            if not answer["rows"]:
+                return found
+            found += [MetricRow.from_map_untrusted(row) for row in answer["rows"]]
+            after = found[-1].step
+
+
+@asynccontextmanager
+async def _cluster(root: Path, plan: Plan, cores: Pinned, stop: asyncio.Event) -> AsyncIterator[_Cluster]:
+    """Started; ended with the block."""
+    cluster = _Cluster(root, plan, cores, stop)
+    tasks = set[asyncio.Task[None]]()
+    try:
+        await cluster.start_seed()
+        await cluster.start_job()
+        tasks = {
+            asyncio.create_task(cluster.observer.run(cluster.job), name="observe"),
+            asyncio.create_task(_wake_on(stop, cluster.observer), name="wake"),
+        }
+        await cluster.start_members()
+        yield cluster
+    finally:
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        await end_all(cluster.children[1:])
+        await end_all(cluster.children[:1])  # the seed last: it hears what they did
+
+
+@contextmanager
+def _kept_to(cores: frozenset[int]) -> Iterator[None]:
+    """This process, and what it starts, stays on these cores; anywhere where there are none."""
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+async def _wake_on(stop: asyncio.Event, observer: Observer) -> None:
+    await stop.wait()
+    observer.wake()
+
+
+def _first(told: Sequence[Told], kind: str) -> Told | None:
+    return next((line for line in told if line.event.kind == kind), None)
+
+
+def _cores(cores: frozenset[int]) -> str:
+    return " ".join(str(core) for core in sorted(cores))
