@@ -62,6 +62,34 @@ async def test_training_steps_beside_ddp(machine: Any) -> None:
     assert len(results["exposed_s"]) == 6
 
 
+@pytest.mark.slow
+async def test_members_steps_while_a_newcomer_heals(machine: Any) -> None:
+    options = ("--heals", "1", "--quiet", "8", "--set", "data.sequence_tokens=16", "--json", "-")
+    process = await machine.start("bench", "heal", *options)
+    found = await document(process)
+    assert found["complete"]
+    (heal,) = found["results"]["heals"]
+    assert len(heal["before"]) >= 8
+    assert len(heal["after"]) >= 8
+    assert found["results"]["pinned"]
+    if heal["beside"]:  # a busy machine may be too slow for that
+        assert heal["state_bytes"] > 20e6
+        assert heal["inside"]
+        assert heal["pause_s"] > 0
+        assert found["results"]["added"] is not None
+
+
+@pytest.mark.slow
+async def test_ctrl_c_while_a_newcomer_heals_leaves_no_process(machine: Any) -> None:
+    process = await machine.start("bench", "heal", "--quiet", "8", "--json", "-")
+    await process.until("heal 1 of 10")
+    members = psutil.Process(process.process.pid).children()
+    assert len(members) == 3
+    assert await process.interrupt() == 130
+    await all_gone(members)
+    assert not json.loads("\n".join(process.out))["complete"]
+
+
 async def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process(machine: Any) -> None:
     process = await machine.start("bench", "link", "--json", "-")
     members = await members_of(process)

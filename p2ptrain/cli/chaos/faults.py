@@ -290,7 +290,9 @@ class Faults:
             if action.kind == "disk":
                 cluster.empty_disk(place)
         if action.kind == DONOR and await self._let_in(cluster.places[cluster.workers + 1], injury):
-            injury.figures["newcomer in"] = now() - injury.at_s
+            peer = observer.id_of(cluster.places[cluster.workers + 1].name)
+            views = (view.at_s for view in observer.views if view.at_s > injury.at_s and peer in view.members)
+            injury.figures["newcomer in"] = next(views, now()) - injury.at_s
         if action.kind == "seed":
             before = observer.step
             observer.peers.clear()
