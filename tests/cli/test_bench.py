@@ -394,10 +394,20 @@ def test_what_healing_adds_is_the_middle_heal_and_every_step_tells_beside_it() -
     assert work.added_mean == pytest.approx(0.32)
     found = work.report(origin(), complete=True)
     assert found.results["held"]
-    assert "takes +4.0% (median of 3 heals, p10-p90 +2.4% to +72.8%), within the 5%" in found.notes[0]
+    assert "takes +4.0% (median of 3 heals, p10-p90 +2.4% to +72.8%; by the mean of all steps +32" in found.notes[0]
+    assert "within the 5% that it may" in found.notes[1]
     assert len(found.results["outside"]["seconds"]) == 8, "what lies between two heals counts once"
     assert {sample["where"] for sample in found.samples} == {"before", "inside", "after"}
     assert heals(1.06).report(origin(), complete=True).results["held"] is False
+
+
+def test_a_machine_on_which_steps_change_by_themselves_gives_no_verdict() -> None:
+    work = heals(1.02, 1.02, 1.02)
+    for heal in work.heals[:2]:
+        heal.after = [1.5, 1.5]
+    found = work.report(origin(), complete=True)
+    assert (found.results["held"], found.results["noise"]) == (None, 0.5)
+    assert "cannot be told here" in found.notes[1]
 
 
 def test_who_healed_within_the_ring_is_told_and_not_counted() -> None:
