@@ -56,8 +56,10 @@ async def test_a_donor_that_is_killed_while_it_gives_costs_its_newcomer_a_chunk_
     state = machine.root / "state"
     process = await machine.start(
         *("chaos", "--workers", "3", "--faults", "1", "--seed", "4", "--kinds", "donor", "--json"),
-        *("--state", str(state)),
+        *("--state", str(state), "--set", "data.sequence_tokens=16"),
     )
+    await process.until("now the faults")
+    await process.until("in the middle of a transfer")
     assert await process.end() == 0, process.text
     report = json.loads("\n".join(process.out))
     assert report["donors"]["killed_in_the_middle"] == 1

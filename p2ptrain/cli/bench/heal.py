@@ -172,9 +172,9 @@ class Heals:
 
     async def _heal(self, cluster: _Cluster, number: int, heal: Heal, progress: Progress) -> Heal | None:
         """One newcomer from its start to its end; None where it was told to stop."""
-        progress(f"heal {number} of {self.plan.heals}: a newcomer starts")
         observer, first_line, step = cluster.observer, len(cluster.observer.told), cluster.observer.step
         newcomer = await cluster.newcomer(number)
+        progress(f"heal {number} of {self.plan.heals}: a newcomer starts")
         try:
             await cluster.until(lambda: len(observer.members) > self.plan.members, "the newcomer was not let in")
             generation = observer.generation
