@@ -7,7 +7,8 @@ until a step does take longer by that share. From then on it is judged by the me
 single ones scatter: halved where the round took longer, else raised a little.
 
 What a usual step takes is measured in steps in which nothing is given; each round begins with one, because shares and
-machines change. Where no ring runs there is nobody to hinder.
+machines change. A new view begins with half the allowance of the one before, after a single quiet step: followers
+would fall behind for good while more are waited for. Where no ring runs there is nobody to hinder.
 """
 
 from __future__ import annotations
@@ -42,12 +43,13 @@ class Pace:
         self._given_bytes = 0
         self._credit_bytes = 0.0
         self._steps_left = 0  # of this round
+        self._known_steps = KNOWN_STEPS
         self.free = True
 
     @property
     def usual_s(self) -> float:
         """Of a step in which nothing is given; 0 where it is not known."""
-        return median(self._quiet_s) if len(self._quiet_s) >= KNOWN_STEPS else 0.0
+        return median(self._quiet_s) if len(self._quiet_s) >= self._known_steps else 0.0
 
     @property
     def allowance_bytes(self) -> float:
@@ -66,12 +68,14 @@ class Pace:
         return self.free or self._credit_bytes > 0
 
     def ring_began(self) -> None:
-        """Steps are computed from now on, by other members perhaps: what was measured before counts no more."""
+        """Steps are computed from now on, by other members perhaps: how long they took before counts no more."""
         self.free, self._doubling = False, True
         self._quiet_s.clear()
         self._busy.clear()
-        self._allowance_bytes = self._credit_bytes = 0.0
-        self._given_bytes = self._steps_left = 0
+        self._known_steps, self._steps_left = (1, ROUND) if self._allowance_bytes else (KNOWN_STEPS, 0)
+        self._allowance_bytes /= 2
+        self._credit_bytes = 0.0
+        self._given_bytes = 0
 
     def ring_ended(self) -> None:
         self.free = True

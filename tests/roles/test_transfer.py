@@ -194,6 +194,22 @@ def test_steps_that_scatter_do_not_stop_the_giving() -> None:
     assert sum(given_bytes[400:]) / 400 > 8 * PIECE
 
 
+def test_a_new_view_waits_for_one_quiet_step_and_goes_on_with_half() -> None:
+    pace = Pace(PIECE)
+    pace.ring_began()
+    for _ in range(4 * ROUND):
+        while pace.open and pace.allowance_bytes < 64 * PIECE:
+            pace.gives(PIECE)
+        pace.stepped(1.0)
+    before = pace.allowance_bytes
+    pace.ring_ended()
+    pace.ring_began()
+    assert not pace.open
+    pace.stepped(2.0)
+    assert pace.open
+    assert pace.allowance_bytes == before / 2 > PIECE
+
+
 def test_outside_a_ring_nobody_is_hindered() -> None:
     pace = Pace(PIECE)
     heard = [pace.open]
