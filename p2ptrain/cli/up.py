@@ -143,12 +143,12 @@ async def _cluster(plan: Plan, *, full_screen: bool) -> dict[str, Any]:
     console, stop, children = Console(), asyncio.Event(), list[Child]()
     stop_on_signals(stop, lambda text: console.event("info", text))
     try:
-        seed = await _start_seed(plan)
+        seed = await start_seed(plan)
         children.append(seed)
         client = await SeedClient.connect(TcpNetwork(), "127.0.0.1", plan.port, name=operator_name())
         job = await _job(client, plan, console)
         for number in range(1, plan.workers + 1):
-            children.append(await _start_worker(plan, number))
+            children.append(await start_worker(plan, number))
         console.event(
             "info",
             f"{plan.workers} worker{'s start' if plan.workers > 1 else ' starts'}; logs are in {plan.root / 'logs'}",
@@ -178,7 +178,8 @@ async def _cluster(plan: Plan, *, full_screen: bool) -> dict[str, Any]:
         await end_all(children[:1])
 
 
-async def _start_seed(plan: Plan) -> Child:
+async def start_seed(plan: Plan) -> Child:
+    """Returns when it listens. Raises ``JobFailed``, ``StorageError``."""
     arguments = [
         "seed",
         "--no-job",
@@ -203,7 +204,8 @@ async def _start_seed(plan: Plan) -> Child:
     return child
 
 
-async def _start_worker(plan: Plan, number: int) -> Child:
+async def start_worker(plan: Plan, number: int) -> Child:
+    """Worker ``number``, from 1; it joins in its own time. Raises ``StorageError``."""
     threads = plan.profile.device.threads or max(1, (os.cpu_count() or 1) // plan.workers)
     arguments = ["join", f"127.0.0.1:{plan.port}", "--state", str(plan.root), "--slot", str(number)]
     arguments += ["--name", f"worker-{number}", "--threads", str(threads)]

@@ -14,7 +14,9 @@ from p2ptrain.core.errors import UserError
 
 app = new_typer(help="Measure this machine: the ring, training steps, links and codecs, each beside what it must beat.")
 
-EXIT_INTERRUPTED = 130
+EXIT_WRONG, EXIT_INTERRUPTED = 1, 130
+FINE_MICRO_BATCHES = 16
+"""So that shares can follow speeds closely."""
 SIZES = "4K,64K,1M,16M,64M,256M"
 LINK_SIZES = "64K,1M,4M"
 """Over an emulated link: the largest one takes half a second at 100 Mbit/s."""
@@ -287,6 +289,63 @@ def codecs(
     _leave(complete)
 
 
+@app.command()
+def uneven(
+    profile: ProfileOption = "tiny",
+    slower: Annotated[
+        float, typer.Option("--slower", metavar="FACTOR", min=1, max=1000, help="How many times slower one is.")
+    ] = 4.0,
+    steps: Annotated[
+        int, typer.Option("--steps", metavar="N", min=1, max=100_000, help="Measured steps of each, in each round.")
+    ] = 30,
+    rounds: Annotated[
+        int, typer.Option("--rounds", metavar="N", min=1, max=100, help="How often both are measured, in turn.")
+    ] = 2,
+    sets: SetOption = [],  # noqa: B006 - Typer copies it
+    json_to: JsonTo = "",
+    csv_to: CsvTo = "",
+) -> None:
+    """Two workers, one of them slow, beside the fast one alone.
+
+    The slow one is stopped and goes on again 50 times a second. Shares of the batch follow speed, so both together
+    should be 1 + 1/factor times as fast. Each is a cluster of real processes, started anew in each round, in turn; the
+    losses of equal steps are compared. Leaves with 1 where job.exact=true and they differ.
+
+    \b
+    Examples:
+      p2ptrain bench uneven
+      p2ptrain bench uneven --slower 2 --set job.exact=true --json uneven.json
+    """
+    from p2ptrain.cli.bench.machine import origin
+    from p2ptrain.cli.bench.report import Targets, publish
+    from p2ptrain.cli.bench.trial import adapted, conduct
+    from p2ptrain.cli.bench.uneven import Plan, Uneven
+
+    targets = Targets(json_to, csv_to)
+    targets.check()
+    _check_signals()
+    wanted = {"batch.micro_batches": FINE_MICRO_BATCHES, "device.threads": 1, "validation.every": 0}
+    loaded = adapted(profile, sets, wanted, {"job.workers": 2, "checkpoint.every": 0})
+    work = Uneven(Plan(Path(profile).stem, loaded, slower, steps, rounds))
+    complete = run(conduct(work.measure), children=True)
+    publish(work.report(origin(), complete=complete), targets)
+    _leave(complete)
+    if work.wrong:
+        raise typer.Exit(EXIT_WRONG)
+
+
+@app.command(hidden=True)
+def slow(
+    pid: int,
+    factor: float,
+    with_parent: Annotated[bool, typer.Option("--with-parent")] = False,
+) -> None:
+    """Make a process slower, until standard input is closed."""
+    from p2ptrain.cli.bench.slowing import slow as slow_down
+
+    slow_down(pid, factor)
+
+
 @app.command(hidden=True)
 def member(
     rank: int,
@@ -310,6 +369,11 @@ def _check_codec(name: str) -> None:
     from ring.codecs import codec_named
 
     codec_named(name)
+
+
+def _check_signals() -> None:
+    if os.name != "posix":
+        raise UserError("this system cannot stop a process and let it go on", remedy="measure on Linux or macOS")
 
 
 def _leave(complete: bool) -> None:

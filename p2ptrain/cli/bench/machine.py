@@ -15,6 +15,9 @@ import psutil
 
 import p2ptrain
 
+LITTLE_LOAD = 0.3
+"""Of a system at rest: processes that run or want to, on average."""
+
 
 @dataclass(frozen=True, slots=True)
 class Origin:
@@ -54,6 +57,19 @@ def origin() -> Origin:
         python=platform.python_version(),
         loop=_loop(),
     )
+
+
+def circumstances() -> list[str]:
+    """What makes a measurement on this machine, now, less than it could be; for people."""
+    notes = []
+    cores, physical = os.cpu_count() or 1, psutil.cpu_count(logical=False) or 0
+    if 0 < physical < cores:
+        notes.append(f"the {cores} cores are {physical}, with several hardware threads each")
+    if (load := psutil.getloadavg()[0]) > LITTLE_LOAD:
+        notes.append(f"other programs ran before it began (load {load:.1f} on {cores} cores): the figures are noisy")
+    if hasattr(os, "SCHED_IDLE") and os.sched_getscheduler(0) == os.SCHED_IDLE:
+        notes.append("this ran with idle priority, and so did the training: all other programs went first")
+    return notes
 
 
 def available_bytes() -> int:

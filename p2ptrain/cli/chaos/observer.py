@@ -11,7 +11,7 @@ from typing import Any
 from p2ptrain.cli.chaos.judge import Row, Seen
 from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError
 from wire.client import SeedClient
-from wire.records import FINISHED_STATES, EventInfo, JobInfo, MetricRow, PeerInfo
+from wire.records import FINISHED_STATES, CheckpointInfo, EventInfo, JobInfo, MetricRow, PeerInfo
 
 AGAIN_S = 0.1
 """Between two tries to reach a seed that is down: what is measured after its return is as exact as that."""
@@ -33,6 +33,8 @@ class Observer:
 
     Attributes:
         rows, views, told: in order of arrival; a row that is told again is not kept again.
+        metrics: of each step, as it was told last.
+        saved: by id.
         peers: by name, as the present connection has told.
         checkpoints: step → names of the peers that hold one.
         first_rtt_ms: the first round trip that was told of each worker's connection: most likely the one that the seed
@@ -44,6 +46,8 @@ class Observer:
         self.rows: list[Row] = []
         self.views: list[Seen] = []
         self.told: list[Told] = []
+        self.metrics: dict[int, MetricRow] = {}
+        self.saved: dict[str, CheckpointInfo] = {}
         self.peers: dict[str, PeerInfo] = {}
         self.checkpoints: dict[int, set[str]] = {}
         self.names: dict[str, str] = {}
@@ -139,7 +143,9 @@ class Observer:
                     self.peers[peer.name], self.names[peer.id] = peer, peer.name
                     self.first_rtt_ms.setdefault((peer.id, peer.joined_at), peer.rtt_ms or 0.0)
                 case "checkpoints" if item.get("job") == self._job_id:
-                    self.checkpoints.setdefault(int(item["step"]), set()).add(str(item["peer_name"]))
+                    saved = CheckpointInfo.from_map_untrusted(item)
+                    self.saved.setdefault(saved.id, saved)  # what came first has the time of its end
+                    self.checkpoints.setdefault(saved.step, set()).add(saved.peer_name)
 
     def _take_job(self, job: JobInfo, now: float) -> None:
         self.job = job
@@ -149,6 +155,7 @@ class Observer:
             self.views.append(Seen(now, job.generation, members))
 
     def _take_row(self, row: MetricRow, now: float) -> None:
+        self.metrics[row.step] = row
         key = (row.step, row.generation or 0)
         if key not in self._seen_rows:
             self._seen_rows.add(key)
