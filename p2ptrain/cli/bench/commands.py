@@ -15,6 +15,7 @@ from p2ptrain.core.errors import UserError
 app = new_typer(help="Measure this machine: the ring, training steps, links and codecs, each beside what it must beat.")
 
 EXIT_WRONG, EXIT_INTERRUPTED = 1, 130
+ENDLESS_STEPS = 1_000_000  # it trains until enough was seen
 FINE_MICRO_BATCHES = 16
 """So that shares can follow speeds closely."""
 SIZES = "4K,64K,1M,16M,64M,256M"
@@ -332,6 +333,58 @@ def uneven(
     _leave(complete)
     if work.wrong:
         raise typer.Exit(EXIT_WRONG)
+
+
+@app.command()
+def save(
+    size: Annotated[
+        str, typer.Option("--size", metavar="SIZE", help="Of a checkpoint, about: parameters and optimizer.")
+    ] = "500M",
+    workers: Annotated[
+        int, typer.Option("--workers", "-n", metavar="N", min=1, max=16, help="Of one CPU thread each.")
+    ] = 2,
+    saves: Annotated[int, typer.Option("--saves", metavar="N", min=1, max=1000, help="How many checkpoints.")] = 5,
+    quiet: Annotated[
+        int, typer.Option("--quiet", metavar="N", min=1, max=1000, help="Undisturbed steps before and after each.")
+    ] = 8,
+    sets: SetOption = [],  # noqa: B006 - Typer copies it
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            "--state", metavar="DIR", help="Write there, in a directory of its own; default: a temporary one."
+        ),
+    ] = None,
+    json_to: JsonTo = "",
+    csv_to: CsvTo = "",
+) -> None:
+    """What a checkpoint adds to the steps it overlaps.
+
+    A cluster of real processes trains a model whose checkpoint has that size, and saves again and again. The steps
+    that a save overlaps are compared with the undisturbed ones before and after it. The first save is told apart.
+
+    \b
+    Examples:
+      p2ptrain bench save
+      p2ptrain bench save --size 100M --saves 10 --state /mnt/disk
+    """
+    from p2ptrain.cli.bench import plan
+    from p2ptrain.cli.bench.machine import available_bytes, origin
+    from p2ptrain.cli.bench.report import Targets, publish
+    from p2ptrain.cli.bench.save import KEPT, Plan, Saves, check_room, settings_for
+    from p2ptrain.cli.bench.trial import adapted, conduct
+
+    targets = Targets(json_to, csv_to)
+    targets.check()
+    size_bytes = plan.size_of(size)
+    check_room(size_bytes, workers, state, available_bytes())
+    wanted = settings_for(size_bytes) | {"batch.micro_batches": max(4, workers), "batch.micro_batch_sequences": 1}
+    wanted |= {"device.threads": 1, "validation.every": 0, "checkpoint.copies": workers, "checkpoint.keep": KEPT}
+    must = {"job.workers": workers, "job.steps": ENDLESS_STEPS, "checkpoint.every": 0}
+    profile = adapted("tiny", sets, wanted, must)
+    work = Saves(Plan(profile, saves, quiet, os.cpu_count() or 1))
+    complete = run(conduct(work.measure, state), children=True)
+    publish(work.report(origin(), complete=complete), targets)
+    _leave(complete)
 
 
 @app.command(hidden=True)

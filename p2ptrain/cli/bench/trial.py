@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,6 +141,15 @@ class Trial:
                 raise JobFailed(f"the job ended before {what} ({reason})", remedy=f"the logs are in {self._logs}")
             if not told:
                 raise DeadlineExceeded(f"no {what} within {STALL_S:.0f} s", remedy=f"the logs are in {self._logs}")
+
+    async def until_step(self, step: int, title: str) -> None:
+        """Wait for a step, and tell how far it is. Raises as ``until``."""
+        for each in range(self.step + 1, step + 1):
+            await self.until(partial(self._reached, each), f"step {each}")
+            self._scene.console.progress(f"{title}: step {self.step} of {step}")
+
+    def _reached(self, step: int) -> bool:
+        return self.step >= step
 
     @property
     def _logs(self) -> Path:

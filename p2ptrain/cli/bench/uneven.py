@@ -38,7 +38,7 @@ SLOWED = 2  # the number of the worker that is slowed
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure: in each of the ``rounds``, ``steps`` of each contender; one worker is ``factor`` times slower."""
+    """What to measure: in each of the ``rounds``, ``steps`` of each contender; one is ``factor`` times slower."""
 
     name: str
     profile: Profile
@@ -119,18 +119,13 @@ class Uneven:
         scene.console.event("info", f"{title}: starting")
         factor = 1.0
         async with started(scene, name, profile) as trial:
-
-            def reached() -> bool:
-                scene.console.progress(f"{title}: step {trial.step} of {last}")
-                return trial.step >= last
-
             if contender == BOTH:
-                await trial.until(lambda: trial.step > 0, "step")  # a start is no part of it
+                await trial.until_step(1, title)  # a start is no part of it
                 async with slowed(trial.workers[SLOWED], plan.factor, scene) as duty:
-                    await trial.until(reached, "step")
+                    await trial.until_step(last, title)
                 factor = duty.made
             else:
-                await trial.until(reached, "step")
+                await trial.until_step(last, title)
             shares, rows = await _shares(trial, last), trial.observer.metrics
         if missing := [step for step in range(1, last + 1) if step not in rows or rows[step].step_ms is None]:
             raise JobFailed(f"the seed told nothing of step {missing[0]}")
