@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from configs.schema import Profile
+from p2ptrain.core.checkpoint_writer import SHARE
 from p2ptrain.core.checkpoints import CheckpointEntry, CheckpointStore
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ResourceError, StorageError
@@ -20,7 +21,7 @@ from p2ptrain.core.threads import RealThreads
 from roles.compute_thread import ComputeThread
 from roles.stand_in import StandInEngine
 from roles.worker.saver import DirectSaver, Saver, Shelf
-from roles.worker.saver_process import HELPER, ProcessSaver
+from roles.worker.saver_process import HELPER, LOOK_S, ProcessSaver, is_starved
 from roles.worker.snapshot import Snapshot, Snapshots
 
 META = {"lineage": "0123456789abcdef" * 2, "square_sum": 0.5}
@@ -199,12 +200,18 @@ async def test_who_waits_gets_a_helper_in_a_hurry(with_helper: Bench) -> None:
 async def test_a_helper_that_gets_no_time_is_done_without(with_helper: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = with_helper
     await bench.save(1)
-    helper_of(bench).send_signal(signal.SIGSTOP)  # as good as never let in; only it is said to be so
-    monkeypatch.setattr("roles.worker.saver_process.SILENCE_S", 0.05)
+    helper_of(bench).send_signal(signal.SIGSTOP)
+    monkeypatch.setattr("roles.worker.saver_process.LOOK_S", 0.05)  # long before it would be given up as hanging
     monkeypatch.setattr("roles.worker.saver_process._Helper.starves", lambda self: True)
     entry = await bench.save(2)
     assert CheckpointStore(RealDisk(), bench.shelf.root, 2).newest_good(no_damage) == entry
     assert "got no time" in bench.told[0][2]
+
+
+def test_who_is_slow_by_its_own_choice_does_not_starve() -> None:
+    assert not is_starved(SHARE * LOOK_S, LOOK_S)
+    assert not is_starved(0.6 * SHARE * LOOK_S, LOOK_S)
+    assert is_starved(0.007 * LOOK_S, LOOK_S), "what an idle process gets beside one that never rests"
 
 
 _PARENT = """
