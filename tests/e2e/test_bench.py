@@ -118,3 +118,82 @@ async def test_a_member_that_dies_is_told(machine: Any) -> None:
     assert await process.end() == 5
     assert "error: member " in process.text
     await all_gone(members)
+
+
+# --------------------------------------------------------------------------------------------------- whole clusters
+
+
+async def peers_of(process: Any, names: int) -> list[psutil.Process]:
+    """The command's children, as soon as there are so many."""
+    peers = psutil.Process(process.process.pid).children(recursive=True)
+    assert len(peers) == names, [peer.cmdline() for peer in peers]
+    return peers
+
+
+@pytest.mark.slow
+async def test_a_slow_worker_beside_the_fast_one_alone(machine: Any) -> None:
+    arguments = ("--rounds", "1", "--steps", "4", "--json", "-", *machine.settings(job__exact="true"))
+    process = await machine.start("bench", "uneven", *arguments, TMPDIR=str(machine.root))
+    results = (await document(process))["results"]
+    assert results["both_to_alone"] > 0
+    assert results["losses"]["bit_equal"] == results["losses"]["steps"] == 14
+    assert sum(item["steps"] for item in results["shares"]) == 4
+    assert all(sum(item["shares"]) == 8 for item in results["shares"])
+    assert results["slowed_by"][0] > 2
+    assert list(machine.root.iterdir()) == []
+
+
+@pytest.mark.slow
+async def test_ctrl_c_leaves_no_slowed_worker_behind(machine: Any) -> None:
+    arguments = ("--rounds", "1", "--steps", "100000", *machine.settings())
+    process = await machine.start("bench", "uneven", *arguments, TMPDIR=str(machine.root))
+    await process.until("alone: step 1 of")
+    peers = await peers_of(process, 2)
+    assert await process.interrupt() == 130
+    await all_gone(peers)
+    assert "interrupted" in process.text
+    assert list(machine.root.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [False, True])
+async def test_a_slowed_worker_ends_with_the_command(machine: Any, killed: bool) -> None:
+    arguments = ("--rounds", "1", "--steps", "1", *machine.settings(), "--slower", "1000")
+    process = await machine.start("bench", "uneven", *arguments, TMPDIR=str(machine.root))
+    await process.until("slow one: step 2 of")
+    peers = await peers_of(process, 4)
+    if killed:
+        await process.kill()
+    else:
+        assert await process.interrupt() == 130
+    await all_gone(peers)
+
+
+@pytest.mark.slow
+async def test_checkpoints_beside_the_steps_around_them(machine: Any) -> None:
+    sets = machine.settings(checkpoint__every=0, validation__every=0)
+    arguments = ("--size", "100K", "--saves", "2", "--quiet", "2", "--json", "-", "--state", str(machine.root), *sets)
+    results = (await document(await machine.start("bench", "save", *arguments)))["results"]
+    assert len(results["first"]) == 1
+    assert len(results["saves"]) == 2
+    for item in results["saves"]:
+        assert item["size_bytes"] > 0
+        assert item["writers"] == 2
+        assert item["writing_s"] > 0
+        assert item["overlapped_s"]
+        assert len(item["quiet_s"]) >= 4
+    assert list(machine.root.iterdir()) == []
+
+
+@pytest.mark.slow
+async def test_ctrl_c_between_saves_keeps_what_was_measured(machine: Any) -> None:
+    arguments = ("--size", "100K", "--saves", "1000", "--json", "-", "--state", str(machine.root))
+    process = await machine.start("bench", "save", *arguments, *machine.settings())
+    await process.until("save 2 of 1000 is durable")
+    peers = await peers_of(process, 5)  # a seed, two workers, their writers
+    assert await process.interrupt() == 130
+    await all_gone(peers)
+    found = json.loads("\n".join(process.out))
+    assert not found["complete"]
+    assert len(found["results"]["saves"]) >= 1
+    assert list(machine.root.iterdir()) == []
