@@ -7,12 +7,13 @@ the next one makes up for, so that in sum the slowed one runs one part of ``fact
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import select
-import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 import psutil
@@ -23,6 +24,7 @@ from p2ptrain.cli.children import Child, end_all
 
 PERIOD_S = 0.02
 """Of running and standing still: short beside a micro-batch, long beside what stopping a process costs."""
+WORD_S = 60.0  # for its start, and its last word, on a busy machine
 
 
 @dataclass(slots=True)
@@ -55,36 +57,63 @@ class DutyCycle:
         return max(0.0, self.ran_s * (self.factor - 1) - self.stood_s)
 
 
-@asynccontextmanager
-async def slowed(child: Child, factor: float, scene: Scene) -> AsyncIterator[DutyCycle]:
-    """Slow a peer down while the block runs. After it, what is given has how long the peer ran and stood still.
+class Slower:
+    """The process that slows ``child`` down. Made by ``slowing``.
 
-    Raises ``JobFailed``, ``StorageError``.
+    Attributes:
+        duty: how long the child ran and stood still, known when this one has ended.
     """
-    duty = DutyCycle(factor)
+
+    def __init__(self, child: Child, process: Child, duty: DutyCycle) -> None:
+        self.duty = duty
+        self._child, self._process = child, process
+
+    async def begin(self) -> None:
+        """From now on. Raises ``JobFailed``."""
+        await self._line()
+        assert self._process.process.stdin is not None
+        self._process.process.stdin.write(b"begin\n")
+
+    async def end(self) -> None:
+        """The child runs at its own speed. Raises ``JobFailed``."""
+        self._process.ask_to_leave()
+        told = json.loads(await self._line())
+        self.duty.ran_s, self.duty.stood_s = told["ran_s"], told["stood_s"]
+
+    async def _line(self) -> bytes:
+        assert self._process.process.stdout is not None
+        line = b""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(WORD_S):
+                line = await self._process.process.stdout.readline()
+        if not line:
+            raise self._process.failed(f"what slows {self._child.name} down ended, or is silent")
+        return line
+
+
+@asynccontextmanager
+async def slowing(child: Child, factor: float, scene: Scene) -> AsyncIterator[Slower]:
+    """What can slow a peer down while the block runs. Raises ``StorageError``."""
     arguments = ["bench", "slow", str(child.process.pid), str(factor)]
-    slower = await Child.start("slower", arguments, scene.root / "slower.log", listen=True)
-    scene.on_stop.append(slower.ask_to_leave)  # first of all, for the peer itself could not leave
+    process = await Child.start("slower", arguments, scene.root / "slower.log", listen=True)
+    scene.on_stop.append(process.ask_to_leave)  # first of all, for the peer itself could not leave
     try:
-        yield duty
+        yield Slower(child, process, DutyCycle(factor))
     finally:
-        scene.on_stop.remove(slower.ask_to_leave)
-        slower.ask_to_leave()
-        assert slower.process.stdout is not None
-        line = await slower.process.stdout.readline()
-        await end_all([slower])
-    if not line:
-        raise slower.failed(f"what slows {child.name} down ended")
-    told = json.loads(line)
-    duty.ran_s, duty.stood_s = told["ran_s"], told["stood_s"]
+        scene.on_stop.remove(process.ask_to_leave)
+        await end_all([process])
 
 
 def slow(pid: int, factor: float) -> None:
-    """Until standard input is closed, or the process is gone. Then prints how long it ran and stood still, as JSON."""
+    """From the first word on standard input until its end, or that of the process.
+
+    Says when it is ready, and in the end how long the process ran and stood still, as JSON.
+    """
     duty = DutyCycle(factor)
     process = psutil.Process(pid)
+    typer.echo("ready")
+    over = not os.read(0, 64)
     try:
-        over = False
         while not over:
             process.resume()
             began = time.monotonic()
@@ -99,10 +128,10 @@ def slow(pid: int, factor: float) -> None:
     except psutil.NoSuchProcess:
         pass  # its end is the command's business, which sees it, too
     finally:
-        if process.is_running():
+        with suppress(psutil.NoSuchProcess):
             process.resume()
     typer.echo(json.dumps({"ran_s": duty.ran_s, "stood_s": duty.stood_s}))
 
 
 def _closed_within(seconds: float) -> bool:
-    return bool(select.select([sys.stdin], [], [], seconds)[0])
+    return bool(select.select([0], [], [], seconds)[0])

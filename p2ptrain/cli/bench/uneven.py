@@ -20,7 +20,7 @@ from p2ptrain.cli.bench.drawing import FILLS, Bar, bars
 from p2ptrain.cli.bench.machine import Origin, circumstances
 from p2ptrain.cli.bench.plan import Samples
 from p2ptrain.cli.bench.report import Report, Table, human_duration, human_spread, screen_columns, times
-from p2ptrain.cli.bench.slowing import slowed
+from p2ptrain.cli.bench.slowing import slowing
 from p2ptrain.cli.bench.trial import Scene, Trial, started
 from p2ptrain.core.errors import JobFailed
 from ring.ledger import counts_of_untrusted
@@ -120,10 +120,12 @@ class Uneven:
         factor = 1.0
         async with started(scene, name, profile) as trial:
             if contender == BOTH:
-                await trial.until_step(1, title)  # a start is no part of it
-                async with slowed(trial.workers[SLOWED], plan.factor, scene) as duty:
+                async with slowing(trial.workers[SLOWED], plan.factor, scene) as slower:
+                    await trial.until_step(1, title)  # a start is no part of it
+                    await slower.begin()
                     await trial.until_step(last, title)
-                factor = duty.made
+                    await slower.end()
+                factor = slower.duty.made
             else:
                 await trial.until_step(last, title)
             shares, rows = await _shares(trial, last), trial.observer.metrics
