@@ -140,7 +140,7 @@ async def test_a_slow_worker_beside_the_fast_one_alone(machine: Any) -> None:
     assert sum(item["steps"] for item in results["shares"]) == 4
     assert all(sum(item["shares"]) == 8 for item in results["shares"])
     assert results["slowed_by"][0] > 2
-    assert list(machine.root.iterdir()) == []
+    assert list(machine.root.glob("p2ptrain-bench-*")) == []
 
 
 @pytest.mark.slow
@@ -152,15 +152,15 @@ async def test_ctrl_c_leaves_no_slowed_worker_behind(machine: Any) -> None:
     assert await process.interrupt() == 130
     await all_gone(peers)
     assert "interrupted" in process.text
-    assert list(machine.root.iterdir()) == []
+    assert list(machine.root.glob("p2ptrain-bench-*")) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [False, True])
 async def test_a_slowed_worker_ends_with_the_command(machine: Any, killed: bool) -> None:
-    arguments = ("--rounds", "1", "--steps", "100000", *machine.settings(), "--slower", "20")
+    arguments = ("--rounds", "1", "--steps", "1", *machine.settings(), "--slower", "1000")
     process = await machine.start("bench", "uneven", *arguments, TMPDIR=str(machine.root))
-    await process.until(r"slow one: step \d+ of")
+    await process.until("slow one: step 1 of")
     peers = await peers_of(process, 4)
     if killed:
         await process.kill()
@@ -182,7 +182,7 @@ async def test_checkpoints_beside_the_steps_around_them(machine: Any) -> None:
         assert item["writing_s"] > 0
         assert item["overlapped_s"]
         assert len(item["quiet_s"]) >= 4
-    assert list(machine.root.iterdir()) == []
+    assert list(machine.root.glob("p2ptrain-bench-*")) == []
 
 
 @pytest.mark.slow
@@ -196,4 +196,4 @@ async def test_ctrl_c_between_saves_keeps_what_was_measured(machine: Any) -> Non
     found = json.loads("\n".join(process.out))
     assert not found["complete"]
     assert len(found["results"]["saves"]) >= 1
-    assert list(machine.root.iterdir()) == []
+    assert list(machine.root.glob("p2ptrain-bench-*")) == []
