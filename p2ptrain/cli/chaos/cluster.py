@@ -49,6 +49,7 @@ class Place:
         child: None while none runs.
         busy: a fault has it.
         ending: its process is expected to end.
+        restarting: it could not reach the seed, and is started again when there is one.
     """
 
     number: int
@@ -58,6 +59,12 @@ class Place:
     busy: bool = False
     ending: bool = False
     frozen: bool = False
+    restarting: bool = False
+
+    @property
+    def gone(self) -> bool:
+        """None runs, nor will one."""
+        return self.child is None and not self.restarting
 
     @property
     def name(self) -> str:
@@ -323,7 +330,9 @@ class Cluster:
                 if place is not None and place.child is child:
                     place.child = None
                     if joined or child.process.returncode == NetworkError.exit_code:
+                        place.restarting = True
                         await self.start_worker(place.number)
+                        place.restarting = False
             self.on_change()
 
         task = asyncio.create_task(watch(), name=f"watch {child.name}")

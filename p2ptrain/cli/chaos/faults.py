@@ -341,9 +341,7 @@ class Faults:
         def state() -> str:
             return observer.peers[place.name].state if place.name in observer.peers else ""
 
-        await observer.until(
-            lambda: self._over or place.child is None or self._is_in(place) or state() in ready, PATIENCE_S
-        )
+        await observer.until(lambda: self._over or place.gone or self._is_in(place) or state() in ready, PATIENCE_S)
         built = now()
         injury.figures["built"] = built - began
         if not await self._let_in(place, injury):
@@ -354,7 +352,7 @@ class Faults:
 
     async def _let_in(self, place: Place, injury: Injury) -> bool:
         """Whether an extra worker came to be a member."""
-        await self.observer.until(lambda: self._over or place.child is None or self._is_in(place), PATIENCE_S)
+        await self.observer.until(lambda: self._over or place.gone or self._is_in(place), PATIENCE_S)
         if not self._is_in(place):
             if place.child is not None and not self._over:
                 self.stuck.append(f"{place.name} was not let in within {PATIENCE_S:.0f} s")
