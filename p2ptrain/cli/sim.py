@@ -12,6 +12,7 @@ import typer
 
 from p2ptrain.cli.output import human_seconds, print_json, print_table
 from p2ptrain.cli.runtime import JsonOption
+from p2ptrain.cli.stopping import EXIT_INTERRUPTED
 from p2ptrain.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def sim(
       p2ptrain sim --without dir-sync
       p2ptrain sim --peers 500 --churn
     """
-    from roles.sim.batch import run_batch
+    from roles.sim.batch import Summary, run_batch
     from roles.sim.faults import KINDS
     from roles.sim.mutations import MUTATIONS
 
@@ -68,17 +69,25 @@ def sim(
     if not as_json:
         typer.echo(f"schedules {first} to {first + schedules - 1}")
     progress = _Progress(schedules)
-    summary = run_batch(
-        range(first, first + schedules),
-        peers=peers,
-        kinds=kinds,
-        mutation=mutation,
-        jobs=jobs,
-        stop_at_first=bool(mutation),
-        on_verdict=progress.shown,
-    )
+    summary, interrupted = Summary(), False
+    try:
+        run_batch(
+            range(first, first + schedules),
+            peers=peers,
+            kinds=kinds,
+            mutation=mutation,
+            jobs=jobs,
+            stop_at_first=bool(mutation),
+            on_verdict=progress.shown,
+            summary=summary,
+        )
+    except KeyboardInterrupt:
+        interrupted = True
     progress.clear()
     _report(summary, peers, kinds, mutation, as_json=as_json)
+    if interrupted:
+        typer.echo(f"interrupted after {summary.schedules} of {schedules} schedules", err=True)
+        raise typer.Exit(EXIT_INTERRUPTED)
     if summary.violations:
         raise typer.Exit(VIOLATED)
 
@@ -123,7 +132,7 @@ def _report(summary: Summary, peers: int, kinds: tuple[str, ...], mutation: str,
     rows = [(name, f"{summary.checks[name]:,}", "VIOLATED" if name in broken else "holds") for name in summary.checks]
     rows += [(name, "", "VIOLATED") for name in sorted(broken - set(summary.checks))]
     print_table(("INVARIANT", "CHECKED", ""), rows, right=("CHECKED",))
-    rate = summary.schedules / summary.real_s
+    rate = summary.schedules / summary.real_s if summary.real_s else 0.0
     typer.echo(
         f"{summary.schedules} schedules, {summary.steps:,} commits, {human_seconds(summary.virtual_s)} of virtual time"
         f" in {human_seconds(summary.real_s)}: {rate:.1f} schedules/s"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -52,6 +53,7 @@ def run_batch(
     jobs: int = 1,
     stop_at_first: bool = False,
     on_verdict: Callable[[Verdict, Summary], None] = lambda verdict, summary: None,
+    summary: Summary | None = None,
 ) -> Summary:
     """Run the schedules of ``numbers``; see ``run_schedule``.
 
@@ -59,14 +61,15 @@ def run_batch(
         jobs: processes.
         stop_at_first: one violation is enough.
         on_verdict: called after each, in no order that means anything.
+        summary: what is returned, for who may be interrupted before.
     """
-    summary, began = Summary(), time.perf_counter()
+    summary, began = summary or Summary(), time.perf_counter()
     one = partial(_without_timeline, peers=peers, kinds=tuple(kinds), mutation=mutation)
     with ExitStack() as stack:
         verdicts: Iterator[Verdict]
         if jobs > 1:
             context = multiprocessing.get_context("spawn")
-            pool = stack.enter_context(ProcessPoolExecutor(jobs, mp_context=context))
+            pool = stack.enter_context(ProcessPoolExecutor(jobs, mp_context=context, initializer=_leave_ctrl_c))
             stack.callback(pool.shutdown, wait=True, cancel_futures=True)
             verdicts = pool.map(one, numbers, chunksize=CHUNK)
         else:
@@ -79,6 +82,11 @@ def run_batch(
                 break
     summary.real_s = time.perf_counter() - began
     return summary
+
+
+def _leave_ctrl_c() -> None:
+    """To the process that gives the work: it goes to all of a terminal's."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _without_timeline(number: int, *, peers: int, kinds: Sequence[str], mutation: str) -> Verdict:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
+from roles.sim.run import Verdict, run_schedule
+
 Command = Callable[..., Any]
 
 
@@ -21,6 +25,21 @@ def test_a_violation_is_an_exit_code_and_a_line_to_replay(command: Command) -> N
     assert found.code == 1
     assert "p2ptrain sim --schedules 1 --seed" in found.err
     assert "--without confirm" in found.err
+
+
+def test_ctrl_c_shows_what_was_found_so_far(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = run_schedule
+
+    def two(number: int, **more: Any) -> Verdict:
+        if number == 7:
+            raise KeyboardInterrupt
+        return real(number, **more)
+
+    monkeypatch.setattr("roles.sim.batch.run_schedule", two)
+    ended = command("sim", "--schedules", "50", "--seed", "5", "--peers", "2")
+    assert ended.code == 130
+    assert "2 schedules" in ended.out
+    assert "interrupted after 2 of 50" in ended.err
 
 
 def test_the_timeline_is_shown(command: Command) -> None:
