@@ -147,7 +147,7 @@ async def test_a_slow_worker_beside_the_fast_one_alone(machine: Any) -> None:
 async def test_ctrl_c_leaves_no_slowed_worker_behind(machine: Any) -> None:
     arguments = ("--rounds", "1", "--steps", "100000", *machine.settings())
     process = await machine.start("bench", "uneven", *arguments, TMPDIR=str(machine.root))
-    await process.until("alone: step 1 of")
+    await process.until("of 100010")
     peers = await peers_of(process, 2)
     assert await process.interrupt() == 130
     await all_gone(peers)
@@ -158,9 +158,10 @@ async def test_ctrl_c_leaves_no_slowed_worker_behind(machine: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [False, True])
 async def test_a_slowed_worker_ends_with_the_command(machine: Any, killed: bool) -> None:
-    arguments = ("--rounds", "1", "--steps", "1", *machine.settings(), "--slower", "1000")
+    # So slow that it is stopped when the command ends, and that the command does not end by itself.
+    arguments = ("--rounds", "1", "--steps", "20", *machine.settings(), "--slower", "50")
     process = await machine.start("bench", "uneven", *arguments, TMPDIR=str(machine.root))
-    await process.until("slow one: step 1 of")
+    await process.until("slow one: it runs one part in 50 of the time now")
     peers = await peers_of(process, 4)
     if killed:
         await process.kill()

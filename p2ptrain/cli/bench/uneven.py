@@ -121,8 +121,9 @@ class Uneven:
         async with started(scene, name, profile) as trial:
             if contender == BOTH:
                 async with slowing(trial.workers[SLOWED], plan.factor, scene) as slower:
-                    await trial.until_step(1, title)  # a start is no part of it
+                    await trial.until(lambda: trial.step > 0, "the first step")  # a start is no part of it
                     await slower.begin()
+                    scene.console.event("info", f"{title}: it runs one part in {plan.factor:g} of the time now")
                     await trial.until_step(last, title)
                     await slower.end()
                 factor = slower.duty.made
