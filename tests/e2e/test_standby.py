@@ -32,7 +32,7 @@ async def standby_of(machine: Machine, place: Path, seed: str, *arguments: str) 
 async def test_the_leader_is_killed_for_good(machine: Machine, tmp_path: Path) -> None:
     leader = await machine.seed(*machine.settings(job__steps=100_000))
     old = machine.port
-    workers = [await machine.join("--name", name) for name in ("one", "two")]
+    workers = [await machine.join("--name", name, "--slot", slot) for name, slot in (("one", "1"), ("two", "2"))]
     await machine.job_until(lambda item: len(item["members"]) == 2 and item["step"] >= 10)
     standby, port = await standby_of(machine, tmp_path / "second", f"127.0.0.1:{old}")
     # A standby sends people to the seed that leads.

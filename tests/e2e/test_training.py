@@ -86,7 +86,9 @@ async def test_everything_killed_at_once_goes_on_from_the_newest_good_checkpoint
     warning = await again[0].until("is damaged")
     assert f"step-{newest:08d}" in warning.string
     line = await again[0].until(r"resuming from .*\(step (\d+)\)")
-    assert int(line[1]) == newest - 10
+    # Where writing takes longer than from one to the next, one is left out.
+    own = {int(path.name.removeprefix("step-")) for path in saved if "worker-1" in path.parts} - {newest}
+    assert int(line[1]) == max(own)
     ended = await machine.job_until(at(newest + 20))
     seen = await history(machine, ended["id"], "loss")
     alone = dict(enumerate(undisturbed(sets, newest + 10), start=1))
