@@ -203,8 +203,9 @@ class Records:
             self._save(job)
             self._db.execute("DELETE FROM metrics WHERE job = ? AND step > ?", (view.job, view.step))
             ledger.view_began(self._db, view)
-            oldest = view.generation - VIEWS_KEPT
-            self._db.execute("DELETE FROM views WHERE job = ? AND generation <= ?", (view.job, oldest))
+            older = "SELECT generation FROM views WHERE job = ?1 ORDER BY generation DESC LIMIT 1 OFFSET ?2"
+            sql = f"DELETE FROM views WHERE job = ?1 AND generation <= ({older})"  # noqa: S608 - our own constants
+            self._db.execute(sql, (view.job, VIEWS_KEPT))  # counted: generations of two terms are far apart
 
     def last_view(self, job: str) -> View | None:
         with _translated(self._path):

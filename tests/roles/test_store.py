@@ -18,6 +18,7 @@ from ring.formation import records
 from ring.view import View
 from roles.seed import store as module
 from roles.seed.store import JobRecord, PeerRecord, Records, Store
+from roles.seed.succession import first_generation
 from wire.records import CheckpointInfo, EventInfo, MetricRow
 
 JOB = JobRecord("j1", "first", "tiny", "sync", workers=2, micro_batches=8, steps_total=400, keep=3, created_at=1.0)
@@ -124,6 +125,13 @@ def test_old_rows_are_dropped(kept: Records, monkeypatch: pytest.MonkeyPatch) ->
     assert [item.id for item in kept.events(0, 100)] == [7, 8, 9]
     assert kept.last_event_id() == 9
     assert [kept._one(f"SELECT count(*) FROM {table}") for table in ("peers", "views")] == [3, 3]
+
+
+def test_a_new_term_forgets_no_view_of_the_one_before(kept: Records) -> None:
+    generations = [1, 2, 3, first_generation(1) + 1]
+    for generation in generations:
+        kept.add_view(view(generation, 9, "a"), JOB, restored=False, wall=1.0)
+    assert [began.generation for began in kept.views("j1", 0, 100)] == generations
 
 
 def test_checkpoints_come_and_go(kept: Records) -> None:
