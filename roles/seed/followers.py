@@ -75,7 +75,12 @@ def with_seat(seats: list[Seat], new: Seat) -> list[Seat]:
 
 @dataclass(slots=True, eq=False)
 class Follower:
-    """One standby. ``taken``: it has all changes up to this mark; ``in_step``: it had all that there was."""
+    """One standby.
+
+    Attributes:
+        taken: it has, or its first copy will have, all changes up to this mark; -1: its copy has not begun.
+        copied: it has its first copy. in_step: it had all that there was.
+    """
 
     connection: Connection
     name: str
@@ -83,10 +88,11 @@ class Follower:
     heartbeat_s: float
     death_s: float
     joined_at: float
-    taken: int = 0
+    taken: int = -1
     sent: int = 0
     acknowledged: int = 0
     rows: int = 0
+    copied: bool = False
     in_step: bool = False
     news: asyncio.Event = field(default_factory=asyncio.Event)
     _moved: asyncio.Event = field(default_factory=asyncio.Event)
@@ -171,7 +177,9 @@ class Followers:
         if follower is None:
             return None
         behind = self._mark - follower.taken
-        state = "standby" if follower.in_step else f"standby, {behind} behind" if follower.taken else "standby, copying"
+        state = (
+            "standby" if follower.in_step else f"standby, {behind} behind" if follower.copied else "standby, copying"
+        )
         address = format_address(follower.seat.host, follower.seat.port)
         return PeerInfo(peer_id, follower.name, ["seed"], "", state, address, follower.joined_at)
 
@@ -265,7 +273,7 @@ class Followers:
     async def _feed(self, follower: Follower) -> None:
         """First copy, then what changes, until cancelled. Raises as ``send``, ``StorageError``."""
         store = self._store
-        mark = await store.look(lambda records: records.fed(Feed.start))
+        mark = follower.taken = await store.look(lambda records: records.fed(Feed.start))
         names = await store.look(lambda records: records.fed(lambda log: log.names))
         pending: list[Change] = []  # of tables with few rows several make a batch
         for name in names:
@@ -281,6 +289,7 @@ class Followers:
                     break
         await follower.send(pending, whole=False)
         del pending
+        follower.copied = True
         book: object = None
         while True:
             follower.news.clear()
@@ -333,10 +342,12 @@ class Followers:
                     self._idle.clear()
                     await self._store.look(lambda records: records.fed(Feed.stop))
                 continue
-            taken = min(follower.taken for follower in self._followers.values())
-            left = await self._store.look(partial(_forget, taken))
+            begun = [follower for follower in self._followers.values() if follower.taken >= 0]
+            if not begun:
+                continue
+            slowest = min(begun, key=lambda follower: follower.taken)
+            left = await self._store.look(partial(_forget, slowest.taken))
             if left > MAX_LOGGED:
-                slowest = min(self._followers.values(), key=lambda follower: follower.taken)
                 text = f"the standby {slowest.name} is {left} changes behind, and must copy anew"
                 slowest.connection.abort(DeadlineExceeded(text))
                 slowest.moved()
