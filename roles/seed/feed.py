@@ -59,6 +59,7 @@ class Page:
 
     changes: list[Change]
     after: tuple[Value, ...] | None
+    size_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +151,8 @@ class Feed:
             size_bytes += _size_bytes(row)
             if size_bytes >= BATCH_BYTES or len(changes) >= BATCH_ROWS:
                 cursor.close()
-                return Page(changes, tuple(row[index] for index in table.at))
-        return Page(changes, None)
+                return Page(changes, tuple(row[index] for index in table.at), size_bytes)
+        return Page(changes, None, size_bytes)
 
     def changes(self, after: int) -> Batch:
         """What changed since ``after``, as it is now."""

@@ -28,7 +28,7 @@ from p2ptrain.core.world import Clock
 from ring.detector import beat_defaults
 from roles.seed import feed
 from roles.seed.authority import Authority
-from roles.seed.feed import BATCH_ROWS, MAX_LOGGED, Change, Feed
+from roles.seed.feed import BATCH_BYTES, BATCH_ROWS, MAX_LOGGED, Change, Feed
 from roles.seed.peers import NAME_CHARS, say_last
 from roles.seed.store import Records, Store
 from roles.seed.succession import SEATS
@@ -276,13 +276,15 @@ class Followers:
         mark = follower.taken = await store.look(lambda records: records.fed(Feed.start))
         names = await store.look(lambda records: records.fed(lambda log: log.names))
         pending: list[Change] = []  # of tables with few rows several make a batch
+        size_bytes = 0
         for name in names:
             after: tuple[feed.Value, ...] | None = None
             while True:
                 page = await store.look(partial(_page, name=name, after=after))
-                if len(pending) + len(page.changes) > BATCH_ROWS:
+                size_bytes += page.size_bytes
+                if pending and (len(pending) + len(page.changes) > BATCH_ROWS or size_bytes > BATCH_BYTES):
                     await follower.send(pending, whole=False)
-                    pending = []
+                    pending, size_bytes = [], page.size_bytes
                 pending += page.changes
                 after = page.after
                 if after is None:
