@@ -58,7 +58,7 @@ from typing import Any
 from ring import coordination as co
 from ring.coordination import BESIDE, ENDED, LEAVE_S, STANDSTILL, TORN_S, Phase
 from ring.decisions import Decisions
-from ring.formation import Reports
+from ring.formation import Reports, holds
 from ring.roster import Known
 from wire.messages import Report
 
@@ -188,6 +188,9 @@ class Coordinator(Decisions):
             return  # it was told to load a checkpoint: what it was before that is of no interest
         elif current:
             self._of_the_view(known, report, now)
+        elif report.status in STANDSTILL and self._never_heard(event.peer_id, report):
+            known.standing = report
+            self._no_longer_trains(event.peer_id, now)
         elif event.peer_id in self._who.running:
             return  # said before the view it is in now was announced
         elif self.phase in (Phase.RUNNING, Phase.STOPPING) and report.status in {*STANDSTILL, "training"}:
@@ -196,6 +199,16 @@ class Coordinator(Decisions):
             known.standing = report  # of a ring that is over, as is the one after it
         elif report.status == "training":
             self._give_up(event.peer_id)
+
+    def _never_heard(self, peer_id: str, report: Report) -> bool:
+        """Whether a member of the view, that says where it stood before, was lost before it was told of it, or the seed
+        was. Then the view has never begun: no step is committed without all of its members."""
+        view = self.view
+        if view is None or view.rank_of(peer_id) is None:
+            return False
+        if peer_id in self._who.running:
+            return peer_id in self._who.unheard
+        return holds(report, view.step, view.lineage)
 
     def _give_up(self, peer_id: str) -> None:
         """It may come back as a newcomer: the shell offers it again."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ring.coordination import STANDSTILL, Peer
-from ring.formation import Reports
+from ring.formation import Reports, holds
 from ring.view import View
 from wire.messages import Report
 
@@ -54,14 +54,17 @@ class Roster:
         return {peer_id: known.standing for peer_id, known in self.peers.items() if known.standing}
 
     def heirs(self, view: View | None) -> Reports:
-        """Members that stand still in ``view``: they carry the run's state in memory."""
+        """Members that stand still in ``view``, or before it with the state that it was to begin with, as they never
+        heard of it: they carry the run's state in memory."""
         if view is None:
             return {}
         members = {member.peer_id for member in view.members}
         return {
             peer_id: report
             for peer_id, report in self.standing().items()
-            if report.status in STANDSTILL and report.generation == view.generation and peer_id in members
+            if report.status in STANDSTILL
+            and peer_id in members
+            and (report.generation == view.generation or holds(report, view.step, view.lineage))
         }
 
     def all_back(self, view: View) -> bool:

@@ -872,3 +872,55 @@ def test_a_forbidden_transition_tells_its_story() -> None:
     desk.offer("a")
     with pytest.raises(InvalidTransition, match=r"waiting → done.*PeerOffered"):
         desk.core._go(Phase.DONE, "")
+
+
+@pytest.mark.parametrize("status", ["held", "broken"])
+def test_a_view_that_its_members_never_heard_of_costs_no_step(status: str) -> None:
+    desk = Desk()
+    old = desk.run("a", "b")
+    desk.stand(status, 500, "a", "b")
+    if status == "held":
+        desk.after(LEAVE_S)
+    view = desk.minted()  # durable, and then the seed dies
+    past = co.Past(state="running", view=view, corpus="C", known_step=500, saved={"a": 400, "b": 400}, reread=True)
+    desk = Desk(past=past)
+    for peer_id in ("a", "b"):
+        desk.tell(co.PeerReturned(peer(peer_id), old.generation))
+        desk.report(peer_id, status, 500, generation=old.generation)
+    again = desk.minted()
+    assert (again.generation, again.step, healthy(again)) == (view.generation + 1, 500, ["a", "b"])
+
+
+def test_who_heard_of_a_view_waits_for_whoever_did_not() -> None:
+    desk = Desk()
+    old = desk.run("a", "b")
+    desk.stand("broken", 499, "b", prepared=500, prepared_lineage="L500")
+    desk.stand("broken", 500, "a")
+    view = desk.minted()
+    desk = Desk(past=co.Past(state="running", view=view, corpus="C", known_step=500, reread=True))
+    desk.tell(co.PeerReturned(peer("a"), view.generation))
+    desk.report("a", "training", 500)
+    desk.tell(co.PeerReturned(peer("b"), old.generation))
+    desk.report("b", "broken", 499, generation=old.generation, prepared=500, prepared_lineage="L500")
+    assert desk.of(co.SendHold) == [co.SendHold(("a",), view.generation, "the ring stopped")]
+    desk.report("a", "held", 500)
+    again = desk.minted()
+    assert (again.generation, again.step, healthy(again)) == (view.generation + 1, 500, ["a", "b"])
+
+
+def test_the_only_one_with_the_state_keeps_it_when_it_is_lost_as_the_view_is_announced() -> None:
+    desk = Desk()
+    old = desk.run("a", "b")
+    desk.offer("c")
+    desk.ready("c")
+    desk.tell(co.PeerLost("b", "dead"))
+    desk.report("a", "broken", 500)
+    view = desk.minted()
+    assert (view.step, ids(view), healthy(view)) == (500, ["a", "c"], ["a"])
+    desk.tell(co.PeerLost("a", "its link broke"))
+    desk.tell(co.PeerReturned(peer("a"), old.generation))
+    desk.report("a", "broken", 500, generation=old.generation)
+    assert not desk.of(co.SendRelease)
+    desk.report("c", "held", 0)
+    again = desk.minted()
+    assert (again.step, ids(again), healthy(again)) == (500, ["a", "c"], ["a"])

@@ -12,9 +12,11 @@ import pytest
 
 from configs.schema import Profile
 from p2ptrain.core.errors import P2PTrainError, Refused
+from ring.view import View
 from roles.seed import run_seed
 from roles.seed.feed import tables
 from roles.seed.leading import Deposed
+from roles.seed.peers import announced_to
 from roles.seed.standby import TAKEOVER_S, copy_of, run_standby
 from roles.seed.store import Records
 from roles.seed.succession import GENERATION_BITS, KNOCK_S, SEATS
@@ -23,6 +25,7 @@ from roles.sim.engine import undisturbed
 from roles.sim.loop import Process, SimLoop
 from roles.sim.watching import watched
 from wire.client import SeedClient
+from wire.messages import ViewAnnounced
 
 WORKERS = 3
 GONE_S = TAKEOVER_S + KNOCK_S + 15.0
@@ -462,6 +465,33 @@ def test_a_view_is_with_the_standbys_before_any_member_hears_of_it() -> None:
 
         await cluster.until(heard)
         assert cluster.views("b")[-1] > last
+
+    play(script)
+
+
+@pytest.mark.parametrize("standbys", [0, 1])
+def test_a_view_that_nobody_heard_of_any_more_costs_no_step(standbys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    armed: list[Played] = []
+
+    def dies_first(host: str, view: View) -> ViewAnnounced:
+        if armed:
+            armed.pop().a.kill()
+        return announced_to(host, view)
+
+    monkeypatch.setattr("roles.seed.jobs.announced_to", dies_first)
+
+    async def script(cluster: Played) -> None:
+        await cluster.begin(standbys=standbys)
+        before = min(cluster.applied())
+        armed.append(cluster)
+        cluster.workers[0].kill()
+        await cluster.until(lambda: not armed)
+        if not standbys:
+            await asyncio.sleep(3)
+            cluster.a.start()
+        await cluster.until(lambda: cluster.a.leads or cluster.b.leads)
+        await cluster.until(lambda: max(cluster.applied()) > before + 20)
+        assert not any("loads step" in text for at, text in cluster.observer.timeline if at > 10)
 
     play(script)
 
