@@ -83,7 +83,9 @@ class Decisions:
 
     def _stood_still(self, now: float) -> None:
         heirs = self._who.heirs(self.view)
-        if self.restore:
+        if self.restore and self.paused:
+            self._go(Phase.PAUSED, "paused by a person")  # it goes back when it goes on
+        elif self.restore:
             self._begin_restore(now)
         elif heirs and all(report.status == "done" for report in heirs.values()):
             self._end(Phase.DONE, "every step is done")

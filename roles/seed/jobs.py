@@ -95,7 +95,9 @@ class Desk:
         self._retired = asyncio.Event()
         view = history.view
         if record.restoring is not None:  # the seed that was told died before it was done
-            self._events.put_nowait((co.Restore(*record.restoring), asyncio.get_running_loop().create_future()))
+            wishes = [co.Restore(*record.restoring), *([co.Pause()] if record.paused else [])]  # that came later
+            for wish in wishes:
+                self._events.put_nowait((wish, asyncio.get_running_loop().create_future()))
         past = co.Past(
             state=record.state,
             reason=record.reason,

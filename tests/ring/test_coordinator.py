@@ -924,3 +924,16 @@ def test_the_only_one_with_the_state_keeps_it_when_it_is_lost_as_the_view_is_ann
     desk.report("c", "held", 0)
     again = desk.minted()
     assert (again.step, ids(again), healthy(again)) == (500, ["a", "c"], ["a"])
+
+
+def test_a_pause_after_a_restore_is_carried_out_and_the_restore_when_it_goes_on() -> None:
+    desk = Desk()
+    desk.run("a", "b")
+    desk.tell(co.Restore(200, "a", "L200"))
+    desk.tell(co.Pause())
+    desk.stand("held", 510, "a", "b")
+    assert (desk.core.phase, desk.of(co.Mint)) == (Phase.PAUSED, [])
+    desk.tell(co.Resume())
+    assert desk.of(co.SendAssign) == [co.SendAssign("a", "C", 200), co.SendAssign("b", "C", 200)]
+    desk.ready("a", "b", applied=200)
+    assert desk.minted().step == 200

@@ -633,6 +633,32 @@ async def test_a_restore_that_the_seed_did_not_live_to_see_is_carried_out_by_the
     await a.beaten()  # nothing else was said to it
 
 
+async def test_a_pause_after_a_restore_outlives_the_seed_as_the_restore_does(bench: Bench) -> None:
+    a, b = await bench.ring("a", "b")
+    a.say(CheckpointSaved(a.job, 10, "/c/10", "d", 5))
+    await a.beaten()
+    restoring = asyncio.create_task(bench.ask("checkpoints.restore", id=f"{a.job}@10@a"))
+    a.say(Response((await a.hear(Request)).id, {"step": 10, "lineage": lineage_of(10)}))
+    await restoring
+    await bench.ask("jobs.pause", job=a.job)
+    for worker in (a, b):
+        await worker.hear(Hold)
+        worker.report("held", 15)
+    await bench.job_is("paused")
+    await bench.kill()
+    await bench.start()
+    for worker in (a, b):
+        await worker.connection.close()
+        await worker.join(job=worker.job, generation=1)
+        worker.report("held", 15)
+        await worker.beaten()
+    await bench.job_is("paused")
+    await bench.ask("jobs.resume", job=a.job)
+    for worker in (a, b):
+        assert (await worker.assigned(10)).restore_step == 10
+    assert (await a.viewed()).step == 10
+
+
 @pytest.mark.parametrize(
     ("result", "code"),
     [
