@@ -102,6 +102,7 @@ class Transaction:
         self.prepared_lineage = ""  # non-empty: the redo buffer holds step ``applied + 1``
         self.view: View | None = None
         self.torn = False  # the state in memory is half replaced
+        self.anew = False  # the state was loaded since the view began: this member carries nothing of it any more
         self.history: deque[str] = deque(maxlen=40)
         self._checkpoint_every = checkpoint_every
         self._guard = Guard(outlier_factor)
@@ -200,7 +201,7 @@ class Transaction:
     def _loaded(self, event: Loaded) -> list[Instruction]:
         instructions = self._leave_view("the state was replaced") if self.running else []
         view, self._pending_view = self._pending_view, None
-        self.applied, self.lineage, self.torn = event.applied, event.lineage, False
+        self.applied, self.lineage, self.torn, self.anew = event.applied, event.lineage, False, True
         self.square_sum, self.prepared_lineage, self._pending_break = event.square_sum, "", None
         self._guard.forget()
         self.phase = Phase.IDLE  # from everywhere
@@ -238,7 +239,7 @@ class Transaction:
             self.view = None
             self._go(Phase.EMPTY if self.torn else Phase.IDLE)
             return [Reload()] if self.torn else []
-        self.view, self._rank = view, rank
+        self.view, self._rank, self.anew = view, rank, False
         self.shares = Shares(member.count for member in view.members)
         old = [Disband("a new view was announced")] if self.phase in (Phase.HELD, Phase.DONE) else []
         committed = self.applied + 1 == view.step and self.prepared_lineage == view.lineage

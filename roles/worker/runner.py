@@ -161,7 +161,7 @@ class JobRunner:
                 status = "held"
             case Phase.DONE:
                 status = "done"
-            case Phase.IDLE if self.core.view:
+            case Phase.IDLE if self.core.view and not self.core.anew:
                 status = "broken"
             case Phase.IDLE:
                 status = "ready"
