@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,6 +68,7 @@ class SeedLink:
 
     Args:
         known: the seeds, and the highest term that was met. ``plain``: of a cluster without certificates.
+        given: those that the person named: there another cluster may lead from now on, elsewhere it is a stranger.
         on_known: called when more is known of them: to be kept.
         hello: makes the greeting of the moment (it names the view that runs).
         pulse: makes the next beat's content.
@@ -80,6 +81,7 @@ class SeedLink:
         *,
         world: World,
         known: Known,
+        given: Collection[tuple[str, int]] = (),
         plain: bool,
         hello: Callable[[], Hello],
         pulse: Callable[[], Pulse],
@@ -89,7 +91,7 @@ class SeedLink:
         on_known: Callable[[Known], None],
     ) -> None:
         self._world = world
-        self._known, self._plain, self._on_known = known, plain, on_known
+        self._known, self._given, self._plain, self._on_known = known, frozenset(given), plain, on_known
         self._hello, self._pulse = hello, pulse
         self._on_message, self._on_up, self._on_down = on_message, on_up, on_down
         self._connection: Connection | None = None
@@ -190,6 +192,10 @@ class SeedLink:
                 text = f"{host}:{port} leads in term {welcome.term}, and term {self._known.term} has begun"
                 problems.append(Refused(RefusalCode.STALE_TERM, text, remedy="start that seed as a standby"))
                 self._waits_for_a_leader = True
+                continue
+            if self._known.cluster not in ("", welcome.cluster_id) and place not in self._given:
+                connection.abort()
+                problems.append(Refused(RefusalCode.WRONG_JOB, f"a seed of another cluster is at {host}:{port} now"))
                 continue
             try:
                 self._met(place, welcome.cluster_id, welcome.term, welcome.seeds)

@@ -145,6 +145,7 @@ class Worker:
         self._link = SeedLink(
             world=world,
             known=begun([options.seed, *options.others], self._clusters),
+            given=[options.seed, *options.others],
             plain=member is None,
             hello=self._hello,
             pulse=self._pulse,

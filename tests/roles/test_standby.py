@@ -21,6 +21,7 @@ from roles.seed.standby import TAKEOVER_S, copy_of, run_standby
 from roles.seed.store import Records
 from roles.seed.succession import GENERATION_BITS, KNOCK_S, SEATS
 from roles.sim.cluster import LISTEN, PERSON, SEED, SEED_PORT, STATE, Machine, Simulation
+from roles.sim.disk import MachineDisk
 from roles.sim.engine import undisturbed
 from roles.sim.loop import Process, SimLoop
 from roles.sim.watching import watched
@@ -492,6 +493,24 @@ def test_a_view_that_nobody_heard_of_any_more_costs_no_step(standbys: int, monke
         await cluster.until(lambda: cluster.a.leads or cluster.b.leads)
         await cluster.until(lambda: max(cluster.applied()) > before + 20)
         assert not any("loads step" in text for at, text in cluster.observer.timeline if at > 10)
+
+    play(script)
+
+
+def test_workers_do_not_go_over_to_another_cluster_where_a_standby_was() -> None:
+    async def script(cluster: Played) -> None:
+        await cluster.begin()
+        cluster.b.kill()
+        cluster.b.disk, cluster.b.follows = MachineDisk(random.Random(1)), ""
+        cluster.b.start()
+        await cluster.until(lambda: cluster.b.leads)
+        cluster.a.kill()
+        await asyncio.sleep(5)
+        cluster.a.start()
+        await cluster.goes_on()
+        there = (await cluster.asked("b", "peers.list"))["peers"]
+        assert {peer["state"] for peer in there} <= {"lost"}
+        assert len((await cluster.job_at(SEED))["members"]) == WORKERS
 
     play(script)
 
