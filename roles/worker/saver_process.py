@@ -134,11 +134,11 @@ class ProcessSaver:
             send_order(helper.channel, order, snapshot.memory.descriptor)
             helper.await_answer(patience_s)
             entry = receive_answer(helper.channel, order)
-        except _Starved:
+        except (TimeoutError, _Starved) as error:
+            starved = isinstance(error, _Starved) or helper.starves()  # perhaps it did not even read the order
             self._give_up()
-            raise HelperLost("the process that writes checkpoints got no time from this machine") from None
-        except TimeoutError as error:
-            self._give_up()
+            if starved:
+                raise HelperLost("the process that writes checkpoints got no time from this machine") from None
             raise StorageError(
                 f"{size_bytes / 1e6:.1f} MB were not written to {shelf.root} in {patience_s:.0f} s",
                 remedy="see whether that disk works, or choose another place with --state",

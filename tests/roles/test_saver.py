@@ -18,6 +18,7 @@ from p2ptrain.core.checkpoints import CheckpointEntry, CheckpointStore
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ResourceError, StorageError
 from p2ptrain.core.threads import RealThreads
+from p2ptrain.core.training import FilePlan
 from roles.compute_thread import ComputeThread
 from roles.stand_in import StandInEngine
 from roles.worker.saver import DirectSaver, Saver, Shelf
@@ -203,6 +204,21 @@ async def test_a_helper_that_gets_no_time_is_done_without(with_helper: Bench, mo
     helper_of(bench).send_signal(signal.SIGSTOP)
     monkeypatch.setattr("roles.worker.saver_process.LOOK_S", 0.05)  # long before it would be given up as hanging
     monkeypatch.setattr("roles.worker.saver_process._Helper.starves", lambda self: True)
+    entry = await bench.save(2)
+    assert CheckpointStore(RealDisk(), bench.shelf.root, 2).newest_good(no_damage) == entry
+    assert "got no time" in bench.told[0][2]
+
+
+async def test_a_helper_that_gets_no_time_to_read_a_long_order_is_done_without(
+    with_helper: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = with_helper
+    await bench.save(1)
+    helper_of(bench).send_signal(signal.SIGSTOP)
+    monkeypatch.setattr("roles.worker.saver_process.SILENCE_S", 0.2)
+    monkeypatch.setattr("roles.worker.saver_process._Helper.starves", lambda self: True)
+    files = [*bench.engine.checkpoint_files(2), FilePlan("tokenizer.json", (bytes(2 << 20),))]
+    monkeypatch.setattr(bench.engine, "checkpoint_files", lambda step: files)
     entry = await bench.save(2)
     assert CheckpointStore(RealDisk(), bench.shelf.root, 2).newest_good(no_damage) == entry
     assert "got no time" in bench.told[0][2]
