@@ -417,9 +417,10 @@ class Fetch:
         value = (news.digest, news.square_sum)
         if self._done.get(news.step, value) != value:
             raise ProtocolError(f"its step {news.step} is not the one that others gave: it is on another course")
-        if news.step >= self._next:  # also while the state is not complete
+        most = 2 * self._log_steps + STEPS_AHEAD
+        if news.step >= self._next and (self._next < 0 or news.step < self._next + most):  # else next is kept by nobody
             self._news.setdefault(news.step, Agreement()).says(donor.peer_id, value)
-            if self._next < 0 and len(self._news) > 2 * self._log_steps + STEPS_AHEAD:
+            if self._next < 0 and len(self._news) > most:
                 self._news.pop(min(self._news))  # older than any state that can still be used
         self._steps_changed()
 
