@@ -82,7 +82,7 @@ async def test_everything_killed_at_once_goes_on_from_the_newest_good_checkpoint
             weights = path / "model.safetensors"
             weights.write_bytes(weights.read_bytes()[:-100])
     await machine.seed(*sets)
-    again = [await machine.join(), await machine.join()]
+    again = [await machine.join("--slot", "1"), await machine.join("--slot", "2")]
     warning = await again[0].until("is damaged")
     assert f"step-{newest:08d}" in warning.string
     line = await again[0].until(r"resuming from .*\(step (\d+)\)")
