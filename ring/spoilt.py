@@ -45,7 +45,7 @@ class StepJudge:
         self.care = Care.USUAL
         self._bench, self._links = bench, links
         self._step = 0  # the one that was refused, counted as applied
-        self._suspects: list[str] = []
+        self._suspects: dict[str, list[str]] = {}  # by cause: a sum that differs says nothing of the data
 
     def committed(self, step: int) -> None:
         """``step`` steps are applied."""
@@ -64,14 +64,14 @@ class StepJudge:
         step, cause, suspect, beside = min(told, key=lambda it: (it[1] != "hop", -told[it], it))
         if step != self._step:
             self._begin(step)
-        self._suspects.append(suspect)
+        self._suspects.setdefault(cause, []).append(suspect)
         self.care = max(self.care, Care.AUDITED)
         match cause:
             case "hop":
                 done = self._links.part(beside, suspect, heirs, name, now)
                 text = f"what {name(suspect)} sent is not what {name(beside)} received: {done}"
             case "digest":
-                text = f"{name(suspect)} holds another sum than others: {self._again(suspect, heirs, name, now)}"
+                text = f"{name(suspect)} holds another sum than others: {self._again(cause, suspect, heirs, name, now)}"
             case _:
                 if self.care is Care.LENIENT:
                     return Verdict(f"step {step} cannot be computed: {_NOT_FINITE}", hopeless=True)
@@ -80,17 +80,18 @@ class StepJudge:
         return Verdict(f"step {step} was not applied: {text}")
 
     def _contributed(self, suspect: str, heirs: Reports, name: Callable[[str], str], now: float) -> str:
-        others = set(self._suspects) - {suspect}
+        before = self._suspects["contribution"]
+        others = set(before) - {suspect}
         alone = not set(heirs) - {suspect}
-        if not others and not (alone and len(self._suspects) > 1):
-            return self._again(suspect, heirs, name, now)
+        if not others and not (alone and len(before) > 1):
+            return self._again("contribution", suspect, heirs, name, now)
         for peer_id in others:
             self._bench.absolve(peer_id)
         self.care = Care.LENIENT
         return "as did whoever computed it before, so the data is like that, and it is applied if it is finite"
 
-    def _again(self, suspect: str, heirs: Reports, name: Callable[[str], str], now: float) -> str:
-        if len(self._suspects) == 1 or len(heirs) == 1:
+    def _again(self, cause: str, suspect: str, heirs: Reports, name: Callable[[str], str], now: float) -> str:
+        if len(self._suspects[cause]) == 1 or len(heirs) == 1:
             return "it is computed again, and looked at closely"
         return self._links.sits_out(suspect, name, now)
 

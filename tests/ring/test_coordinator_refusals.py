@@ -84,6 +84,16 @@ def test_a_faulty_member_sits_out_longer_each_time_whatever_its_connection() -> 
         assert "c" in ids(desk.minted())
 
 
+def test_a_sum_that_differed_before_is_no_witness_that_the_data_is_bad() -> None:
+    desk = running("a", "b", "c")
+    refuse(desk, "a", cause="digest")
+    refuse(desk, "c")
+    assert next_view(desk) == (["a", "b", "c"], Care.AUDITED)
+    refuse(desk, "c")
+    assert "name-c sits out 30 s" in text(desk)
+    assert next_view(desk) == (["a", "b"], Care.AUDITED)
+
+
 def test_what_another_member_computes_alike_is_the_data_and_who_sat_out_is_absolved() -> None:
     desk = running("a", "b", "c")
     refuse(desk, "c")

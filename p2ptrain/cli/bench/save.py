@@ -170,7 +170,10 @@ def overlaps(steps: Mapping[int, Step], saves: Iterable[Save]) -> list[Overlap]:
     hit: dict[int, list[Step]] = {}  # a step that falls into two saves disturbs both: it is in neither's quiet ones
     for save in ordered:
         later = (steps[number] for number in sorted(steps) if number > save.step and number - 1 in steps)
-        hit[save.step] = [step for step in later if steps[step.number - 1].wall < save.end_wall]
+        # The first one stands still for the copy, however soon the rest is over.
+        hit[save.step] = [
+            step for step in later if step.number == save.step + 1 or steps[step.number - 1].wall < save.end_wall
+        ]
     disturbed = {step.number for found in hit.values() for step in found}
     places = [0, *(save.step for save in ordered), max(steps, default=0)]
     made = []
