@@ -19,6 +19,7 @@ from pathlib import Path
 from p2ptrain.core.errors import JobFailed, StorageError
 
 LEAVE_S = 3.0  # a worker leaves within two seconds
+SEED_READY_S = 20.0
 TAIL_BYTES = 4096
 _ERROR, _REMEDY = "error: ", "  → "  # as ``p2ptrain.cli.main`` writes them
 
@@ -114,6 +115,25 @@ class Child:
                 remedy = follows.removeprefix(_REMEDY) if follows.startswith(_REMEDY) else ""
                 return lines[number].removeprefix(_ERROR), remedy
         return (lines[-1] if lines else ""), ""
+
+
+async def start_seed_process(root: Path, port: int, *, tls: bool = False) -> Child:
+    """A seed on the loopback without a job, for whoever makes one. Raises ``StorageError``."""
+    arguments = ["seed", "--no-job", "--json", "--host", "127.0.0.1", "--port", str(port), "--state", str(root)]
+    return await Child.start("seed", arguments + ["--tls"] * tls, root / "logs" / "seed.log", listen=True)
+
+
+async def until_it_listens(seed: Child) -> None:
+    """Returns when the seed says so. Raises ``JobFailed`` where it does not; then it has ended."""
+    assert seed.process.stdout is not None
+    try:
+        async with asyncio.timeout(SEED_READY_S):
+            line = await seed.process.stdout.readline()
+    except TimeoutError:
+        line = b""
+    if not line:
+        await end_all([seed])
+        raise seed.failed("the seed did not start")
 
 
 async def end_all(children: list[Child]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from p2ptrain.cli.console import Console, step_line
+from p2ptrain.cli.console import step_line
 from p2ptrain.cli.runtime import (
     DEFAULT_SEED,
     SEED_HELP,
@@ -143,8 +142,7 @@ async def _work(
     with_parent: bool,
 ) -> None:
     from p2ptrain.cli.access import MENDED_BY_A_TICKET, Access, Caller, reach_one, shown_address
-    from p2ptrain.cli.children import leave_with_parent
-    from p2ptrain.cli.stopping import stop_on_signals, unless_stopped
+    from p2ptrain.cli.stopping import stoppable, unless_stopped
     from p2ptrain.core.disk import RealDisk
     from p2ptrain.core.errors import Refused
     from p2ptrain.core.world import real_world
@@ -158,10 +156,7 @@ async def _work(
     from wire.shaper import preset_named
     from wire.transport import TcpNetwork
 
-    console, stop = Console(), asyncio.Event()
-    stop_on_signals(stop, lambda text: console.event("info", text))
-    if with_parent:
-        leave_with_parent(stop)
+    console, stop = stoppable(with_parent=with_parent)
     tcp = TcpNetwork()
     base = EmulatedNetwork(tcp, preset_named(link), os.getpid()) if link else tcp
     identity = claim(RealDisk(), root, role="worker", name=name, slot=slot)

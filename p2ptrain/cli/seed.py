@@ -126,19 +126,15 @@ async def _stand_by(
     with_parent: bool,
 ) -> None:
     from p2ptrain.cli.access import Caller, reach_one, read_targets
-    from p2ptrain.cli.children import leave_with_parent
     from p2ptrain.cli.runtime import places_of
-    from p2ptrain.cli.stopping import stop_on_signals, unless_stopped
+    from p2ptrain.cli.stopping import stoppable, unless_stopped
     from p2ptrain.core.disk import RealDisk
     from p2ptrain.core.ids import new_id
     from p2ptrain.core.world import real_world
     from roles.seed import Marker, run_standby
     from wire.transport import TcpNetwork
 
-    console, stop = Console(), asyncio.Event()
-    stop_on_signals(stop, lambda text: console.event("info", text))
-    if with_parent:
-        leave_with_parent(stop)
+    console, stop = stoppable(with_parent=with_parent)
     tcp, targets, directory = TcpNetwork(), read_targets(leader), root / "seed"
     marker = Marker.load(RealDisk(), directory)
     peer_id = marker.peer_id if marker else new_id()
@@ -191,16 +187,12 @@ async def _serve(
     as_json: bool,
     with_parent: bool,
 ) -> None:
-    from p2ptrain.cli.children import leave_with_parent
-    from p2ptrain.cli.stopping import stop_on_signals
+    from p2ptrain.cli.stopping import stoppable
     from p2ptrain.core.world import real_world
     from roles.seed import Encryption, run_seed
     from wire.transport import TcpNetwork
 
-    console, stop = Console(), asyncio.Event()
-    stop_on_signals(stop, lambda text: console.event("info", text))
-    if with_parent:
-        leave_with_parent(stop)
+    console, stop = stoppable(with_parent=with_parent)
     tickets: list[Ticket] = []
     address: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
     spec = _spec(job, sets) if job is not None else None

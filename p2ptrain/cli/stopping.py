@@ -8,9 +8,21 @@ import signal
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from p2ptrain.cli.children import leave_with_parent
+from p2ptrain.cli.console import Console
+
 EXIT_INTERRUPTED = 130
 
 T = TypeVar("T")
+
+
+def stoppable(*, with_parent: bool = False) -> tuple[Console, asyncio.Event]:
+    """A console, and an event that Ctrl+C sets, and ``with_parent`` the end of the parent, too."""
+    console, stop = Console(), asyncio.Event()
+    stop_on_signals(stop, lambda text: console.event("info", text))
+    if with_parent:
+        leave_with_parent(stop)
+    return console, stop
 
 
 def stop_on_signals(stop: asyncio.Event, say: Callable[[str], None]) -> None:

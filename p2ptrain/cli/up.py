@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from p2ptrain.cli.children import Child, end_all
+from p2ptrain.cli.children import Child, end_all, start_seed_process, until_it_listens
 from p2ptrain.cli.console import Console, step_line
 from p2ptrain.cli.runtime import (
     DEFAULT_PORT,
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from configs.schema import Profile
     from wire.client import SeedClient
 
-SEED_READY_S = 20.0
 DEATH_KNOWN_S = 2.0  # from the end of a child's connections to the end of its process
 
 
@@ -136,12 +135,11 @@ class Plan:
 
 
 async def _cluster(plan: Plan, *, full_screen: bool) -> dict[str, Any]:
-    from p2ptrain.cli.stopping import stop_on_signals
+    from p2ptrain.cli.stopping import stoppable
     from wire.client import SeedClient
     from wire.transport import TcpNetwork
 
-    console, stop, children = Console(), asyncio.Event(), list[Child]()
-    stop_on_signals(stop, lambda text: console.event("info", text))
+    (console, stop), children = stoppable(), list[Child]()
     try:
         seed = await start_seed(plan)
         children.append(seed)
@@ -180,27 +178,8 @@ async def _cluster(plan: Plan, *, full_screen: bool) -> dict[str, Any]:
 
 async def start_seed(plan: Plan) -> Child:
     """Returns when it listens. Raises ``JobFailed``, ``StorageError``."""
-    arguments = [
-        "seed",
-        "--no-job",
-        "--json",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(plan.port),
-        "--state",
-        str(plan.root),
-    ]
-    child = await Child.start("seed", arguments, plan.root / "logs" / "seed.log", listen=True)
-    assert child.process.stdout is not None
-    try:
-        async with asyncio.timeout(SEED_READY_S):
-            line = await child.process.stdout.readline()
-    except TimeoutError:
-        line = b""
-    if not line:
-        await end_all([child])
-        raise child.failed("the seed did not start")
+    child = await start_seed_process(plan.root, plan.port)
+    await until_it_listens(child)
     return child
 
 

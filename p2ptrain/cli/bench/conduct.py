@@ -10,8 +10,7 @@ from pathlib import Path
 
 from p2ptrain.cli.bench.members import START_S, Interrupted, Members, started
 from p2ptrain.cli.bench.plan import peer_id
-from p2ptrain.cli.console import Console
-from p2ptrain.cli.stopping import stop_on_signals
+from p2ptrain.cli.stopping import stoppable
 
 Progress = Callable[[str], None]
 Work = Callable[[Members, Progress], Awaitable[None]]
@@ -22,8 +21,7 @@ async def conduct(count: int, threads: int, work: Work) -> bool:
 
     Raises ``P2PTrainError``.
     """
-    console, stop = Console(), asyncio.Event()
-    stop_on_signals(stop, lambda text: console.event("info", text))
+    console, stop = stoppable()
     try:
         console.progress(f"starting {count} members")
         async with started(count, stop, threads=threads) as members:
@@ -40,8 +38,7 @@ async def alone(work: Callable[[asyncio.Event, Progress], Awaitable[bool]]) -> b
 
     Raises ``P2PTrainError``.
     """
-    console, stop = Console(), asyncio.Event()
-    stop_on_signals(stop, lambda text: console.event("info", text))
+    console, stop = stoppable()
     try:
         return await work(stop, console.progress)
     finally:

@@ -26,9 +26,8 @@ from p2ptrain.cli.bench.plan import Samples
 from p2ptrain.cli.bench.report import Report, Table, human_duration, human_size, human_spread
 from p2ptrain.cli.chaos.cluster import LOOPBACK, free_port
 from p2ptrain.cli.chaos.observer import Observer, Told
-from p2ptrain.cli.children import Child, end_all
+from p2ptrain.cli.children import Child, end_all, start_seed_process, until_it_listens
 from p2ptrain.cli.runtime import open_operator
-from p2ptrain.cli.up import SEED_READY_S
 from p2ptrain.core.errors import JobFailed
 from wire.client import SeedClient
 from wire.records import MetricRow
@@ -312,20 +311,9 @@ class _Cluster:
         return (await open_operator((LOOPBACK, self._port), state=self.root))[1]
 
     async def start_seed(self) -> None:
-        arguments = ["seed", "--no-job", "--json", "--host", LOOPBACK, "--port", str(self._port)]
-        child = await Child.start(
-            "seed", [*arguments, "--state", str(self.root)], self.root / "logs" / "seed.log", listen=True
-        )
+        child = await start_seed_process(self.root, self._port)
         self.children.append(child)
-        assert child.process.stdout is not None
-        try:
-            async with asyncio.timeout(SEED_READY_S):
-                line = await child.process.stdout.readline()
-        except TimeoutError:
-            line = b""
-        if not line:
-            await child.ended(0.0)
-            raise child.failed("the seed did not start")
+        await until_it_listens(child)
 
     async def start_job(self) -> None:
         client = await self.connect()

@@ -20,8 +20,7 @@ from pathlib import Path
 import psutil
 
 from p2ptrain.cli.chaos.proxy import Proxy
-from p2ptrain.cli.children import Child, end_all
-from p2ptrain.cli.up import SEED_READY_S
+from p2ptrain.cli.children import Child, end_all, start_seed_process, until_it_listens
 from p2ptrain.core.errors import NetworkError, StorageError, UserError
 
 LOOPBACK = "127.0.0.1"
@@ -120,21 +119,10 @@ class Cluster:
 
     async def start_seed(self) -> None:
         """Returns when it listens. Raises ``JobFailed``."""
-        arguments = ["seed", "--no-job", "--json", "--host", LOOPBACK, "--port", str(self.port)]
-        arguments += ["--state", str(self.root), *(["--tls"] if self.tls else [])]
-        child = await Child.start("seed", arguments, self.root / "logs" / "seed.log", listen=True)
+        child = await start_seed_process(self.root, self.port, tls=self.tls)
         self.seed, self._seed_ending = child, False
         self._sessions.add(child.process.pid)
-        assert child.process.stdout is not None
-        try:
-            async with asyncio.timeout(SEED_READY_S):
-                line = await child.process.stdout.readline()
-        except TimeoutError:
-            line = b""
-        if not line:
-            self._seed_ending = True
-            await end_all([child])
-            raise child.failed("the seed did not start")
+        await until_it_listens(child)
         self._seed_up.set()
         self._watch(child, None)
 
