@@ -236,9 +236,16 @@ class Saves:
             return found if len(found) == writers else []
 
         await trial.until(lambda: bool(written()), f"the end of {title}")
-        self.saves.append(Save.of(written()))
-        # One step more: what is under way as the writing ends counts as overlapped.
-        await trial.until_step(trial.step + 1 + self.plan.quiet, f"{title} is durable, undisturbed steps after it")
+        save = Save.of(written())
+        self.saves.append(save)
+
+        def undisturbed() -> bool:
+            row = trial.observer.metrics.get(trial.step)
+            return row is not None and row.wall > save.end_wall
+
+        # What is under way as the writing ends counts as overlapped; the news of it may come before that of its steps.
+        await trial.until(undisturbed, f"a step after {title}")
+        await trial.until_step(trial.step + self.plan.quiet, f"{title} is durable, undisturbed steps after it")
 
     @property
     def _writers(self) -> int:
