@@ -98,7 +98,8 @@ class Decisions:
 
     def _is_hopeless(self, heirs: Reports, now: float) -> bool:
         """Why the ring broke, and whether it would for ever: then the job has failed."""
-        if verdict := self._steps.judge(heirs, self._who.name, now):
+        spare = bool(self._who.peers.keys() - heirs.keys() - self._bench.out)
+        if verdict := self._steps.judge(heirs, self._who.name, now, spare=spare):
             if verdict.hopeless:
                 self._end(Phase.FAILED, verdict.text)
                 return True
@@ -126,6 +127,11 @@ class Decisions:
             self._short_since = None
             self._deadlines.drop("grace", "build")
             return
+        if self._steps.company and self._candidates().keys() <= heirs.keys() and self._who.building():
+            self._deadlines.start("build", now + self.terms.build_s)
+            if "build" not in self._deadlines.passed:
+                self.reason = "waiting for another worker that computes the step, too"
+                return
         passed, in_memory = self._deadlines.passed, not self._who.all_back(self.view)
         patient = "grace" not in passed or ("build" not in passed and self._who.building())
         chosen, self.reason = self._course.sources(ready, heirs, self.view, in_memory=in_memory, patient=patient)
@@ -161,7 +167,7 @@ class Decisions:
         if not holders & ready.keys():
             ready = self._who.standing()  # they sit out: better a bad link than a lost step
         healthy = holders & ready.keys()
-        if self.view and carried(heirs, self.view):  # rule 7
+        if self.view and carried(heirs, self.view) and not self._steps.company:  # rule 7
             at_once = healthy | heirs.keys()
             ready = {key: it for key, it in ready.items() if key in at_once or not self._comes_after(key)}
         peers = {peer_id: self._who.peers[peer_id].peer for peer_id in ready}

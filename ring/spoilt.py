@@ -5,7 +5,8 @@
                                        closely (``Care.AUDITED``)      the same, or nobody else is there, the data is
                                                                        like that: ``Care.LENIENT``, and who sat out is
                                                                        absolved; refused even then: not finite, the job
-                                                                       has failed
+                                                                       has failed. A ring of one first waits for whoever
+                                                                       could compute it instead (``company``)
     digest (members hold other sums)   ``Care.AUDITED``                the member that most name sits out
     hop (sent and received differ)     the two are parted, or the sender sits out
 
@@ -39,10 +40,11 @@ class StepJudge:
 
     Attributes:
         care: how closely the next view looks at contributions.
+        company: whether the only member is to compute it with somebody who was not in the ring so far.
     """
 
     def __init__(self, bench: Bench, links: LinkJudge) -> None:
-        self.care = Care.USUAL
+        self.care, self.company = Care.USUAL, False
         self._bench, self._links = bench, links
         self._step = 0  # the one that was refused, counted as applied
         self._suspects: dict[str, list[str]] = {}  # by cause: a sum that differs says nothing of the data
@@ -52,8 +54,13 @@ class StepJudge:
         if step >= self._step:
             self._begin(0)
 
-    def judge(self, heirs: Reports, name: Callable[[str], str], now: float) -> Verdict | None:
-        """All stand still; ``heirs`` are the members that live. None where no step was refused."""
+    def judge(self, heirs: Reports, name: Callable[[str], str], now: float, *, spare: bool = False) -> Verdict | None:
+        """All stand still. None where no step was refused.
+
+        Args:
+            heirs: the members that live.
+            spare: whether anybody else is there, ready or about to be.
+        """
         told = Counter(
             (report.applied + 1, report.cause, report.suspect, report.beside)
             for report in heirs.values()
@@ -73,16 +80,24 @@ class StepJudge:
             case "digest":
                 text = f"{name(suspect)} holds another sum than others: {self._again(cause, suspect, heirs, name, now)}"
             case _:
-                if self.care is Care.LENIENT:
+                done = self._contributed(suspect, heirs, name, now, spare)
+                if not done:
                     return Verdict(f"step {step} cannot be computed: {_NOT_FINITE}", hopeless=True)
-                text = f"{name(suspect)} contributes what is not finite, or absurdly large: "
-                text += self._contributed(suspect, heirs, name, now)
+                text = f"{name(suspect)} contributes what is not finite, or absurdly large: {done}"
         return Verdict(f"step {step} was not applied: {text}")
 
-    def _contributed(self, suspect: str, heirs: Reports, name: Callable[[str], str], now: float) -> str:
+    def _contributed(
+        self, suspect: str, heirs: Reports, name: Callable[[str], str], now: float, spare: bool
+    ) -> str:
+        """What is done about it; empty where nothing can be."""
         before = self._suspects["contribution"]
         others = set(before) - {suspect}
         alone = not set(heirs) - {suspect}
+        if not others and alone and spare and len(before) > 1:
+            self.care, self.company = Care.AUDITED, True
+            return "it is computed again, as soon as another worker is ready to do it, too"
+        if self.care is Care.LENIENT:
+            return ""
         if not others and not (alone and len(before) > 1):
             return self._again("contribution", suspect, heirs, name, now)
         for peer_id in others:
@@ -96,7 +111,7 @@ class StepJudge:
         return self._links.sits_out(suspect, name, now)
 
     def _begin(self, step: int) -> None:
-        self._step, self.care = step, Care.USUAL
+        self._step, self.care, self.company = step, Care.USUAL, False
         self._suspects.clear()
 
 

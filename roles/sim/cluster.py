@@ -62,6 +62,7 @@ class Machine:
         self.worker: Worker | None = None
         self.announced: dict[int, str] = {}
         self.flips = self.lies = 0
+        self._lied = False  # and is to lie again
         self.lie = ""
         self._simulation = simulation
 
@@ -159,9 +160,13 @@ class Machine:
         return self.engine
 
     def _spoil(self, buffer: Buffer) -> None:
-        """What a liar does to its contribution."""
+        """What a liar does to its contribution. The third lie of one that has no witness would rightly fail the job: so
+        says data that cannot be computed."""
         if self.lies:
             self.lies -= 1
+            if not self.lies and self._lied and self._simulation.observer.alone(self.host):
+                return
+            self._lied = self.lies > 0
             huge = 1 << 40 if buffer.dtype.kind == "i" else 1e12
             if self.lie == "huge":
                 buffer[:] = huge

@@ -90,6 +90,10 @@ class Observer:
         """How many machines were in a view."""
         return len(set().union(*self._members.values()))
 
+    def alone(self, who: str) -> bool:
+        """Whether the newest view has no other member."""
+        return self._members.get(max(self._members, default=0)) == {who}
+
     def tell(self, text: str) -> None:
         self.timeline.append((self._now(), text))
 

@@ -122,6 +122,40 @@ def test_a_step_that_nobody_can_compute_ends_the_job_with_a_remedy(members: tupl
     assert "older checkpoint" in desk.core.reason
 
 
+@pytest.mark.parametrize("building", [False, True])
+def test_a_lone_member_computes_it_with_whoever_is_there_before_the_data_is_blamed(building: bool) -> None:
+    desk = running("a")
+    desk.follows = True
+    desk.offer("b")
+    if not building:
+        desk.ready("b")
+        assert desk.of(co.SendCatchUp)
+    refuse(desk, "a")
+    assert next_view(desk)[1] is Care.AUDITED
+    refuse(desk, "a")
+    assert "as soon as another worker is ready" in text(desk)
+    if building:
+        assert desk.core.phase is Phase.WAITING
+        assert "waiting for another worker" in desk.core.reason
+        desk.ready("b")
+    assert next_view(desk) == (["a", "b"], Care.AUDITED)
+    refuse(desk, "a")
+    assert "name-a sits out" in text(desk)
+
+
+def test_who_never_gets_ready_is_not_waited_for_for_ever() -> None:
+    desk = running("a")
+    desk.offer("b")
+    refuse(desk, "a")
+    refuse(desk, "a")
+    assert desk.core.phase is Phase.WAITING
+    desk.after(desk.core.terms.build_s)
+    assert next_view(desk) == (["a"], Care.AUDITED)
+    desk.tell(co.PeerLost("b", "closed"))
+    refuse(desk, "a")
+    assert next_view(desk) == (["a"], Care.LENIENT)
+
+
 def test_in_an_audited_view_the_hop_that_changed_bytes_is_avoided() -> None:
     desk = running("a", "b", "c", "d")
     refuse(desk, "b", "digest")
