@@ -77,6 +77,10 @@ class Admission:
         patience_s = grace_s + REDUCED_TO_STATE * reduce_bytes / SLOWEST_BYTES_PER_S
         self._chases[peer_id] = _Chase(now, now + patience_s)
 
+    def took_up(self, peer_id: str, now: float) -> None:
+        """It follows already, as it was asked to before its link to the seed was lost."""
+        self._chases[peer_id] = _Chase(now, now)
+
     def let_in(self, peer_id: str, now: float) -> None:
         """The ring stops for it: it has what the ring began with, and comes in however far that is by then."""
         self._chases.setdefault(peer_id, _Chase(now, None, following=True, anew=True))

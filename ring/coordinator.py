@@ -163,7 +163,7 @@ class Coordinator(Decisions):
         if self.phase in ENDED:
             self._out.append(co.SendRelease(peer_id, f"the job is {self.state}"))
             return
-        self._who.peers[peer_id] = Known(event.peer)
+        self._who.peers[peer_id] = Known(event.peer, returned=True)
         if self.phase is Phase.WAITING and self.restore:
             self._assign(peer_id)
         elif self._is_current(peer_id, event.generation):
@@ -263,7 +263,9 @@ class Coordinator(Decisions):
         """Ready, or following the ring. A member that is ready again has lost its ring."""
         peer_id = known.peer.peer_id
         if report.status == "following" and peer_id not in self._admission.moving:
-            return  # it was let in, or called back, meanwhile
+            if not known.returned or peer_id in self._who.running:
+                return  # it was let in, or called back, meanwhile
+            self._admission.took_up(peer_id, now)
         if report.corpus and not self.corpus:
             self.corpus = report.corpus
             self._out.append(co.SetCorpus(report.corpus))

@@ -306,6 +306,7 @@ class Decisions:
             self._out.append(co.SendHold(chosen, self.view.generation, reason))
 
     def _assign(self, peer_id: str) -> None:
+        self._who.peers[peer_id].returned = False
         self._out.append(co.SendAssign(peer_id, self.corpus, self.restore.step if self.restore else -1))
 
     def _begin_restore(self, now: float) -> None:

@@ -12,10 +12,16 @@ from wire.messages import Report
 
 @dataclass(slots=True)
 class Known:
-    """One peer of the job. ``standing``: its report, where it stands still and so may be put into a view."""
+    """One peer of the job.
+
+    Attributes:
+        standing: its report, where it stands still and so may be put into a view.
+        returned: it came back with what it had, and may follow a ring that this link never asked it to.
+    """
 
     peer: Peer
     standing: Report | None = None
+    returned: bool = False
 
 
 @dataclass(slots=True)

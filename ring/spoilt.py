@@ -86,9 +86,7 @@ class StepJudge:
                 text = f"{name(suspect)} contributes what is not finite, or absurdly large: {done}"
         return Verdict(f"step {step} was not applied: {text}")
 
-    def _contributed(
-        self, suspect: str, heirs: Reports, name: Callable[[str], str], now: float, spare: bool
-    ) -> str:
+    def _contributed(self, suspect: str, heirs: Reports, name: Callable[[str], str], now: float, spare: bool) -> str:
         """What is done about it; empty where nothing can be."""
         before = self._suspects["contribution"]
         others = set(before) - {suspect}

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ring.view import View
 from roles.engine import Applied
 from wire.messages import Message, StepMetrics
 
+KEPT = 256
+"""Newest rows that a member remembers for the one that should tell of them."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """``told``: by this member."""
+
+    step: int
+    values: dict[str, float]
+    told: bool = False
+
 
 class StepTeller:
-    """Remembers the step applied last, for whoever should have told of it may die before it did.
+    """Remembers the steps applied last: whoever should have told of them may have died before it did, or before the
+    seed was back.
 
     Args:
         say: to the seed.
@@ -28,14 +43,16 @@ class StepTeller:
         self._job, self._steps_total = job, steps_total
         self._say, self._on_step = say, on_step
         self._last: Applied | None = None
-        self._row: tuple[int, int, dict[str, float]] = (0, 0, {})  # generation, step, metrics
+        self._rows: deque[_Row] = deque(maxlen=KEPT)
 
     def forget(self) -> None:
         """The state was replaced."""
-        self._last, self._row = None, (0, 0, {})
+        self._last = None
+        self._rows.clear()
 
     def applied(self, last: Applied) -> None:
-        self._last, self._row = last, (0, last.step, _metrics_of(last))
+        self._last = last
+        self._rows.append(_Row(last.step, _metrics_of(last)))
 
     def loss(self, applied: int) -> float | None:
         """That of step ``applied``, if this member saw it."""
@@ -45,18 +62,23 @@ class StepTeller:
         """Step ``applied`` is over. ``values``: beside the engine's own."""
         if self._last is None or self._last.step != applied:
             return  # this member was healed to here: it did not see the step
-        values = {**_metrics_of(self._last), **values}
-        self._row = (view.generation, applied, values)
+        row = self._rows[-1]
+        row.values |= values
         if rank == 0:
-            self._say(StepMetrics(self._job, view.generation, applied, values))
-        self._on_step(applied, self._steps_total, values)
+            self._say_row(row, view)
+        self._on_step(applied, self._steps_total, row.values)
 
     def tell_what_was_cut_off(self, view: View, rank: int) -> None:
-        """Who told of the step that the view begins with may have died before it did: rank 0 tells, if it saw it."""
-        generation, step, values = self._row
-        if generation != view.generation and step == view.step > 0 and rank == 0:
-            self._say(StepMetrics(self._job, view.generation, step, values))
-            self._row = (view.generation, step, values)
+        """Who told of the steps before this view may have died before it did, or before the seed was back: rank 0 tells
+        of those that it saw. The seed knows which it has."""
+        if rank == 0:
+            for row in self._rows:
+                if not row.told and 0 < row.step <= view.step:
+                    self._say_row(row, view)
+
+    def _say_row(self, row: _Row, view: View) -> None:
+        row.told = True
+        self._say(StepMetrics(self._job, view.generation, row.step, row.values))
 
 
 def described(view: View, peer_id: str) -> str:

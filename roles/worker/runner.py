@@ -125,6 +125,7 @@ class JobRunner:
             self._disband("this worker ended")
             self.donations.cut("this worker ended")
             self._engine = self._strategy = None  # its memory, now: the next job may need as much
+            self.snapshots.close()
 
     def release(self) -> None:
         """Drop the job: close the session, give up the activity, end ``run``."""
@@ -212,6 +213,8 @@ class JobRunner:
     def _brought_on(self, event: Event) -> None:
         """What the follower did with the state, or what had to wait for it."""
         self._handle(event)
+        if self.core.torn:
+            self._teller.forget()
         if isinstance(event, Followed):
             self._ledger.stands_at(event.applied, event.lineage)
             self._did_something()
@@ -376,6 +379,8 @@ class JobRunner:
         self.donations.cut("it is healed itself")
         done = await self._healer.within(instruction, self._ready_engine())
         self._fetched = done
+        if not done.steps:
+            self._teller.forget()
         what = f"what it lacked (steps: {done.steps}) up to step" if done.steps else "the state of step"
         self._around.notify("info", "healed", f"fetched {what} {instruction.view.step}: {done}")
         self._handle(Finished(instruction.ticket))

@@ -138,6 +138,11 @@ class Snapshots:
         self._newest = Snapshot(step, lineage, square_sum, blobs, arena)
         return self._newest
 
+    def close(self) -> None:
+        """Let go of the memory: at once what nobody reads any more, the rest with its last reader."""
+        self._newest = None
+        self._arenas.clear()
+
     def _copy(self, arena: _Arena, engine: Engine) -> list[Blob]:
         state = engine.state()
         arena.fit(state, self._allocate)

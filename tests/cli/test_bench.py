@@ -28,6 +28,7 @@ from p2ptrain.cli.bench.secure import contexts_of, make_credentials
 from p2ptrain.cli.bench.sockets import SocketRing, Traffic
 from p2ptrain.cli.bench.step import DDP, USUAL, Steps, Trained
 from p2ptrain.cli.bench.step import Plan as StepPlan
+from p2ptrain.cli.bench.trial import adapted
 from p2ptrain.core.errors import ConnectionLost, JobFailed, ResourceError, UserError
 from ring import dtypes, session
 from wire.records import MetricRow
@@ -383,7 +384,8 @@ def test_each_has_cores_of_its_own_or_nobody_has() -> None:
 
 
 def heals(*inside_s: float, beside: bool = True) -> Heals:
-    work = Heals(HealPlan("", "tiny", 1, len(inside_s), 2, 1))
+    profile = adapted("tiny", [], {}, {"job.workers": 1, "device.threads": 1})
+    work = Heals(HealPlan("tiny", profile, len(inside_s), 2))
     work.heals = [Heal([1.0, 1.0], [seconds] * 2, [1.0, 1.0], 40 << 20, 0.5, 0.2, beside) for seconds in inside_s]
     return work
 
@@ -437,7 +439,7 @@ def test_who_healed_within_the_ring_is_told_and_not_counted() -> None:
         (("step", "--workers", "9"), "9 workers cannot share the 8 micro-batches"),
         (("step", "--profile", "none-such"), "none-such"),
         (("codecs", "--members", "2,x"), "no list of numbers"),
-        (("heal", "--members", "8"), "too few for 8 members and a newcomer"),
+        (("heal", "--members", "16", "--set", "batch.micro_batches=16"), "too few for 16 members and a newcomer"),
         (("heal", "--json", "/nowhere/a.json"), "no place for a file"),
     ],
 )

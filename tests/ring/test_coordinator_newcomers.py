@@ -48,6 +48,37 @@ def test_a_newcomer_catches_up_first_and_the_ring_is_held_when_it_follows() -> N
     assert (view.step, ids(view), healthy(view)) == (3, ["a", "b", "c"], ["a", "b"]), "what it holds it knows itself"
 
 
+@pytest.mark.parametrize("seed_too", [False, True])
+def test_a_follower_whose_link_to_the_seed_was_lost_is_let_in_all_the_same(seed_too: bool) -> None:
+    desk = beside("c")
+    desk.tell(co.Progress(2))
+    if seed_too:
+        desk.core = Coordinator("job", desk.core.terms, past=co.Past("running", view=desk.core.view, corpus="C"))
+        for member in ("a", "b"):
+            desk.tell(co.PeerReturned(peer(member), 1))
+            desk.report(member, "training", 2)
+    else:
+        desk.tell(co.PeerLost("c", "silent"))
+    desk.tell(co.PeerReturned(peer("c", follows=True), 0))
+    assert not held(desk)
+    desk.report("c", "following", 2)
+    assert held(desk)
+    desk.stand("held", 3, "a", "b")
+    view = desk.minted()
+    assert (ids(view), healthy(view)) == (["a", "b", "c"], ["a", "b"])
+
+
+def test_what_a_follower_said_before_it_was_called_back_counts_no_more() -> None:
+    desk = beside("c")
+    desk.tell(co.Progress(2))
+    desk.tell(co.PeerLost("c", "silent"))
+    desk.tell(co.PeerReturned(peer("c", follows=True), 0))
+    desk.tell(co.Restore(1, "a", "L1"))
+    desk.stand("held", 3, "a", "b")
+    desk.report("c", "following", 3)
+    assert not desk.core._admission.moving
+
+
 def test_one_that_cannot_follow_is_let_in_as_before() -> None:
     desk = Desk()
     desk.run("a", "b")

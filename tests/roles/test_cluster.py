@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from configs.schema import Profile
+from p2ptrain.core.shared_memory import PrivateMemory
 from p2ptrain.core.training import Applied
 from roles.engine import OnFinal
 from roles.in_process import Cluster, Peer
 from roles.stand_in import StandInEngine
+from roles.worker.saver import DirectSaver
 
 
 def small_profile(**tables: dict[str, Any]) -> Profile:
@@ -255,17 +257,30 @@ async def test_cancel_frees_the_workers_for_the_next_job(cluster: Cluster) -> No
     assert len({state_of(peer) for peer in peers}) == 1
 
 
-async def test_the_memory_of_a_job_is_free_before_the_next_one_computes(cluster: Cluster) -> None:
+async def test_the_memory_of_a_job_is_free_before_the_next_one_computes(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: list[weakref.ref[object]] = []
+
+    def allocate(self: DirectSaver, size_bytes: int) -> PrivateMemory:
+        memory = PrivateMemory(size_bytes)
+        copies.append(weakref.ref(memory.view.obj))
+        return memory
+
+    monkeypatch.setattr(DirectSaver, "allocate", allocate)
     job = await cluster.create(small_profile(job={"steps": 3}))
     peers = [cluster.join() for _ in range(2)]
     await cluster.job_until(job, done)
     engines = [weakref.ref(peer.engines.pop()) for peer in peers]
     gc.collect()
+    first = len(copies)
+    assert first
     gc.disable()  # nothing but the last reference may be what frees a model
     try:
         following = await cluster.create(small_profile(job={"steps": 3}), name="next")
         await cluster.job_until(following, done)
         assert [engine() for engine in engines] == [None, None]
+        assert [copy() for copy in copies[:first]] == [None] * first
     finally:
         gc.enable()
 

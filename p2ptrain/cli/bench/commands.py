@@ -191,24 +191,24 @@ def heal(
       p2ptrain bench heal --heals 30 --json heal.json
       p2ptrain bench heal --profile small --members 3
     """
-    from configs.loader import load
-    from p2ptrain.cli.bench.conduct import alone
-    from p2ptrain.cli.bench.heal import SETTINGS, TINY, Heals, Plan
+    from p2ptrain.cli.bench.heal import TINY, Heals, Plan
     from p2ptrain.cli.bench.machine import origin
     from p2ptrain.cli.bench.report import Targets, publish
+    from p2ptrain.cli.bench.trial import adapted, conduct
 
     targets = Targets(json_to, csv_to)
     targets.check()
-    mine = [*SETTINGS, f"job.workers={members}", *(TINY if profile == "tiny" else ())]
-    loaded = load(profile, os.environ, [*mine, *sets]).profile
+    wanted = {"checkpoint.every": 0, "validation.every": 0} | (TINY if profile == "tiny" else {})
+    must = {"job.workers": members, "job.steps": ENDLESS_STEPS, "device.threads": threads}
+    loaded = adapted(profile, sets, wanted, must)
     micro_batches = loaded.batch.micro_batches
     if micro_batches <= members:
         raise UserError(
             f"{micro_batches} micro-batches are too few for {members} members and a newcomer",
             remedy=f"give --members {micro_batches - 1} or less, or --set batch.micro_batches={members + 1}",
         )
-    work = Heals(Plan(loaded.to_spec(), Path(profile).stem, members, heals, quiet, threads))
-    complete = run(alone(work.measure), children=True)
+    work = Heals(Plan(Path(profile).stem, loaded, heals, quiet))
+    complete = run(conduct(work.measure), children=True)
     publish(work.report(origin(), complete=complete), targets)
     _leave(complete)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -31,18 +30,6 @@ async def conduct(count: int, threads: int, work: Work) -> bool:
     finally:
         console.finish()
     return True
-
-
-async def alone(work: Callable[[asyncio.Event, Progress], Awaitable[bool]]) -> bool:
-    """Do work that starts its own processes, and ends when the event is set. Whether it came to its end.
-
-    Raises ``P2PTrainError``.
-    """
-    console, stop = stoppable()
-    try:
-        return await work(stop, console.progress)
-    finally:
-        console.finish()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,22 +14,18 @@ from __future__ import annotations
 import asyncio
 import os
 import statistics
-import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
-from p2ptrain.cli.bench.conduct import Progress
+from configs.schema import Profile
 from p2ptrain.cli.bench.machine import Origin
 from p2ptrain.cli.bench.plan import Samples
 from p2ptrain.cli.bench.report import Report, Table, human_duration, human_size, human_spread
-from p2ptrain.cli.chaos.cluster import LOOPBACK, free_port
-from p2ptrain.cli.chaos.observer import Observer, Told
-from p2ptrain.cli.children import Child, end_all, start_seed_process, until_it_listens
-from p2ptrain.cli.runtime import open_operator
+from p2ptrain.cli.bench.trial import Scene, Trial, started
+from p2ptrain.cli.chaos.observer import Told
+from p2ptrain.cli.children import Child
 from p2ptrain.core.errors import JobFailed
-from wire.client import SeedClient
 from wire.records import MetricRow
 
 GOAL = 0.05
@@ -37,12 +33,14 @@ GOAL = 0.05
 WARM_STEPS = 3  # of each view: the first ones load kernels and pages, or wait for a micro-batch given up
 PATIENCE_S = 120.0  # for a worker that loads its libraries on a busy machine
 LEAVE_S = 30.0
-SETTINGS = ("job.steps=1000000", "checkpoint.every=0", "validation.every=0")
-"""Nothing but steps, as long as it takes."""
-TINY = ("model.hidden_size=192", "model.intermediate_size=512", "data.sequence_tokens=64", "batch.micro_batches=24")
+TINY = {
+    "model.hidden_size": 192,
+    "model.intermediate_size": 512,
+    "data.sequence_tokens": 64,
+    "batch.micro_batches": 24,
+}
 """In the place of the profile tiny's own: a state of 22 MB, which takes some steps, and steps so long that they make no
 more sums than a donor may give."""
-PAGE_ROWS = 200  # the most that one answer of the seed holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +50,21 @@ class Plan:
     Attributes:
         heals: newcomers, one after the other.
         quiet: steps outside, before each and after the last.
-        threads: of each worker.
     """
 
-    spec: str
-    profile: str
-    members: int
+    name: str
+    profile: Profile
     heals: int
     quiet: int
-    threads: int
+
+    @property
+    def members(self) -> int:
+        return self.profile.job.workers
+
+    @property
+    def threads(self) -> int:
+        """Of each worker."""
+        return self.profile.device.threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,43 +157,40 @@ class Heals:
         cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
         self.pinned = pinned(sorted(cores), plan.members, plan.threads)
 
-    async def measure(self, stop: asyncio.Event, progress: Progress) -> bool:
-        """Whether it came to its end; Ctrl+C is the other way. Raises ``P2PTrainError``."""
-        with tempfile.TemporaryDirectory(prefix="p2ptrain-heal-") as name, _kept_to(self.pinned.rest):
-            async with _cluster(Path(name), self.plan, self.pinned, stop) as cluster:
-                progress("starting the members")
-                await cluster.until(lambda: cluster.whole and cluster.observer.step > 0, "the members form no ring")
-                quiet = await cluster.quiet(self.plan.quiet)
+    async def measure(self, scene: Scene) -> None:
+        """Raises ``P2PTrainError``, ``Interrupted``."""
+        scene.console.event("info", "starting a seed and the members")
+        with _kept_to(self.pinned.rest):
+            async with started(scene, "heal", self.plan.profile, cores=self.pinned.members) as trial:
+                quiet = await self._quiet(trial)
                 for number in range(1, self.plan.heals + 1):
-                    if stop.is_set():
-                        break
-                    heal = await self._heal(cluster, number, Heal(quiet), progress)
-                    quiet = await cluster.quiet(self.plan.quiet)
-                    if heal is not None and not stop.is_set():
-                        heal.after = quiet
-                        self.heals.append(heal)
-        return not stop.is_set()
+                    scene.console.progress(f"heal {number} of {self.plan.heals}: a newcomer starts")
+                    heal = await self._heal(trial, number, Heal(quiet))
+                    heal.after = quiet = await self._quiet(trial)
+                    self.heals.append(heal)
 
-    async def _heal(self, cluster: _Cluster, number: int, heal: Heal, progress: Progress) -> Heal | None:
-        """One newcomer from its start to its end; None where it was told to stop."""
-        observer, first_line, step = cluster.observer, len(cluster.observer.told), cluster.observer.step
-        newcomer = await cluster.newcomer(number)
-        progress(f"heal {number} of {self.plan.heals}: a newcomer starts")
+    async def _quiet(self, trial: Trial) -> list[float]:
+        """Seconds of so many steps of the members alone, but for the first ones."""
+        observer = trial.observer
+        await trial.until(lambda: observer.step > 0 and len(observer.members) == self.plan.members, "a ring of members")
+        first = trial.step + WARM_STEPS
+        await trial.until(lambda: trial.step >= first + self.plan.quiet, "undisturbed steps")
+        return [row.step_ms / 1e3 for row in _rows(trial, first) if row.step_ms]
+
+    async def _heal(self, trial: Trial, number: int, heal: Heal) -> Heal:
+        """One newcomer from its start to its end."""
+        observer, first_line, step = trial.observer, len(trial.observer.told), trial.step
+        newcomer = await trial.start_worker(self.plan.members + number)
         try:
-            await cluster.until(lambda: len(observer.members) > self.plan.members, "the newcomer was not let in")
+            await _until(trial, newcomer, lambda: len(observer.members) > self.plan.members, "was not let in")
             generation = observer.generation
-            await cluster.until(
-                lambda: bool(observer.rows) and observer.rows[-1].generation >= generation, "no step with the newcomer"
-            )
-            if cluster.stop.is_set():
-                return None
+            await _until(trial, newcomer, lambda: observer.rows[-1].generation >= generation, "made no step")
             peer = observer.peers[newcomer.name]
             told = [line for line in observer.told[first_line:] if line.event.peer == peer.id]
             begun, fetched = _first(told, "fetching"), _first(told, "fetched")
             if begun is None or fetched is None or not peer.fetched_bytes:
                 return heal
-            rows = await cluster.metrics(step)
-            heal.inside, heal.pause_s = inside_of(rows, begun.event.wall, observer.rows[-1].generation)
+            heal.inside, heal.pause_s = inside_of(_rows(trial, step), begun.event.wall, observer.rows[-1].generation)
             heal.state_bytes, heal.transfer_s = peer.fetched_bytes, fetched.event.wall - begun.event.wall
             heal.beside = True
         finally:
@@ -230,8 +231,8 @@ class Heals:
 
     def report(self, origin: Origin, *, complete: bool) -> Report:
         plan, many = self.plan, "s" * (self.plan.members > 1)
-        title = f"a newcomer heals · {plan.profile} · {plan.members} member{many} × {plan.threads} thread, loopback"
-        settings = {key: value for key, value in asdict(plan).items() if key != "spec"}
+        title = f"a newcomer heals · {plan.name} · {plan.members} member{many} × {plan.threads} thread, loopback"
+        settings = {"heals": plan.heals, "quiet_steps": plan.quiet, "profile": plan.profile.model_dump(mode="json")}
         report = Report("heal", title, origin, settings, complete=complete)
         outside, inside = (Samples("", seconds=part) for part in pooled(self._counted))
         parts = Samples("added", seconds=[heal.added for heal in self._counted if heal.added is not None])
@@ -297,106 +298,21 @@ def _table(heals: Sequence[Heal]) -> Table:
 # ---------------------------------------------------------------------------------------------------------- the cluster
 
 
-class _Cluster:
-    """A seed, the members of one job, and one newcomer at a time."""
-
-    def __init__(self, root: Path, plan: Plan, cores: Pinned, stop: asyncio.Event) -> None:
-        self.root, self.stop = root, stop
-        self._plan, self._cores = plan, cores
-        self._port = free_port()
-        self.children: list[Child] = []
-        self.observer = Observer(self.connect)
-        self.job = ""
-
-    async def connect(self) -> SeedClient:
-        return (await open_operator((LOOPBACK, self._port), state=self.root))[1]
-
-    async def start_seed(self) -> None:
-        child = await start_seed_process(self.root, self._port)
-        self.children.append(child)
-        await until_it_listens(child)
-
-    async def start_job(self) -> None:
-        client = await self.connect()
-        wanted = {"name": self._plan.profile, "profile": self._plan.profile, "spec": self._plan.spec}
-        self.job = str((await client.request("jobs.create", wanted))["job"])
-        await client.close()
-
-    async def worker(self, name: str, state: Path) -> Child:
-        arguments = ["join", f"{LOOPBACK}:{self._port}", "--state", str(state), "--name", name, "--host", LOOPBACK]
-        arguments += ["--threads", str(self._plan.threads)]
-        child = await Child.start(name, arguments, self.root / "logs" / f"{name}.log")
-        self.children.append(child)
-        return child
-
-    async def start_members(self) -> None:
-        for number in range(self._plan.members):
-            child = await self.worker(f"member-{number + 1}", self.root / f"member-{number + 1}")
-            if self._cores.members:  # before it has more threads than one: they inherit it
-                os.sched_setaffinity(child.process.pid, self._cores.members[number])
-
-    async def newcomer(self, number: int) -> Child:
-        """With an empty directory. It stays on the cores of this process."""
-        return await self.worker(f"newcomer-{number}", self.root / f"newcomer-{number}")
-
-    @property
-    def whole(self) -> bool:
-        return len(self.observer.members) == self._plan.members
-
-    async def until(self, test: Callable[[], bool], problem: str) -> None:
-        """Wait for it, or for the person to press Ctrl+C. Raises ``JobFailed``."""
-        members = self.children[: 1 + self._plan.members]
-
-        def over() -> bool:
-            return self.stop.is_set() or self.observer.finished or any(not child.alive for child in members)
-
-        done = await self.observer.until(lambda: test() or over(), PATIENCE_S)
-        if self.stop.is_set() or (done and test()):
-            return
-        dead = next((child for child in self.children if child.process.returncode), None)
-        if dead is not None:
-            raise dead.failed(f"{dead.name} ended")
-        raise JobFailed(problem, remedy="a machine with less to do may be needed")
-
-    async def quiet(self, steps: int) -> list[float]:
-        """Seconds of so many steps of the members alone, but for the first ones."""
-        await self.until(lambda: self.whole, "the members did not go on without the newcomer")
-        first = self.observer.step + WARM_STEPS
-        await self.until(lambda: self.observer.step >= first + steps, "no step was committed")
-        return [row.step_ms / 1e3 for row in await self.metrics(first) if row.step_ms] if not self.stop.is_set() else []
-
-    async def metrics(self, after: int) -> list[MetricRow]:
-        """What the seed keeps of the steps since."""
-        found: list[MetricRow] = []
-        while True:
-            answer = await self.observer.ask("metrics.history", job=self.job, after_step=after, limit=PAGE_ROWS)
-            if not answer["rows"]:
-                return found
-            found += [MetricRow.from_map_untrusted(row) for row in answer["rows"]]
-            after = found[-1].step
-
-
-@asynccontextmanager
-async def _cluster(root: Path, plan: Plan, cores: Pinned, stop: asyncio.Event) -> AsyncIterator[_Cluster]:
-    """Started; ended with the block."""
-    cluster = _Cluster(root, plan, cores, stop)
-    tasks = set[asyncio.Task[None]]()
+async def _until(trial: Trial, newcomer: Child, test: Callable[[], bool], problem: str) -> None:
+    """Raises ``JobFailed`` and as ``Trial.until``."""
     try:
-        await cluster.start_seed()
-        await cluster.start_job()
-        tasks = {
-            asyncio.create_task(cluster.observer.run(cluster.job), name="observe"),
-            asyncio.create_task(_wake_on(stop, cluster.observer), name="wake"),
-        }
-        await cluster.start_members()
-        yield cluster
-    finally:
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
-        await end_all(cluster.children[1:])
-        await end_all(cluster.children[:1])  # the seed last: it hears what they did
+        async with asyncio.timeout(PATIENCE_S):
+            await trial.until(lambda: test() or not newcomer.alive, "a step")
+    except TimeoutError:
+        raise JobFailed(f"{newcomer.name} {problem}", remedy="a machine with less to do may be needed") from None
+    if not newcomer.alive:
+        raise newcomer.failed(f"{newcomer.name} ended")
+
+
+def _rows(trial: Trial, after: int) -> list[MetricRow]:
+    """Of the steps since, in order."""
+    metrics = trial.observer.metrics
+    return [metrics[step] for step in sorted(metrics) if step > after]
 
 
 @contextmanager
@@ -411,11 +327,6 @@ def _kept_to(cores: frozenset[int]) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
-
-
-async def _wake_on(stop: asyncio.Event, observer: Observer) -> None:
-    await stop.wait()
-    observer.wake()
 
 
 def _first(told: Sequence[Told], kind: str) -> Told | None:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -94,9 +94,9 @@ class Trial:
         job: its id. workers: the processes, by number from 1.
     """
 
-    def __init__(self, scene: Scene, observer: Observer, job: str, children: list[Child]) -> None:
+    def __init__(self, scene: Scene, plan: Plan, observer: Observer, job: str, children: list[Child]) -> None:
         self.observer, self.job = observer, job
-        self._scene, self._children = scene, children
+        self._scene, self._plan, self._children = scene, plan, children
 
     @property
     def workers(self) -> dict[int, Child]:
@@ -105,6 +105,10 @@ class Trial:
     @property
     def step(self) -> int:
         return self.observer.step
+
+    async def start_worker(self, number: int) -> Child:
+        """One more, that its caller ends before the block does. Raises ``StorageError``."""
+        return await start_worker(self._plan, number)
 
     async def until(self, test: Callable[[], bool], what: str) -> None:
         """Wait until ``test`` is true, which is looked at whenever the seed tells something.
@@ -157,8 +161,13 @@ class Trial:
 
 
 @asynccontextmanager
-async def started(scene: Scene, name: str, profile: Profile) -> AsyncIterator[Trial]:
+async def started(
+    scene: Scene, name: str, profile: Profile, *, cores: Sequence[frozenset[int]] = ()
+) -> AsyncIterator[Trial]:
     """A cluster of ``profile.job.workers`` workers in its own directory, and the job; all ended with the block.
+
+    Args:
+        cores: to which each worker is kept, by number; empty: anywhere.
 
     Raises ``JobFailed``, ``StorageError``, ``UserError``, ``Interrupted``.
     """
@@ -181,11 +190,13 @@ async def started(scene: Scene, name: str, profile: Profile) -> AsyncIterator[Tr
         finally:
             await client.close()
         for number in range(1, plan.workers + 1):
-            children.append(await start_worker(plan, number))  # noqa: PERF401 - each is ended should the next not start
+            children.append(await start_worker(plan, number))
+            if cores:  # before it has more threads than one: they inherit it
+                os.sched_setaffinity(children[-1].process.pid, cores[number - 1])
         tasks.add(asyncio.create_task(observer.run(job), name="observe"))
         tasks.update(asyncio.create_task(_wake(child.process.wait(), observer)) for child in children)
         tasks.add(asyncio.create_task(_wake(scene.stop.wait(), observer), name="wake"))
-        yield Trial(scene, observer, job, children)
+        yield Trial(scene, plan, observer, job, children)
         well = True
     except Interrupted:
         well = True
