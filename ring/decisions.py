@@ -211,6 +211,7 @@ class Decisions:
         self.restore, self._committed = None, False
         self._short_since = None
         self._failures.clear()
+        self._last_failure = ""
         self._go(Phase.RUNNING, "")
 
     def _cool_down(self, now: float) -> None:

@@ -90,10 +90,11 @@ class Marker:
         path = state_dir / FILE_NAME
         try:
             found = cls(**json.loads(disk.read(path, max_bytes=_MAX_FILE_BYTES)))
+            types = [type(value) for value in (found.peer_id, found.seat, found.leader, found.following)]
+            if types != [str, int, str, bool] or not is_id(found.peer_id) or not 0 <= found.seat < 64:
+                raise ValueError("not what was saved")
         except (ValueError, TypeError) as error:
             raise StorageError(f"{path} is damaged", remedy=f"move {state_dir} away, and copy anew") from error
-        if not is_id(found.peer_id) or not 0 <= found.seat < 64:
-            raise StorageError(f"{path} is damaged", remedy=f"move {state_dir} away, and copy anew")
         return found
 
     def save(self, disk: Disk, state_dir: Path) -> None:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Awaitable, Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from configs.schema import Profile
-from p2ptrain.core.errors import P2PTrainError, Refused
+from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.errors import P2PTrainError, Refused, StorageError
 from ring.view import View
 from roles.seed import run_seed
 from roles.seed.feed import tables
 from roles.seed.leading import Deposed
 from roles.seed.peers import announced_to
-from roles.seed.standby import TAKEOVER_S, copy_of, run_standby
+from roles.seed.standby import FILE_NAME, TAKEOVER_S, Marker, copy_of, run_standby
 from roles.seed.store import Records
 from roles.seed.succession import GENERATION_BITS, KNOCK_S, SEATS
 from roles.sim.cluster import LISTEN, PERSON, SEED, SEED_PORT, STATE, Machine, Simulation
@@ -27,6 +30,17 @@ from roles.sim.loop import Process, SimLoop
 from roles.sim.watching import watched
 from wire.client import SeedClient
 from wire.messages import ViewAnnounced
+
+GOOD: dict[str, Any] = {"peer_id": "0123456789ab", "seat": 2, "leader": "10.0.0.1:7337", "following": True}
+BAD = [
+    {"seat": "x"},
+    {"seat": 64},
+    {"seat": True},
+    {"leader": None},
+    {"following": 1},
+    {"peer_id": "../x"},
+    {"more": 1},
+]
 
 WORKERS = 3
 GONE_S = TAKEOVER_S + KNOCK_S + 15.0
@@ -513,6 +527,19 @@ def test_workers_do_not_go_over_to_another_cluster_where_a_standby_was() -> None
         assert len((await cluster.job_at(SEED))["members"]) == WORKERS
 
     play(script)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"peer_id": 5}', *(json.dumps(GOOD | change) for change in BAD)],
+)
+def test_a_standbys_record_that_is_damaged_is_told_with_a_remedy(tmp_path: Path, text: str) -> None:
+    disk = RealDisk()
+    (tmp_path / FILE_NAME).write_text(json.dumps(GOOD))
+    assert Marker.load(disk, tmp_path) == Marker(**GOOD)
+    (tmp_path / FILE_NAME).write_text(text)
+    with pytest.raises(StorageError, match="is damaged"):
+        Marker.load(disk, tmp_path)
 
 
 def test_people_see_standbys_and_are_sent_to_the_leader() -> None:
