@@ -77,6 +77,12 @@ class Machine:
         return runner.core.phase if runner is not None and self.up else None
 
     @property
+    def following(self) -> bool:
+        """Whether its worker keeps up with a ring that it is not in, or fetches the state for that."""
+        runner = self.worker._runner if self.worker is not None else None
+        return runner is not None and runner.follower.active
+
+    @property
     def left(self) -> str:
         """The host of its left neighbour in the ring, or nothing."""
         view = self.worker._runner.core.view if self.worker is not None and self.worker._runner is not None else None

@@ -26,6 +26,7 @@ KINDS = {
     "join": 7,
     "freeze": 4,
     "cut": 3,
+    "cut-in-follow": 2,
     "silence": 2,
     "one-way": 2,
     "partition": 2,
@@ -106,6 +107,8 @@ class Faults:
                 self.join()
             case "freeze" if victims:
                 await self._in_phase(victims[0], rng.choice(PHASES), self._freeze)
+            case "cut-in-follow" if victims:
+                await self._in_follow(next((one for one in simulation.workers if not one.up), victims[0]))
             case "cut" | "silence" | "one-way" if len(hosts) > 1:
                 one, other = rng.sample(hosts, 2)
                 self._sever(kind, [(one, other)])
@@ -159,6 +162,13 @@ class Faults:
         self._slow(victim.host, ahead.host, lasts_s=2 * PATIENCE_S)
         self._tell(f"wait for {victim.host} to vote while {ahead.host} applies")
         await self._when(victim, lambda: victim.phase is Phase.VOTING and ahead.phase is Phase.APPLYING, self._kill)
+
+    async def _in_follow(self, newcomer: Machine) -> None:
+        """It loses the seed while it follows the ring beside it, whose members do not."""
+        self._start(newcomer)
+        self._tell(f"wait for {newcomer.host} to follow")
+        how = self._random.choice(("cut", "silence"))
+        await self._when(newcomer, lambda: newcomer.following, lambda victim: self._sever(how, [(victim.host, SEED)]))
 
     async def _when(self, victim: Machine, holds: Callable[[], bool], act: Callable[[Machine], None]) -> None:
         process = victim.process

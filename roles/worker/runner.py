@@ -270,7 +270,11 @@ class JobRunner:
             self._around.notify("warning", "ring-broken", f"step {report.applied + 1} aborted: {report.reason}")
 
     def _start(self, activity: Callable[P, Coroutine[Any, Any, None]], *args: P.args, **kwargs: P.kwargs) -> None:
-        self._activity = self._tasks.create_task(self._guarded(activity, *args, **kwargs), name=f"job {self.job}")
+        work = self._guarded(activity, *args, **kwargs)
+        try:
+            self._activity = self._tasks.create_task(work, name=f"job {self.job}")
+        except RuntimeError:  # the group is being ended, with this worker
+            work.close()
 
     async def _guarded(
         self, activity: Callable[P, Coroutine[Any, Any, None]], *args: P.args, **kwargs: P.kwargs

@@ -1,0 +1,46 @@
+"""A worker that follows the ring beside it, and loses the seed meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from roles.sim.cluster import SEED
+from tests.roles.test_standby import WORKERS, Played, play
+
+
+@pytest.mark.parametrize("away_s", [0.5, 4.0])
+@pytest.mark.parametrize("how", ["cut", "silence", "seed dies"])
+def test_it_is_let_in_when_the_seed_is_back(how: str, away_s: float) -> None:
+    async def script(cluster: Played) -> None:
+        await cluster.begin(standbys=0)
+        newcomer = cluster.workers[0]
+        newcomer.kill()
+        await cluster.goes_on()
+        newcomer.start()
+        lost = asyncio.Event()
+
+        def look() -> None:
+            if newcomer.following and not lost.is_set():
+                lost.set()
+                match how:
+                    case "cut":
+                        cluster.network.cut(newcomer.host, SEED)
+                    case "silence":
+                        cluster.network.silence(newcomer.host, SEED)
+                    case _:
+                        cluster.a.kill()
+
+        newcomer.process.on_moment = look
+        await cluster.until(lost.is_set)
+        newcomer.process.on_moment = None
+        await asyncio.sleep(away_s)
+        if how == "seed dies":
+            cluster.a.start()
+        else:
+            cluster.network.mend(newcomer.host, SEED)
+        ring = cluster.workers[1:]
+        await cluster.until(lambda: all(machine.worker._runner.core.view.size == WORKERS for machine in ring), 60.0)
+
+    play(script)
