@@ -146,9 +146,10 @@ class Decisions:
         self._deadlines.start("build", now + self.terms.build_s)
 
     def _restored(self, restore: co.Restore, now: float) -> bool:
-        """Mint from the checkpoint that a person chose when all had time to load it; whether to look for another."""
+        """Mint from the checkpoint that a person chose when all had time to load it; whether to look for another. Who
+        verified it may be on its way back, as others are that are here already."""
         overdue, holders = "restore" in self._deadlines.passed, self._holders(restore)
-        if not overdue and (self._who.building() or not self._who.peers):
+        if not overdue and (self._who.building() or not (holders or restore.peer_id in self._who.peers)):
             return False
         if holders:
             self._mint(holders, now)

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from p2ptrain.core.checkpoints import CheckpointStore
+from ring.activities import Followed
 from ring.transaction import Transaction
 from roles.seed.store import Records
 from roles.sim.engine import STATE_FILE, bits_of
@@ -53,8 +54,8 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
             result = original(self, event)
             if (self.applied, self.lineage) != before:
                 machine = here()
-                if machine is not None:
-                    observer.moved(machine, self, view, before)
+                if machine is not None:  # who follows a ring may still have the view of another
+                    observer.moved(machine, self, None if isinstance(event, Followed) else view, before)
             return result
 
         return call

@@ -140,7 +140,7 @@ class Fetch:
         self._buffers = [memoryview(bytearray(me.reduce_bytes)) for _ in range(STEPS_AHEAD)]
         self._news: dict[int, Agreement[tuple[bytes, float]]] = {}
         self._done: dict[int, tuple[bytes, float]] = {}  # what was applied, as far back as a log can reach
-        self._taken = (b"", 0.0)  # digest and squared norm of the step that is being applied
+        self._agreed: dict[int, tuple[bytes, float]] = {}  # digest and squared norm of the steps that are wanted
         self._next = -1  # the step to apply next; -1: the state is not complete
         self._lineage = ""
         self._torn = False
@@ -199,13 +199,13 @@ class Fetch:
             NetworkError: no donor is left.
         """
         await self._until(lambda: self._steps.has(self._next))
-        digest, square_sum = self._taken = self._said(self._next)
+        digest, square_sum = self._agreed[self._next]
         lineage = next_lineage(self._lineage, digest)
         return Step(self._next, lineage, square_sum, self._buffer(self._next))
 
     def used(self, step: Step) -> None:
         """``step`` was applied: its memory may be overwritten."""
-        self._done[step.step] = self._taken  # what its donors said: they may be gone by now
+        self._done[step.step] = self._agreed.pop(step.step)  # what its donors said: they may be gone by now
         self._done.pop(step.step - self._log_steps - 1, None)
         self._news.pop(step.step, None)
         self._steps.forget(step.step)
@@ -431,6 +431,7 @@ class Fetch:
         for step in range(self._next, self._next + STEPS_AHEAD):
             news = self._news.get(step)
             if news is not None and news.lead is not None:
+                self._agreed[step] = news.lead
                 self._steps.want(step, news.lead[0])
         now = self._world.clock.now()
         for donor in list(self._donors.values()):
@@ -444,11 +445,6 @@ class Fetch:
             for step in range(max(self._next, donor.first), min(self._next + STEPS_AHEAD, donor.last + 1))
             if step in self._news and donor.peer_id in self._news[step].said_by(self._news[step].lead)
         }
-
-    def _said(self, step: int) -> tuple[bytes, float]:
-        lead = self._news[step].lead
-        assert lead is not None
-        return lead
 
     def _step_arrived(self, donor: _Donor, step: int) -> None:
         digest, now = xxhash.xxh3_128_digest(self._buffer(step)), self._world.clock.now()

@@ -707,6 +707,22 @@ def test_restore_that_nobody_can_do_says_so_and_goes_on() -> None:
     assert (mint.view.step, mint.restored) == (50, True)
 
 
+def test_restore_waits_for_the_one_that_verified_it_when_others_come_first() -> None:
+    desk = Desk()
+    desk.start("a", "b")
+    desk.tell(co.Restore(100, "a", "L100"))
+    desk.stand("held", 205, "a", "b")
+    for peer_id in ("a", "b"):
+        desk.tell(co.PeerLost(peer_id, "the seed was away"))
+    desk.offer("b")
+    desk.ready("b", applied=0)
+    assert not desk.of(co.Mint)
+    assert "restore-failed" not in desk.kinds()
+    desk.offer("a")
+    desk.ready("a", applied=100)
+    assert (desk.minted().step, healthy(desk.minted())) == (100, ["a"])
+
+
 def test_restore_waits_no_longer_than_a_build_may_take() -> None:
     desk = Desk()
     desk.start("a", "b")
