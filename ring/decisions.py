@@ -98,8 +98,7 @@ class Decisions:
 
     def _is_hopeless(self, heirs: Reports, now: float) -> bool:
         """Why the ring broke, and whether it would for ever: then the job has failed."""
-        spare = bool(self._who.peers.keys() - heirs.keys() - self._bench.out)
-        if verdict := self._steps.judge(heirs, self._who.name, now, spare=spare):
+        if verdict := self._steps.judge(heirs, self._who.name, now, spare=bool(self._spares(heirs))):
             if verdict.hopeless:
                 self._end(Phase.FAILED, verdict.text)
                 return True
@@ -127,7 +126,8 @@ class Decisions:
             self._short_since = None
             self._deadlines.drop("grace", "build")
             return
-        if self._steps.company and self._candidates().keys() <= heirs.keys() and self._who.building():
+        spares = self._spares(heirs) if self._steps.company else []
+        if spares and all(known.standing is None for known in spares):
             self._deadlines.start("build", now + self.terms.build_s)
             if "build" not in self._deadlines.passed:
                 self.reason = "waiting for another worker that computes the step, too"
@@ -209,6 +209,7 @@ class Decisions:
             self._admission.forget(peer_id)
         self._who.running, self._who.healing = set(chosen), set(chosen) - healthy
         self._links.view_began()
+        self._steps.view_began()
         self.restore, self._committed = None, False
         self._short_since = None
         self._failures.clear()
@@ -229,6 +230,13 @@ class Decisions:
         """Who may be put into a view now. The benched are in only where there is nobody else."""
         standing = self._who.standing()
         return {peer_id: standing[peer_id] for peer_id in standing if peer_id not in self._bench.out} or standing
+
+    def _spares(self, heirs: Reports) -> list[Known]:
+        """Who may come into a view beside these, now or when it is ready."""
+        if len(heirs) >= self.terms.micro_batches:
+            return []
+        absent = self._who.peers.keys() - heirs.keys() - self._bench.out
+        return [self._who.peers[peer_id] for peer_id in sorted(absent)]
 
     def _holders(self, restore: co.Restore) -> Reports:
         """Who has loaded the checkpoint that is to be restored."""

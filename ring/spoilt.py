@@ -25,6 +25,8 @@ from ring.view import Care
 
 CAUSES = frozenset({"contribution", "digest", "hop"})
 """Values of ``Report.cause`` that say that a step was refused."""
+SOUGHT = 2
+"""A lone member is joined so often, at most, for the sake of one step: others may never get ready, or die of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +42,14 @@ class StepJudge:
 
     Attributes:
         care: how closely the next view looks at contributions.
-        company: whether the only member is to compute it with somebody who was not in the ring so far.
+        company: whether the only member is to compute it with somebody who was not in the ring so far, in that view.
     """
 
     def __init__(self, bench: Bench, links: LinkJudge) -> None:
         self.care, self.company = Care.USUAL, False
         self._bench, self._links = bench, links
         self._step = 0  # the one that was refused, counted as applied
+        self._sought = 0  # so often company was
         self._suspects: dict[str, list[str]] = {}  # by cause: a sum that differs says nothing of the data
 
     def committed(self, step: int) -> None:
@@ -54,12 +57,16 @@ class StepJudge:
         if step >= self._step:
             self._begin(0)
 
+    def view_began(self) -> None:
+        """With company or, as there was none to be had, without."""
+        self.company = False
+
     def judge(self, heirs: Reports, name: Callable[[str], str], now: float, *, spare: bool = False) -> Verdict | None:
         """All stand still. None where no step was refused.
 
         Args:
             heirs: the members that live.
-            spare: whether anybody else is there, ready or about to be.
+            spare: whether anybody else is there that has a place in the ring, ready or about to be.
         """
         told = Counter(
             (report.applied + 1, report.cause, report.suspect, report.beside)
@@ -91,8 +98,9 @@ class StepJudge:
         before = self._suspects["contribution"]
         others = set(before) - {suspect}
         alone = not set(heirs) - {suspect}
-        if not others and alone and spare and len(before) > 1:
+        if not others and alone and spare and len(before) > 1 and self._sought < SOUGHT:
             self.care, self.company = Care.AUDITED, True
+            self._sought += 1
             return "it is computed again, as soon as another worker is ready to do it, too"
         if self.care is Care.LENIENT:
             return ""
@@ -109,7 +117,7 @@ class StepJudge:
         return self._links.sits_out(suspect, name, now)
 
     def _begin(self, step: int) -> None:
-        self._step, self.care, self.company = step, Care.USUAL, False
+        self._step, self.care, self.company, self._sought = step, Care.USUAL, False, 0
         self._suspects.clear()
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from ring import coordination as co
 from ring.coordination import Phase
+from ring.spoilt import SOUGHT
 from ring.suspects import LinkJudge
 from ring.view import Care, View
 from tests.ring.test_coordinator import Desk, ids
@@ -154,6 +155,58 @@ def test_who_never_gets_ready_is_not_waited_for_for_ever() -> None:
     desk.tell(co.PeerLost("b", "closed"))
     refuse(desk, "a")
     assert next_view(desk) == (["a"], Care.LENIENT)
+
+
+def test_a_step_that_nobody_can_compute_ends_the_job_though_a_worker_never_gets_ready() -> None:
+    desk = running("a")
+    desk.offer("b")
+    for _ in range(2 * SOUGHT + 3):
+        if desk.core.phase is Phase.WAITING:
+            desk.after(desk.core.terms.build_s)
+        if desk.core.phase is not Phase.FAILED:
+            refuse(desk, "a")
+    assert desk.core.phase is Phase.FAILED
+    assert desk.now == SOUGHT * desk.core.terms.build_s
+
+
+def test_a_worker_that_has_no_place_in_the_ring_is_no_company() -> None:
+    desk = Desk(co.Terms(workers=1, micro_batches=1), follows=True)
+    desk.run("a")
+    desk.tell(co.Progress(STEP))
+    desk.offer("b")
+    desk.ready("b")
+    refuse(desk, "a")
+    refuse(desk, "a")
+    assert next_view(desk) == (["a"], Care.LENIENT)
+    refuse(desk, "a")
+    assert desk.core.phase is Phase.FAILED
+
+
+def test_who_has_company_waits_for_no_more() -> None:
+    desk = running("a")
+    desk.offer("b")
+    refuse(desk, "a")
+    refuse(desk, "a")
+    desk.ready("b")
+    assert next_view(desk)[0] == ["a", "b"]
+    desk.offer("c")
+    desk.stand("broken", STEP, "a", "b")
+    assert next_view(desk) == (["a", "b"], Care.AUDITED)
+
+
+def test_who_sits_out_is_not_waited_for_as_company() -> None:
+    desk = running("a", "c")
+    refuse(desk, "c")
+    refuse(desk, "c")
+    desk.tell(co.Progress(STEP + 1))
+    desk.tell(co.PeerLost("c", "closed"))
+    desk.offer("b")
+    for _ in range(2):
+        desk.report("a", "broken", STEP + 1, cause="contribution", suspect="a")
+    assert "waiting for another worker" in desk.core.reason
+    desk.offer("c")
+    desk.tell(co.PeerLost("b", "closed"))
+    assert next_view(desk) == (["a"], Care.AUDITED)
 
 
 def test_in_an_audited_view_the_hop_that_changed_bytes_is_avoided() -> None:
