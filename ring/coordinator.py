@@ -263,7 +263,7 @@ class Coordinator(Decisions):
         """Ready, or following the ring. A member that is ready again has lost its ring."""
         peer_id = known.peer.peer_id
         if report.status == "following" and peer_id not in self._admission.moving:
-            if not known.returned or peer_id in self._who.running:
+            if not known.returned or peer_id in self._who.running - self._who.unheard:
                 return  # it was let in, or called back, meanwhile
             self._admission.took_up(peer_id, now)
         if report.corpus and not self.corpus:
@@ -336,8 +336,10 @@ class Coordinator(Decisions):
         self._hurry(now)
 
     def _progress(self, event: co.Progress, now: float) -> None:
+        if self.view and event.step <= self.view.step:
+            return  # told again, or late: that says nothing of how fast this ring is
         self._course.progressed(event.step, now)
-        if self.view and event.step > self.view.step:
+        if self.view:
             self._committed = True
             self._who.healing.clear()  # a step is committed by all members or by none
             self._links.committed()

@@ -112,6 +112,7 @@ class Decisions:
         if self.restore and not self._restored(self.restore, now):
             return
         if self.view is None:
+            self._recall()  # of a ring that this seed never heard of
             ready = self._candidates()
             if ready:
                 self.reason = f"{len(ready)} of {self.terms.workers} workers are ready"

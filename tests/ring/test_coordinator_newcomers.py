@@ -79,6 +79,31 @@ def test_what_a_follower_said_before_it_was_called_back_counts_no_more() -> None
     assert not desk.core._admission.moving
 
 
+def test_a_follower_that_never_heard_of_the_view_with_it_is_not_waited_for() -> None:
+    desk = beside("c")
+    desk.tell(co.Progress(2))
+    desk.report("c", "following", 2)
+    desk.stand("held", 3, "a", "b")
+    view = desk.minted()
+    assert ids(view) == ["a", "b", "c"]
+    desk.core = Coordinator("job", desk.core.terms, past=co.Past("running", view=view, corpus="C", known_step=3))
+    for member in ("a", "b"):
+        desk.tell(co.PeerReturned(peer(member), 1))
+        desk.report(member, "held", 3, generation=1)
+    desk.tell(co.PeerReturned(peer("c", follows=True), 0))
+    desk.report("c", "following", 3)
+    assert ids(desk.minted()) == ["a", "b", "c"]
+
+
+def test_who_follows_a_ring_that_the_seed_never_heard_of_is_called_back() -> None:
+    desk = Desk(co.Terms(workers=1, micro_batches=8), past=co.Past(corpus="C", reread=True))
+    desk.tell(co.PeerReturned(peer("c", follows=True), 0))
+    desk.report("c", "following", 5)
+    assert desk.of(co.SendAssign)
+    desk.ready("c", applied=5)
+    assert healthy(desk.minted()) == ["c"]
+
+
 def test_one_that_cannot_follow_is_let_in_as_before() -> None:
     desk = Desk()
     desk.run("a", "b")
@@ -383,6 +408,20 @@ def test_patience_with_a_course_is_bounded_on_both_sides() -> None:
     assert desk.core.phase is Phase.WAITING
     desk.after(1.0)
     assert ids(desk.minted()) == ["x", "y"]
+
+
+def test_steps_that_are_told_again_say_nothing_of_how_long_one_takes() -> None:
+    desk = Desk()
+    desk.run("a", "b")
+    desk.tell(co.PeerLost("a", "closed"))
+    desk.report("b", "broken", 90)
+    assert desk.minted().step == 90
+    for step in range(1, 91):
+        desk.tell(co.Progress(step))
+    for step in (91, 92, 93):
+        desk.now += 4.0
+        desk.tell(co.Progress(step))
+    assert desk.core._course.step_s == 4.0
 
 
 def test_a_restarted_seed_knows_from_its_store_what_a_step_took() -> None:
