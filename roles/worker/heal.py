@@ -179,6 +179,7 @@ class Follower:
         self._send, self._handle, self._tasks = say, handle, tasks
         self._task: asyncio.Task[None] | None = None
         self._then: list[Event] = []
+        self._last: Callable[[], None] | None = None
         self._said = False
         self._fetched: Fetched | None = None
 
@@ -197,10 +198,11 @@ class Follower:
         if self._task is None:
             self._task = self._tasks.create_task(self._guarded(message, engine), name="follow")
 
-    def end(self, event: Event | None = None) -> None:
-        """Stop following; ``event`` is handled when the state in memory changes no more."""
+    def end(self, event: Event | None = None, *, then: Callable[[], None] | None = None) -> None:
+        """Stop following; ``event`` is handled when the state in memory changes no more, or else ``then`` is called."""
         if event is not None:
             self._then.append(event)
+        self._last = then
         if self._task is not None:
             self._task.cancel()
 
@@ -219,8 +221,11 @@ class Follower:
         finally:
             self._task = None
             events, self._then = self._then, []
+            last, self._last = self._last, None
             for event in events:
                 self._handle(event)
+            if last is not None and not events:
+                last()
 
     async def _follow(self, message: CatchUp, engine: Engine) -> None:
         around, core = self._around, self._core

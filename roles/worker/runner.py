@@ -149,6 +149,19 @@ class JobRunner:
         self._restore_step = step
         self._after_following(Unloaded("the job goes back to a checkpoint"))
 
+    def called_back(self) -> None:
+        """The seed asks what this member has, and knows of no ring that it could follow."""
+        if self.follower.active:
+            self.follower.end(then=self._tell_what_it_has)
+        else:
+            self.seed_is_back()
+
+    def _tell_what_it_has(self) -> None:
+        if self.core.torn:
+            self._handle(Unloaded("what was fetched beside the ring is not whole"))
+        else:
+            self.seed_is_back()
+
     def seed_is_back(self) -> None:
         """Tell a seed that was away where this member stands."""
         match self.core.phase:

@@ -292,7 +292,7 @@ class Worker:
             if message.restore_step >= 0:
                 self._runner.restore(message.restore_step)
             else:
-                self._runner.seed_is_back()
+                self._runner.called_back()
             return
         if self._runner is not None:
             self._runner.release()

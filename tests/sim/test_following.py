@@ -44,3 +44,26 @@ def test_it_is_let_in_when_the_seed_is_back(how: str, away_s: float) -> None:
         await cluster.until(lambda: all(machine.worker._runner.core.view.size == WORKERS for machine in ring), 60.0)
 
     play(script)
+
+
+def test_it_goes_on_alone_when_the_ring_that_it_follows_freezes() -> None:
+    async def script(cluster: Played) -> None:
+        await cluster.begin(standbys=0)
+        newcomer, *ring = cluster.workers
+        newcomer.kill()
+        await cluster.goes_on()
+        newcomer.start()
+        frozen = asyncio.Event()
+
+        def look() -> None:
+            if newcomer.following and newcomer.worker._runner.follower.level and not frozen.is_set():
+                frozen.set()
+                for machine in ring:
+                    cluster.loop.freeze(machine.process)
+
+        newcomer.process.on_moment = look
+        await cluster.until(frozen.is_set)
+        newcomer.process.on_moment = None
+        await cluster.until(lambda: newcomer.worker._runner.core.running, 60.0)
+
+    play(script)
