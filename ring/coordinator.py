@@ -247,6 +247,7 @@ class Coordinator(Decisions):
     def _trains(self, known: Known, now: float) -> None:
         """After a reconnect: its ring still runs, whatever this seed thought."""
         known.standing = None
+        self._admission.forget(known.peer.peer_id)  # it followed, until it heard of the view that it is in
         self._who.away.discard(known.peer.peer_id)
         self._who.running.add(known.peer.peer_id)
         if self.phase is Phase.WAITING:

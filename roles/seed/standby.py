@@ -93,7 +93,7 @@ class Marker:
             types = [type(value) for value in (found.peer_id, found.seat, found.leader, found.following)]
             if types != [str, int, str, bool] or not is_id(found.peer_id) or not 0 <= found.seat < 64:
                 raise ValueError("not what was saved")
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise StorageError(f"{path} is damaged", remedy=f"move {state_dir} away, and copy anew") from error
         return found
 

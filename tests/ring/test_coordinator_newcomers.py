@@ -95,6 +95,19 @@ def test_a_follower_that_never_heard_of_the_view_with_it_is_not_waited_for() -> 
     assert ids(desk.minted()) == ["a", "b", "c"]
 
 
+def test_who_trains_in_the_view_that_it_was_let_into_follows_no_more() -> None:
+    desk = beside("c")
+    desk.tell(co.Progress(2))
+    desk.report("c", "following", 2)
+    desk.stand("held", 3, "a", "b")
+    assert ids(desk.minted()) == ["a", "b", "c"]
+    desk.tell(co.PeerLost("c", "silent"))
+    desk.tell(co.PeerReturned(peer("c", follows=True), 0))
+    desk.report("c", "following", 3)  # on its way it hears of the view
+    desk.report("c", "training", 3)
+    assert not desk.core._admission.moving
+
+
 def test_who_follows_a_ring_that_the_seed_never_heard_of_is_called_back() -> None:
     desk = Desk(co.Terms(workers=1, micro_batches=8), past=co.Past(corpus="C", reread=True))
     desk.tell(co.PeerReturned(peer("c", follows=True), 0))

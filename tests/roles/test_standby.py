@@ -531,7 +531,7 @@ def test_workers_do_not_go_over_to_another_cluster_where_a_standby_was() -> None
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{}", '{"peer_id": 5}', *(json.dumps(GOOD | change) for change in BAD)],
+    ["", "[]", "{}", "[" * 4000, '{"peer_id": 5}', *(json.dumps(GOOD | change) for change in BAD)],
 )
 def test_a_standbys_record_that_is_damaged_is_told_with_a_remedy(tmp_path: Path, text: str) -> None:
     disk = RealDisk()
