@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Collection
+from dataclasses import replace
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -488,13 +489,17 @@ class Seed:
     async def _saved(self, link: Link, message: CheckpointSaved) -> None:
         """A checkpoint is durable at ``link``, which keeps as many as the job says, the newest."""
         info = checkpoint_of(link, message, self.world.clock.wall())
+        known = self.checkpoints.get(info.id)
         keep = max(self.desks[info.job].record.keep, 2)
+        mine = [item for item in self.checkpoints.values() if (item.job, item.peer_id) == (info.job, info.peer_id)]
+        newer = sum(item.step > info.step for item in mine)
+        if newer >= keep or (known is not None and known == replace(info, created_at=known.created_at)):
+            return  # told again over a new connection: noted already, or deleted since
         self.checkpoints[info.id] = info
         await self.store.call(Records.add_checkpoint, info)
         self.board.touch("checkpoints", info.id)
-        mine = [item for item in self.checkpoints.values() if (item.job, item.peer_id) == (info.job, info.peer_id)]
-        mine.sort(key=lambda item: item.step, reverse=True)
-        await self.drop_checkpoints([item.id for item in mine[keep:] if item.id != info.id])
+        mine = sorted([item for item in mine if item.id != info.id] + [info], key=lambda item: -item.step)
+        await self.drop_checkpoints([item.id for item in mine[keep:]])
         self._tell_newest(info.job)
 
     async def _went_back(self, view: View) -> None:

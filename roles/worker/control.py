@@ -47,6 +47,9 @@ KEPT_MESSAGES = 20_000
 RESENT_MESSAGES = 512
 """The newest ones that were sent are sent again after a loss of the link: they may have died in a socket's buffer. The
 seed keeps one of each."""
+RESENT_SAVES = 16
+"""Of those, checkpoints: the seed notes each durably, before it reads on, and may not be silent for as long as a whole
+run's would take. Older ones are not on this worker's disk any more."""
 TOLD_EVERY_S = 30.0
 
 # What no other try can mend: the two sides do not speak the same protocol, or the seed wants us no more.
@@ -261,7 +264,7 @@ class SeedLink:
 
     async def _catch_up(self, connection: Connection, timeout_s: float) -> None:
         """Send what the seed may have missed."""
-        missed = [*self._recent, *self._kept]
+        missed = _without_old_saves([*self._recent, *self._kept])
         self._recent.clear()
         self._kept.clear()
         self._kept.extend(missed)
@@ -296,6 +299,12 @@ class SeedLink:
         if sent_at is not None:
             sample_ms = (self._world.clock.now() - sent_at) * 1e3
             self.rtt_ms = sample_ms if self.rtt_ms is None else 0.8 * self.rtt_ms + 0.2 * sample_ms
+
+
+def _without_old_saves(messages: list[Message]) -> list[Message]:
+    saves = [place for place, message in enumerate(messages) if isinstance(message, CheckpointSaved)]
+    old = frozenset(saves[:-RESENT_SAVES])
+    return [message for place, message in enumerate(messages) if place not in old]
 
 
 def _of_a_standby(problem: P2PTrainError) -> bool:

@@ -556,6 +556,29 @@ async def test_checkpoints_are_listed_as_their_holder_keeps_them_and_deleted_the
     assert [item["step"] for item in (await bench.ask("checkpoints.list"))["checkpoints"]] == [30]
 
 
+async def test_checkpoints_that_are_told_again_cost_the_disk_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A worker that finds the seed again tells all that may have been lost. While each is flushed to the disk the seed
+    # answers no beat: so it was lost again, and told all of it again, for ever.
+    a, _ = await bench.ring("a", "b")
+    saves = [CheckpointSaved(a.job, step, f"/c/{step}", "d", 5) for step in range(1, 31)]
+    for save in saves:
+        a.say(save)
+    await a.beaten()
+    writes: list[object] = []
+    for name in ("add_checkpoint", "remove_checkpoints"):
+        monkeypatch.setattr(Records, name, lambda self, what: writes.append(what))
+    for save in saves:
+        a.say(save)
+    await a.beaten()
+    assert writes == []
+    a.say(dataclasses.replace(saves[-1], digest="e"))
+    await a.beaten()
+    assert len(writes) == 1, "another one of the same step is noted"
+    assert [item["step"] for item in (await bench.ask("checkpoints.list", job="first"))["checkpoints"]] == [29, 30]
+
+
 async def test_what_the_holder_answers_to_a_deletion_reaches_the_operator(bench: Bench) -> None:
     a, _ = await bench.ring("a", "b")
     a.say(CheckpointSaved(a.job, 10, "/c/10", "d", 5))
