@@ -70,6 +70,8 @@ LOST_SHOWN_S = 60.0
 """How long a lost worker stays in the list, as lost."""
 MAX_PEERS = 1024
 MAX_OPERATORS = 64
+MAX_NOTING = 64
+"""Checkpoints that are being noted at a time; whoever tells of more waits."""
 MAX_KINDS_CHARS = 24
 RECENT_EVENTS = 100
 AGE_S = 1.0
@@ -99,6 +101,7 @@ class Seed:
         self._memory = Memory()
         self._strangers = Strangers()
         self._tasks: asyncio.TaskGroup | None = None
+        self._noting = asyncio.Semaphore(MAX_NOTING)
         self._stopping = False
         self.gate = Gate(guard.authority, world.clock, guard.ticket_host, self.note)
         self.followers = Followers(
@@ -487,7 +490,8 @@ class Seed:
         return any(item_id in self.checkpoints for item_id in saved)
 
     async def _saved(self, link: Link, message: CheckpointSaved) -> None:
-        """A checkpoint is durable at ``link``, which keeps as many as the job says, the newest."""
+        """A checkpoint is durable at ``link``, which keeps as many as the job says, the newest. Noting it holds up
+        nothing else that is said over the link: beats behind it would be answered too late where the disk is slow."""
         info = checkpoint_of(link, message, self.world.clock.wall())
         known = self.checkpoints.get(info.id)
         keep = max(self.desks[info.job].record.keep, 2)
@@ -495,11 +499,21 @@ class Seed:
         newer = sum(item.step > info.step for item in mine)
         if newer >= keep or (known is not None and known == replace(info, created_at=known.created_at)):
             return  # told again over a new connection: noted already, or deleted since
-        self.checkpoints[info.id] = info
-        await self.store.call(Records.add_checkpoint, info)
-        self.board.touch("checkpoints", info.id)
         mine = sorted([item for item in mine if item.id != info.id] + [info], key=lambda item: -item.step)
-        await self.drop_checkpoints([item.id for item in mine[keep:]])
+        await self._noting.acquire()
+        self.checkpoints[info.id] = info
+        dropped = [item.id for item in mine[keep:]]
+        for item_id in dropped:
+            self.checkpoints.pop(item_id, None)
+        self.board.touch("checkpoints", info.id, *dropped)
+        assert self._tasks is not None
+        self._tasks.create_task(self._note_saved(info, dropped), name="note a checkpoint")
+
+    async def _note_saved(self, info: CheckpointInfo, dropped: list[str]) -> None:
+        try:
+            await self.store.call(Records.add_checkpoint, info, dropped)
+        finally:
+            self._noting.release()
         self._tell_newest(info.job)
 
     async def _went_back(self, view: View) -> None:

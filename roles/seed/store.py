@@ -17,7 +17,7 @@ import asyncio
 import dataclasses
 import json
 import sqlite3
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -307,9 +307,11 @@ class Records:
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
-    def add_checkpoint(self, checkpoint: CheckpointInfo) -> None:
+    def add_checkpoint(self, checkpoint: CheckpointInfo, deleted: Sequence[str] = ()) -> None:
+        """``deleted``: ids of those that its holder deleted to make room for it."""
         with self._transaction():
             self._db.execute(_ADD_CHECKPOINT, dataclasses.astuple(checkpoint))
+            self._db.executemany("DELETE FROM checkpoints WHERE id = ?", [(item,) for item in deleted])
 
     def remove_checkpoints(self, ids: list[str]) -> None:
         with self._transaction():

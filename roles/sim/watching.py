@@ -68,8 +68,8 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
         return call
 
     def add_checkpoint(original: Any) -> Any:
-        def call(self: Records, checkpoint: Any) -> None:
-            original(self, checkpoint)
+        def call(self: Records, checkpoint: Any, *rest: Any) -> None:
+            original(self, checkpoint, *rest)
             observer.recorded(checkpoint.step, checkpoint.digest)
 
         return call
