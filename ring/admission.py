@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 FED = 2
 """Newcomers that catch up at a time, for each member: each gives to two, so any crowd is in after few rounds."""
-ASKS = 2
-"""A newcomer that had to begin anew so often heals within the ring."""
+ASKS = 4
+"""A newcomer that had to begin anew so often heals within the ring, where all wait for it. How much members may give
+beside their steps they find out by giving: the first tries are for that."""
 DONORS = 3
 """To each newcomer; more would only slow down more members' steps."""
 SLOWEST_BYTES_PER_S = 1e6
