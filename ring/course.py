@@ -41,6 +41,12 @@ class Course:
         best = max((report.applied for report in ready.values()), default=0)
         return max(least_s, min((self.known_step - best) * self.step_s, most_s))
 
+    @property
+    def _reached(self) -> int:
+        """How far the run came: checkpoints are told of by their holders, of steps a seed that died told nobody."""
+        saved = (step for peer_id, step in self.saved.items() if self.branch is None or peer_id in self.branch)
+        return max(self.known_step, *saved, 0)
+
     def sources(
         self, ready: Reports, heirs: Reports, view: View, *, in_memory: bool, patient: bool
     ) -> tuple[Reports, str]:
@@ -54,7 +60,7 @@ class Course:
         if in_hand := carried(heirs, view):
             return in_hand, ""
         elsewhere = max((step for peer_id, step in self.saved.items() if peer_id not in ready), default=0)
-        wanted = self.known_step if in_memory else min(self.known_step, elsewhere)
+        wanted = self._reached if in_memory else min(self._reached, elsewhere)
         own = {peer_id: report for peer_id, report in ready.items() if self.branch is None or peer_id in self.branch}
         if at_hand := {peer_id: report for peer_id, report in own.items() if report.applied >= wanted}:
             return at_hand, ""
@@ -67,8 +73,8 @@ class Course:
         """What is, if the next view starts at ``step`` of these, as an event's kind and text; mostly nothing."""
         if carried(heirs, view):
             return "", ""
-        if step < self.known_step:
-            lost = f"{self.known_step - step} steps are lost, for nobody that holds step {self.known_step} is here"
+        if step < self._reached:
+            lost = f"{self._reached - step} steps are lost, for nobody that holds step {self._reached} is here"
             return "steps-lost", f"goes on from step {step}: {lost}"
         if self.branch is not None and not self.branch & chosen_from.keys():
             return "branch", f"goes on from step {step} of a course that was given up: nobody here holds another"

@@ -506,6 +506,7 @@ class Seed:
         for item_id in dropped:
             self.checkpoints.pop(item_id, None)
         self.board.touch("checkpoints", info.id, *dropped)
+        self._tell_newest(info.job)  # first: no view may begin before what is noted
         assert self._tasks is not None
         self._tasks.create_task(self._note_saved(info, dropped), name="note a checkpoint")
 
@@ -514,7 +515,6 @@ class Seed:
             await self.store.call(Records.add_checkpoint, info, dropped)
         finally:
             self._noting.release()
-        self._tell_newest(info.job)
 
     async def _went_back(self, view: View) -> None:
         members = {member.peer_id for member in view.members}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from p2ptrain.core.checkpoints import CheckpointStore
 from ring.activities import Followed
-from ring.transaction import Transaction
+from ring.transaction import Phase, Transaction
 from roles.seed.store import Records
 from roles.sim.engine import STATE_FILE, bits_of
 from roles.sim.loop import PROCESS
@@ -50,12 +50,13 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
 
     def handle(original: Any) -> Any:
         def call(self: Transaction, event: Any) -> Any:
-            before, view = (self.applied, self.lineage), self.view
+            before, view, healing = (self.applied, self.lineage), self.view, self.phase is Phase.HEALING
             result = original(self, event)
             if (self.applied, self.lineage) != before:
                 machine = here()
-                if machine is not None:  # who follows a ring may still have the view of another
-                    observer.moved(machine, self, None if isinstance(event, Followed) else view, before)
+                if machine is not None:  # what it is given it did not commit, be it one step that it lacked
+                    given = healing or isinstance(event, Followed)
+                    observer.moved(machine, self, None if given else view, before)
             return result
 
         return call

@@ -278,6 +278,9 @@ class JobRunner:
         self._trouble = report
         if report.status == "healed" and self._fetched is not None:
             report = self._fetched.told_in(report)
+        view = self.core.view
+        if report.status == "done" and view is not None and self._rank():
+            self._ledger.tell_beyond(view.ledger_step)  # no view follows in which it would be, had rank 0 not told
         self._send(report)
         if report.status == "broken":
             self._around.notify("warning", "ring-broken", f"step {report.applied + 1} aborted: {report.reason}")

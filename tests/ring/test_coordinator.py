@@ -723,6 +723,21 @@ def test_restore_waits_for_the_one_that_verified_it_when_others_come_first() -> 
     assert (desk.minted().step, healthy(desk.minted())) == (100, ["a"])
 
 
+def test_a_checkpoint_that_is_told_of_is_waited_for_though_no_step_ever_was() -> None:
+    desk = Desk()
+    view = desk.start("a", "b")
+    # The seed was away for all of the run, and its members have ended since: one saved later than the other.
+    desk.core = Coordinator("job", TERMS, past=co.Past("waiting", view=view, corpus="C", reread=True))
+    desk.offer("a", "b")
+    desk.after(TERMS.grace_s)
+    assert desk.core.phase is Phase.WAITING
+    desk.tell(co.Saved({"a": 4, "b": 6}))
+    desk.ready("a", applied=4)
+    assert not desk.of(co.Mint)
+    desk.ready("b", applied=6)
+    assert (desk.minted().step, healthy(desk.minted())) == (6, ["b"])
+
+
 def test_restore_waits_no_longer_than_a_build_may_take() -> None:
     desk = Desk()
     desk.start("a", "b")
