@@ -1,9 +1,10 @@
 """What a seed remembers: one SQLite file in its state directory, and one thread that touches it.
 
 ``Records`` is the plain, blocking store, for that thread only. ``Store`` is what the event loop talks to: what must be
-durable before the seed goes on (views, jobs, checkpoints) is awaited; rows that merely must not stay unwritten for long
-(metrics, events, peers) are collected and written in one transaction every ``FLUSH_S``. Every commit is flushed to the
-disk (WAL, synchronous=FULL): batched as they are, a few flushes a second, and a minted view survives a power cut.
+durable before the seed goes on (views, jobs) is awaited; checkpoints are written now, beside what else is done; rows
+that merely must not stay unwritten for long (metrics, events, peers) are collected and written in one transaction every
+``FLUSH_S``. Every commit is flushed to the disk (WAL, synchronous=FULL): batched as they are, a few flushes a second,
+and a minted view survives a power cut.
 
 A store that cannot be written ends the seed (``StorageError``): the ring trains on without it, and a seed that forgets
 is worse than none. Kept are the newest ``EVENTS_KEPT`` events, ``METRICS_KEPT`` rows of metrics a job, ``VIEWS_KEPT``

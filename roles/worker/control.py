@@ -48,8 +48,8 @@ RESENT_MESSAGES = 512
 """The newest ones that were sent are sent again after a loss of the link: they may have died in a socket's buffer. The
 seed keeps one of each."""
 RESENT_SAVES = 16
-"""Of those, checkpoints: the seed notes each durably, before it reads on, and may not be silent for as long as a whole
-run's would take. Older ones are not on this worker's disk any more."""
+"""Of those, checkpoints: the seed flushes each to its disk, and a whole run's would keep that busy for long. Older ones
+are not on this worker's disk any more."""
 TOLD_EVERY_S = 30.0
 
 # What no other try can mend: the two sides do not speak the same protocol, or the seed wants us no more.
