@@ -41,10 +41,19 @@ class Head:
 def begun(head: Head | None, view: View) -> Head:
     """The head as a view begins: later steps are taken back, and what is older than the base has no rows to lose."""
     if head is None or view.step < head.base_step:
-        return Head(view.step, view.lineage, view.step, view.lineage)
+        return anew(view)
     if view.step <= head.step:
         return replace(head, step=view.step, lineage=view.lineage)
     return head
+
+
+def anew(view: View) -> Head:
+    """The head of a ledger that begins with a view, because its rows would lead elsewhere.
+
+    A side that was cut off and trained on may be all that is left in the end. Its newest checkpoint is the job's then,
+    and who computed the steps up to there is not on record.
+    """
+    return Head(view.step, view.lineage, view.step, view.lineage)
 
 
 def pack_counts(counts: Iterable[int]) -> bytes:
@@ -157,7 +166,9 @@ class Audit:
         self._complete = bool(self._views) and self._views[0].step <= base_step
 
     def begin(self) -> Fault | None:
-        """Compare the base with the views that begin there."""
+        """Compare the base with the newest of the views that begin there: it may have made the ledger begin anew."""
+        while self._next + 1 < len(self._views) and self._views[self._next + 1].step == self.step:
+            self._next += 1
         return self._views_begin()
 
     def take(self, row: LedgerRow) -> Fault | None:

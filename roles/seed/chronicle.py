@@ -69,8 +69,13 @@ class Chronicle:
 
     def minting(self, view: View) -> None:
         """A view is about to be announced: later steps are taken back."""
-        if problem := self.ledger.view_began(view):
-            self._note("error", "ledger", problem)
+        self.ledger.view_began(view)
+
+    def began_anew(self, view: View) -> None:
+        """The store found that a view has another past than the ledger's."""
+        self.ledger.began_anew(view)
+        text = f"generation {view.generation} begins at step {view.step} with another past than the ledger's, which "
+        self._note("warning", "ledger", f"{text}begins anew there: who computed the steps before is not on record")
 
     def committed(self, message: StepMetrics) -> None:
         """Rank 0 told of a step."""

@@ -261,7 +261,7 @@ class Desk:
     def _let_go(self, peer_id: str) -> None:
         link = self._office.links.get(peer_id)
         if link is not None and link.job == self.id:
-            link.job = ""
+            link.let_go()
 
     async def _mint(self, view: View, branch: frozenset[str] | None, *, restored: bool) -> None:
         office = self._office
@@ -269,7 +269,8 @@ class Desk:
         branch_kept = sorted(branch) if branch is not None else None
         self.record = dataclasses.replace(self.record, branch=branch_kept, restoring=None)
         wall = office.clock.wall()
-        await office.store.call(Records.add_view, view, self.record, restored=restored, wall=wall)
+        if await office.store.call(Records.add_view, view, self.record, restored=restored, wall=wall):
+            self.chronicle.began_anew(view)
         if self._row is not None and self._row.step > view.step:
             self._row, self._val_loss = await office.store.call(_last, self.id)
         links = [office.links[member.peer_id] for member in view.members if member.peer_id in office.links]

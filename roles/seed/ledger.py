@@ -11,12 +11,14 @@ import sqlite3
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
-from ring.ledger import Head, begun, counts_of_untrusted, fitting, rows_untrusted
+from ring.ledger import Head, anew, begun, counts_of_untrusted, fitting, rows_untrusted
 from ring.token import next_lineage
 from ring.view import View
 from wire.messages import LedgerRow, LedgerRows
 
 ROWS_KEPT = 1_000_000
+ROWS_AHEAD = 4096
+"""Rows beyond a gap that are kept until it is filled: as many as a member keeps."""
 TABLES = ("ledger", "ledgers")
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS ledger (job TEXT, step INTEGER, generation INTEGER, digest BLOB, counts BLOB,
@@ -49,24 +51,28 @@ class Ledger:
         self.counts: tuple[int, ...] = ()
         self._job = job
         self._contradicted = ""
+        self._ahead: dict[int, tuple[str, LedgerRow]] = {}  # step → the lineage before it, its row
 
     @property
     def step(self) -> int:
         """Who computed each step up to this one is known."""
         return self.head.step if self.head else 0
 
-    def view_began(self, view: View) -> str:
-        """Later steps are taken back. Returns how the view contradicts the ledger, in words; mostly nothing."""
-        before, self.head = self.head, begun(self.head, view)
+    def view_began(self, view: View) -> None:
+        """Later steps are taken back."""
+        self.head = begun(self.head, view)
         self._contradicted = ""
-        if before is not None and before.step == view.step and before.lineage != view.lineage:
-            return f"generation {view.generation} begins at step {view.step} with another past than the ledger's"
-        return ""
+        self._ahead = {step: row for step, row in self._ahead.items() if step <= view.step}
+
+    def began_anew(self, view: View) -> None:
+        """The store found that a view has another past than the ledger's."""
+        self.head = anew(view)
+        self._ahead.clear()
 
     def take_untrusted(
         self, message: LedgerRows, view: View, *, micro_batches: int, steps_total: int
     ) -> tuple[list[LedgerEntry], str]:
-        """What of a member's message is new, and, once a view, how it contradicts what is known.
+        """What is new by a member's message, and, once a view, how it contradicts what is known.
 
         Raises:
             ProtocolError: it is no such message.
@@ -74,15 +80,35 @@ class Ledger:
         rows = rows_untrusted(message, micro_batches=micro_batches, steps_total=steps_total)
         if self.head is None:
             return [], ""
+        entries, problem = self._fitted(view, message.lineage, rows)
+        self._keep_ahead(view, message.lineage, rows)
+        while not problem and (found := self._ahead.pop(self.step + 1, None)):
+            more, problem = self._fitted(view, found[0], [found[1]])
+            entries += more
+        if entries:
+            newest = entries[-1].row
+            self.generation, self.counts = newest.generation, counts_of_untrusted(newest.counts)
+        problem, self._contradicted = "" if self._contradicted else problem, self._contradicted or problem
+        return entries, problem
+
+    def _fitted(self, view: View, lineage: str, rows: Sequence[LedgerRow]) -> tuple[list[LedgerEntry], str]:
+        assert self.head is not None
         head, entries = self.head, []
-        self.head, taken, problem = fitting(self.head, view, message.lineage, rows)
+        self.head, taken, problem = fitting(self.head, view, lineage, rows)
         for row in taken:
             head = Head(head.base_step, head.base_lineage, row.step, next_lineage(head.lineage, row.digest))
             entries.append(LedgerEntry(self._job, row, head))
-        if taken:
-            self.generation, self.counts = taken[-1].generation, counts_of_untrusted(taken[-1].counts)
-        problem, self._contradicted = "" if self._contradicted else problem, self._contradicted or problem
+            self._ahead.pop(row.step, None)
         return entries, problem
+
+    def _keep_ahead(self, view: View, lineage: str, rows: Sequence[LedgerRow]) -> None:
+        """Who told these may be gone when somebody fills the gap before them."""
+        for row in rows:
+            may_count = row.step <= view.step or row.generation == view.generation
+            room = row.step in self._ahead or len(self._ahead) < ROWS_AHEAD
+            if row.step > self.step + 1 and may_count and room:
+                self._ahead[row.step] = lineage, row
+            lineage = next_lineage(lineage, row.digest)
 
 
 # ---------------------------------------------------------------------------- on the store's thread, in a transaction
@@ -98,10 +124,35 @@ def rows(db: sqlite3.Connection, job: str, after_step: int, limit: int) -> list[
     return [LedgerRow(*found) for found in db.execute(sql, (job, after_step, limit))]
 
 
-def view_began(db: sqlite3.Connection, view: View) -> None:
-    """Rows of the steps that it takes back go."""
-    db.execute("DELETE FROM ledger WHERE job = ? AND step > ?", (view.job, view.step))
-    _set_head(db, view.job, begun(head(db, view.job), view))
+def view_began(db: sqlite3.Connection, view: View) -> bool:
+    """Rows of the steps that it takes back go.
+
+    Returns:
+        whether the ledger begins anew with it, because the view begins with another past than the rows tell of.
+    """
+    before = head(db, view.job)
+    departs = (
+        before is not None
+        and before.base_step <= view.step <= before.step
+        and _lineage_at(db, view.job, before, view.step) != view.lineage
+    )
+    kept_step = -1 if departs else view.step
+    db.execute("DELETE FROM ledger WHERE job = ? AND step > ?", (view.job, kept_step))
+    _set_head(db, view.job, anew(view) if departs else begun(before, view))
+    return departs
+
+
+def _lineage_at(db: sqlite3.Connection, job: str, whole: Head, step: int) -> str:
+    """Of a step that the rows lead to: from where the view began that computed the next one."""
+    if step == whole.step:
+        return whole.lineage
+    sql = """SELECT views.step, views.lineage FROM ledger JOIN views USING (job, generation)
+        WHERE job = ? AND ledger.step = ? AND views.step BETWEEN ? AND ?"""
+    found = db.execute(sql, (job, step + 1, whole.base_step, step)).fetchone()
+    begin, lineage = found or (whole.base_step, whole.base_lineage)
+    for row in rows(db, job, begin, step - begin):
+        lineage = next_lineage(lineage, row.digest)
+    return lineage
 
 
 def add(db: sqlite3.Connection, entries: Sequence[LedgerEntry]) -> None:

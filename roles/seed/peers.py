@@ -53,6 +53,7 @@ class Link:
     Attributes:
         host, port: where other peers reach it.
         job: id of the job that it was given to; empty while it is free.
+        last_job: the one that it was on before, here or over a link that broke: what it kept of that comes late.
         fetched: the report by which it followed a ring; None before it did.
         lost_at: monotonic time at which it was lost; None while it is here.
     """
@@ -66,6 +67,7 @@ class Link:
     heard_at: float
     detector: FailureDetector
     job: str = ""
+    last_job: str = ""
     lost_at: float | None = None
     beat: Heartbeat | None = None
     fetched: Report | None = None
@@ -74,6 +76,10 @@ class Link:
     @property
     def id(self) -> str:
         return self.hello.peer_id
+
+    def let_go(self) -> None:
+        """It is free."""
+        self.last_job, self.job = self.job, ""
 
     @property
     def heartbeat_s(self) -> float:

@@ -342,6 +342,7 @@ class Seed:
             link.job = desk.id
             desk.post(co.PeerReturned(link.peer, link.hello.generation))
         elif link.hello.job:
+            link.last_job = link.hello.job
             link.say(Release(link.hello.job[:64], "the job is over"))
         self._assign_free()
 
@@ -443,11 +444,8 @@ class Seed:
         return self.desks[job].chronicle.ledger.step if job in self.desks else 0
 
     def _trained_by(self, link: Link, job: str) -> Desk | None:
-        """The job, where the worker is on it, or was to the end: what it kept while the link was down comes late."""
-        desk = self.desks.get(job)
-        if desk is None or link.job == job:
-            return desk
-        return desk if desk.core.view and desk.core.view.rank_of(link.id) is not None else None
+        """The job, where the worker is on it, or was last: what it kept while the link was down comes late."""
+        return self.desks.get(job) if job and job in (link.job, link.last_job) else None
 
     def _gone(self, link: Link, event: co.PeerLost | co.PeerLeft) -> None:
         now = self.world.clock.now()

@@ -195,18 +195,23 @@ class Records:
             for table in ("views", "metrics", "checkpoints", "recoveries", *ledger.TABLES):
                 self._db.execute(f"DELETE FROM {table} WHERE job = ?", (job,))  # noqa: S608 - our own constants
 
-    def add_view(self, view: View, job: JobRecord, *, restored: bool, wall: float) -> None:
-        """Durable when this returns, and what ``job`` says of its branch with it. Rows of steps given up by it go."""
+    def add_view(self, view: View, job: JobRecord, *, restored: bool, wall: float) -> bool:
+        """Durable when this returns, and what ``job`` says of its branch with it. Rows of steps given up by it go.
+
+        Returns:
+            whether the ledger begins anew with it (``ledger.view_began``).
+        """
         members = json.dumps([dataclasses.astuple(member) for member in view.members])
         row = (view.job, view.generation, view.step, view.lineage, view.square_sum, members, int(restored), wall)
         with self._transaction():
             self._db.execute("INSERT INTO views VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
             self._save(job)
             self._db.execute("DELETE FROM metrics WHERE job = ? AND step > ?", (view.job, view.step))
-            ledger.view_began(self._db, view)
+            departs = ledger.view_began(self._db, view)
             older = "SELECT generation FROM views WHERE job = ?1 ORDER BY generation DESC LIMIT 1 OFFSET ?2"
             sql = f"DELETE FROM views WHERE job = ?1 AND generation <= ({older})"  # noqa: S608 - our own constants
             self._db.execute(sql, (view.job, VIEWS_KEPT))  # counted: generations of two terms are far apart
+        return departs
 
     def last_view(self, job: str) -> View | None:
         with _translated(self._path):

@@ -189,7 +189,12 @@ class JobRunner:
         self._send(report)
         view = self.core.view
         if view is not None and (not self.core.running or self._rank() == 0):
-            self._ledger.tell_beyond(view.ledger_step)  # what was told while it was away is lost
+            self.tell_ledger()  # what was told while it was away is lost
+
+    def tell_ledger(self) -> None:
+        """Tell the seed who computed the steps that it did not know of as this view began."""
+        if self.core.view is not None:
+            self._ledger.tell_beyond(self.core.view.ledger_step)
 
     async def stand_still(self) -> None:
         """Wait until no step is under way."""
@@ -280,7 +285,7 @@ class JobRunner:
             report = self._fetched.told_in(report)
         view = self.core.view
         if report.status == "done" and view is not None and self._rank():
-            self._ledger.tell_beyond(view.ledger_step)  # no view follows in which it would be, had rank 0 not told
+            self.tell_ledger()  # no view follows in which it would be, had rank 0 not told
         self._send(report)
         if report.status == "broken":
             self._around.notify("warning", "ring-broken", f"step {report.applied + 1} aborted: {report.reason}")

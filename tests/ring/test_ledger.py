@@ -198,6 +198,14 @@ def test_a_base_that_no_view_vouches_for_is_a_fault():
     assert audited([], [replace(VIEWS[0], lineage="11" * 16)])[1].kind == "lineage"
 
 
+def test_of_the_views_that_begin_at_the_base_the_newest_vouches_for_it():
+    other = replace(VIEWS[0], generation=5, lineage="11" * 16)
+    audit = Audit(base_step=0, base_lineage=other.lineage, micro_batches=M, views=[VIEWS[0], other])
+    assert audit.begin() is None
+    assert audit.take(row(1, 5)) is None
+    assert audited([], [other, replace(VIEWS[0], generation=6, lineage="22" * 16)])[1].kind == "lineage"
+
+
 def test_views_whose_course_was_taken_back_do_not_count():
     taken_back = Began(5, 2, chained(ROWS[:2]), ("x",))
     assert surviving([*VIEWS, taken_back]) == [*VIEWS[:2], taken_back]

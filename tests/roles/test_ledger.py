@@ -13,7 +13,7 @@ from configs.schema import Profile
 from p2ptrain.cli.audit import Verdict, audit
 from ring.coordination import Peer
 from ring.formation import records
-from ring.ledger import pack_counts
+from ring.ledger import Head, pack_counts
 from ring.token import next_lineage
 from ring.view import View
 from roles.in_process import Cluster
@@ -43,9 +43,10 @@ def lineages(steps: int) -> list[str]:
 
 
 def told(kept: Records, ledger: Ledger, first: int, last: int, lineage: str, **shape: Any) -> None:
+    newest = shape.pop("view", view(1, 0))
     rows = [row(step, **shape) for step in range(first, last + 1)]
     message = LedgerRows("j1", lineage, rows)
-    entries, problem = ledger.take_untrusted(message, view(1, 0), micro_batches=8, steps_total=10**6)
+    entries, problem = ledger.take_untrusted(message, newest, micro_batches=8, steps_total=10**6)
     assert not problem
     kept.add_rows(list(entries), [])
 
@@ -75,17 +76,51 @@ def test_a_view_takes_back_later_steps(kept: Records) -> None:
     past, ledger = lineages(20), Ledger("j1", kept.ledger_head("j1"))
     told(kept, ledger, 1, 20, START)
     back = view(2, 12, past[12])
-    assert ledger.view_began(back) == ""
-    kept.add_view(back, JOB, restored=True, wall=2.0)
+    ledger.view_began(back)
+    assert not kept.add_view(back, JOB, restored=True, wall=2.0)
     assert [item.step for item in kept.ledger_rows("j1", 10, 99)] == [11, 12]
     assert kept.ledger_head("j1") == ledger.head
     assert ledger.step == 12
 
 
-def test_a_view_with_another_past_is_told_of() -> None:
-    ledger = Ledger("j1")
-    ledger.view_began(view(1, 0))
-    assert "another past" in ledger.view_began(view(2, 0, "11" * 16))
+@pytest.mark.parametrize("step", [0, 7, 12, 15, 20])
+def test_with_a_view_of_another_past_the_ledger_begins_anew(kept: Records, step: int) -> None:
+    past, ledger = lineages(20), Ledger("j1", kept.ledger_head("j1"))
+    told(kept, ledger, 1, 12, START)
+    second = view(2, 12, past[12])
+    assert not kept.add_view(second, JOB, restored=False, wall=2.0)
+    ledger.view_began(second)
+    told(kept, ledger, 13, 20, past[12], generation=2, view=second)
+    other = view(3, step, "11" * 16)
+    ledger.view_began(other)
+    assert kept.add_view(other, JOB, restored=True, wall=3.0)
+    ledger.began_anew(other)
+    assert kept.ledger_head("j1") == ledger.head == Head(step, other.lineage, step, other.lineage)
+    assert kept.ledger_rows("j1", 0, 99) == []
+    told(kept, ledger, step + 1, step + 2, other.lineage, generation=3, view=other)
+    assert kept.ledger_rows("j1", 0, 99) == [row(step + 1, 3), row(step + 2, 3)]
+
+
+def test_what_was_told_beyond_a_gap_is_there_when_the_gap_is_filled(kept: Records) -> None:
+    past, ledger = lineages(20), Ledger("j1", kept.ledger_head("j1"))
+    told(kept, ledger, 4, 6, past[3])
+    told(kept, ledger, 9, 10, past[8])
+    assert ledger.step == 0
+    told(kept, ledger, 1, 3, START)
+    assert ledger.step == 6
+    told(kept, ledger, 6, 8, past[5])
+    assert kept.ledger_rows("j1", 0, 99) == [row(step) for step in range(1, 11)]
+    assert kept.ledger_head("j1") == ledger.head
+
+
+def test_what_was_told_beyond_a_gap_is_bounded_and_taken_back(kept: Records, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ROWS_AHEAD", 4)
+    past, ledger = lineages(20), Ledger("j1", kept.ledger_head("j1"))
+    told(kept, ledger, 3, 20, past[2])
+    told(kept, ledger, 5, 6, past[4], generation=9)
+    ledger.view_began(view(2, 5, past[5]))
+    told(kept, ledger, 1, 2, START)
+    assert ledger.step == 5, "of 3, 4, 5, 6 the last is taken back, and generation 9 is not there yet"
 
 
 def test_the_oldest_rows_are_folded_into_a_base(kept: Records, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,8 @@ from p2ptrain.core.errors import ConnectionLost, P2PTrainError, Refused, UserErr
 from p2ptrain.core.world import LoopClock, World
 from ring.coordination import Peer
 from ring.formation import records
+from ring.ledger import pack_counts
+from ring.token import next_lineage
 from ring.view import View
 from roles.seed import options as options_module
 from roles.seed import requests as requests_module
@@ -44,6 +46,8 @@ from wire.messages import (
     Hello,
     Hold,
     Leave,
+    LedgerRow,
+    LedgerRows,
     Message,
     Refuse,
     Release,
@@ -507,6 +511,28 @@ async def test_a_worker_that_comes_back_for_a_job_that_is_over_is_given_another(
     assert (await a.hear(Release)).job == a.job
     created = await bench.ask("jobs.create", name="next", profile="tiny", spec=SPEC)
     assert (await a.hear(Assign)).job == created["job"]
+
+
+async def test_a_worker_that_comes_back_when_the_job_is_over_tells_what_only_it_knows(bench: Bench) -> None:
+    a, b = await bench.ring("a", "b")
+    rows = [LedgerRow(step, 1, step.to_bytes(16, "big"), pack_counts([2, 2])) for step in (1, 2, 3)]
+    rows += [LedgerRow(step, 2, step.to_bytes(16, "big"), pack_counts([4])) for step in (4, 5)]
+    past = [lineage_of(0)]
+    for row in rows:
+        past.append(next_lineage(past[-1], row.digest))
+    a.connection.abort()  # the seed did not hear of steps 1 to 3 before
+    b.report("broken", 3, lineage=past[3], suspect="a")
+    assert (await b.viewed()).ledger_step == 0
+    b.say(LedgerRows(b.job, past[3], rows[3:]))
+    await b.beaten()
+    await bench.ask("jobs.cancel", job="first")
+    await b.hear(Release)
+    await a.join(job=a.job, generation=1)
+    await a.hear(Release)
+    a.say(LedgerRows(a.job, past[0], rows[:3]))
+    await a.beaten()
+    head = (await bench.ask("jobs.ledger", job="first", after_step=0))["head"]
+    assert (head["base_step"], head["step"], head["lineage"]) == (0, 5, past[5])
 
 
 # ------------------------------------------------------------------------------------------------ metrics, checkpoints

@@ -164,8 +164,7 @@ class Heals:
             async with started(scene, "heal", self.plan.profile, cores=self.pinned.members) as trial:
                 quiet = await self._quiet(trial)
                 for number in range(1, self.plan.heals + 1):
-                    scene.console.progress(f"heal {number} of {self.plan.heals}: a newcomer starts")
-                    heal = await self._heal(trial, number, Heal(quiet))
+                    heal = await self._heal(scene, trial, number, Heal(quiet))
                     heal.after = quiet = await self._quiet(trial)
                     self.heals.append(heal)
 
@@ -177,11 +176,12 @@ class Heals:
         await trial.until(lambda: trial.step >= first + self.plan.quiet, "undisturbed steps")
         return [row.step_ms / 1e3 for row in _rows(trial, first) if row.step_ms]
 
-    async def _heal(self, trial: Trial, number: int, heal: Heal) -> Heal:
+    async def _heal(self, scene: Scene, trial: Trial, number: int, heal: Heal) -> Heal:
         """One newcomer from its start to its end."""
         observer, first_line, step = trial.observer, len(trial.observer.told), trial.step
         newcomer = await trial.start_worker(self.plan.members + number)
         try:
+            scene.console.progress(f"heal {number} of {self.plan.heals}: a newcomer starts")
             await _until(trial, newcomer, lambda: len(observer.members) > self.plan.members, "was not let in")
             generation = observer.generation
             await _until(trial, newcomer, lambda: observer.rows[-1].generation >= generation, "made no step")
