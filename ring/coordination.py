@@ -172,9 +172,10 @@ class PeerLeft(Event):
 
 @dataclass(frozen=True, slots=True)
 class Progress(Event):
-    """Rank 0 told of a committed step."""
+    """Rank 0 told of a committed step, and how long it took; 0 where it did not say."""
 
     step: int
+    step_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -339,7 +339,7 @@ class Coordinator(Decisions):
     def _progress(self, event: co.Progress, now: float) -> None:
         if self.view and event.step <= self.view.step:
             return  # told again, or late: that says nothing of how fast this ring is
-        self._course.progressed(event.step, now)
+        self._course.progressed(event.step, event.step_s)
         if self.view:
             self._committed = True
             self._who.healing.clear()  # a step is committed by all members or by none

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from ring.formation import Reports
 from ring.view import View
 
+EWMA = 0.2
+"""The weight of a new step in what one takes: the last ten count."""
+
 
 @dataclass(slots=True)
 class Course:
@@ -18,22 +21,19 @@ class Course:
         saved: peer id → step of the newest checkpoint that it is known to hold.
         branch: once the run went back: the peers whose newest checkpoint is of it, and not of a course that it gave up.
             None: it never did.
-        step_s: what a step takes; 0 where it is not known.
+        step_s: what a step takes, averaged; 0 where it is not known.
     """
 
     known_step: int
     saved: Mapping[str, int]
     branch: frozenset[str] | None
     step_s: float = 0.0
-    _mark: tuple[int, float] | None = None  # a step of this view, and when it was told
 
-    def progressed(self, step: int, now: float) -> None:
-        """Somebody tells of a committed step."""
+    def progressed(self, step: int, step_s: float) -> None:
+        """Somebody tells of a committed step, and what it took: many may be told at once, long after they were made."""
         self.known_step = max(self.known_step, step)
-        if self._mark is None:
-            self._mark = step, now
-        elif step > self._mark[0]:
-            self.step_s = (now - self._mark[1]) / (step - self._mark[0])
+        if step_s > 0:
+            self.step_s = self.step_s + EWMA * (step_s - self.step_s) if self.step_s else step_s
 
     def patience_s(self, ready: Reports, least_s: float, most_s: float) -> float:
         """How long to wait for whoever holds more than these: as long as it took to compute what would be lost, so
@@ -83,7 +83,7 @@ class Course:
     def begin(self, step: int, members: Reports, *, went_back: bool) -> None:
         """A view starts. ``members``: the reports with which they come; the disk of one that is ready with a later step
         holds what is given up, and so its newest checkpoint must not be taken for this run's at the next restart."""
-        self.known_step, self._mark = step, None
+        self.known_step = step
         if went_back or self.branch is not None:
             kept = frozenset() if went_back or self.branch is None else self.branch
             fits = (peer_id for peer_id, it in members.items() if it.status == "ready" and it.applied <= step)

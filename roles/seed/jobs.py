@@ -107,7 +107,7 @@ class Desk:
             known_step=max(view.step if view else 0, history.row.step if history.row else 0),
             saved=history.saved,
             branch=frozenset(record.branch) if record.branch is not None else None,
-            step_s=max(history.row.step_ms or 0.0, 0.0) / 1e3 if history.row else 0.0,
+            step_s=_step_s(history.row) if history.row else 0.0,
             reread=history.reread,
         )
         terms = co.Terms(
@@ -334,7 +334,7 @@ class Desk:
         if self._row is None or row.step >= self._row.step:
             self._row = row
             self._val_loss = row.val_loss if row.val_loss is not None else self._val_loss
-        await self.post(co.Progress(message.step))
+        await self.post(co.Progress(message.step, _step_s(row)))
         if office.store.crowded:
             await office.store.flush()
 
@@ -386,6 +386,11 @@ def wishes_of(spec: str) -> Wishes:
         return Wishes()
     ring, exact = profile.ring, profile.job.exact
     return Wishes(ring.order, ring.streams, ring.sub_chunk_bytes, "fp32" if exact else ring.codec, ring.error_budget)
+
+
+def _step_s(row: MetricRow) -> float:
+    """What the step took; 0 where nobody said."""
+    return max(row.step_ms or 0.0, 0.0) / 1e3
 
 
 def _last(records: Records, job: str) -> tuple[MetricRow | None, float | None]:

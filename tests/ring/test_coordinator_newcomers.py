@@ -376,9 +376,8 @@ def cut_off(step_s: float) -> Desk:
     """All members of a ring at step 100 are cut off from the seed, and fresh workers came."""
     desk = Desk()
     desk.run("a", "b")
-    for step in (2, 100):
-        desk.now = (step - 1) * step_s
-        desk.tell(co.Progress(step))
+    for step in range(2, 101):  # told all at once: who should have told them found the seed again only now
+        desk.tell(co.Progress(step, step_s))
     for peer_id in ("a", "b"):
         desk.tell(co.PeerLost(peer_id, "closed"))
     desk.after(desk.core.terms.grace_s)
@@ -430,10 +429,10 @@ def test_steps_that_are_told_again_say_nothing_of_how_long_one_takes() -> None:
     desk.report("b", "broken", 90)
     assert desk.minted().step == 90
     for step in range(1, 91):
-        desk.tell(co.Progress(step))
+        desk.tell(co.Progress(step, 1.0))
     for step in (91, 92, 93):
-        desk.now += 4.0
-        desk.tell(co.Progress(step))
+        desk.tell(co.Progress(step, 4.0))
+    desk.tell(co.Progress(94))
     assert desk.core._course.step_s == 4.0
 
 
