@@ -250,14 +250,14 @@ class CheckpointStore:
         self._disk.remove_tree(dead)
 
     def _recover(self) -> None:
-        """Undo or finish what a crash interrupted."""
+        """Undo or finish what a crash interrupted, and flush it: from now on everybody counts on what is found here."""
         found = [name for name in self._disk.list_dir(self._root) if name.startswith((_NEW, _OLD, _DEAD))]
-        if found:
-            self._disk.sync_dir(self._root)  # what replaced an old one must be durable before that goes
+        self._disk.sync_dir(self._root)  # what replaced an old one must be durable before that goes
         for name in found:
             path, original = self._root / name, self._root / name.removeprefix(_OLD)
             if name.startswith(_OLD) and not self._disk.is_dir(original):
                 self._disk.rename(path, original)
+                self._disk.sync_dir(self._root)
             else:
                 dead = self._root / f"{_DEAD}{secrets.token_hex(8)}"
                 self._disk.rename(path, dead)

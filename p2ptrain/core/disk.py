@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import os
 import shutil
 from pathlib import Path
@@ -95,6 +96,14 @@ class RealDisk:
         if os.name == "posix":  # Windows has no handle on a directory; its rename is durable with the journal
             self._sync(path, os.O_RDONLY)
 
+    def _sync_if_ours(self, path: Path) -> None:
+        """A directory that this user may not read is not his to make durable."""
+        try:
+            self.sync_dir(path)
+        except StorageError as error:
+            if not isinstance(error.__cause__, PermissionError):
+                raise
+
     def _sync(self, path: Path, flags: int) -> None:
         try:
             descriptor = os.open(path, flags)
@@ -108,16 +117,18 @@ class RealDisk:
     def make_dir(self, path: Path, *, mode: int = 0o755) -> None:
         """Make ``path`` and what leads to it where it is not there, all with ``mode``, which the umask may narrow.
 
-        Durable when it returns: a file is flushed in vain where the power cut takes the directory that it is in.
+        Durable when it returns: a file is flushed in vain where the power cut takes the directory that it is in. So is
+        one that was there already: who made it may have died in the call.
         """
         try:
-            missing = [each for each in (path, *path.parents) if not each.exists()]
+            missing = list(itertools.takewhile(lambda each: not each.exists(), (path, *path.parents)))
+            self._sync_if_ours((missing[-1].parent if missing else path).parent)
             for each in dict.fromkeys((*reversed(missing), path)):
                 each.mkdir(mode=mode, exist_ok=True)
+                if missing:
+                    self.sync_dir(each.parent)  # before the next one: a kill leaves one at most that is not durable
         except OSError as error:
             raise _translated("make the directory", path, error) from error
-        for each in reversed(missing):
-            self.sync_dir(each.parent)
 
     def rename(self, source: Path, target: Path) -> None:
         try:

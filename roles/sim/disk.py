@@ -237,7 +237,7 @@ class ProcessDisk:
 
     def make_dir(self, path: Path, *, mode: int = 0o755) -> None:
         if isinstance(self._machine.find(path), _Dir):
-            self._check()
+            self.sync_dir(path.parent)  # who made it may have died before it was durable
             return
         if path.parent != path:
             self.make_dir(path.parent, mode=mode)

@@ -280,6 +280,21 @@ def test_a_crash_while_a_crash_is_cleared_up_loses_nothing_either() -> None:
 
 
 @pytest.mark.parametrize("scenario", ["add", "replace"])
+def test_what_a_restart_after_a_kill_found_is_there_after_a_power_cut_too(scenario: str) -> None:
+    cases = 0
+    for fail_at in itertools.count(1):
+        disk = start(scenario)
+        if not crashed(disk, fail_at, write_new):
+            break
+        disk.fail_at = 0  # the process was killed, the disk kept everything
+        content = restarted(disk, f"call {fail_at}")
+        for torn in disk.outcomes():
+            assert restarted(torn, f"call {fail_at}, and a power cut") == content
+            cases += 1
+    assert cases > 10
+
+
+@pytest.mark.parametrize("scenario", ["add", "replace"])
 def test_a_full_disk_harms_nothing_and_leaves_room(scenario: str) -> None:
     for fail_at in itertools.count(1):
         disk = start(scenario)
@@ -291,6 +306,27 @@ def test_a_full_disk_harms_nothing_and_leaves_room(scenario: str) -> None:
         restarted(disk, f"call {fail_at}")
         assert not [name for name in disk.list_dir(ROOT) if name.startswith(".new-")], "what it took is free again"
         write_checkpoint(CheckpointStore(disk, ROOT, keep=2), 20, CONTENTS[20])
+
+
+def test_a_directory_is_durable_whoever_made_it(tmp_path: Path) -> None:
+    class Told(RealDisk):
+        def __init__(self) -> None:
+            self.flushed: list[tuple[str, bool, bool]] = []
+
+        def sync_dir(self, path: Path) -> None:
+            self.flushed.append((path.name, (tmp_path / "a").is_dir(), (tmp_path / "a" / "b").is_dir()))
+            super().sync_dir(path)
+
+    disk = Told()
+    disk.make_dir(tmp_path / "a" / "b")
+    assert disk.flushed == [
+        (tmp_path.parent.name, False, False),
+        (tmp_path.name, True, False),
+        ("a", True, True),
+    ], "a kill leaves one at most that is not"
+    disk.flushed.clear()
+    disk.make_dir(tmp_path / "a" / "b")
+    assert disk.flushed == [("a", True, True)]
 
 
 def test_a_writer_that_outlived_its_worker_publishes_nothing_that_is_half_removed(root: Path) -> None:
