@@ -14,6 +14,7 @@ its lineage.
 from __future__ import annotations
 
 import struct
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from wire.messages import LedgerRow, LedgerRows
 
 DIGEST_BYTES = 16
 MAX_MEMBERS = 1024
+BEGINS_KEPT = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,36 @@ def anew(view: View) -> Head:
     and who computed the steps up to there is not on record.
     """
     return Head(view.step, view.lineage, view.step, view.lineage)
+
+
+class Begins:
+    """Where the surviving views began, of those that are remembered.
+
+    Args:
+        views: generation, step and lineage of each that is known.
+    """
+
+    def __init__(self, views: Iterable[tuple[int, int, str]] = ()) -> None:
+        self._begins: list[tuple[int, int, str]] = []  # step, generation, lineage: the first two grow
+        for view in sorted(views):
+            self.add(*view)
+
+    def add(self, generation: int, step: int, lineage: str) -> None:
+        """A newer view begins."""
+        while self._begins and self._begins[-1][0] > step:
+            self._begins.pop()
+        self._begins.append((step, generation, lineage))
+        del self._begins[:-BEGINS_KEPT]
+
+    def superseded(self, generation: int, step: int) -> bool:
+        """Whether a later view took ``step`` of that generation back, or it was computed anew since."""
+        place = bisect_left(self._begins, (step,))
+        return place > 0 and generation < self._begins[place - 1][1]
+
+    def lineage_at(self, step: int) -> str:
+        """With which the newest of the views that began there did; empty where none did."""
+        place = bisect_left(self._begins, (step + 1,))
+        return self._begins[place - 1][2] if place > 0 and self._begins[place - 1][0] == step else ""
 
 
 def pack_counts(counts: Iterable[int]) -> bytes:
@@ -87,11 +119,20 @@ def rows_untrusted(message: LedgerRows, *, micro_batches: int, steps_total: int)
     return message.rows
 
 
-def fitting(head: Head, view: View, lineage: str, rows: Sequence[LedgerRow]) -> tuple[Head, list[LedgerRow], str]:
+def may_count(row: LedgerRow, view: View, begins: Begins) -> bool:
+    """Whether a row can be of the surviving course. ``view``: the newest one."""
+    own = row.step <= view.step or row.generation == view.generation
+    return own and not begins.superseded(row.generation, row.step)
+
+
+def fitting(
+    head: Head, view: View, begins: Begins, lineage: str, rows: Sequence[LedgerRow]
+) -> tuple[Head, list[LedgerRow], str]:
     """Which of some rows continue the ledger.
 
     Args:
         view: the newest one. Later steps than its start are its own, earlier ones are older views'.
+        begins: those views. A side that was cut off may tell of steps that were computed anew since.
         lineage: before the first of ``rows``, which are of consecutive steps.
 
     Returns:
@@ -99,15 +140,17 @@ def fitting(head: Head, view: View, lineage: str, rows: Sequence[LedgerRow]) -> 
     """
     taken: list[LedgerRow] = []
     for row in rows:
-        later = row.step > view.step
-        if row.step == head.step + 1 and (row.generation == view.generation if later else True):
+        after = next_lineage(lineage, row.digest)
+        if row.step == head.step + 1 and may_count(row, view, begins):
             if lineage != head.lineage:
                 return head, taken, f"step {row.step} was told with another past than the ledger's"
             if row.generation > view.generation:
                 return head, taken, f"step {row.step} was told of generation {row.generation}, which is not there yet"
-            head = replace(head, step=row.step, lineage=next_lineage(lineage, row.digest))
+            if begins.lineage_at(row.step) not in ("", after):
+                return head, taken, f"step {row.step} was told with another outcome than a view's that began there"
+            head = replace(head, step=row.step, lineage=after)
             taken.append(row)
-        lineage = next_lineage(lineage, row.digest)
+        lineage = after
     return head, taken, ""
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SAMPLES_AT_ONCE = 1 << 16
 ATTEMPTS = 3
-"""A job that runs may take steps back while they are read: then all is read again."""
+"""A job that runs may take steps back while they are read, or its ledger begin anew: then all is read again."""
 
 Ask = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
 
@@ -123,7 +123,7 @@ async def audit(ask: Ask, job: str, profile: Profile, progress: Callable[[int, i
         views = [view async for view in _views(ask, job)]
         verdict = await _audit_once(ask, job, profile, views, progress)
         newer = [view async for view in _views(ask, job, views[-1].generation if views else 0)]
-        if not any(view.step < verdict.steps for view in newer):
+        if not any(view.step <= verdict.steps for view in newer):
             break
     assert verdict is not None
     return verdict

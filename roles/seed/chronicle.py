@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from p2ptrain.core.world import Clock
@@ -28,6 +28,7 @@ class Known:
     """What the store has of it."""
 
     head: Head | None = None
+    begins: Sequence[tuple[int, int, str]] = ()
     view: View | None = None
     recoveries: int = 0
 
@@ -35,7 +36,8 @@ class Known:
 def known(records: Records, job: str) -> Known:
     """On the store's thread."""
     newest = records.recoveries(job, 1)
-    return Known(records.ledger_head(job), records.last_view(job), newest[-1].number if newest else 0)
+    begins, number = records.begins(job), newest[-1].number if newest else 0
+    return Known(records.ledger_head(job), begins, records.last_view(job), number)
 
 
 class Chronicle:
@@ -44,7 +46,7 @@ class Chronicle:
     def __init__(
         self, job: str, past: Known, *, clock: Clock, store: Store, board: Board, note: Callable[[str, str, str], None]
     ) -> None:
-        self.ledger = Ledger(job, past.head)
+        self.ledger = Ledger(job, past.head, past.begins)
         self.recoveries = Recorder(job, number=past.recoveries, view=past.view)
         self._job, self._clock, self._store, self._board, self._note = job, clock, store, board, note
 

@@ -266,6 +266,7 @@ class Desk:
     async def _mint(self, view: View, branch: frozenset[str] | None, *, restored: bool) -> None:
         office = self._office
         self.chronicle.minting(view)
+        ledger_step = min(office.ledger_step(self.id), view.step)  # what is told from now on is not durable with it
         branch_kept = sorted(branch) if branch is not None else None
         self.record = dataclasses.replace(self.record, branch=branch_kept, restoring=None)
         wall = office.clock.wall()
@@ -276,7 +277,6 @@ class Desk:
         links = [office.links[member.peer_id] for member in view.members if member.peer_id in office.links]
         ways = [self._way(view, rank) for rank in range(view.size)]
         heartbeat_s, death_s = ring_beats(links, [way.latency_s if way else None for way in ways])
-        ledger_step = min(office.ledger_step(self.id), view.step)
         # Neighbours must agree on the beats.
         view = dataclasses.replace(view, heartbeat_s=heartbeat_s, death_s=death_s, ledger_step=ledger_step)
         for link in links:
@@ -315,6 +315,8 @@ class Desk:
         if view is None:
             return
         if message.generation != view.generation and message.step > view.step:
+            return
+        if self.chronicle.ledger.begins.superseded(message.generation, message.step):
             return
         self.chronicle.committed(message)
         row = self._row

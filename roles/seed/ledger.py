@@ -8,10 +8,10 @@ to; what they said was compared when they were taken in. So a job of 8 members h
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 
-from ring.ledger import Head, anew, begun, counts_of_untrusted, fitting, rows_untrusted
+from ring.ledger import Begins, Head, anew, begun, counts_of_untrusted, fitting, may_count, rows_untrusted
 from ring.token import next_lineage
 from ring.view import View
 from wire.messages import LedgerRow, LedgerRows
@@ -40,13 +40,18 @@ class LedgerEntry:
 class Ledger:
     """One job's ledger, as far as the event loop must know it. Pure.
 
+    Args:
+        begins: generation, step and lineage of each view that is known.
+
     Attributes:
         head: None before the first view.
+        begins: where views began.
         counts: micro-batches of each member in the newest row, in rank order of ``generation``.
     """
 
-    def __init__(self, job: str, head: Head | None = None) -> None:
+    def __init__(self, job: str, head: Head | None = None, begins: Iterable[tuple[int, int, str]] = ()) -> None:
         self.head = head
+        self.begins = Begins(begins)
         self.generation = 0
         self.counts: tuple[int, ...] = ()
         self._job = job
@@ -61,6 +66,7 @@ class Ledger:
     def view_began(self, view: View) -> None:
         """Later steps are taken back."""
         self.head = begun(self.head, view)
+        self.begins.add(view.generation, view.step, view.lineage)
         self._contradicted = ""
         self._ahead = {step: row for step, row in self._ahead.items() if step <= view.step}
 
@@ -94,7 +100,7 @@ class Ledger:
     def _fitted(self, view: View, lineage: str, rows: Sequence[LedgerRow]) -> tuple[list[LedgerEntry], str]:
         assert self.head is not None
         head, entries = self.head, []
-        self.head, taken, problem = fitting(self.head, view, lineage, rows)
+        self.head, taken, problem = fitting(self.head, view, self.begins, lineage, rows)
         for row in taken:
             head = Head(head.base_step, head.base_lineage, row.step, next_lineage(head.lineage, row.digest))
             entries.append(LedgerEntry(self._job, row, head))
@@ -104,9 +110,8 @@ class Ledger:
     def _keep_ahead(self, view: View, lineage: str, rows: Sequence[LedgerRow]) -> None:
         """Who told these may be gone when somebody fills the gap before them."""
         for row in rows:
-            may_count = row.step <= view.step or row.generation == view.generation
             room = row.step in self._ahead or len(self._ahead) < ROWS_AHEAD
-            if row.step > self.step + 1 and may_count and room:
+            if row.step > self.step + 1 and room and may_count(row, view, self.begins):
                 self._ahead[row.step] = lineage, row
             lineage = next_lineage(lineage, row.digest)
 
@@ -150,8 +155,9 @@ def _lineage_at(db: sqlite3.Connection, job: str, whole: Head, step: int) -> str
         WHERE job = ? AND ledger.step = ? AND views.step BETWEEN ? AND ?"""
     found = db.execute(sql, (job, step + 1, whole.base_step, step)).fetchone()
     begin, lineage = found or (whole.base_step, whole.base_lineage)
-    for row in rows(db, job, begin, step - begin):
-        lineage = next_lineage(lineage, row.digest)
+    sql = "SELECT digest FROM ledger WHERE job = ? AND step > ? AND step <= ? ORDER BY step"
+    for (digest,) in db.execute(sql, (job, begin, step)):
+        lineage = next_lineage(lineage, digest)
     return lineage
 
 

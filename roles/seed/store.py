@@ -232,6 +232,11 @@ class Records:
                 for generation, step, lineage, members in rows
             ]
 
+    def begins(self, job: str) -> list[tuple[int, int, str]]:
+        """Generation, first step and lineage of each view that is kept."""
+        with _translated(self._path):
+            return self._db.execute("SELECT generation, step, lineage FROM views WHERE job = ?", (job,)).fetchall()
+
     # --------------------------------------------------------------------------------------------- ledger, recoveries
 
     def ledger_head(self, job: str) -> Head | None:

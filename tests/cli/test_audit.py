@@ -83,6 +83,26 @@ def test_a_job_that_has_not_begun_has_nothing_to_audit(command: Command, answers
     assert (outcome.code, "none yet" in outcome.out) == (0, True)
 
 
+async def test_a_ledger_that_begins_anew_while_it_is_read_is_read_again(
+    answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    other = {"base_step": 10, "base_lineage": "11" * 16, "step": 10, "lineage": "11" * 16}
+    ledger, (first,) = answers["jobs.ledger"], answers["jobs.views"]["views"]
+    second = first | {"generation": 2, "step": 10, "lineage": "11" * 16}
+    half = ledger["runs"][0] | {"digests": b"".join(DIGESTS[:5]).hex()}
+    pages = [ledger | {"runs": [half]}]
+
+    async def ask(method: str, params: dict[str, Any]) -> dict[str, Any]:
+        if method == "jobs.ledger":
+            return pages.pop() if pages else ledger | {"head": other, "runs": []}
+        views = [first] if pages else [first, second]
+        return {"views": [view for view in views if view["generation"] > params["after_generation"]]}
+
+    verdict = await module.audit(ask, JOB.id, load("tiny", {}, []).profile, lambda step, of: None)
+    assert (verdict.fault, verdict.first, verdict.steps) == (None, 11, 10)
+
+
 def test_an_answer_that_is_no_ledger_is_refused(command: Command, answers: dict[str, Any]) -> None:
     answers["jobs.ledger"]["head"]["lineage"] = "x"
     assert command("jobs", "audit", "tiny").code not in (0, 1)

@@ -6,19 +6,20 @@ import hashlib
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from p2ptrain.core.errors import ProtocolError
 from ring.coordination import Peer
 from ring.formation import records
-from ring.ledger import Audit, Began, Fault, Head, begun, fitting, pack_counts, rows_untrusted, surviving
+from ring.ledger import Audit, Began, Begins, Fault, Head, begun, fitting, pack_counts, rows_untrusted, surviving
 from ring.token import next_lineage
 from ring.view import View
 from wire.messages import LedgerRow, LedgerRows
 
 M = 8
 START = "00" * 16
+NONE = Begins()
 
 
 def view(generation: int, step: int, lineage: str = START, members: str = "ab") -> View:
@@ -42,45 +43,53 @@ def chained(rows: list[LedgerRow], lineage: str = START) -> str:
 
 def test_rows_continue_the_ledger_and_are_taken_once():
     head, rows = Head(0, START, 0, START), [row(1), row(2), row(3)]
-    head, taken, problem = fitting(head, view(1, 0), START, rows)
+    head, taken, problem = fitting(head, view(1, 0), NONE, START, rows)
     assert (taken, problem, head.step, head.lineage) == (rows, "", 3, chained(rows))
-    assert fitting(head, view(1, 0), START, rows)[1:] == ([], ""), "told again"
+    assert fitting(head, view(1, 0), NONE, START, rows)[1:] == ([], ""), "told again"
     overlapping = [row(3), row(4)]
-    assert fitting(head, view(1, 0), chained(rows[:2]), overlapping)[1] == [row(4)]
+    assert fitting(head, view(1, 0), NONE, chained(rows[:2]), overlapping)[1] == [row(4)]
 
 
 def test_rows_beyond_a_gap_wait_until_the_gap_is_told():
     head = Head(0, START, 0, START)
     later = [row(2), row(3)]
-    assert fitting(head, view(1, 0), chained([row(1)]), later) == (head, [], "")
-    head, taken, _ = fitting(head, view(1, 0), START, [row(1), *later])
+    assert fitting(head, view(1, 0), NONE, chained([row(1)]), later) == (head, [], "")
+    head, taken, _ = fitting(head, view(1, 0), NONE, START, [row(1), *later])
     assert [item.step for item in taken] == [1, 2, 3]
 
 
 def test_rows_of_another_past_are_refused_and_told_of():
-    head, _, _ = fitting(Head(0, START, 0, START), view(1, 0), START, [row(1)])
-    same, taken, problem = fitting(head, view(1, 0), chained([row(1, salt="x")]), [row(2)])
+    head, _, _ = fitting(Head(0, START, 0, START), view(1, 0), NONE, START, [row(1)])
+    same, taken, problem = fitting(head, view(1, 0), NONE, chained([row(1, salt="x")]), [row(2)])
     assert (same, taken) == (head, [])
     assert "another past" in problem
 
 
 def test_steps_that_a_view_took_back_are_not_taken_from_the_view_before():
     rows = [row(1), row(2), row(3)]
-    head, _, _ = fitting(Head(0, START, 0, START), view(1, 0), START, rows)
+    head, _, _ = fitting(Head(0, START, 0, START), view(1, 0), NONE, START, rows)
     second = view(2, 1, chained(rows[:1]))
     head = begun(head, second)
     assert (head.step, head.lineage) == (1, chained(rows[:1]))
-    assert fitting(head, second, chained(rows[:1]), rows[1:]) == (head, [], ""), "late words of the first view"
+    assert fitting(head, second, NONE, chained(rows[:1]), rows[1:]) == (head, [], ""), "late words of the first view"
     again = row(2, generation=2, salt="again")
-    assert fitting(head, second, head.lineage, [again])[1] == [again]
+    assert fitting(head, second, NONE, head.lineage, [again])[1] == [again]
+
+
+def test_rows_that_lead_elsewhere_than_to_where_a_view_began_are_refused_and_told_of():
+    begins = Begins([(1, 0, START), (2, 2, chained([row(1), row(2)])), (3, 4, "11" * 16)])
+    liar = [row(1), row(2, salt="x"), row(3), row(4)]
+    head, taken, problem = fitting(Head(0, START, 0, START), view(3, 4, "11" * 16), begins, START, liar)
+    assert (taken, "another outcome" in problem) == (liar[:1], True)
+    assert fitting(head, view(3, 4, "11" * 16), begins, START, [row(1), row(2)])[1:] == ([row(2)], "")
 
 
 def test_a_redone_step_is_told_with_the_view_that_computed_it():
-    head, _, _ = fitting(Head(0, START, 0, START), view(1, 0), START, [row(1)])
+    head, _, _ = fitting(Head(0, START, 0, START), view(1, 0), NONE, START, [row(1)])
     second = view(2, 2, chained([row(1), row(2)]))
     head = begun(head, second)
     assert head.step == 1, "it is still to be told"
-    assert fitting(head, second, chained([row(1)]), [row(2)])[1] == [row(2)]
+    assert fitting(head, second, NONE, chained([row(1)]), [row(2)])[1] == [row(2)]
 
 
 def test_a_view_below_the_base_begins_a_new_record():
@@ -88,12 +97,23 @@ def test_a_view_below_the_base_begins_a_new_record():
     assert begun(Head(100, START, 200, START), view(9, 50)) == Head(50, START, 50, START)
 
 
-@given(st.lists(st.tuples(st.sampled_from("tvr"), st.integers(0, 12)), max_size=40))
+def test_of_what_views_computed_anew_the_newest_counts():
+    begins = Begins([(4, 7, "d"), (1, 0, "a"), (3, 9, "c"), (2, 5, "b")])
+    computed = {step: next(item for item in range(1, 6) if not begins.superseded(item, step)) for step in range(1, 13)}
+    assert computed == {step: 1 if step <= 5 else 2 if step <= 7 else 4 for step in range(1, 13)}
+    assert [begins.lineage_at(step) for step in (0, 4, 5, 7, 9)] == ["a", "", "b", "d", ""]
+    begins.add(5, 3, "e")
+    assert (begins.superseded(2, 6), begins.superseded(4, 8), begins.superseded(1, 3)) == (True, True, False)
+
+
+@example([("s", 0), ("v", 0), ("s", 0), ("v", 1), ("r", 0)])
+@given(st.lists(st.tuples(st.sampled_from("tvrs"), st.integers(0, 12)), max_size=40))
 def test_whatever_is_told_in_whatever_order_the_ledger_stays_one_chain(acts):
-    """t: a member tells rows from some step on. v: a view begins at some step. r: late words of an old generation."""
+    """t: a member tells rows from some step on; s: it tells nobody. v: a view begins at some step. r: late words of an
+    old generation."""
     truth: list[LedgerRow] = []
     now = view(1, 0)
-    head, kept = begun(None, now), {}
+    head, kept, begins = begun(None, now), {}, Begins([(1, 0, START)])
     stale: list[list[LedgerRow]] = []
     for what, number in acts:
         if what == "v":
@@ -101,15 +121,18 @@ def test_whatever_is_told_in_whatever_order_the_ledger_stays_one_chain(acts):
             truth = truth[: min(number, len(truth))]
             now = view(now.generation + 1, len(truth), chained(truth))
             head = begun(head, now)
+            begins.add(now.generation, now.step, now.lineage)
             kept = {step: item for step, item in kept.items() if step <= now.step}
         elif what == "r" and stale:
             old = stale[number % len(stale)]
-            head, taken, _ = fitting(head, now, START, old) if old else (head, [], "")
+            head, taken, _ = fitting(head, now, begins, START, old) if old else (head, [], "")
             kept.update({item.step: item for item in taken})
         else:
             truth.append(row(len(truth) + 1, now.generation, salt=str(now.generation)))
+            if what == "s":
+                continue
             first = min(number, len(truth) - 1)
-            head, taken, problem = fitting(head, now, chained(truth[:first]), truth[first:])
+            head, taken, problem = fitting(head, now, begins, chained(truth[:first]), truth[first:])
             assert not problem
             kept.update({item.step: item for item in taken})
         assert sorted(kept) == list(range(1, head.step + 1))

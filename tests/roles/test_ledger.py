@@ -51,6 +51,11 @@ def told(kept: Records, ledger: Ledger, first: int, last: int, lineage: str, **s
     kept.add_rows(list(entries), [])
 
 
+def known(kept: Records) -> Ledger:
+    """As a seed that starts has it."""
+    return Ledger("j1", kept.ledger_head("j1"), kept.begins("j1"))
+
+
 @pytest.fixture
 def kept(tmp_path: Path) -> Records:
     records_ = Records(tmp_path / "seed.sqlite3")
@@ -121,6 +126,36 @@ def test_what_was_told_beyond_a_gap_is_bounded_and_taken_back(kept: Records, mon
     ledger.view_began(view(2, 5, past[5]))
     told(kept, ledger, 1, 2, START)
     assert ledger.step == 5, "of 3, 4, 5, 6 the last is taken back, and generation 9 is not there yet"
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_rows_of_a_course_that_was_taken_back_fill_no_gap(kept: Records, restarted: bool) -> None:
+    """A ring that lost the seed went on from step 4; another one, begun there since, is the job's."""
+    past, ledger = lineages(20), known(kept)
+    told(kept, ledger, 1, 4, START)
+    second = view(2, 4, past[4])
+    kept.add_view(second, JOB, restored=False, wall=2.0)
+    ledger.view_began(second)
+    own = [LedgerRow(step, 2, bytes([step]) * 16, pack_counts([4, 4])) for step in (5, 6)]
+    third = view(3, 6, next_lineage(next_lineage(past[4], own[0].digest), own[1].digest))
+    kept.add_view(third, JOB, restored=False, wall=3.0)
+    ledger.view_began(third)
+    if restarted:
+        ledger = known(kept)
+    told(kept, ledger, 1, 20, START, view=third)  # by the first ring, which is back
+    told(kept, ledger, 6, 20, past[5], view=third)
+    assert ledger.step == 4
+    entries, problem = ledger.take_untrusted(
+        LedgerRows("j1", next_lineage(past[4], own[0].digest), own[1:]), third, micro_batches=8, steps_total=10**6
+    )
+    assert (entries, problem) == ([], "")
+    told(kept, ledger, 5, 9, past[4], view=third)
+    entries, problem = ledger.take_untrusted(
+        LedgerRows("j1", past[4], own[:1]), third, micro_batches=8, steps_total=10**6
+    )
+    assert ([entry.row for entry in entries], problem) == (own, "")
+    assert ledger.head is not None
+    assert ledger.head.lineage == third.lineage
 
 
 def test_the_oldest_rows_are_folded_into_a_base(kept: Records, monkeypatch: pytest.MonkeyPatch) -> None:

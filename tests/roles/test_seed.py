@@ -535,6 +535,33 @@ async def test_a_worker_that_comes_back_when_the_job_is_over_tells_what_only_it_
     assert (head["base_step"], head["step"], head["lineage"]) == (0, 5, past[5])
 
 
+async def test_rows_that_are_told_while_a_view_is_written_are_told_again_by_its_members(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not durable yet: a seed that dies now would believe for the whole view that it has them."""
+    a, b = await bench.ring("a", "b")
+    row = LedgerRow(1, 1, bytes(16), pack_counts([2, 2]))
+    lineage = next_lineage(lineage_of(0), row.digest)
+    writing, written = threading.Event(), threading.Event()
+    original = Records.add_view
+
+    def add_view(self: Records, *what: Any, **more: Any) -> bool:
+        writing.set()
+        written.wait(DEADLINE_S)
+        return original(self, *what, **more)
+
+    monkeypatch.setattr(Records, "add_view", add_view)
+    try:
+        for worker, other in ((a, "b"), (b, "a")):
+            worker.report("broken", 1, lineage=lineage, suspect=other)
+        await asyncio.to_thread(writing.wait, DEADLINE_S)
+        a.say(LedgerRows(a.job, lineage_of(0), [row]))
+        await a.beaten()
+    finally:
+        written.set()
+    assert ((await a.viewed()).step, a.view.ledger_step) == (1, 0)
+
+
 # ------------------------------------------------------------------------------------------------ metrics, checkpoints
 
 
@@ -553,6 +580,30 @@ async def test_metrics_page_by_page_and_steps_that_were_taken_back_are_not_count
         (2, 0.5, 2, None, 1)
     ]
     assert (await bench.ask("jobs.show", job="first"))["job"]["loss"] == 0.5
+
+
+async def test_metrics_of_a_course_that_was_taken_back_are_not_counted_however_late(bench: Bench) -> None:
+    """A ring that lost the seed went on beyond where the job began anew meanwhile, and tells of it when it is back."""
+    a, b = await bench.ring("a", "b")
+    a.connection.abort()
+    b.report("broken", 0, suspect="a")
+    assert (await b.viewed()).step == 0
+    for step in (1, 2, 3):
+        b.say(StepMetrics(b.job, 2, step, {"loss": 1.0}))
+    b.report("broken", 3)
+    assert (await b.viewed()).step == 3
+    await a.join(job=a.job, generation=1)
+    a.view = dataclasses.replace(a.view, generation=1)
+    a.report("training", 9, lineage="ab" * 16)
+    await a.hear(Release)
+    await a.hear(Assign)
+    for step in (1, 2, 3, 4):
+        a.say(StepMetrics(a.job, 1, step, {"loss": 9.0}))
+    await a.beaten()
+    await b.beaten()
+    rows = (await bench.ask("metrics.history", job="first", after_step=0, limit=5))["rows"]
+    assert [(row["step"], row["loss"], row["generation"]) for row in rows] == [(1, 1.0, 2), (2, 1.0, 2), (3, 1.0, 2)]
+    assert (await bench.ask("jobs.show", job="first"))["job"]["loss"] == 1.0
 
 
 async def test_metrics_that_no_column_holds_are_cut(bench: Bench) -> None:
