@@ -6,9 +6,9 @@ that every member carries and every view begins with, so the record cannot be ch
 what the members vouched for.
 
 The surviving course. A view that begins at step s takes back every later step: their rows are superseded. So of all
-views the *surviving* ones are those below whose step no later one began, and step t was computed in the newest view
-that began before t. The seed keeps rows of that course only, one a step, and folds the oldest into a *base*: a step and
-its lineage.
+views the *surviving* ones are those at or below whose step no later one began, and step t was computed in the newest
+view that began before t. The seed keeps rows of that course only, one a step, and folds the oldest into a *base*: a
+step and its lineage.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Begins:
 
     def add(self, generation: int, step: int, lineage: str) -> None:
         """A newer view begins."""
-        while self._begins and self._begins[-1][0] > step:
+        while self._begins and self._begins[-1][0] >= step:
             self._begins.pop()
         self._begins.append((step, generation, lineage))
         del self._begins[:-BEGINS_KEPT]
@@ -83,7 +83,7 @@ class Begins:
         return place > 0 and generation < self._begins[place - 1][1]
 
     def lineage_at(self, step: int) -> str:
-        """With which the newest of the views that began there did; empty where none did."""
+        """With which the view that began there did; empty where none did."""
         place = bisect_left(self._begins, (step + 1,))
         return self._begins[place - 1][2] if place > 0 and self._begins[place - 1][0] == step else ""
 
@@ -178,10 +178,10 @@ class Fault:
 
 
 def surviving(views: Iterable[Began]) -> list[Began]:
-    """Those whose course was not taken back, oldest first."""
+    """Those that computed what was not taken back, oldest first: of several that began at one step, the newest."""
     kept: list[Began] = []
     for view in sorted(views, key=lambda item: item.generation):
-        while kept and kept[-1].step > view.step:
+        while kept and kept[-1].step >= view.step:
             kept.pop()
         kept.append(view)
     return kept
@@ -209,9 +209,7 @@ class Audit:
         self._complete = bool(self._views) and self._views[0].step <= base_step
 
     def begin(self) -> Fault | None:
-        """Compare the base with the newest of the views that begin there: it may have made the ledger begin anew."""
-        while self._next + 1 < len(self._views) and self._views[self._next + 1].step == self.step:
-            self._next += 1
+        """Compare the base with the view that begins there: it may have made the ledger begin anew."""
         return self._views_begin()
 
     def take(self, row: LedgerRow) -> Fault | None:

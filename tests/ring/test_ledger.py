@@ -231,5 +231,13 @@ def test_of_the_views_that_begin_at_the_base_the_newest_vouches_for_it():
 
 def test_views_whose_course_was_taken_back_do_not_count():
     taken_back = Began(5, 2, chained(ROWS[:2]), ("x",))
-    assert surviving([*VIEWS, taken_back]) == [*VIEWS[:2], taken_back]
+    assert surviving([*VIEWS, taken_back]) == [VIEWS[0], taken_back]
     assert audited(ROWS, [*VIEWS, taken_back])[1].kind == "generation", "the steps after 2 are generation 5's to make"
+
+
+def test_of_the_views_that_begin_at_one_step_the_newest_counts():
+    """The one before it was made of a side that was cut off, whose rows nobody had told."""
+    other = Began(2, VIEWS[1].step, "11" * 16, ("x",))
+    newest = replace(VIEWS[1], generation=3)
+    rows = [*ROWS[:2], *(row(step, 3, (2, 3, 3)) for step in (3, 4))]
+    assert audited(rows, [VIEWS[0], other, newest])[1] is None
