@@ -7,6 +7,7 @@ to; what they said was compared when they were taken in. So a job of 8 members h
 
 from __future__ import annotations
 
+import itertools
 import sqlite3
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
@@ -18,7 +19,7 @@ from wire.messages import LedgerRow, LedgerRows
 
 ROWS_KEPT = 1_000_000
 ROWS_AHEAD = 4096
-"""Rows beyond a gap that are kept until it is filled: as many as a member keeps."""
+"""Rows beyond a gap that are kept until it is filled: as many as a member keeps. With more the gap is given up."""
 TABLES = ("ledger", "ledgers")
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS ledger (job TEXT, step INTEGER, generation INTEGER, digest BLOB, counts BLOB,
@@ -88,9 +89,12 @@ class Ledger:
             return [], ""
         entries, problem = self._fitted(view, message.lineage, rows)
         self._keep_ahead(view, message.lineage, rows)
-        while not problem and (found := self._ahead.pop(self.step + 1, None)):
-            more, problem = self._fitted(view, found[0], [found[1]])
-            entries += more
+        if not problem:
+            problem = self._give_up_gap()
+        found: tuple[str, LedgerRow] | None
+        while found := self._ahead.pop(self.step + 1, None):
+            more, contradiction = self._fitted(view, found[0], [found[1]])
+            entries, problem = entries + more, problem or contradiction
         if entries:
             newest = entries[-1].row
             self.generation, self.counts = newest.generation, counts_of_untrusted(newest.counts)
@@ -110,10 +114,22 @@ class Ledger:
     def _keep_ahead(self, view: View, lineage: str, rows: Sequence[LedgerRow]) -> None:
         """Who told these may be gone when somebody fills the gap before them."""
         for row in rows:
-            room = row.step in self._ahead or len(self._ahead) < ROWS_AHEAD
-            if row.step > self.step + 1 and room and may_count(row, view, self.begins):
+            if row.step > self.step + 1 and may_count(row, view, self.begins):
                 self._ahead[row.step] = lineage, row
             lineage = next_lineage(lineage, row.digest)
+
+    def _give_up_gap(self) -> str:
+        """Begin anew beyond a gap that nobody can fill: a member has no older rows than so many. What was, in words."""
+        if len(self._ahead) < ROWS_AHEAD:
+            return ""
+        first = min(self._ahead)
+        run = list(itertools.takewhile(self._ahead.__contains__, itertools.count(first)))
+        if len(run) < len(self._ahead):  # there is another gap, and what lies before it helps nobody
+            self._ahead = {step: row for step, row in self._ahead.items() if step > run[-1]}
+            return ""
+        lineage, missing = self._ahead[first][0], self.step + 1
+        self.head = Head(first - 1, lineage, first - 1, lineage)
+        return f"nobody knows who computed steps {missing} to {first - 1}: the record begins anew after them"
 
 
 # ---------------------------------------------------------------------------- on the store's thread, in a transaction
@@ -164,10 +180,13 @@ def _lineage_at(db: sqlite3.Connection, job: str, whole: Head, step: int) -> str
 def add(db: sqlite3.Connection, entries: Sequence[LedgerEntry]) -> None:
     """Append rows in order; what is too much is folded."""
     newest = {entry.job: entry.head for entry in entries}
+    first = {entry.job: entry.head for entry in entries if entry.row.step == entry.head.base_step + 1}
     values = [(entry.job, *astuple(entry.row)) for entry in entries]
     db.executemany("INSERT OR REPLACE INTO ledger VALUES (?, ?, ?, ?, ?)", values)
     for job, found in newest.items():
-        before = head(db, job) or found  # its base may have been folded since
+        if job in first:  # the record may have begun anew
+            db.execute("DELETE FROM ledger WHERE job = ? AND step <= ?", (job, found.base_step))
+        before = first.get(job) or head(db, job) or found  # its base may have been folded since
         _set_head(db, job, _folded(db, job, Head(before.base_step, before.base_lineage, found.step, found.lineage)))
 
 

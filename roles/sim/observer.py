@@ -53,11 +53,13 @@ class Line:
     Attributes:
         lineages: step → lineage, as of the newest generation.
         saved_step: the newest step of it whose checkpoint the seed has noted.
+        left_at: where views began with another past than the line's: a side that was cut off was all that is left.
     """
 
     generation: int = 0
     lineages: dict[int, str] = field(default_factory=dict)
     saved_step: int = 0
+    left_at: set[int] = field(default_factory=set)
 
 
 class Observer:
@@ -170,6 +172,8 @@ class Observer:
         if restored:
             line.saved_step = min(line.saved_step, view.step)
         known = line.lineages.get(view.step, view.lineage)
+        if known != view.lineage:
+            line.left_at.add(view.step)
         self.check(
             "no fork",
             restored or known == view.lineage,
@@ -190,6 +194,8 @@ class Observer:
         if head is None:
             return
         lineage, step = head.base_lineage, head.base_step
+        anew = step == 0 or step in self.line.left_at
+        self.check("ledger", anew, lambda: f"the ledger begins with step {head.base_step}, and the line was not left")
         for row in rows:
             step, lineage = step + 1, next_lineage(lineage, row.digest)
             on_line = self.line.lineages.get(row.step, lineage)

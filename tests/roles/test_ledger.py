@@ -118,14 +118,31 @@ def test_what_was_told_beyond_a_gap_is_there_when_the_gap_is_filled(kept: Record
     assert kept.ledger_head("j1") == ledger.head
 
 
-def test_what_was_told_beyond_a_gap_is_bounded_and_taken_back(kept: Records, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ROWS_AHEAD", 4)
+def test_what_was_told_beyond_a_gap_is_taken_back_with_the_rest(kept: Records) -> None:
     past, ledger = lineages(20), Ledger("j1", kept.ledger_head("j1"))
     told(kept, ledger, 3, 20, past[2])
     told(kept, ledger, 5, 6, past[4], generation=9)
     ledger.view_began(view(2, 5, past[5]))
     told(kept, ledger, 1, 2, START)
-    assert ledger.step == 5, "of 3, 4, 5, 6 the last is taken back, and generation 9 is not there yet"
+    assert ledger.step == 5, "later ones are taken back, and generation 9 is not there yet"
+
+
+def test_a_gap_that_nobody_can_fill_is_given_up(kept: Records, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ROWS_AHEAD", 6)
+    past, ledger = lineages(40), Ledger("j1", kept.ledger_head("j1"))
+    told(kept, ledger, 1, 2, START)
+    told(kept, ledger, 5, 7, past[4])
+    told(kept, ledger, 10, 12, past[9])
+    told(kept, ledger, 13, 14, past[12])
+    assert ledger.step == 2, "of two runs the first is forgotten, and the second is short"
+    message = LedgerRows("j1", past[14], [row(step) for step in range(15, 18)])
+    entries, problem = ledger.take_untrusted(message, view(1, 0), micro_batches=8, steps_total=10**6)
+    assert problem == "nobody knows who computed steps 3 to 9: the record begins anew after them"
+    kept.add_rows(list(entries), [])
+    assert kept.ledger_head("j1") == ledger.head == Head(9, past[9], 17, past[17])
+    assert kept.ledger_rows("j1", 0, 99) == [row(step) for step in range(10, 18)]
+    told(kept, ledger, 18, 20, past[17])
+    assert kept.ledger_head("j1") == ledger.head
 
 
 @pytest.mark.parametrize("restarted", [False, True])
