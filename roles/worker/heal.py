@@ -19,7 +19,7 @@ from p2ptrain.core.errors import NetworkError, P2PTrainError, PeerError
 from ring.activities import Event, Followed, Heal, Torn, Unloaded
 from ring.transaction import Transaction
 from roles.engine import Applied, Engine
-from roles.worker.fetch import Base, Behind, Fetch, Self, Step
+from roles.worker.fetch import Behind, Fetch, Self, Step
 from roles.worker.surroundings import Surroundings
 from wire.messages import CatchUp, HealRequest, MemberRecord, Report
 
@@ -244,10 +244,11 @@ class Follower:
         fetch = await self._healer.fetch(request, message.generation, message.donors, engine, on_torn=on_torn)
         async with fetch.running():
             base = await fetch.state()
+            self._fetched = fetched(fetch, 0, around.world.clock.now() - began)  # what comes from now on are steps
             if base.root:
                 await self._to_its_end(around.compute.run(engine.state_loaded, base.step))
                 self._handle(Followed(base.step, base.lineage, base.square_sum))
-            self._tell(fetch, base, around.world.clock.now() - began)
+                around.notify("info", "fetched", f"fetched the state of step {base.step}: {self._fetched}")
             while True:
                 if fetch.newest - core.applied <= 1 and not self._said:
                     self._say()
@@ -269,11 +270,6 @@ class Follower:
         except asyncio.CancelledError:
             await task
             raise
-
-    def _tell(self, fetch: Fetch, base: Base, seconds: float) -> None:
-        self._fetched = fetched(fetch, 0, seconds)
-        if base.root:
-            self._around.notify("info", "fetched", f"fetched the state of step {base.step}: {self._fetched}")
 
     def _say(self) -> None:
         self._said = True

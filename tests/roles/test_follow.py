@@ -143,6 +143,31 @@ def test_whoever_holds_what_the_log_begins_with_needs_no_state() -> None:
     run_virtual(play())
 
 
+def test_steps_that_come_while_the_state_is_put_to_use_are_no_part_of_it() -> None:
+    async def play() -> None:
+        async with ring_of(MemoryNetwork(), 2, numel=NUMEL) as ring, newcomer_to(ring) as newcomer:
+            around: Any = newcomer.follower._around
+            inline = around.compute
+
+            class Slow:
+                async def run(self, call: Callable[..., Any], *args: Any) -> Any:
+                    if call == newcomer.engine.state_loaded:
+                        for _ in range(3):
+                            await ring.step()
+                        await asyncio.sleep(1.0)
+                    return await inline.run(call, *args)
+
+            around.compute = Slow()
+            begin(newcomer, ring)
+            await ring.steps_until(lambda: newcomer.core.torn)
+            await quiet_until(is_level(newcomer, ring))
+            report = newcomer.said[0]
+            assert report.fetched_bytes == sum(blob.view.nbytes for blob in newcomer.engine.state())
+            assert 0 <= report.received_bytes - report.fetched_bytes < 4096, "but for what is said about it"
+
+    run_virtual(play())
+
+
 @pytest.mark.parametrize("bad", [dies_after(0), dies_after(1), spoils(flipped), another_state, is_silent])
 def test_a_donor_that_fails_is_done_without(bad: Serve) -> None:
     async def play() -> None:
