@@ -7,8 +7,8 @@ what the members vouched for.
 
 The surviving course. A view that begins at step s takes back every later step: their rows are superseded. So of all
 views the *surviving* ones are those at or below whose step no later one began, and step t was computed in the newest
-view that began before t. The seed keeps rows of that course only, one a step, and folds the oldest into a *base*: a
-step and its lineage.
+view that began before t; in an older one where a later view took up what its members had gone on to. The seed keeps
+rows of that course only, one a step, and folds the oldest into a *base*: a step and its lineage.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from p2ptrain.core.errors import ProtocolError
 from ring.token import is_lineage, next_lineage
@@ -119,29 +120,40 @@ def rows_untrusted(message: LedgerRows, *, micro_batches: int, steps_total: int)
     return message.rows
 
 
-def may_count(row: LedgerRow, view: View, begins: Begins) -> bool:
-    """Whether a row can be of the surviving course. ``view``: the newest one."""
-    own = row.step <= view.step or row.generation == view.generation
-    return own and not begins.superseded(row.generation, row.step)
+def counting(view: View, begins: Begins, lineage: str, rows: Sequence[LedgerRow]) -> list[tuple[str, LedgerRow]]:
+    """Which of some rows can be of the surviving course, each with the lineage before it.
 
-
-def fitting(
-    head: Head, view: View, begins: Begins, lineage: str, rows: Sequence[LedgerRow]
-) -> tuple[Head, list[LedgerRow], str]:
-    """Which of some rows continue the ledger.
+    A side that was cut off may tell of steps that were computed anew since. Its rows count only where they lead to what
+    a later view began with: then that view took its line up.
 
     Args:
         view: the newest one. Later steps than its start are its own, earlier ones are older views'.
-        begins: those views. A side that was cut off may tell of steps that were computed anew since.
+        begins: those views.
         lineage: before the first of ``rows``, which are of consecutive steps.
+    """
+    lineages = list(accumulate((row.digest for row in rows), next_lineage, initial=lineage))
+    taken_up, found = False, []
+    for before, after, row in reversed(list(zip(lineages, lineages[1:], rows, strict=False))):
+        if known := begins.lineage_at(row.step):
+            taken_up = known == after
+        own = row.step <= view.step or row.generation == view.generation
+        if own and (taken_up or not begins.superseded(row.generation, row.step)):
+            found.append((before, row))
+    return found[::-1]
+
+
+def continuing(
+    head: Head, view: View, begins: Begins, told: Iterable[tuple[str, LedgerRow]]
+) -> tuple[Head, list[LedgerRow], str]:
+    """Which of some rows that count continue the ledger.
 
     Returns:
         the head with them, they, and in words why they contradict the ledger; empty where they do not.
     """
     taken: list[LedgerRow] = []
-    for row in rows:
+    for lineage, row in told:
         after = next_lineage(lineage, row.digest)
-        if row.step == head.step + 1 and may_count(row, view, begins):
+        if row.step == head.step + 1:
             if lineage != head.lineage:
                 return head, taken, f"step {row.step} was told with another past than the ledger's"
             if row.generation > view.generation:
@@ -150,7 +162,6 @@ def fitting(
                 return head, taken, f"step {row.step} was told with another outcome than a view's that began there"
             head = replace(head, step=row.step, lineage=after)
             taken.append(row)
-        lineage = after
     return head, taken, ""
 
 
@@ -203,8 +214,12 @@ class Audit:
     def __init__(self, *, base_step: int, base_lineage: str, micro_batches: int, views: Iterable[Began]) -> None:
         self.step, self.lineage = base_step, base_lineage
         self.computed: Counter[str] = Counter()
+        self._taken_up = False  # the rows since the newest view began are an older one's
         self._micro_batches = micro_batches
-        self._views = surviving(views)
+        known = list(views)
+        self._by_generation = {view.generation: view for view in known}
+        self._generation = 0  # of the newest row
+        self._views = surviving(known)
         self._next = sum(view.step < base_step for view in self._views)  # the first that has not begun yet
         self._complete = bool(self._views) and self._views[0].step <= base_step
 
@@ -245,16 +260,29 @@ class Audit:
             if self._complete:
                 return Fault(row.step, "generation", f"step {row.step} was computed before the first view began")
             return None  # its view is forgotten
-        view = self._views[self._next - 1]
-        if row.generation != view.generation:
-            text = f"step {row.step} is told of generation {row.generation}; generation {view.generation} computed it"
+        newest = self._views[self._next - 1]
+        own = row.generation == newest.generation and not self._taken_up
+        view = newest if own else self._line_taken_up(row, newest)
+        if view is None:
+            text = f"step {row.step} is told of generation {row.generation}; generation {newest.generation} computed it"
             return Fault(row.step, "generation", text)
+        self._generation = row.generation
         if len(counts) != len(view.members):
             text = f"step {row.step}: shares of {len(counts)} members, generation {view.generation} has "
             return Fault(row.step, "members", f"{text}{len(view.members)}")
         for peer_id, count in zip(view.members, counts, strict=True):
             self.computed[peer_id] += count
         return None
+
+    def _line_taken_up(self, row: LedgerRow, newest: Began) -> Began | None:
+        """The older view that computed a step, where the newest one committed nothing and a later one goes on from
+        what the older one's members had: its lineage vouches for them."""
+        view = self._by_generation.get(row.generation)
+        if view is None or view.step >= row.step or not self._generation <= row.generation < newest.generation:
+            return None
+        begins = self.step == newest.step or (self._taken_up and row.generation == self._generation)
+        self._taken_up = begins and self._next < len(self._views)
+        return view if self._taken_up else None
 
     def _views_begin(self) -> Fault | None:
         while self._next < len(self._views) and self._views[self._next].step <= self.step:
@@ -263,6 +291,7 @@ class Audit:
                 text = f"generation {view.generation} began at step {view.step} with lineage {view.lineage}, and the "
                 return Fault(view.step, "lineage", f"{text}rows up to there lead to {self.lineage}")
             self._next += 1
+            self._taken_up = False
         return None
 
 

@@ -12,7 +12,7 @@ import sqlite3
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 
-from ring.ledger import Begins, Head, anew, begun, counts_of_untrusted, fitting, may_count, rows_untrusted
+from ring.ledger import Begins, Head, anew, begun, continuing, counting, counts_of_untrusted, rows_untrusted
 from ring.token import next_lineage
 from ring.view import View
 from wire.messages import LedgerRow, LedgerRows
@@ -57,7 +57,8 @@ class Ledger:
         self.counts: tuple[int, ...] = ()
         self._job = job
         self._contradicted = ""
-        self._ahead: dict[int, tuple[str, LedgerRow]] = {}  # step → the lineage before it, its row
+        # Step → the lineage before it, its row, beyond a gap: who told it may be gone when somebody fills that.
+        self._ahead: dict[int, tuple[str, LedgerRow]] = {}
 
     @property
     def step(self) -> int:
@@ -87,13 +88,14 @@ class Ledger:
         rows = rows_untrusted(message, micro_batches=micro_batches, steps_total=steps_total)
         if self.head is None:
             return [], ""
-        entries, problem = self._fitted(view, message.lineage, rows)
-        self._keep_ahead(view, message.lineage, rows)
+        told = counting(view, self.begins, message.lineage, rows)
+        entries, problem = self._fitted(view, told)
+        self._ahead |= {row.step: (lineage, row) for lineage, row in told if row.step > self.step + 1}
         if not problem:
             problem = self._give_up_gap()
         found: tuple[str, LedgerRow] | None
         while found := self._ahead.pop(self.step + 1, None):
-            more, contradiction = self._fitted(view, found[0], [found[1]])
+            more, contradiction = self._fitted(view, [found])
             entries, problem = entries + more, problem or contradiction
         if entries:
             newest = entries[-1].row
@@ -101,22 +103,15 @@ class Ledger:
         problem, self._contradicted = "" if self._contradicted else problem, self._contradicted or problem
         return entries, problem
 
-    def _fitted(self, view: View, lineage: str, rows: Sequence[LedgerRow]) -> tuple[list[LedgerEntry], str]:
+    def _fitted(self, view: View, told: Sequence[tuple[str, LedgerRow]]) -> tuple[list[LedgerEntry], str]:
         assert self.head is not None
         head, entries = self.head, []
-        self.head, taken, problem = fitting(self.head, view, self.begins, lineage, rows)
+        self.head, taken, problem = continuing(self.head, view, self.begins, told)
         for row in taken:
             head = Head(head.base_step, head.base_lineage, row.step, next_lineage(head.lineage, row.digest))
             entries.append(LedgerEntry(self._job, row, head))
             self._ahead.pop(row.step, None)
         return entries, problem
-
-    def _keep_ahead(self, view: View, lineage: str, rows: Sequence[LedgerRow]) -> None:
-        """Who told these may be gone when somebody fills the gap before them."""
-        for row in rows:
-            if row.step > self.step + 1 and may_count(row, view, self.begins):
-                self._ahead[row.step] = lineage, row
-            lineage = next_lineage(lineage, row.digest)
 
     def _give_up_gap(self) -> str:
         """Begin anew beyond a gap that nobody can fill: a member has no older rows than so many. What was, in words."""

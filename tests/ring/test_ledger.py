@@ -12,7 +12,19 @@ from hypothesis import strategies as st
 from p2ptrain.core.errors import ProtocolError
 from ring.coordination import Peer
 from ring.formation import records
-from ring.ledger import Audit, Began, Begins, Fault, Head, begun, fitting, pack_counts, rows_untrusted, surviving
+from ring.ledger import (
+    Audit,
+    Began,
+    Begins,
+    Fault,
+    Head,
+    begun,
+    continuing,
+    counting,
+    pack_counts,
+    rows_untrusted,
+    surviving,
+)
 from ring.token import next_lineage
 from ring.view import View
 from wire.messages import LedgerRow, LedgerRows
@@ -36,6 +48,10 @@ def chained(rows: list[LedgerRow], lineage: str = START) -> str:
     for item in rows:
         lineage = next_lineage(lineage, item.digest)
     return lineage
+
+
+def fitting(head: Head, newest: View, begins: Begins, lineage: str, rows: list[LedgerRow]):
+    return continuing(head, newest, begins, counting(newest, begins, lineage, rows))
 
 
 # ------------------------------------------------------------------------------------------------------------- keeping
@@ -161,6 +177,16 @@ def test_what_is_no_ledger_is_refused(message):
         rows_untrusted(message, micro_batches=M, steps_total=100)
 
 
+def test_rows_of_a_side_that_was_cut_off_count_where_a_later_view_took_up_its_line():
+    rows = [row(step) for step in range(1, 6)]
+    begins = Begins([(1, 0, START), (2, 3, chained(rows[:3])), (3, 5, chained(rows))])
+    head, now = Head(3, chained(rows[:3]), 3, chained(rows[:3])), view(3, 5, chained(rows))
+    assert fitting(head, now, begins, head.lineage, rows[3:])[1:] == (rows[3:], "")
+    assert fitting(head, now, begins, head.lineage, rows[3:4])[1:] == ([], ""), "nothing says where that leads"
+    other = [row(4, salt="x"), row(5)]
+    assert fitting(head, now, begins, head.lineage, other)[1:] == ([], ""), "it leads elsewhere"
+
+
 # --------------------------------------------------------------------------------------------------------------- audit
 
 ROWS = [row(1), row(2), row(3, 2, (3, 3, 2)), row(4, 2, (2, 2, 4)), row(5, 4)]
@@ -196,7 +222,7 @@ FAULTS = {
     "gap": [*ROWS[:1], *ROWS[2:]],
     "twice": [*ROWS[:2], *ROWS[1:]],
     "shares": [*ROWS[:2], row(3, 2, (3, 3, 1)), *ROWS[3:]],
-    "generation": [*ROWS[:2], row(3, 1, (3, 3, 2)), *ROWS[3:]],
+    "generation": [*ROWS[:2], row(3, 1), *ROWS[3:]],
     "members": [*ROWS[:2], row(3, 2, (4, 4)), *ROWS[3:]],
     "lineage": [ROWS[0], row(2, salt="x"), *ROWS[2:]],
 }
@@ -206,7 +232,29 @@ FAULTS = {
 def test_every_fault_is_found_and_the_first_step_named(kind):
     fault = audited(FAULTS[kind], VIEWS)[1]
     assert fault is not None
-    assert (fault.kind, fault.step) == (kind, {"gap": 2, "twice": 2, "lineage": 2}.get(kind, 3))
+    assert (fault.kind, fault.step) == (kind, {"gap": 2, "twice": 2, "lineage": 2, "generation": 4}.get(kind, 3))
+
+
+def test_a_line_that_a_later_view_took_up_is_sound_and_nothing_else_of_an_older_generation():
+    rows = [*(row(step) for step in range(1, 6)), row(6, 3)]
+    views = [
+        Began(1, 0, START, ("a", "b")),
+        Began(2, 3, chained(rows[:3]), ("c", "d")),  # died before its first commit, or with all that it committed
+        Began(3, 5, chained(rows[:5]), ("a", "b")),
+    ]
+    audit, fault = audited(rows, views)
+    assert fault is None
+    assert audit.computed == {"a": 24, "b": 24}
+    for odd, views_, step in (
+        (rows, views[:2], 4),  # no later view vouches for them
+        ([*rows[:4], row(5, 2), rows[5]], views, 5),
+        ([*rows[:3], row(4, 2), *rows[4:]], views, 5),
+        ([*rows[:5], row(6, 1)], views, 6),
+        ([*rows[:4], row(5, 1, salt="x"), rows[5]], views, 5),
+    ):
+        fault = audited(odd, views_)[1]
+        assert fault is not None
+        assert (fault.kind, fault.step) == ("lineage" if odd[4].digest != rows[4].digest else "generation", step)
 
 
 def test_an_end_that_is_missing_or_other_is_a_fault():
