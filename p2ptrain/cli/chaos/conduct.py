@@ -120,7 +120,8 @@ class Run:
                 if plan.tls
                 else await audited(address, job, COMMAND_S)
             )
-            once = judge.every_step_once(await self._recorded(observer, job), observer.step)
+            last = observer.step  # the job goes on while its record is read
+            once = judge.every_step_once(await self._recorded(observer, job), last)
             self._go_on()
         await self._judged(cluster, observer, faults, [once, audit], job, step)
         report.complete = not self._stop.is_set()
