@@ -218,7 +218,7 @@ class Audit:
         self._micro_batches = micro_batches
         known = list(views)
         self._by_generation = {view.generation: view for view in known}
-        self._generation = 0  # of the newest row
+        self._generation = 0  # of the newest row; 0: there was none
         self._views = surviving(known)
         self._next = sum(view.step < base_step for view in self._views)  # the first that has not begun yet
         self._complete = bool(self._views) and self._views[0].step <= base_step
@@ -275,13 +275,13 @@ class Audit:
         return None
 
     def _line_taken_up(self, row: LedgerRow, newest: Began) -> Began | None:
-        """The older view that computed a step, where the newest one committed nothing and a later one goes on from
-        what the older one's members had: its lineage vouches for them."""
+        """The older view that computed a step, where nothing is left of what the newest one committed, and a later one
+        goes on from what the older one's members had: its lineage vouches for them."""
         view = self._by_generation.get(row.generation)
         if view is None or view.step >= row.step or not self._generation <= row.generation < newest.generation:
             return None
-        begins = self.step == newest.step or (self._taken_up and row.generation == self._generation)
-        self._taken_up = begins and self._next < len(self._views)
+        begins = self.step == newest.step or not self._generation  # or did before the base
+        self._taken_up = (self._taken_up or begins) and self._next < len(self._views)
         return view if self._taken_up else None
 
     def _views_begin(self) -> Fault | None:
