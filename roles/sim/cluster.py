@@ -77,6 +77,11 @@ class Machine:
         return runner.core.phase if runner is not None and self.up else None
 
     @property
+    def linked(self) -> bool:
+        """Whether its worker has a link to a seed."""
+        return self.worker is not None and self.worker._link.up
+
+    @property
     def following(self) -> bool:
         """Whether its worker keeps up with a ring that it is not in, or fetches the state for that."""
         runner = self.worker._runner if self.worker is not None else None

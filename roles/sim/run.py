@@ -185,6 +185,9 @@ async def _to_the_end(simulation: Simulation, faults: Faults) -> None:
             if observer.job_state != "running":  # a pause may be what it waits for, and a seed that dies forgets to say
                 await simulation.ask("jobs.resume", job=simulation.job)
             await _wait(simulation, 30.0)
+        # Who lost the seed tells what it knows as it finds it again.
+        while not observer.violation and not all(machine.linked for machine in simulation.live):
+            await _wait(simulation, 1.0)
 
 
 async def _churn(simulation: Simulation, faults: Faults, rng: random.Random, kinds: Sequence[str]) -> None:
