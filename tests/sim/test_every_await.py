@@ -1,0 +1,83 @@
+"""A member dies at every callback of a whole step, one after the other: nothing may be violated wherever it was."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from ring.transaction import Phase
+from roles.sim.cluster import Simulation
+from roles.sim.faults import Faults
+from roles.sim.run import STEPS, Verdict, _run, _to_the_end
+
+MEMBERS, BEFORE = 3, 5
+STEP = {Phase.COMPUTING, Phase.REDUCING, Phase.VOTING, Phase.APPLYING, Phase.BOUNDARY}
+
+
+@dataclass
+class Death:
+    """Of the member ``victim``, so many callbacks after all were members and it had committed step ``BEFORE``.
+
+    Attributes:
+        step, phase: where it stood when it died.
+    """
+
+    victim: int
+    callbacks: int
+    step: int = 0
+    phase: Phase = Phase.IDLE
+
+    async def conduct(self, simulation: Simulation, faults: Faults, rng: random.Random, kinds: Sequence[str]) -> None:
+        simulation.seed.start()
+        await simulation.create_job()
+        for machine in simulation.workers:
+            machine.start()
+        victim, done = simulation.workers[self.victim], asyncio.Event()
+        left = self.callbacks
+
+        def look() -> None:
+            nonlocal left
+            runner = victim.worker._runner if victim.worker is not None else None
+            if runner is None or runner.core.view is None or runner.core.view.size < MEMBERS:
+                return
+            if runner.core.applied >= BEFORE:
+                left -= 1
+            if left < 0:
+                victim.process.on_moment = None
+                self.step = runner.core.applied
+                self.phase = runner.core.phase
+                victim.kill()
+                done.set()
+
+        victim.process.on_moment = look
+        async with asyncio.timeout(60):
+            await done.wait()
+        await asyncio.sleep(0.3)
+        victim.start()
+        await _to_the_end(simulation, faults)
+
+
+def died(victim: int, callbacks: int, *, exact: bool) -> tuple[Death, Verdict]:
+    death = Death(victim, callbacks)
+    number = 2 if exact else 1
+    return death, _run(number, MEMBERS, [], "", False, death.conduct, STEPS)
+
+
+@pytest.mark.parametrize(("victim", "exact"), [(0, False), (1, True)])
+def test_a_kill_at_every_callback_of_a_step_harms_nothing(victim: int, exact: bool) -> None:
+    phases: set[Phase] = set()
+    steps: list[int] = []
+    for callbacks in itertools.count():
+        death, verdict = died(victim, callbacks, exact=exact)
+        assert not verdict.violated, f"{callbacks} callbacks after step {BEFORE}: {verdict.text}"
+        steps.append(death.step)
+        phases.add(death.phase)
+        if death.step > steps[0]:  # from one commit to the next
+            break
+    assert phases >= STEP
+    assert len(steps) > 50
