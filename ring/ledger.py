@@ -120,8 +120,12 @@ def rows_untrusted(message: LedgerRows, *, micro_batches: int, steps_total: int)
     return message.rows
 
 
-def counting(view: View, begins: Begins, lineage: str, rows: Sequence[LedgerRow]) -> list[tuple[str, LedgerRow]]:
-    """Which of some rows can be of the surviving course, each with the lineage before it.
+Placed = tuple[str, LedgerRow]
+"""A row and the lineage before it."""
+
+
+def counting(view: View, begins: Begins, lineage: str, rows: Sequence[LedgerRow]) -> tuple[list[Placed], list[Placed]]:
+    """Which of some rows are of the surviving course.
 
     A side that was cut off may tell of steps that were computed anew since. Its rows count only where they lead to what
     a later view began with: then that view took its line up.
@@ -130,21 +134,25 @@ def counting(view: View, begins: Begins, lineage: str, rows: Sequence[LedgerRow]
         view: the newest one. Later steps than its start are its own, earlier ones are older views'.
         begins: those views.
         lineage: before the first of ``rows``, which are of consecutive steps.
+
+    Returns:
+        those that are, and those of a cut-off side of which later rows may show that they are.
     """
     lineages = list(accumulate((row.digest for row in rows), next_lineage, initial=lineage))
-    taken_up, found = False, []
+    taken_up: bool | None = None
+    found, undecided = list[Placed](), list[Placed]()
     for before, after, row in reversed(list(zip(lineages, lineages[1:], rows, strict=False))):
         if known := begins.lineage_at(row.step):
             taken_up = known == after
         own = row.step <= view.step or row.generation == view.generation
         if own and (taken_up or not begins.superseded(row.generation, row.step)):
             found.append((before, row))
-    return found[::-1]
+        elif own and taken_up is None:
+            undecided.append((before, row))
+    return found[::-1], undecided[::-1]
 
 
-def continuing(
-    head: Head, view: View, begins: Begins, told: Iterable[tuple[str, LedgerRow]]
-) -> tuple[Head, list[LedgerRow], str]:
+def continuing(head: Head, view: View, begins: Begins, told: Iterable[Placed]) -> tuple[Head, list[LedgerRow], str]:
     """Which of some rows that count continue the ledger.
 
     Returns:
@@ -276,7 +284,7 @@ class Audit:
 
     def _line_taken_up(self, row: LedgerRow, newest: Began) -> Began | None:
         """The older view that computed a step, where nothing is left of what the newest one committed, and a later one
-        goes on from what the older one's members had: its lineage vouches for them."""
+        goes on from what the older one's members had: its lineage vouches for the bytes, the rows alone for who."""
         view = self._by_generation.get(row.generation)
         if view is None or view.step >= row.step or not self._generation <= row.generation < newest.generation:
             return None

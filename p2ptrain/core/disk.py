@@ -97,11 +97,17 @@ class RealDisk:
             self._sync(path, os.O_RDONLY)
 
     def _sync_if_ours(self, path: Path) -> None:
-        """A directory that this user may not read is not his to make durable."""
+        """A directory that this user may not read is not his to make durable, nor one that no flush is meant for."""
         try:
             self.sync_dir(path)
         except StorageError as error:
-            if not isinstance(error.__cause__, PermissionError):
+            cause = error.__cause__
+            if not isinstance(cause, OSError) or cause.errno not in (
+                errno.EACCES,
+                errno.EPERM,
+                errno.EINVAL,
+                errno.EROFS,
+            ):
                 raise
 
     def _sync(self, path: Path, flags: int) -> None:

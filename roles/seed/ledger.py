@@ -12,7 +12,7 @@ import sqlite3
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 
-from ring.ledger import Begins, Head, anew, begun, continuing, counting, counts_of_untrusted, rows_untrusted
+from ring.ledger import Begins, Head, Placed, anew, begun, continuing, counting, counts_of_untrusted, rows_untrusted
 from ring.token import next_lineage
 from ring.view import View
 from wire.messages import LedgerRow, LedgerRows
@@ -58,7 +58,9 @@ class Ledger:
         self._job = job
         self._contradicted = ""
         # Step → the lineage before it, its row, beyond a gap: who told it may be gone when somebody fills that.
-        self._ahead: dict[int, tuple[str, LedgerRow]] = {}
+        self._ahead: dict[int, Placed] = {}
+        # Of a side that was cut off: what it tells next may show that a later view took its line up.
+        self._undecided: dict[int, Placed] = {}
 
     @property
     def step(self) -> int:
@@ -71,11 +73,13 @@ class Ledger:
         self.begins.add(view.generation, view.step, view.lineage)
         self._contradicted = ""
         self._ahead = {step: row for step, row in self._ahead.items() if step <= view.step}
+        self._undecided = {}
 
     def began_anew(self, view: View) -> None:
         """The store found that a view has another past than the ledger's."""
         self.head = anew(view)
-        self._ahead.clear()
+        self._ahead = {}
+        self._undecided = {}
 
     def take_untrusted(
         self, message: LedgerRows, view: View, *, micro_batches: int, steps_total: int
@@ -88,12 +92,12 @@ class Ledger:
         rows = rows_untrusted(message, micro_batches=micro_batches, steps_total=steps_total)
         if self.head is None:
             return [], ""
-        told = counting(view, self.begins, message.lineage, rows)
+        told = self._with_decided(*counting(view, self.begins, message.lineage, rows))
         entries, problem = self._fitted(view, told)
-        self._ahead |= {row.step: (lineage, row) for lineage, row in told if row.step > self.step + 1}
         if not problem:
-            problem = self._give_up_gap()
-        found: tuple[str, LedgerRow] | None
+            self._ahead |= {row.step: (lineage, row) for lineage, row in told if row.step > self.step + 1}
+        given_up = self._give_up_gap()
+        found: Placed | None
         while found := self._ahead.pop(self.step + 1, None):
             more, contradiction = self._fitted(view, [found])
             entries, problem = entries + more, problem or contradiction
@@ -101,9 +105,23 @@ class Ledger:
             newest = entries[-1].row
             self.generation, self.counts = newest.generation, counts_of_untrusted(newest.counts)
         problem, self._contradicted = "" if self._contradicted else problem, self._contradicted or problem
-        return entries, problem
+        return entries, given_up or problem
 
-    def _fitted(self, view: View, told: Sequence[tuple[str, LedgerRow]]) -> tuple[list[LedgerEntry], str]:
+    def _with_decided(self, told: list[Placed], undecided: list[Placed]) -> list[Placed]:
+        """With the rows told before of which the first of these shows that they count."""
+        for lineage, row in undecided[-ROWS_AHEAD:]:
+            self._undecided[row.step] = lineage, row
+        for step in list(self._undecided)[: max(len(self._undecided) - ROWS_AHEAD, 0)]:
+            del self._undecided[step]
+        before = list[Placed]()
+        wanted, first = told[0] if told else ("", None)
+        step = first.step - 1 if first else 0
+        while (earlier := self._undecided.get(step)) and next_lineage(earlier[0], earlier[1].digest) == wanted:
+            before.append(self._undecided.pop(step))
+            wanted, step = earlier[0], step - 1
+        return before[::-1] + told
+
+    def _fitted(self, view: View, told: Sequence[Placed]) -> tuple[list[LedgerEntry], str]:
         assert self.head is not None
         head, entries = self.head, []
         self.head, taken, problem = continuing(self.head, view, self.begins, told)
@@ -115,16 +133,16 @@ class Ledger:
 
     def _give_up_gap(self) -> str:
         """Begin anew beyond a gap that nobody can fill: a member has no older rows than so many. What was, in words."""
-        if len(self._ahead) < ROWS_AHEAD:
-            return ""
-        first = min(self._ahead)
-        run = list(itertools.takewhile(self._ahead.__contains__, itertools.count(first)))
-        if len(run) < len(self._ahead):  # there is another gap, and what lies before it helps nobody
+        while len(self._ahead) >= ROWS_AHEAD:
+            first = min(self._ahead)
+            run = list(itertools.takewhile(self._ahead.__contains__, itertools.count(first)))
+            lineage, missing = self._ahead[first][0], self.step + 1
+            if len(run) == len(self._ahead) and self.begins.lineage_at(first - 1) in ("", lineage):
+                self.head = Head(first - 1, lineage, first - 1, lineage)
+                return f"nobody knows who computed steps {missing} to {first - 1}: the record begins anew after them"
+            # There is another gap, and what lies before it helps nobody; or it is of no view's line.
             self._ahead = {step: row for step, row in self._ahead.items() if step > run[-1]}
-            return ""
-        lineage, missing = self._ahead[first][0], self.step + 1
-        self.head = Head(first - 1, lineage, first - 1, lineage)
-        return f"nobody knows who computed steps {missing} to {first - 1}: the record begins anew after them"
+        return ""
 
 
 # ---------------------------------------------------------------------------- on the store's thread, in a transaction

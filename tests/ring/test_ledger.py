@@ -51,7 +51,7 @@ def chained(rows: list[LedgerRow], lineage: str = START) -> str:
 
 
 def fitting(head: Head, newest: View, begins: Begins, lineage: str, rows: list[LedgerRow]):
-    return continuing(head, newest, begins, counting(newest, begins, lineage, rows))
+    return continuing(head, newest, begins, counting(newest, begins, lineage, rows)[0])
 
 
 # ------------------------------------------------------------------------------------------------------------- keeping

@@ -127,15 +127,40 @@ def test_what_was_told_beyond_a_gap_is_taken_back_with_the_rest(kept: Records) -
     assert ledger.step == 5, "later ones are taken back, and generation 9 is not there yet"
 
 
+@pytest.mark.parametrize("size", [1, 3, 20])
+def test_a_line_that_was_taken_up_is_told_in_several_messages(kept: Records, size: int) -> None:
+    past = lineages(20)
+    for generation, step in ((2, 3), (3, 18)):
+        kept.add_view(view(generation, step, past[step]), JOB, restored=False, wall=2.0)
+    ledger, newest = Ledger("j1", kept.ledger_head("j1"), kept.begins("j1")), view(3, 18, past[18])
+    told(kept, ledger, 19, 20, past[18], generation=3, view=newest)
+    told(kept, ledger, 7, 8, "11" * 16, view=newest)  # another side, of a line that nobody took up
+    for first in range(1, 19, size):
+        told(kept, ledger, first, min(first + size - 1, 18), past[first - 1], view=newest)
+    assert kept.ledger_rows("j1", 0, 99) == [row(step, 1 if step < 19 else 3) for step in range(1, 21)]
+    assert kept.ledger_head("j1") == ledger.head
+    assert len(ledger._undecided) <= 2, "nobody took up the other side's"
+
+
+def test_that_a_gap_is_given_up_is_said_after_a_contradiction_too(
+    kept: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ROWS_AHEAD", 6)
+    past, ledger = lineages(40), Ledger("j1", kept.ledger_head("j1"))
+    liar = LedgerRows("j1", "11" * 16, [row(step) for step in range(1, 3)])
+    assert "another past" in ledger.take_untrusted(liar, view(1, 0), micro_batches=8, steps_total=10**6)[1]
+    message = LedgerRows("j1", past[9], [row(step) for step in range(10, 17)])
+    assert "begins anew" in ledger.take_untrusted(message, view(1, 0), micro_batches=8, steps_total=10**6)[1]
+
+
 def test_a_gap_that_nobody_can_fill_is_given_up(kept: Records, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ROWS_AHEAD", 6)
     past, ledger = lineages(40), Ledger("j1", kept.ledger_head("j1"))
     told(kept, ledger, 1, 2, START)
     told(kept, ledger, 5, 7, past[4])
     told(kept, ledger, 10, 12, past[9])
-    told(kept, ledger, 13, 14, past[12])
     assert ledger.step == 2, "of two runs the first is forgotten, and the second is short"
-    message = LedgerRows("j1", past[14], [row(step) for step in range(15, 18)])
+    message = LedgerRows("j1", past[12], [row(step) for step in range(13, 18)])
     entries, problem = ledger.take_untrusted(message, view(1, 0), micro_batches=8, steps_total=10**6)
     assert problem == "nobody knows who computed steps 3 to 9: the record begins anew after them"
     kept.add_rows(list(entries), [])
