@@ -20,10 +20,9 @@ def printable(text: str) -> str:
 
 def print_json(document: object) -> None:
     """One JSON document on standard output."""
+    # Line by line: where Python buffers nothing, a signal, as of a child that ends, may cut a long write short.
     for line in json.dumps(document, indent=2, ensure_ascii=True).splitlines():
-        typer.echo(
-            line
-        )  # a long write may be cut short by a signal, as of a child that ends, where Python buffers nothing
+        typer.echo(line)
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:

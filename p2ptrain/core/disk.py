@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     import sqlite3
 
 
+_NOT_OURS = frozenset({errno.EACCES, errno.EPERM, errno.EINVAL, errno.EROFS})
+
+
 class Disk(Protocol):
     """The file operations that the project uses for durable state. Raises ``StorageError``."""
 
@@ -102,12 +105,7 @@ class RealDisk:
             self.sync_dir(path)
         except StorageError as error:
             cause = error.__cause__
-            if not isinstance(cause, OSError) or cause.errno not in (
-                errno.EACCES,
-                errno.EPERM,
-                errno.EINVAL,
-                errno.EROFS,
-            ):
+            if not isinstance(cause, OSError) or cause.errno not in _NOT_OURS:
                 raise
 
     def _sync(self, path: Path, flags: int) -> None:
