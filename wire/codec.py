@@ -16,7 +16,7 @@ from typing import Any
 import msgpack
 
 from p2ptrain.core.errors import ProtocolError
-from wire import messages
+from wire import chain_messages, messages
 from wire.frame import CONTROL_FRAME_BYTES, LAST_HANDSHAKE_KIND
 from wire.messages import PROTOCOL_VERSION, Hello, Message, Welcome
 
@@ -29,7 +29,8 @@ MAX_DEPTH = 8
 
 MESSAGE_TYPES: dict[int, type[Message]] = {
     item.KIND: item
-    for item in vars(messages).values()
+    for module in (messages, chain_messages)
+    for item in vars(module).values()
     if isinstance(item, type) and issubclass(item, Message) and item is not Message
 }
 """Frame kind → class, of every message there is."""

@@ -1,0 +1,158 @@
+"""Messages of a split model's chain (``roles.chain``, ``roles.worker.stages``), as those of ``wire.messages``.
+
+::
+
+    client  → stage    (purpose ``chain``)  Request → Response: part.offer, part.load, part.free, model.open, session.open,
+                       session.resume, session.replay, session.close; stage → client meanwhile: PartLoading
+    client  → first stage, stage → next stage (purpose ``stage``)   Work, then one bulk frame
+    last stage → client                     Picked
+    stage at which a Work ends → client     Took
+    stage   → client                        ChainBroken: the next stage is lost
+    receiver → giver   (purposes ``model``: the receiver dials; ``give``: the giver dials)
+                       TensorsRequest → TensorsPage; TensorRequest → bulk frame | TensorGone
+    both ways on every idle one             StillHere, so that silence means death
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from wire.messages import Message
+
+CHAIN_STREAM = 1
+"""Stream of the bulk frame behind each ``Work``; frames keep their order, so one is enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work(Message):
+    """Take so many more positions of a session; the bulk frame behind it has them.
+
+    Attributes:
+        attempt: grows when a chain is mended; what is of an older one is dropped.
+        number: of the session's works, for the client.
+        keep: history is cut to its first ``keep`` positions before.
+        count: positions in the payload.
+        encoding: of the payload (``p2ptrain.core.activations``); ``ids`` (int32, little-endian) to the first stage.
+        last: index of the stage at which it ends.
+        picks: for so many of the last positions a token is picked; 0 where the work ends before the last stage.
+        draw: number of the first pick's draw.
+        spent_us: microseconds that each stage so far computed, in order.
+    """
+
+    KIND: ClassVar[int] = 38
+    session: str
+    attempt: int
+    number: int
+    keep: int
+    count: int
+    encoding: str
+    last: int
+    picks: int
+    draw: int
+    spent_us: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Picked(Message):
+    """Last stage to client: the tokens of a ``Work``. ``tokens``: int32, little-endian."""
+
+    KIND: ClassVar[int] = 39
+    session: str
+    attempt: int
+    number: int
+    tokens: bytes
+    spent_us: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Took(Message):
+    """Stage to client: a ``Work`` without picks ended here, taken in."""
+
+    KIND: ClassVar[int] = 40
+    session: str
+    attempt: int
+    number: int
+    spent_us: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ChainBroken(Message):
+    """Stage to client: the session goes no further from here, for the next stage is lost, or this one cannot go on.
+
+    Attributes:
+        lost: index of the stage that is meant; that of the sender where its own work failed.
+        code, reason, remedy: as of ``Refuse``.
+    """
+
+    KIND: ClassVar[int] = 41
+    session: str
+    attempt: int
+    lost: int
+    code: str
+    reason: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PartLoading(Message):
+    """Stage to client: how far a ``part.load`` is."""
+
+    KIND: ClassVar[int] = 42
+    done_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """One tensor of a model directory, or one of its small files (dtype ``FILE``, shape its bytes).
+
+    Attributes:
+        digest: xxh3-128 of its bytes, 16 bytes.
+    """
+
+    name: str
+    dtype: str
+    shape: list[int]
+    size_bytes: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TensorsRequest(Message):
+    """The table of what ``model`` holds, from its entry ``first`` on."""
+
+    KIND: ClassVar[int] = 43
+    model: str
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorsPage(Message):
+    """As many entries as fit a frame, of ``total``. ``error`` where there is no such model here."""
+
+    KIND: ClassVar[int] = 44
+    total: int
+    tensors: list[TensorRecord]
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRequest(Message):
+    """Send bytes [start, stop) of a tensor as one bulk frame on ``stream``; 4 MiB at most."""
+
+    KIND: ClassVar[int] = 45
+    model: str
+    name: str
+    start: int
+    stop: int
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorGone(Message):
+    """Those bytes cannot be given: the file changed, or is gone."""
+
+    KIND: ClassVar[int] = 46
+    stream: int
+    reason: str
