@@ -1,5 +1,7 @@
-"""What a worker needs of whatever computes a stage of a split model. ``compute.served_part`` is the real one; tests bring
-one without torch (``roles.stage_stand_in``). The interface is the seam between the chain (bytes) and the model (tensors).
+"""What a worker needs of whatever computes a stage of a split model.
+
+``compute.served_part`` is the real one; tests bring one without torch (``roles.stage_stand_in``). The interface is the
+seam between the chain (bytes) and the model (tensors).
 
 All methods block and are called on one dedicated compute thread (``roles.compute_thread``), never on the event loop.
 """

@@ -2,8 +2,8 @@
 
 ::
 
-    client  → stage    (purpose ``chain``)  Request → Response: part.offer, part.load, part.free, model.open, session.open,
-                       session.resume, session.replay, session.close; stage → client meanwhile: PartLoading
+    client  → stage    (purpose ``chain``)  Request → Response: part.offer, part.load, part.free, model.open,
+                       session.open, session.resume, session.replay, session.close; meanwhile stage → client PartLoading
     client  → first stage, stage → next stage (purpose ``stage``)   Work, then one bulk frame
     last stage → client                     Picked
     stage at which a Work ends → client     Took

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.core.errors import ProtocolError
-from wire import messages
+from wire import chain_messages, messages
 from wire.codec import (
     MAX_DEPTH,
     MAX_HANDSHAKE_ITEMS,
@@ -114,7 +114,8 @@ HELLO = {
 
 
 def test_every_message_class_has_its_own_kind():
-    classes = [item for item in vars(messages).values() if isinstance(item, type) and issubclass(item, Message)]
+    items = [item for module in (messages, chain_messages) for item in vars(module).values()]
+    classes = {item for item in items if isinstance(item, type) and issubclass(item, Message)}
     assert len(MESSAGE_TYPES) == len(classes) - 1 > 20
     assert max(MESSAGE_TYPES) < BULK_KIND
 
