@@ -156,3 +156,45 @@ class TensorGone(Message):
     KIND: ClassVar[int] = 46
     stream: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPart:
+    """One part of a model that a worker holds, for serving or for training.
+
+    Attributes:
+        part: its id. model: the model's id, which all parts of it share. name: of the model, for people.
+        cache_bytes: of the sessions that are open.
+        limit_bytes: what this worker gives to parts and their caches.
+        sessions: open now.
+        compute_ms: that one work takes here, averaged; 0 where it is not known.
+        busy: share of the last seconds in which it computed; the rest is its bubble.
+        tokens_per_s: positions taken.
+        out_position_bytes: bytes that one position takes on the wire to ``next``.
+        next: peer id of the next stage; empty on the last one.
+    """
+
+    part: str
+    model: str
+    name: str
+    start: int
+    stop: int
+    layers: int
+    dtype: str
+    weights_bytes: int
+    cache_bytes: int
+    limit_bytes: int
+    sessions: int
+    compute_ms: float
+    busy: float
+    tokens_per_s: float
+    out_position_bytes: float
+    next: str
+
+
+@dataclass(frozen=True, slots=True)
+class PartsHeld(Message):
+    """Worker to seed: all that it holds, when that changes, and once a second while it works. At most 16."""
+
+    KIND: ClassVar[int] = 47
+    parts: list[HeldPart]
