@@ -24,6 +24,7 @@ enrolment              a seed's ``Gate``: enrolment, renewal, requests about tic
 healing                both sides of a heal
 operators-requests     a whole seed, asked anything
 checkpoint-manifests   ``CheckpointStore``
+tensor-headers, -index ``header_entries_untrusted``, ``index_files_untrusted``
 =====================  ==================================================================================
 """
 
@@ -38,6 +39,7 @@ from . import (
     door_targets,
     file_targets,
     ledger_targets,
+    model_targets,
     ring_targets,
     standby_targets,
     wire_targets,
@@ -54,6 +56,7 @@ TARGETS: tuple[Target, ...] = (
     *standby_targets.TARGETS,
     *door_targets.TARGETS,
     *file_targets.TARGETS,
+    *model_targets.TARGETS,
 )
 
 

@@ -1,0 +1,224 @@
+"""Where each tensor of a model directory lies, so that exactly the bytes of one can be read.
+
+A safetensors file is 8 bytes (little-endian: how long the header is), a JSON header that names every tensor's dtype,
+shape and place, and the tensors' bytes (https://github.com/huggingface/safetensors#format). A model is one such file,
+``model.safetensors``, or several with an index of which tensor is in which, ``model.safetensors.index.json``.
+
+A directory may have come from anywhere: its headers are checked as a peer's bytes are, before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard, TypeVar
+
+from p2ptrain.core.errors import ConfigError, ProtocolError, StorageError
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 16 << 20
+"""A hundred thousand tensors take some 12 MB; the largest models in one file have fewer."""
+MAX_TENSORS = 1 << 17
+MAX_DIMS = 8
+_T = TypeVar("_T")
+_LENGTH_BYTES = 8
+_MAX_NAME = 512
+_MAX_FILES = 4096
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}\.safetensors")
+
+ITEM_BYTES: Mapping[str, int] = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
+    **dict.fromkeys(("I32", "U32", "F32"), 4),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 8),
+}
+"""safetensors' dtypes of whole bytes. A file with another one (half-byte floats) is refused: nobody here computes with
+it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where a tensor lies: bytes [start, stop) of ``file``. ``dtype`` is safetensors' name, a key of ``ITEM_BYTES``."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.stop - self.start
+
+
+def header_entries_untrusted(header: bytes | memoryview, file: str, file_bytes: int) -> dict[str, TensorEntry]:
+    """The tensors that the JSON ``header`` (without its length) of a file of ``file_bytes`` names.
+
+    Raises:
+        ProtocolError: it is not a header, or what it names does not fill the file's bytes exactly, without overlap.
+    """
+    named = _json_object_untrusted(header, f"the header of {file}")
+    metadata = named.pop("__metadata__", None)
+    if metadata is not None and not isinstance(metadata, dict):
+        raise ProtocolError(f"the header of {file} has ill-typed metadata")
+    data_start = _LENGTH_BYTES + len(header)
+    entries = {name: _entry_untrusted(name, item, file, data_start) for name, item in named.items()}
+    end = data_start
+    for entry in sorted(entries.values(), key=lambda each: (each.start, each.stop)):
+        if entry.start != end:
+            raise ProtocolError(f"the tensors of {file} overlap, or there are bytes between them")
+        end = entry.stop
+    if end != file_bytes:
+        raise ProtocolError(f"{file} has {file_bytes} bytes, its header accounts for {end}")
+    return entries
+
+
+def index_files_untrusted(encoded: bytes) -> dict[str, str]:
+    """Tensor name to file name, of a ``model.safetensors.index.json``.
+
+    Raises:
+        ProtocolError: it is not an index, or a file's name is none of a file beside it.
+    """
+    where = _json_object_untrusted(encoded, INDEX_FILE).get("weight_map")
+    if not isinstance(where, dict) or not where:
+        raise ProtocolError(f"{INDEX_FILE} has no weight_map")
+    for name, file in where.items():
+        if not isinstance(file, str) or not _FILE_NAME.fullmatch(file) or len(name) > _MAX_NAME:
+            raise ProtocolError(f"{INDEX_FILE} names a file that is none of a model's")
+    if len(set(where.values())) > _MAX_FILES:
+        raise ProtocolError(f"{INDEX_FILE} names more than {_MAX_FILES} files")
+    return where
+
+
+class TensorTable:
+    """Every tensor of a model directory, by its name in the files.
+
+    Attributes:
+        entries: where each one lies.
+        bytes_read: so far, headers and index included.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Read the headers.
+
+        Raises:
+            ConfigError: there is no model in safetensors.
+            StorageError: a file is damaged, missing or cannot be read.
+        """
+        self.directory = directory
+        self.bytes_read = 0
+        if (directory / INDEX_FILE).is_file():
+            self.entries = self._indexed()
+        elif (directory / WEIGHTS_FILE).is_file():
+            self.entries = self._header(WEIGHTS_FILE)
+        else:
+            raise ConfigError(
+                f"{directory} has no weights in safetensors",
+                remedy="it needs config.json and *.safetensors, as save_pretrained writes them",
+            )
+
+    def read(self, name: str) -> bytearray:
+        """The bytes of a tensor, and no others of its file.
+
+        Raises:
+            KeyError: there is none of that name.
+            StorageError: the file cannot be read, or became shorter.
+        """
+        entry = self.entries[name]
+        return self._read(entry.file, entry.start, entry.size_bytes)
+
+    def _indexed(self) -> dict[str, TensorEntry]:
+        path = self.directory / INDEX_FILE
+        size = self._size(path)
+        if size > MAX_HEADER_BYTES:
+            raise StorageError(f"{path} is larger than the {MAX_HEADER_BYTES} bytes it may have")
+        encoded = bytes(self._read(INDEX_FILE, 0, size))
+        where = self._checked(lambda: index_files_untrusted(encoded))
+        files = {file: self._header(file) for file in sorted(set(where.values()))}
+        lost = next((name for name, file in where.items() if name not in files[file]), None)
+        if lost is not None:
+            raise StorageError(f"{path} names {lost} in {where[lost]}, which does not have it")
+        return {name: files[file][name] for name, file in where.items()}
+
+    def _header(self, file: str) -> dict[str, TensorEntry]:
+        size = self._size(self.directory / file)
+        length = int.from_bytes(self._read(file, 0, min(size, _LENGTH_BYTES)), "little")
+        if length > min(size - _LENGTH_BYTES, MAX_HEADER_BYTES):
+            raise StorageError(f"{self.directory / file} is damaged: its header would have {length} bytes")
+        header = bytes(self._read(file, _LENGTH_BYTES, length))
+        return self._checked(lambda: header_entries_untrusted(header, file, size))
+
+    def _checked(self, parse: Callable[[], _T]) -> _T:
+        try:
+            return parse()
+        except ProtocolError as error:
+            raise StorageError(
+                f"the model in {self.directory} is damaged: {error.message}", remedy="fetch or save it again"
+            ) from error
+
+    def _size(self, path: Path) -> int:
+        try:
+            return path.stat().st_size
+        except OSError as error:
+            raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+
+    def _read(self, file: str, start: int, size_bytes: int) -> bytearray:
+        path = self.directory / file
+        data = bytearray(size_bytes)
+        left = memoryview(data)
+        try:
+            with path.open("rb", buffering=0) as opened:
+                opened.seek(start)
+                while left:
+                    count = opened.readinto(left)
+                    if not count:
+                        raise StorageError(f"{path} ends {len(left)} bytes before the end of what it should hold")
+                    left = left[count:]
+                    self.bytes_read += count
+        except OSError as error:
+            raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+        return data
+
+
+def _entry_untrusted(name: str, item: Any, file: str, data_start: int) -> TensorEntry:
+    if len(name) > _MAX_NAME or not isinstance(item, dict):
+        raise ProtocolError(f"the header of {file} has an ill-typed tensor")
+    dtype, shape, place = item.get("dtype"), item.get("shape"), item.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise ProtocolError(f"the header of {file} has a tensor of a dtype that is not known")
+    if not (_are_sizes(shape) and len(shape) <= MAX_DIMS and _are_sizes(place) and len(place) == 2):
+        raise ProtocolError(f"the header of {file} has a tensor of an impossible shape or place")
+    start, stop = place
+    if stop - start != math.prod(shape) * ITEM_BYTES[dtype]:
+        raise ProtocolError(f"the header of {file} gives a tensor another number of bytes than its shape has")
+    return TensorEntry(file, dtype, tuple(shape), data_start + start, data_start + stop)
+
+
+def _are_sizes(values: Any) -> TypeGuard[list[int]]:
+    """Whether it is a list of whole numbers that a size can have; their product of ``MAX_DIMS`` is quick to take."""
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 48 for value in values)
+
+
+def _json_object_untrusted(encoded: bytes | memoryview, what: str) -> dict[str, Any]:
+    if len(encoded) > MAX_HEADER_BYTES:
+        raise ProtocolError(f"{what} is longer than {MAX_HEADER_BYTES} bytes")
+    try:
+        value = json.loads(bytes(encoded), object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"{what} is not JSON ({type(error).__name__})") from error
+    if not isinstance(value, dict) or len(value) > MAX_TENSORS:
+        raise ProtocolError(f"{what} is not a table of at most {MAX_TENSORS} entries")
+    return value
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A name twice would make what one reader takes differ from what another does."""
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise ValueError("a name stands twice")
+    return value

@@ -1,0 +1,137 @@
+"""The table of a model directory against safetensors' own files, and directories that are damaged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from p2ptrain.core.errors import ConfigError, StorageError
+from p2ptrain.core.tensor_files import INDEX_FILE, MAX_HEADER_BYTES, WEIGHTS_FILE, TensorTable
+
+TENSORS: dict[str, Any] = {
+    "a": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "b": np.arange(5, dtype=np.float16),
+    "scalar": np.array(7, dtype=np.int64),
+    "empty": np.zeros((0, 4), dtype=np.uint8),
+    "mask": np.array([True, False]),
+}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    save_file(TENSORS, tmp_path / WEIGHTS_FILE, metadata={"format": "np"})
+    return tmp_path
+
+
+def split_in_two(directory: Path) -> dict[str, str]:
+    (directory / WEIGHTS_FILE).unlink()
+    where = {name: f"model-0000{1 + (name > 'b')}-of-00002.safetensors" for name in TENSORS}
+    for file in set(where.values()):
+        save_file({name: tensor for name, tensor in TENSORS.items() if where[name] == file}, directory / file)
+    (directory / INDEX_FILE).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": where}))
+    return where
+
+
+@pytest.mark.parametrize("files", [1, 2])
+def test_what_is_read_is_what_safetensors_reads(directory: Path, files: int) -> None:
+    expected = load_file(directory / WEIGHTS_FILE)
+    if files == 2:
+        split_in_two(directory)
+    table = TensorTable(directory)
+    assert set(table.entries) == set(TENSORS)
+    headers = table.bytes_read
+    for name, tensor in expected.items():
+        entry = table.entries[name]
+        assert entry.shape == tensor.shape
+        data = table.read(name)
+        assert bytes(data) == tensor.tobytes()
+        assert entry.size_bytes == tensor.nbytes
+    assert table.bytes_read - headers == sum(tensor.nbytes for tensor in expected.values())
+    assert headers < sum(path.stat().st_size for path in directory.iterdir())
+    with pytest.raises(KeyError):
+        table.read("c")
+
+
+def test_a_directory_without_weights(tmp_path: Path) -> None:
+    for directory in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(ConfigError, match="no weights in safetensors"):
+            TensorTable(directory)
+
+
+def header(named: dict[str, Any], data_bytes: int) -> bytes:
+    encoded = json.dumps(named).encode()
+    return len(encoded).to_bytes(8, "little") + encoded + bytes(data_bytes)
+
+
+def f32(start: int, stop: int, *shape: int) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": list(shape), "data_offsets": [start, stop]}
+
+
+@pytest.mark.parametrize(
+    ("content", "cause"),
+    [
+        (b"", "would have"),
+        (b"\x05\0\0", "would have"),
+        ((1 << 60).to_bytes(8, "little") + b"{}", f"would have {1 << 60} bytes"),
+        ((MAX_HEADER_BYTES + 1).to_bytes(8, "little") + bytes(MAX_HEADER_BYTES + 9), "would have"),
+        (header({"a": f32(0, 8, 3)}, 8), "another number of bytes"),
+        (header({"a": f32(0, 8, 2)}, 7), "accounts for"),
+        (header({"a": f32(0, 8, 2)}, 9), "accounts for"),
+        (header({"a": f32(0, 8, 2), "b": f32(4, 12, 2)}, 12), "overlap"),
+        (header({"a": f32(0, 8, 2), "b": f32(12, 20, 2)}, 20), "between them"),
+        (header({"a": f32(8, 0, -2)}, 8), "impossible"),
+        (header({"a": f32(0, 8, True, 2)}, 8), "impossible"),
+        (header({"a": f32(0, 4, *[1] * 9)}, 4), "impossible"),
+        (header({"a": {**f32(0, 8, 2), "dtype": "F4"}}, 8), "dtype"),
+        (header({"a": [1]}, 8), "ill-typed"),
+        (header({"__metadata__": 1}, 0), "ill-typed metadata"),
+        (header([1], 0), "not a table"),  # type: ignore[arg-type]
+        (header({}, 0).replace(b"{}", b"{]"), "not JSON"),
+    ],
+)
+def test_a_damaged_file_is_refused(directory: Path, content: bytes, cause: str) -> None:
+    (directory / WEIGHTS_FILE).write_bytes(content)
+    with pytest.raises(StorageError, match=cause) as caught:
+        TensorTable(directory)
+    assert str(directory) in caught.value.message
+
+
+def test_a_name_that_stands_twice(directory: Path) -> None:
+    one = json.dumps({"a": f32(0, 8, 2)})[1:-1]
+    encoded = f"{{{one},{one}}}".encode()
+    (directory / WEIGHTS_FILE).write_bytes(len(encoded).to_bytes(8, "little") + encoded + bytes(8))
+    with pytest.raises(StorageError, match="not JSON"):
+        TensorTable(directory)
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({"a": "../model-00001-of-00002.safetensors"}, "none of a model's"),
+        ({"a": "/etc/passwd"}, "none of a model's"),
+        ({"a": 5}, "none of a model's"),
+        ({"c": "model-00001-of-00002.safetensors"}, "does not have it"),
+        ({"a": "model-00003-of-00002.safetensors"}, "cannot read"),
+    ],
+)
+def test_a_damaged_index_is_refused(directory: Path, change: dict[str, Any], cause: str) -> None:
+    where = split_in_two(directory)
+    (directory / INDEX_FILE).write_text(json.dumps({"weight_map": where | change}))
+    with pytest.raises(StorageError, match=cause):
+        TensorTable(directory)
+
+
+def test_a_file_that_became_shorter(directory: Path) -> None:
+    table = TensorTable(directory)
+    with (directory / WEIGHTS_FILE).open("r+b") as file:
+        file.truncate(table.entries["a"].stop - 1)
+    with pytest.raises(StorageError, match="ends 1 bytes before"):
+        table.read("a")
+    (directory / WEIGHTS_FILE).unlink()
+    with pytest.raises(StorageError, match="cannot read"):
+        table.read("a")
