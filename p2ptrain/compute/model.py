@@ -118,8 +118,8 @@ def model_config(spec: ModelSpec, vocab_size: int) -> PretrainedConfig:
             spec.architecture, **{**chosen, "tie_word_embeddings": spec.tie_embeddings, **special, **spec.extra}
         )
     except Exception as error:  # each architecture validates in its own way and with its own exceptions
-        raise ConfigError(f"the [model] table does not make a {spec.architecture!r}: {_first_line(error)}") from error
-    return _without_dropout(config)
+        raise ConfigError(f"the [model] table does not make a {spec.architecture!r}: {first_line(error)}") from error
+    return without_dropout(config)
 
 
 def parameter_count(config: PretrainedConfig) -> int:
@@ -132,7 +132,7 @@ def parameter_count(config: PretrainedConfig) -> int:
         with torch.device("meta"):
             model = _Auto.from_config(config, attn_implementation=ATTENTION)
     except Exception as error:
-        raise ConfigError(f"the [model] table does not make a {config.model_type!r}: {_first_line(error)}") from error
+        raise ConfigError(f"the [model] table does not make a {config.model_type!r}: {first_line(error)}") from error
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -214,7 +214,7 @@ def load_model(
         )
     except _LOAD_ERRORS as error:
         raise ConfigError(
-            f"cannot load a model from {directory}: {_first_line(error)}",
+            f"cannot load a model from {directory}: {first_line(error)}",
             remedy="it needs config.json and *.safetensors, as save_pretrained writes them",
         ) from error
     if missing := sorted(report["missing_keys"]):
@@ -232,12 +232,12 @@ def _directory_config(directory: Path, vocab_size: int) -> PretrainedConfig:
         raise
     except _LOAD_ERRORS as error:
         raise ConfigError(
-            f"model.path = {str(directory)!r} is not a model directory: {_first_line(error)}",
+            f"model.path = {str(directory)!r} is not a model directory: {first_line(error)}",
             remedy="it needs config.json and *.safetensors, as save_pretrained writes them",
         ) from error
     if config.vocab_size < vocab_size:
         raise ConfigError(f"the model in {directory} knows {config.vocab_size} tokens, its tokenizer {vocab_size}")
-    return _without_dropout(config)
+    return without_dropout(config)
 
 
 def _check_sizes(spec: ModelSpec) -> None:
@@ -266,7 +266,8 @@ def _check_architecture(name: str) -> None:
         )
 
 
-def _without_dropout(config: PretrainedConfig) -> PretrainedConfig:
+def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
+    """``config``, with every dropout of it set to 0."""
     for key, value in config.to_dict().items():
         if isinstance(value, float) and ("dropout" in key or "pdrop" in key):
             setattr(config, key, 0.0)
@@ -278,6 +279,7 @@ def _closest(name: str, known: object) -> str:
     return f"did you mean {' or '.join(matches)}?" if matches else "see the transformers documentation for the names"
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What a foreign error says, short enough to be shown."""
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__

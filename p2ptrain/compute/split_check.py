@@ -1,0 +1,147 @@
+"""Does a model of this architecture compute the same bits in parts as it does whole? Tried before a part is used."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig
+
+from p2ptrain.compute.model import ATTENTION, first_line
+from p2ptrain.compute.split import Part, build_part, per_layer_lists, refused, roll_back
+from p2ptrain.core.errors import ConfigError
+
+_Auto: Any = AutoModelForCausalLM  # its annotations are partial
+
+_HEADS = 2
+_WINDOW = 6
+_FEW_LAYERS, _MOST_LAYERS = 4, 8
+_SMALL = {
+    "vocab_size": 97,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 48,
+    "n_inner": 48,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": _WINDOW,
+    "attention_chunk_size": _WINDOW,
+}
+"""Sizes of the model that is tried. What the architecture does not have stays away."""
+_PREFILL = 9
+"""Positions, more than the window."""
+
+
+def check_splits(config: PretrainedConfig) -> None:
+    """Compare whole and parts, bit by bit, on a small model with random weights that is otherwise as ``config`` says:
+    a prompt, single tokens, several at once, others after some were taken back, and a batch as in training.
+
+    Takes some 0.2 s, once for each configuration in a process.
+
+    Raises:
+        ConfigError: a model of this architecture is none that splits.
+    """
+    _checked(config.model_type, config.to_json_string(use_diff=False))
+
+
+@functools.lru_cache(maxsize=64)
+def _checked(model_type: str, text: str) -> None:
+    config = AutoConfig.for_model(**json.loads(text) | {"model_type": model_type})
+    try:
+        same = _same(_tiny(config))
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the architecture needs that is not known here
+        raise refused(config, first_line(error)) from error
+    if not same:
+        raise refused(config, "its parts together compute something else than the whole")
+
+
+def _same(config: PretrainedConfig) -> bool:
+    whole = _random_model(config)
+    weights = whole.state_dict()
+    layers = config.num_hidden_layers
+    parts = [
+        build_part(config, Part(start, stop, layers), weights.__getitem__, weights)
+        for start, stop in pairwise([0, 1, layers - 1, layers])
+    ]
+    ids = torch.arange(2 * 18).view(2, 18) * 7 % config.vocab_size
+    batch = torch.arange(ids.shape[1])
+    with torch.no_grad():
+        hidden = ids
+        for part in parts:
+            hidden = part.forward(hidden, batch)
+        if not torch.equal(hidden, whole(input_ids=ids, use_cache=False).logits):
+            return False
+        return _same_cached(whole, parts, ids[:1])
+
+
+def _same_cached(whole: Any, parts: Sequence[Any], ids: Tensor) -> bool:
+    caches = [part.new_cache() for part in parts]
+    kept = [_PREFILL, 1, 1]  # positions of the calls before the rollback whose positions stay
+    for calls in ([*kept, 3, 1], [*kept, 2, 1]):
+        reference = DynamicCache(config=whole.config)
+        done = 0
+        for number, count in enumerate(calls):
+            new = ids[:, done : done + count] if number < len(kept) else (ids[:, done : done + count] + len(calls)) % 97
+            expected = whole(input_ids=new, past_key_values=reference, use_cache=True).logits
+            if caches[0].get_seq_length() <= done:
+                hidden = new
+                for part, cache in zip(parts, caches, strict=True):
+                    hidden = part.forward(hidden, torch.arange(done, done + count), cache)
+                if not torch.equal(hidden, expected):
+                    return False
+            done += count
+        for cache in caches:
+            roll_back(cache, sum(kept))
+    return True
+
+
+def _tiny(config: PretrainedConfig) -> PretrainedConfig:
+    """``config`` with few and small layers, at least one of each kind it has, and heads of the size they have."""
+    tiny = copy.deepcopy(config)
+    lists = per_layer_lists(config)
+    chosen = _chosen_layers([repr(kind) for kind in zip(*lists.values(), strict=True)] or [""])
+    for key, values in lists.items():
+        setattr(tiny, key, [values[index] for index in chosen])
+    tiny.num_hidden_layers = len(chosen)
+    heads, known = config.num_attention_heads, set(config.to_dict()) | set(config.attribute_map)
+    head_width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    tiny.num_attention_heads = _HEADS
+    if "num_key_value_heads" in known and config.num_key_value_heads is not None:
+        tiny.num_key_value_heads = 1 if config.num_key_value_heads < heads else _HEADS
+    tiny.hidden_size = _HEADS * head_width
+    for key, value in _SMALL.items():
+        if key in known and getattr(config, key) is not None:
+            setattr(tiny, key, value)
+    tiny.pad_token_id = tiny.bos_token_id = tiny.eos_token_id = None  # they may be beyond the small vocabulary
+    return tiny
+
+
+def _chosen_layers(kinds: Sequence[str]) -> list[int]:
+    """Of the layers of these kinds: each kind's first, and others up to a few, in order. Some twice where there are
+    too few."""
+    chosen = [kinds.index(kind) for kind in dict.fromkeys(kinds)][:_MOST_LAYERS]
+    while len(chosen) < _FEW_LAYERS:
+        chosen.append(len(kinds) * len(chosen) // _FEW_LAYERS)
+    return sorted(chosen)
+
+
+def _random_model(config: PretrainedConfig) -> Any:
+    """All of its weights differ, norms and biases included: what is taken for another shows."""
+    with torch.random.fork_rng(devices=[]):
+        model = _Auto.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            is_matrix = parameter.ndim > 1
+            spread, centre = (parameter.shape[-1] ** -0.5, 0.0) if is_matrix else (0.3, 1.0)
+            parameter.normal_(centre, spread, generator=generator)
+    return model

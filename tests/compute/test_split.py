@@ -1,0 +1,343 @@
+"""Parts of a model against the whole one, bit by bit."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from p2ptrain.compute.split import (
+    Part,
+    PartModel,
+    build_part,
+    layer_sizes,
+    owned_names,
+    part_bytes,
+    part_config,
+    read_from,
+    roll_back,
+)
+from p2ptrain.core.errors import ConfigError
+from p2ptrain.core.tensor_files import TensorTable
+
+from .families import FAMILIES, VOCAB, chars_read, config_of, cut_at, load_parts, make
+
+CUTS = [(3,), (1, 4), (1, 2, 5)]
+Saved = tuple[Path, Any]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
+    made: dict[str, Saved] = {}
+
+    def of(family: str) -> Saved:
+        if family not in made:
+            directory = tmp_path_factory.mktemp(family)
+            made[family] = directory, make(family, directory)
+        return made[family]
+
+    return of
+
+
+class Chain:
+    """Parts one after the other, and the whole model, each with its cache."""
+
+    def __init__(self, whole: Any, parts: Sequence[PartModel]) -> None:
+        self.whole, self.parts = whole, parts
+        self.length = 0
+        self.caches = [part.new_cache() for part in parts]
+        self.reference = DynamicCache(config=whole.config)
+        for layer in self.reference.layers:
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                layer.activate_past_recording()
+
+    def both(self, ids: list[int]) -> tuple[Tensor, Tensor]:
+        """Logits of the new positions, of the parts and of the whole."""
+        x = torch.tensor([ids])
+        with torch.no_grad():
+            expected = self.whole(input_ids=x, past_key_values=self.reference, use_cache=True).logits
+            positions = torch.arange(self.length, self.length + len(ids))
+            for part, cache in zip(self.parts, self.caches, strict=True):
+                x = part.forward(x, positions, cache)
+        self.length += len(ids)
+        return x, expected
+
+    def check(self, ids: list[int]) -> None:
+        got, expected = self.both(ids)
+        assert got.isfinite().all()
+        assert torch.equal(got, expected)
+
+    def back(self, keep: int) -> None:
+        self.reference.crop(keep - self.length)  # transformers' own, after one forward pass, as it wants it
+        for cache in self.caches:
+            roll_back(cache, keep)
+        self.length = keep
+
+
+def tokens(count: int, start: int = 0) -> list[int]:
+    return [(start + 17 * index) % VOCAB for index in range(count)]
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parts_compute_the_same_bits_as_the_whole(
+    saved: Callable[[str], Saved], family: str, cuts: tuple[int, ...]
+) -> None:
+    directory, whole = saved(family)
+    chain = Chain(whole, load_parts(directory, *cuts))
+    chain.check(tokens(11))  # a prompt
+    for token in tokens(4, 5):
+        chain.check([token])
+    chain.check(tokens(5, 100))  # several at once, to verify
+    chain.back(chain.length - 3)
+    chain.check(tokens(2, 50))  # others instead
+    chain.back(chain.length - 1)
+    chain.check(tokens(6, 60))
+    chain.check([9])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_batch_without_a_cache_and_its_gradients(saved: Callable[[str], Saved], family: str) -> None:
+    directory, whole = saved(family)
+    parts = load_parts(directory, 2, 5)
+    x = torch.tensor([tokens(12), tokens(12, 8)])
+    expected = whole(input_ids=x, use_cache=False).logits
+    whole.zero_grad()
+    expected.square().mean().backward()
+    hidden = x
+    for part in parts:
+        hidden = part.forward(hidden, torch.arange(12))
+    assert torch.equal(hidden, expected)
+    hidden.square().mean().backward()
+    wanted = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    tied = parts[0].tied
+    assert tied == (family in ("llama-tied", "gpt2"))
+    summed: dict[str, Tensor] = {}
+    for part in parts:
+        for name, parameter in part.module.named_parameters():
+            whole_name = part.names[name]
+            if tied and whole_name == "lm_head.weight":
+                whole_name = part.config.tie_word_embeddings and whole.base_model_prefix == "model"
+                whole_name = "model.embed_tokens.weight" if whole_name else "transformer.wte.weight"
+            assert parameter.grad is not None
+            summed[whole_name] = summed.get(whole_name, torch.zeros(())) + parameter.grad
+    assert summed.keys() == wanted.keys()
+    for name, gradient in summed.items():
+        torch.testing.assert_close(gradient, wanted[name])
+
+
+@pytest.mark.parametrize("family", ["qwen2-window", "mistral-window"])
+def test_taking_back_twice_beyond_the_window(saved: Callable[[str], Saved], family: str) -> None:
+    """As many calls anew, without what was taken back, are the reference: no rollback is in it."""
+    directory, whole = saved(family)
+    parts = load_parts(directory, 2, 4)
+    chain = Chain(whole, parts)
+    chain.check(tokens(20))
+    chain.check(tokens(3, 30))
+    chain.check(tokens(4, 40))
+    for keep in (23, 20):
+        for cache in chain.caches:
+            roll_back(cache, keep)
+    again = Chain(whole, parts)
+    again.check(tokens(20))
+    again.caches, again.length = chain.caches, 20
+    again.check(tokens(5, 70))
+    again.check([3])
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2", "mistral-window"])
+def test_bf16_parts_equal_a_bf16_whole(tmp_path: Path, family: str) -> None:
+    whole = make(family, tmp_path, dtype=torch.bfloat16)
+    parts = load_parts(tmp_path, 1, 4, dtype=torch.bfloat16)
+    assert {parameter.dtype for part in parts for parameter in part.module.parameters()} == {torch.bfloat16}
+    chain = Chain(whole, parts)
+    chain.check(tokens(11))
+    chain.check(tokens(3, 7))
+    chain.back(12)
+    chain.check(tokens(2, 9))
+
+
+def test_weights_are_converted_to_the_computing_dtype(tmp_path: Path) -> None:
+    for number, dtype in enumerate((torch.bfloat16, torch.float16)):
+        directory = tmp_path / str(number)
+        make("llama", directory, dtype=dtype)
+        whole = load_whole(directory)
+        chain = Chain(whole, load_parts(directory, 3))
+        chain.check(tokens(9))
+
+
+def load_whole(directory: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    whole: Any = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="sdpa", dtype=torch.float32)
+    return whole.eval()
+
+
+def test_logits_of_the_last_positions_only(saved: Callable[[str], Saved]) -> None:
+    directory, whole = saved("llama")
+    first, last = load_parts(directory, 3)
+    x = torch.tensor([tokens(7)])
+    with torch.no_grad():
+        hidden = first.forward(x, torch.arange(7))
+        few = last.forward(hidden, torch.arange(7), logits=2)
+        assert torch.equal(few, whole(input_ids=x, use_cache=False, logits_to_keep=2).logits)
+    assert few.shape == (1, 2, VOCAB)
+
+
+def test_files_of_a_bare_base_model(saved: Callable[[str], Saved], tmp_path: Path) -> None:
+    """As GPT-2's on the hub: no prefix, no head, and masks that nobody reads."""
+    directory, whole = saved("gpt2")
+    (tmp_path / "config.json").write_bytes((directory / "config.json").read_bytes())
+    weights = {
+        name.removeprefix("transformer."): tensor for name, tensor in load_file(directory / "model.safetensors").items()
+    }
+    masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.uint8) for layer in range(6)}
+    save_file({**weights, **masks}, tmp_path / "model.safetensors")
+    assert "lm_head.weight" not in weights
+    chain = Chain(whole, load_parts(tmp_path, 2, 5))
+    chain.check(tokens(9))
+    chain.check([4])
+
+
+def test_files_that_hold_both_of_two_tied_matrices(saved: Callable[[str], Saved], tmp_path: Path) -> None:
+    directory, _ = saved("llama-tied")
+    (tmp_path / "config.json").write_bytes((directory / "config.json").read_bytes())
+    weights = load_file(directory / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    for head in (embedding.clone(), embedding + 1):
+        save_file({**weights, "lm_head.weight": head}, tmp_path / "model.safetensors")
+        whole = load_whole(tmp_path)
+        for cuts in ((), (3,)):
+            parts = load_parts(tmp_path, *cuts)
+            Chain(whole, parts).check(tokens(9))
+            shared = sum(parameter.numel() for part in parts for parameter in part.module.parameters())
+            once = sum(parameter.numel() for parameter in whole.parameters())
+            assert shared - once == (embedding.numel() if cuts and torch.equal(head, embedding) else 0)
+
+
+def test_several_files_with_an_index(tmp_path: Path) -> None:
+    whole = make("qwen2", tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    chain = Chain(whole, load_parts(tmp_path, 2, 4))
+    chain.check(tokens(9))
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen3", "gpt2"])
+def test_a_part_reads_its_own_bytes_only(tmp_path: Path, family: str) -> None:
+    """Headers included; counted here and by the system."""
+    wider = {"n_embd": 256} if family == "gpt2" else {"hidden_size": 256, "intermediate_size": 600}
+    make(family, tmp_path, **wider)
+    config = config_of(tmp_path)
+    for part in cut_at(6, 1, 4):
+        before = chars_read() if sys.platform == "linux" else 0
+        table = TensorTable(tmp_path)
+        built = build_part(config, part, read_from(table), table.entries)
+        by_system = chars_read() - before if sys.platform == "linux" else table.bytes_read
+        own = sum(parameter.numel() * 4 for parameter in built.module.parameters())
+        assert own <= table.bytes_read <= 1.01 * own
+        assert table.bytes_read <= by_system <= 1.01 * own
+        assert own == part_bytes(config, part, torch.float32) == built.weights_bytes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sizes_without_building(saved: Callable[[str], Saved], family: str) -> None:
+    directory, whole = saved(family)
+    config = config_of(directory)
+    sizes = layer_sizes(config, torch.float32)
+    for part in [*cut_at(6, 1, 4), Part(0, 6, 6)]:
+        table = TensorTable(directory)
+        built = build_part(config, part, read_from(table), table.entries)
+        assert sizes.part(part) == built.weights_bytes
+        cache = built.new_cache()
+        x = torch.tensor([tokens(5)]) if part.first else torch.randn(1, 5, built.width)
+        with torch.no_grad():
+            built.forward(x, torch.arange(5), cache)
+        kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+        assert sum(sizes.cache_position[part.start : part.stop]) * 5 == kept
+    assert sizes.part(Part(0, 6, 6)) == sum(parameter.numel() * 4 for parameter in whole.parameters())
+    assert layer_sizes(config, torch.bfloat16).layers[0] * 2 == sizes.layers[0]
+
+
+def test_nothing_that_was_read_is_kept_alive(saved: Callable[[str], Saved]) -> None:
+    directory, _ = saved("llama")
+    config = config_of(directory)
+    weights = load_file(directory / "model.safetensors")
+    whole_file = torch.cat([tensor.flatten() for tensor in weights.values()])
+    places = dict(zip(weights, whole_file.split([tensor.numel() for tensor in weights.values()]), strict=True))
+    part = build_part(config, Part(1, 3, 6), lambda name: places[name].view(weights[name].shape), weights)
+    for parameter in part.module.parameters():
+        assert parameter.untyped_storage().nbytes() == parameter.numel() * 4
+        assert parameter.untyped_storage().data_ptr() != whole_file.untyped_storage().data_ptr()
+
+
+def test_the_names_of_a_part(saved: Callable[[str], Saved]) -> None:
+    directory, whole = saved("llama-tied")
+    config = config_of(directory)
+    table = TensorTable(directory)
+    owned = [owned_names(config, part, table.entries) for part in cut_at(6, 2, 4)]
+    assert all(name.startswith(("model.layers.2.", "model.layers.3.")) for name in owned[1])
+    assert set(owned[0]) & set(owned[2]) == {"model.embed_tokens.weight"}
+    assert set().union(*owned) == set(table.entries)
+    assert all(shape == table.entries[name].shape for part in owned for name, shape in part.items())
+    for part in load_parts(directory, 2, 4):
+        for name, parameter in part.module.named_parameters():
+            assert torch.equal(parameter, whole.state_dict()[part.names[name]])
+
+
+def test_the_configuration_of_a_part(saved: Callable[[str], Saved]) -> None:
+    config = config_of(saved("qwen2-window")[0])
+    sliced = part_config(config, Part(2, 5, 6))
+    assert sliced.num_hidden_layers == 3
+    assert sliced.layer_types == ["full_attention", "sliding_attention", "sliding_attention"]
+    assert config.num_hidden_layers == len(config.layer_types) == 6
+
+
+@pytest.mark.parametrize(("start", "stop", "layers"), [(-1, 2, 6), (2, 2, 6), (3, 2, 6), (0, 7, 6), (0, 0, 0)])
+def test_no_such_part(start: int, stop: int, layers: int) -> None:
+    with pytest.raises(ConfigError, match=f"layers {start} to {stop}"):
+        Part(start, stop, layers)
+
+
+def test_what_does_not_fit_is_refused_by_name(saved: Callable[[str], Saved]) -> None:
+    directory, _ = saved("llama")
+    config = config_of(directory)
+    weights = load_file(directory / "model.safetensors")
+    norm = "model.layers.1.input_layernorm.weight"
+    with pytest.raises(ConfigError, match="has 6 layers, not 7"):
+        build_part(config, Part(0, 2, 7), weights.__getitem__, weights)
+    with pytest.raises(ConfigError, match=f"lack {norm}"):
+        build_part(config, Part(0, 2, 6), weights.__getitem__, set(weights) - {norm})
+    for wrong in (torch.zeros(63), torch.zeros(64, dtype=torch.int8)):
+        changed = weights | {norm: wrong}
+        with pytest.raises(ConfigError, match=norm) as caught:
+            build_part(config, Part(1, 2, 6), changed.__getitem__, weights)
+        assert "config.json" in caught.value.remedy
+
+
+def test_a_dtype_that_is_not_computed_with(saved: Callable[[str], Saved], tmp_path: Path) -> None:
+    directory, _ = saved("llama")
+    (tmp_path / "config.json").write_bytes((directory / "config.json").read_bytes())
+    weights = load_file(directory / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"].to(torch.int8)
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight is of dtype I8"):
+        load_parts(tmp_path, 3)
+
+
+def test_taking_back_what_is_not_there(saved: Callable[[str], Saved]) -> None:
+    directory, whole = saved("mistral-window")
+    chain = Chain(whole, load_parts(directory, 3))
+    chain.check(tokens(4))
+    for keep in (-1, 5):
+        with pytest.raises(ValueError, match=f"keep {keep} of 4"):
+            roll_back(chain.caches[0], keep)
+    assert json.dumps(chain.caches[0].get_seq_length()) == "4"

@@ -1,0 +1,80 @@
+"""Architectures that split, and those that must be refused: by name, before anything is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from p2ptrain.compute.split_check import _chosen_layers, check_splits
+from p2ptrain.core.errors import ConfigError
+
+from .families import FAMILIES
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_that_split(family: str) -> None:
+    kind, sizes = FAMILIES[family]
+    check_splits(AutoConfig.for_model(kind, **sizes))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        # As the llama-2, llama-3.1, mistral-7b, qwen2.5 and qwen3 families are published.
+        ("llama", {"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32}),
+        (
+            "llama",
+            {
+                "hidden_size": 8192,
+                "num_attention_heads": 64,
+                "num_key_value_heads": 8,
+                "num_hidden_layers": 80,
+                "bos_token_id": 128000,
+                "eos_token_id": [128001, 128008, 128009],
+                "max_position_embeddings": 131072,
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "rope_theta": 500000.0,
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 8192,
+                },
+            },
+        ),
+        ("mistral", {"sliding_window": 4096, "num_hidden_layers": 32}),
+        ("qwen2", {"num_hidden_layers": 28, "use_sliding_window": True, "max_window_layers": 20}),
+        ("qwen3", {"head_dim": 128, "num_hidden_layers": 1}),
+        ("gpt2", {"n_layer": 12, "scale_attn_by_inverse_layer_idx": True}),
+        ("gpt2", {"n_layer": 12, "n_inner": 1000, "tie_word_embeddings": False}),
+    ],
+)
+def test_settings_of_published_models(kind: str, settings: dict[str, Any]) -> None:
+    check_splits(AutoConfig.for_model(kind, **settings))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "why"),
+    [
+        ("granite", {"embedding_multiplier": 3.0}, "something else than the whole"),  # scales what comes in
+        ("gemma3_text", {}, "cannot be made alone"),
+        ("opt", {}, "its list of layers"),
+        ("mamba", {}, "num_attention_heads"),
+        ("bloom", {}, "scaled_dot_product_attention"),
+        ("lfm2", {}, "its final norm"),
+    ],
+)
+def test_an_architecture_that_does_not_split_is_refused_by_name(kind: str, settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why) as caught:
+        check_splits(AutoConfig.for_model(kind, **settings))
+    assert caught.value.message.startswith(f"a {kind!r} model cannot be split: ")
+    assert "llama, qwen2, qwen3, mistral or gpt2" in caught.value.remedy
+
+
+def test_the_layers_that_are_tried() -> None:
+    assert _chosen_layers(["a"] * 12) == [0, 3, 6, 9]
+    assert _chosen_layers(["a"] * 9 + ["b"]) == [0, 5, 7, 9]
+    assert _chosen_layers(["a"]) == [0, 0, 0, 0]
+    assert _chosen_layers([str(number) for number in range(20)]) == list(range(8))
