@@ -43,12 +43,12 @@ Part = tuple[int, int, int]
 
 EXACT_WORK = 40e6
 """Sums of a pass, about: 8 peers with 256 layers, 10 with 120, 12 with 56, 64 with 128 where they form two stages."""
-SEARCH_WORK = 1e9
-"""The same, of the moves from each start: half a second to a second."""
+SEARCH_WORK = 5e8
+"""The same, of the moves from each start: about a second."""
 
 _APART_S = 1e9  # in the search by moves: more than any chain costs, and finite, so that chains can be compared
 _STARTS, _COUNTS = 3, 32
-_CALL_WORK = 8000  # sums that are done in the time of a numpy call
+_CALL_WORK, _LOOK_WORK = 8000, 200  # sums that are done in the time of a few numpy calls, and of a look at a hop
 _LOOKS = 20_000  # orders whose hops are added up before a start; some 100 ms
 
 
@@ -199,6 +199,10 @@ def _rank(trial: _Trial) -> tuple[tuple[float, float, float], tuple[int, ...]]:
     return trial.score, trial.order
 
 
+def _edges(order: Sequence[int]) -> Iterator[tuple[int, int]]:
+    return zip((-1, *order), (*order, -1), strict=True)
+
+
 class _Moves:
     """The search by moves on a board. Chains have one of ``counts`` stages."""
 
@@ -206,7 +210,8 @@ class _Moves:
         self._parts_s, self._counts = board.compute_s, frozenset(counts)
         self._hop_s = np.where(np.isinf(board.hop_s), _APART_S, board.hop_s)
         self._occupied_s = np.where(np.isinf(board.occupied_s), _APART_S, board.occupied_s)
-        self._hops_s = self._hop_s.tolist()
+        self._hops_s: list[list[float]] = self._hop_s.tolist()
+        self._blocks_s: list[list[float]] = self._occupied_s.tolist()
         self._peers, self._cuts = board.peers, board.cuts
         self._seen: dict[tuple[int, ...], _Trial] = {}
         self.work = 0.0
@@ -322,24 +327,50 @@ class _Moves:
         return order
 
     def _path_s(self, order: Sequence[int]) -> float:
-        hops_s, here, total_s = self._hops_s, -1, 0.0
-        for there in order:
-            total_s += hops_s[here][there]
-            here = there
-        return total_s + hops_s[here][-1]
+        return sum([self._hops_s[one][other] for one, other in _edges(order)])
 
     def improved(self, trial: _Trial, work: float) -> _Trial:
         """The best that moves lead to, after ``work`` at most."""
         stop_at, better = self.work + work, True
         while better:
             better = False
+            reach = self._reach(trial.score[1])
             for order in self._around(trial):
                 if self.work > stop_at:
                     return trial
+                if self._hopeless(order, trial, reach):
+                    continue
                 if (other := self.tried(order)).score < trial.score:
                     trial, better = other, True
                     break
         return trial
+
+    def _reach(self, bottleneck_s: float) -> list[list[int]]:
+        """Of each peer and cut, how far its part may go from there."""
+        self.work += self._peers * (self._cuts**2 + _CALL_WORK)
+        here = np.arange(self._cuts)
+        return [
+            (here + ((part_s <= bottleneck_s) & np.isfinite(part_s)).sum(axis=1)).tolist() for part_s in self._parts_s
+        ]
+
+    def _hopeless(self, order: tuple[int, ...], than: _Trial, reach: list[list[int]]) -> bool:
+        """Whether a chain is seen, a hundred times faster than it is tried, to be no better than one that has its cuts.
+
+        It is where parts as long as the bottleneck allows do not reach the end (where layers differ: most likely is).
+        """
+        self.work += len(order) * _LOOK_WORK
+        if not than.parts:
+            return False
+        if any(self._blocks_s[one][other] > than.score[1] for one, other in _edges(order)):
+            return True
+        at, left = 0, len(order)
+        for peer in order:
+            left -= 1
+            further = min(reach[peer][at], self._cuts - 1 - left)
+            if further <= at:
+                return True
+            at = further
+        return at < self._cuts - 1
 
     def _around(self, trial: _Trial) -> Iterator[tuple[int, ...]]:
         """The chains that are one move away, those at the costliest stages first."""
