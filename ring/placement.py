@@ -217,7 +217,7 @@ def place(wanted: Wanted, peers: Iterable[Peer], *, stages: int | None = None) -
             remedy=f"ask for 1 to {min(len(given), layers)}, or for none to have the best number",
         )
     looked_at = _looked_at(reached)
-    hops = _Hops(wanted, looked_at)
+    hops = _Hops(wanted, given)
     board, cuts = _board(wanted, looked_at, hops)
     found = search(board, _counts(looked_at, stages))
     if found is None:
@@ -409,11 +409,13 @@ def _refusal(wanted: Wanted, given: Sequence[Peer], reached: Sequence[Peer], sta
     weights_bytes, need_bytes = sizes.weights_bytes(0, sizes.layers), _need_bytes(wanted, 0, sizes.layers)
     offered_bytes = sum(peer.memory_bytes for peer in reached)
     largest_bytes, largest = max((_need_bytes(wanted, index, index + 1), index) for index in range(sizes.layers))
+    ends = [" with the embedding"] * (largest == 0 and sizes.first_bytes > 0)
+    ends += [" with norm and head"] * (largest == sizes.layers - 1 and sizes.last_bytes > 0)
     offers = [f"{peer.name} {_size(peer.memory_bytes)}" for peer in reached]
     away = [peer.name for peer in given if peer not in reached]
     told = [
         f"the model needs {_size(need_bytes)} ({_size(weights_bytes)} of weights, {_size(need_bytes - weights_bytes)}"
-        f" of cache for {wanted.positions} positions; layer {largest} alone {_size(largest_bytes)}"
+        f" of cache for {wanted.positions} positions; layer {largest}{''.join(ends)} alone {_size(largest_bytes)}"
         + (f"; {_size(sizes.tied_bytes)} more where it is split" if sizes.tied_bytes else "")
         + f"), and {len(reached)} peer{'s offer' if len(reached) != 1 else ' offers'} {_size(offered_bytes)}"
         + (f": {', '.join([*offers[:_NAMED], *_more(offers)])}" if offers else "")
@@ -421,7 +423,9 @@ def _refusal(wanted: Wanted, given: Sequence[Peer], reached: Sequence[Peer], sta
     if away:
         told.append(f"the client cannot reach {', '.join([*away[:_NAMED], *_more(away)])}")
     do = []
-    if away and _fits(wanted, given, stages):
+    if away and _fits(
+        replace(wanted, apart=wanted.apart - {(wanted.client, peer.id) for peer in given}), given, stages
+    ):
         do.append(f"let {' and '.join(away[:_NAMED])} be reached (p2ptrain check tells why not)")
     if reached and _fits(replace(wanted, apart=frozenset()), reached, stages):
         told.append("the memory would do, but of the peers that fit too few can reach each other")
@@ -436,8 +440,8 @@ def _refusal(wanted: Wanted, given: Sequence[Peer], reached: Sequence[Peer], sta
     most_bytes = max((peer.memory_bytes for peer in reached), default=0)
     if largest_bytes > most_bytes:
         do.append(f"start a peer with {_size(largest_bytes)} at least")
-    elif need_bytes > offered_bytes:
-        do.append(f"start more peers, with {_size(need_bytes - offered_bytes)} at least")
+    elif (short_bytes := need_bytes + (sizes.tied_bytes if need_bytes > most_bytes else 0) - offered_bytes) > 0:
+        do.append(f"start more peers, with {_size(short_bytes)} at least")
     else:
         do.append("start another peer, or one with more memory")
     return ResourceError("; ".join(told), remedy=", or ".join(do))
@@ -446,7 +450,7 @@ def _refusal(wanted: Wanted, given: Sequence[Peer], reached: Sequence[Peer], sta
 def _fits(wanted: Wanted, peers: Sequence[Peer], stages: int | None) -> bool:
     """Whether a chain is found, however slow. What is found by chance only is not looked for: it would take long."""
     free = [replace(peer, byte_s=0.0, overhead_s=0.0) for peer in peers if (wanted.client, peer.id) not in wanted.apart]
-    board, _ = _board(wanted, free := _looked_at(free), _Hops(wanted, free))
+    board, _ = _board(wanted, free := _looked_at(free), _Hops(wanted, peers))
     counts = _counts(free, stages)
     return is_exact(board, counts) and search(board, counts) is not None
 

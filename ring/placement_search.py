@@ -47,7 +47,7 @@ SEARCH_WORK = 5e8
 """The same, of the moves from each start: about a second."""
 
 _APART_S = 1e9  # in the search by moves: more than any chain costs, and finite, so that chains can be compared
-_STARTS, _COUNTS = 3, 32
+_STARTS, _COUNTS = 3, 16
 _CALL_WORK, _LOOK_WORK = 8000, 200  # sums that are done in the time of a few numpy calls, and of a look at a hop
 _LOOKS = 20_000  # orders whose hops are added up before a start; some 100 ms
 
