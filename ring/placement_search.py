@@ -23,7 +23,9 @@ first, until none helps or the budget is used up. Each trial's cuts are the exac
 recursion along one chain). The starts are the fastest, the largest and, for a bottleneck found by bisection, the fewest
 peers that hold the layers within it, each in an order of near neighbours. In the end the peers of the best chain and
 the fastest others are searched exactly, as many as ``EXACT_WORK`` allows. So a chain of few stages out of many peers is
-exact within that choice of peers; a long one is nearly as good (a test compares).
+exact within that choice of peers. Of long ones nothing is promised: where links follow from places the bottleneck was
+that of the exact search in 64 of 64 cases and a token took a sixth longer at worst; where layers, memories and links
+follow from nothing it was in 226 of 231, else up to twice as long, and a chain was found wherever there was one.
 """
 
 from __future__ import annotations
