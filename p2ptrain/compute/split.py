@@ -17,15 +17,16 @@ the part is taken out of it. What must be set right for that, for the result is 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from p2ptrain.compute.cache import PartCache, kv_shape
 from p2ptrain.compute.model import ATTENTION, first_line
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.tensor_files import TensorTable
@@ -123,9 +124,7 @@ def layer_sizes(config: PretrainedConfig, dtype: torch.dtype) -> LayerSizes:
     embedding = _bytes(whole.embedding) + (_bytes(whole.positions) if whole.positions is not None else 0)
     head = _bytes(whole.head) + _bytes(whole.norm)
     tied = _bytes(whole.embedding) if whole.tied else 0
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    cache = 2 * heads * width * dtype.itemsize
+    cache = 2 * math.prod(kv_shape(config, 1)) * dtype.itemsize
     return LayerSizes(per_layer, embedding, head, tied, (cache,) * len(per_layer))
 
 
@@ -338,21 +337,16 @@ class PartModel:
     def weights_bytes(self) -> int:
         return _bytes(self.module)
 
-    def new_cache(self) -> DynamicCache:
-        """An empty cache of the part's layers, of which any number of positions can be taken back with ``roll_back``.
+    def new_cache(self, positions: int, *, batch: int = 1) -> PartCache:
+        """An empty cache with room for so many positions. Raises ``ConfigError`` where what a layer keeps cannot be
+        taken back."""
+        parameter = next(self.module.parameters())
+        try:
+            return PartCache(self.config, positions, parameter.dtype, parameter.device, batch=batch)
+        except TypeError as error:
+            raise refused(self.config, str(error)) from error
 
-        Sliding windows keep all positions, not only those in the window: what lies before it is needed again as soon
-        as positions are taken back.
-        """
-        cache = DynamicCache(config=self.config)
-        for layer in cache.layers:
-            if type(layer) is DynamicSlidingWindowLayer:
-                layer.activate_past_recording()  # type: ignore[no-untyped-call]
-            elif type(layer) is not DynamicLayer:
-                raise refused(self.config, f"its state ({type(layer).__name__}) cannot be taken back")
-        return cache
-
-    def forward(self, x: Tensor, positions: Tensor, cache: DynamicCache | None = None, *, logits: int = 0) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, cache: PartCache | None = None, *, logits: int = 0) -> Tensor:
         """The part's layers over new positions.
 
         Args:
@@ -377,27 +371,6 @@ class PartModel:
         if self.part.last:
             return cast(Tensor, self.module(**common, logits_to_keep=logits).logits)
         return cast(Tensor, self._base(**common).last_hidden_state)
-
-
-def roll_back(cache: DynamicCache, keep: int) -> None:
-    """Cut ``cache``, one of ``PartModel.new_cache``, to its first ``keep`` positions.
-
-    Raises:
-        ValueError: it has fewer.
-    """
-    for layer in cast("list[DynamicLayer]", cache.layers):
-        surplus = layer.get_seq_length() - keep
-        if keep < 0 or surplus < 0:
-            raise ValueError(f"cannot keep {keep} of {layer.get_seq_length()} positions")
-        if not surplus:
-            continue
-        # Not the layer's own crop: that of a sliding window forgets what lies before the window, so that the second
-        # one in a row would leave too little.
-        assert layer.keys is not None
-        assert layer.values is not None
-        layer.keys, layer.values = layer.keys[..., :-surplus, :], layer.values[..., :-surplus, :]
-        if isinstance(layer, DynamicSlidingWindowLayer):
-            layer.cumulative_length -= surplus
 
 
 def refused(config: PretrainedConfig, why: str) -> ConfigError:

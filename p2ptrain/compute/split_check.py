@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig
 
-from p2ptrain.compute.model import ATTENTION, first_line
-from p2ptrain.compute.split import Part, build_part, per_layer_lists, refused, roll_back
+from p2ptrain.compute.model import ATTENTION, first_line, parameter_count
+from p2ptrain.compute.split import Part, build_part, per_layer_lists, refused
 from p2ptrain.core.errors import ConfigError
 
 _Auto: Any = AutoModelForCausalLM  # its annotations are partial
@@ -35,6 +35,7 @@ _SMALL = {
     "attention_chunk_size": _WINDOW,
 }
 """Sizes of the model that is tried. What the architecture does not have stays away."""
+_MOST_PARAMETERS = 1 << 26
 _PREFILL = 9
 """Positions, more than the window."""
 
@@ -55,7 +56,10 @@ def check_splits(config: PretrainedConfig) -> None:
 def _checked(model_type: str, text: str) -> None:
     config = AutoConfig.for_model(**json.loads(text) | {"model_type": model_type})
     try:
-        same = _same(_tiny(config))
+        tiny = _tiny(config)
+        if parameter_count(tiny) > _MOST_PARAMETERS:
+            raise refused(config, "with so wide heads or so long a table of positions it cannot be tried first")
+        same = _same(tiny)
     except ConfigError:
         raise
     except Exception as error:  # whatever the architecture needs that is not known here
@@ -84,7 +88,7 @@ def _same(config: PretrainedConfig) -> bool:
 
 
 def _same_cached(whole: Any, parts: Sequence[Any], ids: Tensor) -> bool:
-    caches = [part.new_cache() for part in parts]
+    caches = [part.new_cache(ids.shape[1]) for part in parts]
     kept = [_PREFILL, 1, 1]  # positions of the calls before the rollback whose positions stay
     for calls in ([*kept, 3, 1], [*kept, 2, 1]):
         reference = DynamicCache(config=whole.config)
@@ -92,7 +96,7 @@ def _same_cached(whole: Any, parts: Sequence[Any], ids: Tensor) -> bool:
         for number, count in enumerate(calls):
             new = ids[:, done : done + count] if number < len(kept) else (ids[:, done : done + count] + len(calls)) % 97
             expected = whole(input_ids=new, past_key_values=reference, use_cache=True).logits
-            if caches[0].get_seq_length() <= done:
+            if caches[0].length <= done:
                 hidden = new
                 for part, cache in zip(parts, caches, strict=True):
                     hidden = part.forward(hidden, torch.arange(done, done + count), cache)
@@ -100,7 +104,7 @@ def _same_cached(whole: Any, parts: Sequence[Any], ids: Tensor) -> bool:
                     return False
             done += count
         for cache in caches:
-            roll_back(cache, sum(kept))
+            cache.cut(sum(kept))
     return True
 
 

@@ -122,15 +122,19 @@ class TensorTable:
                 remedy="it needs config.json and *.safetensors, as save_pretrained writes them",
             )
 
-    def read(self, name: str) -> bytearray:
-        """The bytes of a tensor, and no others of its file.
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytearray:
+        """The bytes of a tensor, or [start, stop) of them, and no others of its file.
 
         Raises:
             KeyError: there is none of that name.
+            ValueError: it does not have these bytes.
             StorageError: the file cannot be read, or became shorter.
         """
         entry = self.entries[name]
-        return self._read(entry.file, entry.start, entry.size_bytes)
+        end = entry.size_bytes if stop is None else stop
+        if not 0 <= start <= end <= entry.size_bytes:
+            raise ValueError(f"{name} has {entry.size_bytes} bytes, not {start} to {stop}")
+        return self._read(entry.file, entry.start + start, end - start)
 
     def _indexed(self) -> dict[str, TensorEntry]:
         path = self.directory / INDEX_FILE

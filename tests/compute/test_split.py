@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,7 +23,6 @@ from p2ptrain.compute.split import (
     part_bytes,
     part_config,
     read_from,
-    roll_back,
 )
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.tensor_files import TensorTable
@@ -54,7 +52,7 @@ class Chain:
     def __init__(self, whole: Any, parts: Sequence[PartModel]) -> None:
         self.whole, self.parts = whole, parts
         self.length = 0
-        self.caches = [part.new_cache() for part in parts]
+        self.caches = [part.new_cache(64) for part in parts]
         self.reference = DynamicCache(config=whole.config)
         for layer in self.reference.layers:
             if isinstance(layer, DynamicSlidingWindowLayer):
@@ -79,7 +77,7 @@ class Chain:
     def back(self, keep: int) -> None:
         self.reference.crop(keep - self.length)  # transformers' own, after one forward pass, as it wants it
         for cache in self.caches:
-            roll_back(cache, keep)
+            cache.cut(keep)
         self.length = keep
 
 
@@ -146,7 +144,7 @@ def test_taking_back_twice_beyond_the_window(saved: Callable[[str], Saved], fami
     chain.check(tokens(4, 40))
     for keep in (23, 20):
         for cache in chain.caches:
-            roll_back(cache, keep)
+            cache.cut(keep)
     again = Chain(whole, parts)
     again.check(tokens(20))
     again.caches, again.length = chain.caches, 20
@@ -257,12 +255,11 @@ def test_sizes_without_building(saved: Callable[[str], Saved], family: str) -> N
         table = TensorTable(directory)
         built = build_part(config, part, read_from(table), table.entries)
         assert sizes.part(part) == built.weights_bytes
-        cache = built.new_cache()
+        cache = built.new_cache(5)
         x = torch.tensor([tokens(5)]) if part.first else torch.randn(1, 5, built.width)
         with torch.no_grad():
             built.forward(x, torch.arange(5), cache)
-        kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-        assert sum(sizes.cache_position[part.start : part.stop]) * 5 == kept
+        assert sum(sizes.cache_position[part.start : part.stop]) * 5 == cache.nbytes
     assert sizes.part(Part(0, 6, 6)) == sum(parameter.numel() * 4 for parameter in whole.parameters())
     assert layer_sizes(config, torch.bfloat16).layers[0] * 2 == sizes.layers[0]
 
@@ -339,5 +336,9 @@ def test_taking_back_what_is_not_there(saved: Callable[[str], Saved]) -> None:
     chain.check(tokens(4))
     for keep in (-1, 5):
         with pytest.raises(ValueError, match=f"keep {keep} of 4"):
-            roll_back(chain.caches[0], keep)
-    assert json.dumps(chain.caches[0].get_seq_length()) == "4"
+            chain.caches[0].cut(keep)
+    assert chain.caches[0].length == 4
+    chain.caches = [part.new_cache(5) for part in chain.parts]
+    chain.length = 0
+    with pytest.raises(ValueError, match="of 5 positions cannot hold 6"):
+        chain.both(tokens(6))

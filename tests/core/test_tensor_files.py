@@ -57,6 +57,18 @@ def test_what_is_read_is_what_safetensors_reads(directory: Path, files: int) -> 
         table.read("c")
 
 
+def test_a_piece_of_a_tensor(directory: Path) -> None:
+    table = TensorTable(directory)
+    whole = TENSORS["a"].tobytes()
+    before = table.bytes_read
+    assert bytes(table.read("a", 5, 11)) == whole[5:11]
+    assert table.bytes_read == before + 6
+    assert bytes(table.read("a", 20)) == whole[20:]
+    for start, stop in ((-1, 3), (3, 2), (0, 25)):
+        with pytest.raises(ValueError, match="24 bytes"):
+            table.read("a", start, stop)
+
+
 def test_a_directory_without_weights(tmp_path: Path) -> None:
     for directory in (tmp_path, tmp_path / "missing"):
         with pytest.raises(ConfigError, match="no weights in safetensors"):
