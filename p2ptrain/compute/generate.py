@@ -14,11 +14,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from p2ptrain.compute.device import check_memory, pick_device
 from p2ptrain.compute.model import ModelSpec, load_model, model_config, parameter_count
+from p2ptrain.compute.picking import COLDEST, check_sampling
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import UserError
-
-COLDEST = 1e-4
-"""Below this temperature the scaled logits overflow and sampling has no distribution: it is the likeliest token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,9 @@ def generate(
         ConfigError: the directory holds no model, or no tokenizer.
         ResourceError: the model does not fit into memory.
     """
-    _check_arguments(max_new_tokens, temperature, top_k, top_p)
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens = {max_new_tokens} is out of range", remedy="ask for at least one")
+    check_sampling(temperature, top_k, top_p, seed)
     place = pick_device(device)
     tokenizer = Tokenizer.of_directory(directory)
     config = model_config(ModelSpec(path=directory), tokenizer.vocab_size)
@@ -114,20 +114,6 @@ class _TextStreamer(BaseStreamer):
         if piece:
             self.text += piece
             self._on_text(piece)
-
-
-def _check_arguments(max_new_tokens: int, temperature: float, top_k: int, top_p: float) -> None:
-    checks = {
-        f"max_new_tokens = {max_new_tokens}": max_new_tokens >= 1,
-        f"temperature = {temperature}": 0 <= temperature < float("inf"),
-        f"top_k = {top_k}": top_k >= 0,
-        f"top_p = {top_p}": 0 < top_p <= 1,
-    }
-    for said, is_right in checks.items():
-        if not is_right:
-            raise UserError(
-                f"{said} is out of range", remedy="max_new_tokens >= 1, temperature >= 0, top_k >= 0, 0 < top_p <= 1"
-            )
 
 
 def _check_context(prompt_tokens: int, max_new_tokens: int, context: int | None) -> None:

@@ -79,7 +79,7 @@ def model_config(spec: ModelSpec, vocab_size: int) -> PretrainedConfig:
     if spec.path is not None:
         return _directory_config(spec.path, vocab_size)
     _check_sizes(spec)
-    _check_architecture(spec.architecture)
+    check_architecture(spec.architecture)
     vocab = vocab_size if spec.vocab_size is None else spec.vocab_size
     if vocab < vocab_size:
         raise ConfigError(
@@ -226,7 +226,7 @@ def _directory_config(directory: Path, vocab_size: int) -> PretrainedConfig:
     path = directory / "config.json"
     try:
         model_type = json.loads(path.read_bytes()).get("model_type", "")
-        _check_architecture(model_type)
+        check_architecture(model_type)
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except ConfigError:
         raise
@@ -258,7 +258,8 @@ def _check_sizes(spec: ModelSpec) -> None:
         raise ConfigError(f"model.heads = {spec.heads} is not a multiple of model.kv_heads = {spec.kv_heads}")
 
 
-def _check_architecture(name: str) -> None:
+def check_architecture(name: str) -> None:
+    """Raises ``ConfigError`` where transformers has no causal language model of that ``model_type``."""
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ConfigError(
             f"model.architecture = {name!r} is not a causal language model of transformers",

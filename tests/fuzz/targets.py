@@ -25,6 +25,8 @@ healing                both sides of a heal
 operators-requests     a whole seed, asked anything
 checkpoint-manifests   ``CheckpointStore``
 tensor-headers, -index ``header_entries_untrusted``, ``index_files_untrusted``
+activations            ``decode_untrusted``, ``ids_untrusted``
+model-configs          ``config_untrusted``
 =====================  ==================================================================================
 """
 
@@ -35,6 +37,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from . import (
+    compute_targets,
     credential_targets,
     door_targets,
     file_targets,
@@ -57,6 +60,7 @@ TARGETS: tuple[Target, ...] = (
     *door_targets.TARGETS,
     *file_targets.TARGETS,
     *model_targets.TARGETS,
+    *compute_targets.TARGETS,
 )
 
 

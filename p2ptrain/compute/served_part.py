@@ -1,0 +1,247 @@
+"""A part of a model, loaded, with the sessions that run through it: what a stage computes.
+
+It is ``roles.stage_engine.StageEngine``, and its builder ``PartBuilder``, by their shape: compute imports no roles.
+
+A session is a cache of keys and values with room for the positions that it was opened for, and, on the last stage, who
+picks its tokens. A ``run`` that fails leaves the session at the positions that it was told to keep.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
+
+from p2ptrain.compute.activations import DTYPES, decode_untrusted, encode, fill, ids_untrusted
+from p2ptrain.compute.cache import PartCache, kv_shape
+from p2ptrain.compute.device import Device, check_memory, pick_device
+from p2ptrain.compute.model import check_architecture, first_line, without_dropout
+from p2ptrain.compute.picking import Picker
+from p2ptrain.compute.split import Part, PartAssembly, PartModel, file_dtype, refused
+from p2ptrain.compute.split_check import check_splits
+from p2ptrain.core.activations import IDS, activation_bytes
+from p2ptrain.core.errors import ConfigError, ProtocolError, ResourceError, UserError
+from p2ptrain.core.model_config import config_untrusted
+from p2ptrain.core.serving import PartSpec, Ran, Sampling
+
+MAX_SESSIONS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Session:
+    cache: PartCache
+    picker: Picker | None  # on the last stage
+
+
+def begin_part(spec: PartSpec, names: Collection[str]) -> ServedPartBuilder:
+    """A part on its way: ``roles.stage_engine.BuildPart``.
+
+    Raises:
+        ConfigError: the configuration is none, the architecture does not split, the files lack a tensor of the part.
+        UserError: there is no such device here.
+        ResourceError: there is too little memory for the weights.
+    """
+    config = config_of(spec.config)
+    part = Part(spec.start, spec.stop, spec.layers)
+    check_splits(config)
+    return ServedPartBuilder(spec, config, part, names)
+
+
+def config_of(text: str) -> PretrainedConfig:
+    """The configuration in a ``config.json`` that a peer sent. No code of the model's is run.
+
+    Raises:
+        ConfigError: it is none, or of a model that is computed with nothing that is here.
+    """
+    try:
+        table = config_untrusted(text)
+    except ProtocolError as error:
+        raise ConfigError(error.message, remedy="use the config.json of the model's directory") from error
+    check_architecture(table["model_type"])
+    if "quantization_config" in table:
+        raise ConfigError(
+            f"this {table['model_type']!r} model is quantized, which a part cannot be",
+            remedy="use the model's unquantized weights",
+        )
+    try:
+        config = AutoConfig.for_model(**table)
+    except Exception as error:  # each architecture validates in its own way and with its own exceptions
+        raise ConfigError(f"this config.json makes no {table['model_type']!r}: {first_line(error)}") from error
+    if not isinstance(getattr(config, "num_hidden_layers", None), int):
+        raise refused(config, "its configuration does not say how many layers it has")
+    return without_dropout(config)
+
+
+def _dtype(spec: PartSpec, config: PretrainedConfig) -> torch.dtype:
+    if spec.dtype:
+        if spec.dtype not in DTYPES:
+            raise ConfigError(f"a part is not computed in {spec.dtype!r}", remedy=f"use {', '.join(DTYPES)}")
+        return DTYPES[spec.dtype]
+    said = str(getattr(config, "dtype", None)).removeprefix("torch.")
+    # A stage that has none of the files must come to the same answer as one that has them.
+    return next((dtype for dtype in DTYPES.values() if str(dtype) == f"torch.{said}"), torch.float32)
+
+
+class ServedPartBuilder:
+    """Takes the tensors of a part, one at a time.
+
+    Attributes:
+        wanted: every tensor that the part owns, by its name in the model's files, with its shape.
+    """
+
+    def __init__(self, spec: PartSpec, config: PretrainedConfig, part: Part, names: Collection[str]) -> None:
+        self._spec, self._dtype, self._device = spec, _dtype(spec, config), pick_device(spec.device)
+        self._assembly = PartAssembly(config, part, names, dtype=self._dtype, device=self._device.torch_device)
+        self.wanted: Mapping[str, tuple[int, ...]] = self._assembly.wanted
+        need = sum(math.prod(shape) for shape in self.wanted.values()) * self._dtype.itemsize
+        check_memory(need, self._device, f"a part of {len(part)} of {part.layers} layers")
+
+    def place(self, name: str, dtype: str, data: memoryview) -> None:
+        """Take a tensor over: ``data`` are its bytes in safetensors' ``dtype``, copied before this returns.
+
+        Raises:
+            ConfigError: the part has no tensor of that name, the dtype cannot be used, or ``data`` has another size.
+        """
+        source = file_dtype(name, dtype)
+        shape = self.wanted.get(name, ())
+        self._assembly.check(name, shape, is_real=True)
+        tensor = torch.empty(shape, dtype=self._dtype, device=self._device.torch_device)
+        if data.nbytes != tensor.numel() * source.itemsize:
+            raise ConfigError(
+                f"{name} as {dtype} should be {tensor.numel() * source.itemsize} bytes and is {data.nbytes}",
+                remedy="use the config.json that belongs to the weights",
+            )
+        fill(tensor, data, source)
+        self._assembly.adopt(name, tensor)
+
+    def finish(self) -> ServedPart:
+        """The part, ready. Raises ``ConfigError`` where a tensor is missing."""
+        return ServedPart(self._spec, self._assembly.finish(), self._dtype, self._device)
+
+
+class ServedPart:
+    """See the module's text, and ``roles.stage_engine.StageEngine`` for what the attributes mean."""
+
+    def __init__(self, spec: PartSpec, model: PartModel, dtype: torch.dtype, device: Device) -> None:
+        self.spec = spec
+        self.width, self.vocab_size = model.width, model.vocab_size
+        self.encoding = next(name for name, each in DTYPES.items() if each == dtype)
+        self.weights_bytes = model.weights_bytes
+        self.cache_position_bytes = 2 * len(model.part) * math.prod(kv_shape(model.config, 1)) * dtype.itemsize
+        self.device = device.label
+        self._model, self._dtype, self._place = model, dtype, device
+        self._sessions: dict[str, _Session] = {}
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of all open sessions: what they were promised, which is allocated."""
+        return sum(session.cache.nbytes for session in self._sessions.values())
+
+    def open(self, session: str, *, positions: int, sampling: Sampling) -> None:
+        """Begin a session of at most ``positions`` positions. Its cache is allocated here, whole.
+
+        Raises:
+            UserError: the model knows fewer positions, the sampling cannot be, or there is such a session.
+            ResourceError: there is too little memory for the cache.
+        """
+        if session in self._sessions:
+            raise UserError(f"there is a session {session[:64]!r} on this part", remedy="close it, or use another name")
+        if positions < 1:
+            raise UserError(f"a session of {positions} positions", remedy="ask for at least one")
+        context = self._model.context
+        if context is not None and positions > context:
+            raise UserError(
+                f"{positions} positions are more than the model's context of {context}",
+                remedy=f"ask for at most {context}, prompt and new tokens together",
+            )
+        if len(self._sessions) >= MAX_SESSIONS:
+            raise ResourceError(f"this part has {MAX_SESSIONS} sessions, the most it may have", remedy="close some")
+        picker = Picker(sampling)
+        check_memory(
+            positions * self.cache_position_bytes, self._place, f"a cache of {positions} positions for a session"
+        )
+        with _told_of_memory("the cache of a session", self._place):
+            cache = self._model.new_cache(positions)
+        self._sessions[session] = _Session(cache, picker if self._model.part.last else None)
+
+    def run(
+        self,
+        session: str,
+        *,
+        keep: int,
+        payload: memoryview,
+        count: int,
+        encoding: str,
+        out_encoding: str,
+        picks: int,
+        draw: int,
+    ) -> Ran:
+        """Cut the history to its first ``keep`` positions, then take ``count`` more; see ``StageEngine.run``.
+
+        Raises:
+            ProtocolError: what was asked cannot be; the session is as it was.
+            ResourceError, JobFailed: it could not be computed, or there is no next token. The session is at ``keep``.
+        """
+        state = self._checked(session, keep, count, picks, draw)
+        activation_bytes(out_encoding, 0, self.width)
+        x = self._input(payload, count, encoding)
+        state.cache.cut(keep)
+        try:
+            with torch.inference_mode(), _told_of_memory("the next positions of a session", self._place):
+                x = x.to(self._place.torch_device)
+                positions = torch.arange(keep, keep + count, device=self._place.torch_device)
+                # A head's work is wasted where no token is picked, but 0 would be all positions.
+                out = self._model.forward(x[None], positions, state.cache, logits=max(1, picks))[0]
+                if state.picker is not None:
+                    return Ran(memoryview(b""), state.picker.pick(out, draw) if picks else ())
+                return Ran(encode(out, out_encoding), ())
+        except BaseException:
+            state.cache.cut_to_at_most(keep)  # some layers may have taken the positions, and others not
+            raise
+
+    def close(self, session: str) -> None:
+        """Forget a session, its cache included; none of that name is fine."""
+        self._sessions.pop(session, None)
+
+    def _checked(self, session: str, keep: int, count: int, picks: int, draw: int) -> _Session:
+        state = self._sessions.get(session)
+        if state is None:
+            raise ProtocolError(f"there is no session {session[:64]!r} on this part")
+        length, most = state.cache.length, state.cache.positions
+        if not 0 <= keep <= length:
+            raise ProtocolError(f"{keep} positions are to be kept of the {length} that the session has")
+        if count < 1 or keep + count > most:
+            raise ProtocolError(f"{count} positions after {keep}, in a session that was opened for {most}")
+        if picks and state.picker is None:
+            raise ProtocolError("tokens are picked on the last stage only")
+        if not 0 <= picks <= count:
+            raise ProtocolError(f"{picks} tokens to be picked for {count} positions")
+        if not 0 <= draw <= most:  # a draw is for a position; and to skip to it takes time
+            raise ProtocolError(f"draw {draw} in a session of {most} positions")
+        return state
+
+    def _input(self, payload: memoryview, count: int, encoding: str) -> Tensor:
+        if self._model.part.first:
+            if encoding != IDS:
+                raise ProtocolError(f"the first stage takes token ids ({IDS}), not {encoding[:32]!r}")
+            return ids_untrusted(payload, count, self.vocab_size)
+        return decode_untrusted(payload, encoding, count, self.width, self._dtype)
+
+
+@contextmanager
+def _told_of_memory(what: str, place: Device) -> Iterator[None]:
+    """Turns torch's errors of too little memory into ``ResourceError``. On a CPU they have no name of their own."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        raise ResourceError(
+            f"{place.label} has too little memory for {what}",
+            remedy="close other sessions or programs, or give this peer fewer layers",
+        ) from error

@@ -1,0 +1,57 @@
+"""A model's ``config.json`` as a peer sends it: checked before anything is made from it. Standard library only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from p2ptrain.core.errors import ProtocolError
+
+MAX_CONFIG_BYTES = 64 << 10
+_MAX_LAYERS = 1024
+_MOST_EXPERTS = 1024  # each may be a module
+_MOST = 1 << 24
+"""Larger than any model's vocabulary or context."""
+_LAYERS = ("num_hidden_layers", "n_layer")
+_CODE = ("auto_map", "trust_remote_code")
+
+
+def config_untrusted(text: str) -> dict[str, Any]:
+    """The table in a ``config.json``: of a model with a ``model_type``, whose sizes are such that it can be made on
+    torch's meta device in little time and memory. What would choose code to run is left out.
+
+    Raises:
+        ProtocolError: it is none.
+    """
+    if len(text) > MAX_CONFIG_BYTES:
+        raise ProtocolError(f"a model's configuration of more than {MAX_CONFIG_BYTES} characters")
+    try:
+        table = json.loads(text, parse_constant=_not_a_number)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"a model's configuration is not JSON ({type(error).__name__})") from error
+    if not isinstance(table, dict) or not isinstance(table.get("model_type"), str):
+        raise ProtocolError("a model's configuration has no model_type")
+    for key, value in _numbers(table):
+        if abs(value) > (_MOST_EXPERTS if "experts" in key else _MOST) and not key.endswith("theta"):
+            raise ProtocolError(f"a model's configuration has {key[:64]} = {value}, which no model has")
+    for key in _LAYERS:
+        if key in table and not (type(table[key]) is int and 1 <= table[key] <= _MAX_LAYERS):
+            raise ProtocolError(f"a model's configuration has another number of layers than 1 to {_MAX_LAYERS}")
+    return {key: value for key, value in table.items() if key not in _CODE and not key.startswith("_")}
+
+
+def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, int]]:
+    """Every whole number, with the key that it, or the list that it is in, stands under."""
+    if type(value) is int:
+        yield key, value
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from _numbers(item, name)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _numbers(item, key)
+
+
+def _not_a_number(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")

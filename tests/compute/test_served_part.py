@@ -1,0 +1,427 @@
+"""Served parts against transformers: the tokens of ``generate``, bytes on the way, sessions side by side."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from p2ptrain.compute.activations import encode_ids
+from p2ptrain.compute.picking import Picker
+from p2ptrain.compute.served_part import MAX_SESSIONS, ServedPart, ServedPartBuilder, begin_part
+from p2ptrain.core.activations import activation_bytes
+from p2ptrain.core.errors import ConfigError, JobFailed, ProtocolError, ResourceError, UserError
+from p2ptrain.core.serving import PartSpec, Sampling
+from p2ptrain.core.tensor_files import TensorTable
+from roles.stage_engine import PartBuilder, StageEngine
+
+from .families import VOCAB, make
+
+GREEDY = Sampling(temperature=0)
+SETTINGS = [
+    GREEDY,
+    Sampling(seed=1),
+    Sampling(temperature=0.7, seed=2),
+    Sampling(temperature=1.5, top_k=5, seed=3),
+    Sampling(top_p=0.8, seed=4),
+    Sampling(temperature=0.9, top_k=50, top_p=0.5, seed=2**63 - 1),
+    Sampling(temperature=1.2, top_k=10_000, top_p=0.95, seed=-1),
+    Sampling(temperature=1e-5, seed=6),
+]
+
+
+def spec_of(directory: Path, start: int, stop: int, **changes: Any) -> PartSpec:
+    config = (directory / "config.json").read_text()
+    arguments: dict[str, Any] = {"config": config, "start": start, "stop": stop, "layers": 6, "device": "cpu"}
+    return PartSpec(**(arguments | changes))
+
+
+def load(directory: Path, *cuts: int, **changes: Any) -> list[ServedPart]:
+    table = TensorTable(directory)
+    parts = []
+    for start, stop in pairwise([0, *cuts, 6]):
+        builder = begin_part(spec_of(directory, start, stop, **changes), tuple(table.entries))
+        for name in reversed(list(builder.wanted)):  # any order
+            builder.place(name, table.entries[name].dtype, memoryview(table.read(name)))
+        parts.append(builder.finish())
+    return parts
+
+
+class Client:
+    """Runs a session through parts."""
+
+    def __init__(self, parts: Sequence[ServedPart], name: str, sampling: Sampling, positions: int = 64) -> None:
+        self.parts, self.name = parts, name
+        for part in parts:
+            part.open(name, positions=positions, sampling=sampling)
+        self.length = 0
+
+    def run(
+        self, ids: list[int], *, picks: int = 1, draw: int = 0, keep: int | None = None, encoding: str = ""
+    ) -> tuple[int, ...]:
+        keep = self.length if keep is None else keep
+        payload, coming = memoryview(encode_ids(ids)), "ids"
+        for part in self.parts:
+            last = part is self.parts[-1]
+            going = encoding or part.encoding
+            ran = part.run(
+                self.name,
+                keep=keep,
+                payload=payload,
+                count=len(ids),
+                encoding=coming,
+                out_encoding=going,
+                picks=picks if last else 0,
+                draw=draw,
+            )
+            assert ran.payload.nbytes == (0 if last else activation_bytes(going, len(ids), part.width))
+            payload, coming = ran.payload, going
+        self.length = keep + len(ids)
+        return ran.tokens
+
+    def say(self, prompt: list[int], count: int, first_draw: int = 0) -> list[int]:
+        said = [*self.run(prompt, draw=first_draw)]
+        while len(said) < count:
+            said += self.run(said[-1:], draw=first_draw + len(said))
+        return said
+
+
+def prompt(number: int) -> list[int]:
+    return [(31 * number + 7 * index * index) % VOCAB for index in range(1 + number % 9)]
+
+
+def generated(whole: Any, ids: list[int], count: int, sampling: Sampling) -> list[int]:
+    x = torch.tensor([ids])
+    sampled = sampling.temperature > 1e-4
+    how = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p} if sampled else {}
+    with torch.random.fork_rng(devices=[]), torch.inference_mode():
+        torch.manual_seed(sampling.seed)
+        out = whole.generate(
+            x,
+            attention_mask=torch.ones_like(x),
+            max_new_tokens=count,
+            do_sample=sampled,
+            pad_token_id=0,
+            use_cache=True,
+            **how,
+        )
+    return [int(token) for token in out[0, len(ids) :]]
+
+
+Loaded = tuple[Path, Any, list[ServedPart]]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Loaded]:
+    made: dict[str, Loaded] = {}
+
+    def of(family: str) -> Loaded:
+        if family not in made:
+            directory = tmp_path_factory.mktemp(family)
+            made[family] = directory, make(family, directory), load(directory, 2, 5)
+        return made[family]
+
+    return of
+
+
+@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+@pytest.mark.parametrize("family", ["llama-tied", "mistral-window", "gpt2"])
+def test_the_tokens_are_those_of_generate(loaded: Callable[[str], Loaded], family: str, sampling: Sampling) -> None:
+    _, whole, parts = loaded(family)
+    for number in range(6):
+        ids = prompt(number)
+        client = Client(parts, "s", sampling)
+        expected = generated(whole, ids, 10, sampling)
+        assert client.say(ids, 10) == expected
+        # Some are taken back and said again; and somebody new goes on in the middle.
+        client.length = len(ids) + 3
+        assert client.say(expected[3:4], 6, first_draw=4) == expected[4:]
+        other = Client(parts, "t", sampling)
+        assert other.say([*ids, *expected[:6]], 4, first_draw=6) == expected[6:]
+        for name in ("s", "t"):
+            for part in parts:
+                part.close(name)
+
+
+def test_draws_are_numbered() -> None:
+    """Whatever is asked in whatever order, by whomever: the same row and draw give the same token."""
+    logits = 3 * torch.randn(60, VOCAB, generator=torch.Generator().manual_seed(1))
+    sampling = Sampling(temperature=0.8, top_k=40, top_p=0.9, seed=11)
+    expected = Picker(sampling).pick(logits, 0)
+    assert len(set(expected)) > 20
+    one = Picker(sampling)
+    order = torch.randperm(60, generator=torch.Generator().manual_seed(2)).tolist()
+    for draw in [*order, *range(59, -1, -1), 0, 59, 30, 31]:
+        assert one.pick(logits[draw : draw + 1], draw) == (expected[draw],)
+        assert len(one._states) <= 32
+    assert one.pick(logits[20:30], 20) == expected[20:30]
+    assert Picker(sampling).pick(logits[45:], 45) == expected[45:]
+    assert Picker(Sampling(temperature=0.8, top_k=40, top_p=0.9, seed=12)).pick(logits, 0) != expected
+
+
+def test_logits_that_are_not_numbers() -> None:
+    logits = torch.zeros(1, 5)
+    for wrong in (torch.nan, torch.inf):
+        logits[0, 2] = wrong
+        for sampling in (GREEDY, Sampling()):
+            with pytest.raises(JobFailed, match="not numbers"):
+                Picker(sampling).pick(logits, 0)
+    logits[0, 2] = -torch.inf
+    assert Picker(GREEDY).pick(logits, 0) == (0,)
+
+
+def test_several_tokens_are_picked_at_once(loaded: Callable[[str], Loaded]) -> None:
+    """The logits of several positions in one call, against those of the whole model in one call."""
+    _, whole, parts = loaded("llama-tied")
+    ids = prompt(8)
+    client = Client(parts, "several", GREEDY)
+    with torch.inference_mode():
+        expected = whole(input_ids=torch.tensor([ids])).logits.argmax(-1)[0].tolist()
+    assert list(client.run(ids, picks=4)) == expected[-4:]
+    assert client.run([3, 4], picks=0) == ()
+    for part in parts:
+        part.close("several")
+
+
+def test_interleaved_sessions_do_not_disturb_each_other(loaded: Callable[[str], Loaded]) -> None:
+    _, whole, parts = loaded("mistral-window")
+    sampled = Sampling(temperature=0.9, seed=21)
+    clients = [Client(parts, f"i{number}", sampled) for number in range(4)]
+    said = [list(client.run(prompt(number + 3))) for number, client in enumerate(clients)]
+    for draw in range(1, 9):
+        for client, tokens in zip(clients[:: 1 if draw % 2 else -1], said[:: 1 if draw % 2 else -1], strict=True):
+            tokens += client.run(tokens[-1:], draw=draw)
+    for number, tokens in enumerate(said):
+        assert tokens == generated(whole, prompt(number + 3), 9, sampled)
+    for part in parts:
+        assert part.cache_bytes == 4 * 64 * part.cache_position_bytes
+        for client in clients:
+            part.close(client.name)
+            part.close(client.name)
+        assert part.cache_bytes == 0
+
+
+def test_it_is_what_a_worker_needs(loaded: Callable[[str], Loaded]) -> None:
+    """compute imports no roles: that the shapes agree is tried here."""
+    part = loaded("gpt2")[2][0]
+    assert set(StageEngine.__annotations__) <= set(vars(part))
+    for kind, wanted in ((ServedPart, StageEngine), (ServedPartBuilder, PartBuilder)):
+        for name, method in inspect.getmembers(wanted, inspect.isfunction):
+            if not name.startswith("_"):
+                here = inspect.signature(getattr(kind, name))
+                assert str(here) == str(inspect.signature(method)).replace("StageEngine", "ServedPart"), name
+
+
+def test_smaller_encodings_are_close(loaded: Callable[[str], Loaded]) -> None:
+    _, _, parts = loaded("llama-tied")
+    first, middle = parts[:2]
+    outs = {}
+    for encoding in ("fp32", "bf16", "fp16", "int8"):
+        for part in parts[:2]:
+            part.open(encoding, positions=9, sampling=GREEDY)
+        arguments: dict[str, Any] = {"keep": 0, "count": 9, "out_encoding": encoding, "picks": 0, "draw": 0}
+        ran = first.run(encoding, payload=memoryview(encode_ids(prompt(8))), encoding="ids", **arguments)
+        arguments["out_encoding"] = "fp32"
+        ran = middle.run(encoding, payload=ran.payload, encoding=encoding, **arguments)
+        outs[encoding] = torch.frombuffer(bytearray(ran.payload), dtype=torch.float32)
+        for part in parts[:2]:
+            part.close(encoding)
+    errors = {name: float((out - outs["fp32"]).norm() / outs["fp32"].norm()) for name, out in outs.items()}
+    assert errors["fp32"] == 0 < errors["fp16"] < errors["bf16"] < errors["int8"] < 0.05
+
+
+def test_what_a_part_tells(loaded: Callable[[str], Loaded], tmp_path: Path) -> None:
+    _, whole, parts = loaded("llama-tied")
+    embedding = whole.get_input_embeddings().weight.nbytes
+    whole_bytes = sum(parameter.nbytes for parameter in whole.parameters())
+    assert sum(part.weights_bytes for part in parts) == whole_bytes + embedding
+    assert [part.cache_position_bytes for part in parts] == [layers * 2 * 2 * 16 * 4 for layers in (2, 3, 1)]
+    for part in parts:
+        assert (part.width, part.vocab_size, part.encoding) == (64, VOCAB, "fp32")
+        assert part.device.startswith("cpu")
+    make("llama", tmp_path, dtype=torch.bfloat16)
+    assert {part.encoding for part in load(tmp_path, 3)} == {"bf16"}
+    assert {part.encoding for part in load(tmp_path, 3, dtype="fp32")} == {"fp32"}
+
+
+def test_bf16_parts_say_what_a_bf16_whole_says(tmp_path: Path) -> None:
+    whole = make("llama", tmp_path, dtype=torch.bfloat16)
+    sampling = Sampling(temperature=0.9, seed=3)
+    client = Client(load(tmp_path, 3), "s", sampling)
+    assert client.say(prompt(5), 10) == generated(whole, prompt(5), 10, sampling)
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"keep": 7}, "7 positions are to be kept of the 6"),
+        ({"keep": -1}, "to be kept"),
+        ({"count": 0}, "0 positions after"),
+        ({"count": 7}, "7 positions after 4, in a session that was opened for 10"),
+        ({"picks": 1}, "last stage only"),
+        ({"encoding": "fp32"}, "the first stage takes token ids"),
+        ({"out_encoding": "fp64"}, "no hidden states travel as"),
+        ({"payload": memoryview(encode_ids([1]))}, "2 positions as ids are 8 bytes, not 4"),
+        ({"payload": memoryview(encode_ids([1, VOCAB]))}, "of a vocabulary"),
+        ({"session": "other"}, "no session 'other'"),
+        ({"draw": 11}, "draw 11"),
+        ({"draw": -1}, "draw -1"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_changes_nothing(
+    loaded: Callable[[str], Loaded], changes: dict[str, Any], cause: str
+) -> None:
+    part = loaded("llama-tied")[2][0]
+    good: dict[str, Any] = {
+        "session": "s",
+        "keep": 4,
+        "payload": memoryview(encode_ids([1, 2])),
+        "count": 2,
+        "encoding": "ids",
+        "out_encoding": "fp32",
+        "picks": 0,
+        "draw": 0,
+    }
+    part.open("s", positions=10, sampling=GREEDY)
+    part.run(**good | {"keep": 0, "payload": memoryview(encode_ids([5, 6, 7, 8])), "count": 4})
+    expected = bytes(part.run(**good).payload)
+    with pytest.raises(ProtocolError, match=cause):
+        part.run(**good | changes)
+    assert part._sessions["s"].cache.length == 6
+    assert bytes(part.run(**good).payload) == expected
+    part.close("s")
+
+
+def test_picks_of_the_last_stage(loaded: Callable[[str], Loaded]) -> None:
+    part = loaded("llama-tied")[2][-1]
+    part.open("s", positions=10, sampling=GREEDY)
+    arguments: dict[str, Any] = {"keep": 0, "encoding": "fp32", "out_encoding": "fp32", "draw": 0}
+    payload = memoryview(bytes(activation_bytes("fp32", 2, 64)))
+    with pytest.raises(ProtocolError, match="3 tokens to be picked for 2"):
+        part.run("s", payload=payload, count=2, picks=3, **arguments)
+    nan = memoryview(torch.full((2, 64), torch.nan).numpy().tobytes())
+    with pytest.raises(JobFailed):
+        part.run("s", payload=nan, count=2, picks=1, **arguments)
+    with pytest.raises(ProtocolError, match="1 positions are to be kept of the 0"):
+        part.run("s", payload=payload, count=2, picks=1, **arguments | {"keep": 1})
+    part.close("s")
+
+
+def test_a_run_that_fails_in_the_middle_leaves_what_was_kept(
+    loaded: Callable[[str], Loaded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = loaded("mistral-window")[2][1]
+    part.open("s", positions=30, sampling=GREEDY)
+    arguments: dict[str, Any] = {"encoding": "fp32", "out_encoding": "fp32", "draw": 0, "picks": 0}
+    payload = memoryview(torch.randn(12, 64, generator=torch.Generator().manual_seed(1)).numpy().tobytes())
+    more = payload[: 2 * 64 * 4]
+    part.run("s", keep=0, payload=payload, count=12, **arguments)
+    expected = bytes(part.run("s", keep=11, payload=more, count=2, **arguments).payload)
+    module: Any = part._model.module
+    for error, seen in ((torch.OutOfMemoryError("no"), ResourceError), (RuntimeError("other"), RuntimeError)):
+
+        def fails(*_: Any, told: Exception = error, **__: Any) -> None:
+            raise told
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module.model.layers[1].mlp, "forward", fails)
+            with pytest.raises(seen):
+                part.run("s", keep=11, payload=more, count=2, **arguments)
+        assert part._sessions["s"].cache.length == 11
+        assert bytes(part.run("s", keep=11, payload=more, count=2, **arguments).payload) == expected
+    part.close("s")
+
+
+def test_sessions_that_cannot_be(loaded: Callable[[str], Loaded], monkeypatch: pytest.MonkeyPatch) -> None:
+    part = loaded("llama-tied")[2][0]
+    for positions, sampling, cause in (
+        (129, GREEDY, "129 positions are more than the model's context of 128"),
+        (0, GREEDY, "0 positions"),
+        (8, Sampling(temperature=-1), "temperature"),
+        (8, Sampling(temperature=float("nan")), "temperature"),
+        (8, Sampling(top_k=-1), "top_k"),
+        (8, Sampling(top_p=0), "top_p"),
+        (8, Sampling(seed=2**64), "seed"),
+    ):
+        with pytest.raises(UserError, match=cause) as caught:
+            part.open("s", positions=positions, sampling=sampling)
+        assert caught.value.remedy
+    part.open("s", positions=1, sampling=GREEDY)
+    with pytest.raises(UserError, match="there is a session 's'"):
+        part.open("s", positions=1, sampling=GREEDY)
+    for number in range(MAX_SESSIONS - 1):
+        part.open(f"more {number}", positions=1, sampling=GREEDY)
+    with pytest.raises(ResourceError, match=f"has {MAX_SESSIONS} sessions"):
+        part.open("one more", positions=1, sampling=GREEDY)
+    for name in list(part._sessions):
+        part.close(name)
+    monkeypatch.setattr("p2ptrain.compute.device._host_available", lambda: 8 * part.cache_position_bytes)
+    part.open("s", positions=8, sampling=GREEDY)
+    with pytest.raises(ResourceError, match="a cache of 9 positions"):
+        part.open("t", positions=9, sampling=GREEDY)
+    part.close("s")
+
+
+def test_a_cache_never_grows(loaded: Callable[[str], Loaded]) -> None:
+    part = loaded("mistral-window")[2][0]
+    part.open("s", positions=40, sampling=GREEDY)
+    promised = 40 * part.cache_position_bytes
+    for keep in (0, 10, 20, 5, 5):
+        ids = memoryview(encode_ids([*prompt(8), 1]))
+        part.run(
+            "s", keep=min(keep, part._sessions["s"].cache.length), payload=ids, count=10, encoding="ids",
+            out_encoding="fp32", picks=0, draw=0,
+        )  # fmt: skip
+        assert part.cache_bytes == promised
+    part.close("s")
+
+
+def test_parts_that_cannot_be(loaded: Callable[[str], Loaded], monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = loaded("llama-tied")[0]
+    config = json.loads((directory / "config.json").read_text())
+    names = tuple(TensorTable(directory).entries)
+
+    def refused(cause: str, **changes: Any) -> None:
+        with pytest.raises((ConfigError, UserError), match=cause) as caught:
+            begin_part(spec_of(directory, 0, 2, **changes), names)
+        assert caught.value.remedy
+
+    refused("not JSON", config="{")
+    refused("'nonsense' is not a causal language model", config='{"model_type": "nonsense"}')
+    granite = {"model_type": "granite", "embedding_multiplier": 2.0}
+    refused("'granite' model cannot be split", config=json.dumps(config | granite))
+    refused("quantized", config=json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    refused("not computed in 'int8'", dtype="int8")
+    refused("device.kind = 'tpu'", device="tpu")
+    with pytest.raises(ConfigError, match="has 6 layers, not 7"):
+        begin_part(spec_of(directory, 0, 2, layers=7), names)
+    with pytest.raises(ConfigError, match=r"lack model\.layers\.0\.mlp"):
+        begin_part(spec_of(directory, 0, 2), [name for name in names if "layers.0.mlp" not in name])
+    monkeypatch.setattr("p2ptrain.compute.device._host_available", lambda: 1000)
+    with pytest.raises(ResourceError, match="a part of 2 of 6 layers"):
+        begin_part(spec_of(directory, 0, 2), names)
+
+
+def test_tensors_that_cannot_be(loaded: Callable[[str], Loaded]) -> None:
+    directory = loaded("llama-tied")[0]
+    table = TensorTable(directory)
+    builder = begin_part(spec_of(directory, 0, 2), tuple(table.entries))
+    name = "model.layers.1.input_layernorm.weight"
+    assert builder.wanted[name] == (64,)
+    with pytest.raises(ConfigError, match="of dtype I8"):
+        builder.place(name, "I8", memoryview(bytes(64)))
+    with pytest.raises(ConfigError, match="should be 256 bytes and is 255"):
+        builder.place(name, "F32", memoryview(bytes(255)))
+    with pytest.raises(ConfigError, match="no tensor of layers 0 to 2"):
+        builder.place("model.layers.2.input_layernorm.weight", "F32", memoryview(bytes(256)))
+    for each in builder.wanted:
+        if each != name:
+            builder.place(each, "F32", memoryview(table.read(each)))
+    with pytest.raises(ConfigError, match=f"{name} was not given"):
+        builder.finish()
