@@ -72,15 +72,16 @@ def encode_ids(ids: list[int]) -> bytes:
     return np.asarray(ids, dtype="<i4").tobytes()
 
 
-def fill(target: Tensor, data: memoryview | bytes, source: torch.dtype, *, piece_bytes: int = 16 << 20) -> None:
-    """Copy the little-endian elements in ``data`` into contiguous ``target``, of any dtype and device, with no more
-    than ``piece_bytes`` allocated besides."""
-    flat, view = target.view(-1), memoryview(data).cast("B")
-    step = max(1, piece_bytes // source.itemsize)
-    for start in range(0, flat.numel(), step):
-        stop = min(flat.numel(), start + step)
-        piece = _tensor_of(view[start * source.itemsize : stop * source.itemsize], source, (stop - start,))
-        flat[start:stop].copy_(piece)
+def fill(target: Tensor, data: memoryview | bytes, source: torch.dtype) -> None:
+    """Copy little-endian elements of dtype ``source`` to the front of ``target`` (n,), of any dtype and device. Where
+    it is of another, a copy of ``data`` is made on the way."""
+    view = memoryview(data).cast("B")
+    front = target[: len(view) // source.itemsize]
+    if front.dtype == source and front.device.type == "cpu":
+        if len(view):
+            front.view(torch.uint8).numpy()[:] = np.frombuffer(view, np.uint8)
+    else:
+        front.copy_(_tensor_of(view, source, tuple(front.shape)))
 
 
 def _checked_untrusted(payload: memoryview | bytes, encoding: str, rows: int, width: int) -> memoryview:

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
-from p2ptrain.compute.activations import DTYPES, decode_untrusted, encode, fill, ids_untrusted
+from p2ptrain.compute.activations import DTYPES, decode_untrusted, encode, ids_untrusted
+from p2ptrain.compute.anatomy import Part, refused
 from p2ptrain.compute.cache import PartCache, kv_shape
 from p2ptrain.compute.device import Device, check_memory, pick_device
 from p2ptrain.compute.model import check_architecture, first_line, without_dropout
 from p2ptrain.compute.picking import Picker
-from p2ptrain.compute.split import Part, PartAssembly, PartModel, file_dtype, refused
+from p2ptrain.compute.split import PartAssembly, PartModel
 from p2ptrain.compute.split_check import check_splits
 from p2ptrain.core.activations import IDS, activation_bytes
 from p2ptrain.core.errors import ConfigError, ProtocolError, ResourceError, UserError
@@ -101,23 +102,15 @@ class ServedPartBuilder:
         need = sum(math.prod(shape) for shape in self.wanted.values()) * self._dtype.itemsize
         check_memory(need, self._device, f"a part of {len(part)} of {part.layers} layers")
 
-    def place(self, name: str, dtype: str, data: memoryview) -> None:
-        """Take a tensor over: ``data`` are its bytes in safetensors' ``dtype``, copied before this returns.
+    def place(self, name: str, dtype: str, data: memoryview, start: int = 0) -> None:
+        """Take over bytes [start, ...) of a tensor in safetensors' ``dtype``, which are copied before this returns: all
+        at once, or piece by piece in order, so that no whole tensor need be anywhere else.
 
         Raises:
-            ConfigError: the part has no tensor of that name, the dtype cannot be used, or ``data`` has another size.
+            ConfigError: the part has no tensor of that name, the dtype cannot be used, or it has another size.
+            ValueError: it is not the piece that comes next, or cuts an element.
         """
-        source = file_dtype(name, dtype)
-        shape = self.wanted.get(name, ())
-        self._assembly.check(name, shape, is_real=True)
-        tensor = torch.empty(shape, dtype=self._dtype, device=self._device.torch_device)
-        if data.nbytes != tensor.numel() * source.itemsize:
-            raise ConfigError(
-                f"{name} as {dtype} should be {tensor.numel() * source.itemsize} bytes and is {data.nbytes}",
-                remedy="use the config.json that belongs to the weights",
-            )
-        fill(tensor, data, source)
-        self._assembly.adopt(name, tensor)
+        self._assembly.place_bytes(name, dtype, data, start)
 
     def finish(self) -> ServedPart:
         """The part, ready. Raises ``ConfigError`` where a tensor is missing."""

@@ -1,72 +1,48 @@
 """A run of consecutive layers of a causal language model, computed as the whole model computes them, to the last bit.
 
-The layers are transformers' own: the whole model is built on the meta device, where nothing is allocated, and all but
-the part is taken out of it. What must be set right for that, for the result is silently wrong otherwise:
-
-- ``layer_idx`` of every submodule counts from 0 in the part: the cache is indexed with it. Whatever a layer took from
-  its index when it was made (its kind of attention, a scale) it keeps, which is why the whole model is built first.
-- ``num_hidden_layers`` and what the configuration lists for each layer (``layer_types``) are the part's: the cache and
-  the masks are made from them.
-- There is no embedding but on the first stage, no norm and no head but on the last. Where input and output share one
-  matrix both stages have it. Learned positions (GPT-2) are added on the first stage only.
-- Rotary frequencies are in no file: they are made anew from the configuration.
-
-``check_splits`` (in ``compute.split_check``) compares split and whole for each architecture before it is used.
+The layers are transformers' own (``compute.anatomy`` takes the others out), the weights are read for them alone, and
+rotary frequencies, which are in no file, are made anew from the configuration. ``compute.split_check`` compares split
+and whole for each architecture before it is used.
 """
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
+from p2ptrain.compute.activations import fill
+from p2ptrain.compute.anatomy import Anatomy, Part, base_name, part_config, refused
 from p2ptrain.compute.cache import PartCache, kv_shape
-from p2ptrain.compute.model import ATTENTION, first_line
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.tensor_files import TensorTable
 
-_Auto: Any = AutoModelForCausalLM  # its annotations are partial
+__all__ = [
+    "LayerSizes",
+    "Part",
+    "PartAssembly",
+    "PartModel",
+    "build_part",
+    "layer_sizes",
+    "load_part",
+    "owned_names",
+    "part_bytes",
+    "part_config",
+    "read_from",
+]
 
 Read = Callable[[str], Tensor]
 """The tensor of a name, as it stands in the model's files."""
 
 FILE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_LAYERS = ("layers", "h")
-_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm")
-_POSITIONS = "wpe"
-REMEDY = "run it whole (p2ptrain generate), or use a model of the llama, qwen2, qwen3, mistral or gpt2 family"
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Layers [start, stop) of ``layers``. Raises ``ConfigError`` where there are none such."""
-
-    start: int
-    stop: int
-    layers: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.start < self.stop <= self.layers:
-            raise ConfigError(f"layers {self.start} to {self.stop} are no part of a model of {self.layers} layers")
-
-    @property
-    def first(self) -> bool:
-        """Whether token ids go in."""
-        return self.start == 0
-
-    @property
-    def last(self) -> bool:
-        """Whether logits come out."""
-        return self.stop == self.layers
-
-    def __len__(self) -> int:
-        return self.stop - self.start
+_REMEDY = "use config.json and *.safetensors of one model, as save_pretrained writes them"
+PIECE_BYTES = 4 << 20
+"""Read from a file at once: what is allocated beside the part's tensors while it is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,43 +50,24 @@ class LayerSizes:
     """Bytes of a model's weights by where they go: what decides which peer can hold which part.
 
     Attributes:
-        layers: of each layer.
-        embedding: of what the first stage has besides its layers.
-        head: of what the last stage has besides its layers; where the matrices are tied it is in ``embedding``, too.
-        tied: bytes that are in both, which a part that is first and last has once.
-        cache_position: of keys and values that one position takes in each layer.
+        layers_bytes: of each layer.
+        cache_bytes: of each layer, of the keys and values of one position.
+        first_bytes: of what the first stage has besides its layers: the embedding.
+        last_bytes: of what the last stage has besides its layers: norm and head, be its matrix the embedding or not.
+        tied_bytes: of ``last_bytes``, what the first stage has, too; a part that is first and last has it once.
     """
 
-    layers: tuple[int, ...]
-    embedding: int
-    head: int
-    tied: int
-    cache_position: tuple[int, ...]
+    layers_bytes: tuple[int, ...]
+    cache_bytes: tuple[int, ...]
+    first_bytes: int
+    last_bytes: int
+    tied_bytes: int
 
     def part(self, part: Part) -> int:
         """Bytes of the weights of ``part``."""
-        once = self.tied if part.first and part.last else 0
-        ends = self.embedding * part.first + self.head * part.last - once
-        return sum(self.layers[part.start : part.stop]) + ends
-
-
-def part_config(config: PretrainedConfig, part: Part) -> PretrainedConfig:
-    """A copy of ``config`` that tells of the layers of ``part`` only."""
-    sliced = copy.deepcopy(config)
-    for key, values in per_layer_lists(config).items():
-        setattr(sliced, key, values[part.start : part.stop])
-    sliced.num_hidden_layers = len(part)
-    return sliced
-
-
-def per_layer_lists(config: PretrainedConfig) -> dict[str, list[Any]]:
-    """What ``config`` says of each layer, by key, such as ``layer_types``."""
-    layers = config.num_hidden_layers
-    return {
-        key: list(value)
-        for key, value in vars(config).items()
-        if "layer" in key and isinstance(value, list | tuple) and len(value) == layers
-    }
+        once = self.tied_bytes if part.first and part.last else 0
+        ends = self.first_bytes * part.first + self.last_bytes * part.last - once
+        return sum(self.layers_bytes[part.start : part.stop]) + ends
 
 
 def layer_sizes(config: PretrainedConfig, dtype: torch.dtype) -> LayerSizes:
@@ -119,13 +76,13 @@ def layer_sizes(config: PretrainedConfig, dtype: torch.dtype) -> LayerSizes:
     Raises:
         ConfigError: the architecture is none that splits.
     """
-    whole = _Anatomy(config, dtype)
+    whole = Anatomy(config, dtype)
     per_layer = tuple(_bytes(layer) for layer in whole.layers)
     embedding = _bytes(whole.embedding) + (_bytes(whole.positions) if whole.positions is not None else 0)
     head = _bytes(whole.head) + _bytes(whole.norm)
     tied = _bytes(whole.embedding) if whole.tied else 0
     cache = 2 * math.prod(kv_shape(config, 1)) * dtype.itemsize
-    return LayerSizes(per_layer, embedding, head, tied, (cache,) * len(per_layer))
+    return LayerSizes(per_layer, (cache,) * len(per_layer), embedding, head, tied)
 
 
 def part_bytes(config: PretrainedConfig, part: Part, dtype: torch.dtype) -> int:
@@ -165,6 +122,29 @@ def build_part(
     assembly = PartAssembly(config, part, names, dtype=dtype, device=device)
     for name in assembly.wanted:
         assembly.place(name, read(name))
+    return assembly.finish()
+
+
+def load_part(
+    config: PretrainedConfig,
+    part: Part,
+    table: TensorTable,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> PartModel:
+    """The part with the weights of a model directory, of which exactly its own bytes are read, in small pieces.
+
+    Raises:
+        ConfigError: see ``PartAssembly``; a tensor has another shape or dtype than it should.
+        StorageError: a file cannot be read.
+    """
+    assembly = PartAssembly(config, part, table.entries, dtype=dtype, device=device)
+    for name in assembly.wanted:
+        entry = table.entries[name]
+        for start in range(0, max(1, entry.size_bytes), PIECE_BYTES):
+            data = table.read(name, start, min(entry.size_bytes, start + PIECE_BYTES))
+            assembly.place_bytes(name, entry.dtype, memoryview(data), start)
     return assembly.finish()
 
 
@@ -217,10 +197,11 @@ class PartAssembly:
         """
         self._config, self._part = config, part
         self._dtype, self._device = dtype, torch.device(device)
-        whole = _Anatomy(config, dtype)
+        whole = Anatomy(config, dtype)
         whole.cut(part)
         self._model = whole.model
         self._base_prefix: str = whole.base_prefix
+        self._partial: dict[str, tuple[Tensor, int]] = {}  # with how many bytes of each are there
         self._tied: tuple[str, ...] = whole.tied
         self._names = whole.names_within(part)
         self._places: dict[str, list[str]] = {}
@@ -236,23 +217,49 @@ class PartAssembly:
         Raises:
             ConfigError: it has another shape than the configuration says, or is none of real numbers.
         """
-        self.check(name, tuple(tensor.shape), is_real=tensor.is_floating_point())
-        # A copy always: a view would keep whatever it is a view of, such as a whole file, alive or mapped.
-        self.adopt(name, tensor.detach().to(self._device, self._dtype, copy=True))
-
-    def check(self, name: str, shape: tuple[int, ...], *, is_real: bool) -> None:
-        """Raises ``ConfigError`` where a tensor of that shape cannot be ``name``."""
-        if name not in self.wanted:
-            raise ConfigError(f"{name} is no tensor of layers {self._part.start} to {self._part.stop}")
-        if shape != self.wanted[name] or not is_real:
-            expected = "x".join(map(str, self.wanted[name]))
+        expected = self._shape(name)
+        shape = tuple(tensor.shape)
+        if shape != expected or not tensor.is_floating_point():
             raise ConfigError(
-                f"{name} has {'x'.join(map(str, shape))} elements{'' if is_real else ', none of them real numbers'}; "
-                f"by config.json it has {expected}",
-                remedy="use the config.json that belongs to the weights",
+                f"{name} is of shape {shape} and {tensor.dtype}; by config.json it has real numbers, {expected}",
+                remedy=_REMEDY,
             )
+        # A copy always: a view would keep whatever it is a view of, such as a whole file, alive or mapped.
+        self._adopt(name, tensor.detach().to(self._device, self._dtype, copy=True))
 
-    def adopt(self, name: str, tensor: Tensor) -> None:
+    def place_bytes(self, name: str, dtype: str, data: memoryview, start: int = 0) -> None:
+        """Take over bytes [start, ...) of a tensor in safetensors' ``dtype``; pieces come in order, of any size that is
+        whole elements. With the last one the tensor is the part's.
+
+        Raises:
+            ConfigError: the part has no such tensor, the dtype cannot be used, or there are bytes beyond its end.
+            ValueError: it is not the piece that comes next, or cuts an element.
+        """
+        shape = self._shape(name)
+        source = file_dtype(name, dtype)
+        if start == 0:
+            self._partial[name] = torch.empty(shape, dtype=self._dtype, device=self._device), 0
+        tensor, done = self._partial.get(name, (None, 0))
+        total = math.prod(shape) * source.itemsize
+        if start + data.nbytes > total:
+            raise ConfigError(
+                f"{name} as {dtype} has {start + data.nbytes} bytes or more; by config.json it has {total}",
+                remedy=_REMEDY,
+            )
+        if tensor is None or start != done or data.nbytes % source.itemsize:
+            raise ValueError(f"{data.nbytes} bytes of {name} from {start} on, where {done} of {total} are there")
+        fill(tensor.view(-1)[start // source.itemsize :], data, source)
+        self._partial[name] = tensor, start + data.nbytes
+        if start + data.nbytes == total:
+            del self._partial[name]
+            self._adopt(name, tensor)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        if name not in self.wanted:
+            raise ConfigError(f"{name} is no tensor of layers {self._part.start} to {self._part.stop}", remedy=_REMEDY)
+        return self.wanted[name]
+
+    def _adopt(self, name: str, tensor: Tensor) -> None:
         """Make ``tensor`` itself the part's: of the right shape, dtype and device, and nobody else's."""
         parameter = nn.Parameter(tensor)
         for place in self._places[name]:
@@ -267,7 +274,7 @@ class PartAssembly:
         for name, places in self._places.items():
             owner, leaf = self._owner(places[0])
             if getattr(owner, leaf).is_meta:
-                raise ConfigError(f"{name} was not given", remedy="load the part again")
+                raise ConfigError(f"{name} was not given, or not all of it", remedy=_REMEDY)
         if self._part.first and self._part.last and self._tied:
             self._tie()
         self._make_computed_buffers()
@@ -305,7 +312,7 @@ class PartAssembly:
                     return written
         raise ConfigError(
             f"the model's files lack {name}, which layers {self._part.start} to {self._part.stop} need",
-            remedy="use config.json and *.safetensors of one model, as save_pretrained writes them",
+            remedy=_REMEDY,
         )
 
 
@@ -331,7 +338,7 @@ class PartModel:
         self.width: int = config.hidden_size
         self.vocab_size: int = config.vocab_size
         self.context: int | None = getattr(config, "max_position_embeddings", None)
-        self._base = cast(nn.Module, getattr(module, _base_name(module)))
+        self._base = cast(nn.Module, getattr(module, base_name(module)))
 
     @property
     def weights_bytes(self) -> int:
@@ -371,106 +378,6 @@ class PartModel:
         if self.part.last:
             return cast(Tensor, self.module(**common, logits_to_keep=logits).logits)
         return cast(Tensor, self._base(**common).last_hidden_state)
-
-
-def refused(config: PretrainedConfig, why: str) -> ConfigError:
-    """The refusal to split a model of this architecture."""
-    return ConfigError(f"a {config.model_type!r} model cannot be split: {why}", remedy=REMEDY)
-
-
-class _Anatomy:
-    """A whole model on the meta device, and which of its modules is what.
-
-    Attributes:
-        base_prefix: of the names of all but the head.
-        tied: names of the tensor that input and output share; empty where they do not.
-    """
-
-    def __init__(self, config: PretrainedConfig, dtype: torch.dtype) -> None:
-        try:
-            with torch.device("meta"):
-                self.model = _Auto.from_config(copy.deepcopy(config), attn_implementation=ATTENTION, dtype=dtype)
-        except Exception as error:  # each architecture validates in its own way and with its own exceptions
-            raise refused(config, first_line(error)) from error
-        self._config = config
-        name = _base_name(self.model)
-        self.base_prefix = f"{name}."
-        self.base: Any = getattr(self.model, name, None)
-        self._layers_name = self._one_of(_LAYERS, "list of layers")
-        self._norm_name = self._one_of(_NORMS, "final norm")
-        self.layers = cast(nn.ModuleList, getattr(self.base, self._layers_name))
-        self.norm = cast(nn.Module, getattr(self.base, self._norm_name))
-        self.positions = cast("nn.Module | None", getattr(self.base, _POSITIONS, None))
-        self.embedding = cast(nn.Module, self.model.get_input_embeddings())
-        self.head = cast(nn.Module, self.model.get_output_embeddings())
-        self._check_known()
-        pair = [name for name, tensor in self.model.state_dict(keep_vars=True).items() if tensor is self.head.weight]
-        self.tied = tuple(pair) if self.head.weight is self.embedding.weight else ()
-
-    def _one_of(self, names: tuple[str, ...], what: str) -> str:
-        found = [name for name in names if isinstance(getattr(self.base, name, None), nn.Module)]
-        if len(found) != 1:
-            raise refused(self._config, f"its {what} was not found")
-        return found[0]
-
-    def _check_known(self) -> None:
-        """Refuse a model with weights whose role is not known: there is no saying on which stage they belong."""
-        if len(self.layers) != self._config.num_hidden_layers or self.head is None or self.embedding is None:
-            raise refused(self._config, "its layers, embedding or head were not found")
-        known = {
-            id(parameter)
-            for module in (self.layers, self.norm, self.positions, self.embedding, self.head)
-            if module is not None
-            for parameter in module.parameters()
-        }
-        for name, parameter in self.model.named_parameters():
-            if id(parameter) not in known:
-                raise refused(self._config, f"it is not known which stage {name} belongs to")
-
-    def cut(self, part: Part) -> None:
-        """Leave the modules of ``part`` only, in place."""
-        if part.layers != len(self.layers):
-            raise ConfigError(f"the model has {len(self.layers)} layers, not {part.layers}")
-        kept = list(self.layers)[part.start : part.stop]
-        for index, layer in enumerate(kept):
-            for module in cast("Iterable[Any]", layer.modules()):
-                if hasattr(module, "layer_idx"):
-                    module.layer_idx = index
-        setattr(self.base, self._layers_name, nn.ModuleList(kept))
-        sliced = part_config(self.model.config, part)  # with the attention that it was built with
-        self.model.config = self.base.config = sliced
-        if not part.first:
-            self.base.set_input_embeddings(nn.Identity())
-            if self.positions is not None:
-                setattr(self.base, _POSITIONS, _NoPositions())
-            if hasattr(self.base, "drop"):
-                self.base.drop = nn.Identity()
-        if not part.last:
-            setattr(self.base, self._norm_name, nn.Identity())
-            self.model.set_output_embeddings(nn.Identity())
-
-    def names_within(self, part: Part) -> dict[str, str]:
-        """After ``cut``: name of each tensor that a file must have, to its name in a whole model."""
-        prefix = f"{self.base_prefix}{self._layers_name}."
-        return {name: _whole_name(name, prefix, part.start) for name in self.model.state_dict()}
-
-
-def _whole_name(name: str, layers_prefix: str, start: int) -> str:
-    if not name.startswith(layers_prefix):
-        return name
-    index, _, rest = name.removeprefix(layers_prefix).partition(".")
-    return f"{layers_prefix}{int(index) + start}.{rest}"
-
-
-class _NoPositions(nn.Module):
-    """Learned positions of a stage that is not the first: nothing is added, and no matrix of zeros allocated."""
-
-    def forward(self, positions: Tensor) -> Tensor:
-        return torch.zeros((), device=positions.device)  # of no dimension: it leaves the other's dtype as it is
-
-
-def _base_name(model: nn.Module) -> str:
-    return cast(str, model.base_model_prefix)
 
 
 def _bytes(module: nn.Module) -> int:

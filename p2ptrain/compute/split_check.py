@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig
 
-from p2ptrain.compute.model import ATTENTION, first_line, parameter_count
-from p2ptrain.compute.split import Part, build_part, per_layer_lists, refused
+from p2ptrain.compute.anatomy import Anatomy, Part, per_layer_lists, refused
+from p2ptrain.compute.model import ATTENTION, first_line
+from p2ptrain.compute.split import build_part
 from p2ptrain.core.errors import ConfigError
 
 _Auto: Any = AutoModelForCausalLM  # its annotations are partial
@@ -57,7 +58,7 @@ def _checked(model_type: str, text: str) -> None:
     config = AutoConfig.for_model(**json.loads(text) | {"model_type": model_type})
     try:
         tiny = _tiny(config)
-        if parameter_count(tiny) > _MOST_PARAMETERS:
+        if sum(weight.numel() for weight in Anatomy(tiny, torch.float32).model.parameters()) > _MOST_PARAMETERS:
             raise refused(config, "with so wide heads or so long a table of positions it cannot be tried first")
         same = _same(tiny)
     except ConfigError:

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from p2ptrain.compute.model import ModelSpec, model_config
-from p2ptrain.compute.split import Part, PartModel, build_part, read_from
+from p2ptrain.compute.split import Part, PartModel, load_part
 from p2ptrain.core.tensor_files import TensorTable
 
 VOCAB = 211
@@ -79,7 +79,7 @@ def load_parts(directory: Path, *cuts: int, dtype: torch.dtype = torch.float32) 
     config = config_of(directory)
     table = TensorTable(directory)
     parts = cut_at(config.num_hidden_layers, *cuts)
-    return [build_part(config, part, read_from(table), table.entries, dtype=dtype) for part in parts]
+    return [load_part(config, part, table, dtype=dtype) for part in parts]
 
 
 def chars_read() -> int:

@@ -92,8 +92,11 @@ def test_token_ids() -> None:
 
 @pytest.mark.parametrize("source", DTYPES.values(), ids=str)
 @pytest.mark.parametrize("target", DTYPES.values(), ids=str)
-def test_filling_piece_by_piece(source: torch.dtype, target: torch.dtype) -> None:
+def test_filling_with_pieces(source: torch.dtype, target: torch.dtype) -> None:
     values = torch.randn(7, 9, generator=torch.Generator().manual_seed(2)).to(source)
-    filled = torch.empty(7, 9, dtype=target)
-    fill(filled, memoryview(values.view(torch.uint8).numpy().tobytes()), source, piece_bytes=40)
-    assert torch.equal(filled, values.to(target))
+    filled = torch.zeros(70, dtype=target)
+    data = values.view(torch.uint8).numpy().tobytes()
+    fill(filled, data[: 40 * source.itemsize], source)
+    fill(filled[40:], memoryview(data)[40 * source.itemsize :], source)
+    assert torch.equal(filled[:63], values.to(target).flatten())
+    assert not filled[63:].any()

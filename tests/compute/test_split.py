@@ -16,9 +16,11 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from p2ptrain.compute.split import (
     Part,
+    PartAssembly,
     PartModel,
     build_part,
     layer_sizes,
+    load_part,
     owned_names,
     part_bytes,
     part_config,
@@ -238,7 +240,7 @@ def test_a_part_reads_its_own_bytes_only(tmp_path: Path, family: str) -> None:
     for part in cut_at(6, 1, 4):
         before = chars_read() if sys.platform == "linux" else 0
         table = TensorTable(tmp_path)
-        built = build_part(config, part, read_from(table), table.entries)
+        built = load_part(config, part, table)
         by_system = chars_read() - before if sys.platform == "linux" else table.bytes_read
         own = sum(parameter.numel() * 4 for parameter in built.module.parameters())
         assert own <= table.bytes_read <= 1.01 * own
@@ -259,9 +261,9 @@ def test_sizes_without_building(saved: Callable[[str], Saved], family: str) -> N
         x = torch.tensor([tokens(5)]) if part.first else torch.randn(1, 5, built.width)
         with torch.no_grad():
             built.forward(x, torch.arange(5), cache)
-        assert sum(sizes.cache_position[part.start : part.stop]) * 5 == cache.nbytes
+        assert sum(sizes.cache_bytes[part.start : part.stop]) * 5 == cache.nbytes
     assert sizes.part(Part(0, 6, 6)) == sum(parameter.numel() * 4 for parameter in whole.parameters())
-    assert layer_sizes(config, torch.bfloat16).layers[0] * 2 == sizes.layers[0]
+    assert layer_sizes(config, torch.bfloat16).layers_bytes[0] * 2 == sizes.layers_bytes[0]
 
 
 def test_nothing_that_was_read_is_kept_alive(saved: Callable[[str], Saved]) -> None:
@@ -315,9 +317,37 @@ def test_what_does_not_fit_is_refused_by_name(saved: Callable[[str], Saved]) -> 
         build_part(config, Part(0, 2, 6), weights.__getitem__, set(weights) - {norm})
     for wrong in (torch.zeros(63), torch.zeros(64, dtype=torch.int8)):
         changed = weights | {norm: wrong}
-        with pytest.raises(ConfigError, match=norm) as caught:
+        with pytest.raises(ConfigError, match=rf"{norm} is of shape .*\(64,\)") as caught:
             build_part(config, Part(1, 2, 6), changed.__getitem__, weights)
         assert "config.json" in caught.value.remedy
+
+
+def test_tensors_in_pieces(saved: Callable[[str], Saved]) -> None:
+    directory, whole = saved("llama")
+    table = TensorTable(directory)
+    assembly = PartAssembly(config_of(directory), Part(1, 2, 6), table.entries, dtype=torch.bfloat16)
+    norm = "model.layers.1.input_layernorm.weight"
+    for name in assembly.wanted:
+        data = memoryview(table.read(name))
+        if name == norm:
+            continue
+        for start in range(0, len(data), 1000):
+            assembly.place_bytes(name, "F32", data[start : start + 1000], start)
+    data = memoryview(table.read(norm))
+    with pytest.raises(ValueError, match="from 8 on"):
+        assembly.place_bytes(norm, "F32", data[8:16], 8)
+    assembly.place_bytes(norm, "F32", data[:8])
+    for piece, start in ((data[4:12], 4), (data[12:20], 12), (data[8:15], 8)):
+        with pytest.raises(ValueError, match=f"from {start} on, where 8 of 256"):
+            assembly.place_bytes(norm, "F32", piece, start)
+    with pytest.raises(ConfigError, match=r"has 264 bytes or more; by config\.json it has 256"):
+        assembly.place_bytes(norm, "F32", data, 8)
+    with pytest.raises(ConfigError, match=f"{norm} was not given, or not all of it"):
+        assembly.finish()
+    assembly.place_bytes(norm, "F32", data[8:], 8)
+    part = assembly.finish()
+    for name, parameter in part.module.named_parameters():
+        assert torch.equal(parameter, whole.state_dict()[part.names[name]].bfloat16())
 
 
 def test_a_dtype_that_is_not_computed_with(saved: Callable[[str], Saved], tmp_path: Path) -> None:
