@@ -97,6 +97,17 @@ def flushed_denormals() -> Iterator[None]:
         torch.set_flush_denormal(False)
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let CPU kernels run on the calling thread alone meanwhile."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def check_memory(need_bytes: int, device: Device, what: str) -> None:
     """Refuse a load that does not fit, before anything is allocated.
 

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from p2ptrain.compute.device import flushed_denormals
+from p2ptrain.compute.device import flushed_denormals, one_thread
 
 _ALIGN_NUMEL = 16  # 64 bytes of fp32
 _SQUARE_BLOCK = 1 << 16
@@ -193,7 +191,7 @@ class FlatAdamW:
         for group, parameter in zip(self._adamw.param_groups, self._parameters, strict=True):
             group["lr"] = lr
             self._adamw.state[parameter]["step"].fill_(step)
-        with _one_thread(), flushed_denormals():
+        with one_thread(), flushed_denormals():
             torch.mul(gradients, scale, out=self._clipped)
             self._adamw.step()
 
@@ -214,13 +212,3 @@ def square_sum(values: npt.NDArray[np.generic]) -> float:
         np.square(block, out=block)
         total += float(np.add.reduce(block))
     return total if math.isfinite(total) else math.nan
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -293,14 +293,14 @@ class PartAssembly:
     def _make_computed_buffers(self) -> None:
         """Rotary frequencies: in no file, and without values as yet."""
         for module in self._model.modules():
-            if not any(buffer.is_meta for buffer in module._buffers.values() if buffer is not None):
+            lacking = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+            if not lacking:
                 continue
             try:
                 fresh = type(module)(config=self._config)
+                module._buffers.update({name: fresh.get_buffer(name).to(self._device) for name in lacking})
             except Exception as error:  # whatever it needs that is not known here
                 raise refused(self._config, f"{type(module).__name__} cannot be made alone") from error
-            for name, buffer in fresh._buffers.items():
-                module._buffers[name] = None if buffer is None else buffer.to(self._device)
 
     def _in_files(self, name: str, names: Collection[str]) -> str:
         """How the tensor ``name`` of a whole model is called in the files. Those of a bare base model lack its prefix;

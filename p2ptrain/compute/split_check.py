@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig
 
 from p2ptrain.compute.anatomy import Anatomy, Part, per_layer_lists, refused
+from p2ptrain.compute.device import one_thread
 from p2ptrain.compute.model import ATTENTION, first_line
 from p2ptrain.compute.split import build_part
 from p2ptrain.core.errors import ConfigError
@@ -60,7 +61,8 @@ def _checked(model_type: str, text: str) -> None:
         tiny = _tiny(config)
         if sum(weight.numel() for weight in Anatomy(tiny, torch.float32).model.parameters()) > _MOST_PARAMETERS:
             raise refused(config, "with so wide heads or so long a table of positions it cannot be tried first")
-        same = _same(tiny)
+        with one_thread():  # more gain nothing from tensors as small, and wait for each other on a busy machine
+            same = _same(tiny)
     except ConfigError:
         raise
     except Exception as error:  # whatever the architecture needs that is not known here

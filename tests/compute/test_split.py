@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import AutoConfig, DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from p2ptrain.compute.split import (
@@ -31,6 +31,12 @@ from p2ptrain.core.tensor_files import TensorTable
 
 from .families import FAMILIES, VOCAB, chars_read, config_of, cut_at, load_parts, make
 
+LLAMA_LAYER = [
+    *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
+    *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+]
 CUTS = [(3,), (1, 4), (1, 2, 5)]
 Saved = tuple[Path, Any]
 
@@ -264,6 +270,29 @@ def test_sizes_without_building(saved: Callable[[str], Saved], family: str) -> N
         assert sum(sizes.cache_bytes[part.start : part.stop]) * 5 == cache.nbytes
     assert sizes.part(Part(0, 6, 6)) == sum(parameter.numel() * 4 for parameter in whole.parameters())
     assert layer_sizes(config, torch.bfloat16).layers_bytes[0] * 2 == sizes.layers_bytes[0]
+
+
+def test_a_model_far_larger_than_memory() -> None:
+    """Its sizes and names are known, and nothing of it is allocated: it would be some 280 GB."""
+    config = AutoConfig.for_model(
+        "llama",
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        tie_word_embeddings=False,
+    )
+    sizes = layer_sizes(config, torch.float32)
+    attention, feed_forward = 8192 * (8192 + 8192 + 1024 + 1024), 3 * 8192 * 28672
+    assert sizes.layers_bytes == (4 * (attention + feed_forward + 2 * 8192),) * 80
+    assert (sizes.first_bytes, sizes.last_bytes) == (4 * 128256 * 8192, 4 * (128256 + 1) * 8192)
+    assert (sizes.tied_bytes, sizes.cache_bytes[0]) == (0, 4 * 2 * 8 * 128)
+    last = Part(79, 80, 80)
+    names = [f"model.layers.{layer}.{name}" for layer in range(80) for name in LLAMA_LAYER]
+    owned = owned_names(config, last, [*names, "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"])
+    assert set(owned) == {*names[-len(LLAMA_LAYER) :], "model.norm.weight", "lm_head.weight"}
 
 
 def test_nothing_that_was_read_is_kept_alive(saved: Callable[[str], Saved]) -> None:
