@@ -355,7 +355,8 @@ class Desk:
         known = any(edges)
         shown = {name: getattr(row, name) for name in _SHOWN} if row else {}
         step = self.core.known_step
-        tokens = step * round(min((row.tokens_per_s or 0.0) * (row.step_ms or 0.0) / 1e3, 1e12)) if row else 0
+        each = (row.tokens_per_s or 0.0) * (row.step_ms or 0.0) / 1e3 if row else 0.0
+        tokens = step * round(min(max(each, 0.0), 1e12))
         return JobInfo(
             id=record.id,
             name=record.name,

@@ -615,6 +615,9 @@ async def test_metrics_that_no_column_holds_are_cut(bench: Bench) -> None:
     assert row["members"] == 2**53
     assert (await bench.ask("jobs.show", job="first"))["job"]["tokens_total"] <= 2**53
     assert len((await bench.ask("peers.list"))["peers"]) == 2
+    a.say(StepMetrics(a.job, 1, 2, {"tokens_per_s": -1e308, "step_ms": 1e308}))
+    await a.beaten()
+    assert (await bench.ask("jobs.show", job="first"))["job"]["tokens_total"] == 0
 
 
 async def test_checkpoints_are_listed_as_their_holder_keeps_them_and_deleted_there(bench: Bench) -> None:
