@@ -502,8 +502,9 @@ class Update(Message):
     """Seed to subscriber: what changed since the last update, coalesced, at most ten a second.
 
     Attributes:
-        topic: ``cluster``, ``peers``, ``jobs``, ``metrics``, ``events``, ``checkpoints``, ``recoveries``;
-            ``peers-gone``, ``jobs-gone`` and ``checkpoints-gone``, whose items hold ``id`` only.
+        topic: ``cluster``, ``peers``, ``jobs``, ``metrics``, ``events``, ``checkpoints``, ``recoveries``,
+            ``parts``; ``peers-gone``, ``jobs-gone``, ``checkpoints-gone`` and ``parts-gone``, whose items hold ``id``
+            only.
         items: maps as made by ``to_map`` of the topic's record in ``wire.records``; metrics carry ``job`` besides.
     """
 

@@ -79,7 +79,12 @@ class Record:
             if isinstance(value, list) and not all(_fits(part, of_items) for part in value):
                 raise ProtocolError(f"{cls.__name__}.{name} has an item of another type")
             values[name] = value
-        return cls(**values)
+        record = cls(**values)
+        record.check()
+        return record
+
+    def check(self) -> None:
+        """Raise ``ProtocolError`` where the values have their types, and yet cannot be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +256,71 @@ class CheckpointInfo(Record):
     val_loss: float | None = None
 
 
+MAX_LAYERS = 4096
+"""Of a model that is split: viewers draw them."""
+MAX_FIGURE = 2**53
+"""No figure of a part is larger: msgpack, JSON and viewers of any kind hold these."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartInfo(Record):
+    """One part of a model (layers [start, stop) of ``layers``), and the worker that holds it. ``id`` is
+    ``<peer>/<part>``; the other attributes are those of ``wire.chain_messages.HeldPart``.
+
+    Attributes:
+        peer, peer_name: who holds it.
+        compute_ms: that one work takes here; 0 where it is not known.
+        busy: share of the last seconds in which it computed, 0 to 1.
+        out_position_bytes: bytes that one position takes on the wire to ``next``.
+        next: peer id of the next stage; empty on the last one.
+    """
+
+    id: str
+    peer: str
+    peer_name: str
+    part: str
+    model: str
+    name: str
+    start: int
+    stop: int
+    layers: int
+    dtype: str = ""
+    weights_bytes: int = 0
+    cache_bytes: int = 0
+    limit_bytes: int = 0
+    sessions: int = 0
+    compute_ms: float = 0.0
+    busy: float = 0.0
+    tokens_per_s: float = 0.0
+    out_position_bytes: float = 0.0
+    next: str = ""
+
+    def check(self) -> None:
+        """Raise ``ProtocolError`` where its layers or its figures cannot be."""
+        if not 0 <= self.start < self.stop <= self.layers <= MAX_LAYERS:
+            raise ProtocolError(f"a part of layers [{self.start}, {self.stop}) of {self.layers}")
+        for name in _PART_FIGURES:
+            if not 0 <= getattr(self, name) <= MAX_FIGURE:  # nor is it so for what is not a number
+                raise ProtocolError(f"a part whose {name} is {getattr(self, name)}")
+        if self.busy > 1:
+            raise ProtocolError(f"a part that is busy for {self.busy} of its time")
+
+    @property
+    def used_bytes(self) -> int:
+        """What it takes of ``limit_bytes``."""
+        return self.weights_bytes + self.cache_bytes
+
+
+_PART_FIGURES = (
+    "weights_bytes",
+    "cache_bytes",
+    "limit_bytes",
+    "sessions",
+    "compute_ms",
+    "busy",
+    "tokens_per_s",
+    "out_position_bytes",
+)
 PHASES = ("detect", "agree", "form", "transfer", "commit")
 """Of a recovery, in order (``ring.recovery``)."""
 

@@ -58,6 +58,7 @@ class Clerk:
             "cluster.info": self._cluster_info,
             "peers.list": self._peers_list,
             "peers.evict": self._peers_evict,
+            "parts.list": self._parts_list,
             "tickets.new": seed.gate.tickets_new,
             "tickets.list": seed.gate.tickets_list,
             "tickets.revoke": self._tickets_revoke,
@@ -142,6 +143,7 @@ class Clerk:
             feed.touch("peers", [info.id for info in seed.peer_infos()])
             feed.touch("jobs", seed.desks)
             feed.touch("checkpoints", seed.checkpoints)
+            feed.touch("parts", [part.id for part in seed.parts.infos()])
             feed.add(seed.recent)
             shown = [desk.id for desk in seed.desks.values() if desk.live] or list(seed.desks)[-1:]
             for job in shown[:4]:
@@ -157,6 +159,10 @@ class Clerk:
     async def _peers_list(self, params: Params, connection: Connection) -> Result:
         infos = self._seed.peer_infos()
         return {"peers": newest_that_fit(info.to_map() for info in infos), "total": len(infos)}
+
+    async def _parts_list(self, params: Params, connection: Connection) -> Result:
+        infos = self._seed.parts.infos()
+        return {"parts": first_that_fit((info.to_map() for info in infos), ANSWER_BYTES), "total": len(infos)}
 
     async def _peers_evict(self, params: Params, connection: Connection) -> Result:
         peer_id, name = self._peer(params)

@@ -25,6 +25,7 @@ from roles.seed.jobs import Desk, History, Office, history
 from roles.seed.leading import Rivals, others_lead, refused_as_standby, term_and_seats
 from roles.seed.links import Survey
 from roles.seed.options import Beats, Guard, cluster_id
+from roles.seed.parts import Holdings
 from roles.seed.peers import (
     NAME_CHARS,
     Link,
@@ -42,6 +43,7 @@ from roles.seed.store import JobRecord, PeerRecord, Records, Store
 from roles.seed.strangers import Strangers
 from roles.seed.succession import first_generation
 from roles.seed.updates import Board, Map
+from wire.chain_messages import PartsHeld
 from wire.connection import Connection, last_word
 from wire.handshake import RefusalCode, dial, local_hello, local_welcome
 from wire.messages import (
@@ -115,6 +117,7 @@ class Seed:
         )
         self.rivals = Rivals(term)
         self._clerk = Clerk(self)
+        self.parts = Holdings(partial(self.board.touch, "parts"))
         self.survey = Survey(world.clock, self.links, self._measured_links)
         self.office = Office(
             world.clock,
@@ -383,6 +386,8 @@ class Seed:
                 self.note(message.level, message.kind, f"{link.name}: {message.text}", link.id, job)
                 if self.store.crowded:
                     await self.store.flush()
+            case PartsHeld():
+                self.parts.told(link.id, link.name, message)
             case Response():
                 link.calls.answered(message)
             case Request():
@@ -453,6 +458,7 @@ class Seed:
         self.note(level, verb.split()[-1], f"{link.name} {verb}: {event.reason}", link.id, link.job)
         del self.links[link.id]
         self.survey.drop(link.id)
+        self.parts.drop(link.id)
         link.lost(now)
         self._lost[link.id] = link
         for other in self.desks.values():  # one that let it go for cause may take it again when it comes back
@@ -612,8 +618,8 @@ class Seed:
         if topic == "jobs":
             desk = self.desks.get(item_id)
             return desk.info(queued=self.is_queued(desk)).to_map() if desk else None
-        checkpoint = self.checkpoints.get(item_id)
-        return checkpoint.to_map() if checkpoint else None
+        kept = self.parts.info(item_id) if topic == "parts" else self.checkpoints.get(item_id)
+        return kept.to_map() if kept else None
 
     async def _age(self) -> None:
         """Once a second: ages grow even where nothing is heard, and those lost long ago leave the list."""

@@ -15,6 +15,7 @@ grants                 ``granted_untrusted``, a renewal's answer
 views, tokens          ``View.from_message_untrusted``, ``Token.decode_untrusted``
 codecs                 ``decode`` and ``decode_add`` of each codec
 links                  ``targets_untrusted``, ``measured_untrusted``
+parts-held             ``held_untrusted``
 ledger-rows, -answers  ``Ledger.take_untrusted``, and what an audit reads
 standby-rows           what a standby takes into its store, and the files beside it
 standby-addresses      where a worker is told that seeds are
@@ -43,6 +44,7 @@ from . import (
     file_targets,
     ledger_targets,
     model_targets,
+    part_targets,
     ring_targets,
     standby_targets,
     wire_targets,
@@ -56,6 +58,7 @@ TARGETS: tuple[Target, ...] = (
     *credential_targets.TARGETS,
     *ring_targets.TARGETS,
     *ledger_targets.TARGETS,
+    *part_targets.TARGETS,
     *standby_targets.TARGETS,
     *door_targets.TARGETS,
     *file_targets.TARGETS,

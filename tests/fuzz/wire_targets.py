@@ -27,7 +27,17 @@ from wire.frame import (
 )
 from wire.handshake import ENROL, PERMITTED, judge_answer, judge_answerer, judge_caller, judge_hello
 from wire.messages import BULK_KIND, PROTOCOL_VERSION, Hello, Refuse, Welcome
-from wire.records import CheckpointInfo, ClusterInfo, EventInfo, JobInfo, MetricRow, PeerInfo, Record
+from wire.records import (
+    CheckpointInfo,
+    ClusterInfo,
+    EventInfo,
+    JobInfo,
+    MetricRow,
+    PartInfo,
+    PeerInfo,
+    Record,
+    RecoveryInfo,
+)
 from wire.ticket import ROLES, Ticket, is_ticket
 from wire.transport_base import format_address
 
@@ -207,12 +217,20 @@ MESSAGES = Target(
 
 # ------------------------------------------------------------------------------------------------------------ records
 
-RECORDS: tuple[type[Record], ...] = (ClusterInfo, PeerInfo, JobInfo, MetricRow, EventInfo, CheckpointInfo)
+RECORDS: tuple[type[Record], ...] = (
+    ClusterInfo, PeerInfo, JobInfo, MetricRow, EventInfo, CheckpointInfo, RecoveryInfo, PartInfo,
+)  # fmt: skip
+_SMALL, _SHARES = st.integers(0, 9), st.floats(0, 1)
+_LIKELY: dict[type[Record], dict[str, st.SearchStrategy[Any]]] = {
+    PartInfo: {"start": st.integers(0, 3), "stop": st.integers(4, 6), "layers": st.integers(6, 9), "sessions": _SMALL}
+    | dict.fromkeys(("weights_bytes", "cache_bytes", "limit_bytes"), _SMALL)
+    | dict.fromkeys(("compute_ms", "busy", "tokens_per_s", "out_position_bytes"), _SHARES)
+}
 
 
 @st.composite
 def _maps(draw: st.DrawFn, kind: type[Record]) -> tuple[type[Record], Any]:
-    source: Any = draw(made(kind).map(dataclasses.asdict))
+    source: Any = draw(made(kind, **_LIKELY.get(kind, {})).map(dataclasses.asdict))
     for _ in range(draw(st.integers(0, 2))):
         name = draw(st.sampled_from(sorted(source)) | TEXT) if source else draw(TEXT)
         if draw(st.booleans()):
@@ -233,6 +251,10 @@ def _check_record(case: tuple[type[Record], Any]) -> None:
     if isinstance(record, JobInfo):
         record.edges()
         record.slowest_edge()
+    if isinstance(record, PartInfo):
+        assert 0 <= record.start < record.stop <= record.layers <= 4096
+        assert 0 <= record.used_bytes < 2**55
+        assert 0 <= record.busy <= 1
 
 
 RECORD = Target(

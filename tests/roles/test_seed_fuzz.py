@@ -20,6 +20,7 @@ from configs.schema import Profile
 from p2ptrain.core.errors import P2PTrainError, Refused
 from roles.in_process import HOST, Cluster
 from roles.seed.requests import Clerk
+from wire.chain_messages import PartsHeld
 from wire.codec import MESSAGE_TYPES
 from wire.connection import Connection
 from wire.handshake import Server, dial, local_hello, local_welcome, serve
@@ -105,7 +106,8 @@ def made(kind: Any) -> st.SearchStrategy[Any]:
     )
 
 
-TOLD = [Heartbeat, Report, Report, Report, StepMetrics, StepMetrics, CheckpointSaved, EventNotice, Leave, Response]
+TOLD = [Heartbeat, Report, Report, Report, StepMetrics, StepMetrics, CheckpointSaved, EventNotice, Leave, Response,
+        PartsHeld]  # fmt: skip
 """What workers say; any other message but seldom."""
 REPORTS = st.builds(
     lambda status, generation, applied, ahead: Report(JOB, generation, status, applied, applied + ahead,
