@@ -14,6 +14,7 @@ from textual.widgets import Footer, Static
 
 from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.world import Clock, LoopClock
+from tui.chain_panel import ChainsPanel
 from tui.model import Link, Phase
 from tui.panels import EventsPanel, Frame, HeaderBar, RecoveriesPanel, RingPanel, TrainingPanel
 from tui.screens import ConfirmScreen, HelpScreen
@@ -24,13 +25,33 @@ from tui.theme import DARK, THEMES, Palette
 from wire.records import JobInfo
 
 WIDE_COLUMNS, WIDE_ROWS = 120, 38
-"""From this size on everything is shown at once; below it, one of four views."""
-VIEWS = ("Cluster", "Training", "Jobs", "Events")
-PANELS = (HeaderBar, RingPanel, TrainingPanel, PeersPanel, JobsPanel, CheckpointsPanel, RecoveriesPanel, EventsPanel)
-Panel = (
-    HeaderBar | RingPanel | TrainingPanel | PeersPanel | JobsPanel | CheckpointsPanel | RecoveriesPanel | EventsPanel
+"""From this size on everything is shown at once; below it, one of five views."""
+VIEWS = ("Cluster", "Training", "Jobs", "Events", "Chains")
+CHAINS = 5
+"""The view of split models: where everything is shown at once, it takes the place of ring and training."""
+PANELS = (
+    HeaderBar,
+    RingPanel,
+    TrainingPanel,
+    ChainsPanel,
+    PeersPanel,
+    JobsPanel,
+    CheckpointsPanel,
+    RecoveriesPanel,
+    EventsPanel,
 )
-FOCUS_OF_VIEW = {1: "#peers-table", 2: "#training", 3: "#jobs-table", 4: "#events"}
+Panel = (
+    HeaderBar
+    | RingPanel
+    | TrainingPanel
+    | ChainsPanel
+    | PeersPanel
+    | JobsPanel
+    | CheckpointsPanel
+    | RecoveriesPanel
+    | EventsPanel
+)
+FOCUS_OF_VIEW = {1: "#peers-table", 2: "#training", 3: "#jobs-table", 4: "#events", CHAINS: "#chains"}
 
 
 class _Drawn(NamedTuple):
@@ -83,6 +104,7 @@ class P2PTrainApp(App[None]):
         with Horizontal(id="top"):
             yield RingPanel()
             yield TrainingPanel()
+        yield ChainsPanel()
         yield PeersPanel()
         with Horizontal(id="bottom"):
             yield JobsPanel()
@@ -115,8 +137,11 @@ class P2PTrainApp(App[None]):
 
     def refresh_panels(self) -> None:
         """Redraw the visible panels whose topics changed, and once a second those that show ages."""
+        if not self.screen_stack or not self.screen_stack[0].query(HeaderBar):
+            return  # the app is closing: its panels went before its timer
         store, job, now = self.source.store, self.job, self.clock.now()
         self._tell_of_the_link(store.link)
+        self._choose_drawing(job)
         if job is not None:
             self.source.watch(job.id)
         frame = Frame(store, job, now, self.clock.wall(), self.palette, self.source.address)
@@ -133,6 +158,14 @@ class P2PTrainApp(App[None]):
                 panel.show(frame)
         if job is not None and self.chosen_job is None:
             self.screen_stack[0].query_one(JobsPanel).table.go_to(job.id)
+
+    def _choose_drawing(self, job: JobInfo | None) -> None:
+        """Chains are drawn where the person asked for them, and in the first view where no ring is there to draw."""
+        instead = self.view == 1 and bool(self.source.store.parts) and not (job is not None and job.members)
+        wanted = self.view == CHAINS or instead
+        if wanted != self.has_class("-chains"):
+            self.set_class(wanted, "-chains")
+            self.call_after_refresh(self.refresh_panels)
 
     def _tell_of_the_link(self, link: Link) -> None:
         """Say once why the seed was lost, and once that it is back; what is stale meanwhile is shown faded."""

@@ -20,7 +20,17 @@ from p2ptrain.core.errors import ConnectionLost, Refused
 from tui.model import Link, Phase, Store
 from tui.source import backoff_s
 from wire.messages import Update
-from wire.records import CheckpointInfo, ClusterInfo, EventInfo, JobInfo, MetricRow, PeerInfo, Record, RecoveryInfo
+from wire.records import (
+    CheckpointInfo,
+    ClusterInfo,
+    EventInfo,
+    JobInfo,
+    MetricRow,
+    PartInfo,
+    PeerInfo,
+    Record,
+    RecoveryInfo,
+)
 
 NAMES = ("atlas", "borea", "castor", "delos", "elara", "fjord", "gaia", "helios")
 DEVICES = (
@@ -231,6 +241,45 @@ class DemoCluster:
             for number, (step, kind, text, detect, agree, form, transfer, commit) in enumerate(script, 1)
         ]  # fmt: skip
 
+    def parts(self) -> list[PartInfo]:
+        """A model over three peers (twenty where there are many), and from four on one that just lost its middle."""
+        if not self.size:
+            return []
+        stages = 20 if self.size >= 40 else min(self.size, 3)
+        found = [self.part("llama-3.2-3b", 28, index, stages, 229e6) for index in range(stages)]
+        if self.size > 3:
+            found += [self.part("qwen2.5-1.5b", 28, index, 4, 110e6) for index in (0, 1, 3)]
+        return found
+
+    def part(self, name: str, layers: int, index: int, stages: int, layer_bytes: float) -> PartInfo:
+        peer = self.peer((index + (0 if name.startswith("llama") else 3)) % self.size)
+        whole = name.startswith("llama")
+        start, stop = layers * index // stages, layers * (index + 1) // stages
+        weights = int((stop - start) * layer_bytes)
+        pace = 24.0 + 2 * self._noise("pace", self.step) if whole else 0.0
+        compute_ms = (stop - start) * (0.9 + 0.5 * self._noise("layer", name, index))
+        return PartInfo(
+            id=f"{peer.id}/{name}-{index}",
+            peer=peer.id,
+            peer_name=peer.name,
+            part=f"{name}-{index}",
+            model=f"model-{name}",
+            name=name,
+            start=start,
+            stop=stop,
+            layers=layers,
+            dtype="bfloat16",
+            weights_bytes=weights,
+            cache_bytes=weights // 5 if whole else 0,
+            limit_bytes=int(weights * (1.4 + abs(self._noise("limit", name, index)))),
+            sessions=2 if whole else 0,
+            compute_ms=compute_ms,
+            busy=min(1.0, 3 * pace * compute_ms / 1e3),
+            tokens_per_s=pace,
+            out_position_bytes=0.0 if index + 1 == stages else 6144.0,
+            next="" if index + 1 == stages else f"peer{index + 1}",
+        )
+
     # ------------------------------------------------------------------------------------------------------- updates
 
     def everything(self) -> list[Update]:
@@ -244,6 +293,7 @@ class DemoCluster:
             _update("events", self.events()),
             _update("checkpoints", self.checkpoints()),
             _update("recoveries", self.recoveries()),
+            _update("parts", self.parts()),
         ]
 
     def peers(self) -> list[PeerInfo]:
@@ -258,6 +308,7 @@ class DemoCluster:
             _update("peers", self.peers()),
             _update("jobs", [self.job()]),
             _update("metrics", [self.row(self.step)]),
+            _update("parts", self.parts()),
         ]
         if self.step % SAVE_EVERY == 0:
             updates += [
@@ -331,14 +382,13 @@ class DemoSource:
         return {"job": job.id}
 
 
-async def _screenshot(*, peers: int, columns: int, rows: int, light: bool) -> str:
+async def _screenshot(*, peers: int, columns: int, rows: int, light: bool, view: int) -> str:
     from tui.app import P2PTrainApp  # the app knows the demo by its protocol only
 
     source = DemoSource(DemoCluster(peers))
     app = P2PTrainApp(source, clock=source.clock)
     async with app.run_test(size=(columns, rows)) as pilot:
-        if light:
-            await pilot.press("d")
+        await pilot.press(str(view), *(["d"] if light else []))
         await pilot.pause()
         return app.export_screenshot(title="p2ptrain tui")
 
@@ -369,12 +419,13 @@ def main() -> None:
     parser.add_argument("--screenshot", type=Path, help="write an SVG and leave")
     parser.add_argument("--measure", type=int, metavar="UPDATES", help="print CPU time per update and leave")
     parser.add_argument("--size", default="160x48", help="columns x rows of the screenshot or the measurement")
+    parser.add_argument("--view", type=int, default=1, help="which view the screenshot shows")
     parser.add_argument("--light", action="store_true", help="the light theme for the screenshot")
     arguments = parser.parse_args()
     columns, _, rows = arguments.size.partition("x")
     shape = {"peers": arguments.peers, "columns": int(columns), "rows": int(rows)}
     if arguments.screenshot:
-        picture = asyncio.run(_screenshot(light=arguments.light, **shape))
+        picture = asyncio.run(_screenshot(light=arguments.light, view=arguments.view, **shape))
         arguments.screenshot.write_text(picture, encoding="utf-8")
     elif arguments.measure:
         print(f"{asyncio.run(_measure(arguments.measure, **shape)):.2f} ms of CPU per update")

@@ -66,6 +66,8 @@ JOB_LOOKS = {
     "failed": Look("✗", "bad"),
 }
 LEVEL_LOOKS = {"info": Look("·", "dim"), "warning": Look("▲", "warn"), "error": Look("✗", "bad")}
+WEIGHTS, CACHES, FREE = Look("█", "compute"), Look("▓", "communicate"), Look("·", "border")
+BUSY, BUBBLE = Look("█", "good"), Look("░", "wait")
 _UNKNOWN_LOOK = Look("?", "dim")
 
 
@@ -105,6 +107,16 @@ def count(value: float | None) -> str:
 def size(value: float | None) -> str:
     """``1.50 GiB``. Binary units, as memory is sold."""
     return _scaled(value, (" B", " KiB", " MiB", " GiB", " TiB"), 1024.0)
+
+
+def used_of(used: float, total: float) -> str:
+    """``9.1/12 GiB``, ``0.7/1.3 GiB``: both in the total's unit; the total is above 0."""
+    number, _, unit = size(total).partition(" ")
+    if not unit:
+        return UNKNOWN
+    whole = float(number)
+    digits = 0 if whole >= 10 or whole == int(whole) else 1
+    return f"{used * whole / total:.1f}/{whole:.{digits}f} {unit}"
 
 
 def rate(bytes_per_s: float | None) -> str:
@@ -227,6 +239,22 @@ def split_bar(parts: Split, width: int) -> list[Span]:
     cells = _largest_remainder(values, width)
     looks = (("█", "compute"), ("▓", "communicate"), ("░", "wait"))
     return [Span(texture * count_, role) for (texture, role), count_ in zip(looks, cells, strict=True) if count_]
+
+
+def layers(start: int, stop: int) -> str:
+    """``0–11`` for the layers [0, 12), ``3`` for the layers [3, 4)."""
+    return f"{start}–{stop - 1}" if stop - start > 1 else str(start)
+
+
+def stacked_bar(parts: Sequence[tuple[Look, float]], whole: float, width: int) -> list[Span]:
+    """Parts of ``whole`` in ``width`` cells, each with its own texture; what none of them takes is dotted."""
+    taken = [max(0.0, value) if is_finite(value) else 0.0 for _, value in parts]
+    rest = max(0.0, whole - sum(taken)) if is_finite(whole) else 0.0
+    cells = _largest_remainder([*taken, rest], width)
+    if not sum(cells):
+        cells[-1] = max(0, width)
+    looks = [*(look for look, _ in parts), FREE]
+    return [Span(look.symbol * count_, look.role) for look, count_ in zip(looks, cells, strict=True) if count_]
 
 
 def phase_bar(phases: Sequence[tuple[str, float]], width: int) -> list[Span]:

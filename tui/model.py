@@ -18,11 +18,22 @@ from itertools import pairwise
 from typing import Any, TypeGuard, TypeVar
 
 from p2ptrain.core.errors import P2PTrainError, ProtocolError
-from wire.records import CheckpointInfo, ClusterInfo, EventInfo, JobInfo, MetricRow, PeerInfo, Record, RecoveryInfo
+from wire.records import (
+    CheckpointInfo,
+    ClusterInfo,
+    EventInfo,
+    JobInfo,
+    MetricRow,
+    PartInfo,
+    PeerInfo,
+    Record,
+    RecoveryInfo,
+)
 
 MAX_PEERS = 1024
 MAX_JOBS = 512
 MAX_CHECKPOINTS = 2048
+MAX_PARTS = 1024
 MAX_EVENTS = 500
 MAX_SERIES = 32
 MAX_RECOVERIES = 500
@@ -195,6 +206,7 @@ class Store:
     events: dict[int, EventInfo] = field(default_factory=dict)
     checkpoints: dict[str, CheckpointInfo] = field(default_factory=dict)
     recoveries: dict[tuple[str, int], RecoveryInfo] = field(default_factory=dict)
+    parts: dict[str, PartInfo] = field(default_factory=dict)
     versions: Counter[str] = field(default_factory=Counter)
     malformed: int = 0
 
@@ -222,12 +234,17 @@ class Store:
             raise ProtocolError(f"a malformed item in an update of {clean(topic, 40)}: {bad.message}")
 
     def replace(self, topic: str, items: Iterable[object], now: float) -> None:
-        """As ``apply``, for a whole list of peers, jobs or checkpoints: what it lacks is gone.
+        """As ``apply``, for a whole list of peers, jobs, checkpoints or parts: what it lacks is gone.
 
         Raises:
             ProtocolError: as ``apply``.
         """
-        known: dict[str, dict[str, Any]] = {"peers": self.peers, "jobs": self.jobs, "checkpoints": self.checkpoints}
+        known: dict[str, dict[str, Any]] = {
+            "peers": self.peers,
+            "jobs": self.jobs,
+            "checkpoints": self.checkpoints,
+            "parts": self.parts,
+        }
         known[topic].clear()
         self.apply(topic, items, now)
 
@@ -254,8 +271,10 @@ class Store:
             "events": self._take_event,
             "checkpoints": self._take_checkpoint,
             "recoveries": self._take_recovery,
+            "parts": self._take_part,
             "jobs-gone": partial(self._drop, self.jobs),
             "checkpoints-gone": partial(self._drop, self.checkpoints),
+            "parts-gone": partial(self._drop, self.parts),
         }
 
     def _take_cluster(self, item: object, now: float) -> None:
@@ -265,7 +284,8 @@ class Store:
             for known in (self.peers, self.peers_seen, self.jobs, self.series, self.events, self.checkpoints):
                 known.clear()
             self.recoveries.clear()
-            self.versions.update(("peers", "jobs", "metrics", "events", "checkpoints", "recoveries"))
+            self.parts.clear()
+            self.versions.update(("peers", "jobs", "metrics", "events", "checkpoints", "recoveries", "parts"))
         self.cluster = cluster
 
     def _take_peer(self, item: object, now: float) -> None:
@@ -307,6 +327,10 @@ class Store:
     def _take_recovery(self, item: object, now: float) -> None:
         recovery = _parse(RecoveryInfo, item)
         _put(self.recoveries, (recovery.job, recovery.number), recovery, MAX_RECOVERIES)
+
+    def _take_part(self, item: object, now: float) -> None:
+        part = _parse(PartInfo, item)
+        _put(self.parts, part.id, part, MAX_PARTS)
 
     # ------------------------------------------------------------------------------------------------------- reading
 
@@ -352,6 +376,7 @@ class Store:
         assert len(self.events) <= MAX_EVENTS
         assert len(self.checkpoints) <= MAX_CHECKPOINTS
         assert len(self.recoveries) <= MAX_RECOVERIES
+        assert len(self.parts) <= MAX_PARTS
         for series in self.series.values():
             series.validate()
 

@@ -54,7 +54,7 @@ def lines(rows: list[list[Span]], palette: Palette) -> Text:
 class HeaderBar(Widget):
     """One line: what cluster this is, and whether what is shown is live."""
 
-    TOPICS: ClassVar[frozenset[str]] = frozenset({"cluster", "link", "peers", "jobs"})
+    TOPICS: ClassVar[frozenset[str]] = frozenset({"cluster", "link", "peers", "jobs", "parts"})
     TIMED = True
     EVERY_S = 0.0
 
@@ -86,6 +86,8 @@ class HeaderBar(Widget):
             Span(f"  {_plural(len(frame.store.peers), 'peer')} · {_plural(len(frame.store.jobs), 'job')}", "dim")
         )
         spans.append(Span(f"  up {fmt.duration(frame.wall - cluster.started_at)}", "dim"))
+        if models := len({part.model for part in frame.store.parts.values()}):
+            spans.append(Span(f"  {_plural(models, 'model')} split", "dim"))
         return spans
 
     def _right(self, frame: Frame) -> list[Span]:
@@ -119,7 +121,7 @@ def _plural(count: int, what: str) -> str:
 class RingPanel(Widget, can_focus=True):
     """The ring of the job in view, drawn, and who is not in it."""
 
-    TOPICS: ClassVar[frozenset[str]] = frozenset({"peers", "jobs", "link"})
+    TOPICS: ClassVar[frozenset[str]] = frozenset({"peers", "jobs", "parts", "link"})
     TIMED = False
     EVERY_S = 0.0
 
@@ -131,6 +133,9 @@ class RingPanel(Widget, can_focus=True):
     def show(self, frame: Frame) -> None:
         job = frame.job
         set_title(self, f"Ring · {len(job.members)}" if job is not None and job.members else "Ring")
+        elsewhere = "5: split models" if frame.store.parts else ""
+        if self.border_subtitle != elsewhere:
+            self.border_subtitle = elsewhere
         drawn = (self._rows(frame, job) if job is not None and job.members else what_next(frame), frame.palette)
         if drawn != self._drawn:  # peers change all the time, the drawing seldom
             self._drawn = drawn

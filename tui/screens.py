@@ -10,6 +10,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Button, Static
 
 from tui import format as fmt
+from tui.chain_art import GONE
 from tui.format import Span
 from tui.ring_art import SLOWEST
 from tui.theme import Palette
@@ -18,12 +19,23 @@ KEYS = (
     ("p  r", "pause, resume the job in view"),
     ("s", "save a checkpoint after the next step"),
     ("c", "cancel the job (asks first)"),
-    ("1 2 3 4", "cluster, training, jobs, events"),
+    ("1 2 3 4 5", "cluster, training, jobs, events, split models"),
     ("tab", "the next table or view"),
     ("↑ ↓", "move in a table; in Jobs: choose the job in view"),
     ("d", "dark or light"),
     ("q", "leave; training goes on"),
 )
+
+
+_CHAIN_LOOKS = {
+    "weights": fmt.WEIGHTS,
+    "caches": fmt.CACHES,
+    "free": fmt.FREE,
+    "busy": fmt.BUSY,
+    "bubble": fmt.BUBBLE,
+    "slowest": SLOWEST,
+    "missing": GONE,
+}
 
 
 class HelpScreen(ModalScreen[None]):
@@ -46,6 +58,7 @@ class HelpScreen(ModalScreen[None]):
         rows += [[], [Span("Peers", "strong")], *_legend(fmt.PEER_LOOKS)]
         rows += [[], [Span("Jobs", "strong")], *_legend(fmt.JOB_LOOKS)]
         rows += [[], [Span("Recoveries", "strong")], *_legend(fmt.PHASE_LOOKS)]
+        rows += [[], [Span("Split models", "strong")], *_legend(_CHAIN_LOOKS)]
         rows += [
             [],
             [Span("An arrow of the ring is lit and walks on with every step that all members committed.", "dim")],

@@ -140,11 +140,8 @@ def memory_cell(peer: PeerInfo) -> Cell:
     if total <= 0:
         return _plain(fmt.size(used) if used > 0 else fmt.UNKNOWN, "dim")
     part = used / total
-    text, _, unit = fmt.size(total).partition(" ")
-    number = float(text)
-    scale = total / number
     role = "bad" if part > 0.95 else "warn" if part > 0.85 else "dim"
-    return (Span(fmt.bar(part, 5), role), Span(f"{f'{used / scale:.1f}/{number:.0f} {unit}':>13}"))
+    return (Span(fmt.bar(part, 5), role), Span(f"{fmt.used_of(used, total):>13}"))
 
 
 class JobsTable(LiveTable):

@@ -100,6 +100,8 @@ class FakeSeed:
                 return cluster.cluster().to_map()
             case "peers.list":
                 return {"peers": [peer.to_map() for peer in cluster.peers()]}
+            case "parts.list":
+                return {"parts": [part.to_map() for part in cluster.parts()]}
             case "jobs.list":
                 return {"jobs": [job.to_map() for job in jobs]}
             case "checkpoints.list":

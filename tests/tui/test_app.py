@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from textual.pilot import Pilot
 
 from tui.app import P2PTrainApp
+from tui.chains import how_to_split
 from tui.demo import DemoCluster, DemoSource
 from tui.panels import HeaderBar, RingPanel, TrainingPanel
 from tui.screens import ConfirmScreen, HelpScreen
@@ -41,7 +42,7 @@ class Stage:
         return "\n".join(strip.crop(region.x, region.right).text for strip in strips[region.y : region.bottom])
 
     def shown(self) -> set[str]:
-        ids = ("ring", "training", "peers", "jobs", "checkpoints", "events")
+        ids = ("ring", "training", "chains", "peers", "jobs", "checkpoints", "events")
         return {id_ for id_ in ids if self.app.screen_stack[0].query_one(f"#{id_}").region.area}
 
     def notices(self) -> list[str]:
@@ -72,6 +73,7 @@ async def test_a_small_terminal_shows_one_view_at_a_time():
             ("2", {"training"}),
             ("3", {"jobs", "checkpoints"}),
             ("4", {"events"}),
+            ("5", {"chains"}),
             ("1", {"ring", "peers"}),
         ):
             await stage.press(key)
@@ -81,7 +83,8 @@ async def test_a_small_terminal_shows_one_view_at_a_time():
 async def test_a_large_terminal_shows_everything_and_the_keys_move_the_focus():
     async with staged(WIDE) as stage:
         assert stage.shown() == {"ring", "training", "peers", "jobs", "checkpoints", "events"}
-        for key, focused in (("2", "training"), ("3", "jobs-table"), ("4", "events"), ("1", "peers-table")):
+        focus = {"2": "training", "3": "jobs-table", "4": "events", "5": "chains", "1": "peers-table"}
+        for key, focused in focus.items():
             await stage.press(key)
             assert stage.app.focused is not None
             assert stage.app.focused.id == focused
@@ -101,7 +104,9 @@ async def test_the_layout_follows_the_size():
 async def test_no_size_breaks_it():
     async with staged(WIDE, peers=64) as stage:
         for size, key in zip(
-            [(1, 1), (10, 3), (20, 5), (40, 10), (119, 37), (120, 38), (240, 80)], "1234123", strict=True
+            [(1, 1), (10, 3), (20, 5), (40, 10), (119, 37), (120, 38), (240, 80), (20, 5), (1, 1), (160, 48), (79, 24)],
+            "12341235555",
+            strict=True,
         ):
             await stage.pilot.resize_terminal(*size)
             stage.source.tick()
@@ -112,13 +117,13 @@ async def test_tab_goes_through_the_tables_and_on_to_the_next_view():
     async with staged(COMPACT) as stage:
         await stage.press("3")
         seen = []
-        for _ in range(3):
+        for _ in range(4):
             await stage.press("tab")
             assert stage.app.focused is not None
             seen.append((stage.app.view, stage.app.focused.id))
-        assert seen == [(3, "checkpoints-table"), (4, "events"), (1, "peers-table")]
+        assert seen == [(3, "checkpoints-table"), (4, "events"), (5, "chains"), (1, "peers-table")]
         await stage.press("1", "shift+tab", "shift+tab")
-        assert stage.app.view == 4
+        assert stage.app.view == 5
 
 
 async def test_dark_and_light():
@@ -149,6 +154,12 @@ async def test_quitting_says_that_training_goes_on():
         printed = [str(item) for item in stage.app._exit_renderables]
         assert any("Training goes on" in line for line in printed)
         assert stage.source.requests == []
+
+
+async def test_a_timer_that_outlives_the_panels_says_nothing():
+    async with staged() as stage:
+        await stage.app.screen.remove_children()
+        stage.app.refresh_panels()
 
 
 # ----------------------------------------------------------------------------------------------------------- showing
@@ -249,6 +260,7 @@ async def test_without_jobs_it_says_how_to_create_one():
     async with staged(WIDE) as stage:
         stage.source.store.replace("jobs", [], 0.0)
         stage.source.store.replace("checkpoints", [], 0.0)
+        stage.source.store.replace("parts", [], 0.0)
         await stage.settle()
         assert "p2ptrain jobs create" in stage.text("#ring")
         assert "no jobs yet" in stage.text("#jobs")
@@ -257,6 +269,80 @@ async def test_without_jobs_it_says_how_to_create_one():
         await stage.press("p", "c")
         assert all("no job" in notice for notice in stage.notices())
         assert stage.source.requests == []
+
+
+async def test_without_a_chain_it_says_how_to_make_one():
+    async with staged(before=lambda source: setattr(source, "cluster", None)) as stage:
+        await stage.press("5")
+        assert "no connection to the seed" in stage.text("#chains")
+    async with staged(peers=0) as stage:
+        await stage.press("5")
+        assert "p2ptrain join 192.168.1.20:7337" in stage.text("#chains")
+    async with staged() as stage:
+        stage.source.store.replace("parts", [], 0.0)
+        await stage.press("5")
+        assert "no model is split" in stage.text("#chains")
+        assert how_to_split("192.168.1.20:7337") in stage.text("#chains")
+
+
+# ------------------------------------------------------------------------------------------------------------- chains
+
+
+async def test_chains_take_the_place_of_the_ring_where_a_person_asks_for_them():
+    async with staged(WIDE) as stage:
+        assert "5: split models" in stage.text("#ring")
+        assert "2 models split" in stage.text("#header")
+        await stage.press("5")
+        assert stage.shown() == {"chains", "peers", "jobs", "checkpoints", "events"}
+        text = stage.text("#chains")
+        assert "Chains · 2" in text
+        assert "1: ring and training" in text
+        assert [name for name in ("atlas", "borea", "castor", "delos", "elara") if name in text]
+        assert "✗ 7 of 28 layers missing" in text
+        assert "nobody holds" in text
+        await stage.press("2")
+        assert stage.shown() == {"ring", "training", "peers", "jobs", "checkpoints", "events"}
+
+
+async def test_chains_are_seen_at_once_where_there_is_no_ring():
+    for size, shown in ((WIDE, {"chains", "peers", "jobs", "checkpoints", "events"}), (COMPACT, {"chains", "peers"})):
+        async with staged(size) as stage:
+            stage.source.store.replace("jobs", [], 0.0)
+            await stage.settle()
+            assert stage.shown() == shown
+            assert "llama-3.2-3b" in stage.text("#chains")
+            await stage.press("2")
+            assert "training" in stage.shown()
+            await stage.press("1")
+            assert stage.shown() == shown
+            stage.source.store.replace("parts", [], 0.0)
+            await stage.settle()
+            assert "ring" in stage.shown()
+            assert "chains" not in stage.shown()
+
+
+async def test_a_stage_that_goes_leaves_a_gap_and_one_that_comes_closes_it():
+    async with staged() as stage:
+        await stage.press("5")
+        assert stage.text("#chains").count("missing") == 1
+        (middle,) = [part for part in stage.source.cluster.parts() if part.id == "peer1/llama-3.2-3b-1"]
+        stage.source.store.apply("parts-gone", [{"id": middle.id}], 0.0)
+        await stage.settle()
+        assert stage.text("#chains").count("missing") == 2
+        stage.source.store.apply("parts", [middle.to_map() | {"peer_name": "[b]new[/b]"}], 0.0)
+        await stage.settle()
+        assert stage.text("#chains").count("missing") == 1
+        assert "[b]new[/b]" in stage.text("#chains")
+
+
+async def test_long_chains_are_scrolled():
+    async with staged(peers=64) as stage:
+        await stage.press("5")
+        assert "qwen" not in stage.text("#chains")
+        await stage.press("end")
+        await stage.pilot.wait_for_animation()
+        await stage.settle()
+        assert "nobody holds" in stage.text("#chains")
 
 
 # ---------------------------------------------------------------------------------------------------------- commands

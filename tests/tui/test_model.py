@@ -13,6 +13,7 @@ from tui.demo import DemoCluster
 from tui.model import (
     MAX_CHECKPOINTS,
     MAX_EVENTS,
+    MAX_PARTS,
     MAX_PEERS,
     MAX_ROWS,
     MAX_SERIES,
@@ -83,6 +84,22 @@ MALFORMED = [
     ("metrics", {"job": "j1", "step": True, "wall": 0.0}),
     ("events", {"id": 1.5}),
     ("checkpoints", []),
+    ("parts", {}),
+    ("parts-gone", {"id": None}),
+    *(
+        ("parts", DemoCluster(1).parts()[0].to_map() | changes)
+        for changes in (
+            {"start": -1},
+            {"start": 28},
+            {"stop": 29},
+            {"layers": 10**6, "stop": 10**6},
+            {"busy": 1.5},
+            {"compute_ms": math.nan},
+            {"weights_bytes": -1},
+            {"tokens_per_s": math.inf},
+            {"sessions": 2**60},
+        )
+    ),
 ]
 
 
@@ -101,6 +118,21 @@ def test_lists_inside_records_are_checked_too():
         with pytest.raises(ProtocolError):
             store.apply("jobs", [job | {"members": members}], 1.0)
     assert not store.jobs
+
+
+def test_parts_come_and_go_and_are_bounded():
+    store, part = fed(DemoCluster(6)), DemoCluster(6).parts()[0].to_map()
+    assert len(store.parts) == 6
+    store.apply("parts-gone", [{"id": part["id"]}, {"id": "nobody/x"}], 1.0)
+    assert len(store.parts) == 5
+    store.apply("parts", [part | {"id": f"p/{index}", "name": "\x1b[31mred"} for index in range(MAX_PARTS + 9)], 1.0)
+    store.validate()
+    assert len(store.parts) == MAX_PARTS
+    assert store.parts[f"p/{MAX_PARTS + 8}"].name == " [31mred"
+    store.replace("parts", [part], 1.0)
+    assert list(store.parts) == [part["id"]]
+    store.apply("cluster", [DemoCluster(6).cluster().to_map() | {"cluster_id": "another"}], 1.0)
+    assert store.parts == {}
 
 
 def test_the_good_items_beside_a_malformed_one_are_taken_in():

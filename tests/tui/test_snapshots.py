@@ -66,3 +66,18 @@ def test_no_peers(snap_compare: Compare):
 
 def test_many_peers(snap_compare: Compare):
     assert snap_compare(frozen(DemoCluster(64)), terminal_size=SIZES["160x48"], run_before=keys())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_chains(snap_compare: Compare, size: str):
+    assert snap_compare(frozen(), terminal_size=SIZES[size], run_before=keys("5"))
+
+
+def test_no_chain(snap_compare: Compare):
+    cluster = DemoCluster(6)
+    cluster.parts = list  # type: ignore[method-assign]
+    assert snap_compare(frozen(cluster), terminal_size=SIZES["80x24"], run_before=keys("5"))
+
+
+def test_a_long_chain(snap_compare: Compare):
+    assert snap_compare(frozen(DemoCluster(64)), terminal_size=SIZES["160x48"], run_before=keys("5"))

@@ -51,6 +51,21 @@ def test_it_subscribes_before_it_lists_so_that_nothing_falls_between(watch):
     watch(play)
 
 
+def test_parts_are_listed_and_an_older_seed_has_none(watch):
+    async def play(seed, source):
+        await live(source)
+        await until(source, lambda: len(source.store.parts) == 6)
+
+    async def play_old(seed, source):
+        seed.answers["parts.list"] = ("unknown-method", "there is no request 'parts.list'", "")
+        await live(source)
+        assert source.store.parts == {}
+        assert len(source.store.peers) == 6
+
+    watch(play)
+    watch(play_old)
+
+
 def test_an_update_sent_while_the_lists_are_loading_is_kept(watch):
     async def play(seed, source):
         def tell(method: str) -> None:

@@ -1,0 +1,182 @@
+"""Which parts make a chain, against a search through all that are possible."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tui.chains import MAX_CHAINS, Chain, Gap, chains_of
+from tui.model import MAX_PARTS
+from wire.records import PartInfo
+
+LAYERS = 8
+
+
+def part(start: int, stop: int, peer: str = "a", **changes: Any) -> PartInfo:
+    known = {"layers": LAYERS, "sessions": 1, "compute_ms": 1.0, "busy": 0.5, "tokens_per_s": 10.0}
+    return PartInfo(f"{peer}/{start}-{stop}", peer, peer, f"{start}-{stop}", "m", "model", start, stop,
+                    **(known | changes))  # fmt: skip
+
+
+def shape(chain: Chain) -> list[str]:
+    """``a0-4`` for a part, ``?4-8`` for a gap, ``~4-8`` for one whose layers parts beside have."""
+    return [
+        f"{'~' if stage.held else '?'}{stage.start}-{stage.stop}"
+        if isinstance(stage, Gap)
+        else f"{stage.peer}{stage.start}-{stage.stop}"
+        for stage in chain.stages
+    ]
+
+
+def test_stages_stand_in_the_order_of_layers():
+    (chain,) = chains_of([part(5, 8, "c"), part(0, 2, "a"), part(2, 5, "b")])
+    assert shape(chain) == ["a0-2", "b2-5", "c5-8"]
+    assert (chain.missing, chain.beside, chain.held) == (0, (), 8)
+
+
+def test_layers_that_nobody_holds_are_gaps():
+    (chain,) = chains_of([part(1, 3, "a"), part(5, 7, "b")])
+    assert shape(chain) == ["?0-1", "a1-3", "?3-5", "b5-7", "?7-8"]
+    assert (chain.missing, chain.held) == (4, 4)
+
+
+def test_parts_that_overlap_do_not_fit_and_are_beside():
+    (chain,) = chains_of([part(0, 5, "a"), part(4, 8, "b"), part(3, 4, "c")])
+    assert shape(chain) == ["a0-5", "~5-8"]
+    assert [beside.peer for beside in chain.beside] == ["c", "b"]
+    (chain,) = chains_of([part(0, 5, "a"), part(4, 7, "b")])
+    assert shape(chain) == ["a0-5", "~5-7", "?7-8"]
+
+
+def test_the_cut_that_leads_to_the_end_is_found():
+    (chain,) = chains_of([part(0, 6, "a"), part(0, 4, "b"), part(4, 8, "c")])
+    assert shape(chain) == ["b0-4", "c4-8"]
+    assert [beside.peer for beside in chain.beside] == ["a"]
+
+
+def test_what_works_stands_before_what_is_idle_and_few_stages_before_many():
+    idle = {"sessions": 0, "busy": 0.0, "tokens_per_s": 0.0}
+    whole, halves = part(0, 8, "w", **idle), [part(0, 4, "a"), part(4, 8, "b")]
+    first, second = chains_of([whole, *halves])
+    assert (shape(first), shape(second)) == (["a0-4", "b4-8"], ["w0-8"])
+    assert (first.number, second.number) == (0, 1)
+    first, second = chains_of([dataclasses.replace(whole, sessions=1), *halves])
+    assert shape(first) == ["w0-8"]
+
+
+def test_replicas_are_told_apart_by_whom_they_send_to():
+    parts = [part(0, 4, "a", next="y", sessions=2), part(0, 4, "b", next="x"), part(4, 8, "x"), part(4, 8, "y")]
+    first, second = chains_of(parts)
+    assert (shape(first), shape(second)) == (["a0-4", "y4-8"], ["b0-4", "x4-8"])
+    assert first.beside == second.beside == ()
+
+
+def test_what_is_left_is_told_beside_the_last_chain():
+    first, second = chains_of([part(0, 8, "a"), part(0, 8, "b"), part(2, 4, "c")])
+    assert first.beside == ()
+    assert [beside.peer for beside in second.beside] == ["c"]
+
+
+def test_models_are_kept_apart_and_stand_by_name():
+    other = dataclasses.replace(part(0, 8, "z"), model="n", name="another")
+    same_name = dataclasses.replace(part(0, 8, "y"), model="o")
+    assert [(chain.name, chain.model) for chain in chains_of([part(0, 8), same_name, other])] == [
+        ("another", "n"),
+        ("model", "m"),
+        ("model", "o"),
+    ]
+    assert chains_of([]) == []
+
+
+def test_figures_of_a_chain():
+    slow = part(4, 8, "b", compute_ms=9.0, busy=1.0, tokens_per_s=7.0, sessions=3)
+    (chain,) = chains_of([part(0, 4, "a", compute_ms=4.0, busy=0.5), slow])
+    assert chain.slowest is slow
+    assert chain.bubble == pytest.approx(0.25)
+    assert (chain.tokens_per_s, chain.sessions) == (7.0, 3)
+    (chain,) = chains_of([part(0, 8, "a", busy=0.0, compute_ms=4.0)])
+    assert chain.slowest is None  # beside what?
+    assert chain.bubble is None
+
+
+# --------------------------------------------------------------------------------------------------- an independent way
+
+
+def all_ways(parts: list[PartInfo], at: int = 0) -> Iterator[list[PartInfo]]:
+    """Every choice of parts that do not overlap, in order."""
+    yield []
+    for item in parts:
+        if item.start >= at:
+            for rest in all_ways(parts, item.stop):
+                yield [item, *rest]
+
+
+def cost(way: list[PartInfo]) -> tuple[int, int, int]:
+    covered = sum(item.stop - item.start for item in way)
+    idle = sum(not (item.sessions or item.tokens_per_s or item.busy) for item in way)
+    return LAYERS - covered, idle, len(way)
+
+
+@st.composite
+def held(draw: st.DrawFn) -> list[PartInfo]:
+    parts = {}
+    for index in range(draw(st.integers(0, 7))):
+        start = draw(st.integers(0, LAYERS - 1))
+        stop = draw(st.integers(start + 1, LAYERS))
+        works = {} if draw(st.booleans()) else {"sessions": 0, "busy": 0.0, "tokens_per_s": 0.0}
+        item = part(start, stop, f"p{index}", next=f"p{draw(st.integers(0, 7))}", **works)
+        parts[item.id] = item
+    return list(parts.values())
+
+
+@given(held())
+def test_the_first_chain_lacks_least_and_all_that_is_held_is_told_once(parts: list[PartInfo]):
+    chains = chains_of(parts)
+    assert bool(chains) == bool(parts)
+    told = [item.id for chain in chains for item in (*chain.parts, *chain.beside)]
+    assert sorted(told) == sorted(item.id for item in parts)
+    for chain in chains:
+        places = [0, *(stage.stop for stage in chain.stages)]
+        assert places[-1] == LAYERS
+        assert [stage.start for stage in chain.stages] == places[:-1]
+        assert not any(
+            isinstance(one, Gap) and isinstance(two, Gap) and one.held == two.held
+            for one, two in pairwise(chain.stages)
+        )
+        layers = {layer for item in parts for layer in range(item.start, item.stop)}
+        assert chain.held == len(layers)
+        if chain.number == 0:
+            assert cost(chain.parts) == min(map(cost, all_ways(parts)))
+            for stage in chain.stages:
+                if isinstance(stage, Gap) and not stage.held:
+                    assert not layers & set(range(stage.start, stage.stop))
+                elif isinstance(stage, Gap):
+                    assert set(range(stage.start, stage.stop)) <= layers
+        else:
+            assert chain.missing == 0
+
+
+@given(held(), st.randoms(use_true_random=False))
+def test_chains_do_not_depend_on_the_order_in_which_parts_became_known(parts: list[PartInfo], chance: random.Random):
+    shuffled = list(parts)
+    chance.shuffle(shuffled)
+    assert chains_of(shuffled) == chains_of(parts)
+    alike = [part(0, 5, "a"), part(3, 8, "b")]  # either lacks three layers
+    assert chains_of(alike) == chains_of(alike[::-1])
+
+
+def test_as_many_parts_as_a_viewer_keeps_are_ordered_in_time():
+    parts = [dataclasses.replace(part(0, LAYERS, f"p{index:04}")) for index in range(MAX_PARTS)]
+    began = time.process_time()
+    chains = chains_of(parts)
+    assert time.process_time() - began < 1.0
+    assert len(chains) == MAX_CHAINS
+    assert len(chains[-1].beside) == MAX_PARTS - MAX_CHAINS
