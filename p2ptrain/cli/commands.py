@@ -21,6 +21,7 @@ class Commands(LazyGroup):
         Entry("join", "p2ptrain.cli.join:join", "Start a worker that joins a seed.", _RUN),
         Entry("tui", "p2ptrain.cli.tui:tui", "Watch a cluster full-screen.", _WATCH),
         Entry("peers", "p2ptrain.cli.peers:app", "Who is there, and what each one does; evict one.", _WATCH),
+        Entry("parts", "p2ptrain.cli.parts:parts", "Who holds which layers of which split models.", _WATCH),
         Entry("ticket", "p2ptrain.cli.ticket:app", "Make, list, revoke and replace tickets.", _WATCH),
         Entry("jobs", "p2ptrain.cli.jobs:app", "Create, show, pause, resume, save and cancel jobs.", _WATCH),
         Entry("checkpoints", "p2ptrain.cli.checkpoints:app", "List, restore and delete checkpoints.", _WATCH),

@@ -53,6 +53,7 @@ def loaded_by(code: str) -> set[str]:
         ("command('generate', '--help')", HEAVY | SCREEN),
         ("command('jobs', 'create', '--help')", HEAVY | SCREEN),
         ("command('profiles', 'show', 'tiny')", HEAVY | SCREEN),
+        ("command('parts', '--help'); import tui.chains", HEAVY | SCREEN),
         ("import p2ptrain.core.checkpoints, p2ptrain.core.world", LIGHT - {"asyncio"}),
         ("import configs.loader, configs.example", HEAVY | SCREEN | {"numpy", "rich", "asyncio"}),
         ("import wire.client, wire.transport, wire.emulate", HEAVY | SCREEN | {"pydantic", "rich"}),
