@@ -1,0 +1,277 @@
+"""Pipeline schedules: in which order each stage of a chain runs the forwards and backwards of its micro-batches.
+
+Theory of operation. Stage s of p runs ``warm_up[s]`` forwards, then a forward and a backward in turn (1F1B; Narayanan et
+al., arXiv 1806.03377 and 2104.04473), then the backwards that are left::
+
+    F0 .. F(w-1)   Fw B0   F(w+1) B1   ..   F(m-1) B(m-1-w)   B(m-w) .. B(m-1)
+
+Every schedule here is of this kind, and so is told by its warm-ups alone. They differ in how many micro-batches a stage
+has *in flight*, w + 1 at most: those whose activations it keeps from their forward to their backward.
+
+* ``gpipe`` (Huang et al., arXiv 1811.06965): all forwards, then all backwards, w = m - 1: all m are in flight.
+* ``one_f_one_b``: w = p - 1 - s, the least that keeps all stages busy where links cost nothing.
+* ``extended``: for links that cost time. Let a pipeline that never waits start one micro-batch every P: F_s(i) at
+  ``a_s + i P``, and so B_s(i), which follows F_s(i + w_s), at ``a_s + (i + w_s) P + f_s``. The forward is in time at the
+  next stage where ``a_(s+1) = a_s + f_s + there``; its gradient is in time here where ``(w_s - w_(s+1)) P`` is no less
+  than ``f_(s+1) + b_(s+1) + there + back``. So with the round trip R of the hop, ``w_s = w_(s+1) + ceil((T + R) / P)``,
+  from ``w = 0`` at the last stage, where T is one forward and one backward at the slowest stage, which sets the pace,
+  and P = T. For two stages that is the known ``1 + ceil(R / T)``. For more, each hop is rounded up by itself: to round
+  up the sum of the round trips asks for fewer in flight, as Little's law alone would allow, but the stages' turns of F
+  and B then do not fit into one another, and some wait: up to a quarter of the time.
+
+No deadlock. B_s(k) follows F_s(w_s + k), which wants F_{s-1}(w_s + k), which follows B_{s-1}(w_s + k - w_{s-1} - 1),
+which wants the same backward of stage s. That one is before B_s(k) exactly where w_s <= w_{s-1}: warm-ups never rise
+from one stage to the next. A cap on one stage therefore holds for all stages after it.
+
+Pure: no clock, no asyncio, no numpy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+MAX_STAGES = 256
+MAX_MICRO_BATCHES = 65_536
+SLACK = 0.01
+"""Part of the time that may be lost where it saves memory: a link that costs less is no reason to keep one more."""
+_LEAST_AHEAD = 3  # buffers to receive into: one is computed on, one is full, one is filling
+
+
+class Kind(Enum):
+    """Of an operation; the value is how people write it."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """The forward or the backward of micro-batch ``index``, counted from 0 within the step."""
+
+    kind: Kind
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The order of all stages, see the module's docstring.
+
+    Attributes:
+        name: for people.
+        micro_batches: of one step, on each stage.
+        warm_ups: of each stage, the forwards before the first one that a backward follows; 0 to micro_batches - 1.
+
+    Raises:
+        ValueError: a number is not possible, or warm-ups rise: the stages would wait for one another for ever.
+    """
+
+    name: str
+    micro_batches: int
+    warm_ups: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.stages <= MAX_STAGES or not 1 <= self.micro_batches <= MAX_MICRO_BATCHES:
+            raise ValueError(f"a pipeline of {self.stages} stages and {self.micro_batches} micro-batches")
+        if not all(0 <= warm_up < self.micro_batches for warm_up in self.warm_ups):
+            raise ValueError(f"warm-ups {self.warm_ups} of {self.micro_batches} micro-batches")
+        if any(after > before for before, after in zip(self.warm_ups, self.warm_ups[1:], strict=False)):
+            raise ValueError(f"warm-ups {self.warm_ups} rise: those stages would wait for one another for ever")
+
+    @property
+    def stages(self) -> int:
+        return len(self.warm_ups)
+
+    def order(self, stage: int) -> tuple[Operation, ...]:
+        """What ``stage`` runs, in this order: each micro-batch's forward and backward once."""
+        warm_up, count = self.warm_ups[stage], self.micro_batches
+        operations = [Operation(Kind.FORWARD, index) for index in range(warm_up)]
+        for index in range(count - warm_up):
+            operations += Operation(Kind.FORWARD, warm_up + index), Operation(Kind.BACKWARD, index)
+        operations += (Operation(Kind.BACKWARD, index) for index in range(count - warm_up, count))
+        return tuple(operations)
+
+    def in_flight(self, stage: int) -> int:
+        """Micro-batches whose activations ``stage`` keeps at the same time, at most: the memory that it costs."""
+        return self.warm_ups[stage] + 1
+
+    def ahead(self, hop: int) -> int:
+        """Buffers that each end of the hop from stage ``hop`` to the next one wants, to receive into.
+
+        Once both have begun their turns, a stage is at most ``w_hop - w_(hop+1) + 1`` payloads ahead of the other one,
+        with that which is in use. One more is filling. Where a stage could be still further ahead (``gpipe``, or while
+        the next one has not begun), TCP holds it back.
+        """
+        further = self.warm_ups[hop] - self.warm_ups[hop + 1]
+        return min(self.micro_batches, max(_LEAST_AHEAD, further + 2))
+
+    def validate(self) -> None:
+        """Assert what must hold: each micro-batch once, forward before backward, and no stage waits for ever."""
+        for stage in range(self.stages):
+            operations = self.order(stage)
+            assert len(operations) == 2 * self.micro_batches == len(set(operations))
+            for index in range(self.micro_batches):
+                forward = operations.index(Operation(Kind.FORWARD, index))
+                assert forward < operations.index(Operation(Kind.BACKWARD, index))
+        nothing = (0.0,) * self.stages
+        assert simulate(self, Costs(nothing, nothing, nothing[1:], nothing[1:])).step_s == 0.0
+
+
+def gpipe(stages: int, micro_batches: int) -> Schedule:
+    """All forwards, then all backwards."""
+    return Schedule("gpipe", micro_batches, (micro_batches - 1,) * stages)
+
+
+def one_f_one_b(stages: int, micro_batches: int, *, max_in_flight: Sequence[int] = ()) -> Schedule:
+    """1F1B as for links that cost nothing. ``max_in_flight``: see ``extended``."""
+    return _bounded("1f1b", micro_batches, [stages - 1 - stage for stage in range(stages)], max_in_flight)
+
+
+def extended(
+    micro_batches: int,
+    round_trips_s: Sequence[float],
+    period_s: float,
+    *,
+    slack: float = SLACK,
+    max_in_flight: Sequence[int] = (),
+) -> Schedule:
+    """1F1B with warm-ups long enough to hide the links.
+
+    Args:
+        round_trips_s: of each hop, the time that a micro-batch's activations and later its gradients are on their way,
+            together.
+        period_s: of one forward and one backward, at the slowest stage.
+        slack: the pace may be slower than the slowest stage's by this part.
+        max_in_flight: of each stage, at least 1: it has memory for no more. Empty: no bound. What is cut off is time
+            that the stage waits instead.
+    """
+    if not (math.isfinite(period_s) and period_s > 0):
+        raise ValueError(f"a period of {period_s} s")
+    if not all(math.isfinite(seconds) and seconds >= 0 for seconds in round_trips_s):
+        raise ValueError(f"round trips of {list(round_trips_s)} s")
+    warm_ups = [0]
+    for round_trip_s in reversed(round_trips_s):
+        periods = (1 + min(round_trip_s / period_s, micro_batches)) / (1 + slack)  # more are never in flight
+        warm_ups.append(warm_ups[-1] + math.ceil(periods))
+    return _bounded("extended", micro_batches, warm_ups[::-1], max_in_flight)
+
+
+def _bounded(name: str, micro_batches: int, warm_ups: Sequence[int], max_in_flight: Sequence[int]) -> Schedule:
+    """Cut to what there is, and to what the stages have memory for."""
+    if max_in_flight and (len(max_in_flight) != len(warm_ups) or min(max_in_flight) < 1):
+        raise ValueError(f"at most {list(max_in_flight)} in flight, on {len(warm_ups)} stages")
+    bounded: list[int] = []
+    for stage, warm_up in enumerate(warm_ups):
+        most = min(micro_batches, max_in_flight[stage] if max_in_flight else micro_batches) - 1
+        bounded.append(min(warm_up, most, bounded[-1] if bounded else most))
+    return Schedule(name, micro_batches, tuple(bounded))
+
+
+# ------------------------------------------------------------------------------------------------------ the ideal time
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What operations and hops take, in seconds.
+
+    Attributes:
+        forward_s, backward_s: of one micro-batch, of each stage.
+        there_s, back_s: of each hop, how long activations are on their way to the next stage, and gradients on the
+            way back. Hops do not queue: this is latency, with the time of the bytes in it where that is wanted.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    there_s: tuple[float, ...]
+    back_s: tuple[float, ...]
+
+    @classmethod
+    def even(cls, forward_s: float, backward_s: float, round_trips_s: Sequence[float]) -> Costs:
+        """Equal stages, and hops that take half their round trip in each direction."""
+        stages = len(round_trips_s) + 1
+        one_way_s = tuple(seconds / 2 for seconds in round_trips_s)
+        return cls((forward_s,) * stages, (backward_s,) * stages, one_way_s, one_way_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When an operation runs, in seconds since the step began."""
+
+    operation: Operation
+    start_s: float
+    stop_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One ideal step. ``stages``: the spans of each stage, in order."""
+
+    stages: tuple[tuple[Span, ...], ...]
+
+    @property
+    def step_s(self) -> float:
+        """Until the last stage to end has ended."""
+        return max(spans[-1].stop_s for spans in self.stages)
+
+    @property
+    def efficiency(self) -> float:
+        """Part of the step in which the busiest stage computes; 1 where the step takes no time."""
+        return max(_busy_s(spans) for spans in self.stages) / self.step_s if self.step_s else 1.0
+
+    @property
+    def bubble(self) -> float:
+        """Part of all stages' time in which they wait: (p - 1) / (m + p - 1) for equal stages and links without cost."""
+        busy_s = math.fsum(_busy_s(spans) for spans in self.stages)
+        return 1 - busy_s / (len(self.stages) * self.step_s) if self.step_s else 0.0
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+    """The step as it would be if nothing but computing and hops took time. Each stage does one thing at a time."""
+    stages = schedule.stages
+    wanted = {len(costs.forward_s), len(costs.backward_s), len(costs.there_s) + 1, len(costs.back_s) + 1}
+    if wanted != {stages}:
+        raise ValueError(f"costs of {sorted(wanted)} stages for {stages}")
+    orders = [schedule.order(stage) for stage in range(stages)]
+    spans: list[list[Span]] = [[] for _ in range(stages)]
+    ended: dict[tuple[int, Operation], float] = {}  # (stage, operation) → when
+    waiting = list(range(stages))
+    while waiting:
+        stage = waiting.pop()
+        while len(spans[stage]) < len(orders[stage]):
+            operation = orders[stage][len(spans[stage])]
+            arrives_s = _arrival_s(stage, operation, ended, costs, stages)
+            if arrives_s is None:
+                break
+            start_s = max(arrives_s, spans[stage][-1].stop_s if spans[stage] else 0.0)
+            takes_s = (costs.forward_s if operation.kind is Kind.FORWARD else costs.backward_s)[stage]
+            spans[stage].append(Span(operation, start_s, start_s + takes_s))
+            ended[stage, operation] = start_s + takes_s
+            beside = stage + 1 if operation.kind is Kind.FORWARD else stage - 1
+            if 0 <= beside < stages and beside not in waiting:
+                waiting.append(beside)
+    assert all(len(done) == len(order) for done, order in zip(spans, orders, strict=True)), "stages wait for ever"
+    return Timeline(tuple(tuple(done) for done in spans))
+
+
+def _arrival_s(
+    stage: int, operation: Operation, ended: dict[tuple[int, Operation], float], costs: Costs, stages: int
+) -> float | None:
+    """When what ``operation`` works on is at its stage; None where that is not known yet."""
+    if operation.kind is Kind.FORWARD:
+        if stage == 0:
+            return 0.0
+        sent_s = ended.get((stage - 1, operation))
+        return None if sent_s is None else sent_s + costs.there_s[stage - 1]
+    if stage == stages - 1:
+        return ended.get((stage, Operation(Kind.FORWARD, operation.index)))
+    sent_s = ended.get((stage + 1, operation))
+    return None if sent_s is None else sent_s + costs.back_s[stage]
+
+
+def _busy_s(spans: Sequence[Span]) -> float:
+    return math.fsum(span.stop_s - span.start_s for span in spans)

@@ -1,0 +1,252 @@
+"""Pipeline schedules: who waits for whom, what it costs in time and memory, against independent computations."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ring.schedule import (
+    SLACK,
+    Costs,
+    Kind,
+    Operation,
+    Schedule,
+    Timeline,
+    extended,
+    gpipe,
+    one_f_one_b,
+    simulate,
+)
+
+F, B = Kind.FORWARD, Kind.BACKWARD
+FORWARD_S, BACKWARD_S = 0.04, 0.08
+PERIOD_S = FORWARD_S + BACKWARD_S
+
+hop_s = st.sampled_from([0.0, 0.0002, 0.01, 0.05, 0.119, 0.121, 0.24, 0.33])
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> tuple[Schedule, list[float]]:
+    """Any of the three, with the round trips that it was made for; some with too little memory for them."""
+    micro_batches = draw(st.integers(1, 24))
+    round_trips_s = draw(st.lists(hop_s, max_size=5))
+    stages = len(round_trips_s) + 1
+    most = draw(st.one_of(st.just([]), st.lists(st.integers(1, 12), min_size=stages, max_size=stages)))
+    made = [
+        gpipe(stages, micro_batches),
+        one_f_one_b(stages, micro_batches, max_in_flight=most),
+        extended(micro_batches, round_trips_s, PERIOD_S, max_in_flight=most),
+    ]
+    return draw(st.sampled_from(made)), round_trips_s
+
+
+def order_text(schedule: Schedule, stage: int) -> str:
+    return " ".join(map(str, schedule.order(stage)))
+
+
+def longest_path_s(schedule: Schedule, costs: Costs) -> float:
+    """The step by relaxation: every operation ends after whatever it waits for, repeated until nothing moves."""
+    stages = range(schedule.stages)
+    takes = {F: costs.forward_s, B: costs.backward_s}
+    waits: list[tuple[tuple[int, Operation], tuple[int, Operation], float]] = []  # who, for whom, for how long after it
+    for stage in stages:
+        order = schedule.order(stage)
+        waits += [((stage, later), (stage, before), 0.0) for before, later in zip(order, order[1:], strict=False)]
+        for index in range(schedule.micro_batches):
+            if stage + 1 in stages:
+                hop = costs.there_s[stage]
+                waits.append(((stage + 1, Operation(F, index)), (stage, Operation(F, index)), hop))
+                hop = costs.back_s[stage]
+                waits.append(((stage, Operation(B, index)), (stage + 1, Operation(B, index)), hop))
+            else:
+                waits.append(((stage, Operation(B, index)), (stage, Operation(F, index)), 0.0))
+    ends = {(stage, item): takes[item.kind][stage] for stage in stages for item in schedule.order(stage)}
+    for _ in range(len(ends) + 1):
+        moved = False
+        for who, whom, after_s in waits:
+            wanted = ends[whom] + after_s + takes[who[1].kind][who[0]]
+            if ends[who] < wanted - 1e-12:
+                ends[who], moved = wanted, True
+        if not moved:
+            return max(ends.values())
+    raise AssertionError("a circle: they wait for ever")
+
+
+# ----------------------------------------------------------------------------------------------------------- the order
+
+
+def test_the_orders_as_people_draw_them() -> None:
+    assert order_text(gpipe(3, 3), 1) == "F0 F1 F2 B0 B1 B2"
+    plain = one_f_one_b(3, 4)
+    assert [order_text(plain, stage) for stage in range(3)] == [
+        "F0 F1 F2 B0 F3 B1 B2 B3",
+        "F0 F1 B0 F2 B1 F3 B2 B3",
+        "F0 B0 F1 B1 F2 B2 F3 B3",
+    ]
+    longer = extended(5, [0.2], PERIOD_S)
+    assert order_text(longer, 0) == "F0 F1 F2 F3 B0 F4 B1 B2 B3 B4"
+    assert order_text(longer, 1) == "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4"
+
+
+@given(schedules())
+def test_every_schedule_is_whole_and_ends(made: tuple[Schedule, list[float]]) -> None:
+    schedule, round_trips_s = made
+    schedule.validate()
+    for stage in range(schedule.stages):
+        order = schedule.order(stage)
+        assert sorted((item.kind.value, item.index) for item in order) == sorted(
+            (kind.value, index) for kind in Kind for index in range(schedule.micro_batches)
+        )
+        assert all(order.index(Operation(F, item.index)) < place for place, item in enumerate(order) if item.kind is B)
+        backwards = [item.index for item in order if item.kind is B]
+        assert backwards == sorted(backwards), "gradients are summed in the order of one process"
+    costs = Costs.even(FORWARD_S, BACKWARD_S, round_trips_s)
+    assert simulate(schedule, costs).step_s == pytest.approx(longest_path_s(schedule, costs))
+
+
+@given(schedules())
+def test_what_is_in_flight(made: tuple[Schedule, list[float]]) -> None:
+    schedule, _ = made
+    for stage in range(schedule.stages):
+        kept = most = 0
+        for item in schedule.order(stage):
+            kept += 1 if item.kind is F else -1
+            most = max(most, kept)
+        assert schedule.in_flight(stage) == most
+        assert kept == 0
+
+
+@given(schedules())
+def test_a_stage_is_never_further_ahead_of_the_next_one_than_there_are_buffers(
+    made: tuple[Schedule, list[float]],
+) -> None:
+    """Whatever the speeds: one end of a hop does what it can while the other one does not begin with its next."""
+    schedule, _ = made
+    for hop in range(schedule.stages - 1):
+        before, after = schedule.order(hop), schedule.order(hop + 1)
+        settled = range(schedule.warm_ups[hop + 1], schedule.micro_batches)  # the receiver has begun its turns
+        for kind, sender, receiver in ((F, before, after), (B, after, before)):
+            for used in settled if schedule.name != "gpipe" else ():
+                stuck = receiver[: receiver.index(Operation(kind, used))]
+                given = {item.index for item in stuck if item.kind is not kind}
+                sent = 0
+                for item in sender:
+                    if item.kind is not kind and item.index not in given:
+                        break
+                    sent += item.kind is kind
+                assert sent - used <= schedule.ahead(hop)
+
+
+def test_what_can_not_be_is_refused() -> None:
+    for stages, micro_batches in ((0, 1), (1, 0), (257, 1), (2, 65_537)):
+        with pytest.raises(ValueError, match="a pipeline of"):
+            Schedule("", micro_batches, (0,) * stages)
+    with pytest.raises(ValueError, match="warm-ups"):
+        Schedule("", 4, (4, 0))
+    with pytest.raises(ValueError, match="for ever"):
+        Schedule("", 4, (1, 2))
+    with pytest.raises(ValueError, match="a period of"):
+        extended(4, [0.1], 0.0)
+    for wrong in (-0.1, math.nan, math.inf):
+        with pytest.raises(ValueError, match="round trips of"):
+            extended(4, [wrong], 1.0)
+    with pytest.raises(ValueError, match="in flight, on 2 stages"):
+        one_f_one_b(2, 4, max_in_flight=[1])
+    with pytest.raises(ValueError, match="in flight, on 2 stages"):
+        one_f_one_b(2, 4, max_in_flight=[2, 0])
+    with pytest.raises(ValueError, match="costs of"):
+        simulate(one_f_one_b(2, 4), Costs.even(1, 1, [0, 0]))
+
+
+def test_warm_ups_that_rise_would_wait_for_ever() -> None:
+    """So the refusal above is not for nothing."""
+    rising = one_f_one_b(2, 4)
+    object.__setattr__(rising, "warm_ups", (0, 1))
+    with pytest.raises(AssertionError, match="for ever"):
+        rising.validate()
+
+
+# ------------------------------------------------------------------------------------------------------------ the time
+
+
+@pytest.mark.parametrize(
+    ("round_trip_s", "plain", "longer"), [(0.0, 0.94, 0.94), (0.02, 0.87, 0.93), (0.08, 0.72, 0.91), (0.2, 0.53, 0.86)]
+)
+def test_the_known_figures_of_two_stages(round_trip_s: float, plain: float, longer: float) -> None:
+    costs = Costs.even(FORWARD_S, BACKWARD_S, [round_trip_s])
+    assert simulate(one_f_one_b(2, 16), costs).efficiency == pytest.approx(plain, abs=0.005)
+    assert simulate(extended(16, [round_trip_s], PERIOD_S), costs).efficiency == pytest.approx(longer, abs=0.005)
+    assert simulate(gpipe(2, 16), costs).efficiency == pytest.approx(longer, abs=0.005)
+    wanted = 1 + math.ceil(round_trip_s / PERIOD_S)
+    assert extended(16, [round_trip_s], PERIOD_S).warm_ups == (wanted, 0)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("micro_batches", [1, 4, 16])
+def test_the_bubble_of_links_without_cost(stages: int, micro_batches: int) -> None:
+    costs = Costs.even(FORWARD_S, BACKWARD_S, [0.0] * (stages - 1))
+    for schedule in (gpipe(stages, micro_batches), one_f_one_b(stages, micro_batches)):
+        assert simulate(schedule, costs).bubble == pytest.approx((stages - 1) / (micro_batches + stages - 1))
+
+
+@given(st.lists(hop_s, min_size=1, max_size=6), st.integers(1, 40), st.sampled_from([0.02, 0.04, 0.06, 0.1]))
+def test_extended_hides_every_hop(round_trips_s: list[float], micro_batches: int, forward_s: float) -> None:
+    """No schedule is faster than this: the first micro-batch goes there and back, and the rest follow without a gap."""
+    costs = Costs.even(forward_s, PERIOD_S - forward_s, round_trips_s)
+    least_s = (micro_batches + len(round_trips_s)) * PERIOD_S + sum(round_trips_s)
+    whole = simulate(extended(micro_batches, round_trips_s, PERIOD_S, slack=0.0), costs)
+    assert whole.step_s == pytest.approx(least_s)
+    assert simulate(gpipe(len(round_trips_s) + 1, micro_batches), costs).step_s == pytest.approx(least_s)
+    usual = simulate(extended(micro_batches, round_trips_s, PERIOD_S), costs)
+    assert usual.step_s <= least_s * (1 + SLACK) + 1e-9
+
+
+@given(
+    st.lists(st.tuples(*[st.floats(0.01, 0.1)] * 2, *[st.floats(0, 0.3)] * 2), min_size=2, max_size=5),
+    st.integers(1, 24),
+)
+def test_extended_keeps_uneven_stages_as_busy_as_all_forwards_first_would(
+    stages: list[tuple[float, float, float, float]], micro_batches: int
+) -> None:
+    forward_s, backward_s, there_s, back_s = zip(*stages, strict=True)
+    costs = Costs(forward_s, backward_s, there_s[1:], back_s[1:])
+    period_s = max(there + back for there, back in zip(forward_s, backward_s, strict=True))
+    round_trips_s = [there + back for there, back in zip(costs.there_s, costs.back_s, strict=True)]
+    schedule = extended(micro_batches, round_trips_s, period_s, slack=0.0)
+    most_s = simulate(gpipe(len(stages), micro_batches), costs).step_s
+    assert simulate(schedule, costs).step_s <= most_s + 1e-9
+    assert schedule.in_flight(0) <= micro_batches
+
+
+def test_to_round_up_the_sum_of_the_round_trips_is_not_enough() -> None:
+    """Why each hop counts by itself: with as few in flight as Little's law asks for, turns do not fit."""
+    round_trips_s, micro_batches = [0.08, 0.02], 40
+    by_sum = Schedule("", micro_batches, (2 + math.ceil(0.1 / PERIOD_S), 1 + math.ceil(0.02 / PERIOD_S), 0))
+    costs = Costs.even(0.02, 0.1, round_trips_s)
+    assert (
+        simulate(by_sum, costs).step_s > 1.2 * simulate(extended(micro_batches, round_trips_s, PERIOD_S), costs).step_s
+    )
+
+
+@given(st.lists(hop_s, min_size=1, max_size=4), st.integers(1, 24), st.data())
+def test_a_cap_costs_time_and_is_kept(round_trips_s: list[float], micro_batches: int, data: st.DataObject) -> None:
+    stages = len(round_trips_s) + 1
+    caps = data.draw(st.lists(st.integers(1, 8), min_size=stages, max_size=stages))
+    free = extended(micro_batches, round_trips_s, PERIOD_S)
+    capped = extended(micro_batches, round_trips_s, PERIOD_S, max_in_flight=caps)
+    assert all(capped.in_flight(stage) <= caps[stage] for stage in range(stages))
+    costs = Costs.even(FORWARD_S, BACKWARD_S, round_trips_s)
+    assert simulate(capped, costs).step_s >= simulate(free, costs).step_s * (1 - SLACK) - 1e-9
+
+
+def test_a_link_that_costs_next_to_nothing_keeps_no_more_in_flight() -> None:
+    assert extended(16, [0.0002] * 3, PERIOD_S).warm_ups == one_f_one_b(4, 16).warm_ups
+    assert extended(16, [0.0002] * 3, PERIOD_S, slack=0.0).warm_ups == (6, 4, 2, 0)
+
+
+def test_a_step_that_takes_no_time_has_no_bubble() -> None:
+    timeline = Timeline(simulate(gpipe(2, 2), Costs.even(0, 0, [0])).stages)
+    assert (timeline.efficiency, timeline.bubble) == (1.0, 0.0)
