@@ -75,6 +75,7 @@ class Watch:
     """Listens to both neighbours, and beats. Ends with ``stop``.
 
     Args:
+        left, right: who beats to this member, and to whom it beats; None where there is none.
         memory: what is known of the neighbours from earlier views.
         status: this member's progress and what it is doing, for the beats.
         on_end: called when a connection of a neighbour has ended, once each.
@@ -92,8 +93,8 @@ class Watch:
         *,
         clock: Clock,
         generation: int,
-        left: Neighbour,
-        right: Neighbour,
+        left: Neighbour | None,
+        right: Neighbour | None,
         memory: Memory,
         status: Callable[[], tuple[int, int, str]],
         on_end: Callable[[Neighbour, Connection, P2PTrainError], None],
@@ -106,6 +107,9 @@ class Watch:
         self._clock = clock
         self._generation = generation
         self._left, self._right = left, right
+        self._beats_come_on = left.beat if left is not None else None
+        self._beats_go_on = right.beat if right is not None else None
+        self._neighbours = [neighbour for neighbour in (left, right) if neighbour is not None]
         self._status = status
         self._on_end, self._on_silent = on_end, on_silent
         self._on_beat, self._on_news = on_beat, on_news
@@ -114,14 +118,14 @@ class Watch:
         self._beat_seq, self._beat_sent_at = 0, 0.0
         self._planned = math.inf  # when this loop means to wake next
         self._tasks: set[asyncio.Task[None]] = set()
-        for neighbour in (left, right):
+        for neighbour in self._neighbours:
             for connection in neighbour.connections:
                 self._start(self._listen(neighbour, connection))
 
     def begin_beats(self, heartbeat_s: float, death_s: float) -> None:
         """From now on silence counts: called when every member is known to be there."""
         self.heartbeat_s = heartbeat_s
-        for neighbour in (self._left, self._right):
+        for neighbour in self._neighbours:
             rhythm, pace = self._memory.of(neighbour.peer_id)
             self._detectors[neighbour] = FailureDetector(
                 heartbeat_s=heartbeat_s, death_s=death_s, now=self._clock.now(), rhythm=rhythm
@@ -160,13 +164,15 @@ class Watch:
                 neighbour.leaving = True
             case Refuse(message=text):
                 raise ConnectionLost(f"it refuses to go on: {text}")
-            case Heartbeat(seq=seq, progress=progress, state=state) if connection is self._left.beat:
+            case Heartbeat(seq=seq, progress=progress, state=state) if (
+                self._left is not None and connection is self._left.beat
+            ):
                 connection.send(HeartbeatAck(seq), generation=self._generation)
                 self._beat_came(neighbour)
                 if neighbour.pace is not None:
                     neighbour.pace.beat(self._clock.now(), progress, at_work=state == AT_WORK)
                     self._on_beat(neighbour)
-            case HeartbeatAck(seq=seq) if connection is self._right.beat:
+            case HeartbeatAck(seq=seq) if connection is self._beats_go_on:
                 self._beat_came(neighbour)
                 if seq == self._beat_seq:
                     self.rtt_ms = (self._clock.now() - self._beat_sent_at) * 1e3
@@ -211,7 +217,8 @@ class Watch:
         self._beat_seq, self._beat_sent_at = self._beat_seq + 1, now
         progress, step, state = self._status()
         beat = Heartbeat(self._beat_seq, progress, step, state, loop_lag_ms=late_s * 1e3)
-        self._right.say(self._right.beat, beat, self._generation)
+        if self._right is not None:
+            self._right.say(self._right.beat, beat, self._generation)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -1,7 +1,7 @@
 """Pipeline schedules: in which order each stage of a chain runs the forwards and backwards of its micro-batches.
 
-Theory of operation. Stage s of p runs ``warm_up[s]`` forwards, then a forward and a backward in turn (1F1B; Narayanan et
-al., arXiv 1806.03377 and 2104.04473), then the backwards that are left::
+Theory of operation. Stage s of p runs ``w_s`` forwards (its *warm-up*), then a forward and a backward in turn (1F1B;
+Narayanan et al., arXiv 1806.03377 and 2104.04473), then the backwards that are left::
 
     F0 .. F(w-1)   Fw B0   F(w+1) B1   ..   F(m-1) B(m-1-w)   B(m-w) .. B(m-1)
 
@@ -11,13 +11,14 @@ has *in flight*, w + 1 at most: those whose activations it keeps from their forw
 * ``gpipe`` (Huang et al., arXiv 1811.06965): all forwards, then all backwards, w = m - 1: all m are in flight.
 * ``one_f_one_b``: w = p - 1 - s, the least that keeps all stages busy where links cost nothing.
 * ``extended``: for links that cost time. Let a pipeline that never waits start one micro-batch every P: F_s(i) at
-  ``a_s + i P``, and so B_s(i), which follows F_s(i + w_s), at ``a_s + (i + w_s) P + f_s``. The forward is in time at the
-  next stage where ``a_(s+1) = a_s + f_s + there``; its gradient is in time here where ``(w_s - w_(s+1)) P`` is no less
-  than ``f_(s+1) + b_(s+1) + there + back``. So with the round trip R of the hop, ``w_s = w_(s+1) + ceil((T + R) / P)``,
-  from ``w = 0`` at the last stage, where T is one forward and one backward at the slowest stage, which sets the pace,
-  and P = T. For two stages that is the known ``1 + ceil(R / T)``. For more, each hop is rounded up by itself: to round
-  up the sum of the round trips asks for fewer in flight, as Little's law alone would allow, but the stages' turns of F
-  and B then do not fit into one another, and some wait: up to a quarter of the time.
+  ``a_s + i P``, and so B_s(i), which follows F_s(i + w_s), at ``a_s + (i + w_s) P + f_s``. The forward is in time at
+  the next stage where ``a_(s+1) = a_s + f_s + there``; its gradient is in time here where ``(w_s - w_(s+1)) P`` is no
+  less than ``f_(s+1) + b_(s+1) + there + back``. So with the round trip R of the hop, it wants
+  ``w_s = w_(s+1) + ceil((T + R) / P)``, from ``w = 0`` at the last stage, where T is one forward and one backward at
+  the slowest stage, which sets the pace, and P = T. For two stages that is the known ``1 + ceil(R / T)``. For more,
+  each hop is rounded up by itself: to round up the sum of the round trips asks for fewer in flight, as Little's law
+  alone would allow, but the stages' turns of F and B then do not fit into one another, and some wait: up to a quarter
+  of the time.
 
 No deadlock. B_s(k) follows F_s(w_s + k), which wants F_{s-1}(w_s + k), which follows B_{s-1}(w_s + k - w_{s-1} - 1),
 which wants the same backward of stage s. That one is before B_s(k) exactly where w_s <= w_{s-1}: warm-ups never rise
@@ -103,9 +104,9 @@ class Schedule:
     def ahead(self, hop: int) -> int:
         """Buffers that each end of the hop from stage ``hop`` to the next one wants, to receive into.
 
-        Once both have begun their turns, a stage is at most ``w_hop - w_(hop+1) + 1`` payloads ahead of the other one,
-        with that which is in use. One more is filling. Where a stage could be still further ahead (``gpipe``, or while
-        the next one has not begun), TCP holds it back.
+        While both take turns, a stage is at most ``w_hop - w_(hop+1) + 1`` payloads ahead of the other one, with that
+        which is in use; one more is filling. Where a stage can be still further ahead (in the warm-up, at the end), TCP
+        holds it back.
         """
         further = self.warm_ups[hop] - self.warm_ups[hop + 1]
         return min(self.micro_batches, max(_LEAST_AHEAD, further + 2))
@@ -225,7 +226,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Part of all stages' time in which they wait: (p - 1) / (m + p - 1) for equal stages and links without cost."""
+        """Part of all stages' time in which they wait: (p - 1) / (m + p - 1) where stages are equal and links free."""
         busy_s = math.fsum(_busy_s(spans) for spans in self.stages)
         return 1 - busy_s / (len(self.stages) * self.step_s) if self.step_s else 0.0
 

@@ -10,12 +10,9 @@ different operations cannot mix. Several may be under way: what the next one sen
 before, so gradients can go into the ring while others are still computed. A small all-reduce is gathered whole and
 summed by everybody in rank order: n - 1 hops instead of 2n - 2, and the same bits everywhere.
 
-Ends. A session that lost a neighbour is *broken* for good: it closes all its connections, which breaks the neighbours'
-sessions, and so the news goes round the ring as fast as the wires are, with no timeout involved. With it goes the name
-of the one that is lost (``MemberLost``): a connection that ended while its neighbour's beats did not is explained by
-that neighbour, for which it has the time of one beat. A member that leaves
-on purpose says so first (``Leave``): a neighbour that is still busy with the last operation, which the leaver has
-finished, may finish it too, for all that it needs from the leaver lies ahead of the end of its connection.
+Ends. A session that lost a neighbour is *broken* for good, and says who it was (``ring.bonds``). A neighbour that is
+still busy with the last operation, which a member that left has finished, may finish it too, for all that it needs from
+the leaver lies ahead of the end of its connection.
 """
 
 from __future__ import annotations
@@ -33,10 +30,10 @@ from p2ptrain.core.errors import (
     ConnectionLost,
     DeadlineExceeded,
     P2PTrainError,
-    Refused,
 )
 from p2ptrain.core.world import World
 from ring import collectives
+from ring.bonds import Bonds, RingBroken
 from ring.codecs import Codec
 from ring.collectives import Schedule
 from ring.cutting import LEAST_SUB_CHUNK_BYTES, MOST_SUB_CHUNK_BYTES, cut
@@ -44,31 +41,16 @@ from ring.detector import Memory
 from ring.dtypes import Array, storage_dtype, sum_into
 from ring.lanes import Flow, Lane, Residual
 from ring.links import Inbound
-from ring.liveness import AT_WORK, REASON_CHARS, Neighbour, Watch
+from ring.liveness import AT_WORK, Neighbour
 from ring.meeting import meet_neighbours
 from ring.view import MAX_STREAMS, MAX_SUB_CHUNK_BYTES, MIN_SUB_CHUNK_BYTES, View
 from wire.connection import Connection
-from wire.messages import Leave, MemberLost
 
 __all__ = ["Inbound", "RingBroken", "RingSession", "RingStats"]
 
 PATIENCE_S = 120.0
 SMALL_BYTES = 128 << 10
 """An all-reduce whose members' arrays together are no longer than this is gathered whole: hops cost more than bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class RingBroken:
-    """Why a session ended.
-
-    Attributes:
-        suspect: peer id of the member that is lost, empty where this side ended it.
-        beside: peer id of its neighbour that saw it, mostly this member or whoever told it.
-    """
-
-    suspect: str
-    cause: P2PTrainError
-    beside: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +103,10 @@ class RingSession:
     ) -> None:
         self.view = view
         self.rank, self.size = rank, view.size
-        self.broken: asyncio.Future[RingBroken] = asyncio.get_running_loop().create_future()
         self.progress = 0
         self._waited_s = 0.0
         self._received_at = 0.0
         self._world = world
-        self._left, self._right = left, right
         self._sub_chunk_bytes = sub_chunk_bytes
         self._spare: list[npt.NDArray[np.uint8]] = []  # memory of small operations, as many as were ever under way
         self._operations: dict[int, _Operation] = {}  # stream → what is under way, oldest first
@@ -135,28 +115,21 @@ class RingSession:
         self._patience: asyncio.TimerHandle | None = None
         self._judged_at = 0.0  # when it fires
         self._parted: Neighbour | None = None  # it left while the last operation could still end well
-        self._farewells: set[asyncio.Task[None]] = set()
-        self._verdict: asyncio.TimerHandle | None = None  # a connection ended; its neighbour may still say why
-        self._watch: Watch | None = None
         self._lanes: list[Lane] = []
-        for neighbour in self.neighbours:
-            for bulk in neighbour.bulks:
-                bulk.fence = view.generation
+        self._bonds = Bonds(
+            clock=world.clock,
+            view=view,
+            rank=rank,
+            left=left,
+            right=right,
+            memory=memory or Memory(),
+            status=self._status,
+            on_end=self._ended,
+            on_beat=self._judge_pace,
+            on_broken=self._settle,
+        )
+        self.broken = self._bonds.broken
         if left is not None and right is not None:
-            self._watch = Watch(
-                clock=world.clock,
-                generation=view.generation,
-                left=left,
-                right=right,
-                memory=memory or Memory(),
-                status=self._status,
-                on_end=self._ended,
-                on_silent=self._break,
-                on_beat=self._judge_pace,
-                on_news=self._told,
-            )
-            for bulk in (*left.bulks, *right.bulks):
-                bulk.tune_for_bulk()
             self._lanes = [
                 Lane(incoming, outgoing, view.generation, on_progress=self._moved, on_error=self._lane_failed)
                 for incoming, outgoing in zip(left.bulks, right.bulks, strict=True)
@@ -224,31 +197,17 @@ class RingSession:
         except BaseException:  # cancelled, perhaps in the instant when all were there: nobody else knows of the session
             session.close("the member gave up")
             raise
-        assert session._watch is not None
-        session._watch.begin_beats(heartbeat_s, death_s)
+        assert session._bonds.watch is not None
+        session._bonds.watch.begin_beats(heartbeat_s, death_s)
         return session
 
     def close(self, reason: str = "the view ended") -> None:
         """Leave the ring, without waiting (``wait_closed`` does). Operations under way fail, here and everywhere."""
-        if self.broken.done():
-            return
-        orderly = not self._operations
-        self._settle(RingBroken("", ConnectionLost(f"this member left the ring: {reason}")))
-        for neighbour in self.neighbours:
-            for connection in neighbour.connections:
-                if orderly and neighbour.say(connection, Leave(reason[:REASON_CHARS]), self.view.generation):
-                    self._part(connection)
-                else:
-                    connection.abort()
+        self._bonds.close(f"this member left the ring: {reason}", reason, orderly=not self._operations)
 
     async def wait_closed(self) -> None:
         """After ``close`` or a break: wait until nothing of the session is left, a second at most."""
-        if self._watch is not None:
-            await self._watch.wait_stopped()
-        await asyncio.gather(*self._farewells)
-        for neighbour in self.neighbours:
-            for connection in neighbour.connections:
-                await connection.closed.wait()
+        await self._bonds.wait_closed()
 
     @property
     def broken_by(self) -> RingBroken | None:
@@ -366,7 +325,7 @@ class RingSession:
     @property
     def neighbours(self) -> tuple[Neighbour, ...]:
         """Left and right; none in a ring of one."""
-        return (self._left, self._right) if self._left is not None and self._right is not None else ()
+        return self._bonds.neighbours
 
     @property
     def waited_s(self) -> float:
@@ -386,7 +345,8 @@ class RingSession:
 
     @property
     def stats(self) -> RingStats:
-        return RingStats(self.bytes_in, self.bytes_out, self._watch.rtt_ms if self._watch is not None else None)
+        watch = self._bonds.watch
+        return RingStats(self.bytes_in, self.bytes_out, watch.rtt_ms if watch is not None else None)
 
     # ---------------------------------------------------------------------------------------------- running operations
 
@@ -419,7 +379,7 @@ class RingSession:
 
     def _begin(self, title: str, patience_s: float) -> _Operation:
         if self.broken.done():
-            raise self._failure()
+            raise self._bonds.failure()
         self._stream += 1
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         return _Operation(title, patience_s, self._world.clock.now(), future)
@@ -467,12 +427,12 @@ class RingSession:
         if not operation.future.done():
             operation.future.set_result(None)
         if not self._operations and self._parted is not None:
-            self._break(self._parted, ConnectionLost("it left the ring"))
+            self._bonds.give_up(self._parted, ConnectionLost("it left the ring"))
 
     def _abandoned(self, future: asyncio.Future[None]) -> None:
         """Whoever waited for an operation does so no more: memory is posted and borrowed, so the session must end."""
         if future.cancelled():
-            self._break(None, ConnectionLost("an operation was abandoned by this member"))
+            self._bonds.give_up(None, ConnectionLost("an operation was abandoned by this member"))
 
     def _moved(self, flow: Flow | None) -> None:
         """A sub-chunk of ``flow`` arrived, or, where that is None, the kernel took what was sent."""
@@ -487,9 +447,7 @@ class RingSession:
         self._received_at = now
 
     def _lane_failed(self, connection: Connection, error: P2PTrainError) -> None:
-        side = self._right if self._right is not None and connection in self._right.bulks else self._left
-        assert side is not None, "a lane without neighbours"
-        self._lost(side, connection, error)
+        self._bonds.lost(self._bonds.whose(connection), connection, error)
 
     def _await_progress(self, in_s: float) -> None:
         if self._patience is not None:
@@ -514,7 +472,7 @@ class RingSession:
         what = f"sent no part of the {title}" if starving else f"took no part of the {title}"
         remedy = "it may be stuck or very slow: look at its log"
         silence = DeadlineExceeded(f"{what} for {patience_s:g} s", remedy=remedy)
-        self._break(self._left if starving else self._right, silence)
+        self._bonds.give_up(self._bonds.left if starving else self._bonds.right, silence)
 
     def _judge_pace(self, left: Neighbour) -> None:
         """Break where the left neighbour beats, waits for nobody, and gets nowhere while this member waits for it."""
@@ -527,7 +485,8 @@ class RingSession:
             what = (
                 f"it beats, but has got nowhere since the {operation.title} wanted it {now - self._moved_at:.0f} s ago"
             )
-            self._break(left, DeadlineExceeded(what, remedy="it is stuck, not slow: look at its log, restart it"))
+            remedy = "it is stuck, not slow: look at its log, restart it"
+            self._bonds.give_up(left, DeadlineExceeded(what, remedy=remedy))
 
     # -------------------------------------------------------------------------------------------------------- breaking
 
@@ -540,85 +499,26 @@ class RingSession:
         it.
         """
         if not neighbour.leaving:
-            self._lost(neighbour, connection, error)
+            self._bonds.lost(neighbour, connection, error)
             return
         lanes = [lane for lane, bulk in zip(self._lanes, neighbour.bulks, strict=True) if bulk is connection]
-        starving = neighbour is self._left and any(lane.expects for lane in lanes)
+        starving = neighbour is self._bonds.left and any(lane.expects for lane in lanes)
         if not self._operations or starving:
-            self._break(neighbour, ConnectionLost("it left the ring"))
+            self._bonds.give_up(neighbour, ConnectionLost("it left the ring"))
         elif self._parted is None:
             self._parted = neighbour
 
-    def _lost(self, neighbour: Neighbour, connection: Connection, error: P2PTrainError) -> None:
-        """A connection failed. Where it ended alone, its neighbour has the time of one beat to say whose fault it is:
-        a process that died ends all of them at once, and who ends a session for another's death says so on its beats.
-        """
-        beats = self._watch is not None and self._watch.heartbeat_s > 0
-        alone = beats and connection is not neighbour.beat and neighbour.may_speak
-        if not (alone and isinstance(error, ConnectionLost)) or self._watch is None:
-            self._break(neighbour, error)
-        elif self._verdict is None:
-            loop = asyncio.get_running_loop()
-            self._verdict = loop.call_later(self._watch.heartbeat_s, self._break, neighbour, error)
-
-    def _told(self, neighbour: Neighbour, news: MemberLost) -> None:
-        """A neighbour says who was lost. News of this member itself, or of no member, only tell that it goes."""
-        rank = self.view.rank_of(news.peer_id)
-        if rank is None or rank == self.rank or self.view.rank_of(news.beside) is None:
-            self._break(neighbour, ConnectionLost(f"it ended the session: {news.reason[:REASON_CHARS]}"))
-        else:
-            self._break(neighbour, ConnectionLost(news.reason[:REASON_CHARS]), news)
-
-    def _break(self, neighbour: Neighbour | None, error: P2PTrainError, news: MemberLost | None = None) -> None:
-        """End the session because of ``neighbour``, of whom it has ``news``, or of nobody but this member. The first
-        cause counts."""
-        if self.broken.done():
-            return
-        me = self.view.members[self.rank].peer_id
-        if news is None and neighbour is not None:
-            news = MemberLost(neighbour.peer_id, me, error.message[:REASON_CHARS])
-            kind = ConnectionLost if isinstance(error, Refused) else type(error)
-            error = kind(f"lost {neighbour.title}: {error.message}", remedy=error.remedy)
-        elif news is not None and neighbour is not None:
-            lost, by = (self.view.members[self.view.rank_of(item) or 0].name for item in (news.peer_id, news.beside))
-            error = ConnectionLost(f"{by} lost {lost}: {error.message}", remedy=error.remedy)
-        self._settle(RingBroken(news.peer_id, error, news.beside) if news else RingBroken("", error))
-        for other in self.neighbours:
-            tell = news is not None and other is not neighbour and other.peer_id != news.peer_id
-            if tell and news is not None and other.say(other.beat, news, self.view.generation):
-                self._part(other.beat)
-                for bulk in other.bulks:
-                    bulk.abort()
-            else:
-                other.abort()
-
-    def _part(self, connection: Connection) -> None:
-        """Close a connection once what was said on it is on its way."""
-        farewell = asyncio.get_running_loop().create_task(connection.close())
-        self._farewells.add(farewell)
-        farewell.add_done_callback(self._farewells.discard)
-
-    def _settle(self, broken: RingBroken) -> None:
-        if self.broken.done():
-            return
-        self.broken.set_result(broken)
+    def _settle(self) -> None:
+        """The end has come: nothing of an operation is touched any more."""
         for lane in self._lanes:
             lane.stop()
-        for timer in (self._patience, self._verdict):
-            if timer is not None:
-                timer.cancel()
+        if self._patience is not None:
+            self._patience.cancel()
         operations, self._operations = self._operations, {}
         for operation in operations.values():
             if not operation.future.done():
-                operation.future.set_exception(self._failure())
+                operation.future.set_exception(self._bonds.failure())
                 operation.future.exception()  # it may be that nobody waits any more; ``broken`` tells, too
-        if self._watch is not None:
-            self._watch.stop()
-
-    def _failure(self) -> P2PTrainError:
-        """The error of an operation on a broken session: a new one each time, for each grows its own traceback."""
-        cause = self.broken.result().cause
-        return type(cause)(cause.message, remedy=cause.remedy)
 
 
 def _check_buffer(buffer: Array, storage: np.dtype[Any]) -> None:

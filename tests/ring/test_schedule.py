@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -54,7 +55,7 @@ def longest_path_s(schedule: Schedule, costs: Costs) -> float:
     waits: list[tuple[tuple[int, Operation], tuple[int, Operation], float]] = []  # who, for whom, for how long after it
     for stage in stages:
         order = schedule.order(stage)
-        waits += [((stage, later), (stage, before), 0.0) for before, later in zip(order, order[1:], strict=False)]
+        waits += [((stage, later), (stage, before), 0.0) for before, later in pairwise(order)]
         for index in range(schedule.micro_batches):
             if stage + 1 in stages:
                 hop = costs.there_s[stage]
@@ -127,9 +128,10 @@ def test_a_stage_is_never_further_ahead_of_the_next_one_than_there_are_buffers(
     schedule, _ = made
     for hop in range(schedule.stages - 1):
         before, after = schedule.order(hop), schedule.order(hop + 1)
-        settled = range(schedule.warm_ups[hop + 1], schedule.micro_batches)  # the receiver has begun its turns
+        count, first = schedule.micro_batches, schedule.warm_ups[hop + 1]
+        in_turns = {F: range(first, count), B: range(count - 1 - schedule.warm_ups[hop])}
         for kind, sender, receiver in ((F, before, after), (B, after, before)):
-            for used in settled if schedule.name != "gpipe" else ():
+            for used in in_turns[kind]:
                 stuck = receiver[: receiver.index(Operation(kind, used))]
                 given = {item.index for item in stuck if item.kind is not kind}
                 sent = 0
