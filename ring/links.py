@@ -1,16 +1,19 @@
-"""How the members of a view find each other: dialling to the right, and being dialled from the left.
+"""How the members of a view find each other: dialling to the right, and being dialled from the left; in a chain, the
+next stage and the one before.
 
 The seed announces a view to all members at once, but one of them always hears it first and dials at once. Its
 connections may name a generation that this worker does not know yet: they are held, for a while and in bounded number,
 one view's for each peer. A generation older than the newest one known is refused: its ring is over. So is, in the
-newest one, whoever is not the left neighbour there; those held for it are judged when the view arrives. On an
-encrypted wire the handshake has compared the peer id with the certificate: nobody takes the place of another, or two.
+newest one, whoever is not the left neighbour there, or the stage before; those held for it are judged when the view
+arrives. On an encrypted wire the handshake has compared the peer id with the certificate: nobody takes the place of
+another, or two.
 """
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from p2ptrain.core.errors import (
@@ -28,7 +31,6 @@ from wire.connection import Connection
 from wire.handshake import HANDSHAKE_TIMEOUT_S, RefusalCode, dial
 from wire.messages import Hello, MemberRecord, Refuse
 
-BEAT = "beat"
 MAX_HELD = 16
 HOLD_S = 60.0
 """How long a connection waits for its view: longer than a member takes to turn from a step to the next view."""
@@ -37,12 +39,28 @@ FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 1.0
 
 
-def bulk_channel(stream: int) -> str:
-    """The name of one of the connections that carry payloads."""
-    return f"bulk-{stream}" if stream else "bulk"
+class Kin(Enum):
+    """What neighbours are to one another. A member may have a place in a ring and in a chain of the same view: their
+    connections differ by the channel that a ``Hello`` names, so the one's cannot be taken for the other's.
+
+    Attributes:
+        prefix: of its channels. dialled, dialling: what the neighbour that a member dials is to it, for people, and the
+            one that dials it.
+    """
+
+    RING = ("", "right neighbour", "left neighbour")
+    CHAIN = ("chain-", "next stage", "stage before")
+
+    def __init__(self, prefix: str, dialled: str, dialling: str) -> None:
+        self.prefix, self.dialled, self.dialling = prefix, dialled, dialling
+
+    def channels(self, streams: int) -> list[str]:
+        """The names of the connections to one neighbour: for its beats, and for payloads."""
+        bulks = ["bulk", *(f"bulk-{stream}" for stream in range(1, streams))]
+        return [self.prefix + channel for channel in ("beat", *bulks)]
 
 
-CHANNELS = frozenset({BEAT, *map(bulk_channel, range(MAX_STREAMS))})
+CHANNELS = {channel: kin for kin in Kin for channel in kin.channels(MAX_STREAMS)}
 # Refusals that time mends; the last one is of another peer that has the address now, perhaps not for long.
 _PASSING = frozenset({RefusalCode.BUSY, RefusalCode.FULL, RefusalCode.IDENTITY})
 _Key = tuple[str, int, str, str]  # job, generation, peer id, channel
@@ -74,7 +92,7 @@ class Inbound:
         self._max_held = max_held
         self._hold_s = hold_s
         self._newest = ("", 0)
-        self._left = ""  # the left neighbour in the newest view, where that is known
+        self._dialling: dict[Kin, str] = {}  # who may dial in the newest view, where that is known; empty: nobody
         self._places: dict[str, _Place] = {}
         self._waiting: dict[_Key, asyncio.Future[Connection]] = {}
 
@@ -83,7 +101,14 @@ class Inbound:
         self.expect(view.job, view.generation)
         rank = view.rank_of(peer_id)
         if rank is not None and self._newest == (view.job, view.generation):
-            self._left = view.left_of(rank).peer_id
+            self._dialling[Kin.RING] = view.left_of(rank).peer_id
+            self._judge_held()
+
+    def announced_chain(self, view: View, before: str) -> None:
+        """This worker is a stage of a chain in ``view``: from now on only the stage ``before`` may connect as such."""
+        self.expect(view.job, view.generation)
+        if self._newest == (view.job, view.generation):
+            self._dialling[Kin.CHAIN] = before
             self._judge_held()
 
     def expect(self, job: str, generation: int) -> None:
@@ -92,35 +117,41 @@ class Inbound:
         """
         if job == self._newest[0] and generation <= self._newest[1]:
             return
-        self._newest, self._left = (job, generation), ""
+        self._newest, self._dialling = (job, generation), {}
         self._judge_held()
 
     def decide(self, hello: Hello) -> Refuse | None:
         """Why this caller may not connect, None where it may. For the handshake's decision; changes nothing."""
-        if not hello.job or hello.generation < 1 or hello.capabilities.get("channel") not in CHANNELS:
+        kin = CHANNELS.get(str(hello.capabilities.get("channel")))
+        if not hello.job or hello.generation < 1 or kin is None:
             return Refuse(RefusalCode.NOT_A_NEIGHBOUR, "a ring connection names its job, generation and channel")
-        if refusal := self._judge(hello.job, hello.generation, hello.peer_id):
+        if refusal := self._judge(hello.job, hello.generation, hello.peer_id, kin):
             return refusal
         if hello.peer_id in self._places or _key(hello) in self._waiting or len(self._places) < self._max_held:
             return None
         return Refuse(RefusalCode.BUSY, f"{len(self._places)} ring connections wait for their views", "try again")
 
-    def _judge(self, job: str, generation: int, peer_id: str) -> Refuse | None:
+    def _judge(self, job: str, generation: int, peer_id: str, kin: Kin) -> Refuse | None:
         newest_job, newest = self._newest
         if job != newest_job:
             return None
         if generation < newest:
             text = f"generation {generation} is over, the job is at {newest}"
             return Refuse(RefusalCode.STALE_GENERATION, text, "wait for the view that the seed announces next")
-        if generation == newest and self._left and peer_id != self._left:
-            text = f"{peer_id[:64]} is not the left neighbour here in generation {generation}"
-            return Refuse(RefusalCode.NOT_A_NEIGHBOUR, text, "dial the right neighbour that the seed announced")
+        if generation == newest and self._dialling.get(kin, peer_id) != peer_id:
+            text = f"{peer_id[:64]} is not the {kin.dialling} here in generation {generation}"
+            return Refuse(RefusalCode.NOT_A_NEIGHBOUR, text, f"dial the {kin.dialled} that the seed announced")
         return None
 
     def _judge_held(self) -> None:
         for peer_id, place in list(self._places.items()):
-            if refusal := self._judge(place.job, place.generation, peer_id):
-                self._let_go(peer_id, refusal)
+            for channel, (_, let_go) in list(place.held.items()):
+                if refusal := self._judge(place.job, place.generation, peer_id, CHANNELS[channel]):
+                    del place.held[channel]
+                    if not let_go.done():
+                        let_go.set_result(refusal)
+            if not place.held:
+                del self._places[peer_id]
 
     async def offer(self, connection: Connection, hello: Hello) -> None:
         """Keep an accepted connection for whoever takes it; returns when it is closed, by whomever.
@@ -194,7 +225,7 @@ class Inbound:
             if isinstance(given_up, asyncio.CancelledError):
                 raise
             raise DeadlineExceeded(
-                f"the left neighbour {peer_id} has not connected within {timeout_s:.0f} s",
+                f"the {CHANNELS[channel].dialling} {peer_id} has not connected within {timeout_s:.0f} s",
                 remedy="can it reach the port of this worker? see the other members' events",
             ) from None
         finally:
@@ -224,12 +255,19 @@ def _key(hello: Hello) -> _Key:
 
 
 async def dial_patiently(
-    world: World, member: MemberRecord, seed_host: str, hello: Hello, *, deadline: float
+    world: World,
+    member: MemberRecord,
+    seed_host: str,
+    hello: Hello,
+    *,
+    deadline: float,
+    title: str = Kin.RING.dialled,
 ) -> Connection:
-    """A connection to the right neighbour, who may not be listening yet: tried again and again until ``deadline``.
+    """A connection to a neighbour, who may not be listening yet: tried again and again until ``deadline``.
 
     Args:
         seed_host: dialled where the member's own host is empty.
+        title: what the neighbour is to this member, for people.
 
     Raises:
         NeighbourAway: it could not be reached in time.
@@ -256,7 +294,7 @@ async def dial_patiently(
         left_s = deadline - now()
         if left_s <= FIRST_PAUSE_S:
             raise NeighbourAway(
-                f"the right neighbour {member.name} was not reached in time: {problem.message}",
+                f"the {title} {member.name} was not reached in time: {problem.message}",
                 peer_id=member.peer_id,
                 remedy=problem.remedy,
             ) from problem

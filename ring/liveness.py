@@ -31,6 +31,9 @@ _LISTEN_S = 3600.0  # a quiet connection is no fault in itself: silence is judge
 class Neighbour:
     """One neighbour and the connections shared with it.
 
+    Args:
+        role: what it is to this member, for people: ``"left neighbour"``.
+
     Attributes:
         bulks: of payloads, one a stream. beat: of heartbeats.
         leaving: it has said that it leaves; the end of its connections is no accident.
@@ -39,8 +42,8 @@ class Neighbour:
 
     pace: Pace | None = None
 
-    def __init__(self, side: str, member: MemberRecord, bulks: Sequence[Connection], beat: Connection) -> None:
-        self.title = f"the {side} neighbour {member.name}"
+    def __init__(self, role: str, member: MemberRecord, bulks: Sequence[Connection], beat: Connection) -> None:
+        self.title = f"the {role} {member.name}"
         self.peer_id = member.peer_id
         self.bulks, self.beat = tuple(bulks), beat
         self.leaving = False
@@ -107,8 +110,6 @@ class Watch:
         self._clock = clock
         self._generation = generation
         self._left, self._right = left, right
-        self._beats_come_on = left.beat if left is not None else None
-        self._beats_go_on = right.beat if right is not None else None
         self._neighbours = [neighbour for neighbour in (left, right) if neighbour is not None]
         self._status = status
         self._on_end, self._on_silent = on_end, on_silent
@@ -172,7 +173,7 @@ class Watch:
                 if neighbour.pace is not None:
                     neighbour.pace.beat(self._clock.now(), progress, at_work=state == AT_WORK)
                     self._on_beat(neighbour)
-            case HeartbeatAck(seq=seq) if connection is self._beats_go_on:
+            case HeartbeatAck(seq=seq) if self._right is not None and connection is self._right.beat:
                 self._beat_came(neighbour)
                 if seq == self._beat_seq:
                     self.rtt_ms = (self._clock.now() - self._beat_sent_at) * 1e3

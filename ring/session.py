@@ -40,9 +40,9 @@ from ring.cutting import LEAST_SUB_CHUNK_BYTES, MOST_SUB_CHUNK_BYTES, cut
 from ring.detector import Memory
 from ring.dtypes import Array, storage_dtype, sum_into
 from ring.lanes import Flow, Lane, Residual
-from ring.links import Inbound
+from ring.links import Inbound, Kin
 from ring.liveness import AT_WORK, Neighbour
-from ring.meeting import meet_neighbours
+from ring.meeting import Meeting
 from ring.view import MAX_STREAMS, MAX_SUB_CHUNK_BYTES, MIN_SUB_CHUNK_BYTES, View
 from wire.connection import Connection
 
@@ -180,9 +180,9 @@ class RingSession:
         if view.size == 1:
             return cls(world=world, view=view, rank=0, left=None, right=None, sub_chunk_bytes=sub_chunk_bytes)
         deadline = world.clock.now() + timeout_s
-        to_right, from_left = await meet_neighbours(
-            world, view, peer_id, name, seed_host, inbound, streams=streams, timeout_s=timeout_s
-        )
+        meeting = Meeting(world, view, peer_id, name, seed_host, inbound, Kin.RING, streams)
+        right, left = view.right_of(rank), view.left_of(rank)
+        to_right, from_left = await meeting.neighbours(right, left, timeout_s=timeout_s)
         session = cls(
             world=world,
             view=view,
