@@ -1,16 +1,17 @@
-"""A ring within one process, over any network: the fake worker beside the real one, for tests and benchmarks."""
+"""A ring or a chain in one process, over any network: the fake worker beside the real one, for tests and benchmarks."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.world import LoopClock, Network, World
+from ring.chain import Chain
 from ring.session import Inbound, RingSession
 from ring.view import View
 from wire.connection import Connection
@@ -21,7 +22,7 @@ HOST = "127.0.0.1"
 
 
 class LocalMember:
-    """A worker as far as the ring sees it: a listener, an ``Inbound``, and a session once it is formed.
+    """A worker as far as the ring sees it: a listener, an ``Inbound``, and a session or a chain once it is formed.
 
     Attributes:
         problems: what its listener met with.
@@ -35,11 +36,17 @@ class LocalMember:
         self.server: Server | None = None
         self.problems: list[P2PTrainError] = []
         self._session: RingSession | None = None
+        self._chain: Chain | None = None
 
     @property
     def session(self) -> RingSession:
         assert self._session is not None, f"{self.peer_id} is in no ring"
         return self._session
+
+    @property
+    def chain(self) -> Chain:
+        assert self._chain is not None, f"{self.peer_id} is in no chain"
+        return self._chain
 
     async def listen(self, host: str = HOST, port: int = 0) -> int:
         """Accept ring connections; the port that was bound."""
@@ -79,16 +86,51 @@ class LocalMember:
         )
         return self._session
 
+    async def form_chain(
+        self,
+        view: View,
+        *,
+        activation_bytes: int,
+        gradient_bytes: int,
+        order: Sequence[str] = (),
+        heartbeat_s: float = 5.0,
+        death_s: float = 15.0,
+        streams: int = 1,
+        timeout_s: float = 10.0,
+    ) -> Chain:
+        """As ``Chain.form``."""
+        self._chain = await Chain.form(
+            world=self.world,
+            view=view,
+            order=order,
+            peer_id=self.peer_id,
+            name=self.peer_id,
+            seed_host=HOST,
+            inbound=self.inbound,
+            activation_bytes=activation_bytes,
+            gradient_bytes=gradient_bytes,
+            heartbeat_s=heartbeat_s,
+            death_s=death_s,
+            streams=streams,
+            timeout_s=timeout_s,
+        )
+        return self._chain
+
+    @property
+    def _joined(self) -> list[RingSession | Chain]:
+        return [joined for joined in (self._session, self._chain) if joined is not None]
+
     def die(self) -> None:
         """What the kernel does for a process that was killed: every connection is reset, and no word is said."""
-        for neighbour in self.session.neighbours:
-            neighbour.abort()
+        for member in self._joined:
+            for neighbour in member.neighbours:
+                neighbour.abort()
 
     async def stop(self) -> None:
-        """Leave the ring, and stop listening."""
-        if self._session is not None:
-            self._session.close()
-            await self._session.wait_closed()
+        """Leave the ring and the chain, and stop listening."""
+        for member in self._joined:
+            member.close()
+            await member.wait_closed()
         if self.server is not None:
             await self.server.close()
 
@@ -134,6 +176,46 @@ async def local_ring(
 
     try:
         view = local_view({member.peer_id: await member.listen() for member in members})
+        await asyncio.gather(*(form(member) for member in members))
+        yield members
+    finally:
+        await asyncio.gather(*(member.stop() for member in members))
+
+
+@asynccontextmanager
+async def local_chain(
+    count: int,
+    network: Network | Sequence[Network],
+    *,
+    activation_bytes: int = 64,
+    gradient_bytes: int = 64,
+    heartbeat_s: float = 5.0,
+    death_s: float = 15.0,
+    streams: int = 1,
+    hosts: bool = False,
+) -> AsyncIterator[list[LocalMember]]:
+    """``count`` stages a, b, c ... in one formed chain; all ended with the block.
+
+    Args:
+        network: of all, or of each.
+        hosts: each listens on a host of its own name.
+    """
+    networks = list(network) if isinstance(network, Sequence) else [network] * count
+    members = [LocalMember(chr(ord("a") + stage), networks[stage], seed=stage) for stage in range(count)]
+
+    def form(member: LocalMember) -> Coroutine[Any, Any, Chain]:
+        return member.form_chain(
+            view,
+            activation_bytes=activation_bytes,
+            gradient_bytes=gradient_bytes,
+            heartbeat_s=heartbeat_s,
+            death_s=death_s,
+            streams=streams,
+        )
+
+    try:
+        ports = {member.peer_id: await member.listen(member.peer_id if hosts else HOST) for member in members}
+        view = local_view(ports, hosts=hosts)
         await asyncio.gather(*(form(member) for member in members))
         yield members
     finally:

@@ -1,0 +1,458 @@
+"""One view's chain of stages, running: activations go to the next stage, gradients to the one before.
+
+Connections. Each stage dials the next one and is dialled by the one before, on channels of a chain's own, so that none
+of them can be taken for a ring's. *Bulk* connections carry activations one way and gradients the other; over several,
+micro-batches go in turn. The *beat* is a ring's (``ring.liveness``).
+
+Payloads. All of one kind have the same size, known to both ends. Each is one bulk frame, whose stream number counts the
+micro-batches of all steps; the direction is that of the connection (``ring.hop``).
+
+Round trips. When a chain forms, each stage sends the next one a payload of activations and gets one of gradients back,
+``PINGS`` times; the shortest is what the hop costs a micro-batch. The figures are handed through the chain and back, so
+that all stages have all of them and derive the same schedule. That is also how each knows that all are there.
+
+Ends. As a ring's (``ring.bonds``): who loses a neighbour names it to the other one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError
+from p2ptrain.core.world import World
+from ring.bonds import Bonds, RingBroken
+from ring.detector import Memory
+from ring.hop import Hop, Payload
+from ring.links import Inbound, Kin
+from ring.liveness import AT_WORK, Neighbour
+from ring.meeting import Meeting
+from ring.schedule import MAX_STAGES, Kind, Schedule
+from ring.view import MAX_STREAMS, View
+from wire.connection import Connection
+from wire.frame import MAX_BULK_BYTES
+
+PINGS = 3  # the first one finds TCP with its smallest window
+MOST_ROUND_TRIP_S = 3600.0
+PATIENCE_PART = 0.1
+"""Of the patience, added for every stage beyond the neighbour that is waited for: who stands beside the one that is
+stuck gives up first, and names the right one."""
+
+_STREAMS = 1 << 32
+_GATHERED, _TOLD = PINGS, PINGS + 1  # streams of the round trips, on their way to the first stage and from it
+_FIRST_STREAM = PINGS + 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """What this stage waits for, since when, and for how long at most."""
+
+    what: str
+    since: float
+    patience_s: float
+
+
+class Chain:
+    """A stage's place in the chain of one view. Made by ``form``; ended by ``close``, or by the loss of a neighbour.
+
+    Attributes:
+        stage, stages: this member's, counted from 0, and how many there are.
+        round_trips_s: of each hop, the same on all stages: activations there and gradients back, without any computing.
+        broken: resolves to ``RingBroken`` as soon as the chain can do no more, for whatever reason.
+        progress: payloads received and sent so far, and whatever else the owner counts; it goes out with every beat.
+        waited_s: running total of the time spent waiting for a neighbour.
+    """
+
+    def __init__(
+        self,
+        *,
+        world: World,
+        view: View,
+        rank: int,
+        stage: int,
+        stages: int,
+        before: Neighbour | None,
+        after: Neighbour | None,
+        activation_bytes: int,
+        gradient_bytes: int,
+        memory: Memory,
+    ) -> None:
+        self.view = view
+        self.stage, self.stages = stage, stages
+        self.activation_bytes, self.gradient_bytes = activation_bytes, gradient_bytes
+        self.round_trips_s: tuple[float, ...] = ()
+        self.progress = 0
+        self.waited_s = 0.0
+        self._now = world.clock.now
+        self._waits: dict[Hop, _Wait] = {}
+        self._next_stream = _FIRST_STREAM
+        self._streams: range | None = None  # of the step under way
+        self._parted: Neighbour | None = None  # it left while the step could still end well
+        self._bonds = Bonds(
+            clock=world.clock,
+            view=view,
+            rank=rank,
+            left=before,
+            right=after,
+            memory=memory,
+            status=self._status,
+            on_end=self._ended,
+            on_beat=self._judge_pace,
+            on_broken=self._settle,
+        )
+        self.broken: asyncio.Future[RingBroken] = self._bonds.broken
+        self._before, self._after = (
+            Hop(neighbour, view.generation, on_moved=self._moved, on_error=self._failed) if neighbour else None
+            for neighbour in (before, after)
+        )
+
+    # ---------------------------------------------------------------------------------------------- forming and ending
+
+    @classmethod
+    async def form(
+        cls,
+        *,
+        world: World,
+        view: View,
+        order: Sequence[str] = (),
+        peer_id: str,
+        name: str,
+        seed_host: str,
+        inbound: Inbound,
+        activation_bytes: int,
+        gradient_bytes: int,
+        heartbeat_s: float,
+        death_s: float,
+        streams: int = 1,
+        timeout_s: float,
+    ) -> Chain:
+        """Connect to both neighbours, measure the way to the next one, and wait until every stage has done so.
+
+        Args:
+            order: peer ids of the stages, first to last, members of ``view``; empty: all members as they stand there.
+            activation_bytes, gradient_bytes: of one micro-batch as it travels, the same on every hop.
+            streams: bulk connections to a neighbour, the same on every stage.
+
+        Raises:
+            ValueError: ``peer_id`` is no stage, or a number is not possible.
+            Refused, NeighbourAway, DeadlineExceeded, ConnectionLost, ProtocolError: see ``RingSession.form``.
+        """
+        order = list(order) or [member.peer_id for member in view.members]
+        ranks = [view.rank_of(stage) for stage in order]
+        if peer_id not in order or None in ranks or len(set(order)) != len(order) or len(order) > MAX_STAGES:
+            raise ValueError(f"{peer_id} is no stage, or {order} is no chain, in generation {view.generation}")
+        if not (0 < activation_bytes <= MAX_BULK_BYTES and 0 < gradient_bytes <= MAX_BULK_BYTES):
+            raise ValueError(f"payloads of {activation_bytes} and {gradient_bytes} bytes")
+        if not 1 <= streams <= MAX_STREAMS:
+            raise ValueError(f"{streams} streams, 1 to {MAX_STREAMS} are possible")
+        stage, began = order.index(peer_id), world.clock.now()
+        members = [view.members[rank] for rank in ranks if rank is not None]
+        after = members[stage + 1] if stage + 1 < len(members) else None
+        before = members[stage - 1] if stage else None
+        inbound.announced_chain(view, before.peer_id if before is not None else "")
+        meeting = Meeting(world, view, peer_id, name, seed_host, inbound, Kin.CHAIN, streams)
+        to_after, from_before = await meeting.neighbours(after, before, timeout_s=timeout_s)
+        chain = cls(
+            world=world,
+            view=view,
+            rank=ranks[stage] or 0,
+            stage=stage,
+            stages=len(order),
+            before=from_before,
+            after=to_after,
+            activation_bytes=activation_bytes,
+            gradient_bytes=gradient_bytes,
+            memory=inbound.memory,
+        )
+        try:
+            await chain._measure(timeout_s - (world.clock.now() - began))
+        except BaseException:  # cancelled, perhaps in the instant when all were there: nobody else knows of the chain
+            chain.close("the stage gave up")
+            raise
+        if chain._bonds.watch is not None:
+            chain._bonds.watch.begin_beats(heartbeat_s, death_s)
+        return chain
+
+    def close(self, reason: str = "the view ended") -> None:
+        """Leave the chain, without waiting (``wait_closed`` does). A step under way fails, here and everywhere."""
+        orderly = self._streams is None and all(hop.flushed for hop in self._hops)
+        self._bonds.close(f"this stage left the chain: {reason}", reason, orderly=orderly)
+
+    def abandon(self, reason: str) -> None:
+        """This stage does not go on with the step: memory is posted and borrowed, so the chain must end."""
+        self._bonds.give_up(None, ConnectionLost(reason))
+
+    def blame(self, kind: Kind, error: P2PTrainError) -> None:
+        """What came for an operation of ``kind`` made no sense: the neighbour that sent it counts as lost."""
+        hop = self._before if kind is Kind.FORWARD else self._after
+        assert hop is not None, "nothing comes from there"
+        self._bonds.give_up(hop.neighbour, error)
+
+    async def wait_closed(self) -> None:
+        """After ``close`` or a break: wait until nothing of the chain is left, a second at most."""
+        await self._bonds.wait_closed()
+
+    def failure(self) -> P2PTrainError:
+        """What a broken chain raises to whoever wants something of it."""
+        return self._bonds.failure()
+
+    @property
+    def neighbours(self) -> tuple[Neighbour, ...]:
+        """The stage before and the next one, those that there are."""
+        return self._bonds.neighbours
+
+    # ----------------------------------------------------------------------------------------------------------- a step
+
+    def begin(self, schedule: Schedule) -> None:
+        """A step begins: from now on payloads of its micro-batches may come. All stages begin the same steps in turn.
+
+        Raises:
+            ValueError: the schedule is of another chain.
+            ConnectionLost, ProtocolError, DeadlineExceeded: the chain was broken before.
+        """
+        if schedule.stages != self.stages:
+            raise ValueError(f"a schedule of {schedule.stages} stages for a chain of {self.stages}")
+        assert self._streams is None, "a step is under way"
+        self._check_open()
+        self._streams = self._take_streams(schedule.micro_batches)
+        if self._before is not None:
+            self._before.expect(self._streams, self.activation_bytes, ahead=schedule.ahead(self.stage - 1))
+        if self._after is not None:
+            self._after.expect(self._streams, self.gradient_bytes, ahead=schedule.ahead(self.stage))
+
+    async def receive(self, kind: Kind, index: int, *, patience_s: float) -> Payload | None:
+        """What the operation of ``kind`` on micro-batch ``index`` works on; None where nothing comes from outside.
+
+        The payload is the caller's until ``release``.
+
+        Args:
+            patience_s: without a byte of a payload for so long (and a little more the longer the chain is) the
+                neighbour counts as stuck.
+
+        Raises:
+            DeadlineExceeded: it does. ConnectionLost, ProtocolError: the chain broke. ``broken`` tells by whom.
+        """
+        hop = self._before if kind is Kind.FORWARD else self._after
+        if hop is None:
+            return None
+        what = f"{'activations' if kind is Kind.FORWARD else 'gradients'} {index}"
+        return await self._arrival(hop, self._stream(index), what, patience_s)
+
+    def release(self, kind: Kind, payload: Payload | None) -> None:
+        """The engine is done with what ``receive`` gave: its memory may be received into."""
+        hop = self._before if kind is Kind.FORWARD else self._after
+        if hop is not None and payload is not None and not self.broken.done():
+            hop.release(payload)
+
+    def send(self, kind: Kind, index: int, payload: Payload) -> None:
+        """Give on what the operation of ``kind`` on micro-batch ``index`` made. Does not wait.
+
+        Args:
+            payload: not changed by the caller until ``finish`` returned.
+
+        Raises:
+            ValueError: it has another size, or there is nobody to give it to.
+            ConnectionLost, ProtocolError, DeadlineExceeded: the chain was broken before.
+        """
+        hop, nbytes = (
+            (self._after, self.activation_bytes) if kind is Kind.FORWARD else (self._before, self.gradient_bytes)
+        )
+        if hop is None or payload.dtype != np.uint8 or payload.shape != (nbytes,) or not payload.flags.c_contiguous:
+            raise ValueError(f"{payload.dtype} of shape {payload.shape} for a payload of {nbytes} bytes")
+        self._check_open()
+        hop.send(self._stream(index), payload)
+
+    async def finish(self, *, patience_s: float) -> None:
+        """Wait until all that was sent is in the kernel; then the step is over. Errors as ``receive``."""
+        for hop in self._hops:
+            if not hop.flushed:
+                await self._wait(hop, hop.all_flushed(), "the kernel to take what was sent", patience_s)
+        self._check_open()
+        self._streams = None
+        if self._parted is not None:
+            self._bonds.give_up(self._parted, ConnectionLost("it left the chain"))
+
+    # ------------------------------------------------------------------------------------------------------ for people
+
+    @property
+    def bytes_in(self) -> int:
+        return sum(connection.bytes_in for neighbour in self.neighbours for connection in neighbour.connections)
+
+    @property
+    def bytes_out(self) -> int:
+        return sum(connection.bytes_out for neighbour in self.neighbours for connection in neighbour.connections)
+
+    # -------------------------------------------------------------------------------------------------------- measuring
+
+    async def _measure(self, timeout_s: float) -> None:
+        """Round trips, and then all stages' figures to all."""
+        deadline = self._now() + timeout_s
+        echo = asyncio.ensure_future(self._echo(deadline))
+        try:
+            mine_s = await self._ping(deadline)
+            await echo
+        finally:
+            if not echo.done():
+                echo.cancel()
+            await asyncio.gather(echo, return_exceptions=True)
+        if self.stages == 1:
+            return
+        known_s = [0.0] * (self.stages - 1)
+        if self._after is not None:
+            known_s = await self._figures(self._after, _GATHERED, deadline)
+            known_s[self.stage] = mine_s
+        if self._before is not None:
+            self._before.send(_GATHERED, _packed(known_s))
+            known_s = await self._figures(self._before, _TOLD, deadline)
+        if self._after is not None:
+            self._after.send(_TOLD, _packed(known_s))
+        for hop in self._hops:
+            await self._wait(hop, hop.all_flushed(), "the kernel to take the round trips", deadline - self._now())
+        self.round_trips_s = tuple(known_s)
+
+    async def _ping(self, deadline: float) -> float:
+        """The shortest round trip to the next stage, 0 where there is none."""
+        shortest_s, hop = math.inf, self._after
+        if hop is None:
+            return 0.0
+        payload = np.zeros(self.activation_bytes, np.uint8)
+        hop.expect(range(PINGS), self.gradient_bytes, ahead=1)
+        for ping in range(PINGS):
+            began = self._now()
+            hop.send(ping, payload)
+            hop.release(await self._arrival(hop, ping, "its answer", deadline - began))
+            shortest_s = min(shortest_s, self._now() - began)
+        return max(shortest_s, 0.0)
+
+    async def _echo(self, deadline: float) -> None:
+        """Answer the stage before, which measures."""
+        hop = self._before
+        if hop is None:
+            return
+        payload = np.zeros(self.gradient_bytes, np.uint8)
+        hop.expect(range(PINGS), self.activation_bytes, ahead=1)
+        for ping in range(PINGS):
+            hop.release(await self._arrival(hop, ping, "its measuring", deadline - self._now()))
+            hop.send(ping, payload)
+
+    async def _figures(self, hop: Hop, stream: int, deadline: float) -> list[float]:
+        hop.expect([stream], (self.stages - 1) * _FIGURE.size, ahead=1)
+        payload = await self._arrival(hop, stream, "the round trips of the other hops", deadline - self._now())
+        try:
+            figures = round_trips_untrusted(payload.tobytes(), self.stages - 1)
+        except ProtocolError as error:
+            self._bonds.give_up(hop.neighbour, error)
+            raise self.failure() from error
+        hop.release(payload)
+        return figures
+
+    # ------------------------------------------------------------------------------------------------------ internals
+
+    @property
+    def _hops(self) -> list[Hop]:
+        return [hop for hop in (self._before, self._after) if hop is not None]
+
+    def _take_streams(self, count: int) -> range:
+        """The next stream numbers. They begin anew before the last one: what had them is long over then."""
+        if self._next_stream + count > _STREAMS:
+            self._next_stream = _FIRST_STREAM
+        first, self._next_stream = self._next_stream, self._next_stream + count
+        return range(first, first + count)
+
+    def _stream(self, index: int) -> int:
+        assert self._streams is not None, "no step is under way"
+        return self._streams[index]
+
+    def _check_open(self) -> None:
+        if self.broken.done():
+            raise self.failure()
+
+    async def _arrival(self, hop: Hop, stream: int, what: str, patience_s: float) -> Payload:
+        self._check_open()
+        arrival = hop.arrival(stream)
+        if not arrival.done():
+            await self._wait(hop, arrival, what, patience_s)
+        return arrival.result()
+
+    async def _wait(
+        self, hop: Hop, future: asyncio.Future[Payload] | asyncio.Future[None], what: str, patience_s: float
+    ) -> None:
+        """Until the future is done; break where the neighbour gives no sign of getting on for too long."""
+        beyond = self.stage - 1 if hop is self._before else self.stages - 2 - self.stage
+        patience_s *= 1 + PATIENCE_PART * beyond
+        since = self._now()
+        self._waits[hop] = _Wait(what, since, patience_s)
+        moved_at, unsent_bytes = since, hop.unsent_bytes
+        try:
+            while not future.done():
+                if hop.unsent_bytes != unsent_bytes:  # it reads
+                    moved_at, unsent_bytes = self._now(), hop.unsent_bytes
+                left_s = max(moved_at, hop.heard_at) + patience_s - self._now()
+                if left_s <= 0:
+                    remedy = "it may be stuck or very slow: look at its log"
+                    silence = f"nothing came for {patience_s:g} s while this stage waited for {what}"
+                    self._bonds.give_up(hop.neighbour, DeadlineExceeded(silence, remedy=remedy))
+                    raise self.failure()
+                await asyncio.wait({future}, timeout=left_s)
+        finally:
+            del self._waits[hop]
+            self.waited_s += self._now() - since
+        future.result()
+
+    def _moved(self) -> None:
+        self.progress += 1
+
+    def _status(self) -> tuple[int, int, str]:
+        wait = next(iter(self._waits.values()), None)
+        return self.progress, self.view.step, f"waits for {wait.what}" if wait is not None else AT_WORK
+
+    def _judge_pace(self, before: Neighbour) -> None:
+        """Break where the stage before beats, waits for nobody, and gets nowhere while this one waits for it."""
+        wait = self._waits.get(self._before) if self._before is not None else None
+        if wait is None or before.pace is None:
+            return
+        stuck_at = before.pace.stuck_at(wait.patience_s, wait.since)
+        if stuck_at is not None and self._now() >= stuck_at:
+            what = f"it beats, but has got nowhere since this stage waits for {wait.what}"
+            remedy = "it is stuck, not slow: look at its log, restart it"
+            self._bonds.give_up(before, DeadlineExceeded(what, remedy=remedy))
+
+    def _failed(self, connection: Connection, error: P2PTrainError) -> None:
+        self._bonds.lost(self._bonds.whose(connection), connection, error)
+
+    def _ended(self, neighbour: Neighbour, connection: Connection, error: P2PTrainError) -> None:
+        """A connection is gone. That breaks the chain, unless the step under way can still end well without it."""
+        if not neighbour.leaving:
+            self._bonds.lost(neighbour, connection, error)
+            return
+        starving = any(hop.neighbour is neighbour and hop.expects(connection) for hop in self._hops)
+        if self._streams is None or starving:
+            self._bonds.give_up(neighbour, ConnectionLost("it left the chain"))
+        elif self._parted is None:
+            self._parted = neighbour
+
+    def _settle(self) -> None:
+        for hop in self._hops:
+            hop.stop(self.failure)
+
+
+_FIGURE = struct.Struct("!d")
+
+
+def _packed(seconds: Sequence[float]) -> Payload:
+    return np.frombuffer(b"".join(map(_FIGURE.pack, seconds)), np.uint8)
+
+
+def round_trips_untrusted(payload: bytes, hops: int) -> list[float]:
+    """Seconds of each hop, as the stages hand them on. Raises ``ProtocolError`` where they are none."""
+    if len(payload) != hops * _FIGURE.size:
+        raise ProtocolError(f"round trips of {hops} hops in {len(payload)} bytes")
+    figures = [seconds for (seconds,) in _FIGURE.iter_unpack(payload)]
+    if not all(0 <= seconds <= MOST_ROUND_TRIP_S for seconds in figures):
+        raise ProtocolError("a round trip that cannot be")
+    return figures
