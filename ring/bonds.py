@@ -118,11 +118,25 @@ class Bonds:
             return
         self._settle(RingBroken("", ConnectionLost(cause)))
         for neighbour in self.neighbours:
-            for connection in neighbour.connections:
-                if orderly and neighbour.say(connection, Leave(reason[:REASON_CHARS]), self._view.generation):
-                    self._part(connection)
-                else:
-                    connection.abort()
+            if orderly:
+                self._leave(neighbour, reason)
+            else:
+                neighbour.abort()
+
+    def follow(self, gone: Neighbour, what: str) -> None:
+        """End it because a neighbour has left ``what`` (the ring, the chain), and nothing is under way here any more.
+
+        The others are left in an orderly way: what was sent to them still arrives.
+        """
+        if self.broken.done():
+            return
+        me = self._view.members[self._rank].peer_id
+        self._settle(RingBroken(gone.peer_id, ConnectionLost(f"lost {gone.title}: it left {what}"), me))
+        for neighbour in self.neighbours:
+            if neighbour is gone:
+                neighbour.abort()
+            else:
+                self._leave(neighbour, f"{gone.title} has left")
 
     async def wait_closed(self) -> None:
         """After the end: wait until nothing is left, a second at most."""
@@ -176,6 +190,13 @@ class Bonds:
             self.give_up(neighbour, ConnectionLost(f"it ended the session: {news.reason[:REASON_CHARS]}"))
         else:
             self.give_up(neighbour, ConnectionLost(news.reason[:REASON_CHARS]), news)
+
+    def _leave(self, neighbour: Neighbour, reason: str) -> None:
+        for connection in neighbour.connections:
+            if neighbour.say(connection, Leave(reason[:REASON_CHARS]), self._view.generation):
+                self._part(connection)
+            else:
+                connection.abort()
 
     def _part(self, connection: Connection) -> None:
         """Close a connection once what was said on it is on its way."""

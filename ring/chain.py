@@ -37,11 +37,13 @@ from ring.view import MAX_STREAMS, View
 from wire.connection import Connection
 from wire.frame import MAX_BULK_BYTES
 
-PINGS = 3  # the first one finds TCP with its smallest window
+PINGS = 2  # the first one finds TCP with its smallest window
 MOST_ROUND_TRIP_S = 3600.0
 PATIENCE_PART = 0.1
 """Of the patience, added for every stage beyond the neighbour that is waited for: who stands beside the one that is
 stuck gives up first, and names the right one."""
+LOOK_PART = 0.05
+"""Of the patience: how often a stage that waits looks whether the neighbour still reads; finer than the above."""
 
 _STREAMS = 1 << 32
 _GATHERED, _TOLD = PINGS, PINGS + 1  # streams of the round trips, on their way to the first stage and from it
@@ -217,8 +219,8 @@ class Chain:
         """
         if schedule.stages != self.stages:
             raise ValueError(f"a schedule of {schedule.stages} stages for a chain of {self.stages}")
-        assert self._streams is None, "a step is under way"
         self._check_open()
+        assert self._streams is None, "a step is under way"
         self._streams = self._take_streams(schedule.micro_batches)
         if self._before is not None:
             self._before.expect(self._streams, self.activation_bytes, ahead=schedule.ahead(self.stage - 1))
@@ -274,8 +276,8 @@ class Chain:
                 await self._wait(hop, hop.all_flushed(), "the kernel to take what was sent", patience_s)
         self._check_open()
         self._streams = None
-        if self._parted is not None:
-            self._bonds.give_up(self._parted, ConnectionLost("it left the chain"))
+        if self._parted is not None:  # the others may still be in their steps, and want what is on its way to them
+            self._bonds.follow(self._parted, "the chain")
 
     # ------------------------------------------------------------------------------------------------------ for people
 
@@ -291,31 +293,41 @@ class Chain:
 
     async def _measure(self, timeout_s: float) -> None:
         """Round trips, and then all stages' figures to all."""
-        deadline = self._now() + timeout_s
-        echo = asyncio.ensure_future(self._echo(deadline))
+        overdue = asyncio.get_running_loop().call_later(timeout_s, self._not_formed, timeout_s)
+        echo = asyncio.ensure_future(self._echo(timeout_s))
         try:
-            mine_s = await self._ping(deadline)
+            mine_s = await self._ping(timeout_s)
             await echo
+            await self._exchange(mine_s, timeout_s)
         finally:
-            if not echo.done():
-                echo.cancel()
+            overdue.cancel()
+            echo.cancel()
             await asyncio.gather(echo, return_exceptions=True)
+
+    def _not_formed(self, timeout_s: float) -> None:
+        """Bytes may come all the time: the time is up all the same."""
+        hop = next(iter(self._waits))
+        what = f"it was not ready within {timeout_s:g} s: this stage waits for {self._waits[hop].what}"
+        self._bonds.give_up(hop.neighbour, DeadlineExceeded(what, remedy="see the other stages' events"))
+
+    async def _exchange(self, mine_s: float, patience_s: float) -> None:
+        """All hops' figures to all stages: from the last to the first, which then has them all, and back."""
         if self.stages == 1:
             return
         known_s = [0.0] * (self.stages - 1)
         if self._after is not None:
-            known_s = await self._figures(self._after, _GATHERED, deadline)
+            known_s = await self._figures(self._after, _GATHERED, patience_s)
             known_s[self.stage] = mine_s
         if self._before is not None:
             self._before.send(_GATHERED, _packed(known_s))
-            known_s = await self._figures(self._before, _TOLD, deadline)
+            known_s = await self._figures(self._before, _TOLD, patience_s)
         if self._after is not None:
             self._after.send(_TOLD, _packed(known_s))
         for hop in self._hops:
-            await self._wait(hop, hop.all_flushed(), "the kernel to take the round trips", deadline - self._now())
+            await self._wait(hop, hop.all_flushed(), "the kernel to take the round trips", patience_s)
         self.round_trips_s = tuple(known_s)
 
-    async def _ping(self, deadline: float) -> float:
+    async def _ping(self, patience_s: float) -> float:
         """The shortest round trip to the next stage, 0 where there is none."""
         shortest_s, hop = math.inf, self._after
         if hop is None:
@@ -325,11 +337,11 @@ class Chain:
         for ping in range(PINGS):
             began = self._now()
             hop.send(ping, payload)
-            hop.release(await self._arrival(hop, ping, "its answer", deadline - began))
+            hop.release(await self._arrival(hop, ping, "its answer", patience_s))
             shortest_s = min(shortest_s, self._now() - began)
         return max(shortest_s, 0.0)
 
-    async def _echo(self, deadline: float) -> None:
+    async def _echo(self, patience_s: float) -> None:
         """Answer the stage before, which measures."""
         hop = self._before
         if hop is None:
@@ -337,12 +349,12 @@ class Chain:
         payload = np.zeros(self.gradient_bytes, np.uint8)
         hop.expect(range(PINGS), self.activation_bytes, ahead=1)
         for ping in range(PINGS):
-            hop.release(await self._arrival(hop, ping, "its measuring", deadline - self._now()))
+            hop.release(await self._arrival(hop, ping, "its measuring", patience_s))
             hop.send(ping, payload)
 
-    async def _figures(self, hop: Hop, stream: int, deadline: float) -> list[float]:
+    async def _figures(self, hop: Hop, stream: int, patience_s: float) -> list[float]:
         hop.expect([stream], (self.stages - 1) * _FIGURE.size, ahead=1)
-        payload = await self._arrival(hop, stream, "the round trips of the other hops", deadline - self._now())
+        payload = await self._arrival(hop, stream, "the round trips of the other hops", patience_s)
         try:
             figures = round_trips_untrusted(payload.tobytes(), self.stages - 1)
         except ProtocolError as error:
@@ -398,7 +410,7 @@ class Chain:
                     silence = f"nothing came for {patience_s:g} s while this stage waited for {what}"
                     self._bonds.give_up(hop.neighbour, DeadlineExceeded(silence, remedy=remedy))
                     raise self.failure()
-                await asyncio.wait({future}, timeout=left_s)
+                await asyncio.wait({future}, timeout=min(left_s, patience_s * LOOK_PART))
         finally:
             del self._waits[hop]
             self.waited_s += self._now() - since

@@ -15,8 +15,11 @@ from ring.chain import Chain
 from ring.session import Inbound, RingSession
 from ring.view import View
 from wire.connection import Connection
+from wire.emulate import EmulatedNetwork
 from wire.handshake import Server, local_welcome, serve
+from wire.memory import MemoryNetwork
 from wire.messages import Hello, MemberRecord, Refuse, Welcome
+from wire.shaper import LinkPreset
 
 HOST = "127.0.0.1"
 
@@ -220,3 +223,18 @@ async def local_chain(
         yield members
     finally:
         await asyncio.gather(*(member.stop() for member in members))
+
+
+def networks_apart(one_way_s: Sequence[float]) -> list[Network]:
+    """A network in memory as each of the stages a, b, c ... sees it, on a host of its name: the hop after stage s takes
+    ``one_way_s[s]`` in each direction.
+    """
+    inner = MemoryNetwork()
+
+    def seen_from(stage: int) -> Network:
+        def link(host: str, port: int) -> LinkPreset:
+            return LinkPreset("hop", 1e3 * one_way_s[min(stage, ord(host) - ord("a"))])
+
+        return EmulatedNetwork(inner.at(chr(ord("a") + stage)), link, seed=stage)
+
+    return [seen_from(stage) for stage in range(len(one_way_s) + 1)]

@@ -100,6 +100,8 @@ class StageRunner:
                 made, took_s = await self._on_thread(self._engine.backward, index, payload)
                 spent.backward_s += took_s
         except ProtocolError as error:
+            if payload is None:
+                raise
             chain.blame(kind, error)
             raise chain.failure() from error
         chain.release(kind, payload)

@@ -1,0 +1,446 @@
+"""Chains in one process, over memory and over real TCP: payloads, round trips, deaths, leaving."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from typing import Any
+
+import numpy as np
+import pytest
+
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, ProtocolError, Refused
+from p2ptrain.core.world import Network
+from ring import chain as chain_module
+from ring.chain import PATIENCE_PART, Chain, round_trips_untrusted
+from ring.hop import Payload
+from ring.local import HOST, LocalMember, local_chain, local_view, networks_apart
+from ring.schedule import Kind, Schedule, extended, gpipe, one_f_one_b
+from wire.emulate import EmulatedNetwork
+from wire.handshake import RefusalCode, dial, local_hello
+from wire.memory import MemoryNetwork
+from wire.messages import StepMetrics
+from wire.shaper import LinkPreset
+from wire.transport import TcpNetwork
+from wire.virtual import run_virtual
+
+F, B = Kind.FORWARD, Kind.BACKWARD
+AT_ONCE_S = 5.0  # generous for a slow machine, far below every deadline that could otherwise have ended a wait
+ACTIVATION_BYTES, GRADIENT_BYTES = 64, 40
+SIZES = {"activation_bytes": ACTIVATION_BYTES, "gradient_bytes": GRADIENT_BYTES}
+
+
+def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test on virtual time: its seconds cost nothing, and are exact."""
+
+    @wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        run_virtual(test(*args, **kwargs))
+
+    return run
+
+
+@pytest.fixture(params=["memory", "tcp"])
+def network(request: pytest.FixtureRequest) -> Network:
+    return MemoryNetwork() if request.param == "memory" else TcpNetwork()
+
+
+def content(kind: Kind, step: int, index: int, stage: int, nbytes: int) -> Payload:
+    """What the stage makes: nothing else has these bytes."""
+    return np.random.default_rng([kind is F, step, index, stage]).integers(0, 256, nbytes, np.uint8)
+
+
+async def run_step(chain: Chain, schedule: Schedule, step: int = 0, *, patience_s: float = 30.0) -> None:
+    """All operations of one stage, without any computing; what comes must be what the neighbour sent."""
+    chain.begin(schedule)
+    for operation in schedule.order(chain.stage):
+        kind, index = operation.kind, operation.index
+        sender = chain.stage + (-1 if kind is F else 1)
+        payload = await chain.receive(kind, index, patience_s=patience_s)
+        if payload is not None:
+            assert np.array_equal(payload, content(kind, step, index, sender, payload.size)), f"{operation} is another"
+        chain.release(kind, payload)
+        if 0 <= 2 * chain.stage - sender < chain.stages:
+            nbytes = chain.activation_bytes if kind is F else chain.gradient_bytes
+            chain.send(kind, index, content(kind, step, index, chain.stage, nbytes))
+    await chain.finish(patience_s=patience_s)
+
+
+async def everyone(members: list[LocalMember], act: Callable[[Chain], Coroutine[Any, Any, Any]]) -> list[Any]:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        tasks = [group.create_task(act(member.chain)) for member in members]
+    return [task.result() for task in tasks]
+
+
+# ------------------------------------------------------------------------------------------------------------ payloads
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+async def test_every_payload_arrives_where_it_belongs_step_after_step(count: int, network: Network) -> None:
+    schedules = [
+        gpipe(count, 7),
+        one_f_one_b(count, 5),
+        extended(9, [0.3] * (count - 1), 0.1),
+        one_f_one_b(count, 1),
+    ]
+    async with local_chain(count, network, **SIZES) as members:
+
+        async def act(chain: Chain) -> None:
+            for step, schedule in enumerate(schedules):
+                await run_step(chain, schedule, step)
+
+        await everyone(members, act)
+        assert [member.chain.stage for member in members] == list(range(count))
+        assert not any(member.chain.broken.done() for member in members)
+        assert len({member.chain.round_trips_s for member in members}) == 1
+        assert len(members[0].chain.round_trips_s) == count - 1
+
+
+@pytest.mark.parametrize("streams", [2, 3])
+async def test_over_several_connections(streams: int, network: Network) -> None:
+    async with local_chain(3, network, streams=streams, **SIZES) as members:
+        await everyone(members, lambda chain: run_step(chain, extended(16, [0.2, 0.2], 0.1)))
+        carried = [bulk.bytes_out for bulk in members[0].chain.neighbours[0].bulks]
+        assert len(carried) == streams
+        assert min(carried) >= 16 // streams * ACTIVATION_BYTES
+
+
+async def test_payloads_larger_than_any_buffer_of_the_system() -> None:
+    """All forwards first: far more is sent than there are buffers posted for, and TCP holds it back."""
+    async with local_chain(2, TcpNetwork(), activation_bytes=12_000_001, gradient_bytes=3_000_000) as members:
+        await everyone(members, lambda chain: run_step(chain, gpipe(2, 6)))
+        assert members[1].chain.bytes_in >= 6 * 12_000_001
+
+
+def test_it_runs_on_uvloop_too() -> None:
+    import uvloop
+
+    async def main() -> None:
+        async with local_chain(3, TcpNetwork(), activation_bytes=300_000, gradient_bytes=300_000) as members:
+            await everyone(members, lambda chain: run_step(chain, one_f_one_b(3, 8)))
+            tasks = [asyncio.create_task(run_step(member.chain, gpipe(3, 4))) for member in members[:2]]
+            await asyncio.sleep(0)
+            members[2].die()
+            async with asyncio.timeout(AT_ONCE_S):
+                ends = await asyncio.gather(*tasks, return_exceptions=True)
+            assert [type(end) for end in ends] == [ConnectionLost, ConnectionLost]
+
+    uvloop.run(main())
+
+
+async def test_no_more_buffers_are_held_than_the_schedule_says() -> None:
+    """A stage that takes nothing: the sender's payloads wait on its own side."""
+    async with local_chain(2, MemoryNetwork(), **SIZES) as members:
+        first, last = (member.chain for member in members)
+        schedule = gpipe(2, 16)
+        first.begin(schedule)
+        last.begin(schedule)
+        for index in range(16):
+            first.send(F, index, content(F, 0, index, 0, ACTIVATION_BYTES))
+        held = [await last.receive(F, index, patience_s=30) for index in range(schedule.ahead(0))]
+        finishing = asyncio.create_task(first.finish(patience_s=30))
+        with pytest.raises(DeadlineExceeded, match="this stage waited for activations 3"):
+            await last.receive(F, schedule.ahead(0), patience_s=0.2)
+        assert len({payload.ctypes.data for payload in held if payload is not None}) == schedule.ahead(0) == 3
+        with pytest.raises(ConnectionLost):
+            await finishing
+
+
+async def test_buffers_are_used_again() -> None:
+    async with local_chain(2, MemoryNetwork(), **SIZES) as members:
+        seen: set[int] = set()
+        receive = members[1].chain.receive
+
+        async def watched(kind: Kind, index: int, *, patience_s: float) -> Payload | None:
+            payload = await receive(kind, index, patience_s=patience_s)
+            if payload is not None:
+                seen.add(payload.ctypes.data)
+            return payload
+
+        members[1].chain.receive = watched  # type: ignore[method-assign]
+        schedule = one_f_one_b(2, 16)
+        for step in range(3):
+            await everyone(members, lambda chain, step=step: run_step(chain, schedule, step))
+        assert len(seen) <= schedule.ahead(0)
+
+
+async def test_sent_memory_is_borrowed_until_the_step_is_finished() -> None:
+    async with local_chain(2, MemoryNetwork(), **SIZES) as members:
+        first, last = (member.chain for member in members)
+        bulk = last.neighbours[0].bulks[0]
+        bulk._transport.pause_reading()
+        schedule = gpipe(2, 2)
+        first.begin(schedule)
+        last.begin(schedule)
+        sent = [np.full(ACTIVATION_BYTES, index + 1, np.uint8) for index in range(2)]
+        for index, payload in enumerate(sent):
+            first.send(F, index, payload)
+        finishing = asyncio.create_task(first.finish(patience_s=30))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not finishing.done(), "the memory is still in use"
+        bulk._transport.resume_reading()
+        async with asyncio.timeout(AT_ONCE_S):
+            await finishing
+        for payload in sent:
+            payload[:] = 99
+        for index in range(2):
+            assert (await last.receive(F, index, patience_s=30) == index + 1).all()
+
+
+async def test_what_is_no_payload_is_refused_before_anything_is_sent() -> None:
+    async with local_chain(2, MemoryNetwork(), **SIZES) as members:
+        first, last = (member.chain for member in members)
+        with pytest.raises(ValueError, match="a schedule of 3 stages for a chain of 2"):
+            first.begin(gpipe(3, 1))
+        first.begin(gpipe(2, 4))
+        last.begin(gpipe(2, 4))
+        for wrong in (np.zeros(63, np.uint8), np.zeros(64, np.int8), np.zeros(128, np.uint8)[::2]):
+            with pytest.raises(ValueError, match="for a payload of 64 bytes"):
+                first.send(F, 0, wrong)
+        with pytest.raises(ValueError, match="for a payload of 64 bytes"):
+            last.send(F, 0, np.zeros(64, np.uint8))
+        assert not first.broken.done()
+
+
+async def test_stream_numbers_begin_anew_before_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain_module, "_STREAMS", 20)
+    async with local_chain(2, MemoryNetwork(), **SIZES) as members:
+        for step in range(5):
+            await everyone(members, lambda chain, step=step: run_step(chain, one_f_one_b(2, 6), step))
+        assert members[0].chain._next_stream <= 20
+
+
+# --------------------------------------------------------------------------------------------------------- round trips
+
+
+@virtual
+async def test_round_trips_are_those_of_the_links_and_known_to_all() -> None:
+    one_way_ms = [10.0, 100.0, 0.0, 40.0]
+    async with local_chain(5, networks_apart([ms / 1e3 for ms in one_way_ms]), hosts=True, **SIZES) as members:
+        for member in members:
+            assert member.chain.round_trips_s == pytest.approx([2 * ms / 1e3 for ms in one_way_ms])
+
+
+@pytest.mark.parametrize(
+    "payload", [b"", bytes(15), struct.pack("!dd", 1.0, -1.0), struct.pack("!dd", float("nan"), 0), b"\xff" * 16]
+)
+def test_round_trips_that_are_none(payload: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        round_trips_untrusted(payload, 2)
+    assert round_trips_untrusted(struct.pack("!dd", 0.0, 3600.0), 2) == [0.0, 3600.0]
+
+
+async def test_a_stage_that_says_nonsense_of_its_links_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain_module, "_packed", lambda seconds: np.full(8 * len(seconds), 255, np.uint8))
+    with pytest.raises(ProtocolError, match="lost the next stage b: a round trip that cannot be"):
+        async with local_chain(2, MemoryNetwork(), **SIZES):
+            pass
+
+
+async def test_stages_that_expect_other_sizes_are_told(network: Network) -> None:
+    members = [LocalMember(name, network) for name in "ab"]
+    view = local_view({member.peer_id: await member.listen() for member in members})
+    forming = [
+        member.form_chain(view, activation_bytes=nbytes, gradient_bytes=8)
+        for member, nbytes in zip(members, (64, 65), strict=True)
+    ]
+    async with asyncio.timeout(AT_ONCE_S):
+        ends = await asyncio.gather(*forming, return_exceptions=True)
+    assert any(isinstance(end, ProtocolError) and "65 were planned" in end.message for end in ends), ends
+    for member in members:
+        await member.stop()
+
+
+# ------------------------------------------------------------------------------------------------------------- meeting
+
+
+async def test_a_ring_and_a_chain_of_the_same_members_in_the_same_view(network: Network) -> None:
+    """The stages in another order than the ranks; whoever comes early is held by both names."""
+    members = [LocalMember(name, network, seed=rank) for rank, name in enumerate("abc")]
+    view = local_view({member.peer_id: await member.listen() for member in members})
+    for member in members:
+        member.inbound.announced(view, member.peer_id)
+    order = ["c", "a", "b"]
+    early = [asyncio.create_task(member.form_chain(view, order=order, **SIZES)) for member in members[:2]]
+    early += [asyncio.create_task(member.form(view)) for member in members[:2]]  # type: ignore[arg-type]
+    for _ in range(50):
+        await asyncio.sleep(0)
+    async with asyncio.timeout(AT_ONCE_S):
+        await asyncio.gather(members[2].form(view), members[2].form_chain(view, order=order, **SIZES), *early)
+        await asyncio.gather(*(member.session.barrier() for member in members))
+    assert [member.chain.stage for member in members] == [1, 2, 0]
+    await everyone(members, lambda chain: run_step(chain, one_f_one_b(3, 4)))
+    members[0].chain.close("a new schedule")
+    async with asyncio.timeout(AT_ONCE_S):
+        assert (await members[1].chain.broken).suspect == "a"
+        await asyncio.gather(*(member.session.barrier() for member in members))
+    for member in members:
+        await member.stop()
+
+
+async def test_only_the_stage_before_may_connect() -> None:
+    async with local_chain(2, TcpNetwork(), **SIZES) as members:
+        for member in members:
+            assert member.server is not None
+            hello = local_hello(
+                peer_id="x",
+                name="x",
+                roles=["worker"],
+                purpose="ring",
+                capabilities={"channel": "chain-beat"},
+                job="job",
+                generation=1,
+            )
+            port = member.server.address[1]
+            with pytest.raises(Refused, match="x is not the stage before here in generation 1") as refused:
+                await dial(member.world.network, HOST, port, hello, timeout_s=AT_ONCE_S)
+            assert refused.value.code == RefusalCode.NOT_A_NEIGHBOUR
+
+
+@virtual
+async def test_a_stage_that_does_not_come_is_named() -> None:
+    network = MemoryNetwork()
+    members = [LocalMember(name, network) for name in "abc"]
+    view = local_view({member.peer_id: await member.listen() for member in members})
+    forming = [member.form_chain(view, **SIZES) for member in members if member.peer_id != "b"]
+    ends = await asyncio.gather(*forming, return_exceptions=True)
+    assert all(isinstance(end, DeadlineExceeded) for end in ends)
+    assert ends[0].message == "lost the next stage b: it was not ready within 10 s: this stage waits for its answer"
+    assert "the stage before b has not connected" in ends[1].message
+    for member in members:
+        await member.stop()
+
+
+async def test_what_is_no_chain() -> None:
+    member = LocalMember("a", MemoryNetwork())
+    view = local_view({"a": 1, "b": 2})
+    for order in (["b"], ["a", "x"], ["a", "a"]):
+        with pytest.raises(ValueError, match="no chain"):
+            await member.form_chain(view, order=order, **SIZES)
+    with pytest.raises(ValueError, match="payloads of 0"):
+        await member.form_chain(view, activation_bytes=0, gradient_bytes=1)
+    with pytest.raises(ValueError, match="17 streams"):
+        await member.form_chain(view, streams=17, **SIZES)
+
+
+# -------------------------------------------------------------------------------------------------------------- deaths
+
+
+@pytest.mark.parametrize(("count", "victim"), [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2), (4, 1), (4, 3)])
+async def test_a_death_in_a_step_ends_every_stage_at_once_and_names_it(
+    count: int, victim: int, network: Network
+) -> None:
+    async with local_chain(count, network, **SIZES) as members:
+        others = [member for stage, member in enumerate(members) if stage != victim]
+        tasks = [
+            asyncio.create_task(run_step(member.chain, one_f_one_b(count, 8), patience_s=3600)) for member in others
+        ]
+        for _ in range(20):
+            await asyncio.sleep(0)  # let them begin; without the victim none of them comes to an end
+        members[victim].die()
+        async with asyncio.timeout(AT_ONCE_S):
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
+            causes = [await member.chain.broken for member in others]
+        assert all(isinstance(end, ConnectionLost) for end in ends), ends
+        name = members[victim].peer_id
+        assert {cause.suspect for cause in causes} == {name}
+        assert all(f" {name}: " in cause.cause.message for cause in causes), causes
+        with pytest.raises(ConnectionLost, match=f" {name}: "):
+            others[0].chain.begin(gpipe(count, 1))
+
+
+async def test_a_neighbour_that_speaks_nonsense_ends_the_chain(network: Network) -> None:
+    async with local_chain(2, network, **SIZES) as members:
+        members[0].chain.neighbours[0].beat.send(StepMetrics("job", 1, 1, {}))
+        async with asyncio.timeout(AT_ONCE_S):
+            broken = await members[1].chain.broken
+        assert broken.suspect == "a"
+        assert isinstance(broken.cause, ProtocolError)
+
+
+@virtual
+async def test_of_several_that_wait_who_stands_beside_the_stuck_one_gives_up_first() -> None:
+    """c beats and reads, and computes nothing: a, b and d all wait, and the first word is of c."""
+    async with local_chain(4, MemoryNetwork(), **SIZES) as members:
+        running = [member for member in members if member.peer_id != "c"]
+        members[2].chain.begin(one_f_one_b(4, 4))
+        began = asyncio.get_running_loop().time()
+        steps = [run_step(member.chain, one_f_one_b(4, 4), patience_s=20) for member in running]
+        ends = await asyncio.gather(*steps, return_exceptions=True)
+        took_s = asyncio.get_running_loop().time() - began
+        assert 20 * (1 + PATIENCE_PART) <= took_s < 20 * (1 + 2 * PATIENCE_PART)
+        suspects = [(await member.chain.broken).suspect for member in running]
+        assert suspects == ["c", "c", "b"], "behind c it is heard from c itself that b is gone"
+        assert [type(end) for end in ends].count(DeadlineExceeded) == 1
+
+
+@virtual
+async def test_a_silent_neighbour_is_a_dead_one() -> None:
+    network = MemoryNetwork()
+    networks = [network.at(name) for name in "ab"]
+    async with local_chain(2, networks, hosts=True, heartbeat_s=1, death_s=4, **SIZES) as members:
+        network.silence("a", "b")
+        broken = [await member.chain.broken for member in members]
+        assert [item.suspect for item in broken] == ["b", "a"]
+        assert all("no sign of life" in item.cause.message for item in broken)
+        network.mend("a", "b")
+
+
+@virtual
+async def test_a_payload_that_dribbles_in_is_no_silence() -> None:
+    preset = LinkPreset("slow", 1.0, rate_bps=8 * 64 << 10)
+    network = EmulatedNetwork(MemoryNetwork(), preset, seed=0)
+    async with local_chain(2, network, activation_bytes=256 << 10, gradient_bytes=8) as members:
+        began = asyncio.get_running_loop().time()
+        await everyone(members, lambda chain: run_step(chain, gpipe(2, 2), patience_s=3))
+        assert asyncio.get_running_loop().time() - began > 7, "each takes longer than the patience"
+
+
+@virtual
+async def test_forming_has_a_deadline_however_the_bytes_dribble_in() -> None:
+    network = EmulatedNetwork(MemoryNetwork(), LinkPreset("slow", 1.0, rate_bps=8 * 16 << 10), seed=0)
+    began = asyncio.get_running_loop().time()
+    with pytest.raises(DeadlineExceeded, match="was not ready within"):
+        async with local_chain(2, network, activation_bytes=256 << 10, gradient_bytes=8):
+            pass
+    assert asyncio.get_running_loop().time() - began == pytest.approx(10, abs=0.1)
+
+
+# ------------------------------------------------------------------------------------------------------------- leaving
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+async def test_who_leaves_after_its_step_does_not_spoil_it_for_the_others(count: int, network: Network) -> None:
+    for _ in range(5):
+        async with local_chain(count, network, **SIZES) as members:
+
+            async def act(chain: Chain) -> None:
+                await run_step(chain, one_f_one_b(chain.stages, 3))
+                chain.close("done")
+
+            await everyone(members, act)
+
+
+async def test_leaving_ends_the_others_and_says_why(network: Network) -> None:
+    async with local_chain(3, network, **SIZES) as members:
+        members[1].chain.close("a new view was announced")
+        async with asyncio.timeout(AT_ONCE_S):
+            broken = [await member.chain.broken for member in members]
+        assert [item.suspect for item in broken] == ["b", "", "b"]
+        assert broken[0].cause.message == "lost the next stage b: it left the chain"
+        assert broken[2].cause.message == "lost the stage before b: it left the chain"
+        assert broken[1].cause.message == "this stage left the chain: a new view was announced"
+
+
+async def test_leaving_in_the_middle_of_a_step_breaks_it(network: Network) -> None:
+    async with local_chain(3, network, **SIZES) as members:
+        tasks = [asyncio.create_task(run_step(member.chain, one_f_one_b(3, 4))) for member in members[:2]]
+        for _ in range(20):
+            await asyncio.sleep(0)
+        members[2].chain.close()
+        async with asyncio.timeout(AT_ONCE_S):
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(end) for end in ends] == [ConnectionLost, ConnectionLost]

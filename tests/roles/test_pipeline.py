@@ -1,0 +1,313 @@
+"""Steps of a pipeline: the same numbers as one process, the ideal schedule's time, and what ends them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from p2ptrain.core.errors import ConnectionLost, ProtocolError
+from p2ptrain.core.threads import settle
+from p2ptrain.core.world import Network
+from ring.local import LocalMember, local_chain, networks_apart
+from ring.schedule import Costs, Schedule, extended, gpipe, one_f_one_b, simulate
+from roles.compute_thread import ComputeFailed, ComputeThread
+from roles.part_engine import PartEngine, Payload
+from roles.part_stand_in import ArithmeticPart, TimedPart
+from roles.strategies.pipeline import StageRunner, StageStep
+from wire.memory import MemoryNetwork
+from wire.transport import TcpNetwork
+from wire.virtual import run_virtual
+
+T = TypeVar("T")
+
+AT_ONCE_S = 5.0
+LAYERS = 6
+CUTS = {1: [0, 6], 2: [0, 2, 6], 3: [0, 3, 4, 6], 4: [0, 1, 3, 5, 6]}
+
+
+@asynccontextmanager
+async def runners(
+    members: Sequence[LocalMember], engines: Sequence[PartEngine], **arguments: Any
+) -> AsyncIterator[list[StageRunner]]:
+    threads = [ComputeThread() for _ in members]
+    try:
+        yield [
+            StageRunner(engine, member.chain, thread, **arguments)
+            for member, engine, thread in zip(members, engines, threads, strict=True)
+        ]
+    finally:
+        for thread in threads:
+            thread.close()
+
+
+async def all_run(stages: Sequence[StageRunner], step: int, schedule: Schedule) -> list[StageStep]:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        tasks = [group.create_task(stage.run(step, schedule, patience_s=30)) for stage in stages]
+    return [task.result() for task in tasks]
+
+
+def in_one_process(step: int, micro_batches: int) -> ArithmeticPart:
+    """All layers, one micro-batch after the other."""
+    whole = ArithmeticPart(0, LAYERS, LAYERS)
+    for index in range(micro_batches):
+        assert whole.forward(step, index, None) is None
+        assert whole.backward(index, None) is None
+    return whole
+
+
+def schedules(stages: int, micro_batches: int) -> list[Schedule]:
+    far = [0.2 + 0.1 * hop for hop in range(stages - 1)]
+    return [gpipe(stages, micro_batches), one_f_one_b(stages, micro_batches), extended(micro_batches, far, 0.12)]
+
+
+# ------------------------------------------------------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("network", [MemoryNetwork(), TcpNetwork()], ids=["memory", "tcp"])
+async def test_every_schedule_gives_the_numbers_of_one_process(count: int, network: Network) -> None:
+    parts = [ArithmeticPart(start, stop, LAYERS) for start, stop in zip(CUTS[count], CUTS[count][1:], strict=False)]
+    sizes = {"activation_bytes": parts[0].activation_bytes, "gradient_bytes": parts[0].gradient_bytes}
+    async with local_chain(count, network, **sizes) as members, runners(members, parts) as stages:
+        for micro_batches in range(1, 17):
+            whole = in_one_process(micro_batches, micro_batches)
+            for schedule in schedules(count, micro_batches):
+                for part in parts:
+                    part.gradients[:], part.most_kept = 0, 0
+                await all_run(stages, micro_batches, schedule)
+                together = np.concatenate([part.gradients for part in parts])
+                assert together.tobytes() == whole.gradients.tobytes(), schedule
+                assert [parts[-1].losses[index] for index in range(micro_batches)] == list(whole.losses.values())
+                assert [part.most_kept for part in parts] == [schedule.in_flight(stage) for stage in range(count)]
+                assert all(part.kept == 0 for part in parts)
+        assert not any(member.chain.broken.done() for member in members)
+
+
+def test_the_stand_ins_gradients_are_gradients() -> None:
+    """Against differences of the loss: else equal numbers would prove little."""
+    whole = in_one_process(3, 1)
+    for layer, what, place in ((0, 0, 1), (2, 1, 0), (5, 0, 7)):
+        losses = []
+        for change in (1e-6, -1e-6):
+            part = ArithmeticPart(0, LAYERS, LAYERS)
+            part._parameters[layer, what, place] += change
+            part.forward(3, 0, None)
+            losses.append(part.losses[0])
+        assert whole.gradients[layer, what, place] == pytest.approx((losses[0] - losses[1]) / 2e-6, rel=1e-4, abs=1e-9)
+
+
+# ---------------------------------------------------------------------------------------------------------------- time
+
+
+class VirtualThread:
+    """A compute thread on virtual time: a call takes as long as it slept."""
+
+    def __init__(self) -> None:
+        self.slept_s = 0.0
+
+    def start(self, name: str) -> VirtualThread:
+        return self
+
+    def sleep(self, seconds: float) -> None:
+        self.slept_s += seconds
+
+    def submit(self, call: Callable[[], T]) -> asyncio.Future[T]:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        self.slept_s = 0.0
+        result, problem = None, None
+        try:
+            result = call()
+        except BaseException as error:  # noqa: BLE001 - as the real thread does
+            problem = error
+        loop.call_later(self.slept_s, settle, future, result, problem)
+        return future
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+@pytest.mark.parametrize(
+    "round_trips_s", [[0.0], [0.02], [0.08], [0.2], [0.08, 0.02], [0.2, 0.0, 0.33], [0.0, 0.05, 0.12]]
+)
+@pytest.mark.parametrize("micro_batches", [1, 5, 16])
+def test_a_step_takes_the_ideal_time_of_its_schedule(round_trips_s: list[float], micro_batches: int) -> None:
+    """To the microsecond: nothing that could overlap waits for anything else."""
+    count, forward_s, backward_s = len(round_trips_s) + 1, 0.04, 0.08
+
+    async def measure() -> None:
+        networks = networks_apart([seconds / 2 for seconds in round_trips_s])
+        sizes = {"activation_bytes": 100_000, "gradient_bytes": 50_000}
+        async with local_chain(count, networks, hosts=True, **sizes) as members:
+            stages = []
+            for stage, member in enumerate(members):
+                thread = VirtualThread()
+                part = TimedPart(stage, count, forward_s=forward_s, backward_s=backward_s, sleep=thread.sleep, **sizes)
+                clock = asyncio.get_running_loop().time
+                stages.append(StageRunner(part, member.chain, ComputeThread(thread), clock=clock))
+            assert members[0].chain.round_trips_s == pytest.approx(round_trips_s)
+            costs = Costs.even(forward_s, backward_s, round_trips_s)
+            for step, schedule in enumerate(
+                [
+                    extended(micro_batches, round_trips_s, forward_s + backward_s),
+                    one_f_one_b(count, micro_batches),
+                    gpipe(count, micro_batches),
+                ]
+            ):
+                spent = await all_run(stages, step, schedule)
+                assert spent[0].step_s == pytest.approx(simulate(schedule, costs).step_s, abs=1e-6), schedule
+                busy_s = micro_batches * (forward_s + backward_s)
+                assert spent[0].waited_s == pytest.approx(spent[0].step_s - busy_s, abs=1e-6)
+
+    run_virtual(measure())
+
+
+# ---------------------------------------------------------------------------------------------------------------- ends
+
+
+class Held(ArithmeticPart):
+    """Its backward of micro-batch 0 takes until it is let go."""
+
+    def __init__(self, *args: int) -> None:
+        super().__init__(*args)
+        self.begun, self.let_go = threading.Event(), threading.Event()
+
+    def backward(self, index: int, gradient: Payload | None) -> Payload | None:
+        self.begun.set()
+        assert self.let_go.wait(30)
+        return super().backward(index, gradient)
+
+
+def thirds(*kinds: Callable[..., ArithmeticPart]) -> list[ArithmeticPart]:
+    return [kind(2 * stage, 2 * stage + 2, LAYERS) for stage, kind in enumerate(kinds)]
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+async def test_a_stage_killed_in_mid_step_ends_the_others_at_once_and_is_named(victim: int) -> None:
+    """Though one of them computes, and would for long."""
+    parts = thirds(ArithmeticPart, ArithmeticPart, Held)
+    held = parts[2]
+    assert isinstance(held, Held)
+    async with (
+        local_chain(3, TcpNetwork(), activation_bytes=64, gradient_bytes=64) as members,
+        runners(members, parts) as stages,
+    ):
+        running = [asyncio.create_task(stage.run(0, one_f_one_b(3, 8), patience_s=3600)) for stage in stages]
+        assert await asyncio.to_thread(held.begun.wait, 30)
+        members[victim].die()
+        others = [task for stage, task in enumerate(running) if stage != victim]
+        try:
+            async with asyncio.timeout(AT_ONCE_S):
+                ends = await asyncio.gather(*others, return_exceptions=True)
+        finally:
+            held.let_go.set()
+        name = "abc"[victim]
+        assert all(isinstance(end, ConnectionLost) and f" {name}: " in end.message for end in ends), ends
+        left = [member for member in members if member.peer_id != name]
+        assert [(await member.chain.broken).suspect for member in left] == [name, name]
+        await asyncio.gather(running[victim], return_exceptions=True)
+
+
+class Broken(ArithmeticPart):
+    """Its second forward fails."""
+
+    error: BaseException = MemoryError("no room")
+
+    def forward(self, step: int, index: int, inputs: Payload | None) -> Payload | None:
+        if index == 1:
+            raise self.error
+        return super().forward(step, index, inputs)
+
+
+async def test_an_engine_that_fails_ends_the_step_of_all() -> None:
+    async with (
+        local_chain(3, MemoryNetwork(), activation_bytes=64, gradient_bytes=64) as members,
+        runners(members, thirds(ArithmeticPart, Broken, ArithmeticPart)) as stages,
+    ):
+        running = [stage.run(0, one_f_one_b(3, 4), patience_s=3600) for stage in stages]
+        async with asyncio.timeout(AT_ONCE_S):
+            ends = await asyncio.gather(*running, return_exceptions=True)
+        assert isinstance(ends[1], ComputeFailed)
+        assert "no room" in ends[1].message
+        assert all(isinstance(end, ConnectionLost) and " b: " in end.message for end in (ends[0], ends[2]))
+
+
+class Picky(Broken):
+    error = ProtocolError("these are no activations")
+
+
+async def test_who_sends_what_cannot_be_read_is_blamed() -> None:
+    async with (
+        local_chain(3, MemoryNetwork(), activation_bytes=64, gradient_bytes=64) as members,
+        runners(members, thirds(ArithmeticPart, Picky, ArithmeticPart)) as stages,
+    ):
+        running = [stage.run(0, one_f_one_b(3, 4), patience_s=3600) for stage in stages]
+        async with asyncio.timeout(AT_ONCE_S):
+            ends = await asyncio.gather(*running, return_exceptions=True)
+        assert isinstance(ends[1], ProtocolError)
+        assert ends[1].message == "lost the stage before a: these are no activations"
+        assert members[2].chain.broken.result().suspect == "a"
+        assert members[1].chain.broken.result().suspect == "a"
+
+
+async def test_a_first_stage_has_nobody_to_blame() -> None:
+    async with (
+        local_chain(2, MemoryNetwork(), activation_bytes=64, gradient_bytes=64) as members,
+        runners(members, [Picky(0, 2, 4), ArithmeticPart(2, 4, 4)]) as stages,
+    ):
+        running = [stage.run(0, one_f_one_b(2, 4), patience_s=3600) for stage in stages]
+        async with asyncio.timeout(AT_ONCE_S):
+            ends = await asyncio.gather(*running, return_exceptions=True)
+        assert isinstance(ends[0], ProtocolError)
+        assert members[0].chain.broken.result().suspect == ""
+
+
+async def test_a_step_that_is_given_up_ends_the_chain() -> None:
+    parts = thirds(ArithmeticPart, ArithmeticPart, Held)
+    held = parts[2]
+    assert isinstance(held, Held)
+    async with (
+        local_chain(3, MemoryNetwork(), activation_bytes=64, gradient_bytes=64) as members,
+        runners(members, parts) as stages,
+    ):
+        running = [asyncio.create_task(stage.run(0, one_f_one_b(3, 8), patience_s=3600)) for stage in stages]
+        assert await asyncio.to_thread(held.begun.wait, 30)
+        running[2].cancel()
+        try:
+            async with asyncio.timeout(AT_ONCE_S):
+                ends = await asyncio.gather(*running, return_exceptions=True)
+        finally:
+            held.let_go.set()
+        assert [type(end) for end in ends] == [ConnectionLost, ConnectionLost, asyncio.CancelledError]
+        assert "gave up step 1" in members[2].chain.broken.result().cause.message
+
+
+async def test_payloads_of_other_sizes_do_not_fit() -> None:
+    async with local_chain(1, MemoryNetwork(), activation_bytes=8, gradient_bytes=64) as members:
+        with pytest.raises(ValueError, match="in a chain of others"):
+            async with runners(members, [ArithmeticPart(0, 6, 6)]):
+                pass
+
+
+async def test_timed_payloads_that_are_mixed_up_are_noticed() -> None:
+    slept: list[float] = []
+    parts = [
+        TimedPart(stage, 2, forward_s=1, backward_s=2, activation_bytes=64, gradient_bytes=1, sleep=slept.append)
+        for stage in range(2)
+    ]
+    made = parts[0].forward(0, 3, None)
+    assert made is not None
+    with pytest.raises(ProtocolError, match="another operation"):
+        parts[1].forward(0, 4, made)
+    assert parts[1].forward(0, 3, made) is None
+    gradient = parts[1].backward(3, None)
+    assert gradient is not None
+    assert gradient.nbytes == parts[0].gradient_bytes
+    assert parts[0].backward(3, gradient) is None
+    assert slept == [1, 1, 2, 2]
