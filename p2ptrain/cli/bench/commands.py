@@ -12,7 +12,9 @@ from p2ptrain.cli.lazy import new_typer
 from p2ptrain.cli.runtime import ProfileOption, SetOption, run
 from p2ptrain.core.errors import UserError
 
-app = new_typer(help="Measure this machine: the ring, training steps, links and codecs, each beside what it must beat.")
+app = new_typer(
+    help="Measure this machine: the ring, training steps, pipelines, links and codecs, each beside what it must beat."
+)
 
 EXIT_WRONG, EXIT_INTERRUPTED = 1, 130
 ENDLESS_STEPS = 1_000_000  # it trains until enough was seen
@@ -383,6 +385,67 @@ def save(
     profile = adapted("tiny", sets, wanted, must)
     work = Saves(Plan(profile, saves, quiet, os.cpu_count() or 1))
     complete = run(conduct(work.measure, state), children=True)
+    publish(work.report(origin(), complete=complete), targets)
+    _leave(complete)
+
+
+@app.command()
+def pipeline(
+    stages: Annotated[
+        int, typer.Option("--stages", "-n", metavar="N", min=2, max=16, help="Processes, on the loopback.")
+    ] = 2,
+    micro_batches: Annotated[
+        int, typer.Option("--micro-batches", metavar="N", min=1, max=1024, help="Of a step.")
+    ] = 16,
+    rtt: Annotated[
+        str, typer.Option("--rtt", metavar="LIST", help="Emulated round trips of each hop, in milliseconds.")
+    ] = "0,20,80,200",
+    forward_ms: Annotated[
+        float, typer.Option("--forward-ms", metavar="MS", min=0.1, max=60_000, help="A stage takes for a forward.")
+    ] = 40.0,
+    backward_ms: Annotated[
+        float, typer.Option("--backward-ms", metavar="MS", min=0.1, max=60_000, help="And for a backward.")
+    ] = 80.0,
+    steps: Annotated[
+        int, typer.Option("--steps", metavar="N", min=1, max=1000, help="Of each schedule, at each round trip.")
+    ] = 3,
+    payload: Annotated[
+        str, typer.Option("--payload", metavar="SIZE", help="Of a micro-batch's activations, and of its gradients.")
+    ] = "1M",
+    max_in_flight: Annotated[
+        int, typer.Option("--max-in-flight", metavar="N", min=0, help="Micro-batches kept by a stage; 0: no bound.")
+    ] = 0,
+    json_to: JsonTo = "",
+    csv_to: CsvTo = "",
+    plot_to: PlotTo = "",
+) -> None:
+    """A pipeline's schedules over slow links.
+
+    Stages that only take time, in processes of their own, with real payloads over TCP that is made as slow as a far
+    link. 1F1B with its warm-up extended by what the links cost, plain 1F1B and GPipe take turns, step by step, over the
+    same connections. Efficiency is the part of a step that a stage computes; beside each stands what the schedule can
+    reach where nothing but computing and links takes time.
+
+    \b
+    Examples:
+      p2ptrain bench pipeline
+      p2ptrain bench pipeline --stages 4 --rtt 0,80 --steps 5 --json pipeline.json
+      p2ptrain bench pipeline --rtt 200 --max-in-flight 3
+    """
+    from p2ptrain.cli.bench import plan
+    from p2ptrain.cli.bench.conduct import conduct
+    from p2ptrain.cli.bench.machine import available_bytes, origin
+    from p2ptrain.cli.bench.pipeline import Pipeline, Plan, check_memory
+    from p2ptrain.cli.bench.report import Targets, publish
+
+    targets = Targets(json_to, csv_to, plot_to)
+    targets.check()
+    payload_bytes = plan.size_of(payload)
+    check_memory(stages, micro_batches, payload_bytes, available_bytes())
+    round_trips_ms = plan.milliseconds_of(rtt)
+    times_s = (forward_ms / 1e3, backward_ms / 1e3)
+    work = Pipeline(Plan(stages, micro_batches, round_trips_ms, *times_s, steps, payload_bytes, max_in_flight))
+    complete = run(conduct(stages, 1, work.measure), children=True)
     publish(work.report(origin(), complete=complete), targets)
     _leave(complete)
 

@@ -35,6 +35,7 @@ from wire.shaper import preset_named
 from wire.transport import TcpNetwork
 
 if TYPE_CHECKING:
+    from p2ptrain.cli.bench.piped import Piped
     from p2ptrain.cli.bench.training import Training
     from p2ptrain.compute.rivals import GlooGroup
 
@@ -86,6 +87,7 @@ class Member:
         self._codec: Codec | None = None
         self._piece_bytes = 0
         self._training: Training | None = None
+        self._piped: Piped | None = None
         self._orders: dict[str, Callable[..., Awaitable[Answer]]] = {
             "start": self.start,
             "listen": self.listen,
@@ -101,6 +103,10 @@ class Member:
             "transfer": self.transfer,
             "build": self.build,
             "train": self.train,
+            "listen as a stage": self.listen_as_a_stage,
+            "form a chain": self.form_a_chain,
+            "run a step": self.run_a_step,
+            "leave the chain": self.leave_the_chain,
         }
 
     async def carry_out(self, order: dict[str, Any]) -> Answer:
@@ -300,6 +306,31 @@ class Member:
         assert self._training is not None
         await self.session.barrier()
         return await self._training.train(contender, first, count)
+
+    # --------------------------------------------------------------------------------------------------------- pipeline
+
+    async def listen_as_a_stage(self, *, rtt_ms: float) -> Answer:
+        from p2ptrain.cli.bench.piped import Piped
+
+        if self._piped is None:
+            self._piped = Piped(self.rank, self.size)
+        return await self._piped.listen(rtt_ms)
+
+    @property
+    def piped(self) -> Piped:
+        assert self._piped is not None, "it listens to no stage"
+        return self._piped
+
+    async def form_a_chain(
+        self, *, ports: list[int], forward_s: float, backward_s: float, payload_bytes: int
+    ) -> Answer:
+        return await self.piped.form(ports, forward_s, backward_s, payload_bytes)
+
+    async def run_a_step(self, *, name: str, micro_batches: int, warm_ups: list[int]) -> Answer:
+        return await self.piped.run(name, micro_batches, warm_ups)
+
+    async def leave_the_chain(self) -> Answer:
+        return await self.piped.leave()
 
 
 def _tile(rank: int, dtype: str, storage: np.dtype[Any]) -> npt.NDArray[Any]:

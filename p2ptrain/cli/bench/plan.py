@@ -35,6 +35,7 @@ MIN_SUB_CHUNK_BYTES = 1 << 10
 MAX_SUB_CHUNK_BYTES = 64 << 20  # that of ring.session
 
 _SIZE = re.compile(r"(\d{1,12})\s*([KMG]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
+_MILLISECONDS = re.compile(r"\d{1,4}(?:\.\d{1,3})?", re.ASCII)
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -76,6 +77,14 @@ def sub_chunk_of(text: str) -> int:
             f"a sub-chunk of {size_bytes} bytes: a multiple of 8, from 1K to 64M, is possible", remedy="such as 256K"
         )
     return size_bytes
+
+
+def milliseconds_of(text: str) -> list[float]:
+    """The times in a comma-separated list, ascending, each once. Raises ``UserError``."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or not all(_MILLISECONDS.fullmatch(part) for part in parts):
+        raise UserError(f"{text!r} is no list of milliseconds", remedy="such as --rtt 0,20,80.5, up to 9999")
+    return sorted({float(part) for part in parts})
 
 
 def check_peers(peers: int, what: str = "peers") -> None:
