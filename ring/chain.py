@@ -67,7 +67,7 @@ class Chain:
         round_trips_s: of each hop, the same on all stages: activations there and gradients back, without any computing.
         broken: resolves to ``RingBroken`` as soon as the chain can do no more, for whatever reason.
         progress: payloads received and sent so far, and whatever else the owner counts; it goes out with every beat.
-        waited_s: running total of the time spent waiting for a neighbour.
+        at_work: whether the owner computes, so that this stage holds up others, whatever it waits for itself.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Chain:
         self.activation_bytes, self.gradient_bytes = activation_bytes, gradient_bytes
         self.round_trips_s: tuple[float, ...] = ()
         self.progress = 0
-        self.waited_s = 0.0
+        self.at_work = False
         self._now = world.clock.now
         self._waits: dict[Hop, _Wait] = {}
         self._next_stream = _FIRST_STREAM
@@ -413,14 +413,13 @@ class Chain:
                 await asyncio.wait({future}, timeout=min(left_s, patience_s * LOOK_PART))
         finally:
             del self._waits[hop]
-            self.waited_s += self._now() - since
         future.result()
 
     def _moved(self) -> None:
         self.progress += 1
 
     def _status(self) -> tuple[int, int, str]:
-        wait = next(iter(self._waits.values()), None)
+        wait = None if self.at_work else next(iter(self._waits.values()), None)
         return self.progress, self.view.step, f"waits for {wait.what}" if wait is not None else AT_WORK
 
     def _judge_pace(self, before: Neighbour) -> None:

@@ -136,10 +136,13 @@ class Hop:
     # ---------------------------------------------------------------------------------------------------------- sending
 
     def send(self, stream: int, payload: Payload) -> None:
-        """Never blocks. ``payload`` is left unchanged until all is flushed."""
+        """Never blocks: the kernel gets it from the next turn of the loop on, for the caller has a thread to keep busy.
+
+        ``payload`` is left unchanged until all is flushed.
+        """
         bulk = self._bulk(stream)
         self._queues[bulk].append((stream, payload))
-        self._pump(bulk)
+        asyncio.get_running_loop().call_soon(self._pump, bulk)
 
     def all_flushed(self) -> asyncio.Future[None]:
         """Done when the kernel has all that was sent."""

@@ -1,27 +1,32 @@
 """One step of one stage of a pipeline: the schedule's operations on the compute thread, payloads on the event loop.
 
-While the thread works on one micro-batch, others arrive and leave: the chain posts buffers ahead and sends from its own
-queue, so between two operations lies one turn of the loop. What a stage waits for is told apart from what it computes.
+While the thread works on one operation, what the next one works on arrives, what the last one made leaves, and the next
+one is queued behind it as soon as it can run: between two operations the thread waits for nobody, nor for the loop.
 
 A step that does not come to its end ends the chain: its memory is posted and borrowed. A call that is on the compute
-thread by then runs to its end there, and whatever is asked of that thread next comes after it.
+thread by then runs to its end there, one that is queued is skipped, and whatever is asked of that thread next comes
+after them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from p2ptrain.core.errors import P2PTrainError, ProtocolError
+from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError
 from ring.chain import Chain
 from ring.schedule import Kind, Operation, Schedule
 from roles.compute_thread import ComputeThread
-from roles.part_engine import PartEngine
+from roles.part_engine import PartEngine, Payload
 
 T = TypeVar("T")
+
+
+QUEUED = 2  # on the compute thread: one that it works on, and the next
 
 
 @dataclass(slots=True)
@@ -31,7 +36,7 @@ class StageStep:
     Attributes:
         step_s: from its first operation's turn to the last payload's departure.
         forward_s, backward_s: on the compute thread, in all.
-        waited_s: for neighbours.
+        waited_s: nothing could be computed: what was next had not come.
     """
 
     step_s: float = 0.0
@@ -44,7 +49,7 @@ class StageRunner:
     """Runs the steps of one stage.
 
     Args:
-        on_work: called after every operation: the heartbeat tells a slow peer from a stuck one by it.
+        on_work: called after every operation.
         clock: seconds; another one where time is virtual.
     """
 
@@ -75,50 +80,106 @@ class StageRunner:
             ConnectionLost, DeadlineExceeded, ProtocolError: a neighbour is lost; ``Chain.broken`` says who.
             P2PTrainError: the engine's own. In every case the chain has ended.
         """
-        chain, spent = self._chain, StageStep()
-        began, waited_s = self._clock(), chain.waited_s
+        chain = self._chain
         chain.begin(schedule)
+        running = _Running(self._engine, chain, self._compute, self._on_work, self._clock, step)
+        under_way: deque[asyncio.Task[None]] = deque()
         try:
             for operation in schedule.order(chain.stage):
-                await self._operate(step, operation, spent, patience_s)
+                payload = await chain.receive(operation.kind, operation.index, patience_s=patience_s)
+                while len(under_way) >= QUEUED:
+                    await under_way.popleft()
+                under_way.append(asyncio.ensure_future(running.operate(operation, payload)))
+            while under_way:
+                await under_way.popleft()
             await chain.finish(patience_s=patience_s)
         except BaseException as error:
-            what = error.message if isinstance(error, P2PTrainError) else "it was interrupted"
-            chain.abandon(f"this stage gave up step {step + 1}: {what}")  # no more than a word where it is broken
+            running.give_up(error)
+            assert running.problem is not None
+            if isinstance(error, P2PTrainError) and running.problem is not error:
+                raise running.problem from error  # an operation failed first, and this is what came of it
             raise
-        spent.step_s, spent.waited_s = self._clock() - began, chain.waited_s - waited_s
-        return spent
+        finally:
+            for task in under_way:
+                task.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)
+        return running.ended()
 
-    async def _operate(self, step: int, operation: Operation, spent: StageStep, patience_s: float) -> None:
-        chain, kind, index = self._chain, operation.kind, operation.index
-        payload = await chain.receive(kind, index, patience_s=patience_s)
+
+class _Running:
+    """One step under way.
+
+    Attributes:
+        problem: what ended it before its time: the first one.
+    """
+
+    def __init__(
+        self,
+        engine: PartEngine,
+        chain: Chain,
+        compute: ComputeThread,
+        on_work: Callable[[], None],
+        clock: Callable[[], float],
+        step: int,
+    ) -> None:
+        self.problem: BaseException | None = None
+        self._engine, self._chain, self._compute = engine, chain, compute
+        self._on_work, self._clock = on_work, clock
+        self._step = step
+        self._spent = StageStep()
+        self._began = self._idle_since = clock()
+        self._queued = 0
+        self._failed = False  # on the compute thread: what is queued there is skipped
+
+    def ended(self) -> StageStep:
+        """Where the time went."""
+        now = self._clock()
+        self._spent.waited_s += now - self._idle_since
+        self._spent.step_s = now - self._began
+        return self._spent
+
+    def give_up(self, error: BaseException) -> None:
+        """The step cannot end well any more."""
+        self._failed = True
+        if self.problem is None:
+            self.problem = error
+        what = error.message if isinstance(error, P2PTrainError) else "it was interrupted"
+        self._chain.at_work = False
+        self._chain.abandon(f"this stage gave up step {self._step + 1}: {what}")  # where it is not broken already
+
+    async def operate(self, operation: Operation, payload: Payload | None) -> None:
+        """One operation, as soon as the thread is free; what it made is on its way when this returns."""
+        kind, index = operation.kind, operation.index
         try:
             if kind is Kind.FORWARD:
-                made, took_s = await self._on_thread(self._engine.forward, step, index, payload)
-                spent.forward_s += took_s
+                made, took_s = await self._on_thread(self._engine.forward, self._step, index, payload)
+                self._spent.forward_s += took_s
             else:
                 made, took_s = await self._on_thread(self._engine.backward, index, payload)
-                spent.backward_s += took_s
+                self._spent.backward_s += took_s
+            self._chain.release(kind, payload)
+            if made is not None:
+                self._chain.send(kind, index, made)
         except ProtocolError as error:
-            if payload is None:
+            if payload is None or self._chain.broken.done():
+                self.give_up(error)
                 raise
-            chain.blame(kind, error)
-            raise chain.failure() from error
-        chain.release(kind, payload)
-        if made is not None:
-            chain.send(kind, index, made)
-        chain.progress += 1
+            self._chain.blame(kind, error)
+            self.give_up(failure := self._chain.failure())
+            raise failure from error
+        except BaseException as error:
+            self.give_up(error)  # at once: the step may wait for what never comes
+            raise
+        self._chain.progress += 1
         self._on_work()
 
     async def _on_thread(self, function: Callable[..., T], *args: Any) -> tuple[T, float]:
         """What the call gives, and how long it took; given up at once where the chain breaks meanwhile."""
-
-        def timed() -> tuple[T, float]:
-            began = self._clock()
-            result = function(*args)
-            return result, self._clock() - began
-
-        call = asyncio.ensure_future(self._compute.run(timed))
+        call = asyncio.ensure_future(self._compute.run(self._timed, function, *args))
+        if not self._queued:
+            self._spent.waited_s += self._clock() - self._idle_since
+        self._queued += 1
+        self._chain.at_work = True
         try:
             ends: set[asyncio.Future[Any]] = {call, self._chain.broken}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -127,3 +188,18 @@ class StageRunner:
             raise self._chain.failure()
         finally:
             call.cancel()
+            self._queued -= 1
+            if not self._queued:
+                self._idle_since = self._clock()
+                self._chain.at_work = False
+
+    def _timed(self, function: Callable[..., T], *args: Any) -> tuple[T, float]:
+        """On the compute thread."""
+        if self._failed:
+            raise ConnectionLost("the step was given up")
+        began = self._clock()
+        try:
+            return function(*args), self._clock() - began
+        except BaseException:
+            self._failed = True
+            raise

@@ -90,6 +90,43 @@ async def test_ctrl_c_while_a_newcomer_heals_leaves_no_process(machine: Any) -> 
     assert not json.loads("\n".join(process.out))["complete"]
 
 
+async def test_schedules_of_a_pipeline_over_a_slow_link(machine: Any) -> None:
+    """Real stages. How fast is another day's question: a busy machine may hold anybody up."""
+    options = ("--stages", "3", "--micro-batches", "4", "--rtt", "0,30", "--forward-ms", "10", "--backward-ms", "20")
+    process = await machine.start("bench", "pipeline", *options, "--steps", "1", "--payload", "64K", "--json", "-")
+    found = await document(process)
+    assert found["complete"]
+    near, far = found["results"]["distances"]
+    assert far["measured_s"][0] > 0.03 > near["measured_s"][0]
+    assert len(far["measured_s"]) == 2
+    for item in (*near["schedules"].values(), *far["schedules"].values()):
+        assert item["median_s"] >= item["ideal_s"] - 0.003, "a step that took less than it can"
+        assert item["computed_s"][0] >= 0.12
+    assert far["schedules"]["extended"]["in_flight"] == [4, 3, 1]
+
+
+async def test_ctrl_c_in_a_step_of_a_pipeline_leaves_no_process(machine: Any) -> None:
+    process = await machine.start(
+        "bench", "pipeline", "--rtt", "0", "--steps", "1000", "--micro-batches", "2", "--json", "-"
+    )
+    await process.until("step 1 of 1000")
+    members = psutil.Process(process.process.pid).children()
+    assert len(members) == 2
+    assert await process.interrupt() == 130
+    await all_gone(members)
+    assert not json.loads("\n".join(process.out))["complete"]
+
+
+async def test_a_stage_that_is_killed_is_named_by_the_other_one(machine: Any) -> None:
+    process = await machine.start("bench", "pipeline", "--rtt", "0", "--steps", "1000", "--micro-batches", "2")
+    await process.until("step 1 of 1000")
+    members = psutil.Process(process.process.pid).children()
+    members[1].kill()
+    assert await process.end() in (3, 5)
+    assert "error: member " in process.text
+    await all_gone(members)
+
+
 async def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process(machine: Any) -> None:
     process = await machine.start("bench", "link", "--json", "-")
     members = await members_of(process)

@@ -1,8 +1,10 @@
-"""What members of a ring and their seed say: views, tokens, encoded gradients, measured links, a job's profile."""
+"""What members of a ring or a chain and their seed say: views, tokens, encoded gradients, measured links, round trips,
+a job's profile."""
 
 from __future__ import annotations
 
 import json
+import struct
 import zlib
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +15,10 @@ from hypothesis import strategies as st
 from configs.schema import Profile
 from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.ids import is_id
+from ring.chain import round_trips_untrusted
 from ring.codecs import CODECS, codec_named
 from ring.order import LinkQuality
+from ring.schedule import extended
 from ring.token import TOKEN_BYTES, Flag, Token
 from ring.view import CODEC_NAMES, View
 from roles.seed.links import measured_untrusted
@@ -242,6 +246,33 @@ LINKS = Target(
     peak_bytes=256 << 10,
 )
 
+# -------------------------------------------------------------------------------------------------------- round trips
+
+_ROUND_TRIPS = st.integers(0, 8).flatmap(
+    lambda hops: st.tuples(
+        mutated(st.lists(st.floats(), min_size=hops, max_size=hops).map(lambda found: struct.pack(f"!{hops}d", *found)))
+        | st.lists(st.floats(0, 10), min_size=hops, max_size=hops).map(lambda found: struct.pack(f"!{hops}d", *found)),
+        st.just(hops),
+    )
+)
+
+
+def _check_round_trips(case: tuple[bytes, int]) -> None:
+    payload, hops = case
+    try:
+        found = round_trips_untrusted(payload, hops)
+    except ProtocolError:
+        return
+    assert len(found) == hops
+    assert struct.pack(f"!{hops}d", *found) == payload
+    if hops:
+        extended(4, found, 0.1).validate()  # what they are for
+
+
+ROUND_TRIPS = Target(
+    "round-trips", _ROUND_TRIPS, _check_round_trips, ("ring.chain.round_trips_untrusted",), peak_bytes=256 << 10
+)
+
 # ----------------------------------------------------------------------------------------------------------- profiles
 
 _SPEC: dict[str, dict[str, Any]] = json.loads(Profile().to_spec())
@@ -284,4 +315,4 @@ PROFILE = Target(
     peak_bytes=4 << 20,
 )
 
-TARGETS = (VIEW, TOKEN, CODEC, LINKS, PROFILE)
+TARGETS = (VIEW, TOKEN, CODEC, LINKS, ROUND_TRIPS, PROFILE)

@@ -386,6 +386,44 @@ def test_a_member_that_is_not_the_left_neighbour_is_refused_once_the_view_is_kno
     assert inbound.decide(ring_hello("a", generation=5)).code == RefusalCode.NOT_A_NEIGHBOUR
 
 
+def test_a_place_in_a_chain_is_judged_apart_from_the_one_in_the_ring():
+    """Of one view; a channel's name says which is meant."""
+    inbound, view = Inbound(), ring_view("a", "b", "c", generation=4)
+    inbound.announced(view, "b")
+    assert inbound.decide(ring_hello("c", "chain-bulk", generation=4)) is None, "its chain is not known yet"
+    inbound.announced_chain(view, "c")
+    assert inbound.decide(ring_hello("c", "chain-bulk", generation=4)) is None
+    assert inbound.decide(ring_hello("a", "bulk", generation=4)) is None
+    for peer_id, channel, wanted in (("a", "chain-bulk", "stage before"), ("c", "bulk", "left neighbour")):
+        refusal = inbound.decide(ring_hello(peer_id, channel, generation=4))
+        assert refusal.code == RefusalCode.NOT_A_NEIGHBOUR
+        assert f"{peer_id} is not the {wanted} here" in refusal.message
+    inbound.announced_chain(view, "")
+    assert inbound.decide(ring_hello("c", "chain-beat", generation=4)) is not None, "nobody stands before the first"
+    assert inbound.decide(ring_hello("c", "chain-beat", generation=5)) is None, "the next view is not known yet"
+    inbound.announced_chain(ring_view("a", "b", generation=3), "z")
+    assert inbound.decide(ring_hello("c", "chain-beat", generation=4)) is not None, "an older view changes nothing"
+
+
+@virtual
+async def test_of_one_peers_connections_only_those_without_a_place_are_let_go():
+    member = LocalMember("b", MemoryNetwork())
+    await member.listen()
+    ring, chain = [
+        await dial_member(member, ring_hello("a", channel, generation=4)) for channel in ("bulk", "chain-bulk")
+    ]
+    await asyncio.sleep(1)
+    view = ring_view("a", "b", "c", generation=4)
+    member.inbound.announced(view, "b")
+    member.inbound.announced_chain(view, "c")
+    await asyncio.sleep(1)
+    assert not ring.closed.is_set()
+    assert isinstance(chain.close_cause, Refused)
+    assert await member.inbound.take("job", 4, "a", "bulk", timeout_s=1) is not None
+    ring.abort()
+    await member.stop()
+
+
 @virtual
 async def test_whoever_waits_for_a_view_is_judged_when_it_arrives_and_both_sides_hear_why():
     member = LocalMember("b", MemoryNetwork())

@@ -106,27 +106,27 @@ def test_the_stand_ins_gradients_are_gradients() -> None:
 
 
 class VirtualThread:
-    """A compute thread on virtual time: a call takes as long as it slept."""
+    """A compute thread on virtual time: one call after another, and each takes as long as it slept."""
 
     def __init__(self) -> None:
-        self.slept_s = 0.0
+        self._slept_s = self._free_at = 0.0
 
     def start(self, name: str) -> VirtualThread:
         return self
 
     def sleep(self, seconds: float) -> None:
-        self.slept_s += seconds
+        self._slept_s += seconds
 
     def submit(self, call: Callable[[], T]) -> asyncio.Future[T]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        self.slept_s = 0.0
-        result, problem = None, None
+        result, problem, self._slept_s = None, None, 0.0
         try:
             result = call()
         except BaseException as error:  # noqa: BLE001 - as the real thread does
             problem = error
-        loop.call_later(self.slept_s, settle, future, result, problem)
+        self._free_at = max(self._free_at, loop.time()) + self._slept_s
+        loop.call_at(self._free_at, settle, future, result, problem)
         return future
 
     def close(self) -> None:
