@@ -37,7 +37,7 @@ from ring.view import MAX_STREAMS, View
 from wire.connection import Connection
 from wire.frame import MAX_BULK_BYTES
 
-PINGS = 2  # the first one finds TCP with its smallest window
+PINGS = 3  # the first one finds TCP with its smallest window
 MOST_ROUND_TRIP_S = 3600.0
 PATIENCE_PART = 0.1
 """Of the patience, added for every stage beyond the neighbour that is waited for: who stands beside the one that is

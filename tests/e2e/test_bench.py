@@ -102,7 +102,9 @@ async def test_schedules_of_a_pipeline_over_a_slow_link(machine: Any) -> None:
     for item in (*near["schedules"].values(), *far["schedules"].values()):
         assert item["median_s"] >= item["ideal_s"] - 0.003, "a step that took less than it can"
         assert item["computed_s"][0] >= 0.12
-    assert far["schedules"]["extended"]["in_flight"] == [4, 3, 1]
+    kept = {name: item["in_flight"] for name, item in far["schedules"].items()}
+    assert kept["1f1b"] == [3, 2, 1]
+    assert kept["extended"] in ([4, 3, 1], [4, 4, 1]), "as the link was measured"
 
 
 async def test_ctrl_c_in_a_step_of_a_pipeline_leaves_no_process(machine: Any) -> None:

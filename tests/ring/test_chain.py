@@ -391,12 +391,12 @@ async def test_a_silent_neighbour_is_a_dead_one() -> None:
 
 @virtual
 async def test_a_payload_that_dribbles_in_is_no_silence() -> None:
-    preset = LinkPreset("slow", 1.0, rate_bps=8 * 64 << 10)
+    preset = LinkPreset("slow", 1.0, rate_bps=8 * 128 << 10)
     network = EmulatedNetwork(MemoryNetwork(), preset, seed=0)
     async with local_chain(2, network, activation_bytes=256 << 10, gradient_bytes=8) as members:
         began = asyncio.get_running_loop().time()
-        await everyone(members, lambda chain: run_step(chain, gpipe(2, 2), patience_s=3))
-        assert asyncio.get_running_loop().time() - began > 7, "each takes longer than the patience"
+        await everyone(members, lambda chain: run_step(chain, gpipe(2, 2), patience_s=1.5))
+        assert asyncio.get_running_loop().time() - began > 3.5, "each takes longer than the patience"
 
 
 @virtual

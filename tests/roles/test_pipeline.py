@@ -19,7 +19,7 @@ from ring.schedule import Costs, Schedule, extended, gpipe, one_f_one_b, simulat
 from roles.compute_thread import ComputeFailed, ComputeThread
 from roles.part_engine import PartEngine, Payload
 from roles.part_stand_in import ArithmeticPart, TimedPart
-from roles.strategies.pipeline import StageRunner, StageStep
+from roles.strategies.pipeline import QUEUED, StageRunner, StageStep
 from wire.memory import MemoryNetwork
 from wire.transport import TcpNetwork
 from wire.virtual import run_virtual
@@ -89,6 +89,42 @@ async def test_every_schedule_gives_the_numbers_of_one_process(count: int, netwo
         assert not any(member.chain.broken.done() for member in members)
 
 
+class Late(ArithmeticPart):
+    """Reads what it is given only when all that can arrive meanwhile has arrived."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def forward(self, step: int, index: int, inputs: Payload | None) -> Payload | None:
+        self._let_others_come()
+        return super().forward(step, index, inputs)
+
+    def backward(self, index: int, gradient: Payload | None) -> Payload | None:
+        self._let_others_come()
+        return super().backward(index, gradient)
+
+    def _let_others_come(self) -> None:
+        async def turns() -> None:
+            for _ in range(20):
+                await asyncio.sleep(0)
+
+        asyncio.run_coroutine_threadsafe(turns(), self.loop).result(30)
+
+
+async def test_what_is_computed_on_is_not_received_into() -> None:
+    parts: list[ArithmeticPart] = [ArithmeticPart(0, 2, LAYERS), Late(2, 4, LAYERS), ArithmeticPart(4, 6, LAYERS)]
+    Late.loop = asyncio.get_running_loop()
+    whole = in_one_process(0, 16)
+    async with (
+        local_chain(3, MemoryNetwork(), activation_bytes=64, gradient_bytes=64) as members,
+        runners(members, parts) as stages,
+    ):
+        for schedule in schedules(3, 16):
+            for part in parts:
+                part.gradients[:] = 0
+            await all_run(stages, 0, schedule)
+            assert np.concatenate([part.gradients for part in parts]).tobytes() == whole.gradients.tobytes()
+
+
 def test_the_stand_ins_gradients_are_gradients() -> None:
     """Against differences of the loss: else equal numbers would prove little."""
     whole = in_one_process(3, 1)
@@ -110,6 +146,7 @@ class VirtualThread:
 
     def __init__(self) -> None:
         self._slept_s = self._free_at = 0.0
+        self.queued = self.most_queued = 0
 
     def start(self, name: str) -> VirtualThread:
         return self
@@ -126,8 +163,14 @@ class VirtualThread:
         except BaseException as error:  # noqa: BLE001 - as the real thread does
             problem = error
         self._free_at = max(self._free_at, loop.time()) + self._slept_s
-        loop.call_at(self._free_at, settle, future, result, problem)
+        self.queued += 1
+        self.most_queued = max(self.most_queued, self.queued)
+        loop.call_at(self._free_at, self._end, future, result, problem)
         return future
+
+    def _end(self, future: asyncio.Future[Any], result: object, problem: BaseException | None) -> None:
+        self.queued -= 1
+        settle(future, result, problem)
 
     def close(self) -> None:
         """Nothing to let go of."""
@@ -145,9 +188,8 @@ def test_a_step_takes_the_ideal_time_of_its_schedule(round_trips_s: list[float],
         networks = networks_apart([seconds / 2 for seconds in round_trips_s])
         sizes = {"activation_bytes": 100_000, "gradient_bytes": 50_000}
         async with local_chain(count, networks, hosts=True, **sizes) as members:
-            stages = []
-            for stage, member in enumerate(members):
-                thread = VirtualThread()
+            stages, threads = [], [VirtualThread() for _ in members]
+            for stage, (member, thread) in enumerate(zip(members, threads, strict=True)):
                 part = TimedPart(stage, count, forward_s=forward_s, backward_s=backward_s, sleep=thread.sleep, **sizes)
                 clock = asyncio.get_running_loop().time
                 stages.append(StageRunner(part, member.chain, ComputeThread(thread), clock=clock))
@@ -164,6 +206,9 @@ def test_a_step_takes_the_ideal_time_of_its_schedule(round_trips_s: list[float],
                 assert spent[0].step_s == pytest.approx(simulate(schedule, costs).step_s, abs=1e-6), schedule
                 busy_s = micro_batches * (forward_s + backward_s)
                 assert spent[0].waited_s == pytest.approx(spent[0].step_s - busy_s, abs=1e-6)
+            assert {thread.queued for thread in threads} == {0}
+            assert threads[-1].most_queued == QUEUED, "its backward stands behind its forward"
+            assert max(thread.most_queued for thread in threads) == QUEUED
 
     run_virtual(measure())
 
@@ -218,11 +263,21 @@ class Broken(ArithmeticPart):
     """Its second forward fails."""
 
     error: BaseException = MemoryError("no room")
+    failed = False
 
     def forward(self, step: int, index: int, inputs: Payload | None) -> Payload | None:
+        assert not self.failed
         if index == 1:
+            self.failed = True
             raise self.error
         return super().forward(step, index, inputs)
+
+    def backward(self, index: int, gradient: Payload | None) -> Payload | None:
+        if self.failed:
+            self.went_on = True
+        return super().backward(index, gradient)
+
+    went_on = False
 
 
 async def test_an_engine_that_fails_ends_the_step_of_all() -> None:
@@ -236,6 +291,21 @@ async def test_an_engine_that_fails_ends_the_step_of_all() -> None:
         assert isinstance(ends[1], ComputeFailed)
         assert "no room" in ends[1].message
         assert all(isinstance(end, ConnectionLost) and " b: " in end.message for end in (ends[0], ends[2]))
+
+
+async def test_what_is_queued_behind_a_failure_is_skipped() -> None:
+    parts = [ArithmeticPart(0, 2, 4), Broken(2, 4, 4)]
+    async with (
+        local_chain(2, MemoryNetwork(), activation_bytes=64, gradient_bytes=64) as members,
+        runners(members, parts) as stages,
+    ):
+        running = [stage.run(0, one_f_one_b(2, 4), patience_s=3600) for stage in stages]
+        async with asyncio.timeout(AT_ONCE_S):
+            ends = await asyncio.gather(*running, return_exceptions=True)
+        assert isinstance(ends[1], ComputeFailed)
+        await stages[1]._compute.run(lambda: None)  # after all that was queued
+        assert isinstance(parts[1], Broken)
+        assert not parts[1].went_on
 
 
 class Picky(Broken):
