@@ -11,13 +11,13 @@ after them.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError
+from p2ptrain.core.world import LoopClock
 from ring.chain import Chain
 from ring.schedule import Kind, Operation, Schedule
 from roles.compute_thread import ComputeThread
@@ -35,7 +35,7 @@ class StageStep:
 
     Attributes:
         step_s: from its first operation's turn to the last payload's departure.
-        forward_s, backward_s: on the compute thread, in all.
+        forward_s, backward_s: on the compute thread, in all, as the event loop saw it.
         waited_s: nothing could be computed: what was next had not come.
     """
 
@@ -50,7 +50,6 @@ class StageRunner:
 
     Args:
         on_work: called after every operation.
-        clock: seconds; another one where time is virtual.
     """
 
     def __init__(
@@ -60,14 +59,12 @@ class StageRunner:
         compute: ComputeThread,
         *,
         on_work: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         sizes = (engine.activation_bytes, engine.gradient_bytes)
         if sizes != (chain.activation_bytes, chain.gradient_bytes):
             raise ValueError(f"an engine whose payloads have {sizes} bytes in a chain of others")
         self._engine, self._chain, self._compute = engine, chain, compute
         self._on_work = on_work
-        self._clock = clock
 
     async def run(self, step: int, schedule: Schedule, *, patience_s: float) -> StageStep:
         """All micro-batches of step ``step``, forward and backward.
@@ -82,7 +79,7 @@ class StageRunner:
         """
         chain = self._chain
         chain.begin(schedule)
-        running = _Running(self._engine, chain, self._compute, self._on_work, self._clock, step)
+        running = _Running(self._engine, chain, self._compute, self._on_work, step)
         under_way: deque[asyncio.Task[None]] = deque()
         try:
             for operation in schedule.order(chain.stage):
@@ -119,15 +116,15 @@ class _Running:
         chain: Chain,
         compute: ComputeThread,
         on_work: Callable[[], None],
-        clock: Callable[[], float],
         step: int,
     ) -> None:
         self.problem: BaseException | None = None
         self._engine, self._chain, self._compute = engine, chain, compute
-        self._on_work, self._clock = on_work, clock
+        self._on_work, self._clock = on_work, LoopClock().now
         self._step = step
         self._spent = StageStep()
-        self._began = self._idle_since = clock()
+        self._began = self._idle_since = self._clock()
+        self._ended_at = 0.0  # the last call on the thread
         self._queued = 0
         self._failed = False  # on the compute thread: what is queued there is skipped
 
@@ -175,17 +172,19 @@ class _Running:
 
     async def _on_thread(self, function: Callable[..., T], *args: Any) -> tuple[T, float]:
         """What the call gives, and how long it took; given up at once where the chain breaks meanwhile."""
-        call = asyncio.ensure_future(self._compute.run(self._timed, function, *args))
+        call, queued_at = asyncio.ensure_future(self._compute.run(self._unless_failed, function, *args)), self._clock()
         if not self._queued:
-            self._spent.waited_s += self._clock() - self._idle_since
+            self._spent.waited_s += queued_at - self._idle_since
         self._queued += 1
         self._chain.at_work = True
         try:
             ends: set[asyncio.Future[Any]] = {call, self._chain.broken}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if call.done():
-                return call.result()
-            raise self._chain.failure()
+            if not call.done():
+                raise self._chain.failure()
+            now = self._clock()
+            begun, self._ended_at = max(queued_at, self._ended_at), now
+            return call.result(), now - begun
         finally:
             call.cancel()
             self._queued -= 1
@@ -193,13 +192,12 @@ class _Running:
                 self._idle_since = self._clock()
                 self._chain.at_work = False
 
-    def _timed(self, function: Callable[..., T], *args: Any) -> tuple[T, float]:
+    def _unless_failed(self, function: Callable[..., T], *args: Any) -> T:
         """On the compute thread."""
         if self._failed:
             raise ConnectionLost("the step was given up")
-        began = self._clock()
         try:
-            return function(*args), self._clock() - began
+            return function(*args)
         except BaseException:
             self._failed = True
             raise

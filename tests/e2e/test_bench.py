@@ -119,7 +119,7 @@ async def test_ctrl_c_in_a_step_of_a_pipeline_leaves_no_process(machine: Any) ->
     assert not json.loads("\n".join(process.out))["complete"]
 
 
-async def test_a_stage_that_is_killed_is_named_by_the_other_one(machine: Any) -> None:
+async def test_a_stage_that_is_killed_is_told(machine: Any) -> None:
     process = await machine.start("bench", "pipeline", "--rtt", "0", "--steps", "1000", "--micro-batches", "2")
     await process.until("step 1 of 1000")
     members = psutil.Process(process.process.pid).children()

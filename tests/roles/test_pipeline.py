@@ -191,8 +191,7 @@ def test_a_step_takes_the_ideal_time_of_its_schedule(round_trips_s: list[float],
             stages, threads = [], [VirtualThread() for _ in members]
             for stage, (member, thread) in enumerate(zip(members, threads, strict=True)):
                 part = TimedPart(stage, count, forward_s=forward_s, backward_s=backward_s, sleep=thread.sleep, **sizes)
-                clock = asyncio.get_running_loop().time
-                stages.append(StageRunner(part, member.chain, ComputeThread(thread), clock=clock))
+                stages.append(StageRunner(part, member.chain, ComputeThread(thread)))
             assert members[0].chain.round_trips_s == pytest.approx(round_trips_s)
             costs = Costs.even(forward_s, backward_s, round_trips_s)
             for step, schedule in enumerate(
@@ -205,6 +204,8 @@ def test_a_step_takes_the_ideal_time_of_its_schedule(round_trips_s: list[float],
                 spent = await all_run(stages, step, schedule)
                 assert spent[0].step_s == pytest.approx(simulate(schedule, costs).step_s, abs=1e-6), schedule
                 busy_s = micro_batches * (forward_s + backward_s)
+                assert spent[0].forward_s == pytest.approx(micro_batches * forward_s, abs=1e-6)
+                assert spent[0].backward_s == pytest.approx(micro_batches * backward_s, abs=1e-6)
                 assert spent[0].waited_s == pytest.approx(spent[0].step_s - busy_s, abs=1e-6)
             assert {thread.queued for thread in threads} == {0}
             assert threads[-1].most_queued == QUEUED, "its backward stands behind its forward"
