@@ -413,7 +413,10 @@ def pipeline(
         str, typer.Option("--payload", metavar="SIZE", help="Of a micro-batch's activations, and of its gradients.")
     ] = "1M",
     max_in_flight: Annotated[
-        int, typer.Option("--max-in-flight", metavar="N", min=0, help="Micro-batches kept by a stage; 0: no bound.")
+        int,
+        typer.Option(
+            "--max-in-flight", metavar="N", min=0, help="Kept by a stage at once, except by GPipe; 0: no bound."
+        ),
     ] = 0,
     json_to: JsonTo = "",
     csv_to: CsvTo = "",
