@@ -43,7 +43,7 @@ def _no_fence() -> list[Patch]:
     return [
         (Records, "add_view", add_view),
         (Decisions, "_is_current", is_current),
-        (Inbound, "_judge", lambda original: lambda self, job, generation, peer_id: None),
+        (Inbound, "_judge", lambda original: lambda self, job, generation, peer_id, kin: None),
         (FrameDecoder, "_is_stale", lambda original: lambda self, generation: False),
     ]
 
