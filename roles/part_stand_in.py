@@ -79,10 +79,13 @@ class ArithmeticPart:
 class TimedPart:
     """Takes its time and burns no CPU. Its payloads say what they are, and are checked where they arrive.
 
+    A busy machine wakes a sleeper late. By how much an operation was too long, the next one is shorter: in sum they
+    take what they should, and what is measured is the pipeline.
+
     Args:
         stage: this part's, of ``stages``.
         forward_s, backward_s: of one micro-batch.
-        sleep: what takes the time; a test's own clock may.
+        sleep, clock: what takes the time, and tells it, in seconds; a test brings its own.
     """
 
     def __init__(
@@ -95,24 +98,35 @@ class TimedPart:
         activation_bytes: int,
         gradient_bytes: int,
         sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.activation_bytes = max(activation_bytes, _STAMP.size)
         self.gradient_bytes = max(gradient_bytes, _STAMP.size)
         self._stage, self._stages = stage, stages
         self._forward_s, self._backward_s = forward_s, backward_s
-        self._sleep = sleep
+        self._sleep, self._clock = sleep, clock
+        self._late_s = 0.0
         self._step = 0
 
     def forward(self, step: int, index: int, inputs: Payload | None) -> Payload | None:
-        self._step = step
+        began, self._step = self._clock(), step
         self._check(inputs, b"acts", index, self._stage - 1)
-        self._sleep(self._forward_s)
-        return self._made(b"acts", index, self.activation_bytes) if self._stage < self._stages - 1 else None
+        made = self._made(b"acts", index, self.activation_bytes) if self._stage < self._stages - 1 else None
+        self._take(began, self._forward_s)
+        return made
 
     def backward(self, index: int, gradient: Payload | None) -> Payload | None:
+        began = self._clock()
         self._check(gradient, b"grad", index, self._stage + 1)
-        self._sleep(self._backward_s)
-        return self._made(b"grad", index, self.gradient_bytes) if self._stage else None
+        made = self._made(b"grad", index, self.gradient_bytes) if self._stage else None
+        self._take(began, self._backward_s)
+        return made
+
+    def _take(self, began: float, seconds: float) -> None:
+        """Until the operation that ``began`` then has had its time."""
+        ends_at = began + seconds - self._late_s
+        self._sleep(max(ends_at - self._clock(), 0.0))
+        self._late_s = max(self._clock() - ends_at, 0.0)
 
     def _made(self, kind: bytes, index: int, nbytes: int) -> Payload:
         payload = np.zeros(nbytes, np.uint8)

@@ -154,6 +154,10 @@ class VirtualThread:
     def sleep(self, seconds: float) -> None:
         self._slept_s += seconds
 
+    @property
+    def time(self) -> dict[str, Any]:
+        return {"sleep": self.sleep, "clock": lambda: self._slept_s}
+
     def submit(self, call: Callable[[], T]) -> asyncio.Future[T]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
@@ -190,7 +194,14 @@ def test_a_step_takes_the_ideal_time_of_its_schedule(round_trips_s: list[float],
         async with local_chain(count, networks, hosts=True, **sizes) as members:
             stages, threads = [], [VirtualThread() for _ in members]
             for stage, (member, thread) in enumerate(zip(members, threads, strict=True)):
-                part = TimedPart(stage, count, forward_s=forward_s, backward_s=backward_s, sleep=thread.sleep, **sizes)
+                part = TimedPart(
+                    stage,
+                    count,
+                    forward_s=forward_s,
+                    backward_s=backward_s,
+                    **thread.time,
+                    **sizes,
+                )
                 stages.append(StageRunner(part, member.chain, ComputeThread(thread)))
             assert members[0].chain.round_trips_s == pytest.approx(round_trips_s)
             costs = Costs.even(forward_s, backward_s, round_trips_s)
@@ -366,12 +377,33 @@ async def test_payloads_of_other_sizes_do_not_fit() -> None:
                 pass
 
 
-async def test_timed_payloads_that_are_mixed_up_are_noticed() -> None:
-    slept: list[float] = []
-    parts = [
-        TimedPart(stage, 2, forward_s=1, backward_s=2, activation_bytes=64, gradient_bytes=1, sleep=slept.append)
-        for stage in range(2)
-    ]
+class LateClock:
+    """Wakes a sleeper late by these times, one after the other."""
+
+    def __init__(self, *late_s: float) -> None:
+        self.now_s, self.late_s = 0.0, list(late_s)
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds >= 0
+        self.now_s += seconds + (self.late_s.pop(0) if self.late_s else 0.0)
+
+
+def timed(stage: int, clock: LateClock) -> TimedPart:
+    return TimedPart(
+        stage,
+        2,
+        forward_s=1,
+        backward_s=2,
+        activation_bytes=64,
+        gradient_bytes=1,
+        sleep=clock.sleep,
+        clock=lambda: clock.now_s,
+    )
+
+
+def test_timed_payloads_that_are_mixed_up_are_noticed() -> None:
+    clock = LateClock()
+    parts = [timed(stage, clock) for stage in range(2)]
     made = parts[0].forward(0, 3, None)
     assert made is not None
     with pytest.raises(ProtocolError, match="another operation"):
@@ -381,4 +413,15 @@ async def test_timed_payloads_that_are_mixed_up_are_noticed() -> None:
     assert gradient is not None
     assert gradient.nbytes == parts[0].gradient_bytes
     assert parts[0].backward(3, gradient) is None
-    assert slept == [1, 1, 2, 2]
+    assert clock.now_s == 1 + 1 + 2 + 2
+
+
+def test_what_a_timed_part_was_too_long_the_next_operations_are_shorter() -> None:
+    clock, ended_s = LateClock(0.25, 0.0, 1.5), []
+    part = timed(0, clock)
+    for index in range(4):
+        part.forward(0, index, None)
+        ended_s.append(clock.now_s)
+    assert ended_s == [1.25, 2.0, 4.5, 4.5]
+    part.forward(0, 4, None)
+    assert clock.now_s == 5.0

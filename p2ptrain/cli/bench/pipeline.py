@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -236,6 +237,11 @@ class Pipeline:
             notes.append(
                 f"{TITLES[EXTENDED]} reaches {per_cent(self.least)} of its ideal at least; to reach "
                 f"{per_cent(MUST_REACH)}: {verdict}"
+            )
+        if computed := [seconds for item in shown for ran in item.ran.values() for seconds in ran.computed_s]:
+            each_s = statistics.median(computed) / self.plan.micro_batches
+            notes.append(
+                f"a micro-batch took {human_duration(each_s)} on the first stage's thread, as its event loop saw it"
             )
         if shown:
             farthest = shown[-1]
