@@ -148,16 +148,16 @@ class Bonds:
                 await connection.closed.wait()
 
     def lost(self, neighbour: Neighbour, connection: Connection, error: P2PTrainError) -> None:
-        """A connection failed. Where it ended alone, its neighbour has the time of one beat to say whose fault it is:
-        a process that died ends all of them at once, and who ends a session for another's death says so on its beats.
+        """A connection failed. Its neighbour has the time of one beat to say whose fault it is: who ends a session for
+        another's death says so on its beats. A process that died ends all connections at once, and the end of its beats
+        decides: what it said before that was heard by then.
         """
-        beats = self.watch is not None and self.watch.heartbeat_s > 0
-        alone = beats and connection is not neighbour.beat and neighbour.may_speak
-        if not (alone and isinstance(error, ConnectionLost)) or self.watch is None:
+        beats = self.watch.heartbeat_s if self.watch is not None else 0.0
+        if not beats or connection is neighbour.beat or neighbour.leaving or not isinstance(error, ConnectionLost):
             self.give_up(neighbour, error)
-        elif self._verdict is None:
+        elif self._verdict is None and not self.broken.done():
             loop = asyncio.get_running_loop()
-            self._verdict = loop.call_later(self.watch.heartbeat_s, self.give_up, neighbour, error)
+            self._verdict = loop.call_later(beats, self.give_up, neighbour, error)
 
     def give_up(self, neighbour: Neighbour | None, error: P2PTrainError, news: MemberLost | None = None) -> None:
         """End it because of ``neighbour``, of whom it has ``news``, or of nobody but this member. The first cause

@@ -56,11 +56,6 @@ class Neighbour:
     def last_heard(self) -> float:
         return max(connection.last_heard for connection in self.connections)
 
-    @property
-    def may_speak(self) -> bool:
-        """Whether its beat's connection is open still: it may yet say why another one ended."""
-        return self.beat.close_cause is None and not self.beat.closed.is_set()
-
     def say(self, connection: Connection, message: Message, generation: int) -> bool:
         """Send ``message``; False where the connection is gone, which its listener learns too."""
         try:

@@ -18,10 +18,11 @@ from ring.chain import PATIENCE_PART, Chain, round_trips_untrusted
 from ring.hop import Payload
 from ring.local import HOST, LocalMember, local_chain, local_view, networks_apart
 from ring.schedule import Kind, Schedule, extended, gpipe, one_f_one_b
+from wire.connection import Received
 from wire.emulate import EmulatedNetwork
 from wire.handshake import RefusalCode, dial, local_hello
 from wire.memory import MemoryNetwork
-from wire.messages import StepMetrics
+from wire.messages import MemberLost, StepMetrics
 from wire.shaper import LinkPreset
 from wire.transport import TcpNetwork
 from wire.virtual import run_virtual
@@ -350,6 +351,17 @@ async def test_a_death_in_a_step_ends_every_stage_at_once_and_names_it(
         assert all(f" {name}: " in cause.cause.message for cause in causes), causes
         with pytest.raises(ConnectionLost, match=f" {name}: "):
             others[0].chain.begin(gpipe(count, 1))
+
+
+async def test_news_that_came_before_the_end_of_the_beats_counts_though_payloads_ended_first() -> None:
+    async with local_chain(3, MemoryNetwork(), **SIZES) as members:
+        last = members[2].chain
+        before = last.neighbours[0]
+        before.beat.abort()
+        before.beat._inbox.append(Received(MemberLost("a", "b", "it spoke nonsense"), 1, 0))  # as if it had come before
+        last._failed(before.bulks[0], ConnectionLost("it was reset"))
+        async with asyncio.timeout(AT_ONCE_S / 2):  # far less than a beat
+            assert (await last.broken).suspect == "a"
 
 
 async def test_a_neighbour_that_speaks_nonsense_ends_the_chain(network: Network) -> None:
