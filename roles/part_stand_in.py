@@ -79,8 +79,8 @@ class ArithmeticPart:
 class TimedPart:
     """Takes its time and burns no CPU. Its payloads say what they are, and are checked where they arrive.
 
-    A busy machine wakes a sleeper late. By how much an operation was too long, the next one is shorter: in sum they
-    take what they should, and what is measured is the pipeline.
+    An operation never takes less than it should. A busy machine wakes a sleeper late, and that is not made up for: what
+    one operation is shortened by may not be what another one has held up.
 
     Args:
         stage: this part's, of ``stages``.
@@ -105,7 +105,6 @@ class TimedPart:
         self._stage, self._stages = stage, stages
         self._forward_s, self._backward_s = forward_s, backward_s
         self._sleep, self._clock = sleep, clock
-        self._late_s = 0.0
         self._step = 0
 
     def forward(self, step: int, index: int, inputs: Payload | None) -> Payload | None:
@@ -123,10 +122,8 @@ class TimedPart:
         return made
 
     def _take(self, began: float, seconds: float) -> None:
-        """Until the operation that ``began`` then has had its time."""
-        ends_at = began + seconds - self._late_s
-        self._sleep(max(ends_at - self._clock(), 0.0))
-        self._late_s = max(self._clock() - ends_at, 0.0)
+        """Until the operation that ``began`` then has had its time, what its payloads took included."""
+        self._sleep(max(began + seconds - self._clock(), 0.0))
 
     def _made(self, kind: bytes, index: int, nbytes: int) -> Payload:
         payload = np.zeros(nbytes, np.uint8)
