@@ -1,0 +1,326 @@
+"""A stage engine without torch: whole numbers modulo 127 instead of a model.
+
+It keeps every promise of ``roles.stage_engine``, costs microseconds, and is exact in every encoding, so whatever the
+split, the order of the works or the encoding on the wire, the tokens are those of one part with all layers. They are
+others as soon as anything is wrong: each layer mixes what comes in with its weights, with the position and with what
+the session's earlier positions left behind, in their order.
+
+A hidden state has ``WIDTH`` elements: one that is always 127, so that int8's scale is 1, and others from 0 to 126.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from p2ptrain.core.errors import ConfigError, ProtocolError, UserError
+from p2ptrain.core.serving import PartSpec, Ran, Sampling
+
+WIDTH = 8
+MODULUS = 127
+Values = npt.NDArray[np.int64]
+
+
+def stand_in_config(*, layers: int = 6, vocab_size: int = 97, context: int = 4096, rows: int = 3) -> str:
+    """A ``config.json``. ``rows``: of each layer's weights, to make them larger."""
+    return json.dumps(
+        {
+            "model_type": "stand-in",
+            "hidden_size": WIDTH,
+            "num_hidden_layers": layers,
+            "vocab_size": vocab_size,
+            "max_position_embeddings": context,
+            "rows": rows,
+        }
+    )
+
+
+def shapes_of(config: str) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the model, in the order of its layers. Raises ``ConfigError``."""
+    try:
+        values = json.loads(config)
+        layers, vocab_size, rows = (int(values[key]) for key in ("num_hidden_layers", "vocab_size", "rows"))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"not a stand-in's config.json: {error}") from error
+    return {
+        "embed.weight": (vocab_size, WIDTH),
+        **{f"layers.{layer}.weight": (rows, WIDTH) for layer in range(layers)},
+        "norm.weight": (WIDTH,),
+        "head.weight": (vocab_size, WIDTH),
+    }
+
+
+def tensors_of(config: str, *, seed: int = 1) -> dict[str, npt.NDArray[np.float32]]:
+    """The weights of a model: whole numbers, drawn from ``seed``."""
+    random = np.random.default_rng(seed)
+    return {name: random.integers(0, MODULUS, shape).astype("<f4") for name, shape in shapes_of(config).items()}
+
+
+def write_model(directory: Path, config: str, *, seed: int = 1) -> Path:
+    """A model directory as ``save_pretrained`` lays it out: ``config.json``, ``model.safetensors``, a tokenizer."""
+    tensors = tensors_of(config, seed=seed)
+    header: dict[str, Any] = {"__metadata__": {"format": "stand-in"}}
+    offset = 0
+    for name, tensor in tensors.items():
+        header[name] = {
+            "dtype": "F32",
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.nbytes],
+        }
+        offset += tensor.nbytes
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(config)
+    (directory / "tokenizer.json").write_text(json.dumps({"stand-in": True}))
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        file.writelines(tensor.tobytes() for tensor in tensors.values())
+    return directory
+
+
+# ------------------------------------------------------------------------------------------------------ hidden states
+
+
+def encode(hidden: Values, encoding: str) -> bytes:
+    """(rows, WIDTH) as it goes on the wire."""
+    values = hidden.astype("<f4")
+    match encoding:
+        case "fp32":
+            return values.tobytes()
+        case "fp16":
+            return values.astype("<f2").tobytes()
+        case "bf16":  # the upper half: exact, for these numbers have 7 bits
+            return (values.view("<u4") >> 16).astype("<u2").tobytes()
+        case "int8":
+            scale = np.abs(values).max(axis=1, keepdims=True) / np.float32(127)
+            rows = np.zeros(len(values), _INT8)
+            rows["scale"], rows["values"] = scale[:, 0], np.rint(values / scale)
+            return rows.tobytes()
+    raise ProtocolError(f"no encoding of hidden states is called {encoding[:40]!r}")
+
+
+def decode_hidden(payload: memoryview, encoding: str, count: int) -> Values:
+    """Raises ``ProtocolError`` where these are no hidden states of ``count`` positions."""
+    dtypes: dict[str, Any] = {"fp32": "<f4", "fp16": "<f2", "bf16": "<u2", "int8": _INT8}
+    dtype = np.dtype(dtypes.get(encoding, "V0"))
+    items = count if encoding == "int8" else count * WIDTH
+    if not dtype.itemsize or payload.nbytes != items * dtype.itemsize:
+        raise ProtocolError(f"{payload.nbytes} bytes are no {count} hidden states in {encoding[:40]!r}")
+    raw: npt.NDArray[Any] = np.frombuffer(payload, dtype)
+    if encoding == "int8":
+        raw = raw["values"] * raw["scale"][:, None]
+    elif encoding == "bf16":
+        raw = (raw.astype("<u4") << 16).view("<f4")
+    with np.errstate(invalid="ignore"):
+        values: Values = np.rint(np.nan_to_num(raw)).astype(np.int64).reshape(count, WIDTH) % (MODULUS + 1)
+    return values
+
+
+_INT8 = np.dtype([("scale", "<f4"), ("values", "i1", (WIDTH,))])
+
+
+# ---------------------------------------------------------------------------------------------------------- the engine
+
+
+@dataclass
+class _Session:
+    positions: int
+    sampling: Sampling
+    # (layers, WIDTH) after each position: what a cache of keys and values is to a transformer.
+    history: list[Values] = field(default_factory=list)
+
+
+class StandInStage:
+    """See the module's docstring.
+
+    Args:
+        tensors: the part's, by name.
+        on_run: called at the beginning of each work with (session, keep, count): to hold a test's work, or to fail.
+        work_s: each work takes so long.
+        sleep: how that time passes.
+
+    Attributes:
+        sessions: by name; for tests to look at.
+    """
+
+    def __init__(
+        self,
+        spec: PartSpec,
+        tensors: Mapping[str, Values],
+        *,
+        context: int = 4096,
+        on_run: Callable[[str, int, int], None] = lambda session, keep, count: None,
+        work_s: float = 0.0,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.spec = spec
+        self.width = WIDTH
+        self.encoding = "fp32"
+        self.device = "stand-in"
+        self.weights_bytes = 4 * sum(tensor.size for tensor in tensors.values())
+        self.cache_position_bytes = 4 * WIDTH * (spec.stop - spec.start)
+        self.vocab_size = int(json.loads(spec.config)["vocab_size"])
+        self.sessions: dict[str, _Session] = {}
+        self._tensors = tensors
+        self._layers = [tensors[f"layers.{layer}.weight"].sum(axis=0) for layer in range(spec.start, spec.stop)]
+        self._context = context
+        self._on_run, self._work_s, self._sleep = on_run, work_s, sleep
+
+    def open(self, session: str, *, positions: int, sampling: Sampling) -> None:
+        if positions > self._context:
+            raise UserError(
+                f"{positions} positions, and the model knows {self._context}", remedy="ask for fewer tokens"
+            )
+        self.sessions[session] = _Session(positions, sampling)
+
+    def run(
+        self,
+        session: str,
+        *,
+        keep: int,
+        payload: memoryview,
+        count: int,
+        encoding: str,
+        out_encoding: str,
+        picks: int,
+        draw: int,
+    ) -> Ran:
+        state = self.sessions[session]
+        self._on_run(session, keep, count)
+        if self._work_s:
+            self._sleep(self._work_s)
+        if keep > len(state.history):
+            raise ProtocolError(f"{keep} positions are to be kept, and there are {len(state.history)}")
+        if keep + count > state.positions:
+            raise ProtocolError(f"{keep + count} positions, and the session is for {state.positions}")
+        hidden = self._taken_in_untrusted(payload, encoding, count)
+        del state.history[keep:]
+        for row in range(count):
+            hidden[row] = self._through_the_layers(state, hidden[row])
+        if self.spec.stop < self.spec.layers:
+            return Ran(memoryview(encode(hidden, out_encoding)), ())
+        normed = (hidden[count - picks :] + self._tensors["norm.weight"]) % MODULUS
+        logits = normed @ self._tensors["head.weight"].T % 1009  # else the largest row of the head always wins
+        return Ran(
+            memoryview(b""), tuple(picked(row, state.sampling, draw + index) for index, row in enumerate(logits))
+        )
+
+    def close(self, session: str) -> None:
+        self.sessions.pop(session, None)
+
+    def _taken_in_untrusted(self, payload: memoryview, encoding: str, count: int) -> Values:
+        """Raises ``ProtocolError`` where the payload is not what this stage takes."""
+        if (self.spec.start == 0) != (encoding == "ids"):
+            raise ProtocolError(f"{encoding[:40]!r} is not what a part that begins at layer {self.spec.start} takes")
+        if encoding != "ids":
+            return decode_hidden(payload, encoding, count)
+        if payload.nbytes != 4 * count:
+            raise ProtocolError(f"{payload.nbytes} bytes are no {count} token ids")
+        ids = np.frombuffer(payload, "<i4")
+        if count and not 0 <= ids.min() <= ids.max() < self.vocab_size:
+            raise ProtocolError(f"a token id is none of the {self.vocab_size} that there are")
+        return _marked(self._tensors["embed.weight"][ids] % MODULUS)
+
+    def _through_the_layers(self, state: _Session, hidden: Values) -> Values:
+        position = len(state.history)
+        before = state.history[-1] if position else np.zeros((len(self._layers), WIDTH), np.int64)
+        after = np.empty_like(before)
+        for index, weights in enumerate(self._layers):
+            after[index] = (3 * before[index] + hidden + position + weights) % MODULUS
+            hidden = _marked(np.roll(2 * hidden + after[index] + weights, 1) % MODULUS)
+        state.history.append(after)
+        return hidden
+
+
+def _marked(hidden: Values) -> Values:
+    hidden[..., 0] = MODULUS
+    return hidden
+
+
+def picked(logits: Values, sampling: Sampling, draw: int) -> int:
+    """The token of draw number ``draw``: the likeliest at temperature 0, else one drawn with the logits as chances."""
+    if sampling.temperature == 0:
+        return int(np.argmax(logits))
+    order = np.argsort(-logits, kind="stable")
+    scores = logits[order] / (1000 * sampling.temperature)
+    chances = np.exp(scores - scores.max())
+    chances /= chances.sum()
+    if sampling.top_k:
+        chances[sampling.top_k :] = 0
+    chances[1:][np.cumsum(chances)[:-1] >= sampling.top_p] = 0
+    random = np.random.default_rng([sampling.seed, draw])
+    return int(order[random.choice(len(chances), p=chances / chances.sum())])
+
+
+# --------------------------------------------------------------------------------------------------------- the builder
+
+
+class StandInBuilder:
+    """A ``roles.stage_engine.PartBuilder`` of stand-ins. Arguments as of ``StandInStage``."""
+
+    def __init__(self, spec: PartSpec, names: tuple[str, ...], **options: Any) -> None:
+        shapes = shapes_of(spec.config)
+        if not 0 <= spec.start < spec.stop <= spec.layers == len([name for name in shapes if "layers." in name]):
+            raise ConfigError(f"layers [{spec.start}, {spec.stop}) of {spec.layers} are no part of that model")
+        first = ["embed.weight"] if spec.start == 0 else []
+        last = ["norm.weight", "head.weight"] if spec.stop == spec.layers else []
+        owned = [*first, *(f"layers.{layer}.weight" for layer in range(spec.start, spec.stop)), *last]
+        if missing := set(owned) - set(names):
+            raise ConfigError(f"the model's files lack {min(missing)}")
+        self.wanted: Mapping[str, tuple[int, ...]] = {name: shapes[name] for name in owned}
+        self._spec, self._options = spec, options
+        self._context = int(json.loads(spec.config)["max_position_embeddings"])
+        self._placed: dict[str, Values] = {}
+
+    def place(self, name: str, dtype: str, data: memoryview) -> None:
+        if dtype != "F32":
+            raise ConfigError(f"{name} is {dtype}: a stand-in's weights are F32")
+        self._placed[name] = np.frombuffer(data, "<f4").astype(np.int64).reshape(self.wanted[name])
+
+    def finish(self) -> StandInStage:
+        if missing := self.wanted.keys() - self._placed.keys():
+            raise ConfigError(f"{min(missing)} is missing")
+        return StandInStage(self._spec, self._placed, context=self._context, **self._options)
+
+
+def stand_in_part(config: str, start: int, stop: int, *, seed: int = 1, **options: Any) -> StandInStage:
+    """A part, loaded without files. Options as of ``StandInStage``."""
+    tensors = tensors_of(config, seed=seed)
+    layers = int(json.loads(config)["num_hidden_layers"])
+    builder = StandInBuilder(PartSpec(config, start, stop, layers), tuple(tensors), **options)
+    for name in builder.wanted:
+        builder.place(name, "F32", memoryview(tensors[name].tobytes()))
+    return builder.finish()
+
+
+def tokens_of(config: str, prompt: list[int], tokens: int, sampling: Sampling, *, seed: int = 1) -> list[int]:
+    """What one part with all layers generates: the reference for every split. Raises as ``StandInStage.run``."""
+    layers = int(json.loads(config)["num_hidden_layers"])
+    whole = stand_in_part(config, 0, layers, seed=seed)
+    whole.open("reference", positions=len(prompt) + tokens, sampling=sampling)
+    made: list[int] = []
+    ids = prompt
+    for draw in range(tokens):
+        payload = memoryview(np.array(ids, "<i4").tobytes())
+        keep = len(whole.sessions["reference"].history)
+        ran = whole.run(
+            "reference",
+            keep=keep,
+            payload=payload,
+            count=len(ids),
+            encoding="ids",
+            out_encoding="fp32",
+            picks=1,
+            draw=draw,
+        )
+        made += ran.tokens
+        ids = [ran.tokens[0]]
+    return made
