@@ -21,6 +21,7 @@ from roles.engine import Engine
 from roles.identity import Identity, claim
 from roles.seed import Encryption, run_seed
 from roles.stand_in import StandInEngine
+from roles.worker.stages import Holding
 from roles.worker.worker import Worker, WorkerOptions
 from wire.client import SeedClient
 from wire.enrol import enrol
@@ -41,6 +42,12 @@ class Peer:
     engines: list[Engine]
     steps: dict[int, dict[str, float]] = field(default_factory=dict)
     told: list[tuple[str, str, str]] = field(default_factory=list)
+    worker: Worker | None = None
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where others dial it, once it runs."""
+        return HOST, self.worker.port if self.worker is not None else 0
 
     async def leave(self) -> None:
         self.stop.set()
@@ -121,7 +128,14 @@ class Cluster:
         await self.stop_seed()
         await self.start_seed(self.address[1])
 
-    def join(self, build: Callable[[Profile], Engine] = StandInEngine, *, slot: int | None = None) -> Peer:
+    def join(
+        self,
+        build: Callable[[Profile], Engine] = StandInEngine,
+        *,
+        slot: int | None = None,
+        holding: Holding | None = None,
+    ) -> Peer:
+        """Start a worker. ``holding``: for parts of split models, as ``roles.stage_stand_in.StandIns`` has it."""
         identity = claim(RealDisk(), self.root, role="worker", slot=slot, name="")
         engines: list[Engine] = []
 
@@ -131,7 +145,7 @@ class Cluster:
 
         async def work() -> None:
             member = await self.member(self.ticket("worker"), identity.peer_id) if self.encrypted else None
-            worker = Worker(
+            peer.worker = worker = Worker(
                 self.world(member.network if member else None),
                 identity,
                 WorkerOptions(seed=self.address, listen=(HOST, 0), advertise=("", 0), capabilities={"device": "test"}),
@@ -140,6 +154,7 @@ class Cluster:
                 notify=lambda *notice: peer.told.append(notice),
                 on_step=lambda applied, total, values: peer.steps.__setitem__(applied, values),
                 member=member,
+                holding=holding,
             )
             await worker.run(stop)
 

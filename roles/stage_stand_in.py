@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from p2ptrain.core.errors import ConfigError, ProtocolError, UserError
 from p2ptrain.core.serving import PartSpec, Ran, Sampling
+from roles.worker.stages import Holding
 
 WIDTH = 8
 MODULUS = 127
@@ -264,9 +265,21 @@ def picked(logits: Values, sampling: Sampling, draw: int) -> int:
 
 
 class StandInBuilder:
-    """A ``roles.stage_engine.PartBuilder`` of stand-ins. Arguments as of ``StandInStage``."""
+    """A ``roles.stage_engine.PartBuilder`` of stand-ins.
 
-    def __init__(self, spec: PartSpec, names: tuple[str, ...], **options: Any) -> None:
+    Args:
+        on_finish: called with every part that is made.
+        options: as of ``StandInStage``.
+    """
+
+    def __init__(
+        self,
+        spec: PartSpec,
+        names: tuple[str, ...],
+        *,
+        on_finish: Callable[[StandInStage], None] = lambda stage: None,
+        **options: Any,
+    ) -> None:
         shapes = shapes_of(spec.config)
         if not 0 <= spec.start < spec.stop <= spec.layers == len([name for name in shapes if "layers." in name]):
             raise ConfigError(f"layers [{spec.start}, {spec.stop}) of {spec.layers} are no part of that model")
@@ -276,7 +289,7 @@ class StandInBuilder:
         if missing := set(owned) - set(names):
             raise ConfigError(f"the model's files lack {min(missing)}")
         self.wanted: Mapping[str, tuple[int, ...]] = {name: shapes[name] for name in owned}
-        self._spec, self._options = spec, options
+        self._spec, self._options, self._on_finish = spec, options, on_finish
         self._context = int(json.loads(spec.config)["max_position_embeddings"])
         self._placed: dict[str, Values] = {}
 
@@ -288,7 +301,9 @@ class StandInBuilder:
     def finish(self) -> StandInStage:
         if missing := self.wanted.keys() - self._placed.keys():
             raise ConfigError(f"{min(missing)} is missing")
-        return StandInStage(self._spec, self._placed, context=self._context, **self._options)
+        made = StandInStage(self._spec, self._placed, context=self._context, **self._options)
+        self._on_finish(made)
+        return made
 
 
 def stand_in_part(config: str, start: int, stop: int, *, seed: int = 1, **options: Any) -> StandInStage:
@@ -324,3 +339,37 @@ def tokens_of(config: str, prompt: list[int], tokens: int, sampling: Sampling, *
         made += ran.tokens
         ids = [ran.tokens[0]]
     return made
+
+
+class StandIns:
+    """Stand-ins for a worker of a test, and what became of them.
+
+    ::
+
+        stand_ins = StandIns(limit_bytes=1 << 20)
+        peer = cluster.join(holding=stand_ins.holding)
+
+    Args:
+        limit_bytes: what the worker gives to parts.
+        stream_bps: what it says of its memory.
+        free_bytes: what it finds free when a job comes.
+        options: of ``StandInStage``, for every part.
+
+    Attributes:
+        engines: of parts that were loaded, in order; they stay here when they are unloaded.
+    """
+
+    def __init__(
+        self, *, limit_bytes: int = 1 << 30, stream_bps: float = 1e9, free_bytes: int = 1 << 40, **options: Any
+    ) -> None:
+        self.engines: list[StandInStage] = []
+        self._options = options
+        self.holding = Holding(
+            build_part=self._build,
+            limit_bytes=limit_bytes,
+            stream_bps=lambda: stream_bps,
+            free_bytes=lambda: free_bytes,
+        )
+
+    def _build(self, spec: PartSpec, names: tuple[str, ...]) -> StandInBuilder:
+        return StandInBuilder(spec, names, on_finish=self.engines.append, **self._options)

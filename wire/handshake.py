@@ -47,6 +47,10 @@ PERMITTED = MappingProxyType(
         "operator": frozenset({"operator"}),
         "probe": frozenset({"seed", "worker"}),
         "standby": frozenset({"seed"}),
+        "chain": frozenset({"operator"}),
+        "stage": frozenset({"worker"}),
+        "model": frozenset({"worker", "operator"}),
+        "give": frozenset({"operator"}),
     }
 )
 """Purpose → roles, of which a certificate must name one. What is not here is permitted to nobody over TLS."""

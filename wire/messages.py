@@ -47,8 +47,11 @@ class Hello(Message):
     Attributes:
         purpose: ``peer`` (a worker to its seed), ``operator`` (a command line or TUI), ``ring`` (a member to its right
             neighbour), ``heal`` (to a donor), ``probe`` (only to see whether somebody answers), ``enrol`` (a newcomer
-            to a seed, for a certificate), ``standby`` (a second seed to the one that leads).
-        job, generation: the view that the caller believes in; empty and 0 where there is none.
+            to a seed, for a certificate), ``standby`` (a second seed to the one that leads); of split models ``chain``
+            (a client to a worker), ``stage`` (a stage to the next one), ``model`` and ``give`` (to take and to give
+            tensors; see ``roles.worker.stages``).
+        job, generation: the view that the caller believes in; empty and 0 where there is none. Of split models the
+            session and the index of the stage that is called, or the model.
         port: where this peer listens for other peers, 0 where it does not.
         host: the address under which others reach this peer; empty to let the other side use the one it sees.
         cluster, term: the highest term of a leading seed that the caller has seen, and in which cluster.

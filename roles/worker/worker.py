@@ -29,6 +29,7 @@ from roles.worker.links import Prober, Sink, targets_untrusted, to_result
 from roles.worker.runner import JobRunner
 from roles.worker.saver import DirectSaver, Saver, Shelf
 from roles.worker.seeds import FILE_NAME, MAX_FILE_BYTES, Known, begun, kept, text_of
+from roles.worker.stages import PURPOSES, Holding, Stages, StageSurroundings
 from roles.worker.surroundings import Notify, Surroundings
 from wire.connection import Connection
 from wire.handshake import RefusalCode, local_hello, local_welcome, serve
@@ -105,6 +106,7 @@ class Worker:
         on_step: (applied, total, values) after every commit.
         saver: makes what writes checkpoints on the thread given, and tells of what goes wrong beside.
         member: this worker's membership, whose network is the world's; None in a plain cluster.
+        holding: what it takes to hold parts of split models; None where this worker holds none.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class Worker:
         on_step: Callable[[int, int, dict[str, float]], None],
         saver: Callable[[Thread, Disk, Notify], Saver] = lambda thread, disk, tell: DirectSaver(thread, disk),
         member: Member | None = None,
+        holding: Holding | None = None,
     ) -> None:
         self._world = world
         self._member = member
@@ -155,6 +158,27 @@ class Worker:
             on_known=self._keep_seeds,
         )
 
+        self._stages = self._made_stages(holding) if holding is not None else None
+
+    @property
+    def port(self) -> int:
+        """On which others reach it, once it runs."""
+        return self._port
+
+    def _made_stages(self, holding: Holding) -> Stages:
+        around = StageSurroundings(
+            world=self._world,
+            peer_id=self._identity.peer_id,
+            name=self._identity.name,
+            directory=self._identity.directory,
+            compute=self._compute,
+            prober=self._prober,
+            seed_host=lambda: self._link.host,
+            say=self._link.send,
+            shown=str(self._options.capabilities.get("device", "")),
+        )
+        return Stages(around, holding)
+
     async def run(self, stop: asyncio.Event) -> None:
         """Work until ``stop`` is set, then leave within two seconds.
 
@@ -172,8 +196,11 @@ class Worker:
                 warming = self._tasks.create_task(self._compute.run(self._warm_up), name="warm up")
                 link = self._tasks.create_task(self._link.run(), name="seed link")
                 stopped = self._tasks.create_task(stop.wait(), name="stop")
+                stages = self._tasks.create_task(self._stages.run(), name="stages") if self._stages else None
                 await asyncio.wait({link, stopped}, return_when=asyncio.FIRST_COMPLETED)
                 self._cancel_renewal()
+                if stages is not None:
+                    stages.cancel()
                 if stopped.done():
                     await self._leave()
                     link.cancel()
@@ -186,6 +213,8 @@ class Worker:
             await server.close()
             await self._saver.close()
             self._disk.close()
+            if self._stages is not None:
+                self._stages.close()
             self._compute.close()
 
     # -------------------------------------------------------------------------------------------------- the seed link
@@ -242,6 +271,8 @@ class Worker:
         if self._member is not None:
             self._renewing = self._tasks.create_task(self._stay_a_member(self._member), name="certificate")
         self._notify_person("info", "joined", f"joined {welcome.name} ({welcome.cluster_id})")
+        if self._stages is not None:
+            self._stages.seed_up()
         if self._runner is not None:
             self._runner.seed_is_back()
 
@@ -304,6 +335,8 @@ class Worker:
             self._notify("error", "worker-failed", reason)
             self._link.send(Report(message.job, 0, "failed", 0, 0, "", reason=reason[:REASON_CHARS]))
             return
+        if self._stages is not None:
+            self._tasks.create_task(self._stages.job_assigned(), name="make room for the job")
         self._runner = JobRunner(
             self._surroundings(),
             job=message.job,
@@ -384,6 +417,8 @@ class Worker:
                     refusal = Refuse(RefusalCode.STALE_GENERATION, "this member is not in that view")
                 elif "worker" not in hello.roles:
                     refusal = Refuse(RefusalCode.ROLE, "only workers are given a state")
+            case purpose if self._stages is not None and purpose in PURPOSES:
+                refusal = self._stages.decide(hello)
             case _:
                 refusal = Refuse(
                     RefusalCode.ROLE,
@@ -402,6 +437,8 @@ class Worker:
                 await self._sink.serve(connection, hello)
             case "heal" if self._runner is not None:
                 await self._runner.give_state(connection, hello)
+            case purpose if self._stages is not None and purpose in PURPOSES:
+                await self._stages.serve(connection, hello)
 
     def _stranger(self, problem: P2PTrainError, address: tuple[str, int]) -> None:
         self._notify_person("warning", "stranger", told_of(address, problem.message))

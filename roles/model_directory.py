@@ -1,0 +1,213 @@
+"""A model directory that can be given to others: its tensors hashed, and read by ranges."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import xxhash
+
+from p2ptrain.core.disk import Disk, write_atomic
+from p2ptrain.core.errors import ConfigError, ProtocolError, StorageError
+from p2ptrain.core.tensor_files import TensorEntry, TensorTable
+from roles.model_table import FILE, MAX_FILE_BYTES, MAX_FILES, RANGE_BYTES, is_file_name, model_id
+from wire.chain_messages import TensorRecord
+
+CACHE_FILE = "tensor-digests.json"
+MAX_CACHE_BYTES = 64 << 20
+_CACHED_FILES = 256
+_MAX_CONFIG_BYTES = 48 << 10  # it travels in a request
+_HEX_CHARS = 32
+
+Stamp = tuple[int, int]
+"""Size and time of change of a file, in bytes and nanoseconds: while both stay, it is taken to be the same."""
+
+
+class DigestCache:
+    """Digests of files' tensors that were hashed before, in a file of the state directory. Blocking.
+
+    Args:
+        path: of that file; made when there is something to keep.
+    """
+
+    def __init__(self, disk: Disk, path: Path) -> None:
+        self._disk, self._path = disk, path
+        self._files: dict[str, tuple[Stamp, dict[str, bytes]]] | None = None
+
+    def get(self, path: Path, stamp: Stamp) -> Mapping[str, bytes]:
+        """Name to digest, of what is known of this file as it is now."""
+        kept, digests = self._known().get(str(path), ((-1, -1), {}))
+        return digests if kept == stamp else {}
+
+    def put(self, path: Path, stamp: Stamp, digests: Mapping[str, bytes]) -> None:
+        """Raises ``StorageError``: it cannot be written."""
+        files = self._known()
+        files.pop(str(path), None)
+        files[str(path)] = (stamp, dict(digests))
+        while len(files) > _CACHED_FILES:
+            del files[next(iter(files))]
+        table = {
+            name: {"stamp": list(kept), "digests": {key: value.hex() for key, value in each.items()}}
+            for name, (kept, each) in files.items()
+        }
+        self._disk.make_dir(self._path.parent, mode=0o700)
+        write_atomic(self._disk, self._path, json.dumps({"files": table}).encode())
+
+    def _known(self) -> dict[str, tuple[Stamp, dict[str, bytes]]]:
+        if self._files is None:
+            self._files = {}
+            if self._path.name in self._disk.list_dir(self._path.parent):
+                try:
+                    self._files = cached_untrusted(self._disk.read(self._path, max_bytes=MAX_CACHE_BYTES))
+                except (ProtocolError, StorageError):
+                    self._files = {}  # damaged: all is hashed again, and it is written anew
+        return self._files
+
+
+def cached_untrusted(data: bytes) -> dict[str, tuple[Stamp, dict[str, bytes]]]:
+    """What ``DigestCache`` wrote. Raises ``ProtocolError``."""
+    try:
+        files = json.loads(data)["files"]
+        found = {}
+        for path, entry in files.items():
+            size, mtime_ns = (int(each) for each in entry["stamp"])
+            digests = {str(name): bytes.fromhex(text) for name, text in entry["digests"].items()}
+            if any(2 * len(digest) != _HEX_CHARS for digest in digests.values()):
+                raise ProtocolError("a digest that is none")
+            found[str(path)] = ((size, mtime_ns), digests)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise ProtocolError(f"the table of digests is damaged ({type(error).__name__})") from None
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDirectory:
+    """A model whose every tensor was hashed. Its bytes are refused once a file changed since.
+
+    Attributes:
+        model: its id. config: the text of ``config.json``.
+        records: of tensors in the order of their names, then of small files.
+    """
+
+    directory: Path
+    model: str
+    config: str
+    records: tuple[TensorRecord, ...]
+    entries: Mapping[str, TensorEntry]
+    stamps: Mapping[str, Stamp]
+
+    @property
+    def name(self) -> str:
+        return self.directory.name
+
+    def read(self, name: str, start: int, stop: int) -> bytearray:
+        """Bytes [start, stop) of a tensor or small file. Blocking.
+
+        Raises:
+            StorageError: there are none such, or the file changed.
+        """
+        entry = self.entries.get(name)
+        if entry is None or not 0 <= start <= stop <= entry.size_bytes:
+            raise StorageError(f"{self.directory} has no bytes {start} to {stop} of {name[:80]!r}")
+        with _opened(self.directory / entry.file) as (file, stamp):
+            if stamp != self.stamps[entry.file]:
+                raise StorageError(f"{self.directory / entry.file} changed since it was opened")
+            return read_range(file, entry.start + start, stop - start)
+
+
+def open_model(directory: Path, cache: DigestCache) -> ModelDirectory:
+    """Hash what is not known yet: seconds per gigabyte on a disk. Blocking.
+
+    Raises:
+        ConfigError: there is no model in safetensors.
+        StorageError: a file is damaged, missing or cannot be read.
+    """
+    table = TensorTable(directory)
+    small = _small_files(directory)
+    if "config.json" not in small:
+        raise ConfigError(f"{directory} has no config.json", remedy="name a directory as save_pretrained writes it")
+    with _opened(directory / "config.json") as (file, stamp):
+        if stamp[0] > _MAX_CONFIG_BYTES:
+            raise ConfigError(f"{directory / 'config.json'} is larger than {_MAX_CONFIG_BYTES} bytes")
+        try:
+            config = read_range(file, 0, stamp[0]).decode()
+        except UnicodeDecodeError as error:
+            raise StorageError(f"{directory / 'config.json'} is no text") from error
+    if any(not name.isprintable() for name in table.entries):
+        raise StorageError(f"{directory} has a tensor whose name is not text")
+    entries = dict(sorted(table.entries.items())) | {name: _whole(name, size) for name, size in small.items()}
+    digests: dict[str, bytes] = {}
+    stamps: dict[str, Stamp] = {}
+    for each in sorted({entry.file for entry in entries.values()}):
+        stamps[each], found = _digests(
+            directory / each, {name: entry for name, entry in entries.items() if entry.file == each}, cache
+        )
+        digests |= found
+    records = tuple(
+        TensorRecord(name, entry.dtype, list(entry.shape), entry.size_bytes, digests[name])
+        for name, entry in entries.items()
+    )
+    return ModelDirectory(directory, model_id(config, records), config, records, entries, stamps)
+
+
+def read_range(file: BinaryIO, start: int, size_bytes: int) -> bytearray:
+    """Raises ``StorageError``: the file ends before. ``OSError`` as the file does."""
+    data = bytearray(size_bytes)
+    left = memoryview(data)
+    file.seek(start)
+    while left:
+        count = file.readinto(left)  # type: ignore[attr-defined]
+        if not count:
+            raise StorageError(f"{file.name} ends {len(left)} bytes before the end of what it should hold")
+        left = left[count:]
+    return data
+
+
+def _digests(path: Path, entries: Mapping[str, TensorEntry], cache: DigestCache) -> tuple[Stamp, dict[str, bytes]]:
+    """The file's stamp, and the digests of what it holds."""
+    with _opened(path) as (file, stamp):
+        known = cache.get(path, stamp)
+        if entries.keys() <= known.keys():
+            return stamp, {name: known[name] for name in entries}
+        found: dict[str, bytes] = {}
+        for name, entry in sorted(entries.items(), key=lambda item: item[1].start):
+            total = xxhash.xxh3_128()
+            for start in range(entry.start, entry.stop, RANGE_BYTES):
+                total.update(read_range(file, start, min(RANGE_BYTES, entry.stop - start)))
+            found[name] = total.digest()
+    cache.put(path, stamp, found)
+    return stamp, found
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[BinaryIO, Stamp]]:
+    """Raises ``StorageError``."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            status = os.fstat(file.fileno())
+            yield file, (status.st_size, status.st_mtime_ns)
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _whole(name: str, size_bytes: int) -> TensorEntry:
+    return TensorEntry(name, FILE, (size_bytes,), 0, size_bytes)
+
+
+def _small_files(directory: Path) -> dict[str, int]:
+    """Name to bytes, of what comes with a model beside its weights."""
+    try:
+        with os.scandir(directory) as entries:
+            found = {
+                each.name: each.stat().st_size
+                for each in entries
+                if is_file_name(each.name) and each.is_file() and each.stat().st_size <= MAX_FILE_BYTES
+            }
+    except OSError as error:
+        raise StorageError(f"cannot list {directory}: {error.strerror or error}") from error
+    return dict(sorted(found.items())[:MAX_FILES])

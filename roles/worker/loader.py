@@ -1,0 +1,163 @@
+"""Loading a part: each tensor that it owns, from this worker's own copy where that is the same, else from a giver."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import xxhash
+
+from p2ptrain.core.errors import ConfigError, ProtocolError, Refused, StorageError
+from p2ptrain.core.ids import new_id
+from p2ptrain.core.tensor_files import ITEM_BYTES, TensorTable
+from p2ptrain.core.threads import Thread
+from p2ptrain.core.world import World
+from roles.compute_thread import ComputeThread
+from roles.model_table import FILE
+from roles.stage_engine import BuildPart, PartBuilder
+from roles.worker.parts import Part, Shelf
+from roles.worker.receiver import Receiver
+from roles.worker.stage_requests import LoadRequest
+from wire.chain_messages import TensorRecord
+
+_DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+WRONG_MODEL = "wrong-model"
+
+OnBytes = Callable[[int, int], None]
+"""Told of (bytes placed, bytes in all)."""
+
+
+class Loader:
+    """Makes parts, one at a time.
+
+    Args:
+        disk: the thread that reads and hashes.
+        unload: lets parts go that are in the way.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        shelf: Shelf,
+        compute: ComputeThread,
+        disk: Thread,
+        build_part: BuildPart,
+        unload: Callable[[list[Part]], Awaitable[None]],
+    ) -> None:
+        self._world, self._shelf, self._compute, self._disk = world, shelf, compute, disk
+        self._build_part, self._unload = build_part, unload
+        self.turn = asyncio.Lock()
+
+    async def load(self, request: LoadRequest, receiver: Receiver, on_bytes: OnBytes) -> tuple[Part, int]:
+        """The part, which is on the shelf now, and how many bytes were read from this worker's own copy.
+
+        Raises:
+            Refused: no room; the giver lies or is gone; the model is another one than the config says.
+            ConfigError, ResourceError: as ``roles.stage_engine.BuildPart``.
+        """
+        spec, what = request.spec, f"layers {request.spec.start} to {request.spec.stop} of {request.name}"
+        records = await receiver.table(spec.config)
+        names = tuple(name for name, record in records.items() if record.dtype != FILE)
+        builder = await self._compute.run(self._build_part, spec, names)
+        wanted = _owned_untrusted(builder, records)
+        weights_bytes = sum(_resident_bytes(record, spec.dtype) for record in wanted)
+        await self._make_room(weights_bytes, f"the weights of {what}")
+        me = object()
+        self._shelf.reserve(me, weights_bytes)
+        try:
+            own = await self._own(request.path)
+            read_bytes = await self._place_all(builder, wanted, own, receiver, on_bytes)
+            engine = await self._compute.run(builder.finish)
+        finally:
+            self._shelf.release(me)
+        part = Part(new_id(), request.model, request.name, spec, engine, self._world.clock.now())
+        cache_bytes = request.positions * engine.cache_position_bytes
+        try:
+            await self._make_room(part.bytes + cache_bytes, f"{what} and {request.positions} positions of cache")
+        except Refused:
+            gone = [part]
+            del builder, engine, part
+            await self._unload(gone)
+            raise
+        self._shelf.parts[part.id] = part
+        return part, read_bytes
+
+    async def _make_room(self, need_bytes: int, what: str) -> None:
+        await self._unload([*self._shelf.make_room(need_bytes, what), *self._shelf.check_number()])
+
+    async def _place_all(
+        self,
+        builder: PartBuilder,
+        wanted: list[TensorRecord],
+        own: TensorTable | None,
+        receiver: Receiver,
+        on_bytes: OnBytes,
+    ) -> int:
+        total_bytes = sum(record.size_bytes for record in wanted)
+        done_bytes = read_bytes = 0
+        from_giver: list[TensorRecord] = []
+        for record in wanted:
+            data = await self._read(own, record) if own is not None else None
+            if data is None:
+                from_giver.append(record)
+                continue
+            await self._compute.run(builder.place, record.name, record.dtype, memoryview(data))
+            read_bytes += record.size_bytes
+            done_bytes += record.size_bytes
+            on_bytes(done_bytes, total_bytes)
+        async for record, data in receiver.tensors(from_giver):
+            if await self._disk.submit(partial(xxhash.xxh3_128_digest, data)) != record.digest:
+                receiver.abort()
+                raise receiver.lied(record)
+            await self._compute.run(builder.place, record.name, record.dtype, memoryview(data))
+            done_bytes += record.size_bytes
+            on_bytes(done_bytes, total_bytes)
+        return read_bytes
+
+    async def _own(self, path: str) -> TensorTable | None:
+        """This worker's copy, where it has one that can be read."""
+        if not path:
+            return None
+        with suppress(StorageError, ConfigError):
+            return await self._disk.submit(partial(TensorTable, Path(path)))
+        return None
+
+    async def _read(self, own: TensorTable, record: TensorRecord) -> bytearray | None:
+        """The tensor from the own copy; None where that is not the same tensor."""
+        entry = own.entries.get(record.name)
+        if entry is None or (entry.dtype, list(entry.shape)) != (record.dtype, record.shape):
+            return None
+
+        def read() -> bytearray | None:
+            data = own.read(record.name)
+            return data if xxhash.xxh3_128_digest(data) == record.digest else None
+
+        with suppress(StorageError):
+            return await self._disk.submit(read)
+        return None
+
+
+def _owned_untrusted(builder: PartBuilder, records: dict[str, TensorRecord]) -> list[TensorRecord]:
+    """The records of what ``builder`` wants.
+
+    Raises:
+        ProtocolError: the model has other tensors than its config says. No memory was taken for them.
+    """
+    owned = []
+    for name, shape in builder.wanted.items():
+        record = records.get(name)
+        if record is None or record.dtype == FILE or tuple(record.shape) != tuple(shape):
+            found = "is missing" if record is None else f"has shape {record.shape}"
+            text = f"{name[:80]} {found}, and by its config the model has it with {list(shape)}"
+            raise ProtocolError(text, remedy="is config.json that of these weights?")
+        owned.append(record)
+    return owned
+
+
+def _resident_bytes(record: TensorRecord, dtype: str) -> int:
+    numel = math.prod(record.shape)
+    return numel * (_DTYPE_BYTES[dtype] if dtype else ITEM_BYTES[record.dtype])

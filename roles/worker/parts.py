@@ -1,0 +1,212 @@
+"""The parts of models that a worker holds: what they take of the memory that it gives, and which must go for another.
+
+A pure core. A part is *in use* while a session is open on it, or a client that asked for it is connected; else it is
+idle: kept for the next client, until its memory is wanted or it was idle for ``IDLE_S``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from p2ptrain.core.errors import Refused
+from p2ptrain.core.serving import PartSpec
+from roles.stage_engine import StageEngine
+from wire.chain_messages import HeldPart
+
+MAX_PARTS = 16
+MAX_SESSIONS = 64
+"""Of one part."""
+IDLE_S = 600.0
+WINDOW_S = 3.0
+"""Over which rates are told."""
+FULL, MEMORY, UNKNOWN_PART = "full", "memory", "unknown-part"
+_WINDOW_WORKS = 4096
+
+
+class Pace:
+    """What was computed within the last seconds."""
+
+    def __init__(self) -> None:
+        self._works: deque[tuple[float, float, int]] = deque(maxlen=_WINDOW_WORKS)
+        self.compute_s = 0.0
+
+    def add(self, now: float, took_s: float, positions: int) -> None:
+        self._works.append((now, took_s, positions))
+        self.compute_s += (took_s - self.compute_s) / 8 if self.compute_s else took_s
+
+    def rates(self, now: float) -> tuple[float, float]:
+        """(share of the time that was computed, positions a second)."""
+        while self._works and self._works[0][0] < now - WINDOW_S:
+            self._works.popleft()
+        busy_s = sum(took_s for _, took_s, _ in self._works)
+        return min(1.0, busy_s / WINDOW_S), sum(each for _, _, each in self._works) / WINDOW_S
+
+    @property
+    def quiet(self) -> bool:
+        return not self._works
+
+
+@dataclass(eq=False)
+class Part:
+    """One part, loaded.
+
+    Attributes:
+        users: sessions and clients for whom it stays.
+        promised: session to the bytes of cache that it may grow to.
+        next: peer id of the next stage of the newest session.
+        out_position_bytes: what one position took on its way there.
+    """
+
+    id: str
+    model: str
+    name: str
+    spec: PartSpec
+    engine: StageEngine
+    idle_since: float
+    users: set[Hashable] = field(default_factory=set)
+    promised: dict[Hashable, int] = field(default_factory=dict)
+    pace: Pace = field(default_factory=Pace)
+    next: str = ""
+    out_position_bytes: float = 0.0
+
+    @property
+    def bytes(self) -> int:
+        return self.engine.weights_bytes + sum(self.promised.values())
+
+
+class Shelf:
+    """See the module's docstring.
+
+    Args:
+        limit_bytes: for weights and promised caches together.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.parts: dict[str, Part] = {}
+        self._reserved: dict[Hashable, int] = {}
+
+    def validate(self) -> None:
+        """Raises ``AssertionError`` where more was promised than there is."""
+        assert sum(part.bytes for part in self.parts.values()) + sum(self._reserved.values()) <= self.limit_bytes
+        assert len(self.parts) <= MAX_PARTS
+        assert all(part.users or not part.promised for part in self.parts.values())
+
+    @property
+    def free_bytes(self) -> int:
+        """What a new part could have: idle ones count as gone."""
+        in_use = sum(part.bytes for part in self.parts.values() if part.users)
+        return max(0, self.limit_bytes - in_use - sum(self._reserved.values()))
+
+    def get(self, part: str) -> Part:
+        """Raises ``Refused``."""
+        found = self.parts.get(part)
+        if found is None:
+            raise Refused(UNKNOWN_PART, f"part {part} is not loaded here", remedy="load it again: part.load")
+        return found
+
+    def find(self, model: str, spec: PartSpec) -> Part | None:
+        """The part that answers the same question, whoever asked for it first."""
+
+        def key(each: PartSpec) -> tuple[int, int, int, str]:
+            return each.start, each.stop, each.layers, each.dtype
+
+        same = (part for part in self.parts.values() if part.model == model and key(part.spec) == key(spec))
+        return next(same, None)
+
+    def make_room(self, need_bytes: int, what: str, *, keep: Part | None = None) -> list[Part]:
+        """The idle parts, longest idle first, that must go so that ``need_bytes`` more can be had. They are forgotten.
+
+        Args:
+            what: the need, in words.
+            keep: stays, whatever happens.
+
+        Raises:
+            Refused: there is no such room even without them; nothing was forgotten.
+        """
+        idle = sorted(
+            (part for part in self.parts.values() if not part.users and part is not keep),
+            key=lambda part: part.idle_since,
+        )
+        left = self.limit_bytes - sum(part.bytes for part in self.parts.values()) - sum(self._reserved.values())
+        going: list[Part] = []
+        for part in idle:
+            if left >= need_bytes:
+                break
+            going.append(part)
+            left += part.bytes
+        if left < need_bytes:
+            raise Refused(
+                MEMORY,
+                f"{what} need {size_text(need_bytes)}, and {size_text(max(left, 0))} of {size_text(self.limit_bytes)}"
+                " that this worker gives to parts are free",
+                remedy="ask for fewer positions, split the model further, or start the worker with a larger --memory",
+            )
+        for part in going:
+            del self.parts[part.id]
+        return going
+
+    def reserve(self, who: Hashable, size_bytes: int) -> None:
+        """For a part that is being loaded, until ``release``."""
+        self._reserved[who] = size_bytes
+
+    def release(self, who: Hashable) -> None:
+        self._reserved.pop(who, None)
+
+    def check_number(self) -> list[Part]:
+        """The parts that must go for one more, by their number. Raises ``Refused``."""
+        if len(self.parts) < MAX_PARTS:
+            return []
+        idle = [part for part in self.parts.values() if not part.users]
+        if not idle:
+            raise Refused(FULL, f"this worker holds {MAX_PARTS} parts, all in use", remedy="try another worker")
+        oldest = min(idle, key=lambda part: part.idle_since)
+        del self.parts[oldest.id]
+        return [oldest]
+
+    def leave(self, part: Part, user: Hashable, now: float) -> None:
+        """``user`` needs it no more, nor the cache that was promised to it."""
+        part.users.discard(user)
+        part.promised.pop(user, None)
+        if not part.users:
+            part.idle_since = now
+
+    def expired(self, now: float, *, idle_s: float = IDLE_S) -> list[Part]:
+        """Those that were idle for too long. They are forgotten."""
+        gone = [part for part in self.parts.values() if not part.users and now - part.idle_since >= idle_s]
+        for part in gone:
+            del self.parts[part.id]
+        return gone
+
+    def told(self, part: Part, now: float, sessions: int) -> HeldPart:
+        """What the seed and people are told of it."""
+        busy, tokens_per_s = part.pace.rates(now)
+        engine, spec = part.engine, part.spec
+        return HeldPart(
+            part=part.id,
+            model=part.model,
+            name=part.name,
+            start=spec.start,
+            stop=spec.stop,
+            layers=spec.layers,
+            dtype=spec.dtype or engine.encoding,
+            weights_bytes=engine.weights_bytes,
+            cache_bytes=sum(part.promised.values()),
+            limit_bytes=self.limit_bytes,
+            sessions=sessions,
+            compute_ms=1000 * part.pace.compute_s,
+            busy=busy,
+            tokens_per_s=tokens_per_s,
+            out_position_bytes=part.out_position_bytes,
+            next=part.next,
+        )
+
+
+def size_text(size_bytes: int) -> str:
+    """``1.50 GiB``."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size_bytes >= factor:
+            return f"{size_bytes / factor:.2f} {unit}"
+    return f"{size_bytes} bytes"

@@ -1,0 +1,155 @@
+"""Taking a model's tensors from a giver: each verified against a table that leads to the model's id.
+
+Little more than one tensor is in memory: the one that is being placed, and behind it as many as fit
+``AHEAD_BYTES``, so that the wire is busy while one is placed and many small ones do not cost a round trip each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+
+from p2ptrain.core.errors import NetworkError, P2PTrainError, PeerError, ProtocolError, Refused, ResourceError
+from roles.model_table import RANGE_BYTES, TableTaker, model_id
+from roles.worker.stage_links import QUIET_S, Line
+from wire.chain_messages import TensorGone, TensorRecord, TensorRequest, TensorsPage, TensorsRequest
+from wire.connection import Connection
+
+AHEAD_BYTES = 32 << 20
+GIVER = "giver"
+"""Code of the refusal that says that whoever gives the tensors is at fault."""
+
+
+@dataclass(slots=True, eq=False)
+class _Wanted:
+    record: TensorRecord
+    data: bytearray
+    parts: list[asyncio.Future[None]] = field(default_factory=list)
+
+
+class Receiver:
+    """One connection to a giver, for one load at a time.
+
+    Args:
+        giver: who it is, for people.
+
+    Attributes:
+        received_bytes: of tensors.
+        turn: held by the load that uses it.
+    """
+
+    def __init__(self, connection: Connection, model: str, giver: str, *, silence_s: float = QUIET_S) -> None:
+        self._model, self._giver = model, giver
+        self._line = Line(connection, silence_s)
+        self._page: asyncio.Future[TensorsPage] | None = None
+        self._streams = 0
+        self.received_bytes = 0
+        self.turn = asyncio.Lock()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Receiver]:
+        """Listen inside; afterwards the connection is closed."""
+        async with self._line.alive():
+            listening = asyncio.create_task(self._listen(), name="receive tensors")
+            try:
+                yield self
+            finally:
+                listening.cancel()
+                await asyncio.gather(listening, return_exceptions=True)
+
+    async def closed(self) -> None:
+        """Wait until the giver is gone."""
+        await self._line.connection.closed.wait()
+
+    def abort(self) -> None:
+        """The giver is at fault."""
+        self._line.connection.abort()
+
+    def settle(self) -> None:
+        """The load ended. Where something that it asked for may still come, the connection is of no more use."""
+        if self._line.waits:
+            self._line.connection.abort()
+
+    async def table(self, config: str) -> dict[str, TensorRecord]:
+        """What the giver has, by name, verified by the model's id.
+
+        Raises:
+            Refused: it lies, refuses, or is gone; the giver is named.
+        """
+        taker = TableTaker()
+        with self._named():
+            while not taker.complete:
+                self._page = self._line.pending()
+                self._line.connection.send(TensorsRequest(self._model, len(taker.records)))
+                page = await self._line.landed(self._page)
+                if page.error:
+                    raise ProtocolError(page.error[:400])
+                taker.take_untrusted(page)
+            found = model_id(config, taker.records.values())
+            if found != self._model:
+                raise ProtocolError(f"its table is that of model {found}, not of {self._model}")
+        return taker.records
+
+    async def tensors(self, records: Sequence[TensorRecord]) -> AsyncIterator[tuple[TensorRecord, bytearray]]:
+        """The bytes of each, in order. The caller verifies them, on a thread of its own.
+
+        Raises:
+            Refused: the giver has them no more, or is gone; it is named.
+            ResourceError: no memory for one.
+        """
+        ahead: deque[_Wanted] = deque()
+        rest, ahead_bytes = deque(records), 0
+        while rest or ahead:
+            with self._named():
+                while rest and (not ahead or ahead_bytes + rest[0].size_bytes <= AHEAD_BYTES):
+                    ahead.append(self._ask(rest.popleft()))
+                    ahead_bytes += ahead[-1].record.size_bytes
+                wanted = ahead.popleft()
+                for part in wanted.parts:
+                    await self._line.landed(part)
+            ahead_bytes -= wanted.record.size_bytes
+            self.received_bytes += wanted.record.size_bytes
+            yield wanted.record, wanted.data
+
+    def lied(self, record: TensorRecord) -> Refused:
+        """The error that tells that other bytes came than the table says."""
+        return self._refusal(f"{record.name[:200]} is not what its table says: the bytes have another digest")
+
+    def _ask(self, record: TensorRecord) -> _Wanted:
+        try:
+            wanted = _Wanted(record, bytearray(record.size_bytes))
+        except MemoryError:
+            raise ResourceError(f"no memory for {record.name[:80]}: {record.size_bytes} bytes") from None
+        view = memoryview(wanted.data)
+        for start in range(0, record.size_bytes, RANGE_BYTES):
+            stop = min(start + RANGE_BYTES, record.size_bytes)
+            self._streams += 1
+            wanted.parts.append(self._line.post(view[start:stop], stream=self._streams))
+            self._line.connection.send(TensorRequest(self._model, record.name, start, stop, self._streams))
+        return wanted
+
+    async def _listen(self) -> None:
+        try:
+            async for message in self._line.messages():
+                match message:
+                    case TensorsPage() if self._page is not None and not self._page.done():
+                        self._page.set_result(message)
+                    case TensorGone(_, reason):
+                        raise ProtocolError(f"it cannot give what it promised: {reason[:400]}")
+                    case _:
+                        raise ProtocolError(f"a giver of tensors sent {type(message).__name__}")
+        except P2PTrainError as problem:
+            self._line.connection.abort(problem)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except (PeerError, NetworkError) as problem:
+            raise self._refusal(problem.message) from problem
+
+    def _refusal(self, text: str) -> Refused:
+        return Refused(GIVER, f"{self._giver}, who gives the model: {text}", remedy="load it from another copy")

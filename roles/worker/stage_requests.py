@@ -1,0 +1,253 @@
+"""What a client of a split model asks of a worker, as it comes off the wire: the parameters of the chain's requests."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from p2ptrain.core.activations import ELEMENT_BYTES
+from p2ptrain.core.errors import ProtocolError
+from p2ptrain.core.ids import is_id
+from p2ptrain.core.serving import PartSpec, Sampling
+
+MAX_POSITIONS = 1 << 20
+MAX_LAYERS = 4096
+MAX_STAGES = 64
+MAX_ATTEMPT = 1 << 31
+MAX_CONFIG_CHARS = 48 << 10
+MAX_PATH_CHARS = 4096
+NAME_CHARS = 200
+SHORTEST_SILENCE_S, LONGEST_SILENCE_S = 0.1, 600.0
+DTYPES = ("", "fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a peer is dialled. An empty ``host`` is the seed's."""
+
+    peer: str
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """``part.load``. ``giver``: None where the client gives. ``path``: empty where this worker has no copy."""
+
+    model: str
+    name: str
+    spec: PartSpec
+    positions: int
+    path: str
+    giver: Place | None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRequest:
+    """``session.open``. ``next``: None on the last stage."""
+
+    session: str
+    part: str
+    index: int
+    stages: int
+    positions: int
+    attempt: int
+    next: Place | None
+    encoding: str
+    prefill_encoding: str
+    sampling: Sampling
+    silence_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRequest:
+    """Which session of a client is meant. ``index``: of the stage, where one worker has several; -1: the only one."""
+
+    session: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeRequest:
+    """``session.resume``."""
+
+    which: SessionRequest
+    attempt: int
+    keep: int
+    next: Place | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayRequest:
+    """``session.replay``."""
+
+    which: SessionRequest
+    attempt: int
+    number: int
+    stop: int
+    last: int
+
+
+Params = Mapping[str, Any]
+
+
+def load_untrusted(params: Params, *, device: str) -> LoadRequest:
+    """Raises ``ProtocolError``."""
+    layers = _number(params, "layers", 1, MAX_LAYERS)
+    start, stop = _number(params, "start", 0, layers - 1), _number(params, "stop", 1, layers)
+    config, dtype, giver = _text(params, "config", MAX_CONFIG_CHARS), _text(params, "dtype", 8), params.get("giver")
+    if start >= stop:
+        raise ProtocolError(f"layers [{start}, {stop}) are none")
+    if dtype not in DTYPES:
+        raise ProtocolError(f"{dtype!r} is no dtype of a model; there are {', '.join(DTYPES[1:])}")
+    if giver not in ("caller", "peer"):
+        raise ProtocolError("a part's giver is 'caller' or 'peer'")
+    _json_object_untrusted(config)
+    place = None
+    if giver == "peer":
+        asked = {"peer": params.get("giver_peer"), "host": params.get("giver_host"), "port": params.get("giver_port")}
+        place = place_untrusted(asked)
+    path = _text(params, "path", MAX_PATH_CHARS)
+    if "\0" in path:
+        raise ProtocolError("a path with a zero character")
+    return LoadRequest(
+        model=_id(params, "model"),
+        name=printable(_text(params, "name", MAX_PATH_CHARS)),
+        spec=PartSpec(config, start, stop, layers, dtype, device),
+        positions=_number(params, "positions", 0, MAX_POSITIONS),
+        path=path,
+        giver=place,
+    )
+
+
+def open_untrusted(params: Params) -> OpenRequest:
+    """Raises ``ProtocolError``."""
+    stages = _number(params, "stages", 1, MAX_STAGES)
+    index = _number(params, "index", 0, stages - 1)
+    following = params.get("next")
+    if (following is None) != (index == stages - 1):
+        raise ProtocolError("the last stage has no next one, and every other has")
+    temperature = _real(params, "temperature", 0.0, 1e6)
+    top_p = _real(params, "top_p", 0.0, 1.0)
+    sampling = Sampling(
+        temperature, _number(params, "top_k", 0, 1 << 31), top_p, _number(params, "seed", 0, (1 << 63) - 1)
+    )
+    return OpenRequest(
+        session=_id(params, "session"),
+        part=_id(params, "part"),
+        index=index,
+        stages=stages,
+        positions=_number(params, "positions", 1, MAX_POSITIONS),
+        attempt=_number(params, "attempt", 0, MAX_ATTEMPT),
+        next=None if following is None else place_untrusted(following),
+        encoding=_encoding(params, "encoding"),
+        prefill_encoding=_encoding(params, "prefill_encoding"),
+        sampling=sampling,
+        silence_s=_real(params, "silence_s", SHORTEST_SILENCE_S, LONGEST_SILENCE_S),
+    )
+
+
+def resume_untrusted(params: Params) -> ResumeRequest:
+    """Raises ``ProtocolError``."""
+    following = params.get("next")
+    return ResumeRequest(
+        which=session_untrusted(params),
+        attempt=_number(params, "attempt", 0, MAX_ATTEMPT),
+        keep=_number(params, "keep", 0, MAX_POSITIONS),
+        next=None if following is None else place_untrusted(following),
+    )
+
+
+def replay_untrusted(params: Params) -> ReplayRequest:
+    """Raises ``ProtocolError``."""
+    return ReplayRequest(
+        which=session_untrusted(params),
+        attempt=_number(params, "attempt", 0, MAX_ATTEMPT),
+        number=_number(params, "number", 0, 1 << 53),
+        stop=_number(params, "stop", 0, MAX_POSITIONS),
+        last=_number(params, "last", 0, MAX_STAGES - 1),
+    )
+
+
+def session_untrusted(params: Params) -> SessionRequest:
+    """Raises ``ProtocolError``."""
+    return SessionRequest(_id(params, "session"), _number({"index": -1, **params}, "index", -1, MAX_STAGES - 1))
+
+
+def part_untrusted(params: Params) -> str:
+    """Raises ``ProtocolError``."""
+    return _id(params, "part")
+
+
+def path_untrusted(params: Params) -> str:
+    """An absolute path of this machine. Raises ``ProtocolError``."""
+    path = _text(params, "path", MAX_PATH_CHARS)
+    if not path or "\0" in path:
+        raise ProtocolError("model.open needs the path of a directory")
+    return path
+
+
+def place_untrusted(item: object) -> Place:
+    """Raises ``ProtocolError``."""
+    if isinstance(item, dict):
+        peer, host, port = item.get("peer"), item.get("host"), item.get("port")
+        texts = isinstance(peer, str) and is_id(peer) and isinstance(host, str) and len(host) <= 255
+        if texts and type(port) is int and 0 < port < 65536:
+            return Place(str(peer), str(host), port)
+    raise ProtocolError("a stage to dial is {peer, host, port}")
+
+
+def printable(text: str) -> str:
+    """What a peer calls something, for a terminal."""
+    return "".join(each if each.isprintable() else "?" for each in text)[:NAME_CHARS]
+
+
+# ---------------------------------------------------------------------------------------------------- single values
+
+
+def _json_object_untrusted(text: str) -> None:
+    """Raises ``ProtocolError``."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"a model's config that is not JSON ({type(error).__name__})") from None
+    if not isinstance(value, dict):
+        raise ProtocolError("a model's config that is no JSON object")
+
+
+def _number(params: Params, name: str, least: int, most: int) -> int:
+    value = params.get(name)
+    if type(value) is not int or not least <= value <= most:
+        raise ProtocolError(f"{name} must be a whole number from {least} to {most}")
+    return value
+
+
+def _real(params: Params, name: str, least: float, most: float) -> float:
+    value = params.get(name)
+    if type(value) not in (int, float) or not math.isfinite(value) or not least <= value <= most:  # type: ignore[arg-type, operator]
+        raise ProtocolError(f"{name} must be a number from {least:g} to {most:g}")
+    return float(value)  # type: ignore[arg-type]
+
+
+def _text(params: Params, name: str, most: int) -> str:
+    value = params.get(name)
+    if not isinstance(value, str) or len(value) > most:
+        raise ProtocolError(f"{name} must be text of at most {most} characters")
+    return value
+
+
+def _id(params: Params, name: str) -> str:
+    value = params.get(name)
+    if not isinstance(value, str) or not is_id(value):
+        raise ProtocolError(f"{name} must be an id")
+    return value
+
+
+def _encoding(params: Params, name: str) -> str:
+    value = params.get(name)
+    if not isinstance(value, str) or value not in ELEMENT_BYTES:
+        raise ProtocolError(f"{name} must be one of {', '.join(ELEMENT_BYTES)}")
+    return value

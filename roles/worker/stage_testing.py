@@ -1,0 +1,345 @@
+"""Stages without a seed, and a client that says what it is told to say, for tests. Virtual time will do."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.errors import ConnectionLost, P2PTrainError
+from p2ptrain.core.serving import Sampling
+from p2ptrain.core.threads import Thread, settle
+from p2ptrain.core.world import LoopClock, Network, World
+from roles.compute_thread import ComputeThread
+from roles.model_directory import DigestCache, ModelDirectory, open_model
+from roles.stage_stand_in import StandIns
+from roles.worker.giver import give
+from roles.worker.links import Prober
+from roles.worker.stage_links import Line
+from roles.worker.stages import Stages, StageSurroundings
+from wire.calls import Calls
+from wire.chain_messages import CHAIN_STREAM, ChainBroken, PartLoading, PartsHeld, Picked, Took, Work
+from wire.connection import Connection
+from wire.handshake import Server, dial, local_hello, local_welcome, serve
+from wire.messages import Hello, Message, Refuse, Response, Welcome
+
+T = TypeVar("T")
+PORT = 4000
+
+
+class LoopThreads:
+    """Threads whose calls run on the event loop, one after another.
+
+    Attributes:
+        call_s: what a call of the thread of that name takes, in the loop's time.
+    """
+
+    def __init__(self) -> None:
+        self.call_s: dict[str, float] = {}
+
+    def start(self, name: str) -> Thread:
+        return _LoopThread(self, name)
+
+
+class _LoopThread:
+    def __init__(self, threads: LoopThreads, name: str) -> None:
+        self._threads, self._name = threads, name
+        self._free_at = 0.0
+
+    def submit(self, call: Callable[[], T]) -> asyncio.Future[T]:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        begin_at = max(loop.time(), self._free_at)
+        self._free_at = begin_at + self._threads.call_s.get(self._name, 0.0)
+        loop.call_at(begin_at, self._begin, call, future, self._free_at)
+        return future
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+    def _begin(self, call: Callable[[], Any], future: asyncio.Future[Any], end_at: float) -> None:
+        if future.cancelled():
+            return
+        result: Any = None
+        problem: BaseException | None = None
+        try:
+            result = call()
+        except BaseException as raised:  # noqa: BLE001 - carried to the caller, as the real thread does it
+            problem = raised
+        asyncio.get_running_loop().call_at(end_at, settle, future, result, problem)
+
+
+@dataclass
+class Stage:
+    """One worker, as far as split models go. It goes by its host's name and listens on ``PORT``."""
+
+    name: str
+    network: Network
+    directory: Path
+    stand_ins: StandIns = field(default_factory=StandIns)
+    threads: Any = field(default_factory=LoopThreads)
+    told: list[PartsHeld] = field(default_factory=list)
+    problems: list[P2PTrainError] = field(default_factory=list)
+
+    async def start(self) -> None:
+        world = World(LoopClock(), self.network, RealDisk(), random.Random(1), self.threads)  # noqa: S311 - jitter
+        around = StageSurroundings(
+            world=world,
+            peer_id=self.name,
+            name=self.name,
+            directory=self.directory,
+            compute=ComputeThread(self.threads),
+            prober=Prober(world, peer_id=self.name, name=self.name, seed_host=""),
+            seed_host=lambda: "seed",
+            say=lambda message: self.told.append(message) if isinstance(message, PartsHeld) else None,
+            shown="stand-in",
+        )
+        self.stages = Stages(around, self.stand_ins.holding)
+        self._run = asyncio.create_task(self.stages.run(), name=self.name)
+        self.server: Server = await serve(
+            self.network,
+            "0.0.0.0",  # noqa: S104 - under its own name
+            PORT,
+            decide=self._decide,
+            serve=self.stages.serve,
+            on_problem=lambda problem, _: self.problems.append(problem),
+        )
+
+    async def _decide(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
+        return self.stages.decide(hello) or local_welcome(peer_id=self.name, name=self.name, wall=0.0)
+
+    async def stop(self) -> None:
+        self._run.cancel()
+        result = await asyncio.gather(self._run, return_exceptions=True)
+        await self.server.close()
+        self.stages.shelf.validate()
+        unexpected = [item for item in result if not isinstance(item, asyncio.CancelledError)]
+        assert not unexpected, unexpected
+
+    @property
+    def sessions(self) -> int:
+        """Open in its engines."""
+        return sum(len(engine.sessions) for engine in self.stand_ins.engines)
+
+
+class TestClient:
+    """A client's connection to one worker. Answers to works are kept in the order in which they came.
+
+    Attributes:
+        heard: ``Picked``, ``Took`` and ``ChainBroken``.
+        progress: ``PartLoading``.
+    """
+
+    __test__ = False
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.heard: asyncio.Queue[Message] = asyncio.Queue()
+        self.progress: list[PartLoading] = []
+        self.given_bytes = 0
+        self._calls = Calls()
+
+    async def ask(
+        self, method: str, params: dict[str, Any] | None = None, *, timeout_s: float = 60.0
+    ) -> dict[str, Any]:
+        return await self._calls.ask(self.connection.send, method, params or {}, whom="it", timeout_s=timeout_s)
+
+    def give(self, work: Work, payload: bytes) -> None:
+        self.connection.send(work)
+        self.connection.send_bulk(memoryview(payload), generation=0, stream=CHAIN_STREAM)
+
+    async def next(self, timeout_s: float = 60.0) -> Message:
+        async with asyncio.timeout(timeout_s):
+            return await self.heard.get()
+
+    async def listen(self, line: Line) -> None:
+        async with line.alive():
+            async for message in line.messages():
+                if isinstance(message, Response):
+                    self._calls.answered(message)
+                elif isinstance(message, PartLoading):
+                    self.progress.append(message)
+                else:
+                    assert isinstance(message, Picked | Took | ChainBroken), message
+                    self.heard.put_nowait(message)
+        self._calls.lost("it")
+
+
+@asynccontextmanager
+async def client_of(
+    network: Network, host: str, port: int = PORT, *, peer_id: str = "client", silence_s: float = 2.0
+) -> AsyncIterator[TestClient]:
+    """Dial a worker as a client."""
+    hello = local_hello(peer_id=peer_id, name=peer_id, roles=[], purpose="chain")
+    connection, _ = await dial(network, host, port, hello, timeout_s=5)
+    client = TestClient(connection)
+    listening = asyncio.create_task(_listening(client, silence_s), name="client")
+    try:
+        yield client
+    finally:
+        connection.abort()
+        listening.cancel()
+        await asyncio.gather(listening, return_exceptions=True)
+
+
+async def _listening(client: TestClient, silence_s: float) -> None:
+    try:
+        await client.listen(Line(client.connection, silence_s))
+    except P2PTrainError as problem:
+        client._calls.lost(problem.message)
+
+
+def model_at(directory: Path, cache: Path) -> ModelDirectory:
+    return open_model(directory, DigestCache(RealDisk(), cache / "digests.json"))
+
+
+@asynccontextmanager
+async def giving(
+    network: Network, host: str, model: ModelDirectory, port: int = PORT, *, peer_id: str = "client"
+) -> AsyncIterator[Connection]:
+    """Give ``model`` to a worker inside, as its client."""
+    hello = local_hello(peer_id=peer_id, name=peer_id, roles=[], purpose="give", job=model.model)
+    connection, _ = await dial(network, host, port, hello, timeout_s=5)
+    task = asyncio.create_task(give(connection, model, LoopThreads().start("files")))
+    try:
+        yield connection
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await connection.close()
+
+
+def load_params(model: ModelDirectory, start: int, stop: int, layers: int, **changes: Any) -> dict[str, Any]:
+    """The parameters of ``part.load`` for a client that gives."""
+    return {
+        "model": model.model,
+        "name": "stand-in",
+        "config": model.config,
+        "start": start,
+        "stop": stop,
+        "layers": layers,
+        "dtype": "fp32",
+        "positions": 64,
+        "path": "",
+        "giver": "caller",
+        "giver_peer": "",
+        "giver_host": "",
+        "giver_port": 0,
+    } | changes
+
+
+def open_params(
+    session: str, part: str, index: int, stages: int, next_host: str = "", **changes: Any
+) -> dict[str, Any]:
+    """The parameters of ``session.open``."""
+    following = {"peer": next_host, "host": next_host, "port": PORT} if next_host else None
+    return {
+        "session": session,
+        "part": part,
+        "index": index,
+        "stages": stages,
+        "positions": 64,
+        "attempt": 0,
+        "next": following,
+        "encoding": "fp32",
+        "prefill_encoding": "int8",
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "seed": 0,
+        "silence_s": 2.0,
+    } | changes
+
+
+def sampling_params(sampling: Sampling) -> dict[str, Any]:
+    return {
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "seed": sampling.seed,
+    }
+
+
+def ids_work(session: str, ids: Sequence[int], *, keep: int, last: int, **changes: Any) -> tuple[Work, bytes]:
+    """A work for the first stage, whose last position's token is picked, and its payload."""
+    values: dict[str, Any] = {"attempt": 0, "number": 0, "encoding": "ids", "picks": 1, "draw": 0} | changes
+    work = Work(session=session, keep=keep, count=len(ids), last=last, **values)
+    return work, np.array(ids, "<i4").tobytes()
+
+
+@dataclass
+class TestChain:
+    """Stages and a client's connection to each, the first stage's first."""
+
+    __test__ = False
+
+    stages: list[Stage]
+    clients: list[TestClient]
+    parts: list[str]
+    model: ModelDirectory
+
+    async def open(self, session: str, **changes: Any) -> None:
+        """Open a session on all of them, the last one first."""
+        count = len(self.stages)
+        for index in reversed(range(count)):
+            following = self.stages[index + 1].name if index + 1 < count else ""
+            params = open_params(session, self.parts[index], index, count, following, **changes)
+            await self.clients[index].ask("session.open", params)
+
+    async def generate(self, session: str, prompt: Sequence[int], tokens: int, *, keep: int = 0) -> list[int]:
+        made: list[int] = []
+        ids = list(prompt)
+        for draw in range(tokens):
+            work = ids_work(session, ids, keep=keep, last=len(self.stages) - 1, number=draw, draw=draw)
+            self.clients[0].give(*work)
+            keep += len(ids)
+            picked = await self.clients[-1].next()
+            assert isinstance(picked, Picked), picked
+            assert (picked.session, picked.number, len(picked.spent_us)) == (session, draw, len(self.stages))
+            ids = [int(np.frombuffer(picked.tokens, "<i4")[0])]
+            made += ids
+        return made
+
+
+@asynccontextmanager
+async def chain_of(
+    network: Any, directory: Path, model: ModelDirectory, cuts: Sequence[int], *, client: str = "client", **holding: Any
+) -> AsyncIterator[TestChain]:
+    """As many stages as ``cuts`` say, with their parts loaded from the client, and the client's connections."""
+    stages = [
+        Stage(f"w{index}", network.at(f"w{index}"), directory / f"w{index}", StandIns(**holding))
+        for index in range(len(cuts) - 1)
+    ]
+    chain = TestChain(stages, [], [], model)
+    entered: list[Any] = []
+    try:
+        for index, stage in enumerate(stages):
+            await stage.start()
+            context = client_of(network.at(client), stage.name)
+            chain.clients.append(await context.__aenter__())
+            entered.append(context)
+            async with giving(network.at(client), stage.name, model):
+                loaded = await chain.clients[-1].ask(
+                    "part.load", load_params(model, cuts[index], cuts[index + 1], cuts[-1])
+                )
+            chain.parts.append(loaded["part"])
+        yield chain
+    finally:
+        for context in entered:
+            await context.__aexit__(None, None, None)
+        for stage in stages:
+            await stage.stop()
+
+
+async def lost(client: TestClient) -> ConnectionLost | P2PTrainError:
+    """Wait until the worker closed the connection; why."""
+    async with asyncio.timeout(60):
+        await client.connection.closed.wait()
+    return client.connection.close_cause or ConnectionLost("closed here")

@@ -1,0 +1,452 @@
+"""A worker's side of split models: it holds parts, computes works as a stage, and gives what it has.
+
+Who dials, and why (the ``Hello``'s purpose):
+
+``chain``   a client: asks for parts and sessions, gives the first stage its works, and hears of tokens.
+``stage``   the stage before this one in a session (``Hello.job``); ``Hello.generation`` is the index of this stage.
+``model``   another worker, or a client, for the tensors of a model (``Hello.job``) that a client has this worker give.
+``give``    a client, to give the tensors of a model (``Hello.job``) over this second connection of its own.
+
+What is there for a client's sake ends with its ``chain`` connection: its sessions, and its right to give. Parts stay
+(``roles.worker.parts``).
+
+Who knows a session's id may give its stage works: ids are secrets between a client and its stages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from p2ptrain.core.errors import NetworkError, P2PTrainError, ProtocolError, Refused
+from p2ptrain.core.ids import is_id
+from p2ptrain.core.world import World
+from roles.compute_thread import ComputeThread
+from roles.model_directory import CACHE_FILE, DigestCache, ModelDirectory, open_model
+from roles.stage_engine import BuildPart
+from roles.worker.background import Background
+from roles.worker.giver import give
+from roles.worker.links import Prober, targets_untrusted, to_result
+from roles.worker.loader import Loader
+from roles.worker.parts import IDLE_S, Part, Shelf
+from roles.worker.receiver import GIVER, Receiver
+from roles.worker.stage_links import DIAL_S, QUIET_S, Line, of_session
+from roles.worker.stage_requests import (
+    LoadRequest,
+    Place,
+    load_untrusted,
+    open_untrusted,
+    part_untrusted,
+    path_untrusted,
+    replay_untrusted,
+    resume_untrusted,
+    session_untrusted,
+)
+from roles.worker.stage_works import UNKNOWN_SESSION, Caller, StageWorks
+from wire.chain_messages import PartLoading, PartsHeld, Work
+from wire.connection import Connection
+from wire.handshake import RefusalCode, dial, local_hello
+from wire.messages import Hello, Message, Refuse, Request, Response
+
+PURPOSES = frozenset({"chain", "stage", "model", "give"})
+MAX_CALLERS = 64
+MAX_REQUESTS = 32
+"""Of one client that are being answered at a time."""
+MAX_GIVERS = 64
+MAX_MODELS = 16
+"""Directories that a client has this worker give at a time."""
+BEAT_S = 0.5
+"""A client hears from this worker so often, before it has said what silence means to it."""
+GIVE_WAIT_S = 10.0
+TELL_S = 1.0
+LOADING_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What it takes to hold parts.
+
+    Attributes:
+        limit_bytes: what this worker gives to parts and their caches.
+        device: asked for, as of ``compute.device.pick_device``.
+        stream_bps: how fast a matrix-vector pass reads weights here; called once, on the compute thread.
+        free_bytes: of the device's memory, now.
+    """
+
+    build_part: BuildPart
+    limit_bytes: int
+    stream_bps: Callable[[], float]
+    free_bytes: Callable[[], int]
+    device: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class StageSurroundings:
+    """What the stages of a worker need of it.
+
+    Attributes:
+        directory: of its state.
+        seed_host: dialled where a place names no host.
+        say: to the seed.
+        shown: the device, for people.
+    """
+
+    world: World
+    peer_id: str
+    name: str
+    directory: Path
+    compute: ComputeThread
+    prober: Prober
+    seed_host: Callable[[], str]
+    say: Callable[[Message], None]
+    shown: str = ""
+
+
+@dataclass(eq=False)
+class _Client(Caller):
+    """A client, the parts that stay for it, and the directories that are given for it."""
+
+    parts: set[Part] = field(default_factory=set)
+    models: dict[str, ModelDirectory] = field(default_factory=dict)
+    answers: Background = field(default_factory=Background)
+
+
+class Stages:
+    """See the module's docstring."""
+
+    def __init__(self, around: StageSurroundings, holding: Holding) -> None:
+        self._around, self._holding = around, holding
+        self._world, self._now = around.world, around.world.clock.now
+        self.shelf = Shelf(holding.limit_bytes)
+        self.works = StageWorks(
+            around.world,
+            self.shelf,
+            around.compute,
+            peer_id=around.peer_id,
+            name=around.name,
+            seed_host=around.seed_host,
+            on_change=self._changed,
+        )
+        self._disk = around.world.threads.start("model files")
+        self._loader = Loader(
+            around.world, self.shelf, around.compute, self._disk, holding.build_part, self.works.unload
+        )
+        self._digests = DigestCache(around.world.disk, around.directory / CACHE_FILE)
+        self._hashing = asyncio.Lock()
+        self._clients: set[_Client] = set()
+        self._givers: dict[tuple[str, str], Receiver] = {}
+        self._giver_came = asyncio.Condition()
+        self._stream_bps = 0.0
+        self._news = asyncio.Event()
+
+    # --------------------------------------------------------------------------------------------------- for the worker
+
+    async def run(self) -> None:
+        """Compute works, and let go of what nobody used for long, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.works.run(), name="works")
+            tasks.create_task(self._tend(), name="parts")
+
+    def close(self) -> None:
+        self._disk.close()
+
+    def seed_up(self) -> None:
+        """A seed that has just been found knows nothing of this worker's parts."""
+        if self.shelf.parts:
+            self._tell()
+
+    async def job_assigned(self) -> None:
+        """A job needs memory too: idle parts go where less than half of what they may have is free."""
+        if self._holding.free_bytes() < self.shelf.limit_bytes / 2:
+            await self.works.unload(self.shelf.expired(self._now(), idle_s=0.0))
+
+    def decide(self, hello: Hello) -> Refuse | None:
+        """Who is let in. Raises nothing; None where it is."""
+        match hello.purpose:
+            case "chain" if len(self._clients) >= MAX_CALLERS:
+                return Refuse(
+                    RefusalCode.BUSY, f"{MAX_CALLERS} clients are connected to this worker", "try another one"
+                )
+            case "stage" if "worker" not in hello.roles:
+                return Refuse(RefusalCode.ROLE, "only workers are stages")
+            case "stage" if of_session(hello) not in self.works.sessions:
+                return Refuse(UNKNOWN_SESSION, "that session is not open here", "open it on the last stage first")
+            case "model" if self._given(hello.job) is None:
+                return Refuse("unknown-model", f"model {hello.job[:40]!r} is not given here", "ask it to: model.open")
+            case "give" if hello.peer_id not in {client.peer_id for client in self._clients}:
+                return Refuse(RefusalCode.NOT_A_MEMBER, "who gives a model must be a client of this worker")
+            case "give" if not is_id(hello.job) or (hello.peer_id, hello.job) in self._givers:
+                return Refuse("duplicate", "that model is being given by this client already")
+            case "give" if len(self._givers) >= MAX_GIVERS:
+                return Refuse(RefusalCode.BUSY, f"{MAX_GIVERS} clients are giving models to this worker")
+        return None
+
+    async def serve(self, connection: Connection, hello: Hello) -> None:
+        """Serve who was let in, until it is gone. Raises ``P2PTrainError``: what it did wrong."""
+        match hello.purpose:
+            case "chain":
+                await self._serve_client(connection, hello)
+            case "stage" if (session := self.works.sessions.get(of_session(hello))) is not None:
+                connection.tune_for_bulk()
+                with suppress(NetworkError):  # the client sees to it
+                    await self.works.serve_stage(connection, session)
+            case "model" if (model := self._given(hello.job)) is not None:
+                await give(connection, model, self._disk)
+            case "give":
+                await self._take_giver(connection, hello)
+
+    # --------------------------------------------------------------------------------------------------------- clients
+
+    async def _serve_client(self, connection: Connection, hello: Hello) -> None:
+        client = _Client(Line(connection, QUIET_S, beat_s=BEAT_S), hello.peer_id)
+        self._clients.add(client)
+        try:
+            async with client.line.alive():
+                async for message in client.line.messages():
+                    await self._heard(client, message)
+        except NetworkError:
+            return  # it is gone, in its own way
+        finally:
+            self._clients.discard(client)
+            self.works.close_all_of(client)
+            for part in client.parts:
+                self.shelf.leave(part, client, self._now())
+            self._changed()
+            await client.answers.cancel()
+
+    async def _heard(self, client: _Client, message: Message) -> None:
+        match message:
+            case Work():
+                session = self.works.sessions.get((message.session, 0))
+                if session is not None and session.caller is not client:
+                    raise ProtocolError("a work of a session of another client")
+                await self.works.take(client.line, message, session)
+            case Request() if len(client.answers) >= MAX_REQUESTS:
+                client.say(Response(message.id, {}, RefusalCode.BUSY, "too many requests at a time"))
+            case Request():
+                client.answers.start(self._answer(client, message), f"answer {message.method[:40]}")
+            case _:
+                raise ProtocolError(f"a client sent {type(message).__name__}")
+
+    async def _answer(self, client: _Client, request: Request) -> None:
+        try:
+            client.say(Response(request.id, await self._requested(client, request.method, request.params)))
+        except P2PTrainError as problem:
+            code = problem.code if isinstance(problem, Refused) else "failed"
+            client.say(Response(request.id, {}, code, problem.message, problem.remedy))
+
+    async def _requested(self, client: _Client, method: str, params: dict[str, Any]) -> dict[str, Any]:
+        match method:
+            case "part.offer":
+                return await self._offer()
+            case "part.load":
+                return await self._load(client, load_untrusted(params, device=self._holding.device))
+            case "part.free":
+                await self._free(client, part_untrusted(params))
+            case "model.open":
+                return await self._open_model(client, path_untrusted(params))
+            case "session.open":
+                await self.works.open(client, open_untrusted(params))
+            case "session.resume":
+                return {"position": await self.works.resume(client, resume_untrusted(params))}
+            case "session.replay":
+                await self.works.replay(client, replay_untrusted(params))
+            case "session.close":
+                self.works.close_of(client, session_untrusted(params))
+            case "links.measure":
+                targets, deadline_s = targets_untrusted(params)
+                return to_result(await self._around.prober.measure(targets, deadline_s=deadline_s))
+            case _:
+                raise Refused("unknown-method", f"a stage does not know {method[:80]!r}")
+        return {}
+
+    # ----------------------------------------------------------------------------------------------------------- parts
+
+    async def _offer(self) -> dict[str, Any]:
+        if not self._stream_bps:
+            self._stream_bps = await self._around.compute.run(self._holding.stream_bps)
+        return {
+            "memory_bytes": self.shelf.free_bytes,
+            "limit_bytes": self.shelf.limit_bytes,
+            "stream_bps": self._stream_bps,
+            "device": self._around.shown,
+            "parts": [
+                {
+                    "part": part.id,
+                    "model": part.model,
+                    "start": part.spec.start,
+                    "stop": part.spec.stop,
+                    "layers": part.spec.layers,
+                    "dtype": part.spec.dtype,
+                    "sessions": self.works.count(part),
+                    "weights_bytes": part.engine.weights_bytes,
+                    "cache_position_bytes": part.engine.cache_position_bytes,
+                }
+                for part in self.shelf.parts.values()
+            ],
+        }
+
+    async def _load(self, client: _Client, request: LoadRequest) -> dict[str, Any]:
+        read_bytes = received_bytes = 0
+        async with self._loader.turn:
+            part = self.shelf.find(request.model, request.spec)
+            if part is None:
+                async with self._receiver(client, request) as receiver:
+                    before = receiver.received_bytes
+                    part, read_bytes = await self._loader.load(request, receiver, _Progress(client, self._now).tell)
+                    received_bytes = receiver.received_bytes - before
+            else:
+                cache_bytes = request.positions * part.engine.cache_position_bytes
+                what = f"{request.positions} positions of cache"
+                await self.works.unload(self.shelf.make_room(cache_bytes, what, keep=part))
+            part.users.add(client)
+            client.parts.add(part)
+        self._changed()
+        engine = part.engine
+        return {
+            "part": part.id,
+            "width": engine.width,
+            "vocab_size": engine.vocab_size,
+            "encoding": engine.encoding,
+            "weights_bytes": engine.weights_bytes,
+            "cache_position_bytes": engine.cache_position_bytes,
+            "read_bytes": read_bytes,
+            "received_bytes": received_bytes,
+            "resident_bytes": psutil.Process(os.getpid()).memory_info().rss,
+            "device": engine.device,
+        }
+
+    async def _free(self, client: _Client, part_id: str) -> None:
+        part = self.shelf.parts.get(part_id)
+        if part is None or part not in client.parts:
+            return
+        client.parts.discard(part)
+        self.shelf.leave(part, client, self._now())
+        if not part.users:
+            del self.shelf.parts[part_id]
+            gone = [part]
+            del part
+            await self.works.unload(gone)
+
+    @asynccontextmanager
+    async def _receiver(self, client: _Client, request: LoadRequest) -> AsyncIterator[Receiver]:
+        """The connection over which the model is given, for one load. Raises ``Refused``."""
+        if request.giver is None:
+            receiver = await self._giver_of(client, request.model)
+            try:
+                async with receiver.turn:
+                    yield receiver
+            finally:
+                receiver.settle()
+            return
+        receiver = await self._dial_giver(request.giver, request.model)
+        async with receiver.running():
+            yield receiver
+
+    async def _dial_giver(self, place: Place, model: str) -> Receiver:
+        me = self._around
+        hello = local_hello(peer_id=me.peer_id, name=me.name, roles=["worker"], purpose="model", job=model)
+        try:
+            connection, welcome = await dial(
+                self._world.network,
+                place.host or me.seed_host(),
+                place.port,
+                hello,
+                timeout_s=DIAL_S,
+                expect_peer=place.peer,
+                expect_role="worker",
+            )
+        except P2PTrainError as problem:
+            text = f"who gives the model was not reached: {problem.message}"
+            raise Refused(GIVER, text, remedy=problem.remedy or "load it from another copy") from problem
+        connection.tune_for_bulk()
+        return Receiver(connection, model, welcome.name)
+
+    async def _giver_of(self, client: _Client, model: str) -> Receiver:
+        """The connection of purpose ``give`` that this client has dialled, or dials now. Raises ``Refused``."""
+        key = (client.peer_id, model)
+        try:
+            async with asyncio.timeout(GIVE_WAIT_S), self._giver_came:
+                await self._giver_came.wait_for(lambda: key in self._givers)
+        except TimeoutError:
+            text = f"the client did not come to give model {model} within {GIVE_WAIT_S:g} s"
+            raise Refused(GIVER, text, remedy="dial with purpose give, and the model as job") from None
+        return self._givers[key]
+
+    async def _take_giver(self, connection: Connection, hello: Hello) -> None:
+        key = (hello.peer_id, hello.job)
+        if key in self._givers:  # two that were let in at once
+            raise Refused("duplicate", "that model is being given by this client already")
+        connection.tune_for_bulk()
+        receiver = Receiver(connection, hello.job, hello.name)
+        self._givers[key] = receiver
+        try:
+            async with receiver.running():
+                async with self._giver_came:
+                    self._giver_came.notify_all()
+                await receiver.closed()
+        finally:
+            del self._givers[key]
+
+    # ---------------------------------------------------------------------------------------------------------- giving
+
+    async def _open_model(self, client: _Client, path: str) -> dict[str, Any]:
+        if len(client.models) >= MAX_MODELS:
+            raise Refused(RefusalCode.FULL, f"{MAX_MODELS} models are given for this client already")
+        async with self._hashing:
+            model = await self._disk.submit(partial(open_model, Path(path), self._digests))
+        client.models[model.model] = model
+        return {"model": model.model, "config": model.config, "total": len(model.records)}
+
+    def _given(self, model: str) -> ModelDirectory | None:
+        return next((client.models[model] for client in self._clients if model in client.models), None)
+
+    # --------------------------------------------------------------------------------------------------------- telling
+
+    async def _tend(self) -> None:
+        """Tell the seed what there is: when it changes, and while works come, once a second. Unload what is idle."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._nothing_to_do_s()):
+                    await self._news.wait()
+            self._news.clear()
+            await self.works.unload(self.shelf.expired(self._now()))
+            self._tell()
+            await asyncio.sleep(TELL_S)
+
+    def _nothing_to_do_s(self) -> float | None:
+        """Until there is something to do though nothing happens; None: for ever."""
+        parts = self.shelf.parts.values()
+        if not all(part.pace.quiet for part in parts):
+            return 0.0
+        due = [part.idle_since + IDLE_S - self._now() for part in parts if not part.users]
+        return max(0.0, min(due)) if due else None
+
+    def _changed(self) -> None:
+        self._news.set()
+
+    def _tell(self) -> None:
+        now = self._now()
+        held = [self.shelf.told(part, now, self.works.count(part)) for part in self.shelf.parts.values()]
+        self._around.say(PartsHeld(held))
+
+
+class _Progress:
+    """Tells a client how far its part is, now and then."""
+
+    def __init__(self, client: Caller, now: Callable[[], float]) -> None:
+        self._client, self._now = client, now
+        self._told_at = -LOADING_S
+
+    def tell(self, done_bytes: int, total_bytes: int) -> None:
+        if self._now() - self._told_at >= LOADING_S or done_bytes == total_bytes:
+            self._told_at = self._now()
+            self._client.say(PartLoading(done_bytes, total_bytes))
