@@ -43,10 +43,17 @@ class Peer:
     steps: dict[int, dict[str, float]] = field(default_factory=dict)
     told: list[tuple[str, str, str]] = field(default_factory=list)
     worker: Worker | None = None
+    joined: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def heard(self, level: str, kind: str, text: str) -> None:
+        """What the worker tells the person."""
+        self.told.append((level, kind, text))
+        if kind == "joined":
+            self.joined.set()
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where others dial it, once it runs."""
+        """Where others dial it, once it has joined."""
         return HOST, self.worker.port if self.worker is not None else 0
 
     async def leave(self) -> None:
@@ -151,7 +158,7 @@ class Cluster:
                 WorkerOptions(seed=self.address, listen=(HOST, 0), advertise=("", 0), capabilities={"device": "test"}),
                 build_engine=build_and_keep,
                 warm_up=lambda: None,
-                notify=lambda *notice: peer.told.append(notice),
+                notify=lambda *notice: peer.heard(*notice),
                 on_step=lambda applied, total, values: peer.steps.__setitem__(applied, values),
                 member=member,
                 holding=holding,

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.errors import ConfigError, ProtocolError, UserError
 from p2ptrain.core.serving import PartSpec, Ran, Sampling
 from roles.worker.stages import Holding
@@ -101,31 +102,26 @@ def encode(hidden: Values, encoding: str) -> bytes:
         case "bf16":  # the upper half: exact, for these numbers have 7 bits
             return (values.view("<u4") >> 16).astype("<u2").tobytes()
         case "int8":
-            scale = np.abs(values).max(axis=1, keepdims=True) / np.float32(127)
-            rows = np.zeros(len(values), _INT8)
-            rows["scale"], rows["values"] = scale[:, 0], np.rint(values / scale)
-            return rows.tobytes()
+            scale: npt.NDArray[Any] = np.abs(values).max(axis=1, keepdims=True) / np.float32(127)
+            rounded: npt.NDArray[Any] = np.rint(values / scale)
+            return bytes(scale.astype("<f4").tobytes() + rounded.astype("i1").tobytes())
     raise ProtocolError(f"no encoding of hidden states is called {encoding[:40]!r}")
 
 
 def decode_hidden(payload: memoryview, encoding: str, count: int) -> Values:
     """Raises ``ProtocolError`` where these are no hidden states of ``count`` positions."""
-    dtypes: dict[str, Any] = {"fp32": "<f4", "fp16": "<f2", "bf16": "<u2", "int8": _INT8}
-    dtype = np.dtype(dtypes.get(encoding, "V0"))
-    items = count if encoding == "int8" else count * WIDTH
-    if not dtype.itemsize or payload.nbytes != items * dtype.itemsize:
-        raise ProtocolError(f"{payload.nbytes} bytes are no {count} hidden states in {encoding[:40]!r}")
-    raw: npt.NDArray[Any] = np.frombuffer(payload, dtype)
+    if payload.nbytes != activation_bytes(encoding, count, WIDTH):
+        raise ProtocolError(f"{payload.nbytes} bytes are no {count} hidden states in {encoding}")
     if encoding == "int8":
-        raw = raw["values"] * raw["scale"][:, None]
+        scales = np.frombuffer(payload[: 4 * count], "<f4")
+        raw = np.frombuffer(payload[4 * count :], "i1").reshape(count, WIDTH) * scales[:, None]
     elif encoding == "bf16":
-        raw = (raw.astype("<u4") << 16).view("<f4")
+        raw = (np.frombuffer(payload, "<u2").astype("<u4") << 16).view("<f4")
+    else:
+        raw = np.frombuffer(payload, "<f4" if encoding == "fp32" else "<f2").astype("<f4")
     with np.errstate(invalid="ignore"):
         values: Values = np.rint(np.nan_to_num(raw)).astype(np.int64).reshape(count, WIDTH) % (MODULUS + 1)
     return values
-
-
-_INT8 = np.dtype([("scale", "<f4"), ("values", "i1", (WIDTH,))])
 
 
 # ---------------------------------------------------------------------------------------------------------- the engine

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from p2ptrain.core.activations import ELEMENT_BYTES
+from p2ptrain.core.activations import ENCODINGS
 from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.ids import is_id
+from p2ptrain.core.model_config import config_untrusted
 from p2ptrain.core.serving import PartSpec, Sampling
 
 MAX_POSITIONS = 1 << 20
@@ -105,7 +105,7 @@ def load_untrusted(params: Params, *, device: str) -> LoadRequest:
         raise ProtocolError(f"{dtype!r} is no dtype of a model; there are {', '.join(DTYPES[1:])}")
     if giver not in ("caller", "peer"):
         raise ProtocolError("a part's giver is 'caller' or 'peer'")
-    _json_object_untrusted(config)
+    config_untrusted(config)
     place = None
     if giver == "peer":
         asked = {"peer": params.get("giver_peer"), "host": params.get("giver_host"), "port": params.get("giver_port")}
@@ -208,16 +208,6 @@ def printable(text: str) -> str:
 # ---------------------------------------------------------------------------------------------------- single values
 
 
-def _json_object_untrusted(text: str) -> None:
-    """Raises ``ProtocolError``."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"a model's config that is not JSON ({type(error).__name__})") from None
-    if not isinstance(value, dict):
-        raise ProtocolError("a model's config that is no JSON object")
-
-
 def _number(params: Params, name: str, least: int, most: int) -> int:
     value = params.get(name)
     if type(value) is not int or not least <= value <= most:
@@ -248,6 +238,6 @@ def _id(params: Params, name: str) -> str:
 
 def _encoding(params: Params, name: str) -> str:
     value = params.get(name)
-    if not isinstance(value, str) or value not in ELEMENT_BYTES:
-        raise ProtocolError(f"{name} must be one of {', '.join(ELEMENT_BYTES)}")
+    if not isinstance(value, str) or value not in ENCODINGS:
+        raise ProtocolError(f"{name} must be one of {', '.join(ENCODINGS)}")
     return value

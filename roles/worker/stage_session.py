@@ -13,12 +13,10 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from p2ptrain.core.activations import activation_bytes
+from p2ptrain.core.activations import ENCODINGS, IDS, activation_bytes
 from p2ptrain.core.errors import ProtocolError, Refused
 from wire.chain_messages import Work
 
-IDS = "ids"
-ID_BYTES = 4
 WORK_POSITIONS = 2048
 """In one ``Work`` at most: longer prompts come in several, which flow through the chain one behind the other."""
 MOST_QUEUED = 256
@@ -37,14 +35,9 @@ class Kept:
 
 
 class History:
-    """What a stage gave on, position by position.
+    """What a stage gave on, position by position."""
 
-    Args:
-        width: elements of a hidden state.
-    """
-
-    def __init__(self, width: int) -> None:
-        self._width = width
+    def __init__(self) -> None:
         self._kept: list[Kept] = []
 
     @property
@@ -72,23 +65,30 @@ class History:
                 break
             piece = kept if kept.start + kept.count <= stop else self._part(kept, stop - kept.start)
             if gathered and (gathered[-1].encoding != piece.encoding or count + piece.count > most):
-                yield _joined(gathered, count)
+                yield self._joined(gathered, count)
                 gathered, count = [], 0
             gathered.append(piece)
             count += piece.count
         if gathered:
-            yield _joined(gathered, count)
+            yield self._joined(gathered, count)
 
     def _part(self, kept: Kept, count: int) -> Kept:
-        size = activation_bytes(kept.encoding, count, self._width)
-        return Kept(kept.start, count, kept.encoding, kept.payload[:size])
+        pieces = _planes(kept)
+        shares = (piece[: count * piece.nbytes // kept.count] for piece in pieces)
+        return Kept(kept.start, count, kept.encoding, memoryview(b"".join(shares)))
+
+    def _joined(self, pieces: list[Kept], count: int) -> Kept:
+        if len(pieces) == 1:
+            return pieces[0]
+        planes = zip(*(_planes(piece) for piece in pieces), strict=True)
+        data = b"".join(part for plane in planes for part in plane)
+        return Kept(pieces[0].start, count, pieces[0].encoding, memoryview(data))
 
 
-def _joined(pieces: list[Kept], count: int) -> Kept:
-    if len(pieces) == 1:
-        return pieces[0]
-    data = b"".join(piece.payload for piece in pieces)
-    return Kept(pieces[0].start, count, pieces[0].encoding, memoryview(data))
+def _planes(kept: Kept) -> tuple[memoryview, memoryview]:
+    """What each position has beside its elements, and the elements: they lie apart (``core.activations``)."""
+    beside = ENCODINGS[kept.encoding][1] * kept.count
+    return kept.payload[:beside], kept.payload[beside:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +136,9 @@ class Terms:
             raise ProtocolError("a work or a draw with an impossible number")
         if len(work.spent_us) != self.index or any(not 0 <= each < 1 << 53 for each in work.spent_us):
             raise ProtocolError(f"stage {self.index} is told what {len(work.spent_us)} stages before it took")
-        if self.first:
-            if work.encoding != IDS:
-                raise ProtocolError(f"the first stage takes token ids, not {work.encoding[:40]!r}")
-            return ID_BYTES * work.count
-        if work.encoding not in (self.encoding, self.prefill_encoding):
+        if self.first and work.encoding != IDS:
+            raise ProtocolError(f"the first stage takes token ids, not {work.encoding[:40]!r}")
+        if not self.first and work.encoding not in (self.encoding, self.prefill_encoding):
             raise ProtocolError(f"hidden states in {work.encoding[:40]!r}, and the session has others")
         return activation_bytes(work.encoding, work.count, self.width)
 
@@ -167,10 +165,7 @@ class StageSession:
     broken: bool = False
     closed: bool = False
     queue: deque[tuple[Work, bytearray]] = field(default_factory=deque)
-    history: History = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.history = History(self.terms.width)
+    history: History = field(default_factory=History)
 
     def admit(self, work: Work, payload: bytearray) -> bool:
         """Take a checked work in; False where it is forgotten.

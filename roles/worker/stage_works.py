@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from p2ptrain.core.activations import ID_BYTES, IDS
 from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.serving import Ran
 from p2ptrain.core.world import World
@@ -22,7 +23,7 @@ from roles.worker.background import Background
 from roles.worker.parts import MAX_SESSIONS, Part, Shelf
 from roles.worker.stage_links import Line, NextStage
 from roles.worker.stage_requests import OpenRequest, Place, ReplayRequest, ResumeRequest, SessionRequest
-from roles.worker.stage_session import ID_BYTES, IDS, STALE, WORK_POSITIONS, StageSession, Terms
+from roles.worker.stage_session import STALE, WORK_POSITIONS, StageSession, Terms
 from roles.worker.turns import Turns
 from wire.chain_messages import CHAIN_STREAM, ChainBroken, Picked, Took, Work
 from wire.connection import GARBLED, Connection
