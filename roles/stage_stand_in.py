@@ -194,6 +194,8 @@ class StandInStage:
         self._on_run(session, keep, count)
         if self._work_s:
             self._sleep(self._work_s)
+        if not 0 <= picks <= (count if self.spec.stop == self.spec.layers else 0):
+            raise ProtocolError(f"{picks} tokens are to be picked; tokens are picked on the last stage only")
         if keep > len(state.history):
             raise ProtocolError(f"{keep} positions are to be kept, and there are {len(state.history)}")
         if keep + count > state.positions:

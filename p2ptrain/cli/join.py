@@ -67,6 +67,14 @@ def join(
         int,
         typer.Option("--threads", metavar="N", min=0, help="CPU threads to compute with; 0: what the profile says."),
     ] = 0,
+    memory: Annotated[
+        str,
+        typer.Option(
+            "--memory",
+            metavar="SIZE",
+            help="What parts of split models may take here, such as 4GiB; default: 80 % of what the device has free.",
+        ),
+    ] = "",
     with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
     link: Annotated[
         str,
@@ -85,19 +93,21 @@ def join(
     Examples:
       p2ptrain join
       p2ptrain join 192.168.1.20:7337/AbC…
-      p2ptrain join @ticket.txt --name laptop --device cpu --threads 4
+      p2ptrain join @ticket.txt --name laptop --device cpu --threads 4 --memory 4GiB
       p2ptrain join 192.168.1.20,192.168.1.21
     """
     from p2ptrain.cli.access import read_targets
+    from p2ptrain.cli.sizes import size_of
 
     # Workers on one machine share its cores. OpenMP's threads spin while they wait, by default, and so take them from
     # one another: a step was seen to take ten times as long. It must be said before torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     targets = read_targets(address)
     advertised = _advertised(advertise)
+    memory_bytes = size_of(memory) if memory else 0
     _check_device(device)
     root = (state or default_state_dir()).absolute()  # checkpoints are told to people elsewhere by their paths
-    run(_work(targets, name, root, slot, host, port, advertised, device, threads, link, with_parent))
+    run(_work(targets, name, root, slot, host, port, advertised, device, threads, memory_bytes, link, with_parent))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # a kernel may still run on the compute thread; the interpreter's own shutdown would wait for it
@@ -138,6 +148,7 @@ async def _work(
     advertise: tuple[str, int],
     device: str,
     threads: int,
+    memory_bytes: int,
     link: str,
     with_parent: bool,
 ) -> None:
@@ -147,7 +158,7 @@ async def _work(
     from p2ptrain.core.errors import Refused
     from p2ptrain.core.world import real_world
     from roles.identity import claim
-    from roles.worker.build import capabilities, engine_builder, warm_up
+    from roles.worker.build import capabilities, engine_builder, holding, warm_up
     from roles.worker.saver_process import saver_of_this_system
     from roles.worker.seeds import begun
     from roles.worker.worker import Worker, WorkerOptions, clusters_in
@@ -161,6 +172,7 @@ async def _work(
     base = EmulatedNetwork(tcp, preset_named(link), os.getpid()) if link else tcp
     identity = claim(RealDisk(), root, role="worker", name=name, slot=slot)
 
+    parts = holding(device=device, threads=threads, memory_bytes=memory_bytes)
     places = [target if isinstance(target, tuple) else (target.host, target.port) for target in targets]
     # Where another seed leads since this worker was here, it knows it.
     known = [place for place in begun(places, clusters_in(RealDisk(), identity.directory)).seeds if place not in places]
@@ -173,7 +185,7 @@ async def _work(
                 seed=(access.host, access.port),
                 listen=listen,
                 advertise=advertise,
-                capabilities=capabilities(device),
+                capabilities={**capabilities(device), "parts_memory_bytes": parts.limit_bytes},
                 others=tuple(place for place in places if place != (access.host, access.port)),
             ),
             build_engine=engine_builder(device=device, threads=threads),
@@ -184,6 +196,7 @@ async def _work(
             ),
             saver=saver_of_this_system,
             member=access.member,
+            holding=parts,
         )
 
     console.event("info", f"worker {identity.name} ({identity.peer_id}) joins {', '.join(map(shown_address, targets))}")

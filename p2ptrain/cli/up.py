@@ -183,11 +183,20 @@ async def start_seed(plan: Plan) -> Child:
     return child
 
 
+def part_bytes(device: str) -> int:
+    """What the workers of this machine may give to parts of split models, all together."""
+    from roles.worker.build import FREE_SHARE
+    from roles.worker.gauges import free_memory_bytes
+
+    return int(FREE_SHARE * free_memory_bytes(device))
+
+
 async def start_worker(plan: Plan, number: int) -> Child:
     """Worker ``number``, from 1; it joins in its own time. Raises ``StorageError``."""
     threads = plan.profile.device.threads or max(1, (os.cpu_count() or 1) // plan.workers)
     arguments = ["join", f"127.0.0.1:{plan.port}", "--state", str(plan.root), "--slot", str(number)]
     arguments += ["--name", f"worker-{number}", "--threads", str(threads)]
+    arguments += ["--memory", str(part_bytes(plan.profile.device.kind) // plan.workers)]
     if plan.link:
         arguments += ["--link", plan.link]
     return await Child.start(f"worker-{number}", arguments, plan.root / "logs" / f"worker-{number}.log")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from p2ptrain.core.container import memory_left_bytes
 from p2ptrain.core.errors import ConfigError, ResourceError, UserError
 
 
@@ -127,12 +128,8 @@ def check_memory(need_bytes: int, device: Device, what: str) -> None:
 
 def _host_available() -> int:
     """Bytes that may be allocated: the machine's, or what a container's limit (cgroup v2) leaves."""
-    available = int(psutil.virtual_memory().available)
-    try:
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
-            return min(available, int(limit.read()) - int(used.read()))
-    except (OSError, ValueError):  # no container, or "max": no limit
-        return available
+    available, left = int(psutil.virtual_memory().available), memory_left_bytes()
+    return available if left is None else min(available, left)
 
 
 HOST = Device(torch.device("cpu"), f"this machine ({os.cpu_count()} cores)")

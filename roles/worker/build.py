@@ -12,9 +12,15 @@ from typing import Any
 import psutil
 
 from configs.schema import Profile
+from p2ptrain.core.serving import PartSpec
 from roles.engine import Engine
-from roles.worker.gauges import gpu_name
+from roles.stage_engine import BuildPart, PartBuilder
+from roles.worker.gauges import free_memory_bytes, gpu_name
+from roles.worker.stages import Holding
 from wire.messages import Scalar
+
+FREE_SHARE = 0.8
+"""Of the memory that is free when a worker starts, what parts may take where nobody says."""
 
 
 def capabilities(device: str) -> dict[str, Scalar]:
@@ -66,6 +72,45 @@ def engine_builder(*, device: str = "", threads: int = 0) -> Callable[[Profile],
         )
 
     return build
+
+
+def part_builder(*, threads: int = 0) -> BuildPart:
+    """What makes parts of split models, for this worker.
+
+    Args:
+        threads: of CPU kernels; 0 leaves them as they are.
+    """
+
+    def build(spec: PartSpec, names: tuple[str, ...]) -> PartBuilder:
+        from p2ptrain.compute.device import pick_device
+        from p2ptrain.compute.served_part import begin_part
+
+        pick_device(spec.device, threads)
+        return begin_part(spec, names)
+
+    return build
+
+
+def holding(*, device: str, threads: int, memory_bytes: int) -> Holding:
+    """What it takes to hold parts of split models here.
+
+    Args:
+        device, threads: what the person asked for; empty and 0 where he did not.
+        memory_bytes: that parts and their caches may take; 0: most of what the device has free now.
+    """
+
+    def stream_bps() -> float:
+        from p2ptrain.compute.stream import stream_bps as measured
+
+        return measured(device or "auto")
+
+    return Holding(
+        build_part=part_builder(threads=threads),
+        limit_bytes=memory_bytes or int(FREE_SHARE * free_memory_bytes(device)),
+        stream_bps=stream_bps,
+        free_bytes=lambda: free_memory_bytes(device),
+        device=device or "auto",
+    )
 
 
 def trainer_arguments(profile: Profile) -> dict[str, Any]:

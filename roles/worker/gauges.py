@@ -9,6 +9,8 @@ from typing import Any
 
 import psutil
 
+from p2ptrain.core.container import memory_left_bytes
+
 SMOOTHING_S = 3.0
 """Rates are averaged over about so long: a step may be longer than the time between two beats."""
 
@@ -70,6 +72,21 @@ def gpu_name() -> str:
     library, handle = found
     name = library.nvmlDeviceGetName(handle)
     return name.decode(errors="replace") if isinstance(name, bytes) else str(name)
+
+
+def free_memory_bytes(device: str) -> int:
+    """What can still be allocated where a model is computed: on the first GPU, or of the machine's memory.
+
+    Args:
+        device: as of ``compute.device.pick_device``; empty or ``auto`` for what there is.
+    """
+    found = _first_gpu() if device.partition(":")[0] in ("", "auto", "cuda") else None
+    if found is not None:
+        library, handle = found
+        with contextlib.suppress(library.NVMLError):
+            return int(library.nvmlDeviceGetMemoryInfo(handle).free)
+    available, left = int(psutil.virtual_memory().available), memory_left_bytes()
+    return available if left is None else min(available, left)
 
 
 def _gpu_reader() -> Callable[[], float | None] | None:

@@ -300,7 +300,7 @@ class TestChain:
             work = ids_work(session, ids, keep=keep, last=len(self.stages) - 1, number=draw, draw=draw)
             self.clients[0].give(*work)
             keep += len(ids)
-            picked = await self.clients[-1].next()
+            picked = await self.answer()
             assert isinstance(picked, Picked), picked
             assert (picked.session, picked.number, len(picked.spent_us)) == (session, draw, len(self.stages))
             ids = [int(np.frombuffer(picked.tokens, "<i4")[0])]
@@ -308,13 +308,32 @@ class TestChain:
         return made
 
 
+    async def answer(self, timeout_s: float = 20.0) -> Message:
+        """The next that any stage has to say."""
+        waiting = [asyncio.create_task(client.heard.get()) for client in self.clients]
+        try:
+            done, _ = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            assert done, "no stage says anything"
+            return done.pop().result()
+        finally:
+            for task in waiting:
+                task.cancel()
+
+
 @asynccontextmanager
 async def chain_of(
-    network: Any, directory: Path, model: ModelDirectory, cuts: Sequence[int], *, client: str = "client", **holding: Any
+    network: Any,
+    directory: Path,
+    model: ModelDirectory,
+    cuts: Sequence[int],
+    *,
+    client: str = "client",
+    stand_ins: Callable[[], Any] = StandIns,
+    threads: Callable[[], Any] = LoopThreads,
 ) -> AsyncIterator[TestChain]:
     """As many stages as ``cuts`` say, with their parts loaded from the client, and the client's connections."""
     stages = [
-        Stage(f"w{index}", network.at(f"w{index}"), directory / f"w{index}", StandIns(**holding))
+        Stage(f"w{index}", network.at(f"w{index}"), directory / f"w{index}", stand_ins(), threads())
         for index in range(len(cuts) - 1)
     ]
     chain = TestChain(stages, [], [], model)

@@ -346,7 +346,7 @@ class StageWorks:
                 count=work.count,
                 encoding=work.encoding,
                 out_encoding=core.terms.out_encoding(work),
-                picks=work.picks,
+                picks=work.picks if core.terms.last else 0,
                 draw=work.draw,
             )
         except P2PTrainError as problem:

@@ -38,20 +38,6 @@ Command = Callable[..., Any]
 # ------------------------------------------------------------------------------------------------------- arithmetic
 
 
-@pytest.mark.parametrize(
-    ("text", "size_bytes"),
-    [("4096", 4096), ("64K", 65536), ("64k", 65536), ("1M", 1 << 20), ("1MiB", 1 << 20), (" 2 GB ", 2 << 30)],
-)
-def test_a_size(text: str, size_bytes: int) -> None:
-    assert plan.size_of(text) == size_bytes
-
-
-@pytest.mark.parametrize("text", ["", "0", "-1", "1.5M", "K", "64KM", "much", "٣", "9" * 20])
-def test_no_size(text: str) -> None:
-    with pytest.raises(UserError):
-        plan.size_of(text)
-
-
 def test_sizes_are_sorted_and_told_apart() -> None:
     assert plan.sizes_of("1M,4K, 1024K,", 4) == [4096, 1 << 20]
     with pytest.raises(UserError, match="whole number of elements"):

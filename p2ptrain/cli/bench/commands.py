@@ -369,15 +369,15 @@ def save(
       p2ptrain bench save
       p2ptrain bench save --size 100M --saves 10 --state /mnt/disk
     """
-    from p2ptrain.cli.bench import plan
     from p2ptrain.cli.bench.machine import available_bytes, origin
     from p2ptrain.cli.bench.report import Targets, publish
     from p2ptrain.cli.bench.save import KEPT, Plan, Saves, check_room, settings_for
     from p2ptrain.cli.bench.trial import adapted, conduct
+    from p2ptrain.cli.sizes import size_of
 
     targets = Targets(json_to, csv_to)
     targets.check()
-    size_bytes = plan.size_of(size)
+    size_bytes = size_of(size)
     check_room(size_bytes, workers, state, available_bytes())
     wanted = settings_for(size_bytes) | {"batch.micro_batches": max(4, workers), "batch.micro_batch_sequences": 1}
     wanted |= {"device.threads": 1, "validation.every": 0, "checkpoint.copies": workers, "checkpoint.keep": KEPT}

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from p2ptrain.cli.sizes import size_of
 from p2ptrain.core.errors import ResourceError, UserError
 
 MAX_PEERS = 16
@@ -34,23 +35,12 @@ BUDGET_S = 60.0
 MIN_SUB_CHUNK_BYTES = 1 << 10
 MAX_SUB_CHUNK_BYTES = 64 << 20  # that of ring.session
 
-_SIZE = re.compile(r"(\d{1,12})\s*([KMG]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
 _MILLISECONDS = re.compile(r"\d{1,4}(?:\.\d{1,3})?", re.ASCII)
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def peer_id(rank: int) -> str:
     """What the member of this rank is called, in the ring and in its certificate."""
     return f"member-{rank}"
-
-
-def size_of(text: str) -> int:
-    """Bytes of a size as people write it: ``4096``, ``64K``, ``1M``, ``1MiB``. Raises ``UserError``."""
-    match = _SIZE.fullmatch(text.strip())
-    size_bytes = int(match[1]) * _UNITS[match[2].upper()] if match else 0
-    if size_bytes < 1:
-        raise UserError(f"{text.strip()!r} is no size", remedy="write bytes, or 64K, 1M, 2G")
-    return size_bytes
 
 
 def sizes_of(text: str, item_bytes: int) -> list[int]:
