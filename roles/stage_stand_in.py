@@ -171,6 +171,10 @@ class StandInStage:
         self._context = context
         self._on_run, self._work_s, self._sleep = on_run, work_s, sleep
 
+    def length(self, session: str) -> int:
+        """Positions that a session has taken."""
+        return len(self.sessions[session].history)
+
     def open(self, session: str, *, positions: int, sampling: Sampling) -> None:
         if positions > self._context:
             raise UserError(

@@ -19,6 +19,7 @@ BEATS = 4
 """In a silence: so often each side says something."""
 QUIET_S = 10.0
 """Silence on a connection whose two sides have not agreed on another."""
+MARGIN_S = 0.001
 DIAL_S = 5.0
 LINK_UNSENT_BYTES = 4 << 20
 """Bytes to the next stage that may wait unsent; beyond, the session that they are of computes no further."""
@@ -54,6 +55,9 @@ class Line:
         tasks = [asyncio.create_task(self._beat(), name="beat"), asyncio.create_task(self._watch(), name="watch")]
         try:
             yield
+        except ProtocolError as problem:
+            self.connection.abort(problem)  # it is told why
+            raise
         finally:
             self.connection.abort()
             for task in tasks:
@@ -78,10 +82,10 @@ class Line:
 
     async def receive(self) -> Message:
         """The next message that says something. Raises as ``messages``, and ``ConnectionLost``."""
+        since = self._now()
         while True:
-            since = self._now()
             try:
-                message = (await self.connection.receive(timeout_s=self.silence_s)).message
+                message = (await self.connection.receive(timeout_s=self._patience_s(since))).message
             except DeadlineExceeded:
                 self._judge(since)
                 continue
@@ -116,21 +120,28 @@ class Line:
 
     async def landed(self, waiting: asyncio.Future[T]) -> T:
         """What became of a ``pending`` future. Raises as ``bulk``."""
-        began = since = self._now()
+        since = self._now()
         while not waiting.done():
-            await asyncio.wait([waiting], timeout=self.silence_s)
+            await asyncio.wait([waiting], timeout=self._patience_s(since))
             if not waiting.done():
                 self._judge(since)
-                if self._now() - began > LONGEST_SILENCE_S:
+                if self._now() - since > LONGEST_SILENCE_S:
                     problem = DeadlineExceeded(f"what it owes did not come within {LONGEST_SILENCE_S:g} s")
                     self.connection.abort(problem)
                     raise problem
-            since = self._now()
         return waiting.result()
 
+    def _silent_s(self, since: float) -> float:
+        """How long nothing came; before ``since`` nobody listened."""
+        return self._now() - max(self.connection.last_heard, since)
+
+    def _patience_s(self, since: float) -> float:
+        """Until silence is to be judged again. It may be agreed on anew meanwhile."""
+        return min(max(self.silence_s - self._silent_s(since), MARGIN_S), self._beat_s)
+
     def _judge(self, since: float) -> None:
-        """Raises where nothing at all came, though it was listened for from ``since`` on."""
-        if self._now() - max(self.connection.last_heard, since) < self.silence_s:
+        """Raises where the other side was silent for too long."""
+        if self._silent_s(since) < self.silence_s:
             return
         problem = DeadlineExceeded(f"it sent nothing for {self.silence_s:.1f} s", remedy="is it frozen, or cut off?")
         self.connection.abort(problem)

@@ -275,6 +275,32 @@ def ids_work(session: str, ids: Sequence[int], *, keep: int, last: int, **change
 
 
 @dataclass
+class Generation:
+    """A session as its client sees it: which work comes next, and what came of it."""
+
+    session: str
+    ids: list[int]
+    last: int
+    keep: int = 0
+    attempt: int = 0
+    made: list[int] = field(default_factory=list)
+
+    def work(self) -> tuple[Work, bytes]:
+        draw = len(self.made)
+        return ids_work(
+            self.session, self.ids, keep=self.keep, last=self.last, number=draw, draw=draw, attempt=self.attempt
+        )
+
+    def take(self, picked: Message) -> None:
+        assert isinstance(picked, Picked), picked
+        assert (picked.session, picked.number, picked.attempt) == (self.session, len(self.made), self.attempt)
+        assert len(picked.spent_us) == self.last + 1
+        self.keep += len(self.ids)
+        self.ids = np.frombuffer(picked.tokens, "<i4").tolist()
+        self.made += self.ids
+
+
+@dataclass
 class TestChain:
     """Stages and a client's connection to each, the first stage's first."""
 
@@ -294,19 +320,12 @@ class TestChain:
             await self.clients[index].ask("session.open", params)
 
     async def generate(self, session: str, prompt: Sequence[int], tokens: int, *, keep: int = 0) -> list[int]:
-        made: list[int] = []
-        ids = list(prompt)
-        for draw in range(tokens):
-            work = ids_work(session, ids, keep=keep, last=len(self.stages) - 1, number=draw, draw=draw)
-            self.clients[0].give(*work)
-            keep += len(ids)
-            picked = await self.answer()
-            assert isinstance(picked, Picked), picked
-            assert (picked.session, picked.number, len(picked.spent_us)) == (session, draw, len(self.stages))
-            ids = [int(np.frombuffer(picked.tokens, "<i4")[0])]
-            made += ids
-        return made
-
+        """Tokens, one after the other; nothing else may be under way."""
+        generation = Generation(session, list(prompt), len(self.stages) - 1, keep=keep)
+        while len(generation.made) < tokens:
+            self.clients[0].give(*generation.work())
+            generation.take(await self.answer())
+        return generation.made
 
     async def answer(self, timeout_s: float = 20.0) -> Message:
         """The next that any stage has to say."""
@@ -327,11 +346,16 @@ async def chain_of(
     model: ModelDirectory,
     cuts: Sequence[int],
     *,
+    layers: int = 0,
     client: str = "client",
     stand_ins: Callable[[], Any] = StandIns,
     threads: Callable[[], Any] = LoopThreads,
 ) -> AsyncIterator[TestChain]:
-    """As many stages as ``cuts`` say, with their parts loaded from the client, and the client's connections."""
+    """As many stages as ``cuts`` say, with their parts loaded from the client, and the client's connections.
+
+    Args:
+        layers: of the model; 0 where the last stage ends it.
+    """
     stages = [
         Stage(f"w{index}", network.at(f"w{index}"), directory / f"w{index}", stand_ins(), threads())
         for index in range(len(cuts) - 1)
@@ -346,7 +370,7 @@ async def chain_of(
             entered.append(context)
             async with giving(network.at(client), stage.name, model):
                 loaded = await chain.clients[-1].ask(
-                    "part.load", load_params(model, cuts[index], cuts[index + 1], cuts[-1])
+                    "part.load", load_params(model, cuts[index], cuts[index + 1], layers or cuts[-1])
                 )
             chain.parts.append(loaded["part"])
         yield chain
@@ -361,4 +385,5 @@ async def lost(client: TestClient) -> ConnectionLost | P2PTrainError:
     """Wait until the worker closed the connection; why."""
     async with asyncio.timeout(60):
         await client.connection.closed.wait()
+    await asyncio.sleep(0.1)  # virtual: its problem is told
     return client.connection.close_cause or ConnectionLost("closed here")

@@ -4,14 +4,37 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from p2ptrain.core.errors import ProtocolError, Refused
 from p2ptrain.core.serving import Sampling
 from roles.model_directory import ModelDirectory
-from roles.stage_stand_in import stand_in_config, tokens_of, write_model
-from roles.worker.stage_testing import TestChain, chain_of, model_at, sampling_params
+from roles.stage_stand_in import StandIns, stand_in_config, tokens_of, write_model
+from roles.worker.stage_session import MOST_QUEUED, WORK_POSITIONS
+from roles.worker.stage_testing import (
+    PORT,
+    Generation,
+    Stage,
+    TestChain,
+    chain_of,
+    client_of,
+    giving,
+    ids_work,
+    load_params,
+    lost,
+    model_at,
+    open_params,
+    sampling_params,
+)
+from roles.worker.stage_works import QUEUED_FROM_STAGE
+from wire.chain_messages import CHAIN_STREAM, ChainBroken, Picked, Took, Work
+from wire.connection import Connection
+from wire.handshake import dial, local_hello
 from wire.memory import MemoryNetwork
 from wire.virtual import run_virtual
 
@@ -20,6 +43,9 @@ PROMPT = [5, 80, 11, 11, 3]
 GREEDY = Sampling(temperature=0)
 SEEDED = Sampling(temperature=1.5, top_k=40, top_p=0.95, seed=4)
 
+Network = MemoryNetwork
+Test = Callable[[TestChain, Network], Awaitable[None]]
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> ModelDirectory:
@@ -27,14 +53,24 @@ def model(tmp_path: Path) -> ModelDirectory:
 
 
 def with_chain(
-    tmp_path: Path, model: ModelDirectory, cuts: tuple[int, ...], test: Callable[[TestChain], Awaitable[None]]
+    tmp_path: Path, model: ModelDirectory, cuts: tuple[int, ...], test: Test, *, faults: bool = False, **options: Any
 ) -> None:
+    """Run a test with a chain. Nothing may be left of a session, nor a problem be told where there are no faults."""
+
     async def main() -> None:
-        async with chain_of(MemoryNetwork(), tmp_path, model, cuts) as chain:
-            await test(chain)
-        assert not [problem for stage in chain.stages for problem in stage.problems]
+        network = MemoryNetwork()
+        async with chain_of(network, tmp_path, model, cuts, **options) as chain:
+            await test(chain, network)
+        await asyncio.sleep(60)  # virtual: what is still being computed ends
+        for stage in chain.stages:
+            assert not stage.stages.works.sessions
+            assert not stage.sessions, f"{stage.name} kept a session that is over"
+            assert faults or not stage.problems
 
     run_virtual(main())
+
+
+# ---------------------------------------------------------------------------------------------------------- the tokens
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED])
@@ -42,7 +78,7 @@ def with_chain(
 def test_a_chain_gives_what_one_part_gives(
     tmp_path: Path, model: ModelDirectory, cuts: tuple[int, ...], sampling: Sampling
 ) -> None:
-    async def test(chain: TestChain) -> None:
+    async def test(chain: TestChain, network: Network) -> None:
         await chain.open("s1", **sampling_params(sampling))
         assert await chain.generate("s1", PROMPT, 12) == tokens_of(CONFIG, PROMPT, 12, sampling)
 
@@ -50,12 +86,607 @@ def test_a_chain_gives_what_one_part_gives(
 
 
 def test_sessions_do_not_know_of_each_other(tmp_path: Path, model: ModelDirectory) -> None:
-    prompts = {f"s{number}": [number + 1, 7, 7 * number] for number in range(1)}
-
-    async def test(chain: TestChain) -> None:
-        for session in prompts:
-            await chain.open(session)
-        made = await asyncio.gather(*(chain.generate(session, prompt, 8) for session, prompt in prompts.items()))
-        assert made == [tokens_of(CONFIG, prompt, 8, GREEDY) for prompt in prompts.values()]
+    async def test(chain: TestChain, network: Network) -> None:
+        sessions = {f"s{number}": Generation(f"s{number}", [number + 1, 7, 7 * number], 2) for number in range(9)}
+        expected = {name: tokens_of(CONFIG, each.ids, 8, GREEDY) for name, each in sessions.items()}
+        for name, generation in sessions.items():
+            await chain.open(name)
+            chain.clients[0].give(*generation.work())
+        for _ in range(8 * len(sessions)):
+            picked = await chain.answer()
+            assert isinstance(picked, Picked)
+            sessions[picked.session].take(picked)
+            if len(sessions[picked.session].made) < 8:
+                chain.clients[0].give(*sessions[picked.session].work())
+        assert {name: each.made for name, each in sessions.items()} == expected
 
     with_chain(tmp_path, model, (0, 2, 4, 6), test)
+
+
+def test_a_long_prompt_comes_in_several_works(tmp_path: Path, model: ModelDirectory) -> None:
+    prompt = [(7 * number) % 97 for number in range(50)]
+
+    async def test(chain: TestChain, network: Network) -> None:
+        await chain.open("s1")
+        for number, start in enumerate(range(0, 49, 10)):
+            ids = prompt[start : min(start + 10, 49)]
+            chain.clients[0].give(*ids_work("s1", ids, keep=start, last=2, number=number, picks=0))
+        for number in range(5):
+            took = await chain.clients[2].next()
+            assert isinstance(took, Took)
+            assert (took.number, len(took.spent_us)) == (number, 3)
+        assert await chain.generate("s1", prompt[49:], 6, keep=49) == tokens_of(CONFIG, prompt, 6, GREEDY)
+
+    with_chain(tmp_path, model, (0, 2, 4, 6), test)
+
+
+def test_several_tokens_are_picked_of_one_work(tmp_path: Path, model: ModelDirectory) -> None:
+    async def test(chain: TestChain, network: Network) -> None:
+        await chain.open("s1", **sampling_params(SEEDED))
+        expected = tokens_of(CONFIG, PROMPT, 4, SEEDED)
+        chain.clients[0].give(*ids_work("s1", [*PROMPT, *expected[:3]], keep=0, last=1, picks=4, draw=0))
+        picked = await chain.clients[1].next()
+        assert isinstance(picked, Picked)
+        assert np.frombuffer(picked.tokens, "<i4").tolist() == expected
+
+    with_chain(tmp_path, model, (0, 3, 6), test)
+
+
+def test_a_work_that_keeps_less_takes_positions_back(tmp_path: Path, model: ModelDirectory) -> None:
+    async def test(chain: TestChain, network: Network) -> None:
+        await chain.open("s1")
+        made = await chain.generate("s1", PROMPT, 9)
+        again = Generation("s1", [made[2]], 2, keep=len(PROMPT) + 2, made=made[:3])
+        while len(again.made) < 9:
+            chain.clients[0].give(*again.work())
+            again.take(await chain.answer())
+        assert again.made == made
+        fresh = [4, 4]
+        assert await chain.generate("s1", fresh, 3, keep=0) == tokens_of(CONFIG, fresh, 3, GREEDY)
+
+    with_chain(tmp_path, model, (0, 2, 4, 6), test)
+
+
+def test_two_stages_of_a_session_on_one_worker(tmp_path: Path, model: ModelDirectory) -> None:
+    async def test(chain: TestChain, network: Network) -> None:
+        client, host = chain.clients[0], chain.stages[0].name
+        async with giving(network.at("client"), host, model):
+            part = (await client.ask("part.load", load_params(model, 3, 6, 6)))["part"]
+        await client.ask("session.open", open_params("s1", part, 1, 2))
+        await client.ask("session.open", open_params("s1", chain.parts[0], 0, 2, host))
+        generation = Generation("s1", PROMPT, 1)
+        while len(generation.made) < 5:
+            client.give(*generation.work())
+            generation.take(await client.next())
+        assert generation.made == tokens_of(CONFIG, PROMPT, 5, GREEDY)
+        resume = {"session": "s1", "attempt": 1, "keep": 5, "next": None}
+        with pytest.raises(Refused, match="2 stages") as refused:
+            await client.ask("session.resume", resume)
+        assert refused.value.code == "ambiguous"
+        assert await client.ask("session.resume", {**resume, "index": 1}) == {"position": 5}
+
+    with_chain(tmp_path, model, (0, 3), test, layers=6)
+
+
+# ------------------------------------------------------------------------------------------------------------ mending
+
+
+def place(stage: Stage) -> dict[str, Any]:
+    return {"peer": stage.name, "host": stage.name, "port": PORT}
+
+
+@pytest.mark.parametrize("prefill_encoding", ["fp32", "int8"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_lost_stage_is_replaced_and_the_same_tokens_come(
+    tmp_path: Path, model: ModelDirectory, frozen: bool, prefill_encoding: str
+) -> None:
+    async def test(chain: TestChain, network: Network) -> None:
+        expected = tokens_of(CONFIG, PROMPT, 12, SEEDED)
+        await chain.open("s1", prefill_encoding=prefill_encoding, **sampling_params(SEEDED))
+        generation = Generation("s1", PROMPT, 2)
+        while len(generation.made) < 5:
+            chain.clients[0].give(*generation.work())
+            generation.take(await chain.answer())
+        spare = Stage("spare", network.at("spare"), tmp_path / "spare")
+        await spare.start()
+        async with client_of(network.at("client"), "spare") as successor:
+            async with giving(network.at("client"), "spare", model):
+                part = (await successor.ask("part.load", load_params(model, 2, 4, 6)))["part"]
+
+            now = asyncio.get_running_loop().time
+            lost_at = now()
+            if frozen:
+                for other in ("w0", "w2", "client"):
+                    network.silence("w1", other)
+            else:
+                network.crash("w1")
+            chain.clients[0].give(*generation.work())
+            broken = await chain.clients[0].next()
+            assert isinstance(broken, ChainBroken)
+            assert (broken.session, broken.attempt, broken.lost) == ("s1", 0, 1)
+            assert now() - lost_at <= (2.0 if frozen else 0.0)
+
+            generation.attempt = 1
+            resume = {"session": "s1", "attempt": 1, "keep": generation.keep, "next": None}
+            assert await chain.clients[2].ask("session.resume", resume) == {"position": generation.keep}
+            params = open_params("s1", part, 1, 3, "w2", attempt=1, prefill_encoding=prefill_encoding)
+            await successor.ask("session.open", params)
+            resume["next"] = place(spare)
+            assert await chain.clients[0].ask("session.resume", resume) == {"position": generation.keep}
+            replay = {"session": "s1", "attempt": 1, "number": 77, "stop": generation.keep, "last": 1}
+            await chain.clients[0].ask("session.replay", replay)
+            took = await successor.next()
+            assert isinstance(took, Took)
+            assert (took.number, took.attempt, len(took.spent_us)) == (77, 1, 2)
+            if prefill_encoding == "int8":  # the prompt travelled so, and what followed did not: two works
+                assert isinstance(await successor.next(), Took)
+            while len(generation.made) < 12:
+                chain.clients[0].give(*generation.work())
+                generation.take(await chain.clients[2].next())
+            assert generation.made == expected
+        await spare.stop()
+
+    with_chain(tmp_path, model, (0, 2, 4, 6), test, faults=True)
+
+
+def test_a_new_stage_can_itself_replay_what_it_was_replayed(tmp_path: Path, model: ModelDirectory) -> None:
+    """Stage 1 is lost, then stage 2: the second replay comes from the first one's successor."""
+    cuts = (0, 2, 4, 6)
+
+    async def test(chain: TestChain, network: Network) -> None:
+        await chain.open("s1")
+        stages, clients, generation = list(chain.stages), list(chain.clients), Generation("s1", PROMPT, 2)
+
+        async def tokens(count: int) -> None:
+            for _ in range(count):
+                clients[0].give(*generation.work())
+                generation.take(await clients[2].next())
+
+        async with AsyncExitStack() as stack:
+            for index in (1, 2):
+                await tokens(3)
+                spare = Stage(f"spare{index}", network.at(f"spare{index}"), tmp_path / f"spare{index}")
+                await spare.start()
+                stack.push_async_callback(spare.stop)
+                network.crash(stages[index].name)
+                assert isinstance(await clients[index - 1].next(), ChainBroken)
+                stages[index] = spare
+                clients[index] = await stack.enter_async_context(client_of(network.at("client"), spare.name))
+                async with giving(network.at("client"), spare.name, model):
+                    params = load_params(model, cuts[index], cuts[index + 1], 6)
+                    loaded = await clients[index].ask("part.load", params)
+                generation.attempt = index
+                for each in reversed(range(3)):
+                    following = place(stages[each + 1]) if each < 2 else None
+                    if each == index:
+                        params = open_params("s1", loaded["part"], each, 3, attempt=index) | {"next": following}
+                        await clients[each].ask("session.open", params)
+                    else:
+                        resume = {"session": "s1", "attempt": index, "keep": generation.keep, "next": following}
+                        assert await clients[each].ask("session.resume", resume) == {"position": generation.keep}
+                replay = {"session": "s1", "attempt": index, "number": 0, "stop": generation.keep, "last": index}
+                await clients[index - 1].ask("session.replay", replay)
+                for _ in range(2):  # the prompt travelled as int8, and what followed did not: two works
+                    assert isinstance(await clients[index].next(), Took)
+            await tokens(3)
+            assert generation.made == tokens_of(CONFIG, PROMPT, 9, GREEDY)
+            for client in clients:
+                client.connection.abort()
+
+    with_chain(tmp_path, model, cuts, test, faults=True)
+
+
+def test_what_is_of_an_older_attempt_changes_nothing(tmp_path: Path, model: ModelDirectory) -> None:
+    async def test(chain: TestChain, network: Network) -> None:
+        await chain.open("s1")
+        generation = Generation("s1", PROMPT, 1)
+        chain.clients[0].give(*generation.work())
+        generation.take(await chain.answer())
+        resume = {"session": "s1", "attempt": 3, "keep": generation.keep}
+        await chain.clients[1].ask("session.resume", {**resume, "next": None})
+        await chain.clients[0].ask("session.resume", {**resume, "next": place(chain.stages[1])})
+        chain.clients[0].give(*generation.work())  # of attempt 0
+        chain.clients[0].give(*ids_work("s1", [1, 2], keep=0, last=1, attempt=2))
+        generation.attempt = 3
+        while len(generation.made) < 6:
+            chain.clients[0].give(*generation.work())
+            generation.take(await chain.answer())
+        assert generation.made == tokens_of(CONFIG, PROMPT, 6, GREEDY)
+        for attempt in (0, 3):
+            with pytest.raises(Refused, match="not newer"):
+                await chain.clients[1].ask("session.resume", {**resume, "attempt": attempt, "next": None})
+
+    with_chain(tmp_path, model, (0, 3, 6), test)
+
+
+def test_a_result_that_comes_after_its_attempt_is_dropped(tmp_path: Path, model: ModelDirectory) -> None:
+    async def test(chain: TestChain, network: Network) -> None:
+        await chain.open("s1")
+        for stage in chain.stages:
+            stage.threads.call_s["compute"] = 1.0
+        generation = Generation("s1", PROMPT, 1)
+        chain.clients[0].give(*generation.work())
+        await asyncio.sleep(1.5)  # virtual: the second stage computes
+        resume = {"session": "s1", "attempt": 1, "keep": 0}
+        assert await chain.clients[1].ask("session.resume", {**resume, "next": None}) == {"position": 0}
+        await chain.clients[0].ask("session.resume", {**resume, "next": place(chain.stages[1])})
+        assert chain.stages[1].stand_ins.engines[0].length("s1") == len(PROMPT), "it was not computing"
+        assert chain.clients[1].heard.empty()
+        generation.attempt = 1
+        while len(generation.made) < 4:
+            chain.clients[0].give(*generation.work())
+            generation.take(await chain.answer())
+        assert generation.made == tokens_of(CONFIG, PROMPT, 4, GREEDY)
+
+    with_chain(tmp_path, model, (0, 3, 6), test)
+
+
+def test_a_session_that_is_closed_while_it_computes_says_nothing_more(tmp_path: Path, model: ModelDirectory) -> None:
+    async def test(chain: TestChain, network: Network) -> None:
+        await chain.open("s1")
+        await chain.open("s2")
+        chain.stages[0].threads.call_s["compute"] = 1.0
+        chain.clients[0].give(*ids_work("s1", PROMPT, keep=0, last=0))
+        await asyncio.sleep(0.5)
+        await chain.clients[0].ask("session.close", {"session": "s1"})
+        chain.clients[0].give(*ids_work("s1", PROMPT, keep=0, last=0))  # on its way when it was closed
+        assert await chain.generate("s2", PROMPT, 3) == tokens_of(CONFIG, PROMPT, 3, GREEDY)
+        assert chain.clients[0].heard.empty()
+        await chain.clients[0].ask("session.close", {"session": "s1"})
+        assert list(chain.stages[0].stand_ins.engines[0].sessions) == ["s2"]
+
+    with_chain(tmp_path, model, (0, 6), test)
+
+
+def test_an_engine_that_fails_breaks_the_session_and_no_other(tmp_path: Path, model: ModelDirectory) -> None:
+    def fails(session: str, keep: int, count: int) -> None:
+        if session == "s1" and keep == 5:
+            raise MemoryError("no room for the cache")
+
+    async def test(chain: TestChain, network: Network) -> None:
+        await chain.open("s1")
+        await chain.open("s2")
+        generation = Generation("s1", PROMPT, 1)
+        chain.clients[0].give(*generation.work())
+        generation.take(await chain.answer())
+        chain.clients[0].give(*generation.work())
+        broken = await chain.clients[0].next()
+        assert isinstance(broken, ChainBroken)
+        assert (broken.lost, broken.code) == (0, "failed")
+        assert "no room for the cache" in broken.reason
+        chain.clients[0].give(*generation.work())  # of a session that is broken: forgotten
+        assert await chain.generate("s2", PROMPT, 3) == tokens_of(CONFIG, PROMPT, 3, GREEDY)
+        assert chain.clients[0].heard.empty()
+
+    with_chain(tmp_path, model, (0, 3, 6), test, stand_ins=lambda: StandIns(on_run=fails))
+
+
+# --------------------------------------------------------------------------------------------------- hostile neighbours
+
+HOSTILE: list[tuple[str, dict[str, Any], int]] = [
+    ("2048 are allowed", {"count": 1 << 40}, 0),
+    ("2048 are allowed", {"count": 0}, 0),
+    ("2048 are allowed", {"count": -1}, 0),
+    ("session is for 64", {"count": 65}, 260),
+    ("session is for 64", {"keep": 60}, 20),
+    ("session is for 64", {"keep": -1}, 20),
+    ("token ids", {"encoding": "fp32"}, 160),
+    ("token ids", {"encoding": "none"}, 160),
+    ("ends at", {"last": 2}, 20),
+    ("ends at", {"last": -1}, 20),
+    ("tokens to pick", {"picks": 6}, 20),
+    ("tokens to pick", {"picks": -1}, 20),
+    ("tokens to pick", {"picks": 1, "last": 0}, 20),
+    ("impossible", {"draw": -1}, 20),
+    ("impossible", {"draw": 1 << 40}, 20),
+    ("impossible", {"number": -1}, 20),
+    ("stages before", {"spent_us": [1]}, 20),
+    ("attempt", {"attempt": 1}, 20),
+    ("not open here", {"session": "nobody", "encoding": "bf16"}, 20),
+    ("not open here", {"session": "nobody", "count": 1 << 40}, 20),
+    ("bulk", {}, 19),
+    ("bulk", {}, 21),
+]
+
+
+@pytest.mark.parametrize(("reason", "changes", "payload_bytes"), HOSTILE)
+def test_a_client_that_lies_loses_its_connection_and_nothing_else_happens(
+    tmp_path: Path, model: ModelDirectory, reason: str, changes: dict[str, Any], payload_bytes: int
+) -> None:
+    async def test(chain: TestChain, network: Network) -> None:
+        await chain.open("s1")
+        async with client_of(network.at("liar"), "w0", peer_id="liar") as liar:
+            await chain.clients[1].ask("session.open", open_params("s2", chain.parts[1], 1, 2))
+            await liar.ask("session.open", open_params("s2", chain.parts[0], 0, 2, "w1"))
+            values = {"session": "s2", "attempt": 0, "number": 0, "keep": 0, "count": 5, "encoding": "ids", "last": 1}
+            work = Work(**{**values, "picks": 0, "draw": 0, "spent_us": [], **changes})
+            liar.connection.send(work)
+            if payload_bytes:
+                liar.connection.send_bulk(memoryview(bytes(payload_bytes)), generation=0, stream=CHAIN_STREAM)
+            await lost(liar)
+        assert await chain.generate("s1", PROMPT, 3) == tokens_of(CONFIG, PROMPT, 3, GREEDY)
+        [problem] = chain.stages[0].problems
+        assert isinstance(problem, ProtocolError)
+        assert reason in problem.message
+        assert list(chain.stages[0].stages.works.sessions) == [("s1", 0)]
+
+    with_chain(tmp_path, model, (0, 3, 6), test, faults=True)
+
+
+FROM_STAGE: list[tuple[str, dict[str, Any], int]] = [
+    ("another session", {"session": "s2"}, 160),
+    ("2048 are allowed", {"count": 1 << 40}, 0),
+    ("session has others", {"encoding": "ids"}, 20),
+    ("session has others", {"encoding": "bf16"}, 80),
+    ("stages before", {"spent_us": []}, 160),
+    ("stages before", {"spent_us": [-1]}, 160),
+    ("stages before", {"spent_us": [1, 2]}, 160),
+    ("ends at", {"last": 0}, 160),
+    ("attempt", {"attempt": 9}, 160),
+    ("bulk", {}, 161),
+    ("bulk", {"encoding": "int8"}, 160),
+]
+
+
+async def as_stage(network: Network, session: str, index: int, *, host: str = "w1") -> Connection:
+    hello = local_hello(peer_id="w9", name="w9", roles=["worker"], purpose="stage", job=session, generation=index)
+    return (await dial(network.at("w9"), host, PORT, hello, timeout_s=5))[0]
+
+
+@pytest.mark.parametrize(("reason", "changes", "payload_bytes"), FROM_STAGE)
+def test_a_stage_that_lies_loses_its_connection_and_nothing_else_happens(
+    tmp_path: Path, model: ModelDirectory, reason: str, changes: dict[str, Any], payload_bytes: int
+) -> None:
+    async def test(chain: TestChain, network: Network) -> None:
+        await chain.open("s1")
+        params = open_params("s3", chain.parts[1], 1, 2)
+        await chain.clients[1].ask("session.open", params)
+        connection = await as_stage(network, "s3", 1)
+        values = {"session": "s3", "attempt": 0, "number": 0, "keep": 0, "count": 5, "encoding": "fp32", "last": 1}
+        connection.send(Work(**{**values, "picks": 1, "draw": 0, "spent_us": [3], **changes}))
+        if payload_bytes:
+            connection.send_bulk(memoryview(bytes(payload_bytes)), generation=0, stream=CHAIN_STREAM)
+        async with asyncio.timeout(30):
+            await connection.closed.wait()
+        await asyncio.sleep(0.1)
+        [problem] = chain.stages[1].problems
+        assert isinstance(problem, ProtocolError)
+        assert reason in problem.message
+        assert chain.stages[1].stand_ins.engines[0].length("s3") == 0
+        assert await chain.generate("s1", PROMPT, 3) == tokens_of(CONFIG, PROMPT, 3, GREEDY)
+
+    with_chain(tmp_path, model, (0, 3, 6), test, faults=True)
+
+
+def test_who_is_no_stage_of_a_session_is_not_let_in(tmp_path: Path, model: ModelDirectory) -> None:
+    async def test(chain: TestChain, network: Network) -> None:
+        await chain.open("s1")
+        for session, index in (("s1", 2), ("other", 1), ("", 0)):
+            with pytest.raises(Refused, match="not open here"):
+                await as_stage(network, session, index)
+        hello = local_hello(peer_id="x", name="x", roles=[], purpose="stage", job="s1", generation=1)
+        with pytest.raises(Refused, match="only workers"):
+            await dial(network.at("x"), "w1", PORT, hello, timeout_s=5)
+        hello = local_hello(peer_id="x", name="x", roles=[], purpose="give", job=model.model)
+        with pytest.raises(Refused, match="must be a client"):
+            await dial(network.at("x"), "w1", PORT, hello, timeout_s=5)
+        hello = local_hello(peer_id="x", name="x", roles=["worker"], purpose="model", job=model.model)
+        with pytest.raises(Refused, match="not given here"):
+            await dial(network.at("x"), "w1", PORT, hello, timeout_s=5)
+
+    with_chain(tmp_path, model, (0, 3, 6), test, faults=True)
+
+
+def test_a_client_has_no_say_in_anothers_session(tmp_path: Path, model: ModelDirectory) -> None:
+    async def test(chain: TestChain, network: Network) -> None:
+        await chain.open("s1")
+        async with client_of(network.at("other"), "w0", peer_id="other") as other:
+            await other.ask("session.close", {"session": "s1"})
+            for method, params in (
+                ("session.resume", {"attempt": 5, "keep": 0, "next": place(chain.stages[1])}),
+                ("session.replay", {"attempt": 0, "number": 0, "stop": 0, "last": 1}),
+            ):
+                with pytest.raises(Refused, match="not open here"):
+                    await other.ask(method, {"session": "s1", **params})
+            with pytest.raises(Refused, match="open here already"):
+                await other.ask("session.open", open_params("s1", chain.parts[0], 0, 2, "w1"))
+            await other.ask("part.free", {"part": chain.parts[0]})
+            other.give(*ids_work("s1", PROMPT, keep=0, last=1))
+            await lost(other)
+        assert await chain.generate("s1", PROMPT, 3) == tokens_of(CONFIG, PROMPT, 3, GREEDY)
+
+    with_chain(tmp_path, model, (0, 3, 6), test, faults=True)
+
+
+BAD_REQUESTS: list[tuple[str, dict[str, Any], str]] = [
+    ("session.open", {"index": 1}, "no next one"),
+    ("session.open", {"next": None}, "no next one"),
+    ("session.open", {"stages": 3}, "reach the next"),
+    ("session.open", {"index": 2, "stages": 3, "next": None}, "are not stage 2"),
+    ("session.open", {"positions": 1 << 40}, "positions"),
+    ("session.open", {"positions": 5000}, "model knows 4096"),
+    ("session.open", {"part": "none"}, "not loaded here"),
+    ("session.open", {"encoding": "fp64"}, "encoding"),
+    ("session.open", {"temperature": float("nan")}, "temperature"),
+    ("session.open", {"silence_s": 0}, "silence_s"),
+    ("session.open", {"next": {"peer": "w1", "host": "w1", "port": 0}}, "stage to dial"),
+    ("session.resume", {"attempt": 1, "keep": 0, "next": None}, "not open here"),
+    ("part.load", {}, "layers"),
+    ("part.free", {"part": 7}, "id"),
+    ("model.open", {"path": ""}, "path"),
+    ("model.open", {"path": "/nowhere/at/all"}, "no weights"),
+    ("links.measure", {}, "peers"),
+    ("jobs.create", {}, "does not know"),
+]
+
+
+@pytest.mark.parametrize(("method", "changes", "reason"), BAD_REQUESTS)
+def test_a_request_that_cannot_be_is_answered_with_the_reason(
+    tmp_path: Path, model: ModelDirectory, method: str, changes: dict[str, Any], reason: str
+) -> None:
+    async def test(chain: TestChain, network: Network) -> None:
+        params = {"session": "s1", **changes}
+        if method == "session.open":
+            params = open_params("s1", chain.parts[0], 0, 2, "w1") | changes
+        if method == "part.load":
+            params = {}
+        with pytest.raises(Refused, match=reason):
+            await chain.clients[0].ask(method, params)
+        assert not chain.stages[0].stages.works.sessions
+        await chain.open("s2")
+        assert await chain.generate("s2", PROMPT, 2) == tokens_of(CONFIG, PROMPT, 2, GREEDY)
+
+    with_chain(tmp_path, model, (0, 3, 6), test, faults=True)
+
+
+# ---------------------------------------------------------------------------------------------- who is gone or slow
+
+
+def test_sessions_end_with_their_client_and_parts_stay(tmp_path: Path, model: ModelDirectory) -> None:
+    async def test(chain: TestChain, network: Network) -> None:
+        await chain.open("s1")
+        await chain.generate("s1", PROMPT, 2)
+        for client in chain.clients:
+            client.connection.abort()
+        await asyncio.sleep(0.1)
+        for stage in chain.stages:
+            assert not stage.sessions
+            assert len(stage.stages.shelf.parts) == 1
+        async with client_of(network.at("next"), "w0", peer_id="next") as client:
+            loaded = await client.ask("part.load", load_params(model, 0, 3, 6))
+            assert (loaded["part"], loaded["received_bytes"]) == (chain.parts[0], 0)
+
+    with_chain(tmp_path, model, (0, 3, 6), test)
+
+
+def test_a_silent_client_is_gone(tmp_path: Path, model: ModelDirectory) -> None:
+    async def test(chain: TestChain, network: Network) -> None:
+        await chain.open("s1", silence_s=2.0)
+        network.silence("client", "w0")
+        await asyncio.sleep(1.9)
+        assert chain.stages[0].sessions == 1
+        await asyncio.sleep(1.0)
+        assert chain.stages[0].sessions == 0
+
+    with_chain(tmp_path, model, (0, 3, 6), test, faults=True)
+
+
+def test_a_client_that_only_listens_is_not_gone(tmp_path: Path, model: ModelDirectory) -> None:
+    async def test(chain: TestChain, network: Network) -> None:
+        await chain.open("s1")
+        made = await chain.generate("s1", PROMPT, 2)
+        await asyncio.sleep(500)
+        generation = Generation("s1", made[-1:], 1, keep=len(PROMPT) + 1, made=list(made))
+        chain.clients[0].give(*generation.work())
+        generation.take(await chain.answer())
+        assert generation.made == tokens_of(CONFIG, PROMPT, 3, GREEDY)
+
+    with_chain(tmp_path, model, (0, 3, 6), test)
+
+
+def test_idle_parts_go_after_ten_minutes_and_not_before(tmp_path: Path, model: ModelDirectory) -> None:
+    async def test(chain: TestChain, network: Network) -> None:
+        await asyncio.sleep(700)
+        assert len(chain.stages[0].stages.shelf.parts) == 1, "its client is there"
+        chain.clients[0].connection.abort()
+        await asyncio.sleep(590)
+        assert len(chain.stages[0].stages.shelf.parts) == 1
+        await asyncio.sleep(20)
+        assert not chain.stages[0].stages.shelf.parts
+        assert chain.stages[0].told[-1].parts == []
+
+    with_chain(tmp_path, model, (0, 6), test)
+
+
+def test_a_stage_is_not_given_more_than_it_takes(tmp_path: Path, model: ModelDirectory) -> None:
+    """A slow last stage: works wait at the client's side of the chain, a few of them at each stage."""
+
+    async def test(chain: TestChain, network: Network) -> None:
+        await chain.open("s1", positions=4000)
+        chain.stages[1].threads.call_s["compute"] = 1.0
+        count, size = 60, 60
+        for number in range(count):
+            chain.clients[0].give(*ids_work("s1", [1] * size, keep=number * size, last=1, number=number, picks=0))
+        await asyncio.sleep(20.5)
+        session = chain.stages[1].stages.works.sessions["s1", 1]
+        assert len(session.core.queue) <= QUEUED_FROM_STAGE
+        assert session.core.position == 20 * size
+        for number in range(count):
+            took = await chain.answer()
+            assert isinstance(took, Took)
+            assert took.number == number
+        assert chain.stages[1].stand_ins.engines[0].length("s1") == count * size
+
+    with_chain(tmp_path, model, (0, 3, 6), test)
+
+
+def test_a_client_may_not_flood_a_stage(tmp_path: Path, model: ModelDirectory) -> None:
+    async def test(chain: TestChain, network: Network) -> None:
+        await chain.open("s1", positions=4000)
+        chain.stages[0].threads.call_s["compute"] = 1.0
+        for number in range(MOST_QUEUED + 5):
+            chain.clients[0].give(*ids_work("s1", [1], keep=number, last=0, number=number, picks=0))
+        await lost(chain.clients[0])
+        assert f"more than {MOST_QUEUED} works" in chain.stages[0].problems[0].message
+
+    with_chain(tmp_path, model, (0, 3, 6), test, faults=True)
+
+
+def test_sessions_take_turns(tmp_path: Path, model: ModelDirectory) -> None:
+    """One with much to do does not keep another from having its turn."""
+
+    async def test(chain: TestChain, network: Network) -> None:
+        await chain.open("much", positions=4000)
+        await chain.open("little")
+        chain.stages[0].threads.call_s["compute"] = 1.0
+        for number in range(50):
+            chain.clients[0].give(*ids_work("much", [1] * 20, keep=20 * number, last=0, number=number))
+        chain.clients[0].give(*ids_work("little", [1], keep=0, last=0))
+        began = asyncio.get_running_loop().time()
+        for _ in range(3):
+            if (await chain.clients[0].next()).session == "little":  # type: ignore[attr-defined]
+                break
+        assert asyncio.get_running_loop().time() - began <= 3.0
+        assert chain.stages[0].stand_ins.engines[0].length("little") == 1
+
+    with_chain(tmp_path, model, (0, 6), test)
+
+
+def test_works_of_2048_positions_pass_in_any_encoding(tmp_path: Path, model: ModelDirectory) -> None:
+    prompt = [(7 * number) % 97 for number in range(WORK_POSITIONS + 1)]
+
+    async def test(chain: TestChain, network: Network) -> None:
+        for encoding in ("fp32", "bf16", "fp16", "int8"):
+            await chain.open(encoding, positions=2060, encoding="bf16", prefill_encoding=encoding)
+            chain.clients[0].give(*ids_work(encoding, prompt[:-1], keep=0, last=1, picks=0))
+            assert isinstance(await chain.answer(), Took)
+            made = await chain.generate(encoding, prompt[-1:], 2, keep=WORK_POSITIONS)
+            assert made == expected
+
+    expected = tokens_of(CONFIG, prompt, 2, GREEDY)
+    with_chain(tmp_path, model, (0, 3, 6), test)
+
+
+def test_the_seed_hears_what_is_held(tmp_path: Path, model: ModelDirectory) -> None:
+    async def test(chain: TestChain, network: Network) -> None:
+        await asyncio.sleep(2)
+        [held] = chain.stages[0].told[-1].parts
+        assert (held.part, held.model, held.start, held.stop, held.layers) == (chain.parts[0], model.model, 0, 3, 6)
+        assert (held.sessions, held.cache_bytes, held.tokens_per_s, held.next) == (0, 0, 0.0, "")
+        await chain.open("s1")
+        chain.stages[0].threads.call_s["compute"] = 0.25
+        await chain.generate("s1", PROMPT, 6)
+        told = len(chain.stages[0].told)
+        await asyncio.sleep(1)
+        [held] = chain.stages[0].told[-1].parts
+        engine = chain.stages[0].stand_ins.engines[0]
+        assert (held.sessions, held.next, held.weights_bytes) == (1, "w1", engine.weights_bytes)
+        assert held.cache_bytes == 64 * engine.cache_position_bytes
+        assert held.compute_ms == pytest.approx(250)
+        assert held.busy > 0.3
+        assert held.out_position_bytes == 32
+        await asyncio.sleep(100)
+        assert len(chain.stages[0].told) - told < 8, "it tells though nothing changes"
+        assert chain.stages[0].told[-1].parts[0].busy == 0
+
+    with_chain(tmp_path, model, (0, 3, 6), test)
