@@ -1,0 +1,608 @@
+"""Loading parts: from the client, from another worker, from an own copy; and from those that lie or die."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.errors import ConfigError, Refused, StorageError
+from p2ptrain.core.serving import Sampling
+from roles.model_directory import DigestCache, ModelDirectory, open_model
+from roles.model_table import FILE, RANGE_BYTES, model_id
+from roles.stage_stand_in import StandIns, stand_in_config, tokens_of, write_model
+from roles.worker.parts import MAX_PARTS, MAX_SESSIONS
+from roles.worker.stage_testing import (
+    PORT,
+    Generation,
+    Stage,
+    TestClient,
+    client_of,
+    giving,
+    load_params,
+    model_at,
+    open_params,
+)
+from wire.chain_messages import TensorGone, TensorRequest, TensorsPage, TensorsRequest
+from wire.connection import Connection
+from wire.handshake import dial, local_hello
+from wire.memory import MemoryNetwork
+from wire.virtual import run_virtual
+
+CONFIG = stand_in_config(layers=4)
+WHOLE = {"start": 0, "stop": 4, "layers": 4}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> ModelDirectory:
+    return model_at(write_model(tmp_path / "model", CONFIG), tmp_path)
+
+
+Test = Callable[[Stage, TestClient, MemoryNetwork], Awaitable[None]]
+
+
+def with_stage(tmp_path: Path, test: Test, *, faults: bool = False, **holding: Any) -> None:
+    """A worker without a part, and a client of it."""
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        stage = Stage("w0", network.at("w0"), tmp_path / "w0", StandIns(**holding))
+        await stage.start()
+        async with client_of(network.at("client"), "w0") as client:
+            await test(stage, client, network)
+        await asyncio.sleep(1)
+        await stage.stop()
+        assert faults or not stage.problems
+
+    run_virtual(main())
+
+
+async def answers(client: TestClient, part: str, *, config: str = CONFIG) -> None:
+    """The part, which is the whole model, gives the right tokens."""
+    await client.ask("session.open", open_params("check", part, 0, 1))
+    generation = Generation("check", [1, 2, 3], 0)
+    while len(generation.made) < 4:
+        client.give(*generation.work())
+        generation.take(await client.next())
+    assert generation.made == tokens_of(config, [1, 2, 3], 4, Sampling(temperature=0))
+    await client.ask("session.close", {"session": "check"})
+
+
+def bytes_of(model: ModelDirectory, *prefixes: str) -> int:
+    return sum(each.size_bytes for each in model.records if each.name.startswith(prefixes) and each.dtype != FILE)
+
+
+# ------------------------------------------------------------------------------------------------- where it comes from
+
+
+def test_a_client_gives_what_the_part_owns_and_no_more(tmp_path: Path, model: ModelDirectory) -> None:
+    async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
+        async with giving(network.at("client"), "w0", model) as connection:
+            loaded = await client.ask("part.load", load_params(model, 1, 3, 4))
+            owned = bytes_of(model, "layers.1.", "layers.2.")
+            assert (loaded["received_bytes"], loaded["read_bytes"]) == (owned, 0)
+            assert (loaded["width"], loaded["vocab_size"], loaded["encoding"]) == (8, 97, "fp32")
+            assert loaded["weights_bytes"] == owned
+            assert connection.bytes_out < owned + 4096
+            assert client.progress[-1].done_bytes == client.progress[-1].total_bytes == owned
+            again = await client.ask("part.load", load_params(model, 1, 3, 4))
+            assert (again["part"], again["received_bytes"]) == (loaded["part"], 0)
+            other = await client.ask("part.load", load_params(model, 0, 4, 4))  # over the same connection
+            assert other["part"] != loaded["part"]
+            await answers(client, other["part"])
+
+    with_stage(tmp_path, test)
+
+
+def test_a_client_may_come_to_give_a_little_later(tmp_path: Path, model: ModelDirectory) -> None:
+    async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
+        loading = asyncio.create_task(client.ask("part.load", load_params(model, 0, 4, 4)))
+        await asyncio.sleep(5)
+        async with giving(network.at("client"), "w0", model):
+            await answers(client, (await loading)["part"])
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(Refused, match="did not come to give") as refused:
+            await client.ask("part.load", load_params(model, 0, 2, 4))
+        assert refused.value.code == "giver"
+        assert asyncio.get_running_loop().time() - began == pytest.approx(10)
+
+    with_stage(tmp_path, test)
+
+
+@asynccontextmanager
+async def donor(
+    network: MemoryNetwork, directory: Path, path: Path
+) -> AsyncIterator[tuple[Stage, TestClient, dict[str, Any]]]:
+    """Another worker, which was told to give the model at ``path``."""
+    stage = Stage("donor", network.at("donor"), directory / "donor")
+    await stage.start()
+    async with client_of(network.at("client"), "donor") as client:
+        opened = await client.ask("model.open", {"path": str(path)})
+        yield stage, client, opened
+    await stage.stop()
+
+
+FROM_DONOR = {"giver": "peer", "giver_peer": "donor", "giver_host": "donor", "giver_port": PORT}
+
+
+def test_another_worker_gives_while_its_operator_is_there(tmp_path: Path, model: ModelDirectory) -> None:
+    async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
+        async with donor(network, tmp_path, tmp_path / "model") as (_, operator, opened):
+            assert (opened["model"], opened["config"]) == (model.model, CONFIG)
+            assert opened["total"] == len(model.records)
+            loaded = await client.ask("part.load", load_params(model, 0, 4, 4, **FROM_DONOR))
+            assert loaded["received_bytes"] == bytes_of(model, "")
+            await answers(client, loaded["part"])
+            operator.connection.abort()
+            await asyncio.sleep(0.1)
+            with pytest.raises(Refused, match="not given here"):
+                await client.ask("part.load", load_params(model, 0, 2, 4, **FROM_DONOR))
+
+    with_stage(tmp_path, test)
+
+
+def test_an_own_copy_is_read_and_only_what_differs_comes_from_the_giver(tmp_path: Path, model: ModelDirectory) -> None:
+    async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
+        other = write_model(tmp_path / "copy", CONFIG)
+        raw = bytearray((other / "model.safetensors").read_bytes())
+        raw[-1] ^= 1  # in head.weight, the last one
+        (other / "model.safetensors").write_bytes(raw)
+        async with giving(network.at("client"), "w0", model):
+            loaded = await client.ask("part.load", load_params(model, 0, 4, 4, path=str(other)))
+        head = bytes_of(model, "head.")
+        assert (loaded["read_bytes"], loaded["received_bytes"]) == (bytes_of(model, "") - head, head)
+        await answers(client, loaded["part"])
+
+    with_stage(tmp_path, test)
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "other-model", "damaged"])
+def test_a_copy_that_is_none_is_no_obstacle(tmp_path: Path, model: ModelDirectory, path: str) -> None:
+    write_model(tmp_path / "other-model", stand_in_config(layers=2, vocab_size=50, rows=5))
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "model.safetensors").write_bytes(b"\xff" * 100)
+
+    async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
+        async with giving(network.at("client"), "w0", model):
+            loaded = await client.ask("part.load", load_params(model, 0, 4, 4, path=str(tmp_path / path)))
+        assert (loaded["read_bytes"], loaded["received_bytes"]) == (0, bytes_of(model, ""))
+        await answers(client, loaded["part"])
+
+    with_stage(tmp_path, test)
+
+
+def test_large_tensors_come_by_ranges_and_little_is_under_way(tmp_path: Path) -> None:
+    rows = (2 * RANGE_BYTES + 1000) // 32
+    config = stand_in_config(layers=4, rows=rows)
+    model = model_at(write_model(tmp_path / "model", config), tmp_path)
+    assert RANGE_BYTES * 2 < bytes_of(model, "layers.0.") < RANGE_BYTES * 3
+
+    async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
+        most = 0
+
+        async def watch() -> None:
+            nonlocal most
+            while True:
+                most = max(most, network.queued_bytes)
+                await asyncio.sleep(0)
+
+        watching = asyncio.create_task(watch())
+        async with giving(network.at("client"), "w0", model):
+            loaded = await client.ask("part.load", load_params(model, 0, 4, 4))
+        watching.cancel()
+        assert most < RANGE_BYTES + (64 << 10), "more than a range at a time was handed to the transport"
+        await answers(client, loaded["part"], config=config)
+        assert len(client.progress) > 1
+
+    with_stage(tmp_path, test)
+
+
+# ------------------------------------------------------------------------------------------------------ who fails
+
+
+Say = Callable[[Connection, ModelDirectory, Any], None]
+
+
+def honest(connection: Connection, model: ModelDirectory, asked: Any) -> None:
+    if isinstance(asked, TensorsRequest):
+        connection.send(TensorsPage(len(model.records), list(model.records)))
+    else:
+        data = model.read(asked.name, asked.start, asked.stop)
+        connection.send_bulk(memoryview(data), generation=0, stream=asked.stream)
+
+
+@asynccontextmanager
+async def giver_that(network: MemoryNetwork, model: ModelDirectory, says: Say) -> AsyncIterator[None]:
+    hello = local_hello(peer_id="client", name="Mallory", roles=[], purpose="give", job=model.model)
+    connection, _ = await dial(network.at("client"), "w0", PORT, hello, timeout_s=5)
+
+    async def answer() -> None:
+        while True:
+            message = (await connection.receive(timeout_s=1000)).message
+            if isinstance(message, TensorsRequest | TensorRequest):
+                says(connection, model, message)
+
+    task = asyncio.create_task(answer())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await connection.close()
+
+
+def table_with(model: ModelDirectory, **changes: Any) -> TensorsPage:
+    first = dataclasses.replace(model.records[0], **changes)
+    return TensorsPage(len(model.records), [first, *model.records[1:]])
+
+
+def on_table(page: Callable[[ModelDirectory], TensorsPage]) -> Say:
+    def says(connection: Connection, model: ModelDirectory, asked: Any) -> None:
+        if isinstance(asked, TensorsRequest):
+            connection.send(page(model))
+        else:
+            honest(connection, model, asked)
+
+    return says
+
+
+def on_bytes(what: Callable[[Connection, bytearray, int], None]) -> Say:
+    def says(connection: Connection, model: ModelDirectory, asked: Any) -> None:
+        if isinstance(asked, TensorsRequest) or asked.name != "layers.1.weight":
+            honest(connection, model, asked)
+        else:
+            what(connection, model.read(asked.name, asked.start, asked.stop), asked.stream)
+
+    return says
+
+
+def flipped(connection: Connection, data: bytearray, stream: int) -> None:
+    data[5] ^= 1
+    connection.send_bulk(memoryview(data), generation=0, stream=stream)
+
+
+def shorter(connection: Connection, data: bytearray, stream: int) -> None:
+    connection.send_bulk(memoryview(data)[:-1], generation=0, stream=stream)
+
+
+LIARS: dict[str, tuple[Say, str]] = {
+    "digest": (on_table(lambda model: table_with(model, digest=bytes(16))), "is that of model"),
+    "dtype": (on_table(lambda model: table_with(model, dtype="F16")), "another number of bytes"),
+    "huge": (on_table(lambda model: table_with(model, shape=[1 << 40], size_bytes=4 << 40)), "is that of model"),
+    "overflow": (on_table(lambda model: table_with(model, shape=[1 << 47] * 8)), "another number of bytes"),
+    "many-dims": (on_table(lambda model: table_with(model, shape=[1] * 9)), "impossible shape"),
+    "negative": (on_table(lambda model: table_with(model, shape=[-1, -97])), "impossible shape"),
+    "path": (on_table(lambda model: table_with(model, name="../x.json", dtype=FILE)), "no file"),
+    "twice": (on_table(lambda model: TensorsPage(9, [model.records[0]] * 2)), "twice"),
+    "endless": (on_table(lambda model: TensorsPage(1 << 40, list(model.records))), "a table of"),
+    "empty": (on_table(lambda model: TensorsPage(4, [])), "does not lead"),
+    "too-many": (on_table(lambda model: TensorsPage(1, list(model.records))), "does not lead"),
+    "other-model": (on_table(lambda model: TensorsPage(0, [], "not here")), "not here"),
+    "flipped": (on_bytes(flipped), "another digest"),
+    "shorter": (on_bytes(shorter), "bulk"),
+    "gone": (
+        on_bytes(lambda connection, data, stream: connection.send(TensorGone(stream, "the file changed"))),
+        "the file changed",
+    ),
+    "dies": (on_bytes(lambda connection, data, stream: connection.abort()), "closed|broke|reset"),
+    "silent": (on_bytes(lambda connection, data, stream: None), "sent nothing"),
+    "nonsense": (on_bytes(lambda connection, data, stream: connection.send(TensorsRequest("x", 0))), "TensorsRequest"),
+    "unasked": (on_table(lambda model: TensorsPage(len(model.records), list(model.records))), ""),
+}
+
+
+@pytest.mark.parametrize("kind", [name for name in LIARS if name != "unasked"])
+def test_a_giver_that_lies_or_dies_is_named_and_costs_nothing(tmp_path: Path, model: ModelDirectory, kind: str) -> None:
+    says, reason = LIARS[kind]
+
+    async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
+        free_bytes = stage.stages.shelf.free_bytes
+        async with giver_that(network, model, says):
+            with pytest.raises(Refused, match=reason) as refused:
+                await client.ask("part.load", load_params(model, 0, 4, 4))
+        assert refused.value.code == "giver"
+        assert "Mallory" in refused.value.message
+        assert refused.value.remedy
+        assert stage.stages.shelf.free_bytes == free_bytes
+        assert not stage.stages.shelf.parts
+        assert not stage.stand_ins.engines
+        await asyncio.sleep(0.1)
+        async with giving(network.at("client"), "w0", model):
+            await answers(client, (await client.ask("part.load", load_params(model, 0, 4, 4)))["part"])
+
+    with_stage(tmp_path, test, faults=True)
+
+
+def test_a_config_of_another_model_is_noticed_by_the_id(tmp_path: Path, model: ModelDirectory) -> None:
+    async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
+        async with giving(network.at("client"), "w0", model):
+            other = load_params(model, 0, 4, 4, config=stand_in_config(layers=4, vocab_size=96))
+            with pytest.raises(Refused, match="is that of model"):
+                await client.ask("part.load", other)
+
+    with_stage(tmp_path, test, faults=True)
+
+
+def test_a_model_whose_tensors_are_not_those_of_its_config_is_refused(tmp_path: Path) -> None:
+    directory = write_model(tmp_path / "model", CONFIG)
+    (directory / "config.json").write_text(stand_in_config(layers=4, vocab_size=1 << 20))
+    model = model_at(directory, tmp_path)
+
+    async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
+        async with giving(network.at("client"), "w0", model):
+            with pytest.raises(Refused, match="by its config the model has it with"):
+                await client.ask("part.load", load_params(model, 0, 4, 4))
+            with pytest.raises(Refused, match="no part of that model"):
+                await client.ask("part.load", load_params(model, 0, 5, 5))
+
+    with_stage(tmp_path, test)
+
+
+def test_a_client_that_goes_while_its_part_is_loaded_leaves_nothing(tmp_path: Path, model: ModelDirectory) -> None:
+    async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
+        free_bytes = stage.stages.shelf.free_bytes
+        async with giver_that(network, model, LIARS["silent"][0]):
+            loading = asyncio.create_task(client.ask("part.load", load_params(model, 0, 4, 4)))
+            await asyncio.sleep(1)
+            assert stage.stages.shelf.free_bytes < free_bytes
+            client.connection.abort()
+            await asyncio.gather(loading, return_exceptions=True)
+            await asyncio.sleep(0.1)
+            assert stage.stages.shelf.free_bytes == free_bytes
+
+    with_stage(tmp_path, test, faults=True)
+
+
+# -------------------------------------------------------------------------------------------------- hostile receivers
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "stream"),
+    [(0, RANGE_BYTES + 1, 1), (0, 1 << 50, 1), (-1, 5, 1), (5, 5, 1), (9, 3, 1), (0, 4, -1), (0, 4, 1 << 40)],
+)
+def test_a_receiver_that_asks_for_what_cannot_be_is_cut_off(
+    tmp_path: Path, model: ModelDirectory, start: int, stop: int, stream: int
+) -> None:
+    async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
+        await client.ask("model.open", {"path": str(tmp_path / "model")})
+        hello = local_hello(peer_id="w9", name="w9", roles=["worker"], purpose="model", job=model.model)
+        connection, _ = await dial(network.at("w9"), "w0", PORT, hello, timeout_s=5)
+        connection.send(TensorRequest(model.model, "head.weight", start, stop, stream))
+        await asyncio.sleep(0.1)
+        assert connection.closed.is_set()
+        assert "are asked for" in stage.problems[0].message
+
+    with_stage(tmp_path, test, faults=True)
+
+
+def test_what_is_not_there_is_said_so(tmp_path: Path, model: ModelDirectory) -> None:
+    async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
+        await client.ask("model.open", {"path": str(tmp_path / "model")})
+        hello = local_hello(peer_id="w9", name="w9", roles=["worker"], purpose="model", job=model.model)
+        connection, _ = await dial(network.at("w9"), "w0", PORT, hello, timeout_s=5)
+        for name in ("nothing", "../config.json", "model.safetensors"):
+            connection.send(TensorRequest(model.model, name, 0, 4, 3))
+            gone = await connection.expect(TensorGone, timeout_s=5)
+            assert gone.stream == 3
+        status = (tmp_path / "model" / "model.safetensors").stat()
+        os.utime(tmp_path / "model" / "model.safetensors", ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+        connection.send(TensorRequest(model.model, "head.weight", 0, 4, 3))
+        assert "changed since" in (await connection.expect(TensorGone, timeout_s=5)).reason
+        connection.send(TensorsRequest("0" * 32, 0))
+        assert "is not what is given" in (await connection.expect(TensorsPage, timeout_s=5)).error
+        await connection.close()
+
+    with_stage(tmp_path, test)
+
+
+# -------------------------------------------------------------------------------------------------------------- limits
+
+
+def test_a_part_that_does_not_fit_is_refused_with_the_numbers(tmp_path: Path, model: ModelDirectory) -> None:
+    weights_bytes = bytes_of(model, "")
+
+    async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
+        async with giving(network.at("client"), "w0", model):
+            with pytest.raises(Refused, match=r"need 6\.47 KiB.*6\.45 KiB of 6\.45 KiB") as refused:
+                await client.ask("part.load", load_params(model, 0, 4, 4))
+            assert refused.value.code == "memory"
+            assert "--memory" in refused.value.remedy
+            fits = load_params(model, 0, 2, 4, positions=8)
+            with pytest.raises(Refused, match="200 positions of cache need"):
+                await client.ask("part.load", {**fits, "positions": 200})
+            part = (await client.ask("part.load", fits))["part"]
+        offer = await client.ask("part.offer")
+        assert offer["limit_bytes"] == 6600
+        engine = stage.stand_ins.engines[-1]
+        assert offer["memory_bytes"] == 6600 - engine.weights_bytes
+        room = offer["memory_bytes"] // engine.cache_position_bytes
+        with pytest.raises(Refused, match="positions of cache need") as refused:
+            await client.ask("session.open", open_params("s1", part, 0, 2, "w0", positions=room + 1))
+        assert refused.value.code == "memory"
+        assert not engine.sessions
+
+    assert weights_bytes > 6600
+    with_stage(tmp_path, test, limit_bytes=6600, faults=True)
+
+
+def test_an_idle_part_goes_for_another_and_one_in_use_does_not(tmp_path: Path, model: ModelDirectory) -> None:
+    async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
+        async with giving(network.at("client"), "w0", model):
+            first = (await client.ask("part.load", load_params(model, 0, 2, 4, positions=0)))["part"]
+            with pytest.raises(Refused) as refused:
+                await client.ask("part.load", load_params(model, 2, 4, 4, positions=0))
+            assert refused.value.code == "memory"
+        async with client_of(network.at("other"), "w0", peer_id="other") as other:
+            client.connection.abort()
+            await asyncio.sleep(0.1)
+            assert (await other.ask("part.offer"))["memory_bytes"] == 5000
+            async with giving(network.at("other"), "w0", model, peer_id="other"):
+                second = (await other.ask("part.load", load_params(model, 2, 4, 4, positions=0)))["part"]
+            assert list(stage.stages.shelf.parts) == [second]
+            assert second != first
+            await other.ask("part.free", {"part": second})
+            assert not stage.stages.shelf.parts
+
+    with_stage(tmp_path, test, limit_bytes=5000)
+
+
+def test_a_part_that_is_freed_stays_for_who_still_uses_it(tmp_path: Path, model: ModelDirectory) -> None:
+    async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
+        async with giving(network.at("client"), "w0", model):
+            part = (await client.ask("part.load", load_params(model, 0, 4, 4)))["part"]
+        async with client_of(network.at("other"), "w0", peer_id="other") as other:
+            assert (await other.ask("part.load", load_params(model, 0, 4, 4)))["part"] == part
+            await client.ask("part.free", {"part": part})
+            await answers(other, part)
+            await other.ask("part.free", {"part": part})
+            assert not stage.stages.shelf.parts
+
+    with_stage(tmp_path, test)
+
+
+def test_a_job_takes_the_memory_of_idle_parts_where_it_is_short(tmp_path: Path, model: ModelDirectory) -> None:
+    async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
+        async with giving(network.at("client"), "w0", model):
+            await client.ask("part.load", load_params(model, 0, 4, 4))
+        await stage.stages.job_assigned()
+        assert stage.stages.shelf.parts, "it is in use"
+        client.connection.abort()
+        await asyncio.sleep(0.1)
+        await stage.stages.job_assigned()
+        assert not stage.stages.shelf.parts
+
+    with_stage(tmp_path, test, free_bytes=1000)
+
+
+def test_a_job_leaves_idle_parts_alone_where_there_is_room(tmp_path: Path, model: ModelDirectory) -> None:
+    async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
+        async with giving(network.at("client"), "w0", model):
+            await client.ask("part.load", load_params(model, 0, 4, 4))
+        client.connection.abort()
+        await asyncio.sleep(0.1)
+        await stage.stages.job_assigned()
+        assert stage.stages.shelf.parts
+
+    with_stage(tmp_path, test)
+
+
+def test_there_are_as_many_parts_and_sessions_as_there_may_be(tmp_path: Path) -> None:
+    config = stand_in_config(layers=MAX_PARTS + 1, rows=1)
+    model = model_at(write_model(tmp_path / "model", config), tmp_path)
+
+    async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
+        async with giving(network.at("client"), "w0", model):
+            for layer in range(MAX_PARTS):
+                part = (await client.ask("part.load", load_params(model, layer, layer + 1, MAX_PARTS + 1)))["part"]
+            with pytest.raises(Refused, match="16 parts, all in use") as refused:
+                await client.ask("part.load", load_params(model, MAX_PARTS, MAX_PARTS + 1, MAX_PARTS + 1))
+            assert refused.value.code == "full"
+            first = next(iter(stage.stages.shelf.parts))
+            await client.ask("part.free", {"part": first})
+            last = load_params(model, MAX_PARTS, MAX_PARTS + 1, MAX_PARTS + 1)
+            part = (await client.ask("part.load", last))["part"]
+        for number in range(MAX_SESSIONS):
+            await client.ask("session.open", open_params(f"s{number}", part, 1, 2))
+        with pytest.raises(Refused, match="64 sessions are open"):
+            await client.ask("session.open", open_params("more", part, 1, 2))
+        await asyncio.sleep(2)
+        assert len(stage.told[-1].parts) == MAX_PARTS
+
+    with_stage(tmp_path, test)
+
+
+# ------------------------------------------------------------------------------------------------- directories, digests
+
+
+def test_digests_are_kept_for_files_that_did_not_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = write_model(tmp_path / "model", CONFIG)
+    first = model_at(directory, tmp_path)
+    read: list[int] = []
+    real = open_model.__globals__["read_range"]
+    monkeypatch.setitem(
+        open_model.__globals__, "read_range", lambda file, start, size: read.append(size) or real(file, start, size)
+    )
+    again = model_at(directory, tmp_path)
+    assert again == first
+    assert sum(read) == len(CONFIG), "all that is read is config.json"
+    (tmp_path / "digests.json").write_text('{"files": {"a": 1}}')
+    assert model_at(directory, tmp_path) == first
+    assert sum(read) > bytes_of(first, "")
+    read.clear()
+    raw = bytearray((directory / "model.safetensors").read_bytes())
+    raw[-1] ^= 1
+    (directory / "model.safetensors").write_bytes(raw)
+    os.utime(directory / "model.safetensors", ns=(1, 1))
+    changed = model_at(directory, tmp_path)
+    assert changed.model != first.model
+    assert [each.name for each, other in zip(changed.records, first.records, strict=True) if each != other] == [
+        "head.weight"
+    ]
+
+
+def test_the_id_is_of_all_that_decides_what_a_model_computes(model: ModelDirectory) -> None:
+    records = list(model.records)
+    assert model_id(CONFIG, reversed(records)) == model.model, "the order of files does not count"
+    small = [each for each in records if each.dtype == FILE]
+    assert {each.name for each in small} == {"config.json", "tokenizer.json"}
+    assert model_id(CONFIG, [each for each in records if each.dtype != FILE]) == model.model
+    first = records[0]
+    for other in (
+        dataclasses.replace(first, name=first.name + "x"),
+        dataclasses.replace(first, dtype="I32"),
+        dataclasses.replace(first, shape=first.shape[::-1]),
+        dataclasses.replace(first, digest=bytes(16)),
+    ):
+        assert model_id(CONFIG, [other, *records[1:]]) != model.model
+    assert model_id(CONFIG + " ", records) != model.model
+    assert model_id(CONFIG, records[1:]) != model.model
+
+
+def test_directories_that_are_no_models_are_refused(tmp_path: Path) -> None:
+    cache = DigestCache(RealDisk(), tmp_path / "digests.json")
+    with pytest.raises(ConfigError, match="no weights"):
+        open_model(tmp_path, cache)
+    directory = write_model(tmp_path / "model", CONFIG)
+    (directory / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        open_model(directory, cache)
+    (directory / "config.json").write_text(json.dumps({"x": "y" * 100_000}))
+    with pytest.raises(ConfigError, match="larger than"):
+        open_model(directory, cache)
+    (directory / "config.json").write_bytes(b"\xff")
+    with pytest.raises(StorageError, match="no text"):
+        open_model(directory, cache)
+
+
+def test_only_small_files_of_a_model_are_given(tmp_path: Path) -> None:
+    directory = write_model(tmp_path / "model", CONFIG)
+    for name in (".secret.json", "optimizer.safetensors", "id_rsa", "tokenizer.model", "notes.txt", "a b.json"):
+        (directory / name).write_text("x")
+    (directory / "sub.json").mkdir()
+    model = model_at(directory, tmp_path)
+    names = [each.name for each in model.records if each.dtype == FILE]
+    assert names == ["config.json", "notes.txt", "tokenizer.json", "tokenizer.model"]
+    assert bytes(model.read("notes.txt", 0, 1)) == b"x"
+
+
+def test_a_large_table_comes_in_pages(tmp_path: Path) -> None:
+    config = stand_in_config(layers=1000, rows=1)
+    model = model_at(write_model(tmp_path / "model", config), tmp_path)
+    assert len(model.records) == 1005
+
+    async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
+        async with giving(network.at("client"), "w0", model):
+            loaded = await client.ask("part.load", load_params(model, 990, 1000, 1000))
+        assert loaded["received_bytes"] == bytes_of(
+            model, *(f"layers.{index}." for index in range(990, 1000)), "norm", "head"
+        )
+
+    with_stage(tmp_path, test)

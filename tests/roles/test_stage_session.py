@@ -1,0 +1,244 @@
+"""The cores behind the stages: what is kept and replayed, whose turn it is, what fits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2ptrain.core.activations import activation_bytes
+from p2ptrain.core.errors import ProtocolError, Refused
+from p2ptrain.core.serving import PartSpec
+from roles.stage_stand_in import WIDTH, decode_hidden, encode, stand_in_config, stand_in_part
+from roles.worker.parts import IDLE_S, MAX_PARTS, WINDOW_S, Pace, Part, Shelf, size_text
+from roles.worker.stage_session import WORK_POSITIONS, History, StageSession, Terms
+from roles.worker.turns import Turns
+from wire.chain_messages import Work
+
+ENCODINGS = ("fp32", "bf16", "fp16", "int8")
+
+
+def states(first: int, count: int) -> Any:
+    """Hidden states that tell their position."""
+    rows = np.zeros((count, WIDTH), np.int64)
+    rows[:, 0], rows[:, 1] = 127, np.arange(first, first + count) % 127
+    rows[:, 2] = np.arange(first, first + count) // 127
+    return rows
+
+
+CHANGES = st.lists(
+    st.tuples(st.just("append"), st.integers(1, 40), st.sampled_from(ENCODINGS))
+    | st.tuples(st.just("cut"), st.integers(0, 120), st.just("")),
+    max_size=30,
+)
+
+
+@given(changes=CHANGES, stop=st.integers(0, 200), most=st.integers(1, 50))
+def test_what_was_given_on_comes_again_position_by_position(
+    changes: list[tuple[str, int, str]], stop: int, most: int
+) -> None:
+    history, encodings = History(), list[str]()
+    for change, number, encoding in changes:
+        if change == "cut":
+            history.cut(number)
+            del encodings[number:]
+        else:
+            payload = memoryview(encode(states(len(encodings), number), encoding))
+            history.append(encoding, number, payload)
+            encodings += [encoding] * number
+        assert history.positions == len(encodings)
+    at = 0
+    for run in history.runs(stop, most):
+        assert run.start == at
+        assert run.payload.nbytes == activation_bytes(run.encoding, run.count, WIDTH)
+        assert set(encodings[at : at + run.count]) == {run.encoding}
+        assert (decode_hidden(run.payload, run.encoding, run.count) == states(at, run.count)).all()
+        at += run.count
+    assert at == min(stop, len(encodings))
+
+
+def test_a_replay_is_few_long_works() -> None:
+    history = History()
+    history.append("fp32", 100, memoryview(encode(states(0, 100), "fp32")))
+    for position in range(100, 3000):
+        history.append("fp32", 1, memoryview(encode(states(position, 1), "fp32")))
+    counts = [run.count for run in history.runs(3000)]
+    assert counts == [WORK_POSITIONS, 3000 - WORK_POSITIONS]
+
+
+def terms_of(index: int = 1, stages: int = 3) -> Terms:
+    return Terms("s", index, stages, 64, WIDTH, "fp32", "int8")
+
+
+def work_of(**changes: Any) -> Work:
+    values: dict[str, Any] = {"session": "s", "attempt": 0, "number": 0, "keep": 0, "count": 4, "encoding": "int8"}
+    return Work(**{**values, "last": 2, "picks": 0, "draw": 0, "spent_us": [1], **changes})
+
+
+def test_attempts_fence_what_is_older() -> None:
+    session = StageSession(terms_of(), 2)
+    assert session.admit(work_of(attempt=2), bytearray())
+    assert not session.admit(work_of(attempt=1), bytearray())
+    with pytest.raises(ProtocolError, match="attempt 3"):
+        session.admit(work_of(attempt=3), bytearray())
+    with pytest.raises(Refused, match="not newer"):
+        session.raise_attempt(2)
+    session.raise_attempt(7)
+    assert not session.queue
+    assert not session.current(work_of(attempt=2))
+    assert session.admit(work_of(attempt=7), bytearray())
+    session.fail()
+    assert not session.queue
+    assert not session.admit(work_of(attempt=7), bytearray())
+    assert not session.current(work_of(attempt=7))
+    session.raise_attempt(8)
+    assert session.admit(work_of(attempt=8), bytearray())
+    session.close()
+    assert not session.admit(work_of(attempt=8), bytearray())
+    assert not session.queue
+
+
+def test_history_is_what_was_computed_and_no_more() -> None:
+    session = StageSession(terms_of(), 0)
+    with pytest.raises(ProtocolError, match="4 positions are to be kept, and there are 0"):
+        session.begin(work_of(keep=4))
+    for keep in (0, 4, 6):
+        session.begin(work_of(keep=keep))
+        session.done(work_of(keep=keep), memoryview(encode(states(keep, 4), "int8")))
+    assert (session.position, session.history.positions) == (10, 10)
+    assert session.cut(40) == 10
+    assert session.cut(7) == 7
+    [(work, payload)] = session.replay(number=5, stop=6, last=2)
+    assert (work.keep, work.count, work.encoding, work.last, work.picks, len(work.spent_us)) == (0, 6, "int8", 2, 0, 2)
+    assert (decode_hidden(payload, "int8", 6) == states(0, 6)).all()
+    for stop, last in ((8, 2), (6, 1), (6, 3)):
+        with pytest.raises(Refused, match="positions to replay"):
+            list(session.replay(number=5, stop=stop, last=last))
+    last_stage = StageSession(terms_of(2), 0)
+    last_stage.done(work_of(), memoryview(b""))
+    with pytest.raises(Refused, match="has 0 positions"):
+        list(last_stage.replay(number=5, stop=0, last=2))
+
+
+def test_the_first_stage_chooses_the_encoding_and_others_follow() -> None:
+    first = terms_of(0)
+    assert first.out_encoding(work_of(count=1, encoding="ids")) == "fp32"
+    assert first.out_encoding(work_of(count=2, encoding="ids")) == "int8"
+    assert terms_of(1).out_encoding(work_of(count=2, encoding="fp32")) == "fp32"
+    assert first.payload_bytes_untrusted(work_of(encoding="ids", spent_us=[])) == 16
+    assert terms_of(1).payload_bytes_untrusted(work_of()) == 4 * (4 + WIDTH)
+
+
+# --------------------------------------------------------------------------------------------------------------- turns
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "drop", "take"]), st.integers(0, 4)), max_size=60))
+def test_nobody_has_a_second_turn_before_who_came_earlier(changes: list[tuple[str, int]]) -> None:
+    turns: Turns[int] = Turns()
+    waiting: list[int] = []
+    for change, who in changes:
+        if change == "add":
+            turns.add(who)
+            if who not in waiting:
+                waiting.append(who)
+        elif change == "drop":
+            turns.drop(who)
+            waiting = [each for each in waiting if each != who]
+        else:
+            ready = [each for each in waiting if each != who]
+            taken = turns.take(lambda each, who=who: each != who)  # type: ignore[misc]
+            assert taken == (ready[0] if ready else None)
+            waiting = [each for each in waiting if each != taken]
+
+
+# --------------------------------------------------------------------------------------------------------------- shelf
+
+CONFIG = stand_in_config(layers=2)
+SPEC = PartSpec(CONFIG, 0, 2, 2, "fp32")
+ENGINE = stand_in_part(CONFIG, 0, 2)
+WEIGHTS = ENGINE.weights_bytes
+
+
+def part_of(name: str, idle_since: float = 0.0) -> Part:
+    return Part(name, name, name, SPEC, ENGINE, idle_since)
+
+
+def test_idle_parts_make_room_longest_idle_first() -> None:
+    shelf = Shelf(3 * WEIGHTS + 100)
+    for name, idle_since in (("a", 5.0), ("b", 3.0), ("c", 4.0)):
+        shelf.parts[name] = part_of(name, idle_since)
+    shelf.parts["c"].users.add("client")
+    shelf.validate()
+    assert shelf.free_bytes == 2 * WEIGHTS + 100
+    assert shelf.make_room(100, "x") == []
+    assert [part.id for part in shelf.make_room(101, "x")] == ["b"]
+    with pytest.raises(Refused, match="are free"):
+        shelf.make_room(2 * WEIGHTS + 101, "x")
+    assert list(shelf.parts) == ["a", "c"], "nothing goes for what cannot be had"
+    with pytest.raises(Refused):
+        shelf.make_room(2 * WEIGHTS + 100, "x", keep=shelf.parts["a"])
+    shelf.reserve("load", WEIGHTS)
+    assert shelf.free_bytes == WEIGHTS + 100
+    with pytest.raises(Refused):
+        shelf.make_room(WEIGHTS + 101, "x")
+    shelf.release("load")
+    assert [part.id for part in shelf.make_room(2 * WEIGHTS + 100, "x")] == ["a"]
+
+
+def test_promises_count_and_end_with_their_session() -> None:
+    shelf = Shelf(WEIGHTS + 1000)
+    part = shelf.parts["a"] = part_of("a")
+    part.users |= {"one", "two"}
+    part.promised |= {"one": 300, "two": 700}
+    shelf.validate()
+    assert shelf.free_bytes == 0
+    shelf.leave(part, "one", 7.0)
+    assert (shelf.free_bytes, part.idle_since) == (300, 0.0)
+    shelf.leave(part, "two", 9.0)
+    assert (shelf.free_bytes, part.idle_since) == (WEIGHTS + 1000, 9.0)
+    assert shelf.expired(9.0 + IDLE_S - 0.1) == []
+    assert shelf.expired(9.0 + IDLE_S) == [part]
+    assert shelf.expired(9.0 + IDLE_S) == []
+
+
+def test_one_part_more_than_there_may_be_takes_the_place_of_an_idle_one() -> None:
+    shelf = Shelf(1 << 30)
+    for number in range(MAX_PARTS):
+        assert shelf.check_number() == []
+        shelf.parts[str(number)] = part_of(str(number), float(-number))
+    assert [part.id for part in shelf.check_number()] == [str(MAX_PARTS - 1)]
+
+
+def test_a_part_is_found_by_what_it_computes() -> None:
+    shelf = Shelf(1 << 30)
+    part = shelf.parts["a"] = part_of("a")
+    assert shelf.find("a", PartSpec("other text", 0, 2, 2, "fp32", "cuda")) is part
+    for model, spec in (
+        ("b", SPEC),
+        ("a", PartSpec(CONFIG, 0, 1, 2, "fp32")),
+        ("a", PartSpec(CONFIG, 1, 2, 2, "fp32")),
+        ("a", PartSpec(CONFIG, 0, 2, 2, "bf16")),
+    ):
+        assert shelf.find(model, spec) is None
+
+
+def test_rates_are_of_the_last_seconds() -> None:
+    pace = Pace()
+    assert pace.rates(0.0) == (0.0, 0.0)
+    for second in range(10):
+        pace.add(float(second), 0.5, 6)
+    busy, positions_per_s = pace.rates(9.0)
+    assert (busy, positions_per_s) == (pytest.approx(4 * 0.5 / WINDOW_S), pytest.approx(4 * 6 / WINDOW_S))
+    assert pace.rates(20.0) == (0.0, 0.0)
+    assert pace.quiet
+    assert pace.compute_s == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"), [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.50 KiB"), (3 << 29, "1.50 GiB")]
+)
+def test_sizes_for_people(size_bytes: int, text: str) -> None:
+    assert size_text(size_bytes) == text
