@@ -28,6 +28,7 @@ from wire.calls import Calls
 from wire.chain_messages import CHAIN_STREAM, ChainBroken, PartLoading, PartsHeld, Picked, Took, Work
 from wire.connection import Connection
 from wire.handshake import Server, dial, local_hello, local_welcome, serve
+from wire.memory import MemoryNetwork
 from wire.messages import Hello, Message, Refuse, Response, Welcome
 
 T = TypeVar("T")
@@ -387,3 +388,9 @@ async def lost(client: TestClient) -> ConnectionLost | P2PTrainError:
         await client.connection.closed.wait()
     await asyncio.sleep(0.1)  # virtual: its problem is told
     return client.connection.close_cause or ConnectionLost("closed here")
+
+
+async def as_stage(network: MemoryNetwork, session: str, index: int, *, host: str = "w1") -> Connection:
+    """A connection to ``host`` as that of the stage before it."""
+    hello = local_hello(peer_id="w9", name="w9", roles=["worker"], purpose="stage", job=session, generation=index)
+    return (await dial(network.at("w9"), host, PORT, hello, timeout_s=5))[0]

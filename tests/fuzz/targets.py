@@ -29,6 +29,11 @@ checkpoint-manifests   ``CheckpointStore``
 tensor-headers, -index ``header_entries_untrusted``, ``index_files_untrusted``
 activations            ``decode_untrusted``, ``ids_untrusted``
 model-configs          ``config_untrusted``
+stage-requests         the parameters of a chain's requests
+works                  ``Terms.payload_bytes_untrusted``, and the stand-in's payloads
+tensor-tables          ``TableTaker``, and what a part takes of a table
+tensor-digests         ``cached_untrusted``
+stages                 two whole workers, told anything by a client and by a stage
 =====================  ==================================================================================
 """
 
@@ -47,6 +52,7 @@ from . import (
     model_targets,
     part_targets,
     ring_targets,
+    stage_targets,
     standby_targets,
     wire_targets,
 )
@@ -65,6 +71,7 @@ TARGETS: tuple[Target, ...] = (
     *file_targets.TARGETS,
     *model_targets.TARGETS,
     *compute_targets.TARGETS,
+    *stage_targets.TARGETS,
 )
 
 

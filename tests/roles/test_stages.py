@@ -21,6 +21,7 @@ from roles.worker.stage_testing import (
     Generation,
     Stage,
     TestChain,
+    as_stage,
     chain_of,
     client_of,
     giving,
@@ -33,7 +34,6 @@ from roles.worker.stage_testing import (
 )
 from roles.worker.stage_works import QUEUED_FROM_STAGE
 from wire.chain_messages import CHAIN_STREAM, ChainBroken, Picked, Took, Work
-from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.memory import MemoryNetwork
 from wire.virtual import run_virtual
@@ -426,11 +426,6 @@ FROM_STAGE: list[tuple[str, dict[str, Any], int]] = [
     ("bulk", {}, 161),
     ("bulk", {"encoding": "int8"}, 160),
 ]
-
-
-async def as_stage(network: Network, session: str, index: int, *, host: str = "w1") -> Connection:
-    hello = local_hello(peer_id="w9", name="w9", roles=["worker"], purpose="stage", job=session, generation=index)
-    return (await dial(network.at("w9"), host, PORT, hello, timeout_s=5))[0]
 
 
 @pytest.mark.parametrize(("reason", "changes", "payload_bytes"), FROM_STAGE)

@@ -1,0 +1,319 @@
+"""Split models: what clients, stages and givers of tensors say to a worker, and the files that it keeps of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+from p2ptrain.core.activations import ENCODINGS, activation_bytes
+from p2ptrain.core.errors import P2PTrainError, ProtocolError
+from p2ptrain.core.serving import PartSpec, Sampling
+from roles.model_directory import ModelDirectory, cached_untrusted
+from roles.model_table import FILE, TableTaker, check_record_untrusted, is_file_name
+from roles.stage_stand_in import (
+    WIDTH,
+    StandInBuilder,
+    StandInStage,
+    shapes_of,
+    stand_in_config,
+    stand_in_part,
+    tokens_of,
+    write_model,
+)
+from roles.worker import stage_requests
+from roles.worker.loader import _owned_untrusted
+from roles.worker.stage_session import WORK_POSITIONS, Terms
+from roles.worker.stage_testing import (
+    PORT,
+    as_stage,
+    chain_of,
+    client_of,
+    load_params,
+    model_at,
+    open_params,
+)
+from wire.chain_messages import CHAIN_STREAM, Picked, TensorRecord, TensorsPage, Work
+from wire.connection import Connection
+from wire.memory import MemoryNetwork
+from wire.messages import Message, Request, StillHere
+from wire.virtual import run_virtual
+
+from .engine import Target
+from .strategies import FREE, REAL, TEXT, WHOLE, made, mutated
+
+CONFIG = stand_in_config(layers=3, rows=1)
+
+# ------------------------------------------------------------------------------------------------------------ requests
+
+_PLACE = {"peer": "w1", "host": "w1", "port": PORT}
+_VALID: dict[str, dict[str, Any]] = {
+    "part.load": {
+        "model": "ab",
+        "name": "a model",
+        "config": CONFIG,
+        "start": 0,
+        "stop": 2,
+        "layers": 3,
+        "dtype": "",
+        "positions": 64,
+        "path": "",
+        "giver": "peer",
+        "giver_peer": "w1",
+        "giver_host": "w1",
+        "giver_port": PORT,
+    },
+    "session.open": open_params("s1", "p1", 0, 2, "w1"),
+    "session.resume": {"session": "s1", "attempt": 1, "keep": 0, "next": _PLACE},
+    "session.replay": {"session": "s1", "attempt": 1, "number": 0, "stop": 1, "last": 1},
+    "session.close": {"session": "s1", "index": 0},
+    "part.free": {"part": "p1"},
+    "model.open": {"path": "/nowhere"},
+}
+_ODD = (
+    FREE
+    | WHOLE
+    | REAL
+    | st.sampled_from(["[" * 9000, "1" * 20000, "\x00", float("nan"), 1 << 40, -1, True, "x" * 5000])
+)
+
+
+@st.composite
+def _params(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
+    """A request whose parameters are changed in a place or two, in those of a place to dial, too."""
+    method = draw(st.sampled_from(sorted(_VALID)))
+    params: dict[str, Any] = json.loads(json.dumps(_VALID[method]))
+    for _ in range(draw(st.integers(0, 2))):
+        target = params
+        if isinstance(params.get("next"), dict) and draw(st.booleans()):
+            target = params["next"]
+        name = draw(st.sampled_from(sorted(target)) | TEXT)
+        if draw(st.integers(0, 3)):
+            target[name] = draw(_ODD)
+        else:
+            target.pop(name, None)
+    return method, params
+
+
+def _check_params(case: tuple[str, dict[str, Any]]) -> None:
+    _, params = case
+    for parse in (
+        lambda: stage_requests.load_untrusted(params, device="cpu"),
+        lambda: stage_requests.open_untrusted(params),
+        lambda: stage_requests.resume_untrusted(params),
+        lambda: stage_requests.replay_untrusted(params),
+        lambda: stage_requests.session_untrusted(params),
+        lambda: stage_requests.part_untrusted(params),
+        lambda: stage_requests.path_untrusted(params),
+    ):
+        try:
+            found: Any = parse()
+        except ProtocolError:
+            continue
+        if isinstance(found, stage_requests.LoadRequest):
+            assert 0 <= found.spec.start < found.spec.stop <= found.spec.layers <= stage_requests.MAX_LAYERS
+            assert 0 <= found.positions <= stage_requests.MAX_POSITIONS
+            assert found.name.isprintable()
+        if isinstance(found, stage_requests.OpenRequest):
+            assert 0 <= found.index < found.stages
+            assert 0 < found.positions <= stage_requests.MAX_POSITIONS
+            assert {found.encoding, found.prefill_encoding} <= ENCODINGS.keys()
+            assert found.next is None or 0 < found.next.port < 65536
+
+
+_REQUESTS = "roles.worker.stage_requests."
+
+REQUESTS = Target(
+    "stage-requests",
+    _params(),
+    _check_params,
+    tuple(
+        f"{_REQUESTS}{name}_untrusted"
+        for name in ("load", "open", "resume", "replay", "session", "part", "path", "place")
+    ),
+    peak_bytes=8 << 20,
+)
+
+# --------------------------------------------------------------------------------------------------------------- works
+
+_WORK_VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "session": st.just("s1"),
+    "attempt": st.integers(0, 1),
+    "number": st.integers(0, 3),
+    "keep": st.integers(0, 3),
+    "count": st.integers(1, 5),
+    "encoding": st.sampled_from(["ids", "fp32", "int8"]),
+    "last": st.integers(0, 1),
+    "picks": st.integers(0, 1),
+    "draw": st.integers(0, 3),
+    "spent_us": st.sampled_from([[], [1], [1, 2]]),
+}
+_WORKS = made(Work, **_WORK_VALUES)
+_ENGINE = stand_in_part(CONFIG, 0, 3)
+
+
+def _check_work(case: tuple[Work, int, bytes]) -> None:
+    work, index, payload = case
+    terms = Terms("s1", index, 3, 64, WIDTH, "fp32", "int8")
+    with suppress(ProtocolError):
+        size = terms.payload_bytes_untrusted(work)
+        assert 0 < size <= WORK_POSITIONS * 4 * WIDTH
+        assert size == activation_bytes(work.encoding, work.count, WIDTH)
+        assert work.keep + work.count <= 64
+    engine: StandInStage = _ENGINE if index == 0 else stand_in_part(CONFIG, 1, 3)
+    with suppress(ProtocolError):
+        assert len(engine._taken_in_untrusted(memoryview(payload), work.encoding, work.count)) == work.count
+
+
+WORKS = Target(
+    "works",
+    st.tuples(_WORKS, st.integers(0, 2), st.sampled_from([bytes(n) for n in (0, 4, 8, 16, 20, 60, 96, 160, 161)])),
+    _check_work,
+    (
+        "roles.worker.stage_session.Terms.payload_bytes_untrusted",
+        "roles.stage_stand_in.StandInStage._taken_in_untrusted",
+    ),
+    peak_bytes=1 << 20,
+)
+
+# -------------------------------------------------------------------------------------------------------------- tables
+
+_SHAPES = shapes_of(CONFIG)
+_RECORDS = st.sampled_from(sorted(_SHAPES)).flatmap(
+    lambda name: made(
+        TensorRecord,
+        name=st.just(name),
+        dtype=st.just("F32"),
+        shape=st.just(list(_SHAPES[name])),
+        size_bytes=st.just(4 * WIDTH * (1 if len(_SHAPES[name]) == 1 else _SHAPES[name][0])),
+        digest=st.just(bytes(16)),
+    )
+) | made(
+    TensorRecord,
+    name=st.sampled_from(["a.json", "../a.json", ".a.json", "a/b.json", "a.txt"]),
+    dtype=st.just(FILE),
+    shape=st.sampled_from([[5], [1 << 40], [], [5, 1]]),
+    size_bytes=st.sampled_from([5, 1 << 40]),
+    digest=st.just(bytes(16)),
+)
+_PAGES = made(TensorsPage, total=st.integers(1, 6), tensors=st.lists(_RECORDS, max_size=6), error=st.just(""))
+
+
+def _check_pages(pages: list[TensorsPage]) -> None:
+    taker = TableTaker()
+    try:
+        for page in pages:
+            taker.take_untrusted(page)
+    except ProtocolError:
+        return
+    for record in taker.records.values():
+        check_record_untrusted(record)
+        assert record.dtype != FILE or is_file_name(record.name)
+        assert record.size_bytes >= 0
+    try:
+        names = tuple(sorted(_SHAPES))
+        owned = _owned_untrusted(StandInBuilder(PartSpec(CONFIG, 0, 1, 3), names), taker.records)
+    except ProtocolError:
+        return
+    assert [tuple(record.shape) for record in owned] == [_SHAPES["embed.weight"], _SHAPES["layers.0.weight"]]
+
+
+TABLES = Target(
+    "tensor-tables",
+    st.lists(_PAGES, min_size=1, max_size=4),
+    _check_pages,
+    (
+        "roles.model_table.TableTaker.take_untrusted",
+        "roles.model_table.check_record_untrusted",
+        "roles.worker.loader._owned_untrusted",
+    ),
+    peak_bytes=1 << 20,
+)
+
+_CACHED = json.dumps({"files": {"/m/a": {"stamp": [5, 6], "digests": {"x": "0" * 32}}}}).encode()
+
+
+def _check_cached(data: bytes) -> None:
+    try:
+        found = cached_untrusted(data)
+    except ProtocolError:
+        return
+    assert all(len(digest) == 16 for _, digests in found.values() for digest in digests.values())
+
+
+CACHED = Target(
+    "tensor-digests",
+    mutated(st.just(_CACHED))
+    | st.sampled_from(
+        [b"[" * 50_000, b'{"files":' * 9000, b"1e999", b'{"files":{"a":{"stamp":[1e999,1],"digests":{}}}}']
+    ),
+    _check_cached,
+    ("roles.model_directory.cached_untrusted",),
+    peak_bytes=8 << 20,
+)
+
+# ------------------------------------------------------------------------------------------------- a whole worker
+
+_ANY = _WORKS | made(Request) | made(TensorsPage) | made(Picked) | st.just(StillHere())
+_SAID = st.lists(st.tuples(_params() | _ANY, st.sampled_from([0, 0, 4, 8, 12, 16, 20, 160])), max_size=8)
+
+
+@cache
+def _model() -> tuple[ModelDirectory, tempfile.TemporaryDirectory[str]]:
+    kept = tempfile.TemporaryDirectory(prefix="p2ptrain-fuzz-")
+    return model_at(write_model(Path(kept.name) / "model", CONFIG), Path(kept.name)), kept
+
+
+async def _talked(case: tuple[list[Any], list[Any]]) -> None:
+    """A hostile client and a hostile stage beside an honest client, whose tokens must come all the same."""
+    model, directory = _model()
+    wrong: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: wrong.append(context))
+    network = MemoryNetwork()
+    async with chain_of(network, Path(directory.name), model, (0, 1, 3)) as chain:
+        await chain.open("honest")
+        async with client_of(network.at("liar"), "w0", peer_id="liar") as liar:
+            first, second = case
+            params = open_params("s1", chain.parts[1], 1, 2)
+            await chain.clients[1].ask("session.open", params)
+            await liar.ask("part.load", load_params(model, 0, 1, 3))
+            await liar.ask("session.open", open_params("s1", chain.parts[0], 0, 2, "w1"))
+            _say(liar.connection, first)
+            stage = await as_stage(network, "s1", 1)
+            _say(stage, second)
+            await asyncio.sleep(3)
+            made = await chain.generate("honest", [1, 2, 3], 2)
+            stage.abort()
+        for each in chain.stages:
+            each.stages.shelf.validate()
+    assert made == tokens_of(CONFIG, [1, 2, 3], 2, Sampling(temperature=0))
+    assert not wrong, wrong
+
+
+def _say(connection: Connection, said: list[Any]) -> None:
+    for number, (what, payload_bytes) in enumerate(said):
+        message: Message = Request(number, *what) if isinstance(what, tuple) else what
+        try:
+            connection.send(message)
+            if payload_bytes:
+                connection.send_bulk(memoryview(bytes(payload_bytes)), generation=0, stream=CHAIN_STREAM)
+        except (P2PTrainError, ValueError, TypeError):  # no message of ours, and so never on the wire
+            continue
+
+
+STAGES = Target(
+    "stages",
+    st.tuples(_SAID, _SAID),
+    lambda case: run_virtual(_talked(case)),
+    ("roles.worker.stage_session.Terms.payload_bytes_untrusted",),
+    peak_bytes=16 << 20,
+    weight=10,
+)
+
+TARGETS = (REQUESTS, WORKS, TABLES, CACHED, STAGES)
