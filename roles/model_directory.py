@@ -127,7 +127,7 @@ def open_model(directory: Path, cache: DigestCache) -> ModelDirectory:
         ConfigError: there is no model in safetensors.
         StorageError: a file is damaged, missing or cannot be read.
     """
-    table = TensorTable(directory)
+    table = table_of(directory)
     small = _small_files(directory)
     if "config.json" not in small:
         raise ConfigError(f"{directory} has no config.json", remedy="name a directory as save_pretrained writes it")
@@ -153,6 +153,14 @@ def open_model(directory: Path, cache: DigestCache) -> ModelDirectory:
         for name, entry in entries.items()
     )
     return ModelDirectory(directory, model_id(config, records), config, records, entries, stamps)
+
+
+def table_of(directory: Path) -> TensorTable:
+    """The tensors of a directory that a peer named. Raises ``ConfigError``, ``StorageError``."""
+    try:
+        return TensorTable(directory)
+    except OSError as error:  # a name that is too long, a directory that this user may not enter
+        raise StorageError(f"cannot read {directory}: {error.strerror or error}") from error
 
 
 def read_range(file: BinaryIO, start: int, size_bytes: int) -> bytearray:

@@ -17,6 +17,7 @@ from p2ptrain.core.tensor_files import ITEM_BYTES, TensorTable
 from p2ptrain.core.threads import Thread
 from p2ptrain.core.world import World
 from roles.compute_thread import ComputeThread
+from roles.model_directory import table_of
 from roles.model_table import FILE
 from roles.stage_engine import BuildPart, PartBuilder
 from roles.worker.parts import Part, Shelf
@@ -123,7 +124,7 @@ class Loader:
         if not path:
             return None
         with suppress(StorageError, ConfigError):
-            return await self._disk.submit(partial(TensorTable, Path(path)))
+            return await self._disk.submit(partial(table_of, Path(path)))
         return None
 
     async def _read(self, own: TensorTable, record: TensorRecord) -> bytearray | None:

@@ -23,8 +23,6 @@ MARGIN_S = 0.001
 DIAL_S = 5.0
 LINK_UNSENT_BYTES = 4 << 20
 """Bytes to the next stage that may wait unsent; beyond, the session that they are of computes no further."""
-CHUNK_BYTES = 4 << 20
-"""Of a bulk payload, as it is handed to the transport."""
 
 T = TypeVar("T")
 
@@ -229,6 +227,7 @@ class NextStage:
             expect_peer=place.peer,
             expect_role="worker",
         )
+        connection.tune_for_bulk()
         return cls(place, Line(connection, silence_s), on_lost=on_lost, on_room=on_room)
 
     @property

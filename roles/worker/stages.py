@@ -46,6 +46,7 @@ from roles.worker.stage_requests import (
     open_untrusted,
     part_untrusted,
     path_untrusted,
+    printable,
     replay_untrusted,
     resume_untrusted,
     session_untrusted,
@@ -368,7 +369,7 @@ class Stages:
             text = f"who gives the model was not reached: {problem.message}"
             raise Refused(GIVER, text, remedy=problem.remedy or "load it from another copy") from problem
         connection.tune_for_bulk()
-        return Receiver(connection, model, welcome.name)
+        return Receiver(connection, model, printable(welcome.name))
 
     async def _giver_of(self, client: _Client, model: str) -> Receiver:
         """The connection of purpose ``give`` that this client has dialled, or dials now. Raises ``Refused``."""
@@ -386,7 +387,7 @@ class Stages:
         if key in self._givers:  # two that were let in at once
             raise Refused("duplicate", "that model is being given by this client already")
         connection.tune_for_bulk()
-        receiver = Receiver(connection, hello.job, hello.name)
+        receiver = Receiver(connection, hello.job, printable(hello.name))
         self._givers[key] = receiver
         try:
             async with receiver.running():

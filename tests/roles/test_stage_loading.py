@@ -164,7 +164,7 @@ def test_an_own_copy_is_read_and_only_what_differs_comes_from_the_giver(tmp_path
     with_stage(tmp_path, test)
 
 
-@pytest.mark.parametrize("path", ["/nowhere", "other-model", "damaged"])
+@pytest.mark.parametrize("path", ["/nowhere", "x" * 300, "other-model", "damaged"])
 def test_a_copy_that_is_none_is_no_obstacle(tmp_path: Path, model: ModelDirectory, path: str) -> None:
     write_model(tmp_path / "other-model", stand_in_config(layers=2, vocab_size=50, rows=5))
     (tmp_path / "damaged").mkdir()

@@ -510,6 +510,7 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any], str]] = [
     ("part.free", {"part": 7}, "id"),
     ("model.open", {"path": ""}, "path"),
     ("model.open", {"path": "/nowhere/at/all"}, "no weights"),
+    ("model.open", {"path": "/" + "x" * 300}, "cannot read"),
     ("links.measure", {}, "peers"),
     ("jobs.create", {}, "does not know"),
 ]
