@@ -85,6 +85,8 @@ class Line:
             try:
                 message = (await self.connection.receive(timeout_s=self._patience_s(since))).message
             except DeadlineExceeded:
+                if self.connection.close_cause is not None:  # it ended, and for another silence, perhaps
+                    raise
                 self._judge(since)
                 continue
             if not isinstance(message, StillHere):

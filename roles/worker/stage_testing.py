@@ -21,7 +21,7 @@ from roles.compute_thread import ComputeThread
 from roles.model_directory import DigestCache, ModelDirectory, open_model
 from roles.stage_stand_in import StandIns
 from roles.worker.giver import give
-from roles.worker.links import Prober
+from roles.worker.links import Prober, Sink
 from roles.worker.stage_links import Line
 from roles.worker.stages import Stages, StageSurroundings
 from wire.calls import Calls
@@ -88,6 +88,7 @@ class Stage:
     threads: Any = field(default_factory=LoopThreads)
     told: list[PartsHeld] = field(default_factory=list)
     problems: list[P2PTrainError] = field(default_factory=list)
+    sink: Sink = field(default_factory=Sink)
 
     async def start(self) -> None:
         world = World(LoopClock(), self.network, RealDisk(), random.Random(1), self.threads)  # noqa: S311 - jitter
@@ -109,12 +110,18 @@ class Stage:
             "0.0.0.0",  # noqa: S104 - under its own name
             PORT,
             decide=self._decide,
-            serve=self.stages.serve,
+            serve=self._serve,
             on_problem=lambda problem, _: self.problems.append(problem),
         )
 
     async def _decide(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
         return self.stages.decide(hello) or local_welcome(peer_id=self.name, name=self.name, wall=0.0)
+
+    async def _serve(self, connection: Connection, hello: Hello) -> None:
+        if hello.purpose == "probe":
+            await self.sink.serve(connection, hello)
+        else:
+            await self.stages.serve(connection, hello)
 
     async def stop(self) -> None:
         self._run.cancel()
