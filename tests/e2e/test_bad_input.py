@@ -144,6 +144,7 @@ ELSEWHERE: list[tuple[str, str, str]] = [
         "write host, host:port or [IPv6]:port, such as 192.168.1.20:7337 or [fe80::1]:7337",
     ),
     ("join --device gpu", "--device gpu is not a device", "use auto, cpu, cuda, cuda:1, ... or mps"),
+    ("join --memory much", "'much' is no size", "write bytes, or 64K, 1.5M, 4GiB"),
     (
         "join --advertise box",
         "--advertise box names no port",
