@@ -53,8 +53,13 @@ class Loader:
         self._build_part, self._unload = build_part, unload
         self.turn = asyncio.Lock()
 
-    async def load(self, request: LoadRequest, receiver: Receiver, on_bytes: OnBytes) -> tuple[Part, int]:
-        """The part, which is on the shelf now, and how many bytes were read from this worker's own copy.
+    async def load(
+        self, request: LoadRequest, receiver: Receiver, *, on_bytes: OnBytes, on_shelf: Callable[[Part], None]
+    ) -> int:
+        """Put the part on the shelf; how many bytes were read from this worker's own copy.
+
+        Args:
+            on_shelf: called with the part in the moment in which it is there: it must be held, or may go again.
 
         Raises:
             Refused: no room; the giver lies or is gone; the model is another one than the config says.
@@ -85,7 +90,8 @@ class Loader:
             await self._unload(gone)
             raise
         self._shelf.parts[part.id] = part
-        return part, read_bytes
+        on_shelf(part)
+        return read_bytes
 
     async def _make_room(self, need_bytes: int, what: str) -> None:
         await self._unload([*self._shelf.make_room(need_bytes, what), *self._shelf.check_number()])

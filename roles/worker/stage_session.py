@@ -21,6 +21,8 @@ WORK_POSITIONS = 2048
 """In one ``Work`` at most: longer prompts come in several, which flow through the chain one behind the other."""
 MOST_QUEUED = 256
 """Works of a session that wait on its first stage: ids are small, and a client's requests must not wait behind them."""
+QUEUED_FROM_STAGE, QUEUED_BYTES = 4, 32 << 20
+"""Works, and bytes, of a session that a stage before may have sent ahead of their turn; more stay with the sender."""
 STALE = "stale-attempt"
 
 
@@ -167,6 +169,12 @@ class StageSession:
     queue: deque[tuple[Work, bytearray]] = field(default_factory=deque)
     history: History = field(default_factory=History)
 
+    @property
+    def crowded(self) -> bool:
+        """Whether the stage before is to be held back."""
+        queued_bytes = sum(len(payload) for _, payload in self.queue)
+        return len(self.queue) >= QUEUED_FROM_STAGE or queued_bytes >= QUEUED_BYTES
+
     def admit(self, work: Work, payload: bytearray) -> bool:
         """Take a checked work in; False where it is forgotten.
 
@@ -215,7 +223,7 @@ class StageSession:
         self.queue.clear()
 
     def cut(self, keep: int) -> int:
-        """Keep at most so much history; the position now. Not while a work is computed."""
+        """Keep at most so much history; the position now."""
         self.position = min(self.position, keep)
         self.history.cut(self.position)
         return self.position

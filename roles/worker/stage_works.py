@@ -29,8 +29,6 @@ from wire.chain_messages import CHAIN_STREAM, ChainBroken, Picked, Took, Work
 from wire.connection import GARBLED, Connection
 from wire.messages import Message
 
-QUEUED_FROM_STAGE = 4
-"""Works of a session that a stage may have sent ahead of its turn; more stay with the sender."""
 REPLAY_S = 600.0
 REASON_CHARS = 400
 NEXT_STAGE, UNKNOWN_SESSION, DUPLICATE = "next-stage", "unknown-session", "duplicate"
@@ -54,7 +52,6 @@ class LiveSession:
 
     Attributes:
         incoming: from the stage before.
-        computing: a work of it is on the compute thread.
         changed: set whenever something of it did.
     """
 
@@ -64,7 +61,6 @@ class LiveSession:
     silence_s: float
     link: NextStage | None = None
     incoming: Connection | None = None
-    computing: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     linking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -135,6 +131,8 @@ class StageWorks:
         self.sessions[session.key] = session
         try:
             await self.unload(gone)
+            if session.core.closed:
+                raise Refused(UNKNOWN_SESSION, "the session was closed meanwhile")
             await self._compute.run(
                 part.engine.open, terms.session, positions=terms.positions, sampling=request.sampling
             )
@@ -159,11 +157,7 @@ class StageWorks:
         core.raise_attempt(request.attempt)
         self._turns.drop(session)
         session.changed.set()
-        while session.computing:
-            await self._changed(session)
-        if core.attempt != request.attempt or core.closed:
-            raise Refused(STALE, f"attempt {request.attempt} was overtaken")
-        position = core.cut(request.keep)
+        position = core.cut(request.keep)  # what is being computed now is dropped: it is of an older attempt
         await self._link(session, request.next)
         session.part.next = request.next.peer if request.next else ""
         return position
@@ -308,7 +302,7 @@ class StageWorks:
             async for message in line.messages():
                 if not isinstance(message, Work) or message.session != session.core.terms.session:
                     raise ProtocolError(f"a stage sent {type(message).__name__}, or a work of another session")
-                while len(session.core.queue) >= QUEUED_FROM_STAGE and session.incoming is connection:
+                while session.core.crowded and session.incoming is connection:
                     await self._changed(session)
                 if session.core.closed:
                     return
@@ -325,12 +319,8 @@ class StageWorks:
             work, payload = session.core.queue.popleft()
             if session.core.queue:
                 self._turns.add(session)
-            session.computing = True
-            try:
-                await self._compute_one(session, work, payload)
-            finally:
-                session.computing = False
-                session.changed.set()
+            session.changed.set()
+            await self._compute_one(session, work, payload)
             self._on_change()
 
     async def _compute_one(self, session: LiveSession, work: Work, payload: bytearray) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -137,13 +137,14 @@ class Stages:
             on_change=self._changed,
         )
         self._disk = around.world.threads.start("model files")
+        self._hasher = around.world.threads.start("model digests")  # for minutes, while others are given what they ask
         self._loader = Loader(
             around.world, self.shelf, around.compute, self._disk, holding.build_part, self.works.unload
         )
         self._digests = DigestCache(around.world.disk, around.directory / CACHE_FILE)
         self._hashing = asyncio.Lock()
         self._clients: set[_Client] = set()
-        self._givers: dict[tuple[str, str], Receiver] = {}
+        self._givers: dict[tuple[str, str], list[Receiver]] = {}  # by the client's id and the model's
         self._giver_came = asyncio.Condition()
         self._stream_bps = 0.0
         self._news = asyncio.Event()
@@ -158,6 +159,7 @@ class Stages:
 
     def close(self) -> None:
         self._disk.close()
+        self._hasher.close()
 
     def seed_up(self) -> None:
         """A seed that has just been found knows nothing of this worker's parts."""
@@ -184,10 +186,10 @@ class Stages:
                 return Refuse("unknown-model", f"model {hello.job[:40]!r} is not given here", "ask it to: model.open")
             case "give" if hello.peer_id not in {client.peer_id for client in self._clients}:
                 return Refuse(RefusalCode.NOT_A_MEMBER, "who gives a model must be a client of this worker")
-            case "give" if not is_id(hello.job) or (hello.peer_id, hello.job) in self._givers:
-                return Refuse("duplicate", "that model is being given by this client already")
-            case "give" if len(self._givers) >= MAX_GIVERS:
-                return Refuse(RefusalCode.BUSY, f"{MAX_GIVERS} clients are giving models to this worker")
+            case "give" if not is_id(hello.job):
+                return Refuse(RefusalCode.PROTOCOL, "a model whose id is none")
+            case "give" if sum(map(len, self._givers.values())) >= MAX_GIVERS:
+                return Refuse(RefusalCode.BUSY, f"{MAX_GIVERS} connections give models to this worker", "close some")
         return None
 
     async def serve(self, connection: Connection, hello: Hello) -> None:
@@ -217,11 +219,13 @@ class Stages:
             return  # it is gone, in its own way
         finally:
             self._clients.discard(client)
-            self.works.close_all_of(client)
-            for part in client.parts:
-                self.shelf.leave(part, client, self._now())
-            self._changed()
-            await client.answers.cancel()
+            try:
+                await client.answers.cancel()  # first: what they begin must not outlive the client
+            finally:
+                self.works.close_all_of(client)
+                for part in client.parts:
+                    self.shelf.leave(part, client, self._now())
+                self._changed()
 
     async def _heard(self, client: _Client, message: Message) -> None:
         match message:
@@ -300,16 +304,12 @@ class Stages:
         async with self._loader.turn:
             part = self.shelf.find(request.model, request.spec)
             if part is None:
-                async with self._receiver(client, request) as receiver:
-                    before = receiver.received_bytes
-                    part, read_bytes = await self._loader.load(request, receiver, _Progress(client, self._now).tell)
-                    received_bytes = receiver.received_bytes - before
+                part, read_bytes, received_bytes = await self._load_anew(client, request)
             else:
                 cache_bytes = request.positions * part.engine.cache_position_bytes
-                what = f"{request.positions} positions of cache"
-                await self.works.unload(self.shelf.make_room(cache_bytes, what, keep=part))
-            part.users.add(client)
-            client.parts.add(part)
+                gone = self.shelf.make_room(cache_bytes, f"{request.positions} positions of cache", keep=part)
+                self._hold(client, part)
+                await self.works.unload(gone)
         self._changed()
         engine = part.engine
         return {
@@ -325,6 +325,38 @@ class Stages:
             "device": engine.device,
         }
 
+    async def _load_anew(self, client: _Client, request: LoadRequest) -> tuple[Part, int, int]:
+        """The part, the bytes that were read, and those that were received.
+
+        A client may be several programs of one person, which go by one id: where one of them stops giving, the next
+        one that gives the same model will do.
+        """
+        made: list[Part] = []
+
+        def hold(part: Part) -> None:
+            self._hold(client, part)
+            made.append(part)
+
+        tried: set[Receiver] = set()
+        while True:
+            async with self._receiver(client, request, tried) as receiver:
+                before = receiver.received_bytes
+                try:
+                    progress = _Progress(client, self._now).tell
+                    read_bytes = await self._loader.load(request, receiver, on_bytes=progress, on_shelf=hold)
+                    return made[0], read_bytes, receiver.received_bytes - before
+                except Refused as problem:
+                    tried.add(receiver)
+                    others = [
+                        each for each in self._givers.get((client.peer_id, request.model), []) if each not in tried
+                    ]
+                    if problem.code != GIVER or request.giver is not None or not others:
+                        raise
+
+    def _hold(self, client: _Client, part: Part) -> None:
+        part.users.add(client)
+        client.parts.add(part)
+
     async def _free(self, client: _Client, part_id: str) -> None:
         part = self.shelf.parts.get(part_id)
         if part is None or part not in client.parts:
@@ -338,10 +370,12 @@ class Stages:
             await self.works.unload(gone)
 
     @asynccontextmanager
-    async def _receiver(self, client: _Client, request: LoadRequest) -> AsyncIterator[Receiver]:
-        """The connection over which the model is given, for one load. Raises ``Refused``."""
+    async def _receiver(
+        self, client: _Client, request: LoadRequest, tried: Collection[Receiver]
+    ) -> AsyncIterator[Receiver]:
+        """The connection over which the model is given, for one load: none that was tried. Raises ``Refused``."""
         if request.giver is None:
-            receiver = await self._giver_of(client, request.model)
+            receiver = await self._giver_of(client, request.model, tried)
             try:
                 async with receiver.turn:
                     yield receiver
@@ -371,31 +405,34 @@ class Stages:
         connection.tune_for_bulk()
         return Receiver(connection, model, printable(welcome.name))
 
-    async def _giver_of(self, client: _Client, model: str) -> Receiver:
+    async def _giver_of(self, client: _Client, model: str, tried: Collection[Receiver]) -> Receiver:
         """The connection of purpose ``give`` that this client has dialled, or dials now. Raises ``Refused``."""
-        key = (client.peer_id, model)
+
+        def there() -> list[Receiver]:
+            return [each for each in self._givers.get((client.peer_id, model), []) if each not in tried]
+
         try:
             async with asyncio.timeout(GIVE_WAIT_S), self._giver_came:
-                await self._giver_came.wait_for(lambda: key in self._givers)
+                await self._giver_came.wait_for(there)
         except TimeoutError:
             text = f"the client did not come to give model {model} within {GIVE_WAIT_S:g} s"
             raise Refused(GIVER, text, remedy="dial with purpose give, and the model as job") from None
-        return self._givers[key]
+        return there()[-1]
 
     async def _take_giver(self, connection: Connection, hello: Hello) -> None:
-        key = (hello.peer_id, hello.job)
-        if key in self._givers:  # two that were let in at once
-            raise Refused("duplicate", "that model is being given by this client already")
         connection.tune_for_bulk()
         receiver = Receiver(connection, hello.job, printable(hello.name))
-        self._givers[key] = receiver
+        givers = self._givers.setdefault((hello.peer_id, hello.job), [])
+        givers.append(receiver)
         try:
             async with receiver.running():
                 async with self._giver_came:
                     self._giver_came.notify_all()
                 await receiver.closed()
         finally:
-            del self._givers[key]
+            givers.remove(receiver)
+            if not givers:
+                self._givers.pop((hello.peer_id, hello.job), None)
 
     # ---------------------------------------------------------------------------------------------------------- giving
 
@@ -403,7 +440,7 @@ class Stages:
         if len(client.models) >= MAX_MODELS:
             raise Refused(RefusalCode.FULL, f"{MAX_MODELS} models are given for this client already")
         async with self._hashing:
-            model = await self._disk.submit(partial(open_model, Path(path), self._digests))
+            model = await self._hasher.submit(partial(open_model, Path(path), self._digests))
         client.models[model.model] = model
         return {"model": model.model, "config": model.config, "total": len(model.records)}
 

@@ -117,6 +117,44 @@ def test_a_client_may_come_to_give_a_little_later(tmp_path: Path, model: ModelDi
     with_stage(tmp_path, test)
 
 
+def test_two_programs_of_one_operator_give_side_by_side(tmp_path: Path, model: ModelDirectory) -> None:
+    """They go by one id. The one that came last gives; where it fails, the other one does."""
+
+    async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
+        async with giving(network.at("client"), "w0", model), giver_that(network, model, LIARS["flipped"][0]):
+            loaded = await client.ask("part.load", load_params(model, 0, 4, 4))
+            await answers(client, loaded["part"])
+        async with giver_that(network, model, LIARS["dies"][0]):
+            with pytest.raises(Refused, match="Mallory"):
+                await client.ask("part.load", load_params(model, 1, 4, 4))
+
+    with_stage(tmp_path, test)
+
+
+@pytest.mark.parametrize("own_giver", [False, True])
+def test_a_client_that_goes_in_the_moment_in_which_its_part_is_there_does_not_hold_it(
+    tmp_path: Path, model: ModelDirectory, own_giver: bool
+) -> None:
+    async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
+        real, held = stage.stages._hold, list[Any]()
+
+        def hold(who: Any, part: Any) -> None:
+            real(who, part)
+            held.append(part)
+            client.connection.abort()
+
+        stage.stages._hold = hold  # type: ignore[method-assign]
+        async with donor(network, tmp_path, tmp_path / "model"), giving(network.at("client"), "w0", model):
+            params = load_params(model, 0, 4, 4, **({} if own_giver else FROM_DONOR))
+            await asyncio.gather(client.ask("part.load", params), return_exceptions=True)
+            await asyncio.sleep(0.1)
+        [part] = stage.stages.shelf.parts.values()
+        assert held == [part]
+        assert not part.users
+
+    with_stage(tmp_path, test)
+
+
 @asynccontextmanager
 async def donor(
     network: MemoryNetwork, directory: Path, path: Path
@@ -220,7 +258,7 @@ def honest(connection: Connection, model: ModelDirectory, asked: Any) -> None:
 
 
 @asynccontextmanager
-async def giver_that(network: MemoryNetwork, model: ModelDirectory, says: Say) -> AsyncIterator[None]:
+async def giver_that(network: MemoryNetwork, model: ModelDirectory, says: Say) -> AsyncIterator[Connection]:
     hello = local_hello(peer_id="client", name="Mallory", roles=[], purpose="give", job=model.model)
     connection, _ = await dial(network.at("client"), "w0", PORT, hello, timeout_s=5)
 
@@ -232,7 +270,7 @@ async def giver_that(network: MemoryNetwork, model: ModelDirectory, says: Say) -
 
     task = asyncio.create_task(answer())
     try:
-        yield
+        yield connection
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -349,7 +387,7 @@ def test_a_model_whose_tensors_are_not_those_of_its_config_is_refused(tmp_path: 
 def test_a_client_that_goes_while_its_part_is_loaded_leaves_nothing(tmp_path: Path, model: ModelDirectory) -> None:
     async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
         free_bytes = stage.stages.shelf.free_bytes
-        async with giver_that(network, model, LIARS["silent"][0]):
+        async with giver_that(network, model, LIARS["silent"][0]) as connection:
             loading = asyncio.create_task(client.ask("part.load", load_params(model, 0, 4, 4)))
             await asyncio.sleep(1)
             assert stage.stages.shelf.free_bytes < free_bytes
@@ -357,6 +395,7 @@ def test_a_client_that_goes_while_its_part_is_loaded_leaves_nothing(tmp_path: Pa
             await asyncio.gather(loading, return_exceptions=True)
             await asyncio.sleep(0.1)
             assert stage.stages.shelf.free_bytes == free_bytes
+            assert connection.closed.is_set(), "what was asked for over it may still come"
 
     with_stage(tmp_path, test, faults=True)
 

@@ -14,7 +14,7 @@ from p2ptrain.core.errors import ProtocolError, Refused
 from p2ptrain.core.serving import PartSpec
 from roles.stage_stand_in import WIDTH, decode_hidden, encode, stand_in_config, stand_in_part
 from roles.worker.parts import IDLE_S, MAX_PARTS, WINDOW_S, Pace, Part, Shelf, size_text
-from roles.worker.stage_session import WORK_POSITIONS, History, StageSession, Terms
+from roles.worker.stage_session import QUEUED_BYTES, QUEUED_FROM_STAGE, WORK_POSITIONS, History, StageSession, Terms
 from roles.worker.turns import Turns
 from wire.chain_messages import Work
 
@@ -99,6 +99,17 @@ def test_attempts_fence_what_is_older() -> None:
     session.close()
     assert not session.admit(work_of(attempt=8), bytearray())
     assert not session.queue
+
+
+def test_a_stage_before_is_held_back_by_works_or_by_bytes() -> None:
+    session = StageSession(terms_of(), 0)
+    for _ in range(QUEUED_FROM_STAGE):
+        assert not session.crowded
+        session.admit(work_of(), bytearray(8))
+    assert session.crowded
+    session = StageSession(terms_of(), 0)
+    session.admit(work_of(), bytearray(QUEUED_BYTES))
+    assert session.crowded
 
 
 def test_history_is_what_was_computed_and_no_more() -> None:
@@ -195,6 +206,7 @@ def test_promises_count_and_end_with_their_session() -> None:
     part.promised |= {"one": 300, "two": 700}
     shelf.validate()
     assert shelf.free_bytes == 0
+    assert shelf.expired(1e9) == [], "it is in use"
     shelf.leave(part, "one", 7.0)
     assert (shelf.free_bytes, part.idle_since) == (300, 0.0)
     shelf.leave(part, "two", 9.0)

@@ -15,7 +15,7 @@ from p2ptrain.core.errors import ProtocolError, Refused
 from p2ptrain.core.serving import Sampling
 from roles.model_directory import ModelDirectory
 from roles.stage_stand_in import StandIns, stand_in_config, tokens_of, write_model
-from roles.worker.stage_session import MOST_QUEUED, WORK_POSITIONS
+from roles.worker.stage_session import MOST_QUEUED, QUEUED_FROM_STAGE, WORK_POSITIONS
 from roles.worker.stage_testing import (
     PORT,
     Generation,
@@ -32,7 +32,6 @@ from roles.worker.stage_testing import (
     open_params,
     sampling_params,
 )
-from roles.worker.stage_works import QUEUED_FROM_STAGE
 from wire.chain_messages import CHAIN_STREAM, ChainBroken, Picked, Took, Work
 from wire.handshake import dial, local_hello
 from wire.memory import MemoryNetwork
@@ -473,6 +472,21 @@ def test_who_is_no_stage_of_a_session_is_not_let_in(tmp_path: Path, model: Model
     with_chain(tmp_path, model, (0, 3, 6), test, faults=True)
 
 
+def test_a_stage_that_comes_in_anothers_place_takes_it(tmp_path: Path, model: ModelDirectory) -> None:
+    async def test(chain: TestChain, network: Network) -> None:
+        await chain.clients[1].ask("session.open", open_params("s1", chain.parts[1], 1, 2))
+        first = await as_stage(network, "s1", 1)
+        second = await as_stage(network, "s1", 1)
+        await asyncio.sleep(0.1)
+        assert first.closed.is_set()
+        assert not second.closed.is_set()
+        await chain.clients[1].ask("session.close", {"session": "s1"})
+        await asyncio.sleep(0.1)
+        assert second.closed.is_set()
+
+    with_chain(tmp_path, model, (0, 3, 6), test)
+
+
 def test_a_client_has_no_say_in_anothers_session(tmp_path: Path, model: ModelDirectory) -> None:
     async def test(chain: TestChain, network: Network) -> None:
         await chain.open("s1")
@@ -595,8 +609,11 @@ def test_idle_parts_go_after_ten_minutes_and_not_before(tmp_path: Path, model: M
     with_chain(tmp_path, model, (0, 6), test)
 
 
-def test_a_stage_is_not_given_more_than_it_takes(tmp_path: Path, model: ModelDirectory) -> None:
+def test_a_stage_is_not_given_more_than_it_takes(
+    tmp_path: Path, model: ModelDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A slow last stage: works wait at the client's side of the chain, a few of them at each stage."""
+    monkeypatch.setattr("roles.worker.stage_links.LINK_UNSENT_BYTES", 4000)  # some 5 of these works
 
     async def test(chain: TestChain, network: Network) -> None:
         await chain.open("s1", positions=4000)
@@ -608,6 +625,7 @@ def test_a_stage_is_not_given_more_than_it_takes(tmp_path: Path, model: ModelDir
         session = chain.stages[1].stages.works.sessions["s1", 1]
         assert len(session.core.queue) <= QUEUED_FROM_STAGE
         assert session.core.position == 20 * size
+        assert chain.stages[0].stages.works.sessions["s1", 0].core.position <= (20 + QUEUED_FROM_STAGE + 8) * size
         for number in range(count):
             took = await chain.answer()
             assert isinstance(took, Took)
