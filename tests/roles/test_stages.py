@@ -186,8 +186,7 @@ def test_a_lost_stage_is_replaced_and_the_same_tokens_come(
         while len(generation.made) < 5:
             chain.clients[0].give(*generation.work())
             generation.take(await chain.answer())
-        for ids, keep in (([9, 9, 9], len(PROMPT) + 2), ([expected[0], *expected[1:4]], len(PROMPT))):  # taken back
-            chain.clients[0].give(*ids_work("s1", ids, keep=keep, last=2, picks=0))
+            chain.clients[0].give(*ids_work("s1", [9, 9], keep=generation.keep, last=2, picks=0))  # taken back later
             assert isinstance(await chain.answer(), Took)
         spare = Stage("spare", network.at("spare"), tmp_path / "spare")
         await spare.start()
@@ -220,6 +219,8 @@ def test_a_lost_stage_is_replaced_and_the_same_tokens_come(
             took = await successor.next()
             assert isinstance(took, Took)
             assert (took.number, took.attempt, len(took.spent_us)) == (77, 1, 2)
+            if prefill_encoding == "int8":  # the prompt travelled so, and what followed did not: two works
+                assert isinstance(await successor.next(), Took)
             while len(generation.made) < 12:
                 chain.clients[0].give(*generation.work())
                 generation.take(await chain.clients[2].next())
