@@ -392,8 +392,6 @@ class Seed:
                 link.calls.answered(message)
             case Request():
                 link.say(await self.gate.answer(message, link.connection))
-            case PartsHeld():
-                pass
             case Report() | StepMetrics() | CheckpointSaved() | LedgerRows():
                 pass  # of a job that it is no longer on
             case _:

@@ -440,10 +440,11 @@ def pipeline(
     from p2ptrain.cli.bench.machine import available_bytes, origin
     from p2ptrain.cli.bench.pipeline import Pipeline, Plan, check_memory
     from p2ptrain.cli.bench.report import Targets, publish
+    from p2ptrain.cli.sizes import size_of
 
     targets = Targets(json_to, csv_to, plot_to)
     targets.check()
-    payload_bytes = plan.size_of(payload)
+    payload_bytes = size_of(payload)
     check_memory(stages, micro_batches, payload_bytes, available_bytes())
     round_trips_ms = plan.milliseconds_of(rtt)
     times_s = (forward_ms / 1e3, backward_ms / 1e3)
