@@ -169,7 +169,7 @@ def test_a_gpu_brings_gradients_to_the_host_while_backward_runs(
         return Ferry(streams[-1].copy, [stop for _, stop in bucket_bounds(len(gradients), 4, 4096)])
 
     near = make_trainer()
-    monkeypatch.setattr("p2ptrain.compute.trainer._ferry", ferry)
+    monkeypatch.setattr("p2ptrain.compute.flat_engine._ferry", ferry)
     apart = make_trainer(device=APART)
     follower, stream = Follower(apart), streams[0]
     for step in range(3):
