@@ -1,0 +1,190 @@
+"""The random weights of a few tensors of a model, the same bits as in the whole, without the memory of the whole.
+
+What a whole model draws follows from what its constructors and transformers' ``_init_weights`` do, in their order, with
+one generator. So the model is built once with parameters that have no memory (on torch's meta device), and every
+operation that would write into them is recorded: a tape. It is played with the real generator: into memory for tensors
+that are wanted, into one scratch array for the others, which are drawn and forgotten, and nothing at all is done for
+those where nothing is drawn. The idea is that of torchdistX' deferred initialization.
+
+A model that does something else than write into its parameters one by one (an orthogonal matrix, say) has no tape. It
+is built whole, where there is memory for it, and cut.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from p2ptrain.compute.device import HOST, check_memory
+from p2ptrain.compute.model import ATTENTION, first_line
+from p2ptrain.core.errors import ConfigError
+
+_Auto: Any = AutoModelForCausalLM  # its annotations are partial
+_ANY: Any = torch.ops.aten
+_EMPTY = {_ANY.empty.memory_format, _ANY.empty_strided.default}
+
+
+class Unrecordable(Exception):
+    """The model is not made by writes into its parameters alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """An operation in place on elements of the memory ``storage``."""
+
+    function: Any
+    storage: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    others: tuple[Any, ...]
+    keywords: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def draws(self) -> bool:
+        return _draws(self.function)
+
+    @property
+    def stop(self) -> int:
+        """Elements from the memory's start to the last one that is written."""
+        return self.offset + 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+
+    def play(self, memory: Tensor) -> None:
+        self.function(memory.as_strided(self.shape, self.stride, self.offset), *self.others, **self.keywords)
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Whatever is allocated without values gets no memory; writes into it are recorded instead of done."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.writes: list[_Write] = []
+        self._alive: list[Tensor] = []  # so that no memory's number is given out twice
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        keywords = kwargs or {}
+        if func in _EMPTY:
+            made = func(*args, **{**keywords, "device": "meta", "pin_memory": None})
+            self._alive.append(made)
+            return made
+        recorded = [leaf for leaf in tree_leaves((args, keywords)) if isinstance(leaf, Tensor) and leaf.is_meta]
+        if not recorded:
+            if _draws(func):
+                raise Unrecordable(f"{func} draws numbers that are no parameter's")
+            return func(*args, **keywords)
+        if func.is_view:
+            return func(*args, **keywords)
+        target = args[0]
+        alone = len(recorded) == 1 and recorded[0] is target
+        if not (alone and torch.Tag.inplace in func.tags and target.dtype == torch.float32):
+            raise Unrecordable(f"{func} takes a parameter")
+        where = (tuple(target.shape), target.stride(), target.storage_offset())
+        self.writes.append(_Write(func, _storage(target), *where, tuple(args[1:]), dict(keywords)))
+        return target
+
+
+class InitialWeights:
+    """How a whole model of ``config`` gets its first weights, in fp32.
+
+    Attributes:
+        names: of all tensors in the model's ``state_dict``.
+        is_recorded: whether there is a tape; else ``draw`` takes the memory of the whole model.
+
+    Raises:
+        ConfigError: the architecture cannot be built with these sizes.
+    """
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        self._config = config
+        recorder = _Recorder()
+        try:
+            with recorder:
+                model = _built(config)
+        except Unrecordable:
+            with torch.device("meta"):
+                model = _built(config)
+            self.is_recorded = False
+        else:
+            self.is_recorded = True
+        self._writes = recorder.writes
+        self._recorder = recorder
+        self._tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
+        self.names = tuple(self._tensors)
+        self._numel = sum(parameter.numel() for parameter in model.parameters())
+
+    def draw(self, seed: int, names: Collection[str]) -> dict[str, Tensor]:
+        """The tensors of these names as ``build_model`` draws them from ``seed``; those that are tied share memory.
+
+        The global random state is left as it was.
+
+        Raises:
+            ResourceError: the model must be built whole, and there is no room for that.
+        """
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.default_generator.manual_seed(seed)
+            return self._played(names) if self.is_recorded else self._cut(names)
+
+    def _played(self, names: Collection[str]) -> dict[str, Tensor]:
+        wanted = {name: self._tensors[name] for name in names}
+        memories = _memories(wanted)
+        scratch = self._scratch(memories)
+        for write in self._writes:
+            if write.storage in memories:
+                write.play(memories[write.storage])
+            elif write.draws:
+                write.play(scratch)
+        return {name: _within(memories, tensor) for name, tensor in wanted.items()}
+
+    def _scratch(self, memories: Mapping[int, Tensor]) -> Tensor:
+        """Room for the largest of the tensors that are drawn and forgotten."""
+        stops = [write.stop for write in self._writes if write.draws and write.storage not in memories]
+        return torch.empty(max(stops, default=0))
+
+    def _cut(self, names: Collection[str]) -> dict[str, Tensor]:
+        check_memory(
+            self._numel * 4, HOST, f"drawing the weights of a {self._config.model_type!r}, which must be whole for that"
+        )
+        weights = _built(self._config).state_dict()
+        return {name: weights[name].clone() for name in names}
+
+
+def _built(config: PretrainedConfig) -> nn.Module:
+    try:
+        model: nn.Module = _Auto.from_config(copy.deepcopy(config), attn_implementation=ATTENTION, dtype=torch.float32)
+    except Unrecordable:
+        raise
+    except Exception as error:  # each architecture validates in its own way and with its own exceptions
+        raise ConfigError(f"the [model] table does not make a {config.model_type!r}: {first_line(error)}") from error
+    return model
+
+
+def _draws(function: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in function.tags
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _memories(wanted: Mapping[str, Tensor]) -> dict[int, Tensor]:
+    """Real memory for each that has none as yet."""
+    memories: dict[int, Tensor] = {}
+    for tensor in wanted.values():
+        if tensor.is_meta and _storage(tensor) not in memories:
+            numel = tensor.untyped_storage().nbytes() // tensor.element_size()
+            memories[_storage(tensor)] = torch.empty(numel, dtype=tensor.dtype)
+    return memories
+
+
+def _within(memories: Mapping[int, Tensor], tensor: Tensor) -> Tensor:
+    if not tensor.is_meta:  # made from values, such as a norm's ones
+        return tensor.detach().clone()
+    return memories[_storage(tensor)].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
