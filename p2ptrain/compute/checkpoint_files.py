@@ -29,7 +29,7 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 TRAINING_FILE = "training.json"
 PARAMETERS = "parameters"
 
-_ELEMENT_BYTES = 4  # the state is fp32
+ELEMENT_BYTES = 4  # the state is fp32
 _ALIGN_BYTES = 8
 _DTYPES = {
     torch.float64: "F64",
@@ -44,7 +44,7 @@ _DTYPES = {
     torch.bool: "BOOL",
 }
 
-_Tensor = tuple[str, str, tuple[int, ...], list[bytes | BlobRange]]
+PlannedTensor = tuple[str, str, tuple[int, ...], list[bytes | BlobRange]]
 """Name, safetensors' dtype, shape, bytes."""
 
 
@@ -61,12 +61,12 @@ class CheckpointFiles:
     def __init__(self, flat: FlatModel, tokenizer: Tokenizer, *, moments: list[str], corpus: str) -> None:
         model = cast(PreTrainedModel, flat.model)
         self._notes = {"format": 1, "layout": flat.layout, "corpus": corpus}
-        whole = flat.numel * _ELEMENT_BYTES
-        optimizer: list[_Tensor] = [(name, "F32", (flat.numel,), [BlobRange(name, 0, whole)]) for name in moments]
+        whole = flat.numel * ELEMENT_BYTES
+        optimizer: list[PlannedTensor] = [(name, "F32", (flat.numel,), [BlobRange(name, 0, whole)]) for name in moments]
         self._fixed = [
-            *_small_files(model, tokenizer),
-            _safetensors(WEIGHTS_FILE, [*_weights(flat, model), *_buffers(model)], {"format": "pt"}),
-            _safetensors(OPTIMIZER_FILE, optimizer, {"layout": flat.layout}),
+            *small_files(model, tokenizer),
+            safetensors_plan(WEIGHTS_FILE, [*_weights(flat, model), *_buffers(model)], {"format": "pt"}),
+            safetensors_plan(OPTIMIZER_FILE, optimizer, {"layout": flat.layout}),
         ]
 
     def of_step(self, step: int) -> list[FilePlan]:
@@ -75,7 +75,7 @@ class CheckpointFiles:
         return [*self._fixed, FilePlan(TRAINING_FILE, (notes,))]
 
 
-def _small_files(model: PreTrainedModel, tokenizer: Tokenizer) -> list[FilePlan]:
+def small_files(model: PreTrainedModel, tokenizer: Tokenizer) -> list[FilePlan]:
     """Configuration, generation settings and tokenizer, as the libraries write them."""
     try:
         with tempfile.TemporaryDirectory() as name:
@@ -93,7 +93,8 @@ def _small_files(model: PreTrainedModel, tokenizer: Tokenizer) -> list[FilePlan]
         ) from error
 
 
-def _safetensors(name: str, tensors: list[_Tensor], metadata: dict[str, str]) -> FilePlan:
+def safetensors_plan(name: str, tensors: list[PlannedTensor], metadata: dict[str, str]) -> FilePlan:
+    """A safetensors file of these tensors, in this order."""
     header: dict[str, object] = {"__metadata__": metadata}
     parts: list[bytes | BlobRange] = []
     offset = 0
@@ -106,7 +107,7 @@ def _safetensors(name: str, tensors: list[_Tensor], metadata: dict[str, str]) ->
     return FilePlan(name, (len(encoded).to_bytes(8, "little") + encoded, *parts))
 
 
-def _weights(flat: FlatModel, model: PreTrainedModel) -> list[_Tensor]:
+def _weights(flat: FlatModel, model: PreTrainedModel) -> list[PlannedTensor]:
     """Every parameter, tied ones once, under the names and in the shapes that the architecture's files have.
 
     transformers joins some tensors as it loads them (the experts of a mixture, say) and takes them apart again as it
@@ -122,7 +123,7 @@ def _weights(flat: FlatModel, model: PreTrainedModel) -> list[_Tensor]:
     if None in places.values():
         renamed, places = views, {name: _place(tensor, flat.parameters) for name, tensor in views.items()}
     return [
-        (name, "F32", tuple(renamed[name].shape), [_range(start, renamed[name].numel())])
+        (name, "F32", tuple(renamed[name].shape), [parameters_range(start, renamed[name].numel())])
         for name, start in sorted(places.items(), key=lambda item: item[1] or 0)
         if start is not None
     ]
@@ -146,11 +147,12 @@ def _numbered(numbers: Tensor) -> int | None:
     return start if torch.equal(ordered, torch.arange(start, start + len(ordered))) else None
 
 
-def _range(start: int, numel: int) -> bytes | BlobRange:
-    return BlobRange(PARAMETERS, start * _ELEMENT_BYTES, (start + numel) * _ELEMENT_BYTES)
+def parameters_range(start: int, numel: int) -> bytes | BlobRange:
+    """Elements [start, start + numel) of the flat parameters."""
+    return BlobRange(PARAMETERS, start * ELEMENT_BYTES, (start + numel) * ELEMENT_BYTES)
 
 
-def _buffers(model: PreTrainedModel) -> Iterator[_Tensor]:
+def _buffers(model: PreTrainedModel) -> Iterator[PlannedTensor]:
     """What belongs to the model's files and is not trained."""
     saved = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
     for name, buffer in model.named_buffers():

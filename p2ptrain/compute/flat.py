@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,17 +78,25 @@ class FlatModel:
         return [segment.offset for segment in self.segments[1:]] + [self.numel]
 
     @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of each parameter, by name."""
+        return {segment.name: segment.shape for segment in self.segments}
+
+    @property
     def loss_sum(self) -> Tensor:
         """The loss slot, shape ()."""
         return self.gradients[self.numel]
 
     def copy_weights(self, source: nn.Module) -> None:
         """Take over the values of another model of the same layout. Raises ``ValueError`` where it is of another."""
-        named = {name: tuple(parameter.shape) for name, parameter in source.named_parameters()}
-        if named != {segment.name: segment.shape for segment in self.segments}:
+        self.copy_tensors(dict(source.named_parameters()))
+
+    def copy_tensors(self, source: Mapping[str, Tensor]) -> None:
+        """The same, where the other one's parameters are given by name."""
+        if {name: tuple(tensor.shape) for name, tensor in source.items()} != self.shapes:
             raise ValueError("the models have different parameters")
         for segment in self.segments:
-            self._view(self.parameters, segment).copy_(source.get_parameter(segment.name).detach())
+            self._view(self.parameters, segment).copy_(source[segment.name].detach())
 
     def former_layouts(self) -> dict[str, list[Segment]]:
         """Layouts of this model that earlier versions of this program used, for arrays that they wrote: in the order of

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -178,9 +178,10 @@ class FlatEngine:
         self._moved_to()
 
     def _restore(
-        self, directory: Path, training_file: str, optimizer_file: str, weights: Callable[[], nn.Module]
+        self, directory: Path, training_file: str, optimizer_file: str, weights: Callable[[], Mapping[str, Tensor]]
     ) -> None:
-        """Take over a checkpoint's moments, and ``weights``, which may raise what its reading does.
+        """Take over a checkpoint's moments, and the parameters that ``weights`` reads, by name; it may raise what
+        that raises.
 
         Raises:
             StorageError: it does not fit, or cannot be read; nothing is changed then.
@@ -207,7 +208,7 @@ class FlatEngine:
             raise StorageError(f"cannot read the checkpoint {directory}: {error.message}") from error
         if any(array.shape != loaded[name].shape for name, array in moments.items()):
             raise StorageError(f"the optimizer's moments in {directory} are of another size")
-        self._flat.copy_weights(source)
+        self._flat.copy_tensors(source)
         for name, array in moments.items():
             self._flat.rearrange(loaded[name], places, array)
         self._moved_to()

@@ -145,8 +145,7 @@ def check_training_memory(
     buffer. On a CPU the gradient is the reduce buffer, and a clipped copy of it is made. ``exact``: the reduce buffer
     is one of int64 beside the gradient, wherever that is, and has a copy on the host.
 
-    Per token of a micro-batch: the logits, their softmax and its gradient, and what each layer keeps for the backward
-    pass (about 16 times its width, and 3 times that of its feed-forward part). A lower bound: attention comes on top.
+    Beside that, what is kept of a micro-batch: ``kept_bytes``.
 
     Raises:
         ResourceError: with the numbers.
@@ -154,8 +153,7 @@ def check_training_memory(
     """
     count = parameter_count(config)
     what = f"training {count / 1e6:.2f} M parameters"
-    per_layer = 16 * config.hidden_size + 3 * (getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
-    kept = 4 * micro_batch_tokens * (3 * config.vocab_size + config.num_hidden_layers * per_layer)
+    kept = kept_bytes(config, micro_batch_tokens, layers=config.num_hidden_layers, has_head=True)
     if micro_batch_tokens:
         what += f" with micro-batches of {micro_batch_tokens:,} tokens"
     if device.kind == "cpu":
@@ -165,6 +163,18 @@ def check_training_memory(
         # The reduce buffer, and the weights while they are built.
         check_memory(count * 4 * (3 if exact else 2), HOST, what)
     return count
+
+
+def kept_bytes(config: PretrainedConfig, tokens: int, *, layers: int, has_head: bool) -> int:
+    """Of a micro-batch, from its forward pass to its backward pass. A lower bound: attention comes on top.
+
+    Per token: what each layer keeps (about 16 times its width, and 3 times that of its feed-forward part), and with the
+    head the logits, their softmax and its gradient.
+    """
+    width: int = config.hidden_size
+    per_layer = 16 * width + 3 * (getattr(config, "intermediate_size", None) or 4 * width)
+    head: int = 3 * config.vocab_size * has_head
+    return 4 * tokens * (head + layers * per_layer)
 
 
 def build_model(

@@ -145,7 +145,7 @@ class Trainer(FlatEngine):
 
     def load(self, directory: Path) -> None:
         """Restore a checkpoint. Raises ``StorageError`` where it does not fit this model; nothing is changed then."""
-        self._restore(directory, TRAINING_FILE, OPTIMIZER_FILE, lambda: load_model(directory))
+        self._restore(directory, TRAINING_FILE, OPTIMIZER_FILE, lambda: dict(load_model(directory).named_parameters()))
 
     # ---------------------------------------------------------------------------------------------------------- inside
 

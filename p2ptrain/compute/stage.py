@@ -1,0 +1,164 @@
+"""Which part of a model a stage trains, whether there is memory for it, and its first weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from p2ptrain.compute.anatomy import Anatomy, Part
+from p2ptrain.compute.device import HOST, Device, check_memory
+from p2ptrain.compute.initial import InitialWeights
+from p2ptrain.compute.model import kept_bytes
+from p2ptrain.compute.split import PartAssembly, PartModel, load_part, part_bytes, read_from
+from p2ptrain.core.activations import ENCODINGS, activation_bytes
+from p2ptrain.core.errors import ConfigError
+from p2ptrain.core.tensor_files import TensorTable
+
+GRADIENT_ENCODINGS = ("fp32", "bf16")
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpec:
+    """Which part of the model it is, and how it is trained.
+
+    Attributes:
+        stage: counted from 0.
+        bounds: stage s has layers [bounds[s], bounds[s + 1]).
+        activations: how they travel, a key of ``core.activations.ENCODINGS``.
+        gradients: how those by the activations travel, one of ``GRADIENT_ENCODINGS``.
+        recompute: see the module.
+        in_flight: micro-batches whose backward pass is still to come, at most; memory is checked for as many.
+    """
+
+    stage: int
+    bounds: tuple[int, ...]
+    activations: str = "fp32"
+    gradients: str = "fp32"
+    recompute: bool = False
+    in_flight: int = 1
+
+    @property
+    def parts(self) -> list[Part]:
+        """Of all stages."""
+        return [Part(start, stop, self.bounds[-1]) for start, stop in pairwise(self.bounds)]
+
+    def check(self, layers: int) -> Part:
+        """This stage's part of a model of so many layers. Raises ``ConfigError``."""
+        bounds = ", ".join(map(str, self.bounds))
+        if self.bounds[:1] != (0,) or self.bounds[-1] != layers or any(a >= b for a, b in pairwise(self.bounds)):
+            raise ConfigError(
+                f"bounds {bounds} do not cut {layers} layers into parts",
+                remedy="correct pipeline.cuts, or leave it out",
+            )
+        if not 0 <= self.stage < len(self.bounds) - 1:
+            raise ConfigError(f"there is no stage {self.stage} with bounds {bounds}")
+        if self.activations not in ENCODINGS:
+            raise ConfigError(
+                f"pipeline.activations = {self.activations!r} is not known", remedy=f"use {', '.join(ENCODINGS)}"
+            )
+        if self.gradients not in GRADIENT_ENCODINGS:
+            raise ConfigError(
+                f"gradients of activations do not travel as {self.gradients!r}",
+                remedy=f"use {' or '.join(GRADIENT_ENCODINGS)}",
+            )
+        if self.in_flight < 1:
+            raise ConfigError(f"pipeline.max_in_flight = {self.in_flight} is less than 1")
+        return self.parts[self.stage]
+
+
+@dataclass(slots=True)
+class PartBuilder:
+    """Makes the part with its first weights, as often as it is asked; ``first`` is what it made first."""
+
+    config: PretrainedConfig
+    part: Part
+    directory: Path | None
+    seed: int
+    first: PartModel | None = None
+
+    def __call__(self) -> nn.Module:
+        built = build_training_part(self.config, self.part, self.directory, self.seed)
+        self.first = self.first or built
+        return built.module
+
+
+def build_training_part(config: PretrainedConfig, part: Part, directory: Path | None, seed: int) -> PartModel:
+    """The part on the CPU, in training mode: the same weights as ``build_model``'s whole model has.
+
+    Raises:
+        ConfigError, ResourceError: see ``split.load_part``, ``initial.InitialWeights``.
+        StorageError: a file of ``directory`` cannot be read.
+    """
+    if directory is not None:
+        table = TensorTable(directory)
+        built = load_part(config, part, table)
+        _check_tied(config, built, table)
+    else:
+        initial = InitialWeights(config)
+        assembly = PartAssembly(config, part, initial.names)
+        drawn = initial.draw(seed, assembly.wanted)
+        for name in list(drawn):
+            assembly.place(name, drawn.pop(name))
+        built = assembly.finish()
+    untrained = next(_saved_buffers(built.module), None)
+    if untrained is not None:
+        raise ConfigError(
+            f"a {config.model_type!r} model has a tensor that is not trained ({untrained}), which parts do not save",
+            remedy="train it whole, or use a model of the llama, qwen2, qwen3, mistral or gpt2 family",
+        )
+    built.module.train()
+    return built
+
+
+def check_part_memory(
+    config: PretrainedConfig, part: Part, stage: StageSpec, device: Device, *, micro_batch_tokens: int
+) -> int:
+    """Refuse a part that cannot be trained here; returns the bytes of its weights.
+
+    Counted as ``model.check_training_memory`` does, and what is kept of all micro-batches in flight: with recomputing,
+    of one, and the inputs of the others.
+
+    Raises:
+        ResourceError: with the numbers.
+    """
+    weights = part_bytes(config, part, torch.float32)
+    kept = kept_bytes(config, micro_batch_tokens, layers=len(part), has_head=part.last)
+    inputs = 0 if part.first else activation_bytes(stage.activations, micro_batch_tokens, config.hidden_size)
+    kept = kept + stage.in_flight * inputs if stage.recompute else stage.in_flight * kept
+    what = (
+        f"training layers {part.start} to {part.stop} ({weights / 4e6:.2f} M parameters) with {stage.in_flight} "
+        f"micro-batches of {micro_batch_tokens:,} tokens in flight"
+    )
+    if device.kind == "cpu":
+        check_memory(weights * 5 + kept, device, what)
+    else:
+        check_memory(weights * 4 + kept, device, what)
+        check_memory(weights * 2, HOST, what)
+    return weights
+
+
+def _check_tied(config: PretrainedConfig, part: PartModel, table: TensorTable) -> None:
+    """Files may hold both of two tied tensors. Where they differ they are two parameters to transformers; stages that
+    take them for one would add up gradients of different matrices."""
+    if not part.tied or part.part.first == part.part.last:
+        return
+    whole = Anatomy(config, torch.float32)
+    names = [name for tied in whole.tied for name in {tied, tied.removeprefix(whole.base_prefix)} & set(table.entries)]
+    read = read_from(table)
+    if len(names) == 2 and not torch.equal(read(names[0]), read(names[1])):
+        raise ConfigError(
+            f"{names[0]} and {names[1]} differ in {table.directory}, and config.json says that they are one",
+            remedy="set tie_word_embeddings to false in its config.json",
+        )
+
+
+def _saved_buffers(module: nn.Module) -> Iterator[str]:
+    """Names of what belongs to a model's files and is not trained."""
+    trained = dict(module.named_parameters(remove_duplicate=False))
+    return (name for name in module.state_dict() if name not in trained)
