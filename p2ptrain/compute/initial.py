@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PretrainedConfig
@@ -29,6 +30,11 @@ from p2ptrain.core.errors import ConfigError
 
 _Auto: Any = AutoModelForCausalLM  # its annotations are partial
 _ANY: Any = torch.ops.aten
+_AS_ON_CPU = {
+    torch.Tensor.is_meta.__get__: lambda result: False,  # type: ignore[attr-defined]
+    torch.Tensor.is_cpu.__get__: lambda result: True,  # type: ignore[attr-defined]
+    torch.Tensor.device.__get__: lambda result: torch.device("cpu"),
+}
 _EMPTY = {_ANY.empty.memory_format, _ANY.empty_strided.default}
 
 
@@ -61,6 +67,14 @@ class _Write:
         self.function(memory.as_strided(self.shape, self.stride, self.offset), *self.others, **self.keywords)
 
 
+class _Disguise(TorchFunctionMode):
+    """Tensors without memory say that they are on the CPU: torch's own initializers leave them alone otherwise."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return _AS_ON_CPU[func](result) if func in _AS_ON_CPU else result  # type: ignore[no-untyped-call]
+
+
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Whatever is allocated without values gets no memory; writes into it are recorded instead of done."""
 
@@ -70,7 +84,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: list[Tensor] = []  # so that no memory's number is given out twice
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        keywords = kwargs or {}
+        with torch._C.DisableTorchFunction():
+            return self._operate(func, args, kwargs or {})
+
+    def _operate(self, func: Any, args: Any, keywords: dict[str, Any]) -> Any:
         if func in _EMPTY:
             made = func(*args, **{**keywords, "device": "meta", "pin_memory": None})
             self._alive.append(made)
@@ -106,9 +123,9 @@ class InitialWeights:
         self._config = config
         recorder = _Recorder()
         try:
-            with recorder:
+            with recorder, _Disguise():
                 model = _built(config)
-        except Unrecordable:
+        except (Unrecordable, ConfigError):  # what cannot be built at all says so in the other way, too
             with torch.device("meta"):
                 model = _built(config)
             self.is_recorded = False

@@ -1,0 +1,138 @@
+"""Stages of a pipeline in one process: payloads are handed over directly, in the order of a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from p2ptrain.compute.data import DataSpec
+from p2ptrain.compute.device import pick_device
+from p2ptrain.compute.part_trainer import PartTrainer, Payload
+from p2ptrain.compute.stage import StageSpec
+from p2ptrain.compute.testing import OPTIMIZER, tiny
+from p2ptrain.core.training import Applied
+
+MODEL = tiny(layers=4, tie_embeddings=True)
+
+
+class Pipeline:
+    """All stages of one replica.
+
+    Args:
+        bounds: see ``StageSpec``.
+        changes: of ``PartTrainer``'s arguments.
+    """
+
+    def __init__(self, text: Path | str, bounds: Sequence[int], split: Mapping[str, Any] | None = None, **changes: Any):
+        settings: dict[str, Any] = {
+            "model": MODEL,
+            "data": DataSpec(path=str(text), sequence_tokens=16),
+            "optimizer": OPTIMIZER,
+            "steps": 30,
+            "seed": 3,
+            "micro_batches": 4,
+            "micro_batch_sequences": 2,
+            "validation_batches": 3,
+            "device": pick_device("cpu", 1),
+        }
+        self.settings = settings | changes
+        self.stages = [
+            PartTrainer(stage=StageSpec(stage, tuple(bounds), **(split or {})), **self.settings)
+            for stage in range(len(bounds) - 1)
+        ]
+        facts = self.stages[0].corpus_facts
+        assert facts is not None
+        for stage in self.stages:
+            stage.told_corpus(facts)
+        self.micro_batches: int = self.settings["micro_batches"]
+
+    def set_weights(self, whole: Mapping[str, torch.Tensor]) -> None:
+        """Take the weights of a whole model, by its names."""
+        for stage in self.stages:
+            names = stage._model_part.names
+            stage._flat.copy_tensors({local: whole[name] for local, name in names.items()})
+
+    def gradients(self, step: int, warm_ups: Sequence[int] | None = None, share: Sequence[int] | None = None) -> None:
+        """All forwards and backwards of a step, each stage in its order: ``warm_ups`` of each, then a forward and a
+        backward in turn; then the sum of the tied gradients, and the loss told to all."""
+        indices = list(range(self.micro_batches)) if share is None else list(share)
+        orders = [order(indices, warm) for warm in (warm_ups or [0] * len(self.stages))]
+        sent: dict[tuple[str, int, int], Payload | None] = {("F", -1, index): None for index in indices}
+        sent |= {("B", len(self.stages), index): None for index in indices}
+        for stage in self.stages:
+            stage.begin_step(step)
+        while any(orders):
+            moved = False
+            for number, stage in enumerate(self.stages):
+                while orders[number]:
+                    kind, index = orders[number][0]
+                    source = (kind, number - 1 if kind == "F" else number + 1, index)
+                    if source not in sent:
+                        break
+                    payload = sent.pop(source)
+                    made = stage.forward(step, index, payload) if kind == "F" else stage.backward(index, payload)
+                    if payload is not None:
+                        payload = payload.copy()
+                        payload.fill(0xFF)
+                    sent[kind, number, index] = made
+                    orders[number].pop(0)
+                    moved = True
+            assert moved, "stages wait for ever"
+        for stage in self.stages:
+            stage.finish_gradients()
+        self.exchange()
+
+    def exchange(self) -> None:
+        first, last = self.stages[0], self.stages[-1]
+        if (one := first.tied_gradient()) is not None:
+            other = last.tied_gradient()
+            assert other is not None
+            copies = one.copy(), other.copy()
+            first.add_tied_gradient(copies[1])
+            last.add_tied_gradient(copies[0])
+        for stage in self.stages:
+            stage.reduce_buffer[-1] = last.reduce_buffer[-1]
+
+    def apply(self, step: int) -> Applied:
+        squares = sum(stage.partial_square_sum(0, len(stage.reduce_buffer)) for stage in self.stages)
+        return [stage.apply(step, squares) for stage in self.stages][-1]
+
+    def run(self, step: int, warm_ups: Sequence[int] | None = None) -> Applied:
+        self.gradients(step, warm_ups)
+        return self.apply(step)
+
+    def named(self, stage: PartTrainer, array: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The parameters' parts of a flat array, by the whole model's names."""
+        names = stage._model_part.names
+        return {names[s.name]: array[s.offset : s.offset + s.numel].view(s.shape) for s in stage._flat.segments}
+
+    def named_gradients(self) -> list[tuple[str, torch.Tensor]]:
+        """Of all stages, so a tied matrix twice."""
+        return [
+            item
+            for stage in self.stages
+            for item in self.named(stage, torch.from_numpy(np.asarray(stage.reduce_buffer))).items()
+        ]
+
+    def validation_loss(self) -> float:
+        losses, targets = 0.0, 0
+        for index in range(self.stages[0].validation_batches()):
+            payload: Payload | None = None
+            for stage in self.stages:
+                payload, loss = stage.validation_forward(index, payload)
+                losses += loss
+            targets += self.stages[0].tokens_per_micro_batch
+        return losses / targets
+
+
+def order(indices: Sequence[int], warm_up: int) -> list[tuple[str, int]]:
+    """One stage's: some forwards, then a forward and a backward in turn, then the backwards that are left."""
+    warm = min(warm_up, len(indices) - 1)
+    result = [("F", index) for index in indices[:warm]]
+    for number in range(len(indices) - warm):
+        result += [("F", indices[warm + number]), ("B", indices[number])]
+    return result + [("B", index) for index in indices[len(indices) - warm :]]

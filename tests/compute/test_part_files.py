@@ -1,0 +1,203 @@
+"""Checkpoints of stages: together one Hugging Face directory, and each enough for its stage to go on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from p2ptrain.compute.model import ModelSpec, build_model
+from p2ptrain.compute.part_trainer import PartTrainer
+from p2ptrain.compute.stage import StageSpec
+from p2ptrain.compute.testing import tiny, tiny_trainer
+from p2ptrain.core.errors import ConfigError, StorageError
+from p2ptrain.core.tensor_files import INDEX_FILE
+from p2ptrain.core.weights_index import directory_index
+
+from .pipelines import MODEL, Pipeline
+from .saving import save
+
+MODELS = [
+    tiny(layers=3, architecture=architecture, kv_heads=4 if architecture == "gpt2" else 2, tie_embeddings=tied)
+    for architecture in ("llama", "qwen2", "qwen3", "mistral", "gpt2")
+    for tied in (True, False)
+]
+BOUNDS = (0, 1, 2, 3)
+
+
+def name_of(spec: ModelSpec) -> str:
+    return f"{spec.architecture}-{'tied' if spec.tie_embeddings else 'untied'}"
+
+
+def save_all(stages: Sequence[PartTrainer], directory: Path, step: int = 0) -> None:
+    for stage in stages:
+        save(stage, directory, step)
+
+
+def states(stages: Sequence[PartTrainer]) -> list[dict[str, bytes]]:
+    return [{blob.name: bytes(blob.view) for blob in stage.state()} for stage in stages]
+
+
+def opened(directory: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("spec", MODELS, ids=name_of)
+def test_first_weights_are_those_of_the_whole_and_all_files_together_are_it(
+    text_file: Path, tmp_path: Path, spec: ModelSpec
+) -> None:
+    pipeline = Pipeline(text_file, BOUNDS, model=spec)
+    save_all(pipeline.stages, tmp_path)
+    expected = build_model(spec, 256, 3).state_dict()
+    loaded = opened(tmp_path)
+    assert list(loaded.state_dict()) == list(expected)
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+    assert (loaded.get_input_embeddings().weight is loaded.get_output_embeddings().weight) == spec.tie_embeddings
+    assert (tmp_path / INDEX_FILE).read_bytes() == directory_index(tmp_path)
+    again = Pipeline(text_file, BOUNDS, model=ModelSpec(path=tmp_path))
+    assert states(again.stages) == states(pipeline.stages)
+
+
+@pytest.mark.parametrize("spec", [MODELS[0], MODELS[1], MODELS[8]], ids=name_of)
+def test_after_training_too(text_file: Path, tmp_path: Path, spec: ModelSpec) -> None:
+    pipeline = Pipeline(text_file, BOUNDS, model=spec)
+    for step in range(3):
+        pipeline.run(step)
+    save_all(pipeline.stages, tmp_path, 3)
+    weights = opened(tmp_path).state_dict()
+    for stage in pipeline.stages:
+        for name, array in pipeline.named(stage, stage._flat.parameters).items():
+            assert torch.equal(weights[name], array), name
+    assert AutoTokenizer.from_pretrained(tmp_path)("abc").input_ids == [97, 98, 99]
+
+
+def test_its_small_files_are_those_of_the_whole(text_file: Path, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    save(tiny_trainer(text_file, model=MODEL), whole)
+    save_all(Pipeline(text_file, (0, 2, 4)).stages, parts)
+    for path in whole.iterdir():
+        if path.name not in ("model.safetensors", "optimizer.safetensors", "training.json"):
+            assert (parts / path.name).read_bytes() == path.read_bytes(), path.name
+    assert {path.name for path in parts.iterdir()} - {path.name for path in whole.iterdir()} == {
+        INDEX_FILE,
+        *(f"{kind}-0000{stage}-of-00002.safetensors" for kind in ("model", "optimizer") for stage in (1, 2)),
+        *(f"training-0000{stage}-of-00002.json" for stage in (1, 2)),
+    }
+
+
+@pytest.mark.parametrize("spec", [MODEL, tiny(layers=4, tie_embeddings=False)], ids=name_of)
+def test_each_stage_goes_on_from_its_own_files(text_file: Path, tmp_path: Path, spec: ModelSpec) -> None:
+    pipeline = Pipeline(text_file, (0, 1, 4), model=spec)
+    for step in range(2):
+        pipeline.run(step)
+    for number, stage in enumerate(pipeline.stages):
+        own = tmp_path / str(number)
+        own.mkdir()
+        save(stage, own, 2)
+        notes = json.loads((own / f"training-0000{number + 1}-of-00002.json").read_text())
+        assert (notes["step"], notes["layers"], notes["corpus"]) == (2, [[0, 1], [1, 4]][number], stage.corpus_digest)
+    expected_state = states(pipeline.stages)
+    expected = [pipeline.run(step).loss for step in (2, 3)]
+    restored = Pipeline(text_file, (0, 1, 4), model=spec, seed=4)
+    for number, stage in enumerate(restored.stages):
+        stage.load(tmp_path / str(number))
+    assert states(restored.stages) == expected_state
+    restored.stages[0]._sampler = pipeline.stages[0]._sampler  # of the other seed
+    restored.stages[1]._sampler = pipeline.stages[1]._sampler
+    assert [restored.run(step).loss for step in (2, 3)] == expected
+
+
+def test_a_matrix_of_two_stages_is_in_one_file_of_the_model(text_file: Path, tmp_path: Path) -> None:
+    save_all(Pipeline(text_file, (0, 2, 4)).stages, tmp_path)
+    with safe_open(tmp_path / "model-00002-of-00002.safetensors", "pt") as file:
+        assert not any("lm_head" in name or "embed" in name for name in file.keys())  # noqa: SIM118 - it is no mapping
+    with safe_open(tmp_path / "optimizer-00002-of-00002.safetensors", "pt") as file:
+        copy = file.get_tensor("tied")
+    with safe_open(tmp_path / "model-00001-of-00002.safetensors", "pt") as file:
+        assert torch.equal(file.get_tensor("model.embed_tokens.weight"), copy)
+
+
+def test_the_state_of_step_0_comes_back(text_file: Path) -> None:
+    pipeline = Pipeline(text_file, (0, 2, 4))
+    before = states(pipeline.stages)
+    expected = [pipeline.run(step).loss for step in range(2)]
+    for stage in pipeline.stages:
+        stage.load_initial()
+    assert states(pipeline.stages) == before
+    assert [pipeline.run(step).loss for step in range(2)] == expected
+
+
+def test_bytes_that_healing_put_in_are_the_state(text_file: Path) -> None:
+    giver, taker = Pipeline(text_file, (0, 2, 4)), Pipeline(text_file, (0, 2, 4))
+    giver.run(0)
+    for one, other in zip(giver.stages, taker.stages, strict=True):
+        for source, target in zip(one.state(), other.state(), strict=True):
+            assert source.name == target.name
+            target.view[:] = source.view
+        other.state_loaded(1)
+    assert giver.run(1) == taker.run(1)
+
+
+@pytest.mark.parametrize("name", ["model", "optimizer", "training"])
+@pytest.mark.parametrize("damage", ["missing", "empty", "short"])
+def test_damaged_files_change_nothing(text_file: Path, tmp_path: Path, name: str, damage: str) -> None:
+    pipeline = Pipeline(text_file, (0, 2, 4))
+    stage = pipeline.stages[1]
+    save(stage, tmp_path)
+    (path,) = tmp_path.glob(f"{name}-*")
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[: -9 if damage == "short" else 0])
+    pipeline.run(0)
+    before = states([stage])
+    with pytest.raises(StorageError, match="cannot read the checkpoint"):
+        stage.load(tmp_path)
+    assert states([stage]) == before
+
+
+def test_files_of_another_cut_are_refused(text_file: Path, tmp_path: Path) -> None:
+    stages = Pipeline(text_file, (0, 2, 4)).stages
+    save(stages[0], tmp_path)
+    with pytest.raises(StorageError):
+        stages[1].load(tmp_path)
+    other = Pipeline(text_file, (0, 1, 4)).stages[0]
+    with pytest.raises(StorageError, match="of another model"):
+        other.load(tmp_path)
+
+
+def test_tensors_of_other_shapes_are_refused(text_file: Path, tmp_path: Path) -> None:
+    stage = Pipeline(text_file, (0, 2, 4)).stages[0]
+    save(stage, tmp_path)
+    path = tmp_path / "model-00001-of-00002.safetensors"
+    tensors = load_file(path)
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:-1].clone()
+    save_file(tensors, path)
+    with pytest.raises(StorageError, match="other shapes"):
+        stage.load(tmp_path)
+
+
+def test_two_matrices_that_the_configuration_calls_one_are_refused(text_file: Path, tmp_path: Path) -> None:
+    save(tiny_trainer(text_file, model=MODEL), tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, path, {"format": "pt"})
+    spec = ModelSpec(path=tmp_path)
+    assert Pipeline(text_file, (0, 2, 4), model=spec).stages[0].tied_gradient() is not None
+    tensors["lm_head.weight"] += 1
+    save_file(tensors, path, {"format": "pt"})
+    for stage in (0, 1):
+        settings = Pipeline(text_file, (0, 4)).settings | {"model": spec}
+        with pytest.raises(ConfigError, match="differ in"):
+            PartTrainer(stage=StageSpec(stage, (0, 2, 4)), **settings)

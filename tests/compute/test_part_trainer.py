@@ -1,0 +1,428 @@
+"""Parts that train together against one process that trains the whole."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from p2ptrain.compute.data import DataSpec, load_corpus
+from p2ptrain.compute.flat import OptimizerSpec
+from p2ptrain.compute.model import ModelSpec, build_model
+from p2ptrain.compute.part_trainer import CorpusFacts, PartTrainer
+from p2ptrain.compute.sampling import WindowSampler
+from p2ptrain.compute.stage import StageSpec, check_part_memory
+from p2ptrain.compute.testing import tiny, tiny_trainer
+from p2ptrain.compute.tokenizer import Tokenizer
+from p2ptrain.compute.trainer import Trainer
+from p2ptrain.core.errors import ConfigError, JobFailed, ProtocolError, ResourceError
+
+from .families import randomize
+from .pipelines import MODEL, Pipeline
+
+FAMILIES = {
+    "llama-tied": MODEL,
+    "llama": tiny(layers=4, tie_embeddings=False),
+    "qwen2": tiny(layers=4, architecture="qwen2", tie_embeddings=False),
+    "qwen3": tiny(layers=4, architecture="qwen3"),
+    "mistral": tiny(layers=4, architecture="mistral", tie_embeddings=False, extra={"sliding_window": 8}),
+    "gpt2": tiny(layers=4, architecture="gpt2", kv_heads=4),
+}
+BOUNDS = [(0, 2, 4), (0, 1, 2, 4), (0, 1, 2, 3, 4)]
+
+
+def reference(text: Path, spec: ModelSpec, micro_batches: int, step: int) -> tuple[Any, float]:
+    """The whole model with random weights and its gradients by plain autograd, and the mean loss."""
+    corpus = load_corpus(DataSpec(path=str(text), sequence_tokens=16), Tokenizer.of_bytes())
+    sampler = WindowSampler(len(corpus.training), 3, micro_batches, 2)
+    whole = build_model(spec, 256, 0)
+    randomize(whole)
+    total = 0.0
+    for index in range(micro_batches):
+        tokens = torch.from_numpy(corpus.window_tokens(corpus.training[sampler.sample(step, index)]))
+        logits = whole(input_ids=tokens[:, :-1]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        (loss / micro_batches).backward()  # type: ignore[no-untyped-call]
+        total += float(loss.detach()) / micro_batches
+    return whole, total
+
+
+def check_gradients(pipeline: Pipeline, whole: Any, loss: float) -> None:
+    expected = {name: parameter.grad for name, parameter in whole.named_parameters(remove_duplicate=False)}
+    seen = set()
+    for name, gradient in pipeline.named_gradients():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=4e-5, msg=lambda m, n=name: f"{n}: {m}")
+        seen.add(name)
+    assert seen == set(expected)
+    assert float(pipeline.stages[-1].reduce_buffer[-1]) / pipeline.micro_batches == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_one_process(text_file: Path, family: str, recompute: bool) -> None:
+    spec = FAMILIES[family]
+    for bounds, micro_batches in zip(BOUNDS, (1, 3, 16), strict=True):
+        whole, loss = reference(text_file, spec, micro_batches, step=1)
+        pipeline = Pipeline(
+            text_file, bounds, {"recompute": recompute}, model=spec, micro_batches=micro_batches, steps=2
+        )
+        pipeline.set_weights(whole.state_dict())
+        stages = len(pipeline.stages)
+        plain, all_first = list(range(stages - 1, -1, -1)), [micro_batches] * stages
+        for warm_ups in (plain, all_first, [2 * warm_up for warm_up in plain]):
+            pipeline.gradients(1, warm_ups)
+            check_gradients(pipeline, whole, loss)
+
+
+def test_any_order_gives_the_same_bits(text_file: Path) -> None:
+    """Backwards come in the order of micro-batches in every schedule, so nothing at all may differ."""
+    pipeline = Pipeline(text_file, (0, 1, 3, 4), micro_batches=3)
+    recomputed = Pipeline(text_file, (0, 1, 3, 4), {"recompute": True}, micro_batches=3)
+    buffers = []
+    for warm_ups in itertools.combinations_with_replacement(range(2, -1, -1), 3):
+        for each in (pipeline, recomputed):
+            each.gradients(0, warm_ups)
+            buffers.append([stage.reduce_buffer.tobytes() for stage in each.stages])
+    assert len(buffers) == 20
+    assert all(buffer == buffers[0] for buffer in buffers)
+
+
+@pytest.mark.parametrize("spec", [MODEL, FAMILIES["gpt2"]], ids=["llama", "gpt2"])
+def test_the_loss_curve_is_that_of_one_process(spec: ModelSpec) -> None:
+    settings: dict[str, Any] = {
+        "model": spec,
+        "data": DataSpec(sequence_tokens=16, limit_bytes=200_000),
+        "optimizer": OptimizerSpec(lr=3e-3, warmup_steps=5, clip_norm=0.5),
+        "steps": 50,
+    }
+    alone = tiny_trainer(Path("stdlib"), **settings)
+    two, three = Pipeline("stdlib", (0, 2, 4), **settings), Pipeline("stdlib", (0, 1, 3, 4), **settings)
+    clipped = 0
+    for step in range(50):
+        expected = train(alone, step)
+        for got in (two.run(step, [1, 0]), three.run(step, [2, 1, 0])):
+            assert got.loss == pytest.approx(expected.loss, rel=1e-5)
+            assert got.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+        clipped += expected.grad_norm > 0.5
+    assert clipped > 40
+    losses, targets = alone.validate(0, 3)
+    for pipeline in (two, three):
+        assert pipeline.validation_loss() == pytest.approx(losses / targets, rel=1e-5)
+        check_tied_copies(pipeline)
+
+
+def train(trainer: Trainer, step: int) -> Any:
+    trainer.begin_step(step)
+    for index in range(4):
+        trainer.micro_batch(step, index)
+    trainer.finish_gradients()
+    return trainer.apply(step, trainer.partial_square_sum(0, len(trainer.reduce_buffer)))
+
+
+def check_tied_copies(pipeline: Pipeline) -> None:
+    """Bit-equal: the weight, and both moments."""
+    ends = pipeline.stages[0], pipeline.stages[-1]
+    if ends[0]._tied is None:
+        return
+    for name in ("parameters", "exp_avg", "exp_avg_sq"):
+        copies = []
+        for stage in ends:
+            assert stage._tied is not None
+            array = stage._state_arrays()[name]
+            copies.append(array[stage._tied.offset : stage._tied.offset + stage._tied.numel])
+        assert torch.equal(*copies), name
+        assert copies[0].any()
+
+
+def test_the_norm_counts_a_tied_matrix_once_however_it_is_cut(text_file: Path) -> None:
+    pipeline = Pipeline(text_file, (0, 2, 4))
+    pipeline.gradients(0)
+    gradients = {name: gradient for name, gradient in pipeline.named_gradients() if name != "lm_head.weight"}
+    assert len(gradients) == len(pipeline.named_gradients()) - 1
+    expected = sum(float((gradient.double() ** 2).sum()) for gradient in gradients.values())
+    for pieces in (1, 2, 7, 100):
+        total = 0.0
+        for stage in pipeline.stages:
+            cuts = [round(len(stage.reduce_buffer) * piece / pieces) for piece in range(pieces + 1)]
+            total += sum(stage.partial_square_sum(a, b) for a, b in itertools.pairwise(cuts))
+        assert total == pytest.approx(expected, rel=1e-9)
+
+
+def test_replicas_add_up_to_one_process(text_file: Path) -> None:
+    """Two replicas of two stages, each with a part of the micro-batches; M is the number of all."""
+    whole, loss = reference(text_file, MODEL, 4, step=0)
+    replicas = [Pipeline(text_file, (0, 2, 4)) for _ in range(2)]
+    for replica, share in zip(replicas, ([0, 1, 2], [3]), strict=True):
+        replica.set_weights(whole.state_dict())
+        replica.exchange = lambda: None  # type: ignore[method-assign]
+        replica.gradients(0, [1, 0], share)
+        del replica.exchange
+    for one, other in zip(replicas[0].stages, replicas[1].stages, strict=True):
+        np.add(one.reduce_buffer, other.reduce_buffer, out=one.reduce_buffer)
+    replicas[0].exchange()
+    check_gradients(replicas[0], whole, loss)
+
+
+def test_one_part_that_is_the_whole(text_file: Path) -> None:
+    pipeline, alone = Pipeline(text_file, (0, 4)), tiny_trainer(text_file, model=MODEL)
+    assert pipeline.stages[0].tied_gradient() is None
+    for step in range(3):
+        assert pipeline.run(step) == train(alone, step)
+    assert [bytes(blob.view) for blob in pipeline.stages[0].state()] == [bytes(blob.view) for blob in alone.state()]
+
+
+# ---------------------------------------------------------------------------------------------- what is kept, and turns
+
+
+def test_recomputing_keeps_one_graph_and_runs_nothing_twice_where_the_backward_is_next(text_file: Path) -> None:
+    pipeline = Pipeline(text_file, (0, 2, 4), {"recompute": True}, micro_batches=6)
+    counts = [0, 0]
+    for number, stage in enumerate(pipeline.stages):
+        plain = stage._run
+
+        def counted(*args: Any, number: int = number, plain: Callable[..., Any] = plain) -> Any:
+            counts[number] += 1
+            result = plain(*args)
+            flights = pipeline.stages[number]._flights.values()
+            assert sum(flight.graph is not None for flight in flights if flight is not args[0]) == 0
+            return result
+
+        stage._run = counted  # type: ignore[method-assign]
+    pipeline.gradients(0, [1, 0])
+    assert counts == [12, 6]
+
+
+def test_a_graph_is_let_go_with_its_backward(text_file: Path) -> None:
+    pipeline = Pipeline(text_file, (0, 2, 4))
+    first, last = pipeline.stages
+    first.begin_step(0)
+    last.begin_step(0)
+    last.forward(0, 0, first.forward(0, 0, None))
+    graph = last._flights[0].graph
+    assert graph is not None
+    watched = weakref.ref(graph[1])
+    del graph
+    last.backward(0, None)
+    assert watched() is None
+    assert not last._flights
+
+
+def test_turns_are_checked(text_file: Path) -> None:
+    first, last = Pipeline(text_file, (0, 2, 4)).stages
+    with pytest.raises(ValueError, match="of step 0 in step -1"):
+        first.forward(0, 0, None)
+    first.begin_step(0)
+    last.begin_step(0)
+    made = first.forward(0, 0, None)
+    with pytest.raises(ValueError, match="second time"):
+        first.forward(0, 0, None)
+    with pytest.raises(ValueError, match="without a forward"):
+        first.backward(1, None)
+    with pytest.raises(ValueError, match="backward of stage 0 with"):
+        first.backward(0, None)
+    with pytest.raises(ValueError, match="forward of stage 1 with"):
+        last.forward(0, 0, None)
+    with pytest.raises(ValueError, match="forward of stage 0 with"):
+        first.forward(0, 1, made)
+    with pytest.raises(ValueError, match=r"micro-batches \[0\] have had no backward"):
+        first.finish_gradients()
+
+
+def test_payloads_of_another_size_are_the_neighbours_fault(text_file: Path) -> None:
+    first, last = Pipeline(text_file, (0, 2, 4)).stages
+    first.begin_step(0)
+    last.begin_step(0)
+    made = first.forward(0, 0, None)
+    assert made is not None
+    assert len(made) == first.activation_bytes == 2 * 16 * 32 * 4
+    for payload in (made[:-1], made[:0], np.concatenate([made, made])):
+        with pytest.raises(ProtocolError):
+            last.forward(0, 0, payload)
+        with pytest.raises(ProtocolError):
+            first.backward(0, payload)
+    last.forward(0, 0, made)  # neither is spoilt by it
+    first.backward(0, last.backward(0, None))
+
+
+def test_inputs_may_change_after_the_call(text_file: Path) -> None:
+    for recompute in (False, True):
+        first, last = Pipeline(text_file, (0, 2, 4), {"recompute": recompute}).stages
+        gradients = []
+        for spoil in (False, True):
+            first.begin_step(0)
+            last.begin_step(0)
+            for index in (0, 1):
+                made = first.forward(0, index, None)
+                assert made is not None
+                arrived = made.copy()
+                last.forward(0, index, arrived)
+                if spoil:
+                    arrived.fill(0x7F)
+            back = [last.backward(index, None) for index in (0, 1)]
+            for index in (0, 1):
+                first.backward(index, back[index])
+            gradients.append((first.reduce_buffer.tobytes(), last.reduce_buffer.tobytes()))
+        assert gradients[0] == gradients[1]
+
+
+def test_a_step_that_was_given_up_leaves_nothing(text_file: Path) -> None:
+    pipeline, calm = Pipeline(text_file, (0, 2, 4)), Pipeline(text_file, (0, 2, 4))
+    first, last = pipeline.stages
+    first.begin_step(0)
+    last.begin_step(0)
+    last.forward(0, 0, first.forward(0, 0, None))
+    pipeline.run(0)
+    calm.run(0)
+    for one, other in zip(pipeline.stages, calm.stages, strict=True):
+        assert [bytes(blob.view) for blob in one.state()] == [bytes(blob.view) for blob in other.state()]
+
+
+def test_the_front_is_told_while_the_last_backward_runs(text_file: Path) -> None:
+    first, last = Pipeline(text_file, (0, 2, 4)).stages
+    first.begin_step(0)
+    last.begin_step(0)
+    last.forward(0, 0, first.forward(0, 0, None))
+    payload = None
+    for stage in (last, first):
+        fronts: list[bytes] = []
+        payload = stage.backward(
+            0, payload, lambda numel, s=stage, f=fronts: f.append(s.reduce_buffer[:numel].tobytes())
+        )
+        stage.finish_gradients()
+        assert len(set(fronts)) > 5
+        assert all(stage.reduce_buffer.tobytes().startswith(front) for front in fronts)
+
+
+def test_a_part_is_freed_with_its_last_reference(text_file: Path) -> None:
+    pipeline = Pipeline(text_file, (0, 2, 4))
+    pipeline.run(0)
+    watched = [weakref.ref(stage) for stage in pipeline.stages]
+    gc.collect()
+    gc.disable()
+    try:
+        pipeline.stages.clear()
+        assert [each() for each in watched] == [None, None]
+    finally:
+        gc.enable()
+
+
+# -------------------------------------------------------------------------------------------------- the text, precision
+
+
+def test_stages_between_read_no_text(text_file: Path, tmp_path: Path) -> None:
+    spec = StageSpec(1, (0, 1, 3, 4))
+    settings = Pipeline(text_file, (0, 4)).settings | {
+        "data": DataSpec(path=str(tmp_path / "none"), sequence_tokens=16)
+    }
+    middle = PartTrainer(stage=spec, **settings)
+    assert (middle.corpus_digest, middle.windows, middle.validation_batches()) == ("", 0, 0)
+    assert middle.corpus_facts is None
+    facts = CorpusFacts("d" * 64, 100, 3)
+    middle.told_corpus(facts)
+    assert (middle.corpus_digest, middle.windows, middle.validation_batches()) == ("d" * 64, 100, 3)
+    middle.told_corpus(facts)
+    with pytest.raises(ConfigError, match="not that of another stage"):
+        middle.told_corpus(CorpusFacts("e" * 64, 100, 3))
+    for stage in (0, 2):
+        with pytest.raises(ConfigError, match="does not exist"):
+            PartTrainer(stage=StageSpec(stage, (0, 1, 3, 4)), **settings)
+
+
+def test_a_stage_with_other_text_is_refused(text_file: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text(text_file.read_text() + "more\n")
+    facts = Pipeline(other, (0, 4)).stages[0].corpus_facts
+    assert facts is not None
+    with pytest.raises(ConfigError, match="not that of another stage"):
+        Pipeline(text_file, (0, 2, 4)).stages[1].told_corpus(facts)
+
+
+@pytest.fixture(scope="module")
+def full_losses(text_file: Path) -> list[float]:
+    """Of the same training with fp32 everywhere."""
+    full = Pipeline(text_file, (0, 1, 3, 4))
+    return [full.run(step).loss for step in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("split", "precision", "off"),
+    [
+        ({"activations": "bf16", "gradients": "bf16"}, "fp32", 0.02),
+        ({"activations": "fp16", "gradients": "bf16"}, "fp32", 0.02),
+        ({"activations": "int8", "gradients": "bf16"}, "fp32", 0.03),
+        ({"activations": "int8", "gradients": "fp32"}, "bf16", 0.03),
+        ({"activations": "int8", "recompute": True}, "fp32", 0.03),
+    ],
+)
+def test_short_activations_learn_nearly_as_well(
+    text_file: Path, full_losses: list[float], split: dict[str, Any], precision: str, off: float
+) -> None:
+    short = Pipeline(text_file, (0, 1, 3, 4), split, precision=precision)
+    losses = [short.run(step).loss for step in range(len(full_losses))]
+    assert losses[-1] < losses[0] - 1.5
+    assert losses[-1] == pytest.approx(full_losses[-1], rel=off)
+    assert losses[-1] != full_losses[-1]
+    check_tied_copies(short)
+
+
+def test_autocast_is_that_of_one_process(text_file: Path) -> None:
+    pipeline = Pipeline(text_file, (0, 1, 3, 4), precision="bf16")
+    alone = tiny_trainer(text_file, model=MODEL, precision="bf16")
+    for step in range(3):
+        assert pipeline.run(step).loss == pytest.approx(train(alone, step).loss, rel=1e-3)
+
+
+def test_a_loss_that_is_not_finite_stops_every_stage(text_file: Path) -> None:
+    pipeline = Pipeline(text_file, (0, 2, 4))
+    pipeline.gradients(0)
+    before = [bytes(stage.state()[0].view) for stage in pipeline.stages]
+    for stage in pipeline.stages:
+        stage.reduce_buffer[-1] = math.nan
+        assert math.isnan(stage.partial_square_sum(0, len(stage.reduce_buffer)))
+        with pytest.raises(JobFailed, match="not finite"):
+            stage.apply(0, 1.0)
+    assert [bytes(stage.state()[0].view) for stage in pipeline.stages] == before
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("spec", "what"),
+    [
+        (StageSpec(0, (0, 2)), "do not cut 4 layers"),
+        (StageSpec(0, (1, 4)), "do not cut 4 layers"),
+        (StageSpec(0, (0, 2, 2, 4)), "do not cut 4 layers"),
+        (StageSpec(2, (0, 2, 4)), "no stage 2"),
+        (StageSpec(-1, (0, 2, 4)), "no stage -1"),
+        (StageSpec(0, (0, 2, 4), activations="fp8"), "pipeline.activations = 'fp8'"),
+        (StageSpec(0, (0, 2, 4), gradients="int8"), "do not travel as 'int8'"),
+        (StageSpec(0, (0, 2, 4), in_flight=0), "pipeline.max_in_flight"),
+    ],
+)
+def test_bad_stages_are_refused(text_file: Path, spec: StageSpec, what: str) -> None:
+    settings = Pipeline(text_file, (0, 4)).settings
+    with pytest.raises(ConfigError, match=what):
+        PartTrainer(stage=spec, **settings)
+
+
+def test_memory_counts_what_is_in_flight(text_file: Path) -> None:
+    settings = Pipeline(text_file, (0, 4)).settings
+    stage = Pipeline(text_file, (0, 2, 4)).stages[0]
+    arguments = (stage._config, stage._part)
+    device = settings["device"]
+    few, many = StageSpec(0, (0, 2, 4), in_flight=1), StageSpec(0, (0, 2, 4), in_flight=10**9)
+    assert check_part_memory(*arguments, few, device, micro_batch_tokens=32) == stage._model_part.weights_bytes
+    with pytest.raises(ResourceError, match="1000000000 micro-batches of 32 tokens in flight"):
+        check_part_memory(*arguments, many, device, micro_batch_tokens=32)
+    recomputed = StageSpec(0, (0, 2, 4), in_flight=10**9, recompute=True)
+    check_part_memory(*arguments, recomputed, device, micro_batch_tokens=32)  # the first stage keeps nothing for that
