@@ -131,8 +131,7 @@ class InitialWeights:
             self.is_recorded = False
         else:
             self.is_recorded = True
-        self._writes = recorder.writes
-        self._recorder = recorder
+        self._recorder = recorder  # it keeps alive what the writes name
         self._tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
         self.names = tuple(self._tensors)
         self._numel = sum(parameter.numel() for parameter in model.parameters())
@@ -143,7 +142,7 @@ class InitialWeights:
         The global random state is left as it was.
 
         Raises:
-            ResourceError: the model must be built whole, and there is no room for that.
+            ResourceError: there is no room for them, or for the whole where the model must be built whole.
         """
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.default_generator.manual_seed(seed)
@@ -151,19 +150,24 @@ class InitialWeights:
 
     def _played(self, names: Collection[str]) -> dict[str, Tensor]:
         wanted = {name: self._tensors[name] for name in names}
+        scratch_numel = self._scratch_numel(wanted)
+        numel = scratch_numel + sum(tensor.numel() for tensor in wanted.values())
+        check_memory(4 * numel, HOST, f"drawing {len(wanted)} tensors of a {self._config.model_type!r}")
         memories = _memories(wanted)
-        scratch = self._scratch(memories)
-        for write in self._writes:
+        scratch = torch.empty(scratch_numel)
+        for write in self._recorder.writes:
             if write.storage in memories:
                 write.play(memories[write.storage])
             elif write.draws:
                 write.play(scratch)
         return {name: _within(memories, tensor) for name, tensor in wanted.items()}
 
-    def _scratch(self, memories: Mapping[int, Tensor]) -> Tensor:
+    def _scratch_numel(self, wanted: Mapping[str, Tensor]) -> int:
         """Room for the largest of the tensors that are drawn and forgotten."""
-        stops = [write.stop for write in self._writes if write.draws and write.storage not in memories]
-        return torch.empty(max(stops, default=0))
+        kept = {_storage(tensor) for tensor in wanted.values()}
+        return max(
+            (write.stop for write in self._recorder.writes if write.draws and write.storage not in kept), default=0
+        )
 
     def _cut(self, names: Collection[str]) -> dict[str, Tensor]:
         check_memory(

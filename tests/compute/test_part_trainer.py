@@ -26,6 +26,7 @@ from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.errors import ConfigError, JobFailed, ProtocolError, ResourceError
 
+from .apart import APART
 from .families import randomize
 from .pipelines import MODEL, Pipeline
 
@@ -170,6 +171,17 @@ def test_replicas_add_up_to_one_process(text_file: Path) -> None:
         np.add(one.reduce_buffer, other.reduce_buffer, out=one.reduce_buffer)
     replicas[0].exchange()
     check_gradients(replicas[0], whole, loss)
+
+
+def test_a_device_with_memory_of_its_own_computes_the_same(text_file: Path) -> None:
+    near, apart = Pipeline(text_file, (0, 1, 3, 4)), Pipeline(text_file, (0, 1, 3, 4), device=APART)
+    for stage in apart.stages:
+        assert stage.reduce_buffer.ctypes.data != stage._flat.gradients.data_ptr()
+    for step in range(3):
+        assert near.run(step, [2, 1, 0]) == apart.run(step, [2, 1, 0])
+    check_tied_copies(apart)
+    for one, other in zip(near.stages, apart.stages, strict=True):
+        assert [bytes(blob.view) for blob in one.state()] == [bytes(blob.view) for blob in other.state()]
 
 
 def test_one_part_that_is_the_whole(text_file: Path) -> None:

@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from p2ptrain.compute.buckets import Ferry, bucket_bounds
 from p2ptrain.compute.data import DataSpec, load_corpus
-from p2ptrain.compute.device import Device
 from p2ptrain.compute.model import ModelSpec, build_model
 from p2ptrain.compute.sampling import WindowSampler
 from p2ptrain.compute.testing import OPTIMIZER, TINY, run_step, state_bytes, tiny
@@ -28,6 +27,7 @@ from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.errors import ConfigError, JobFailed, ResourceError, StorageError
 from roles.engine import Engine
+from tests.compute.apart import APART
 from tests.compute.saving import save
 
 MakeTrainer = Callable[..., Trainer]
@@ -327,14 +327,6 @@ def test_state_copied_into_another_trainer_goes_on_bit_equal(make_trainer: MakeT
     assert state_bytes(donor) == state_bytes(newcomer)
 
 
-class Apart(Device):
-    """A device with memory of its own, as far as the trainer can tell: its tensors are on the CPU all the same."""
-
-    @property
-    def kind(self) -> str:
-        return "mps"
-
-
 def test_a_device_with_memory_of_its_own_computes_the_same(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     near, apart, healed = make_trainer(), make_trainer(device=APART), make_trainer(device=APART, seed=9)
     assert apart.reduce_buffer.ctypes.data != apart._flat.gradients.data_ptr()
@@ -357,9 +349,6 @@ def test_a_device_with_memory_of_its_own_computes_the_same(make_trainer: MakeTra
     healed.load(tmp_path)
     healed.state_loaded(4)  # said once more: an earlier copy must not come back
     assert state_bytes(healed) == state_bytes(near)
-
-
-APART = Apart(torch.device("cpu"), "a device apart")
 
 
 def test_load_initial_goes_back_to_step_0(make_trainer: MakeTrainer) -> None:
