@@ -1,0 +1,308 @@
+"""A chain of stages without asyncio, on which everything is late in an order that a random number decides.
+
+What each stage does is written down here once more, from the design and not from the worker's code: a session with an
+attempt, a history, what it gave on. Whatever travels waits in a queue of its link and is delivered when it is drawn.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from p2ptrain.core.errors import ResourceError
+from roles.chain import events as ev
+from roles.chain.session import Phase, Session
+
+PRIME = 1_000_003
+VOCAB = 5_003
+
+
+def mixed(stage: int, position: int, before: int, value: int) -> int:
+    """A stage's state after a position: of its own state before and what came in."""
+    return (31 * before + 7 * value + 13 * position + 101 * stage + 1) % PRIME
+
+
+def picked(state: int, draw: int) -> int:
+    return (state * 17 + draw * 7919) % VOCAB
+
+
+def reference(stages: int, ids: Sequence[int]) -> list[int]:
+    """The last stage's state after each position."""
+    values = list(ids)
+    for stage in range(stages):
+        before, states = 0, []
+        for position, value in enumerate(values):
+            before = mixed(stage, position, before, value)
+            states.append(before)
+        values = states
+    return values
+
+
+@dataclass(frozen=True)
+class Work:
+    attempt: int
+    number: int
+    keep: int
+    values: tuple[int, ...]
+    last: int
+    picks: int
+    draw: int
+    spent: tuple[int, ...] = ()
+
+
+@dataclass
+class Stage:
+    """A peer that holds a part. Its session: ``attempt`` is -1 where there is none."""
+
+    index: int
+    seat: int
+    alive: bool = True
+    attempt: int = -1
+    states: list[int] = field(default_factory=list)
+    next: Link | None = None
+    closed: bool = False
+
+
+@dataclass
+class Link:
+    """What one stage sends another, in order. ``end`` is taken out when a side is gone."""
+
+    source: Stage
+    target: Stage
+    queue: deque[Work] = field(default_factory=deque)
+    whole: bool = True
+
+
+class Chain:
+    """See the module's docstring. ``spares``: peers that may take the places of lost ones."""
+
+    def __init__(self, stages: int, spares: int, rng: random.Random, chunk: int = 3) -> None:
+        self.rng = rng
+        self.spares = spares
+        self.chunk = chunk
+        self.core = Session([1] * stages, 0.0)
+        self.now = 0.0
+        self.stages = [Stage(index, 1) for index in range(stages)]
+        self.to_stage: dict[int, deque[tuple[Stage, object]]] = {i: deque() for i in range(stages)}
+        self.to_client: dict[int, deque[ev.Event]] = {i: deque() for i in range(stages)}
+        self.notices: list[ev.Event] = []  # in any order
+        self.links: list[Link] = []
+        self.seeking: set[int] = set()
+        self.sent_after_close: list[object] = []
+        self.done: list[ev.Done] = []
+        self.mended: list[ev.Mended] = []
+        self.failed: ev.Failed | None = None
+        self.replaced: list[ev.Replace] = []
+        self.on_done: Callable[[ev.Done], None] = lambda done: None
+        self.handled = 0
+
+    # --------------------------------------------------------------------------------------------------- the client
+
+    def hand(self, event: ev.Event) -> None:
+        self.now += 0.001
+        self.handled += 1
+        instructions = self.core.handle(event, self.now)
+        self.core.validate()
+        for instruction in instructions:
+            self._carry_out(instruction)
+
+    def _carry_out(self, instruction: ev.Instruction) -> None:
+        match instruction:
+            case ev.Done():
+                self.done.append(instruction)
+                self.on_done(instruction)
+            case ev.Mended():
+                self.mended.append(instruction)
+            case ev.Failed():
+                self.failed = instruction
+            case ev.Replace(stage, seat, _):
+                self.replaced.append(instruction)
+                if seat >= 0 and self.stages[stage].seat == seat:
+                    self.kill(stage, told=False)
+                if stage in self.seeking or self.stages[stage].alive:
+                    return
+                self.seeking.add(stage)
+                if self.spares:
+                    self.spares -= 1
+                    self.notices.append(ev.Seated(stage, self.stages[stage].seat + 1))
+                else:
+                    self.notices.append(ev.NoSeat(stage, ResourceError(f"nobody can take stage {stage}")))
+            case ev.Send(seat) | ev.Open(_, seat) | ev.Resume(_, seat) | ev.Replay(_, seat) | ev.Close(_, seat):
+                index = 0 if isinstance(instruction, ev.Send) else instruction.stage
+                stage = self.stages[index]
+                if stage.seat == seat and stage.alive:
+                    self.to_stage[index].append((stage, instruction))
+
+    # ---------------------------------------------------------------------------------------------------- what happens
+
+    def kill(self, index: int, *, told: bool = True) -> None:
+        """The stage's peer ends: what it was sent and has not done is lost, and so is what it said and nobody heard."""
+        stage = self.stages[index]
+        if not stage.alive:
+            return
+        stage.alive = False
+        self.to_stage[index].clear()
+        for link in self.links:
+            if stage in (link.source, link.target) and link.whole:
+                link.whole = False
+                if link.target is stage and link.source.alive:
+                    self._tell_broken(link.source, index, ev.NEXT_LOST)
+        if told:
+            # After what it had said before; some of that may be lost.
+            for _ in range(self.rng.randrange(3)):
+                if self.to_client[index]:
+                    self.to_client[index].pop()
+            self.to_client[index].append(ev.Lost(index, stage.seat, "killed"))
+
+    def cut(self, index: int) -> None:
+        """The link from a stage to the next breaks, both live."""
+        link = self.stages[index].next
+        if link is not None and link.whole:
+            link.whole = False
+            link.queue.clear()
+            self._tell_broken(link.source, index + 1, ev.NEXT_LOST)
+
+    def spoil(self, index: int) -> None:
+        """The stage's next work would fail: it says so, and drops the session's history."""
+        stage = self.stages[index]
+        if stage.alive and stage.attempt >= 0:
+            self._tell_broken(stage, index, "failed")
+            self.forget(index)
+
+    def forget(self, index: int) -> None:
+        """The stage drops the session without a word, but that its end of the link from the stage before is closed."""
+        stage = self.stages[index]
+        stage.attempt, stage.states = -1, []
+        for link in self.links:
+            if link.target is stage and link.whole:
+                link.whole = False
+                self._tell_broken(link.source, index, ev.NEXT_LOST)
+
+    def _tell_broken(self, stage: Stage, lost: int, code: str) -> None:
+        if stage.attempt >= 0:
+            self.to_client[stage.index].append(ev.Broken(stage.index, stage.attempt, lost, code, "it broke"))
+
+    def step(self) -> bool:
+        """Deliver one thing, drawn at random; False where nothing is on its way."""
+        choices: list[tuple[str, int]] = [("notice", i) for i in range(len(self.notices))]
+        choices += [("to", i) for i, queue in self.to_stage.items() if queue]
+        choices += [("from", i) for i, queue in self.to_client.items() if queue]
+        choices += [("link", i) for i, link in enumerate(self.links) if link.whole and link.queue]
+        if not choices:
+            return False
+        kind, which = self.rng.choice(choices)
+        match kind:
+            case "notice":
+                event = self.notices.pop(which)
+                if isinstance(event, ev.Seated) and event.seat > 1:
+                    self.seeking.discard(event.stage)
+                    self.stages[event.stage] = Stage(event.stage, event.seat)
+                self.hand(event)
+            case "from":
+                self.hand(self.to_client[which].popleft())
+            case "to":
+                stage, instruction = self.to_stage[which].popleft()
+                self._asked(stage, instruction)
+            case "link":
+                link = self.links[which]
+                work = link.queue.popleft()
+                if link.target.alive:
+                    self._work(link.target, work)
+        return True
+
+    # ---------------------------------------------------------------------------------------------------------- a stage
+
+    def _say(self, stage: Stage, event: ev.Event) -> None:
+        if stage.alive:
+            self.to_client[stage.index].append(event)
+
+    def _asked(self, stage: Stage, asked: object) -> None:
+        if not stage.alive:
+            return
+        match asked:
+            case ev.Send():
+                assert asked.last < len(self.stages)
+                self._work(
+                    stage, Work(asked.attempt, asked.number, asked.keep, asked.ids, asked.last, asked.picks, asked.draw)
+                )
+            case ev.Open():
+                assert stage.attempt < 0, "a session is opened once"
+                stage.attempt, stage.states, stage.next = asked.attempt, [], None
+                if self._dialled(stage, asked.ask, asked.next_seat):
+                    self._say(stage, ev.Agreed(stage.index, asked.ask))
+                else:
+                    stage.attempt = -1
+            case ev.Resume():
+                if stage.attempt < 0:
+                    self._say(stage, ev.Declined(stage.index, asked.ask, ev.UNKNOWN_SESSION, "no such session"))
+                    return
+                assert asked.attempt > stage.attempt
+                stage.attempt = asked.attempt
+                del stage.states[asked.keep :]
+                if self._dialled(stage, asked.ask, asked.next_seat):
+                    self._say(stage, ev.Agreed(stage.index, asked.ask, len(stage.states)))
+            case ev.Replay():
+                self._replay(stage, asked)
+            case ev.Close():
+                self.forget(stage.index)
+                if stage.next is not None:
+                    stage.next.whole = False
+                    stage.next = None
+
+    def _dialled(self, stage: Stage, ask: int, next_seat: int) -> bool:
+        """Whether the stage leads to the next one, dialling it where need be; else it declined."""
+        if stage.index + 1 == len(self.stages):
+            return True
+        target = self.stages[stage.index + 1]
+        link = stage.next
+        if link is not None and link.whole and link.target is target and target.alive and target.attempt >= 0:
+            return True
+        if link is not None:
+            link.whole = False
+        if not target.alive or target.seat != next_seat or target.attempt < 0:
+            self._say(stage, ev.Declined(stage.index, ask, ev.NEXT_LOST, "the next stage does not answer"))
+            stage.next = None
+            return False
+        stage.next = Link(stage, target)
+        self.links.append(stage.next)
+        return True
+
+    def _replay(self, stage: Stage, asked: ev.Replay) -> None:
+        if stage.attempt != asked.attempt or len(stage.states) < asked.stop or stage.next is None:
+            self._say(stage, ev.Declined(stage.index, asked.ask, "failed", "it cannot replay that"))
+            return
+        for first in range(0, asked.stop, self.chunk):
+            values = tuple(stage.states[first : min(first + self.chunk, asked.stop)])
+            spent = (0,) * (stage.index + 1)
+            stage.next.queue.append(Work(asked.attempt, asked.number, first, values, asked.last, 0, 0, spent))
+        self._say(stage, ev.Agreed(stage.index, asked.ask))
+
+    def _work(self, stage: Stage, work: Work) -> None:
+        if work.attempt < stage.attempt:
+            return  # of an older attempt
+        if stage.attempt < 0:  # it was forgotten, or spoilt
+            self._say(stage, ev.Broken(stage.index, work.attempt, stage.index, "failed", "there is no such session"))
+            return
+        assert work.attempt == stage.attempt, "no work comes before its attempt was made known"
+        assert work.keep <= len(stage.states), "no work of this attempt finds less history than it keeps"
+        del stage.states[work.keep :]
+        for value in work.values:
+            before = stage.states[-1] if stage.states else 0
+            stage.states.append(mixed(stage.index, len(stage.states), before, value))
+        spent = (*work.spent, 10 + stage.index)
+        if stage.index == work.last:
+            first = len(stage.states) - work.picks
+            tokens = tuple(picked(state, work.draw + i) for i, state in enumerate(stage.states[first:]))
+            self._say(stage, ev.Arrived(work.attempt, work.number, tokens, spent))
+            return
+        if stage.next is not None and stage.next.whole:
+            out = tuple(stage.states[len(stage.states) - len(work.values) :])
+            stage.next.queue.append(
+                Work(work.attempt, work.number, work.keep, out, work.last, work.picks, work.draw, spent)
+            )
+
+    @property
+    def running(self) -> bool:
+        return self.core.phase is Phase.RUNNING

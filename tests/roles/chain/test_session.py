@@ -1,0 +1,295 @@
+"""The core of a session: whatever dies, whenever, the same tokens come."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from p2ptrain.core.errors import ResourceError
+from roles.chain import events as ev
+from roles.chain.decode import Decoding
+from roles.chain.session import WINDOW, Phase, Session
+from tests.roles.chain.fake_chain import VOCAB, Chain, picked, reference
+
+MOST_STEPS = 40_000
+
+
+def undisturbed(stages: int, prompt: list[int], tokens: int) -> list[int]:
+    """What a chain generates of which nothing is ever lost, computed in one go."""
+    ids, made = list(prompt), list[int]()
+    for draw in range(tokens):
+        made.append(picked(reference(stages, ids)[-1], draw))
+        ids.append(made[-1])
+    return made
+
+
+def generate(
+    chain: Chain, prompt: list[int], tokens: int, disturb: Callable[[Chain], None] = lambda chain: None
+) -> list[int]:
+    """Run plain decoding to its end, disturbed before each step."""
+    decoding = Decoding(chain.core.ids, prompt, max_new_tokens=tokens)
+
+    def submit(works: list[ev.Submit]) -> None:
+        for work in works:
+            chain.hand(work)
+
+    def done(answer: ev.Done) -> None:
+        _, works = decoding.done(answer.index, answer.tokens, chain.core.submitted)
+        submit(works)
+        submit(decoding.wants(chain.core.room, chain.core.submitted))
+
+    chain.on_done = done
+    submit(decoding.wants(chain.core.room, chain.core.submitted))
+    for _ in range(MOST_STEPS):
+        if decoding.ended or chain.failed:
+            return decoding.tokens
+        disturb(chain)
+        assert chain.step(), f"nothing is on its way, {decoding.tokens} so far"
+    raise AssertionError("it never ends")
+
+
+def test_undisturbed() -> None:
+    for stages in (1, 2, 3, 5):
+        chain = Chain(stages, 0, random.Random(stages))
+        prompt = list(range(10, 17))
+        assert generate(chain, prompt, 6) == undisturbed(stages, prompt, 6)
+        assert [done.spent_us for done in chain.done] == [tuple(10 + i for i in range(stages))] * 6
+        assert not chain.replaced
+
+
+def disturbing(rng: random.Random, deaths: int, other: int) -> Callable[[Chain], None]:
+    left = {"kill": deaths, "other": other}
+
+    def disturb(chain: Chain) -> None:
+        index = rng.randrange(len(chain.stages))
+        if left["kill"] and rng.random() < 0.04 and chain.stages[index].alive:
+            left["kill"] -= 1
+            chain.kill(index)
+        if left["other"] and rng.random() < 0.02:
+            left["other"] -= 1
+            rng.choice([chain.cut, chain.spoil, chain.forget] if len(chain.stages) > 1 else [chain.spoil])(index)
+
+    return disturb
+
+
+@pytest.mark.parametrize("seed", range(400))
+def test_the_same_tokens_come_whatever_is_lost(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(seed)
+    for module in ("session", "decode"):
+        monkeypatch.setattr(f"roles.chain.{module}.CHUNK", 4)
+    stages, deaths, other = rng.randrange(1, 6), rng.randrange(7), rng.randrange(4)
+    # A stage that is blamed costs a peer, too.
+    chain = Chain(stages, deaths + 3 * other + 2 * deaths, rng)
+    prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 40))]
+    tokens = rng.randrange(1, 12)
+    made = generate(chain, prompt, tokens, disturbing(rng, deaths, other))
+    assert chain.failed is None
+    assert made == undisturbed(stages, prompt, tokens)
+
+
+@pytest.mark.parametrize("seed", range(400))
+def test_works_of_several_picks_with_rollbacks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As speculative decoding would have it: several works under way, each of which may cut off what others brought."""
+    rng = random.Random(seed)
+    monkeypatch.setattr("roles.chain.session.CHUNK", 5)
+    stages, deaths, other = rng.randrange(1, 6), rng.randrange(7), rng.randrange(4)
+    chain = Chain(stages, deaths + 3 * other + 2 * deaths, rng)
+    disturb = disturbing(rng, deaths, other)
+    expected: list[tuple[int, ...]] = []
+    ids: list[int] = []
+    for _ in range(60):
+        while chain.core.room and rng.random() < 0.7:
+            keep = max(0, len(ids) - rng.randrange(12)) if rng.random() < 0.5 else len(ids)
+            new = tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(1, 6)))
+            picks, draw = rng.randrange(len(new) + 1), rng.randrange(100)
+            chain.hand(ev.Submit(new, keep, picks, draw))
+            ids = [*ids[:keep], *new]
+            states = reference(stages, ids)[len(ids) - picks :]
+            expected.append(tuple(picked(state, draw + place) for place, state in enumerate(states)))
+        for _ in range(rng.randrange(30)):
+            disturb(chain)
+            chain.step()
+    while len(chain.done) < len(expected):
+        assert chain.step(), "nothing is on its way"
+    assert chain.failed is None
+    assert [done.index for done in chain.done] == list(range(len(expected)))
+    assert [done.tokens for done in chain.done] == expected
+    assert chain.core.ids == ids
+
+
+def killing(kills: dict[int, int]) -> Callable[[Chain], None]:
+    """Kill a stage before each of these steps."""
+    clock = iter(range(MOST_STEPS))
+
+    def disturb(chain: Chain) -> None:
+        index = kills.get(next(clock))
+        if index is not None:
+            chain.kill(index)
+
+    return disturb
+
+
+def test_a_loss_at_every_single_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stage killed before each step of one run, the mending included: a second one dies some steps later."""
+    monkeypatch.setattr("roles.chain.session.CHUNK", 3)
+    monkeypatch.setattr("roles.chain.decode.CHUNK", 3)
+    stages, prompt, tokens = 3, list(range(20, 28)), 4
+    wanted = undisturbed(stages, prompt, tokens)
+    mended = 0
+    for moment in range(70):
+        for first, second, later in ((0, 0, 3), (1, 1, 5), (2, 1, 9), (1, 0, 7), (0, 2, 14), (2, 2, 4)):
+            chain = Chain(stages, 2, random.Random(moment))
+            kills = {moment: first, moment + later: second}
+            assert generate(chain, prompt, tokens, killing(kills)) == wanted
+            assert chain.failed is None
+            mended += len(chain.mended) - 1
+    assert mended > 150  # some kills meet a session that is only being opened
+
+
+def test_nobody_left() -> None:
+    chain = Chain(3, 1, random.Random(5))
+    killed = iter([2, 1])
+
+    def disturb(chain: Chain) -> None:
+        if len(chain.done) >= 3 * (len(chain.replaced) + 1) and chain.running:
+            chain.kill(next(killed))
+
+    made = generate(chain, [1, 2, 3], 20, disturb)
+    assert chain.failed is not None
+    assert isinstance(chain.failed.error, ResourceError)
+    assert 3 <= len(made) < 20
+    assert made == undisturbed(3, [1, 2, 3], 20)[: len(made)]
+    assert chain.core.phase is Phase.ENDED
+    assert chain.core.handle(ev.Lost(0, 1, "late"), 1.0) == []
+
+
+def test_what_was_answered_for_an_older_attempt_does_not_count() -> None:
+    core = Session([1, 1], 0.0)
+    out = core.handle(ev.Tick(), 0.0)
+    assert out == [ev.Open(1, 1, 1, 1, -1)]  # from the last one: it is dialled by the one before
+    assert core.handle(ev.Agreed(1, 1), 0.0) == [ev.Open(0, 1, 2, 1, 1)]
+    assert core.handle(ev.Agreed(0, 2), 0.0) == [ev.Mended((), 0.0)]
+    (send,) = core.handle(ev.Submit((5,), 0, 1, 0), 0.0)
+    assert isinstance(send, ev.Send)
+    core.handle(ev.Broken(0, 1, 1, ev.NEXT_LOST, "cut"), 1.0)
+    assert core.attempt == 2
+    assert core.handle(ev.Arrived(1, send.number, (7,), (1, 1)), 1.0) == []
+    assert core.answered == 0
+
+
+def test_a_prompt_flows_through_the_chain_as_a_pipeline() -> None:
+    core = Session([1, 1], 0.0)
+    core.handle(ev.Tick(), 0.0)
+    core.handle(ev.Agreed(1, 1), 0.0)
+    core.handle(ev.Agreed(0, 2), 0.0)
+    decoding = Decoding([], list(range(50_000)), max_new_tokens=2)
+    works = decoding.wants(core.room, 0)
+    assert len(works) == WINDOW  # no queue grows without bound
+    sent = [send for work in works for send in core.handle(work, 0.0) if isinstance(send, ev.Send)]
+    assert [(send.keep, len(send.ids), send.picks) for send in sent] == [(2048 * i, 2048, 0) for i in range(WINDOW)]
+    with pytest.raises(ValueError, match="under way"):
+        core.handle(ev.Submit((1,), 0, 0, 0), 0.0)
+
+
+def test_an_answer_that_does_not_come() -> None:
+    """All live, nothing is answered: the attempt is raised, which costs a hung stage its place; then it is over."""
+    core = Session([1, 1], 0.0)
+    core.handle(ev.Tick(), 0.0)
+    core.handle(ev.Agreed(1, 1), 0.0)
+    core.handle(ev.Agreed(0, 2), 0.0)
+    assert core.next_deadline() is None
+    core.handle(ev.Submit((5,), 0, 1, 0), 0.0)
+    due = core.next_deadline()
+    assert due is not None
+    assert due > 100  # nothing was measured yet
+    assert core.handle(ev.Tick(), due - 1) == []
+    resumes = core.handle(ev.Tick(), due)
+    assert [(type(item), getattr(item, "stage", None)) for item in resumes] == [(ev.Resume, 1), (ev.Resume, 0)]
+    asks = {item.stage: item.ask for item in resumes if isinstance(item, ev.Resume)}
+    core.handle(ev.Agreed(1, asks[1]), due)
+    out = core.handle(ev.Agreed(0, asks[0]), due)
+    assert any(isinstance(item, ev.Send) for item in out)
+    due = core.next_deadline()
+    assert due is not None
+    (*_, failed) = core.handle(ev.Tick(), due)
+    assert isinstance(failed, ev.Failed)
+    assert "not answered" in failed.error.message
+
+
+def test_where_encodings_differ_positions_are_computed_again_as_they_were() -> None:
+    def fed(*, alike: bool) -> list[int]:
+        core = Session([1], 0.0, alike=alike)
+        core.handle(ev.Tick(), 0.0)
+        core.handle(ev.Agreed(0, 1), 0.0)
+        for keep, count in ((0, 4), (4, 1), (5, 1), (6, 3)):
+            (send,) = core.handle(ev.Submit(tuple(range(count)), keep, 0, 0), 0.0)
+            assert isinstance(send, ev.Send)
+            core.handle(ev.Arrived(1, send.number, (), (1,)), 0.0)
+        core.handle(ev.Lost(0, 1, "killed"), 1.0)
+        (asked,) = core.handle(ev.Seated(0, 2), 1.0)
+        assert isinstance(asked, ev.Open)
+        sends = core.handle(ev.Agreed(0, asked.ask), 1.0)
+        return [len(send.ids) for send in sends if isinstance(send, ev.Send)]
+
+    assert fed(alike=True) == [9]
+    assert fed(alike=False) == [4, 1, 1, 3]
+
+
+def test_patience_follows_what_was_measured() -> None:
+    core = Session([1], 0.0)
+    core.handle(ev.Tick(), 0.0)
+    core.handle(ev.Agreed(0, 1), 0.0)
+    now = 0.0
+    for number in range(1, 5):
+        core.handle(ev.Submit((5,), number - 1, 1, 0), now)
+        core.handle(ev.Arrived(1, core._last_number, (1,), (1,)), now + 4.0)
+        now += 5.0
+    core.handle(ev.Submit((5,), 4, 1, 0), now)
+    due = core.next_deadline()
+    assert due is not None
+    assert 8 * 4 <= due - now <= 8 * 4 * 2.1
+
+
+def test_a_peer_that_answers_nonsense_loses_its_place() -> None:
+    core = Session([1, 1], 0.0)
+    core.handle(ev.Tick(), 0.0)
+    core.handle(ev.Agreed(1, 1), 0.0)
+    core.handle(ev.Agreed(0, 2), 0.0)
+    (send,) = core.handle(ev.Submit((5, 6), 0, 1, 0), 0.0)
+    assert isinstance(send, ev.Send)
+    out = core.handle(ev.Arrived(1, send.number, (7, 8), (1, 1)), 0.0)  # two tokens, one was wanted
+    assert [item for item in out if isinstance(item, ev.Replace)] == [
+        ev.Replace(1, 1, f"its answer to work {send.number} has the wrong numbers of values")
+    ]
+
+
+def test_a_history_in_common_is_not_computed_again() -> None:
+    chain = Chain(3, 0, random.Random(3))
+    first = generate(chain, [1, 2, 3, 4], 3)
+    again = [1, 2, 3, 4, *first, 9, 10]
+    before = len(chain.done)
+    decoding = Decoding(chain.core.ids, again, max_new_tokens=2)
+    (work,) = decoding.wants(chain.core.room, chain.core.submitted)
+    assert work.keep == 6  # the last token of a generation was never taken in
+    assert work.ids == (first[-1], 9, 10)
+    assert generate(chain, again, 2) == undisturbed(3, again, 2)
+    assert len(chain.done) == before + 2
+
+
+def test_decoding_ends_at_a_stop_token_or_at_its_length() -> None:
+    wanted = undisturbed(2, [4, 4], 9)
+    decoding = Decoding([], [4, 4], max_new_tokens=9, stop_ids=[wanted[3]])
+    for place, token in enumerate(wanted[:4]):
+        decoding.wants(8, place)
+        given, _ = decoding.done(place, [token], place + 1)
+        assert given == (token,)
+    assert decoding.ended == "stop"
+    assert decoding.done(4, [1], 5) == ((), [])
+    decoding = Decoding([], [4], max_new_tokens=1)
+    decoding.wants(8, 0)
+    assert decoding.done(0, [1], 1) == ((1,), [])
+    assert decoding.ended == "length"
+    with pytest.raises(ValueError, match="prompt"):
+        Decoding([], [], max_new_tokens=1)
