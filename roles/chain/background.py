@@ -1,0 +1,41 @@
+"""Tasks that belong to an object which lives as long as its owner says: none is lost, and no error of one is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+
+class Background:
+    """Running tasks. What one raises goes to the loop's exception handler: errors that are expected end within it."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Run ``work`` from now on."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    async def settle(self, *, timeout_s: float, but: asyncio.Task[None] | None = None) -> None:
+        """Wait until all end, but for one and for ``timeout_s`` at most."""
+        waiting = self._tasks - {but, asyncio.current_task()}
+        if waiting:
+            await asyncio.wait(waiting, timeout=timeout_s)
+
+    async def stop(self) -> None:
+        """Cancel all but the caller's own, and wait for their ends."""
+        waiting = self._tasks - {asyncio.current_task()}
+        for task in waiting:
+            task.cancel()
+        if waiting:
+            await asyncio.wait(waiting)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            context = {"message": f"the task {task.get_name()} failed", "exception": error, "task": task}
+            task.get_loop().call_exception_handler(context)

@@ -1,0 +1,447 @@
+"""A chain of stages, loaded: opens sessions, and finds who takes a lost stage's place, once for all of its sessions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Self
+
+import ring.placement as placing
+from p2ptrain.core.errors import (
+    ConnectionLost,
+    P2PTrainError,
+    ProtocolError,
+    ResourceError,
+    UserError,
+    first_error,
+)
+from p2ptrain.core.ids import is_id
+from p2ptrain.core.serving import Sampling
+from ring.order import known_link
+from ring.placement import Placement, Wanted
+from roles.chain import events as ev
+from roles.chain.around import OnProgress, Progress
+from roles.chain.background import Background
+from roles.chain.generation import GenerationSession, Terms
+from roles.chain.models import Gives, Model
+from roles.chain.peer import Peer
+from roles.chain.plan import Crew, Plan, StagePlan
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The answer to ``part.load``."""
+
+    part: str
+    width: int
+    vocab_size: int
+    encoding: str
+    weights_bytes: int
+    cache_position_bytes: int
+    read_bytes: int
+    received_bytes: int
+    resident_bytes: int
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Who holds a stage now. ``number`` grows with each who does."""
+
+    number: int
+    peer: Peer
+    loaded: Loaded
+
+
+class Chain:
+    """A chain whose stages hold their parts. Made by ``load``.
+
+    Attributes:
+        plan: who holds what, now.
+    """
+
+    def __init__(self, crew: Crew, model: Model, plan: Plan, on_progress: OnProgress) -> None:
+        self.crew, self.model, self.plan = crew, model, plan
+        self.around = crew.around
+        self._on_progress = on_progress
+        self._gives = Gives(crew.around, model.source) if model.source is not None else None
+        self._seats: list[Seat | None] = [None] * len(plan.stages)
+        self._numbers = [0] * len(plan.stages)
+        self._sessions: set[GenerationSession] = set()
+        self._useless: set[str] = set()  # peers that are lost, or were of no use: they get no other stage
+        self._filling: dict[int, asyncio.Task[None]] = {}
+        self._tasks = Background()
+        self._closed = False
+        for peer in crew.peers.values():
+            peer.on_lost.append(self._peer_lost)
+
+    @classmethod
+    async def load(
+        cls, crew: Crew, model: Model, plan: Plan, *, on_progress: OnProgress = lambda progress: None
+    ) -> Self:
+        """Have each worker of the plan load its part, side by side; who cannot is replaced by a spare.
+
+        Raises:
+            P2PTrainError: of the first stage that nobody can hold; it names the peers, their reasons and the remedy.
+        """
+        chain = cls(crew, model, plan, on_progress)
+        try:
+            await chain._fill_all()
+        except BaseException:
+            await chain.close()
+            raise
+        return chain
+
+    async def _fill_all(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for index in range(self.stages):
+                    tasks.create_task(self._fill(index), name=f"load stage {index}")
+        except* P2PTrainError as group:
+            raise first_error(group) from None
+
+    # ---------------------------------------------------------------------------------------------------- for callers
+
+    @property
+    def stages(self) -> int:
+        return len(self._seats)
+
+    @property
+    def loaded(self) -> list[Loaded]:
+        """Of each stage, what its peer said of the loading. Raises ``ConnectionLost``: one is lost, just now."""
+        return [self._seated(index).loaded for index in range(self.stages)]
+
+    @property
+    def encoding(self) -> str:
+        """Of hidden states where nobody asks for another: what the model computes in."""
+        return self._about.encoding
+
+    @property
+    def vocab_size(self) -> int:
+        return self._about.vocab_size
+
+    @property
+    def width(self) -> int:
+        return self._about.width
+
+    async def generate(
+        self,
+        ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        sampling: Sampling,
+        stop_ids: Collection[int] = (),
+        positions: int = 0,
+        encoding: str = "",
+        prefill_encoding: str = "",
+    ) -> GenerationSession:
+        """Open a session over all stages and begin with a prompt.
+
+        Args:
+            ids: of the prompt; at least one.
+            stop_ids: after one of these it ends; that one is given out.
+            positions: what the session may grow to; 0: what this generation needs.
+            encoding, prefill_encoding: of hidden states, for works of one position and for longer ones; empty: the
+                chain's own.
+
+        Raises:
+            UserError: the prompt is empty, or has ids that the model does not know, or is too long.
+            P2PTrainError: a stage refuses, or is lost without a spare.
+        """
+        if self._closed:
+            raise UserError("this chain is closed", remedy="load another one")
+        self.check_ids(ids)
+        encoding = encoding or self.encoding
+        terms = Terms(
+            positions or len(ids) + max_new_tokens,
+            sampling,
+            encoding,
+            prefill_encoding or encoding,
+            self._silence_s(),
+        )
+        session = GenerationSession(self, terms)
+        self._sessions.add(session)
+        try:
+            session.go_on(ids, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+            await session.opened()
+        except BaseException:
+            await session.close()
+            raise
+        return session
+
+    async def close(self) -> None:
+        """Close all sessions. The parts stay loaded for the next client. Never raises."""
+        self._closed = True
+        await asyncio.gather(*(session.close() for session in list(self._sessions)))
+        await self._tasks.stop()
+        for peer in self.crew.peers.values():
+            if self._peer_lost in peer.on_lost:
+                peer.on_lost.remove(self._peer_lost)
+        if self._gives is not None:
+            self._gives.close()
+
+    # ------------------------------------------------------------------------------------------------- for its sessions
+
+    def check_ids(self, ids: Sequence[int]) -> None:
+        """Raises ``UserError`` where these are no ids of the model's tokens, or none at all."""
+        if not ids:
+            raise UserError("the prompt is empty", remedy="give at least one token")
+        if not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            text = f"the prompt has token ids up to {max(ids)}, and the model knows {self.vocab_size}"
+            raise UserError(text, remedy="use the tokenizer of this model")
+
+    def seat_numbers(self) -> list[int]:
+        """Of each stage: -1 where it has no peer now."""
+        return [seat.number if seat is not None else -1 for seat in self._seats]
+
+    def peer_in(self, index: int, number: int) -> Peer | None:
+        """The peer in that seat; None where another has taken it, or it is lost."""
+        seat = self._seats[index]
+        return seat.peer if seat is not None and seat.number == number and not seat.peer.lost else None
+
+    def held_by(self, peer: Peer) -> list[int]:
+        """The stages that a peer holds."""
+        return [index for index, seat in enumerate(self._seats) if seat is not None and seat.peer is peer]
+
+    def part_of(self, index: int) -> str:
+        """The part's id at its peer."""
+        return self._seated(index).loaded.part
+
+    def place_after(self, index: int, peer: Peer, number: int) -> dict[str, Any] | None:
+        """Where ``peer`` finds the stage after ``index``; None for the last one."""
+        if index + 1 == self.stages:
+            return None
+        following = self._seated(index + 1).peer.worker
+        return {"peer": following.peer_id, "host": following.seen_from(peer.worker), "port": following.port}
+
+    def doubt(self, index: int) -> None:
+        """A neighbour says that a stage is lost."""
+        if 0 <= index < self.stages and (seat := self._seats[index]) is not None:
+            seat.peer.doubt()
+
+    def replace(self, session: GenerationSession, index: int, number: int, reason: str, unreached_by: int) -> None:
+        """A session has no use for who is in a seat. ``number``: -1 where it knows that nobody is."""
+        seat = self._seats[index]
+        if seat is not None and seat.number == number:
+            before = self._seats[unreached_by] if unreached_by >= 0 else None
+            if before is not None:
+                pair = (before.peer.worker.peer_id, seat.peer.worker.peer_id)
+                self._set_plan(wanted=replace(self.plan.wanted, apart=self.plan.wanted.apart | {pair}))
+            self._vacate(index, reason)
+        elif seat is not None:
+            session.event(ev.Seated(index, seat.number))
+        else:
+            self._fill_later(index)
+
+    def forget(self, session: GenerationSession) -> None:
+        """It is closed."""
+        self._sessions.discard(session)
+        for seat in self._seats:
+            if seat is not None:
+                seat.peer.listeners.pop(session.id, None)
+
+    # ------------------------------------------------------------------------------------------------------- the seats
+
+    @property
+    def _about(self) -> Loaded:
+        seat = next((seat for seat in self._seats if seat is not None), None)
+        if seat is None:
+            raise ConnectionLost("all stages of the chain are lost", remedy="see p2ptrain peers")
+        return seat.loaded
+
+    def _seated(self, index: int) -> Seat:
+        seat = self._seats[index]
+        if seat is None:
+            raise ConnectionLost(f"stage {index} of the chain is lost", remedy="it may be replaced in a moment")
+        return seat
+
+    def _silence_s(self) -> float:
+        ids = [stage.worker.peer_id for stage in self.plan.stages]
+        ways = [known_link(self.plan.wanted.links, here, there) for here, there in pairwise(ids)]
+        latencies_s = [way.latency_s for way in ways if way is not None]
+        latencies_s += [seat.peer.latency_s for seat in self._seats if seat is not None]
+        return max(self.around.silence_s, 16 * max(latencies_s, default=0.0))
+
+    def _peer_lost(self, peer: Peer, problem: P2PTrainError) -> None:
+        self._useless.add(peer.worker.peer_id)
+        for index in self.held_by(peer):
+            self._vacate(index, problem.message)
+
+    def _vacate(self, index: int, reason: str) -> None:
+        """The seat is empty from now on; somebody else is sought."""
+        seat = self._seats[index]
+        if seat is None or self._closed:
+            return
+        self._seats[index] = None
+        self._useless.add(seat.peer.worker.peer_id)
+        name = seat.peer.name
+        self.around.notify("warning", "stage-lost", f"{self._named(index)} on {name} is lost: {reason}")
+        self._set_plan(made=_without(self.plan.placement, index))
+        for session in list(self._sessions):
+            session.event(ev.Lost(index, seat.number, f"{name}: {reason}"))
+        self._fill_later(index)
+
+    def _named(self, index: int) -> str:
+        stage = self.plan.stages[index]
+        return f"stage {index} (layers {stage.start} to {stage.stop - 1})"
+
+    def _fill_later(self, index: int) -> None:
+        if index not in self._filling and not self._closed:
+            self._filling[index] = self._tasks.start(self._refill(index), f"replace stage {index}")
+
+    async def _refill(self, index: int) -> None:
+        began = self.around.world.clock.now()
+        try:
+            await self._fill(index)
+        except P2PTrainError as problem:
+            for session in list(self._sessions):
+                session.event(ev.NoSeat(index, problem))
+            return
+        finally:
+            del self._filling[index]
+        seat = self._seats[index]
+        if seat is None:
+            return  # lost again already, which begins this anew
+        took_s = self.around.world.clock.now() - began
+        text = f"{seat.peer.name} holds {self._named(index)} now, after {took_s:.1f} s"
+        self.around.notify("info", "stage-replaced", text)
+        for session in list(self._sessions):
+            session.event(ev.Seated(index, seat.number))
+
+    async def _fill(self, index: int) -> None:
+        """Have somebody load the part of a stage: whom the plan names, else whoever is the best of those left.
+
+        Raises:
+            P2PTrainError: nobody can; it says why for each that was asked.
+        """
+        reasons: list[str] = []
+        while True:
+            peer = self.crew.peers.get(self.plan.placement.stages[index].peer.id)
+            if peer is None or peer.lost:
+                peer = self._successor(index, reasons)
+            try:
+                loaded = await self._load_at(index, peer)
+            except P2PTrainError as problem:
+                reasons.append(problem.message if peer.name in problem.message else f"{peer.name}: {problem.message}")
+                self._useless.add(peer.worker.peer_id)
+                self._set_plan(made=_without(self.plan.placement, index))
+                continue
+            if peer.lost:
+                continue
+            self._numbers[index] += 1
+            self._seats[index] = Seat(self._numbers[index], peer, loaded)
+            return
+
+    def _successor(self, index: int, reasons: Sequence[str]) -> Peer:
+        """Who is to take the place, which the plan names from now on."""
+        plan = self.plan
+        if not plan.placement.stages[index].peer.id.startswith(_NOBODY):
+            self._set_plan(made=_without(plan.placement, index))
+            plan = self.plan
+        client = plan.wanted.client
+        lost = {id for id, peer in self.crew.peers.items() if peer.lost} | self._useless
+        apart = plan.wanted.apart | {(client, id) for id in lost}
+        empty = {stage.peer.id for stage in plan.placement.stages if stage.peer.id.startswith(_NOBODY)}
+        spares = [spare for spare in plan.spares if spare.id not in lost]
+        found = placing.replacement(replace(plan.wanted, apart=apart), plan.placement, empty, spares)
+        if found.placement is None:
+            said = "; ".join([found.reason, *reasons])
+            text = f"{self._named(index)} has nobody to hold it: {said}"
+            raise ResourceError(text, remedy="start another worker with enough memory: p2ptrain join")
+        self._set_plan(made=found.placement)
+        return self.crew.peers[found.placement.stages[index].peer.id]
+
+    def _set_plan(self, *, made: Placement | None = None, wanted: Wanted | None = None) -> None:
+        """The plan as it is from now on."""
+        made, wanted = made or self.plan.placement, wanted or self.plan.wanted
+        stages = []
+        for stage, before in zip(made.stages, self.plan.stages, strict=True):
+            peer = self.crew.peers.get(stage.peer.id)  # None: nobody, for now
+            stages.append(
+                StagePlan(peer.worker, stage.start, stage.stop)
+                if peer is not None and peer.worker != before.worker
+                else before
+            )
+        self.plan = replace(self.plan, stages=tuple(stages), placement=made, wanted=wanted)
+
+    async def _load_at(self, index: int, peer: Peer) -> Loaded:
+        """Have a peer load the part of a stage. Raises ``P2PTrainError``."""
+        plan, stage = self.plan, self.plan.placement.stages[index]
+        last = Progress(index, peer.name, 0, 0)
+        self._on_progress(last)
+
+        def on_bytes(done_bytes: int, total_bytes: int) -> None:
+            nonlocal last
+            last = Progress(index, peer.name, done_bytes, total_bytes)
+            self._on_progress(last)
+
+        params = self.model.load_params(peer.worker) | {
+            "start": stage.start,
+            "stop": stage.stop,
+            "layers": plan.layers,
+            "dtype": plan.dtype,
+            "positions": plan.positions,
+        }
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(peer.turn)
+            if self._gives is not None:
+                await stack.enter_async_context(self._gives.to(peer.worker))
+            loaded = loaded_untrusted(await peer.load(params, on_bytes))
+        total_bytes = last.total_bytes or loaded.weights_bytes
+        self._on_progress(Progress(index, peer.name, total_bytes, total_bytes, True, loaded.received_bytes))
+        return loaded
+
+
+_NOBODY = "-"  # no peer's id begins so
+
+
+def _without(made: Placement, index: int) -> Placement:
+    """The placement with nobody in a place."""
+    stages = list(made.stages)
+    name = stages[index].peer.name
+    stages[index] = replace(stages[index], peer=placing.Peer(f"{_NOBODY}{index}", name, 0, 0.0))
+    return replace(made, stages=tuple(stages))
+
+
+def loaded_untrusted(answer: dict[str, Any]) -> Loaded:
+    """The answer to ``part.load``. Raises ``ProtocolError``."""
+    part, encoding, device = answer.get("part"), answer.get("encoding"), answer.get("device")
+    if not isinstance(part, str) or not is_id(part):
+        raise ProtocolError("a part that is loaded without an id")
+    if not isinstance(encoding, str) or not isinstance(device, str) or len(encoding) > 16:
+        raise ProtocolError("a part that is loaded without encoding or device")
+    counts: list[int] = []
+    for name in _COUNTS:
+        value = answer.get(name)
+        if type(value) is not int or not 0 <= value < 1 << 60:
+            raise ProtocolError(f"a part that is loaded with an impossible {name}")
+        counts.append(value)
+    if not 0 < counts[1] < 1 << 31:
+        raise ProtocolError("a part of a model without a vocabulary")
+    width, vocab_size, weights_bytes, cache_position_bytes, read_bytes, received_bytes, resident_bytes = counts
+    return Loaded(
+        part,
+        width,
+        vocab_size,
+        encoding,
+        weights_bytes,
+        cache_position_bytes,
+        read_bytes,
+        received_bytes,
+        resident_bytes,
+        device[:80],
+    )
+
+
+_COUNTS = (
+    "width",
+    "vocab_size",
+    "weights_bytes",
+    "cache_position_bytes",
+    "read_bytes",
+    "received_bytes",
+    "resident_bytes",
+)

@@ -1,0 +1,364 @@
+"""The shell of one session over a chain: carries out what its core wants, and gives tokens out as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections import deque
+from collections.abc import AsyncIterator, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from p2ptrain.core.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    NetworkError,
+    P2PTrainError,
+    ProtocolError,
+    Refused,
+    UserError,
+)
+from p2ptrain.core.ids import new_id
+from p2ptrain.core.serving import Sampling
+from roles.chain import events as ev
+from roles.chain.around import Token
+from roles.chain.background import Background
+from roles.chain.decode import Decoding
+from roles.chain.session import CHUNK, Session
+from wire.chain_messages import ChainBroken, Picked, Took, Work
+
+if TYPE_CHECKING:
+    from roles.chain.client import Chain
+    from roles.chain.peer import Peer
+
+CLOSE_S = 5.0
+MAX_STAGES = 64
+_MAX_US = 1 << 53
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a session is opened for.
+
+    Attributes:
+        positions: it may grow to.
+        encoding, prefill_encoding: of hidden states, for works of one position and for longer ones.
+        silence_s: between any two of its peers, that counts as death.
+    """
+
+    positions: int
+    sampling: Sampling
+    encoding: str
+    prefill_encoding: str
+    silence_s: float
+
+
+class GenerationSession:
+    """Tokens as they come: an async iterator. Lost stages are replaced meanwhile, and the same tokens come.
+
+    Made by ``Chain.generate``.
+
+    Attributes:
+        id: of the session.
+        prompt_s: from the beginning to the first token; 0 before.
+        mendings: for each loss: (what was lost, seconds until the work went on).
+    """
+
+    def __init__(self, chain: Chain, terms: Terms) -> None:
+        self.id = new_id()
+        self.prompt_s = 0.0
+        self.mendings: list[tuple[str, float]] = []
+        self._chain, self._terms = chain, terms
+        self._now = chain.around.world.clock.now
+        alike = terms.encoding == terms.prefill_encoding
+        self._core = Session(chain.seat_numbers(), self._now(), alike=alike)
+        self._decoding: Decoding | None = None
+        self._began_at = self._now()
+        self._pending: deque[ev.Event] = deque()
+        self._handling = False
+        self._ready: deque[Token] = deque()
+        self._news = asyncio.Event()
+        self._opened = False
+        self._error: P2PTrainError | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks = Background()
+        self._closed = False
+
+    # ---------------------------------------------------------------------------------------------------- for callers
+
+    @property
+    def tokens(self) -> list[int]:
+        """New ones of this generation, whether they were given out already or not."""
+        return self._decoding.tokens if self._decoding is not None else []
+
+    @property
+    def ended(self) -> str:
+        """Why no more come: ``length``, ``stop``, ``cancelled``; empty while they do."""
+        return self._decoding.ended if self._decoding is not None else ""
+
+    @property
+    def history(self) -> list[int]:
+        """Token ids of the session so far: prompts and answers, but for an answer's last token."""
+        return list(self._core.ids)
+
+    def __aiter__(self) -> AsyncIterator[Token]:
+        return self
+
+    async def __anext__(self) -> Token:
+        """The next token.
+
+        Raises:
+            NetworkError: a stage was lost and cannot be replaced; what was made so far is in ``tokens``.
+        """
+        while not self._ready:
+            if self._error is not None:
+                raise self._failure()
+            if self._closed or self.ended or self._decoding is None:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()  # the core ends it: each of its waits has a deadline
+        return self._ready.popleft()
+
+    def cancel(self) -> None:
+        """No more tokens come. The session stays open: ``go_on`` may follow."""
+        if self._decoding is not None:
+            self._decoding.cancel()
+        self._ready.clear()
+        self._news.set()
+
+    def go_on(self, ids: Sequence[int], *, max_new_tokens: int, stop_ids: Collection[int] = ()) -> None:
+        """Begin another generation in the same session: what ``ids`` and its history have in common is not computed
+        again. For chats, whose next prompt begins with the last one. A generation that has not ended is cancelled.
+
+        Raises:
+            UserError: ``ids`` do not fit the positions for which the session was opened, or are none of the model's.
+        """
+        self._chain.check_ids(ids)
+        if max_new_tokens < 1:
+            raise UserError("at least one new token must be wanted", remedy="give a larger number of tokens")
+        need = len(ids) + max_new_tokens - 1
+        if need > self._terms.positions:
+            text = (
+                f"{len(ids)} positions and {max_new_tokens} new tokens, and the session is for {self._terms.positions}"
+            )
+            raise UserError(text, remedy="open it for more positions, or ask for fewer tokens")
+        self.cancel()
+        self._decoding = Decoding(self._core.ids, ids, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+        self.prompt_s, self._began_at = 0.0, self._now()
+        self._submit_more()
+        self._set_timer()
+
+    async def close(self) -> None:
+        """Close the session at every stage. Never raises; ``async with`` does it."""
+        if self._closed:
+            return
+        self._closed = True
+        self.event(ev.End())
+        self._news.set()
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._tasks.stop()
+        self._chain.forget(self)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    # -------------------------------------------------------------------------------------------------- for the chain
+
+    async def opened(self) -> None:
+        """Wait until every stage has the session. Raises ``P2PTrainError`` where that cannot be."""
+        self.event(ev.Tick())
+        while not self._opened and self._error is None:
+            self._news.clear()
+            await self._news.wait()  # the core ends it
+        if self._error is not None:
+            raise self._error
+
+    def event(self, event: ev.Event) -> None:
+        """Tell the core, and do what it wants."""
+        self._pending.append(event)
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            while self._pending:
+                self._carry_out(self._core.handle(self._pending.popleft(), self._now()))
+        finally:
+            self._handling = False
+        self._set_timer()
+
+    def heard(self, peer: Peer, message: Picked | Took | ChainBroken) -> None:
+        """As of ``roles.chain.peer.Listener``."""
+        if isinstance(message, ChainBroken):
+            sender = self._sender_untrusted(peer, message)
+            if sender is None:
+                return
+            if message.lost != sender:
+                self._chain.doubt(message.lost)
+            reason = f"{peer.name}: {message.reason[:400]}"
+            self.event(
+                ev.Broken(sender, message.attempt, message.lost, message.code[:64], reason, message.remedy[:400])
+            )
+        else:
+            self.event(arrived_untrusted(message, self._chain.vocab_size))
+
+    # ------------------------------------------------------------------------------------------------------ internals
+
+    def _sender_untrusted(self, peer: Peer, message: ChainBroken) -> int | None:
+        """The stage that speaks; None where ``peer`` holds none any more. Raises ``ProtocolError``."""
+        held = self._chain.held_by(peer)
+        if not held:
+            return None
+        # A peer with two stages, one behind the other, means the first where the next one is lost.
+        wanted = (message.lost - 1, message.lost) if message.code == ev.NEXT_LOST else (message.lost,)
+        for index in wanted:
+            if index in held:
+                return index
+        raise ProtocolError(f"{peer.name} tells of stage {message.lost}, which is not its own, nor the next one")
+
+    def _carry_out(self, instructions: Sequence[ev.Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case ev.Send():
+                    self._send(instruction)
+                case ev.Open() | ev.Resume() | ev.Replay():
+                    self._tasks.start(self._ask(instruction), type(instruction).__name__)
+                case ev.Close(stage, seat):
+                    peer = self._chain.peer_in(stage, seat)
+                    if peer is not None:
+                        peer.tell("session.close", {"session": self.id, "index": stage}, timeout_s=CLOSE_S)
+                case ev.Replace(stage, seat, reason, unreached_by):
+                    self._chain.replace(self, stage, seat, reason, unreached_by)
+                case ev.Done():
+                    self._done(instruction)
+                case ev.Mended(lost, took_s):
+                    self._opened = True
+                    if lost:
+                        what = "; ".join(f"stage {stage}: {reason}" for stage, reason in lost)
+                        self.mendings.append((what, took_s))
+                    self._news.set()
+                case ev.Failed(error):
+                    self._error = error
+                    self._news.set()
+
+    def _done(self, done: ev.Done) -> None:
+        decoding = self._decoding
+        if decoding is None:
+            return
+        number = len(decoding.tokens)
+        given, works = decoding.done(done.index, done.tokens, self._core.submitted)
+        for offset, token in enumerate(given):
+            self.prompt_s = self.prompt_s or self._now() - self._began_at
+            self._ready.append(Token(token, number + offset, done.spent_us, done.took_s, done.mended))
+        for work in works:
+            self._submit(work)
+        self._submit_more()
+        self._news.set()
+
+    def _submit_more(self) -> None:
+        assert self._decoding is not None
+        for work in self._decoding.wants(self._core.room, self._core.submitted):
+            self._submit(work)
+
+    def _submit(self, work: ev.Submit) -> None:
+        # At once, also from within ``event``: the next one's index depends on it.
+        self._carry_out(self._core.handle(work, self._now()))
+
+    def _send(self, send: ev.Send) -> None:
+        peer = self._chain.peer_in(0, send.seat)
+        if peer is not None:  # else its loss is about to be told
+            count, encoding = len(send.ids), "ids"
+            work = Work(
+                self.id, send.attempt, send.number, send.keep, count, encoding, send.last, send.picks, send.draw
+            )
+            peer.give(work, send.ids)
+
+    async def _ask(self, asked: ev.Open | ev.Resume | ev.Replay) -> None:
+        """Ask a stage, and tell the core what it answered."""
+        peer = self._chain.peer_in(asked.stage, asked.seat)
+        if peer is None:
+            return  # its loss is about to be told
+        method, params = self._request(asked, peer)
+        peer.listeners[self.id] = self
+        peer.watch_closely()  # before the answer, for that is the last that may come late
+        try:
+            answer = await peer.ask(method, params, timeout_s=asked.timeout_s)
+            position = _position_untrusted(answer) if isinstance(asked, ev.Resume) else 0
+        except ConnectionLost:
+            return  # which the peer's end tells
+        except DeadlineExceeded as problem:
+            self.event(ev.Declined(asked.stage, asked.ask, ev.TOO_SLOW, problem.message, problem.remedy))
+        except P2PTrainError as problem:
+            code = problem.code if isinstance(problem, Refused) else "failed"
+            if code == ev.NEXT_LOST:
+                self._chain.doubt(asked.stage + 1)
+            self.event(ev.Declined(asked.stage, asked.ask, code, problem.message, problem.remedy))
+        else:
+            self.event(ev.Agreed(asked.stage, asked.ask, position))
+
+    def _request(self, asked: ev.Open | ev.Resume | ev.Replay, peer: Peer) -> tuple[str, dict[str, Any]]:
+        terms, chain = self._terms, self._chain
+        params: dict[str, Any] = {"session": self.id, "index": asked.stage, "attempt": asked.attempt}
+        match asked:
+            case ev.Replay():
+                return "session.replay", params | {"number": asked.number, "stop": asked.stop, "last": asked.last}
+            case ev.Resume():
+                following = chain.place_after(asked.stage, peer, asked.next_seat)
+                return "session.resume", params | {"keep": asked.keep, "next": following}
+            case ev.Open():
+                sampling = terms.sampling
+                return "session.open", params | {
+                    "part": chain.part_of(asked.stage),
+                    "stages": chain.stages,
+                    "positions": terms.positions,
+                    "next": chain.place_after(asked.stage, peer, asked.next_seat),
+                    "encoding": terms.encoding,
+                    "prefill_encoding": terms.prefill_encoding,
+                    "temperature": sampling.temperature,
+                    "top_k": sampling.top_k,
+                    "top_p": sampling.top_p,
+                    "seed": sampling.seed,
+                    "silence_s": terms.silence_s,
+                }
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due = self._core.next_deadline()
+        if due is not None and not self._closed:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(max(0.0, due - self._now()), self.event, ev.Tick())
+
+    def _failure(self) -> NetworkError:
+        assert self._error is not None
+        made = len(self.tokens)
+        text = f"the chain broke after {made} new tokens and cannot be mended: {self._error.message}"
+        failure = NetworkError(text, remedy=self._error.remedy or "start another worker: p2ptrain join; then try again")
+        failure.__cause__ = self._error
+        return failure
+
+
+def arrived_untrusted(message: Picked | Took, vocab_size: int) -> ev.Arrived:
+    """What a stage says of a work that ended there. Raises ``ProtocolError``."""
+    spent_us = tuple(message.spent_us)
+    if len(spent_us) > MAX_STAGES or not all(0 <= each < _MAX_US for each in spent_us):
+        raise ProtocolError("a work of which stages took an impossible time")
+    tokens: tuple[int, ...] = ()
+    if isinstance(message, Picked):
+        if len(message.tokens) % 4 or not 0 < len(message.tokens) <= 4 * CHUNK:
+            raise ProtocolError(f"{len(message.tokens)} bytes are no token ids")
+        tokens = struct.unpack(f"<{len(message.tokens) // 4}i", message.tokens)
+        if not all(0 <= token < vocab_size for token in tokens):
+            raise ProtocolError(f"a token that is none of the {vocab_size} that there are")
+    return ev.Arrived(message.attempt, message.number, tokens, spent_us)
+
+
+def _position_untrusted(answer: dict[str, Any]) -> int:
+    position = answer.get("position")
+    if type(position) is not int or position < 0:
+        raise ProtocolError("session.resume was answered without a position")
+    return position

@@ -1,0 +1,235 @@
+"""A client's connection to one worker: requests and their answers, works, and what the worker's stages say of them.
+
+One for each worker, however many stages and sessions it has a part in. Silence on it is the worker's death.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NetworkError, P2PTrainError, ProtocolError, Refused
+from roles.chain.around import Around, WorkerAt
+from roles.chain.background import Background
+from roles.worker.stage_links import QUIET_S, Line
+from wire.calls import Calls
+from wire.chain_messages import CHAIN_STREAM, ChainBroken, PartLoading, Picked, Took, Work
+from wire.connection import Connection
+from wire.handshake import dial, local_hello
+from wire.messages import Message, Refuse, Response
+
+ROUND_TRIPS = 3
+LOADING_QUIET_S = 180.0
+"""A part that is being loaded gets on within this time: another client's may be in front, a disk may be slow."""
+LOADING_S = 24 * 3600.0
+"""Of one part, as long as it gets on: nobody waits for a day."""
+LOAD_END_S = 60.0
+"""From the last byte of a part to its being ready: the self-test of its architecture is run then."""
+
+
+class Listener(Protocol):
+    """A session, as far as the peers of its stages tell it something."""
+
+    def heard(self, peer: Peer, message: Picked | Took | ChainBroken) -> None:
+        """A stage of the session at ``peer`` said this. Raises ``ProtocolError`` where no correct stage does."""
+        ...
+
+
+@dataclass(eq=False)
+class _Loading:
+    """The part that is being loaded there: when it got on last."""
+
+    on_bytes: Callable[[int, int], None]
+    due_at: float
+
+
+class Peer:
+    """See the module's docstring.
+
+    Attributes:
+        worker: who it is.
+        latency_s: one way, the shortest that was seen; 0 before ``measure``.
+        problem: why the connection ended; None while it lives.
+        on_lost: called once, with the reason, when the connection ended other than by ``close``.
+        listeners: session id → who hears what its stages there say.
+        turn: held by who has a part loaded there: one at a time.
+    """
+
+    def __init__(self, around: Around, worker: WorkerAt, connection: Connection) -> None:
+        self.worker = worker
+        self.latency_s = 0.0
+        self.problem: P2PTrainError | None = None
+        self.on_lost: list[Callable[[Peer, P2PTrainError], None]] = []
+        self.listeners: dict[str, Listener] = {}
+        self._around = around
+        self._now = around.world.clock.now
+        self._connection = connection
+        self._line = Line(connection, QUIET_S, beat_s=around.silence_s / 4)
+        self._calls = Calls()
+        self._loading: _Loading | None = None
+        self.turn = asyncio.Lock()
+        self._closed = False
+        self._tasks = Background()
+        self._hearing = self._tasks.start(self._hear(), f"peer {worker.name}")
+
+    @classmethod
+    async def dial(cls, around: Around, worker: WorkerAt, *, timeout_s: float) -> Self:
+        """Raises as ``wire.handshake.dial``."""
+        hello = local_hello(peer_id=around.peer_id, name=around.name, roles=["operator"], purpose="chain")
+        connection, welcome = await dial(
+            around.world.network,
+            worker.dialled(around.seed_host),
+            worker.port,
+            hello,
+            timeout_s=timeout_s,
+            expect_peer=worker.peer_id,
+            expect_role="worker",
+        )
+        if welcome.peer_id != worker.peer_id:
+            connection.abort()
+            raise Refused("wrong-identity", f"another peer answers where {worker.name} should be")
+        return cls(around, worker, connection)
+
+    @property
+    def name(self) -> str:
+        return self.worker.name
+
+    @property
+    def lost(self) -> bool:
+        return self.problem is not None
+
+    @property
+    def silence_s(self) -> float:
+        """How long it may say nothing while a session is open there."""
+        return max(self._around.silence_s, 16 * self.latency_s)
+
+    def watch_closely(self) -> None:
+        """A session is open there: from now on it says something often enough for a short patience."""
+        self._line.silence_s = min(self._line.silence_s, self.silence_s)
+
+    def doubt(self) -> None:
+        """Others say that it is lost. Where it has been quiet here as well, it is."""
+        quiet_s = self._around.world.clock.now() - self._connection.last_heard
+        if not self.lost and quiet_s > self.silence_s / 2:
+            self._connection.abort(DeadlineExceeded(f"it said nothing for {quiet_s:.1f} s, and others lost it as well"))
+            self._end(self._connection.close_cause or ConnectionLost("it was lost"))
+
+    async def ask(self, method: str, params: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
+        """A request. Raises ``Refused``, ``DeadlineExceeded``, ``ConnectionLost``; the worker is named."""
+        self._check()
+        return await self._calls.ask(self._connection.send, method, params, whom=self.name, timeout_s=timeout_s)
+
+    async def measure(self) -> float:
+        """The way there, one direction, in seconds. Raises as ``ask``."""
+        for _ in range(ROUND_TRIPS):
+            began = self._now()
+            with suppress(Refused):  # a worker that does not know this request answers as fast
+                await self.ask("probe.clock", {}, timeout_s=QUIET_S)
+            took_s = (self._now() - began) / 2
+            self.latency_s = min(self.latency_s or took_s, took_s)
+        return self.latency_s
+
+    async def load(self, params: dict[str, Any], on_bytes: Callable[[int, int], None]) -> dict[str, Any]:
+        """``part.load``, for who holds ``turn``. ``on_bytes``: told of (done, in all).
+
+        Raises:
+            DeadlineExceeded: nothing moved for ``LOADING_QUIET_S``. Refused, ConnectionLost: as ``ask``.
+        """
+        assert self.turn.locked()
+        self._loading = loading = _Loading(on_bytes, self._now() + LOADING_QUIET_S)
+        asked = asyncio.create_task(self.ask("part.load", params, timeout_s=LOADING_S), name="part.load")
+        try:
+            while not asked.done():
+                await asyncio.wait([asked], timeout=max(0.0, loading.due_at - self._now()))
+                if not asked.done() and self._now() >= loading.due_at:
+                    text = f"the part that {self.name} loads did not get on for {LOADING_QUIET_S:.0f} s"
+                    raise DeadlineExceeded(text, remedy="is its disk, or the way to who gives the model, blocked?")
+            return asked.result()
+        finally:
+            self._loading = None
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+
+    def give(self, work: Work, ids: Sequence[int]) -> None:
+        """A work for the first stage, which is there. That it is lost is told otherwise."""
+        payload = array("i", ids)
+        if payload.itemsize != 4:
+            raise AssertionError("C's int has 4 bytes wherever Python runs")
+        with suppress(ConnectionLost):
+            self._connection.send(work)
+            self._connection.send_bulk(memoryview(_little(payload)), generation=0, stream=CHAIN_STREAM)
+
+    def tell(self, method: str, params: dict[str, Any], *, timeout_s: float) -> None:
+        """A request whose answer changes nothing."""
+
+        async def ask() -> None:
+            with suppress(NetworkError, Refused):
+                await self.ask(method, params, timeout_s=timeout_s)
+
+        self._tasks.start(ask(), method)
+
+    async def close(self) -> None:
+        """Let go: its sessions end there, its parts stay loaded. Never raises, may be called twice."""
+        self._closed = True
+        await self._tasks.settle(timeout_s=0.2, but=self._hearing)  # what it was told last
+        await self._connection.close(timeout_s=0.5)
+        await self._tasks.stop()
+
+    # ------------------------------------------------------------------------------------------------------ internals
+
+    def _check(self) -> None:
+        if self.problem is not None:
+            raise ConnectionLost(f"{self.name} is lost: {self.problem.message}", remedy=self.problem.remedy)
+
+    async def _hear(self) -> None:
+        problem: P2PTrainError = ConnectionLost("it closed the connection")
+        try:
+            async with self._line.alive():
+                while True:
+                    self._take_untrusted(await self._line.receive())
+        except P2PTrainError as error:
+            problem = error
+        self._end(problem)
+
+    def _end(self, problem: P2PTrainError) -> None:
+        if self.problem is not None:
+            return
+        self.problem = problem
+        self._connection.abort(problem)
+        self._calls.lost(self.name)
+        if not self._closed:
+            for tell in list(self.on_lost):
+                tell(self, problem)
+
+    def _take_untrusted(self, message: Message) -> None:
+        """Raises ``ProtocolError`` where no correct worker says this."""
+        match message:
+            case Response():
+                self._calls.answered(message)
+            case Picked() | Took() | ChainBroken():
+                listener = self.listeners.get(message.session)
+                if listener is not None:  # else its session was closed a moment ago
+                    listener.heard(self, message)
+            case PartLoading(done_bytes, total_bytes):
+                if not 0 <= done_bytes <= total_bytes < 1 << 60:
+                    raise ProtocolError(f"{self.name} loaded {done_bytes} of {total_bytes} bytes")
+                if self._loading is not None:
+                    patience_s = LOADING_QUIET_S if done_bytes < total_bytes else LOADING_QUIET_S + LOAD_END_S
+                    self._loading.due_at = self._now() + patience_s
+                    self._loading.on_bytes(done_bytes, total_bytes)
+            case Refuse():
+                raise Refused(message.code, f"{self.name}: {message.message}", remedy=message.remedy)
+            case _:
+                raise ProtocolError(f"{self.name} sent {type(message).__name__} to a client")
+
+
+def _little(values: array[int]) -> array[int]:
+    import sys
+
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values

@@ -1,0 +1,133 @@
+"""Workers' real stages over memory and virtual time, and a client of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.world import LoopClock, World
+from ring.placement import ModelSizes
+from roles.chain.around import Around, Progress, WorkerAt
+from roles.chain.client import Chain
+from roles.chain.models import Model, local_model
+from roles.chain.plan import Crew, Plan
+from roles.stage_stand_in import WIDTH, StandIns, shapes_of, stand_in_config, write_model
+from roles.worker.stage_testing import PORT, LoopThreads, Stage
+from wire.memory import MemoryNetwork
+from wire.virtual import run_virtual
+
+LAYERS = 6
+CONFIG = stand_in_config(
+    layers=LAYERS, rows=200, context=6000
+)  # so that the layers, not the head, decide who holds what
+
+
+def sizes_of(config: str, layers: int = LAYERS) -> ModelSizes:
+    shapes = shapes_of(config)
+
+    def size(name: str) -> int:
+        total = 4
+        for each in shapes[name]:
+            total *= each
+        return total
+
+    head = size("norm.weight") + size("head.weight")
+    weights = tuple(size(f"layers.{layer}.weight") for layer in range(layers))
+    return ModelSizes(weights, (4 * WIDTH,) * layers, size("embed.weight"), head, 0)
+
+
+@dataclass
+class Scene:
+    """Workers, and a client that knows of all of them.
+
+    Attributes:
+        told: of the chain, to the person.
+        progress: of loading.
+    """
+
+    network: MemoryNetwork
+    directory: Path
+    workers: dict[str, Stage]
+    around: Around
+    told: list[tuple[str, str, str]] = field(default_factory=list)
+    progress: list[Progress] = field(default_factory=list)
+
+    def at(self) -> list[WorkerAt]:
+        return [WorkerAt(name, name, name, PORT) for name in self.workers]
+
+    async def crew(self, without: str = "") -> Crew:
+        return await Crew.meet(self.around, [worker for worker in self.at() if worker.name != without])
+
+    async def model(self, config: str = CONFIG) -> Model:
+        """One that this client has to give: the workers are told of no directory of theirs."""
+        model = await local_model(self.around, write_model(self.directory / "model", config))
+        return replace(model, path="")
+
+    async def plan(self, crew: Crew, model: Model, **options: Any) -> Plan:
+        options = {"positions": 400, "activation_bytes": 4 * WIDTH, "dtype": "fp32", "stages": 3} | options
+        return await crew.plan(model, sizes_of(model.config), **options)
+
+    @asynccontextmanager
+    async def chain(self, *, without: str = "", **options: Any) -> AsyncIterator[Chain]:
+        """A chain of three stages (workers ``w0`` to ``w2`` where all are alike), loaded."""
+        crew = await self.crew(without)
+        try:
+            model = await self.model()
+            plan = await self.plan(crew, model, **options)
+            chain = await Chain.load(crew, model, plan, on_progress=self.progress.append)
+            try:
+                yield chain
+            finally:
+                await chain.close()
+        finally:
+            await crew.close()
+
+    def kill(self, name: str) -> None:
+        """What a kernel does for a process that is killed."""
+        self.network.crash(name)
+
+    def freeze(self, name: str) -> None:
+        """It says nothing any more, and nothing reaches it."""
+        for other in [*self.workers, "client"]:
+            if other != name:
+                self.network.silence(name, other)
+
+    def sessions(self) -> dict[str, int]:
+        return {name: stage.sessions for name, stage in self.workers.items()}
+
+
+def play(
+    directory: Path,
+    test: Callable[[Scene], Awaitable[None]],
+    *,
+    names: Sequence[str] = ("w0", "w1", "w2", "w3"),
+    delay_s: Callable[[str, str], float] | None = None,
+    **holding: Any,
+) -> None:
+    """Run ``test`` with these workers, on virtual time."""
+
+    async def main() -> None:
+        network = MemoryNetwork(delay_s=delay_s)
+        workers = {name: Stage(name, network.at(name), directory / name, StandIns(**holding)) for name in names}
+        told: list[tuple[str, str, str]] = []
+
+        def notify(level: str, kind: str, text: str) -> None:
+            told.append((level, kind, text))
+
+        world = World(LoopClock(), network.at("client"), RealDisk(), random.Random(1), LoopThreads())
+        around = Around(world, "client", "client", "seed", directory / "client", notify)
+        scene = Scene(network, directory, workers, around, told)
+        for worker in workers.values():
+            await worker.start()
+        try:
+            await test(scene)
+        finally:
+            for worker in workers.values():
+                await worker.stop()
+
+    run_virtual(main())

@@ -1,0 +1,450 @@
+"""A client and real stages, whose engines notice whatever goes wrong: the tokens are those of one undivided model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from p2ptrain.core.errors import NetworkError, P2PTrainError, PeerError, Refused, ResourceError, UserError
+from p2ptrain.core.serving import Sampling
+from roles.chain import events as ev
+from roles.chain.client import Chain
+from roles.chain.generation import GenerationSession
+from roles.chain.plan import Crew
+from roles.stage_stand_in import stand_in_config, tokens_of
+from roles.worker.parts import UNKNOWN_PART
+from roles.worker.stage_works import NEXT_STAGE, UNKNOWN_SESSION
+from tests.roles.chain.conftest import CONFIG, Scene, play
+
+GREEDY = Sampling(temperature=0)
+SEEDED = Sampling(temperature=1.5, top_k=40, top_p=0.95, seed=4)
+PROMPT = [5, 80, 11, 11, 3]
+NEAR_S = 0.0005
+
+
+def test_both_sides_mean_the_same_by_a_code() -> None:
+    assert (ev.NEXT_LOST, ev.UNKNOWN_SESSION, ev.UNKNOWN_PART) == (NEXT_STAGE, UNKNOWN_SESSION, UNKNOWN_PART)
+
+
+async def collected(session: GenerationSession) -> list[int]:
+    return [token.id async for token in session]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED])
+def test_three_stages_give_what_one_model_gives(tmp_path: Path, sampling: Sampling) -> None:
+    async def test(scene: Scene) -> None:
+        async with scene.chain() as chain:
+            assert [(stage.start, stage.stop) for stage in chain.plan.stages] == [(0, 2), (2, 4), (4, 6)]
+            async with await chain.generate(PROMPT, max_new_tokens=12, sampling=sampling) as session:
+                made = [token async for token in session]
+                assert session.ended == "length"
+                assert session.prompt_s > 0
+            assert [token.id for token in made] == tokens_of(CONFIG, PROMPT, 12, sampling)
+            assert [token.number for token in made] == list(range(12))
+            assert all(len(token.stages_us) == 3 for token in made)
+            assert all(0.02 <= token.compute_s < token.took_s < 0.1 for token in made)
+        assert set(scene.sessions().values()) == {0}
+        assert [len(stage.stages.shelf.parts) for stage in scene.workers.values()] == [1, 1, 1, 0]  # they stay
+        done = [item for item in scene.progress if item.ready]
+        assert sorted(item.index for item in done) == [0, 1, 2]
+        assert all(item.done_bytes == item.total_bytes > 0 for item in done)
+
+    async def timed(scene: Scene) -> None:
+        for worker in scene.workers.values():
+            worker.threads.call_s["compute"] = 0.01
+        await test(scene)
+
+    play(tmp_path, timed, delay_s=lambda source, target: NEAR_S)
+
+
+def test_it_ends_at_a_stop_token(tmp_path: Path) -> None:
+    wanted = tokens_of(CONFIG, PROMPT, 12, SEEDED)
+
+    async def test(scene: Scene) -> None:
+        async with scene.chain() as chain:
+            session = await chain.generate(PROMPT, max_new_tokens=12, sampling=SEEDED, stop_ids=[wanted[4]])
+            assert await collected(session) == wanted[: wanted.index(wanted[4]) + 1]
+            assert session.ended == "stop"
+
+    play(tmp_path, test)
+
+
+PROMPTS = [[number + 1, 7, 7 * number] * (1 + 300 * (number == 3)) for number in range(4)]
+
+
+async def four_at_once(chain: Chain, tokens: int = 10) -> list[list[int]]:
+    async def one(number: int) -> list[int]:
+        sampling = Sampling(temperature=1.0, seed=number)
+        async with await chain.generate(PROMPTS[number], max_new_tokens=tokens, sampling=sampling) as session:
+            return await collected(session)
+
+    return list(await asyncio.gather(*(one(number) for number in range(4))))
+
+
+def wanted_of_four(tokens: int = 10) -> list[list[int]]:
+    return [tokens_of(CONFIG, PROMPTS[number], tokens, Sampling(1.0, seed=number)) for number in range(4)]
+
+
+def test_four_sessions_at_once(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        async with scene.chain(positions=2000) as chain:
+            assert await four_at_once(chain) == wanted_of_four()
+
+    play(tmp_path, test)
+
+
+@pytest.mark.parametrize("victim", ["w0", "w1", "w2"])
+def test_a_stage_dies_under_four_sessions(tmp_path: Path, victim: str) -> None:
+    """The spare is sought and loaded once for all of them."""
+
+    async def test(scene: Scene) -> None:
+        for worker in scene.workers.values():
+            worker.threads.call_s["compute"] = 0.01
+        async with scene.chain(positions=2000) as chain:
+            running = asyncio.create_task(four_at_once(chain))
+            await asyncio.sleep(0.4)
+            assert not running.done()
+            scene.kill(victim)
+            assert await running == wanted_of_four()
+        assert [kind for _, kind, _ in scene.told].count("stage-replaced") == 1
+        assert len(scene.workers["w3"].stages.shelf.parts) == 1
+
+    play(tmp_path, test, delay_s=lambda source, target: NEAR_S)
+
+
+def disturbed(
+    tmp_path: Path,
+    happens: Callable[[Scene, GenerationSession, int], Awaitable[None]],
+    *,
+    prompt: list[int] = PROMPT,
+    tokens: int = 12,
+    names: tuple[str, ...] = ("w0", "w1", "w2", "w3"),
+    prefill_encoding: str = "",
+) -> tuple[Scene, GenerationSession]:
+    """Generate, with ``happens`` called before each token, and compare."""
+    kept: list[tuple[Scene, GenerationSession]] = []
+
+    async def test(scene: Scene) -> None:
+        for worker in scene.workers.values():
+            worker.threads.call_s["compute"] = 0.01
+        async with scene.chain(positions=6000) as chain:
+            options = {"sampling": SEEDED, "prefill_encoding": prefill_encoding}
+            session = await chain.generate(prompt, max_new_tokens=tokens, **options)  # type: ignore[arg-type]
+            kept.append((scene, session))
+            made: list[int] = []
+            async with session:
+                await happens(scene, session, 0)
+                async for token in session:
+                    made.append(token.id)
+                    await happens(scene, session, len(made))
+            assert made == tokens_of(CONFIG, prompt, tokens, SEEDED)
+
+    play(tmp_path, test, names=names, delay_s=lambda source, target: NEAR_S)
+    return kept[0]
+
+
+@pytest.mark.parametrize("prefill_encoding", ["", "int8"])
+@pytest.mark.parametrize("victim", ["w0", "w1", "w2"])
+def test_a_stage_dies_while_it_decodes(tmp_path: Path, victim: str, prefill_encoding: str) -> None:
+    async def happens(scene: Scene, session: GenerationSession, number: int) -> None:
+        if number == 5:
+            await asyncio.sleep(0.012)  # the work of the sixth token is under way
+            scene.kill(victim)
+
+    scene, session = disturbed(tmp_path, happens, prefill_encoding=prefill_encoding)
+    ((what, took_s),) = session.mendings
+    assert victim in what
+    assert 0 < took_s < 0.5
+    assert scene.workers["w3"].sessions == 0  # closed in the end
+
+
+@pytest.mark.parametrize("victim", ["w0", "w1", "w2"])
+def test_a_stage_dies_while_it_takes_the_prompt(tmp_path: Path, victim: str) -> None:
+    async def happens(scene: Scene, session: GenerationSession, number: int) -> None:
+        if number == 0:
+            await asyncio.sleep(0.025)  # of three chunks, one is through the first stages
+            scene.kill(victim)
+
+    disturbed(tmp_path, happens, prompt=[(7 * each) % 97 for each in range(4500)], tokens=2)
+
+
+@pytest.mark.parametrize("victim", ["w0", "w1", "w2"])
+def test_a_stage_dies_between_two_turns(tmp_path: Path, victim: str) -> None:
+    async def test(scene: Scene) -> None:
+        async with scene.chain() as chain:
+            session = await chain.generate(PROMPT, max_new_tokens=5, sampling=SEEDED, positions=60)
+            first = await collected(session)
+            scene.kill(victim)
+            await asyncio.sleep(1)
+            assert len(session.mendings) == 1  # before anybody waits for it
+            again = [*PROMPT, *first, 40, 41]
+            session.go_on(again, max_new_tokens=6)
+            assert await collected(session) == tokens_of(CONFIG, again, 6, SEEDED)
+            assert session.tokens == tokens_of(CONFIG, again, 6, SEEDED)
+
+    play(tmp_path, test)
+
+
+def test_stages_die_one_after_the_other(tmp_path: Path) -> None:
+    async def happens(scene: Scene, session: GenerationSession, number: int) -> None:
+        names = {2: "w1", 4: "w3", 6: "w0", 8: "w2"}  # w3 is the one that came for w1
+        if number in names:
+            scene.kill(names[number])
+
+    _, session = disturbed(tmp_path, happens, names=("w0", "w1", "w2", "w3", "w4", "w5", "w6"))
+    assert len(session.mendings) == 4
+
+
+def test_a_second_stage_dies_while_the_first_is_replaced(tmp_path: Path) -> None:
+    for later_s in [each / 500 for each in range(0, 60, 3)]:
+
+        async def happens(scene: Scene, session: GenerationSession, number: int, later_s: float = later_s) -> None:
+            if number == 5:
+                scene.kill("w1")
+                await asyncio.sleep(later_s)
+                scene.kill("w2")
+
+        directory = tmp_path / f"{later_s}"
+        directory.mkdir()
+        disturbed(directory, happens, names=("w0", "w1", "w2", "w3", "w4"))
+
+
+def test_the_spare_dies_while_it_takes_over(tmp_path: Path) -> None:
+    for later_s in [each / 500 for each in range(0, 60, 3)]:
+
+        async def happens(scene: Scene, session: GenerationSession, number: int, later_s: float = later_s) -> None:
+            if number == 5:
+                scene.kill("w1")
+                await asyncio.sleep(later_s)
+                scene.kill("w3")
+
+        directory = tmp_path / f"{later_s}"
+        directory.mkdir()
+        disturbed(directory, happens, names=("w0", "w1", "w2", "w3", "w4"))
+
+
+def test_a_peer_with_room_takes_a_second_stage(tmp_path: Path) -> None:
+    async def happens(scene: Scene, session: GenerationSession, number: int) -> None:
+        if number == 5:
+            scene.kill("w1")
+
+    scene, session = disturbed(tmp_path, happens, names=("w0", "w1", "w2"))
+    assert len(session.mendings) == 1
+    assert sorted(len(stage.stages.shelf.parts) for stage in scene.workers.values()) == [1, 1, 2]
+
+
+@pytest.mark.parametrize("victim", ["w0", "w1", "w2"])
+def test_a_frozen_stage_is_noticed_within_two_seconds(tmp_path: Path, victim: str) -> None:
+    frozen_s: list[float] = []
+
+    async def happens(scene: Scene, session: GenerationSession, number: int) -> None:
+        now = asyncio.get_running_loop().time
+        if number == 5:
+            frozen_s.append(now())
+            scene.freeze(victim)
+        if number == 6:
+            frozen_s.append(now())
+
+    _, session = disturbed(tmp_path, happens)
+    assert frozen_s[1] - frozen_s[0] < 2.5
+    assert len(session.mendings) == 1
+
+
+def test_only_the_link_between_two_stages_breaks(tmp_path: Path) -> None:
+    async def happens(scene: Scene, session: GenerationSession, number: int) -> None:
+        if number == 5:
+            scene.network.cut("w0", "w1")
+            scene.network.mend("w0", "w1")
+
+    scene, session = disturbed(tmp_path, happens)
+    assert len(session.mendings) == 0 or "w3" not in session.mendings[0][0]
+    assert not [news for news in scene.told if news[1] == "stage-lost"]  # it was dialled again
+
+
+def test_two_stages_that_cannot_reach_each_other_are_parted(tmp_path: Path) -> None:
+    async def happens(scene: Scene, session: GenerationSession, number: int) -> None:
+        if number == 5:
+            scene.network.cut("w0", "w1")
+
+    scene, _ = disturbed(tmp_path, happens)
+    assert [text for _, kind, text in scene.told if kind == "stage-lost"]
+    assert len(scene.workers["w3"].stages.shelf.parts) == 1
+
+
+def test_nobody_left(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        async with scene.chain() as chain:
+            session = await chain.generate(PROMPT, max_new_tokens=50, sampling=SEEDED)
+            made: list[int] = []
+
+            async def generate() -> None:
+                async for token in session:
+                    made.append(token.id)
+                    if len(made) == 5:
+                        scene.kill("w1")
+
+            with pytest.raises(NetworkError) as caught:
+                await generate()
+            assert 5 <= len(made) < 50
+            assert made == tokens_of(CONFIG, PROMPT, 50, SEEDED)[: len(made)]
+            assert session.tokens == made
+            assert "broke after" in caught.value.message
+            assert "layers 2 to 3" in caught.value.message
+            assert "p2ptrain join" in caught.value.remedy
+            with pytest.raises(P2PTrainError):  # another one is refused, and says why
+                await chain.generate(PROMPT, max_new_tokens=5, sampling=SEEDED)
+
+    # Memory for one part and its cache, not for two.
+    play(tmp_path, test, names=("w0", "w1", "w2"), limit_bytes=45_000)
+
+
+def test_cancelled(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        async with scene.chain() as chain:
+            session = await chain.generate(PROMPT, max_new_tokens=50, sampling=SEEDED, positions=100)
+            made: list[int] = []
+            async for token in session:
+                made.append(token.id)
+                if len(made) == 4:
+                    session.cancel()
+            assert len(made) == 4
+            assert session.ended == "cancelled"
+            session.go_on([*PROMPT, *made], max_new_tokens=3)  # what was under way is cut off
+            assert await collected(session) == tokens_of(CONFIG, [*PROMPT, *made], 3, SEEDED)
+            await session.close()
+            await asyncio.sleep(0.1)
+            assert set(scene.sessions().values()) == {0}
+
+    play(tmp_path, test)
+
+
+def test_a_session_that_does_not_fit_is_refused_and_costs_nobody_its_place(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        async with scene.chain() as chain:
+            with pytest.raises(PeerError, match="positions"):
+                await chain.generate(PROMPT, max_new_tokens=900, sampling=SEEDED)
+            with pytest.raises(UserError, match="empty"):
+                await chain.generate([], max_new_tokens=9, sampling=SEEDED)
+            with pytest.raises(UserError, match="97"):
+                await chain.generate([97], max_new_tokens=9, sampling=SEEDED)
+            assert not scene.told
+            session = await chain.generate(PROMPT, max_new_tokens=5, sampling=SEEDED)
+            assert await collected(session) == tokens_of(CONFIG, PROMPT, 5, SEEDED)
+            with pytest.raises(UserError, match="positions"):
+                session.go_on(PROMPT, max_new_tokens=50)
+
+    play(tmp_path, test, limit_bytes=45_000)
+
+
+def test_who_cannot_load_is_replaced(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        crew = await scene.crew()
+        model = await scene.model()
+        plan = await scene.plan(crew, model)
+        scene.workers["w1"].stages.shelf.limit_bytes = 100  # since it made its offer
+        chain = await Chain.load(crew, model, plan)
+        assert [stage.worker.name for stage in chain.plan.stages] == ["w0", "w3", "w2"]
+        session = await chain.generate(PROMPT, max_new_tokens=5, sampling=SEEDED)
+        assert await collected(session) == tokens_of(CONFIG, PROMPT, 5, SEEDED)
+        await chain.close()
+        for worker in scene.workers.values():
+            worker.stages.shelf.limit_bytes = 100
+        with pytest.raises(ResourceError) as caught:
+            await Chain.load(crew, model, await scene.plan(crew, model, stages=4))
+        assert "w" in caught.value.message
+        assert caught.value.remedy
+        for worker in scene.workers.values():
+            worker.stages.shelf.limit_bytes = 1 << 20
+        await crew.close()
+
+    play(tmp_path, test)
+
+
+def test_the_next_client_finds_the_parts_loaded(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        async with scene.chain(without="w0") as chain:
+            assert sum(each.received_bytes for each in chain.loaded) > 0
+        async with scene.chain() as chain:  # w0 would be as good, and the lowest id decides between equals
+            assert [stage.worker.name for stage in chain.plan.stages] == ["w1", "w2", "w3"]
+            assert all(stage.loaded for stage in chain.plan.stages)
+            assert [each.received_bytes for each in chain.loaded] == [0, 0, 0]
+
+    play(tmp_path, test)
+
+
+def test_a_model_that_lies_on_a_worker(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        local = await scene.model()
+        crew = await scene.crew()
+        model = await crew.model_at(str(tmp_path / "model"), worker="w3")
+        assert model.id == local.id
+        assert model.giver is not None
+        files = await crew.files(model, ["tokenizer.json", "config.json", "none.json"])
+        assert files["config.json"].decode() == CONFIG
+        assert set(files) == {"tokenizer.json", "config.json"}
+        assert await crew.files(local, ["config.json"]) == {"config.json": CONFIG.encode()}
+        plan = await scene.plan(crew, model)
+        chain = await Chain.load(crew, model, plan)
+        assert all(each.read_bytes > 0 for each in chain.loaded)  # they have that directory, too: one machine
+        session = await chain.generate(PROMPT, max_new_tokens=5, sampling=SEEDED)
+        assert await collected(session) == tokens_of(CONFIG, PROMPT, 5, SEEDED)
+        await chain.close()
+        with pytest.raises(Refused, match="no worker has a model"):
+            await crew.model_at(str(tmp_path / "nothing"))
+        with pytest.raises(UserError, match="no worker 'w9'"):
+            await crew.model_at("x", worker="w9")
+        await crew.close()
+
+    play(tmp_path, test)
+
+
+def test_who_does_not_answer_is_not_of_the_crew(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        scene.kill("w1")
+        scene.network.silence("w2", "client")
+        began = asyncio.get_running_loop().time()
+        crew = await scene.crew()
+        assert asyncio.get_running_loop().time() - began < 6
+        assert sorted(crew.peers) == ["w0", "w3"]
+        assert set(crew.refused) == {"w1", "w2"}
+        await crew.close()
+        scene.kill("w0")
+        scene.kill("w3")
+        with pytest.raises(NetworkError, match="w0: "):
+            await scene.crew()
+        with pytest.raises(UserError, match="no worker"):
+            await Crew.meet(scene.around, [])
+        scene.network.mend("w2", "client")
+
+    play(tmp_path, test)
+
+
+def test_far_stages_are_measured(tmp_path: Path) -> None:
+    def delay_s(source: str, target: str) -> float:
+        return 0.04 if "w0" in (source, target) else NEAR_S
+
+    async def test(scene: Scene) -> None:
+        crew = await scene.crew()
+        model = await scene.model()
+        plan = await scene.plan(crew, model)
+        assert "w0" not in [stage.worker.name for stage in plan.stages]
+        links = plan.wanted.links  # this network delays each read, and a frame takes two
+        assert links["client", "w0"].latency_s == pytest.approx(0.08, rel=0.1)
+        assert links["w1", "w2"].latency_s < 0.002
+        assert links["w1", "w2"].bandwidth_bps is not None
+        await crew.close()
+
+    play(tmp_path, test, delay_s=delay_s)
+
+
+def test_config_of_another_size_is_another_model(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        one = await scene.model()
+        other = await scene.model(stand_in_config(layers=4))
+        assert one.id != other.id
+        assert other.source is not None
+
+    play(tmp_path, test, names=())
