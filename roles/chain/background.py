@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 
 class Background:
-    """Running tasks. What one raises goes to the loop's exception handler: errors that are expected end within it."""
+    """Running tasks. What one raises goes to the loop's exception handler: errors that are expected end within it.
 
-    def __init__(self) -> None:
+    Args:
+        on_error: told of it besides.
+    """
+
+    def __init__(self, on_error: Callable[[BaseException], None] = lambda error: None) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
+        self._on_error = on_error
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Run ``work`` from now on."""
@@ -39,3 +44,4 @@ class Background:
         if not task.cancelled() and (error := task.exception()) is not None:
             context = {"message": f"the task {task.get_name()} failed", "exception": error, "task": task}
             task.get_loop().call_exception_handler(context)
+            self._on_error(error)

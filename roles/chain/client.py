@@ -25,7 +25,7 @@ from ring.placement import Placement, Wanted
 from roles.chain import events as ev
 from roles.chain.around import OnProgress, Progress
 from roles.chain.background import Background
-from roles.chain.generation import GenerationSession, Terms
+from roles.chain.generation import CLOSE_S, GenerationSession, Terms
 from roles.chain.models import Gives, Model
 from roles.chain.peer import Peer
 from roles.chain.plan import Crew, Plan, StagePlan
@@ -211,10 +211,17 @@ class Chain:
         return self._seated(index).loaded.part
 
     def place_after(self, index: int, peer: Peer, number: int) -> dict[str, Any] | None:
-        """Where ``peer`` finds the stage after ``index``; None for the last one."""
+        """Where ``peer`` finds the stage after ``index``; None for the last one.
+
+        Raises:
+            ConnectionLost: whoever was in that seat is so no more.
+        """
         if index + 1 == self.stages:
             return None
-        following = self._seated(index + 1).peer.worker
+        seat = self._seated(index + 1)
+        if seat.number != number:
+            raise ConnectionLost(f"stage {index + 1} of the chain was replaced")
+        following = seat.peer.worker
         return {"peer": following.peer_id, "host": following.seen_from(peer.worker), "port": following.port}
 
     def doubt(self, index: int) -> None:
@@ -239,9 +246,8 @@ class Chain:
     def forget(self, session: GenerationSession) -> None:
         """It is closed."""
         self._sessions.discard(session)
-        for seat in self._seats:
-            if seat is not None:
-                seat.peer.listeners.pop(session.id, None)
+        for peer in self.crew.peers.values():
+            peer.listeners.pop(session.id, None)
 
     # ------------------------------------------------------------------------------------------------------- the seats
 
@@ -281,7 +287,11 @@ class Chain:
         self.around.notify("warning", "stage-lost", f"{self._named(index)} on {name} is lost: {reason}")
         self._set_plan(made=_without(self.plan.placement, index))
         for session in list(self._sessions):
+            if not seat.peer.lost:
+                seat.peer.tell("session.close", {"session": session.id, "index": index}, timeout_s=CLOSE_S)
             session.event(ev.Lost(index, seat.number, f"{name}: {reason}"))
+        if not seat.peer.lost:
+            seat.peer.tell("part.free", {"part": seat.loaded.part}, timeout_s=CLOSE_S)
         self._fill_later(index)
 
     def _named(self, index: int) -> str:
@@ -294,6 +304,7 @@ class Chain:
 
     async def _refill(self, index: int) -> None:
         began = self.around.world.clock.now()
+        self._on_progress = lambda progress: None  # whoever began to generate looks at other things
         try:
             await self._fill(index)
         except P2PTrainError as problem:
@@ -352,6 +363,7 @@ class Chain:
             text = f"{self._named(index)} has nobody to hold it: {said}"
             raise ResourceError(text, remedy="start another worker with enough memory: p2ptrain join")
         self._set_plan(made=found.placement)
+        self.around.notify("info", "stage-loading", f"{found.reason}: loading")
         return self.crew.peers[found.placement.stages[index].peer.id]
 
     def _set_plan(self, *, made: Placement | None = None, wanted: Wanted | None = None) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from roles.chain.events import Submit
-from roles.chain.session import CHUNK
+from roles.chain.works import CHUNK
 
 
 class Decoding:

@@ -24,7 +24,8 @@ from roles.chain import events as ev
 from roles.chain.around import Token
 from roles.chain.background import Background
 from roles.chain.decode import Decoding
-from roles.chain.session import CHUNK, Session
+from roles.chain.session import Session
+from roles.chain.works import CHUNK
 from wire.chain_messages import ChainBroken, Picked, Took, Work
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class GenerationSession:
         self._opened = False
         self._error: P2PTrainError | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._tasks = Background()
+        self._tasks = Background(self._failed)
         self._closed = False
 
     # ---------------------------------------------------------------------------------------------------- for callers
@@ -99,7 +100,7 @@ class GenerationSession:
     @property
     def history(self) -> list[int]:
         """Token ids of the session so far: prompts and answers, but for an answer's last token."""
-        return list(self._core.ids)
+        return list(self._core.works.ids)
 
     def __aiter__(self) -> AsyncIterator[Token]:
         return self
@@ -143,7 +144,7 @@ class GenerationSession:
             )
             raise UserError(text, remedy="open it for more positions, or ask for fewer tokens")
         self.cancel()
-        self._decoding = Decoding(self._core.ids, ids, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+        self._decoding = Decoding(self._core.works.ids, ids, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
         self.prompt_s, self._began_at = 0.0, self._now()
         self._submit_more()
         self._set_timer()
@@ -249,7 +250,7 @@ class GenerationSession:
         if decoding is None:
             return
         number = len(decoding.tokens)
-        given, works = decoding.done(done.index, done.tokens, self._core.submitted)
+        given, works = decoding.done(done.index, done.tokens, self._core.works.submitted)
         for offset, token in enumerate(given):
             self.prompt_s = self.prompt_s or self._now() - self._began_at
             self._ready.append(Token(token, number + offset, done.spent_us, done.took_s, done.mended))
@@ -260,7 +261,7 @@ class GenerationSession:
 
     def _submit_more(self) -> None:
         assert self._decoding is not None
-        for work in self._decoding.wants(self._core.room, self._core.submitted):
+        for work in self._decoding.wants(self._core.works.room, self._core.works.submitted):
             self._submit(work)
 
     def _submit(self, work: ev.Submit) -> None:
@@ -281,7 +282,11 @@ class GenerationSession:
         peer = self._chain.peer_in(asked.stage, asked.seat)
         if peer is None:
             return  # its loss is about to be told
-        method, params = self._request(asked, peer)
+        try:
+            method, params = self._request(asked, peer)
+        except ConnectionLost as problem:
+            self.event(ev.Declined(asked.stage, asked.ask, ev.NEXT_LOST, problem.message))
+            return
         peer.listeners[self.id] = self
         peer.watch_closely()  # before the answer, for that is the last that may come late
         try:
@@ -323,6 +328,11 @@ class GenerationSession:
                     "seed": sampling.seed,
                     "silence_s": terms.silence_s,
                 }
+
+    def _failed(self, error: BaseException) -> None:
+        """A task of this session ended by a mistake of this program: nobody shall wait for what it was to do."""
+        self._error = self._error or NetworkError(f"this client failed: {type(error).__name__}: {error}")
+        self._news.set()
 
     def _set_timer(self) -> None:
         if self._timer is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from roles.model_directory import CACHE_FILE, DigestCache, ModelDirectory, open_
 from roles.model_table import FILE
 from roles.worker.giver import give
 from roles.worker.receiver import Receiver
+from wire.chain_messages import TensorRecord
 from wire.handshake import dial, local_hello
 
 DIAL_S = 5.0
@@ -122,6 +123,28 @@ async def small_files(around: Around, model: Model, names: Sequence[str]) -> dic
     """
     if model.source is not None:
         return await _read(around, model.source, names)
+    found: dict[str, bytes] = {}
+    async with _receiving(around, model) as receiver:
+        table = await receiver.table(model.config)
+        wanted = [table[name] for name in names if name in table and table[name].dtype == FILE]
+        async for record, data in receiver.tensors(wanted):
+            if xxhash.xxh3_128_digest(data) != record.digest:
+                raise receiver.lied(record)
+            found[record.name] = bytes(data)
+    return found
+
+
+async def tensor_table(around: Around, model: Model) -> Mapping[str, TensorRecord]:
+    """All tensors of a model and its small files, by name. Raises ``NetworkError``, ``PeerError``, ``UserError``."""
+    if model.source is not None:
+        return {record.name: record for record in model.source.records}
+    async with _receiving(around, model) as receiver:
+        return await receiver.table(model.config)
+
+
+@asynccontextmanager
+async def _receiving(around: Around, model: Model) -> AsyncIterator[Receiver]:
+    """From the worker that gives a model."""
     if model.giver is None:
         raise UserError(f"nobody gives {model.name}", remedy="name its directory")
     worker = model.giver
@@ -134,15 +157,8 @@ async def small_files(around: Around, model: Model, names: Sequence[str]) -> dic
         timeout_s=DIAL_S,
         expect_peer=worker.peer_id,
     )
-    found: dict[str, bytes] = {}
     async with Receiver(connection, model.id, worker.name).running() as receiver:
-        table = await receiver.table(model.config)
-        wanted = [table[name] for name in names if name in table and table[name].dtype == FILE]
-        async for record, data in receiver.tensors(wanted):
-            if xxhash.xxh3_128_digest(data) != record.digest:
-                raise receiver.lied(record)
-            found[record.name] = bytes(data)
-    return found
+        yield receiver
 
 
 async def _read(around: Around, source: ModelDirectory, names: Sequence[str]) -> dict[str, bytes]:

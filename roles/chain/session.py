@@ -26,8 +26,8 @@ work under way cut the history below what was answered already). Draws are numbe
 
 A stage whose own work failed is closed and opened again at the same peer; a second time before any work was answered
 it is replaced. A stage that cannot reach the next one costs the next one its place, and a second time itself. Too many
-setbacks without an answer end the session. All stages alive and yet no answer within ``patience``: the attempt is
-raised once, which tells a hung stage from a lost work; a second time ends the session.
+setbacks without an answer end the session. All stages alive and yet no answer in time: the attempt is raised, which
+costs a hung stage its place, for it does not answer that; after ``MOST_STALLS`` in a row the session ends.
 """
 
 from __future__ import annotations
@@ -65,18 +65,10 @@ from roles.chain.events import (
     Submit,
     Tick,
 )
+from roles.chain.works import WINDOW, Pace, Work, Works
 
-CHUNK = 2048
-"""Positions in one work, at most."""
-WINDOW = 8
-"""Works under way at a time, at most: more than a chain has stages would only wait in queues, and take memory there."""
-FIRST_PATIENCE_S = 120.0
-POSITION_PATIENCE_S = 0.2
-"""While nothing was measured: for a work, and for each position besides (a large model's prompt on slow processors)."""
-LEAST_PATIENCE_S = 10.0
-PATIENCE = 8.0
-"""Times the slowest that was measured: other sessions, and a machine that is busy otherwise, are in the way at times.
-Death is not noticed by this but by the end of a connection, or by silence."""
+MOST_STALLS = 4
+"""Patience is doubled after each: other sessions' prompts may be in the way."""
 
 
 class Phase(Enum):
@@ -100,7 +92,7 @@ class _Stage:
         ask: number of the ``Open`` or ``Resume`` that is under way; 0: none is.
         asked_next: the ``next_seat`` of that.
         replay, filling: number of its ``Replay`` of this attempt, 0 for none, and the stage where that ends.
-        failures: of its own works, since a work was answered. unreached: by the stage before, likewise.
+        failures: of its works, or to reach the next stage, since a work was answered.
     """
 
     seat: int = -1
@@ -116,49 +108,6 @@ class _Stage:
     replay: int = 0
     filling: int = 0
     failures: int = 0
-
-
-@dataclass(slots=True)
-class _Work:
-    """A work under way. ``index`` is -1 where this core made it itself."""
-
-    index: int
-    number: int
-    keep: int
-    ids: tuple[int, ...]
-    last: int
-    picks: int
-    draw: int
-    sent: bool = False
-    sent_at: float = 0.0
-    due: float = 0.0
-    mended: bool = False
-
-
-@dataclass(slots=True)
-class _Pace:
-    """How slow answers may be, from how slow they were."""
-
-    turn_s: float = 0.0
-    position_s: float = 0.0
-
-    def answered(self, positions: int, took_s: float) -> None:
-        """A work that was alone on its way took so long. Old extremes fade."""
-        if positions == 1:
-            self.turn_s = max(took_s, 0.99 * self.turn_s)
-        else:
-            self.position_s = max(took_s / positions, 0.9 * self.position_s)
-
-    def request_s(self) -> float:
-        """For the answer to a request, before which a work of another session may have to end."""
-        return self.patience_s(CHUNK) if self.turn_s or self.position_s else FIRST_PATIENCE_S
-
-    def patience_s(self, positions: int) -> float:
-        """For an answer before which so many positions have to be computed."""
-        slowest_s = self.position_s or self.turn_s
-        if not slowest_s:
-            return FIRST_PATIENCE_S + POSITION_PATIENCE_S * positions
-        return max(LEAST_PATIENCE_S, PATIENCE * (self.turn_s + slowest_s * positions))
 
 
 @dataclass(slots=True)
@@ -178,31 +127,24 @@ class Session:
             computed again is so in works of one position where it first was.
 
     Attributes:
-        attempt: of now; 0 before the first mending, which opens the session.
-        ids: token ids of all positions, as submitted.
-        answered: positions up to the end of the last answered work.
-        submitted: works so far.
+        attempt: of now.
+        works: what was submitted.
     """
 
     def __init__(self, seats: Sequence[int], now: float, *, alike: bool = True) -> None:
         if not seats:
             raise ValueError("a chain has a stage")
-        self._alike = alike
         self.attempt = 1
-        self.ids: list[int] = []
-        self.submitted = 0
+        self.works = Works(len(seats) - 1, alike=alike)
         self._phase = Phase.MENDING
         self._stages = [_Stage(seat=seat) for seat in seats]
-        self._done_ids: list[int] = []
-        self._alone = bytearray()  # of each answered position: whether it came in a work of its own
-        self._flight: deque[_Work] = deque()
-        self._feed: deque[_Work] | None = None  # works that fill lost first stages again; None: not begun
+        self._feed: deque[Work] | None = None  # works that fill lost first stages again; None: not begun
         self._mending: _Mending | None = _Mending(now)
-        self._last_number = 0
+        self._owed = 0  # positions that are being replayed: they are computed before what is sent after
         self._last_ask = 0
         self._setbacks = 0
-        self._stalled = 0
-        self._pace = _Pace()
+        self._stalls = 0
+        self._pace = Pace()
 
     # ---------------------------------------------------------------------------------------------------- for callers
 
@@ -210,19 +152,10 @@ class Session:
     def phase(self) -> Phase:
         return self._phase
 
-    @property
-    def answered(self) -> int:
-        return len(self._done_ids)
-
-    @property
-    def room(self) -> int:
-        """How many more works may be submitted now."""
-        return WINDOW - sum(work.index >= 0 for work in self._flight)
-
     def next_deadline(self) -> float | None:
         """When ``Tick`` is due, if nothing comes before; None where nothing is waited for that has no deadline of its
         own."""
-        works = self._flight if self._phase is Phase.RUNNING else self._feed
+        works = self._waited_for
         return works[0].due if works and works[0].sent and self._phase is not Phase.ENDED else None
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
@@ -236,7 +169,7 @@ class Session:
             return out
         match event:
             case Submit():
-                self._submit(event)
+                self.works.submit(event)
             case Arrived():
                 self._arrived(event, now, out)
             case Seated():
@@ -264,56 +197,44 @@ class Session:
 
     # --------------------------------------------------------------------------------------------------------- events
 
-    def _submit(self, event: Submit) -> None:
-        last = len(self._stages) - 1
-        if not 0 < len(event.ids) <= CHUNK:
-            raise ValueError(f"a work has 1 to {CHUNK} positions, not {len(event.ids)}")
-        if not 0 <= event.keep <= len(self.ids) or not 0 <= event.picks <= len(event.ids) or event.draw < 0:
-            raise ValueError(f"work {self.submitted} keeps {event.keep} of {len(self.ids)} positions")
-        if not self.room:
-            raise ValueError(f"{WINDOW} works are under way")
-        del self.ids[event.keep :]
-        self.ids += event.ids
-        number = self._number()
-        self._flight.append(_Work(self.submitted, number, event.keep, event.ids, last, event.picks, event.draw))
-        self.submitted += 1
+    @property
+    def _waited_for(self) -> deque[Work] | None:
+        """Works whose answers come next; None where those of this session are not waited for."""
+        return self.works.flight if self._phase is Phase.RUNNING else self._feed
 
     def _arrived(self, event: Arrived, now: float, out: list[Instruction]) -> None:
-        works = self._flight if self._phase is Phase.RUNNING else self._feed
+        works = self._waited_for
         if event.attempt != self.attempt or not works:
             return  # of an older attempt; or the end of a stage's replay, whose order all that follows keeps anyway
         work = works[0]
         if event.number != work.number:
-            if event.number > self._last_number or any(event.number == other.number for other in works):
+            if event.number > self.works.last_number or any(event.number == other.number for other in works):
                 self._misbehaved(work.last, f"it answered work {event.number} where {work.number} was due", now, out)
             return
         if len(event.tokens) != work.picks or len(event.spent_us) != work.last + 1:
             self._misbehaved(work.last, f"its answer to work {work.number} has the wrong numbers of values", now, out)
             return
         works.popleft()
-        self._stalled = 0
+        self._stalls = 0
+        if works:  # which had to wait for this one
+            works[0].due = max(works[0].due, now + self._patience_s(len(works[0].ids)))
         if self._phase is not Phase.RUNNING:
             self._fed(work)
             return
-        self._setbacks = 0
+        self._setbacks = self._owed = 0
         for stage in self._stages:
             stage.failures = 0
         took_s = now - work.sent_at
-        if not work.mended and not self._flight:
+        if not work.mended and not works:
             self._pace.answered(len(work.ids), took_s)
-        if self._flight:  # it had to wait for the one before
-            self._flight[0].due = max(self._flight[0].due, now + self._pace.patience_s(len(self._flight[0].ids)))
+        self.works.answer(work)
         if work.index >= 0:
-            del self._done_ids[work.keep :]
-            self._done_ids += work.ids
-            del self._alone[work.keep :]
-            self._alone += bytes([len(work.ids) == 1]) * len(work.ids)
             out.append(Done(work.index, event.tokens, event.spent_us, took_s, work.mended))
 
-    def _fed(self, work: _Work) -> None:
+    def _fed(self, work: Work) -> None:
         if not self._feed:
             for stage in self._stages[: work.last + 1]:
-                stage.has = self._sure()
+                stage.has = self.works.sure
 
     def _seated(self, event: Seated, now: float) -> None:
         stage = self._stages[event.stage]
@@ -328,14 +249,14 @@ class Session:
         if stage.replay and event.ask == stage.replay:
             stage.replay = 0
             for filled in self._stages[event.stage + 1 : stage.filling + 1]:
-                filled.has = self._sure()
+                filled.has = self.works.sure
             return
         if not stage.ask or event.ask != stage.ask:
             return
         stage.ask = 0
         stage.opened = True
         stage.attempt, stage.next_seat = stage.asked_attempt, stage.asked_next
-        stage.has = 0 if stage.opening else max(0, min(event.position, self._sure()))
+        stage.has = 0 if stage.opening else max(0, min(event.position, self.works.sure))
 
     def _declined(self, event: Declined, now: float, out: list[Instruction]) -> None:
         stage = self._stages[event.stage]
@@ -380,14 +301,12 @@ class Session:
         due = self.next_deadline()
         if due is None or now < due:
             return
-        works = self._flight if self._phase is Phase.RUNNING else self._feed
+        works = self._waited_for
         assert works
-        self._stalled += 1
-        if self._stalled > 1:
+        self._stalls += 1
+        if self._stalls > MOST_STALLS:
             waited_s = now - works[0].sent_at
-            text = (
-                f"no stage is lost, and yet work {works[0].number} of the chain was not answered for {waited_s:.0f} s"
-            )
+            text = f"no stage is lost, and yet the chain did not answer for {waited_s:.0f} s"
             self._fail(DeadlineExceeded(text, remedy="a worker may be overloaded: see p2ptrain peers"), out)
             return
         self._begin_mending(now)
@@ -398,10 +317,8 @@ class Session:
         """Raise the attempt: whatever is under way counts no more."""
         self.attempt += 1
         self._feed = None
-        while self._flight and self._flight[0].index < 0:
-            self._flight.popleft()
-        for work in self._flight:
-            work.mended = True
+        self._owed = 0
+        self.works.stop()
         for stage in self._stages:
             stage.replay = 0
         if self._mending is None:
@@ -492,7 +409,7 @@ class Session:
             if all(self._ready(index) for index in range(len(self._stages))) and self._filled(now, out):
                 self._go_on(now, out)
         if self._phase is Phase.RUNNING:
-            self._send_all(self._flight, now, out)
+            self._send_all(self.works.flight, now, out)
 
     def _seek(self, out: list[Instruction]) -> None:
         for index, stage in enumerate(self._stages):
@@ -525,16 +442,12 @@ class Session:
             if stage.opening:
                 out.append(Open(index, stage.seat, stage.ask, self.attempt, next_seat, timeout_s))
             else:
-                keep = self._sure()
+                keep = self.works.sure
                 out.append(Resume(index, stage.seat, stage.ask, self.attempt, keep, next_seat, timeout_s))
-
-    def _sure(self) -> int:
-        """Positions that every stage holds which was not lost since, and that will not change."""
-        return min([len(self._done_ids), *(work.keep for work in self._flight if work.sent)])
 
     def _filled(self, now: float, out: list[Instruction]) -> bool:
         """Whether every stage holds what is sure; those that do not are being filled."""
-        sure, complete = self._sure(), True
+        sure, complete = self.works.sure, True
         index = 0
         while index < len(self._stages):
             stage = self._stages[index]
@@ -546,7 +459,7 @@ class Session:
                 index += 1
             if first == 0:
                 if self._feed is None:
-                    self._feed = deque(self._own_works(0, sure, index))
+                    self._feed = deque(self.works.again(0, sure, index))
                 self._send_all(self._feed, now, out)
             elif not self._stages[first - 1].replay:
                 self._ask_for_replay(first - 1, sure, index, out)
@@ -557,37 +470,21 @@ class Session:
         stage = self._stages[index]
         self._last_ask += 1
         stage.replay, stage.filling = self._last_ask, last
-        timeout_s = self._pace.patience_s(stop)
-        out.append(Replay(index, stage.seat, stage.replay, self.attempt, self._number(), stop, last, timeout_s))
+        number, timeout_s = self.works.number(), self._patience_s(stop)
+        self._owed = max(self._owed, stop)
+        out.append(Replay(index, stage.seat, stage.replay, self.attempt, number, stop, last, timeout_s))
 
     def _go_on(self, now: float, out: list[Instruction]) -> None:
         self._phase, self._feed = Phase.RUNNING, None
         mending, self._mending = self._mending, None
         assert mending is not None
-        if self._flight:
-            sure, first = self._sure(), self._flight[0].keep
-            self._flight.extendleft(reversed(self._own_works(sure, first, len(self._stages) - 1)))
-        for work in self._flight:
-            work.due, work.number = 0.0, self._number()
+        self.works.begin_again()
         out.append(Mended(tuple(mending.lost.items()), now - mending.began_at))
 
-    def _own_works(self, start: int, stop: int, last: int) -> list[_Work]:
-        """Works that bring positions [start, stop) of what was answered to stages [0, last]."""
-        works: list[_Work] = []
-        while start < stop:
-            end = min(start + CHUNK, stop)
-            if not self._alike:
-                alone = self._alone.find(1, start, end)
-                end = start + 1 if alone == start else alone if alone > 0 else end
-            works.append(_Work(-1, self._number(), start, tuple(self._done_ids[start:end]), last, 0, 0))
-            start = end
-        return works
+    def _patience_s(self, positions: int) -> float:
+        return self._pace.patience_s(self._owed + positions) * 2.0**self._stalls
 
-    def _number(self) -> int:
-        self._last_number += 1
-        return self._last_number
-
-    def _send_all(self, works: deque[_Work], now: float, out: list[Instruction]) -> None:
+    def _send_all(self, works: deque[Work], now: float, out: list[Instruction]) -> None:
         """What is due to be sent, ``WINDOW`` at a time."""
         ahead = 0
         for place, work in enumerate(works):
@@ -598,7 +495,7 @@ class Session:
                 continue
             if not work.sent:
                 work.sent, work.sent_at = True, now
-            work.due = now + self._pace.patience_s(ahead)
+            work.due = now + self._patience_s(ahead)
             out.append(
                 Send(
                     self._stages[0].seat,
@@ -616,17 +513,7 @@ class Session:
 
     def validate(self) -> None:
         """Raise ``AssertionError`` where what must always be so is not."""
-        numbers = [work.number for work in self._flight]
-        assert numbers == sorted(set(numbers))
-        assert not numbers or numbers[-1] <= self._last_number
-        history = list(self._done_ids)
-        for work in self._flight:
-            assert work.keep <= len(history), "a work keeps more than there is"
-            if work.index >= 0:
-                del history[work.keep :]
-                history += work.ids
-        assert history == self.ids, "answered works and those under way make up what was submitted"
-        assert sum(work.index >= 0 for work in self._flight) <= WINDOW
+        self.works.validate()
         for index, stage in enumerate(self._stages):
             assert stage.attempt <= self.attempt
             assert stage.seat >= 0 or not (stage.opened or stage.ask or stage.replay)
@@ -634,4 +521,4 @@ class Session:
                 assert self._ready(index)
         assert (self._mending is None) == (self._phase is Phase.RUNNING) or self._phase is Phase.ENDED
         if self._phase is Phase.RUNNING:
-            assert all(work.due for work in list(self._flight)[:WINDOW]), "a work waits without a deadline"
+            assert all(work.due for work in list(self.works.flight)[:WINDOW]), "a work waits without a deadline"

@@ -17,7 +17,8 @@ from roles.chain.plan import Crew
 from roles.stage_stand_in import stand_in_config, tokens_of
 from roles.worker.parts import UNKNOWN_PART
 from roles.worker.stage_works import NEXT_STAGE, UNKNOWN_SESSION
-from tests.roles.chain.conftest import CONFIG, Scene, play
+
+from .scene import CONFIG, Scene, play
 
 GREEDY = Sampling(temperature=0)
 SEEDED = Sampling(temperature=1.5, top_k=40, top_p=0.95, seed=4)
@@ -199,7 +200,7 @@ def test_stages_die_one_after_the_other(tmp_path: Path) -> None:
 
 
 def test_a_second_stage_dies_while_the_first_is_replaced(tmp_path: Path) -> None:
-    for later_s in [each / 500 for each in range(0, 60, 3)]:
+    for later_s in [each / 500 for each in range(0, 60, 5)]:
 
         async def happens(scene: Scene, session: GenerationSession, number: int, later_s: float = later_s) -> None:
             if number == 5:
@@ -213,7 +214,7 @@ def test_a_second_stage_dies_while_the_first_is_replaced(tmp_path: Path) -> None
 
 
 def test_the_spare_dies_while_it_takes_over(tmp_path: Path) -> None:
-    for later_s in [each / 500 for each in range(0, 60, 3)]:
+    for later_s in [each / 500 for each in range(0, 60, 5)]:
 
         async def happens(scene: Scene, session: GenerationSession, number: int, later_s: float = later_s) -> None:
             if number == 5:

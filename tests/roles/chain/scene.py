@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -22,6 +23,7 @@ from wire.memory import MemoryNetwork
 from wire.virtual import run_virtual
 
 LAYERS = 6
+DEADLINE_S = 300.0
 CONFIG = stand_in_config(
     layers=LAYERS, rows=200, context=6000
 )  # so that the layers, not the head, decide who holds what
@@ -125,7 +127,8 @@ def play(
         for worker in workers.values():
             await worker.start()
         try:
-            await test(scene)
+            async with asyncio.timeout(DEADLINE_S):  # virtual ones: beats go on for ever
+                await test(scene)
         finally:
             for worker in workers.values():
                 await worker.stop()

@@ -1,0 +1,103 @@
+"""A client in a whole cluster, plain and encrypted: the seed tells of workers, and certificates say who may what."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from p2ptrain.core.errors import NetworkError, Refused
+from p2ptrain.core.serving import Sampling
+from roles.chain.around import Around
+from roles.chain.client import Chain
+from roles.chain.models import local_model
+from roles.chain.plan import Crew, workers_of
+from roles.in_process import Cluster, Peer
+from roles.stage_stand_in import WIDTH, StandIns, tokens_of, write_model
+from wire.handshake import dial, local_hello
+from wire.memory import MemoryNetwork
+
+from .scene import CONFIG, sizes_of
+
+SEEDED = Sampling(temperature=1.5, top_k=40, top_p=0.95, seed=4)
+PROMPT = [5, 80, 11, 11, 3]
+
+
+@asynccontextmanager
+async def cluster_at(tmp_path: Path, *, encrypted: bool) -> AsyncIterator[Cluster]:
+    made = Cluster(tmp_path / "cluster", MemoryNetwork(), encrypted=encrypted)
+    await made.start_seed()
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+async def joined(cluster: Cluster, count: int) -> list[Peer]:
+    peers = [cluster.join(holding=StandIns().holding) for _ in range(count)]
+    async with asyncio.timeout(30):
+        for peer in peers:
+            await peer.joined.wait()
+    return peers
+
+
+async def around(cluster: Cluster, role: str = "operator") -> Around:
+    if not cluster.encrypted:
+        return Around(cluster.world(), "client", "client", cluster.address[0])
+    member = await cluster.member(cluster.ticket(role))
+    return Around(cluster.world(member.network), member.peer_id, "client", cluster.address[0])
+
+
+@asynccontextmanager
+async def loaded(cluster: Cluster, tmp_path: Path) -> AsyncIterator[Chain]:
+    me = await around(cluster)
+    async with cluster.operator() as seed:
+        workers = await workers_of(seed.request)
+    crew = await Crew.meet(me, workers)
+    model = await local_model(me, write_model(tmp_path / "model", CONFIG))
+    plan = await crew.plan(model, sizes_of(CONFIG), positions=200, activation_bytes=4 * WIDTH, dtype="fp32", stages=3)
+    chain = await Chain.load(crew, model, plan)
+    yield chain
+    await chain.close()
+    await crew.close()
+
+
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
+async def test_tokens_come_though_a_worker_is_killed(tmp_path: Path, encrypted: bool) -> None:
+    async with cluster_at(tmp_path, encrypted=encrypted) as cluster:
+        peers = await joined(cluster, 4)
+        async with loaded(cluster, tmp_path) as chain:
+            names = [stage.worker.name for stage in chain.plan.stages]
+            async with await chain.generate(PROMPT, max_new_tokens=20, sampling=SEEDED) as session:
+                made: list[int] = []
+                async with asyncio.timeout(30):
+                    async for token in session:
+                        made.append(token.id)
+                        if len(made) == 6:
+                            await next(peer for peer in peers if peer.identity.name == names[1]).die()
+            assert made == tokens_of(CONFIG, PROMPT, 20, SEEDED)
+            assert len(session.mendings) == 1
+
+
+async def test_only_operators_use_chains(tmp_path: Path) -> None:
+    async with cluster_at(tmp_path, encrypted=True) as cluster:
+        (peer,) = await joined(cluster, 1)
+        worker = await cluster.member(cluster.ticket("worker"))
+        operator = await cluster.member(cluster.ticket("operator"))
+        for member, roles, purpose in (
+            (worker, ["worker"], "chain"),
+            (worker, ["worker"], "give"),
+            (operator, [], "stage"),
+        ):
+            hello = local_hello(peer_id=member.peer_id, name="x", roles=roles, purpose=purpose, job="ab")
+            with pytest.raises(Refused) as caught:
+                await dial(member.network, *peer.address, hello, timeout_s=5)
+            assert caught.value.code == "not-permitted"
+        async with cluster.operator() as seed:
+            workers = await workers_of(seed.request)
+        as_worker = await around(cluster, "worker")
+        with pytest.raises(NetworkError, match="certificate"):
+            await Crew.meet(as_worker, workers)
