@@ -34,6 +34,8 @@ works                  ``Terms.payload_bytes_untrusted``, and the stand-in's pay
 tensor-tables          ``TableTaker``, and what a part takes of a table
 tensor-digests         ``cached_untrusted``
 stages                 two whole workers, told anything by a client and by a stage
+chain-answers, -works  what workers answer to the client of a chain, and say of its works
+chain-clients          a whole client, told anything by the stages of its session
 =====================  ==================================================================================
 """
 
@@ -44,6 +46,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from . import (
+    chain_targets,
     compute_targets,
     credential_targets,
     door_targets,
@@ -72,6 +75,7 @@ TARGETS: tuple[Target, ...] = (
     *model_targets.TARGETS,
     *compute_targets.TARGETS,
     *stage_targets.TARGETS,
+    *chain_targets.TARGETS,
 )
 
 

@@ -1,0 +1,214 @@
+"""Split models, the client's side: what workers answer, and what their stages say of its sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.errors import P2PTrainError, ProtocolError
+from p2ptrain.core.serving import Sampling
+from p2ptrain.core.world import LoopClock, World
+from ring.placement import ModelSizes
+from roles.chain.around import Around, WorkerAt
+from roles.chain.client import Chain, loaded_untrusted
+from roles.chain.generation import MAX_STAGES, _position_untrusted, arrived_untrusted
+from roles.chain.models import Model, local_model
+from roles.chain.plan import Crew, offer_untrusted
+from roles.chain.works import CHUNK
+from roles.stage_stand_in import WIDTH, StandIns, stand_in_config, write_model
+from roles.worker.stage_testing import PORT, LoopThreads, Stage
+from wire.chain_messages import ChainBroken, PartLoading, Picked, Took
+from wire.memory import MemoryNetwork
+from wire.messages import Message, Request, Response, StillHere
+from wire.virtual import run_virtual
+
+from .engine import Target
+from .strategies import FREE, REAL, TEXT, WHOLE, made
+
+CONFIG = stand_in_config(layers=3, rows=1)
+VOCAB = 97
+
+# ------------------------------------------------------------------------------------------------------------- answers
+
+_PART = {
+    "part": "p1",
+    "model": "ab",
+    "start": 0,
+    "stop": 2,
+    "layers": 3,
+    "dtype": "fp32",
+    "sessions": 0,
+    "weights_bytes": 8,
+    "cache_position_bytes": 8,
+}
+_OFFER = {"memory_bytes": 1 << 30, "limit_bytes": 1 << 30, "stream_bps": 1e9, "device": "cpu", "parts": [_PART]}
+_LOADED = {
+    "part": "p1",
+    "width": 8,
+    "vocab_size": VOCAB,
+    "encoding": "fp32",
+    "weights_bytes": 8,
+    "cache_position_bytes": 8,
+    "read_bytes": 0,
+    "received_bytes": 8,
+    "resident_bytes": 8,
+    "device": "cpu",
+}
+
+
+@st.composite
+def _answers(draw: st.DrawFn) -> dict[str, Any]:
+    """An answer, changed in a place or two, in those of a part that is offered, too."""
+    answer: dict[str, Any] = dict(draw(st.sampled_from([_OFFER, _LOADED, {"position": 3}])))
+    if "parts" in answer:
+        answer["parts"] = [dict(_PART) for _ in range(draw(st.sampled_from([0, 1, 1, 2, 65])))]
+    for _ in range(draw(st.integers(0, 2))):
+        target = answer
+        if answer.get("parts") and isinstance(answer["parts"], list) and draw(st.booleans()):
+            target = answer["parts"][0]
+        if isinstance(target, dict):
+            target[draw(st.sampled_from(sorted(target)) | TEXT)] = draw(FREE | WHOLE | REAL)
+    return answer
+
+
+def _check_answer(answer: dict[str, Any]) -> None:
+    for parse in (offer_untrusted, loaded_untrusted, _position_untrusted):
+        try:
+            found = parse(answer)
+        except ProtocolError:
+            continue
+        assert found is not None
+
+
+ANSWERS = Target(
+    "chain-answers",
+    _answers(),
+    _check_answer,
+    (
+        "roles.chain.plan.offer_untrusted",
+        "roles.chain.plan._part_untrusted",
+        "roles.chain.client.loaded_untrusted",
+        "roles.chain.generation._position_untrusted",
+    ),
+    peak_bytes=64 << 10,
+)
+
+# ------------------------------------------------------------------------------------------------- a session's answers
+
+_TOKENS = st.lists(st.integers(-1, VOCAB), max_size=4).map(
+    lambda ids: b"".join(each.to_bytes(4, "little", signed=True) for each in ids)
+)
+_SPENT = st.lists(st.integers(0, 1000), max_size=4) | st.lists(WHOLE, max_size=3) | st.just([0] * 65)
+_SMALL = st.integers(-1, 6)
+_ENDED = st.builds(
+    Picked, st.just("s"), _SMALL, _SMALL, _TOKENS | st.binary(max_size=9) | st.just(bytes(4 * CHUNK + 4)), _SPENT
+) | st.builds(Took, st.just("s"), _SMALL, _SMALL, _SPENT)
+
+
+def _check_ended(message: Picked | Took) -> None:
+    try:
+        found = arrived_untrusted(message, VOCAB)
+    except ProtocolError:
+        return
+    assert len(found.spent_us) <= MAX_STAGES
+    assert all(0 <= token < VOCAB for token in found.tokens)
+
+
+ENDED = Target("chain-works", _ENDED, _check_ended, ("roles.chain.generation.arrived_untrusted",), peak_bytes=256 << 10)
+
+# ------------------------------------------------------------------------------------------------------ a whole client
+
+_BROKEN = st.builds(
+    ChainBroken, st.just("s"), _SMALL, _SMALL, st.sampled_from(["next-stage", "failed", "", "x" * 99]), TEXT, TEXT
+)
+_LOADING = st.builds(PartLoading, _SMALL, _SMALL) | made(PartLoading)
+_SAID = st.lists(
+    st.tuples(
+        st.integers(0, 1),
+        _ENDED | _BROKEN | _LOADING | made(Response) | made(Request) | made(Picked) | st.just(StillHere()),
+    ),
+    max_size=8,
+)
+
+
+@cache
+def _model() -> tuple[Path, tempfile.TemporaryDirectory[str]]:
+    kept = tempfile.TemporaryDirectory(prefix="p2ptrain-fuzz-")
+    return write_model(Path(kept.name) / "model", CONFIG), kept
+
+
+async def _talked(said: list[tuple[int, Message]]) -> None:
+    """Two stages of a session lie between its tokens. It goes on, or ends with an error, and nothing else breaks."""
+    directory, kept = _model()
+    wrong: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: wrong.append(context))
+    network = MemoryNetwork()
+    stages = [Stage(name, network.at(name), Path(kept.name) / name, StandIns()) for name in ("w0", "w1", "w2")]
+    for stage in stages:
+        await stage.start()
+    world = World(LoopClock(), network.at("client"), RealDisk(), random.Random(1), LoopThreads())
+    around = Around(world, "client", "client", "seed")
+    crew = await Crew.meet(around, [WorkerAt(stage.name, stage.name, stage.name, PORT) for stage in stages])
+    try:
+        async with asyncio.timeout(900):
+            await _generated(crew, await local_model(around, directory), stages, said)
+    finally:
+        await crew.close()
+        for stage in stages:
+            await stage.stop()
+    assert not wrong, wrong
+
+
+async def _generated(crew: Crew, model: Model, stages: list[Stage], said: list[tuple[int, Message]]) -> None:
+    sizes = ModelSizes((32,) * 3, (4 * WIDTH,) * 3, 4 * WIDTH * VOCAB, 4 * WIDTH * (VOCAB + 1))
+    plan = await crew.plan(
+        model, sizes, positions=64, activation_bytes=4 * WIDTH, dtype="fp32", stages=2, measure_s=0.0
+    )
+    chain = await Chain.load(crew, model, plan)
+    try:
+        session = await chain.generate([1, 2, 3], max_new_tokens=6, sampling=Sampling(temperature=0))
+        left = list(said)
+        async for token in session:
+            assert 0 <= token.id < VOCAB
+            for index, message in left[:3]:
+                _say(stages[index], session.id, message)
+            del left[:3]
+            await asyncio.sleep(0.01)
+    except P2PTrainError:
+        return  # nobody is left to take a liar's place, or the works make no sense
+    finally:
+        await chain.close()
+
+
+def _say(stage: Stage, session: str, message: Message) -> None:
+    """To each client of a worker, of its session where it is of one."""
+    if isinstance(message, Picked):
+        message = Picked(session, message.attempt, message.number, message.tokens, message.spent_us)
+    elif isinstance(message, Took):
+        message = Took(session, message.attempt, message.number, message.spent_us)
+    elif isinstance(message, ChainBroken):
+        message = ChainBroken(session, message.attempt, message.lost, message.code, message.reason, message.remedy)
+    for client in stage.stages._clients:
+        try:
+            client.line.connection.send(message)
+        except (P2PTrainError, ValueError, TypeError):  # no message of ours, and so never on the wire
+            continue
+
+
+CLIENT = Target(
+    "chain-clients",
+    _SAID,
+    lambda case: run_virtual(_talked(case)),
+    ("roles.chain.peer.Peer._take_untrusted", "roles.chain.generation.GenerationSession._sender_untrusted"),
+    peak_bytes=16 << 20,
+    weight=10,
+)
+
+TARGETS = (ANSWERS, ENDED, CLIENT)
