@@ -221,6 +221,22 @@ def test_an_answer_that_does_not_come() -> None:
     assert "did not answer" in failed.error.message
 
 
+def test_a_stage_whose_work_failed_is_opened_again_and_the_second_time_replaced() -> None:
+    core = Session([1, 1], 0.0)
+    core.handle(ev.Tick(), 0.0)
+    core.handle(ev.Agreed(1, 1), 0.0)
+    core.handle(ev.Agreed(0, 2), 0.0)
+    core.handle(ev.Submit((5,), 0, 1, 0), 0.0)
+    out = core.handle(ev.Broken(1, 1, 1, "failed", "out of memory"), 1.0)
+    # The stage before dials it when it is open again: its session is another one now.
+    assert [type(item) for item in out] == [ev.Close, ev.Open]
+    (resume,) = core.handle(ev.Agreed(1, 3), 1.0)
+    assert isinstance(resume, ev.Resume)
+    assert any(isinstance(item, ev.Send) for item in core.handle(ev.Agreed(0, resume.ask), 1.0))
+    out = core.handle(ev.Broken(1, 2, 1, "failed", "out of memory"), 2.0)
+    assert ev.Replace(1, 1, "out of memory") in out
+
+
 def test_a_hung_stage_loses_its_place() -> None:
     core = Session([1, 1], 0.0)
     core.handle(ev.Tick(), 0.0)
