@@ -227,17 +227,20 @@ def place(wanted: Wanted, peers: Iterable[Peer], *, stages: int | None = None) -
     return _placement(wanted, hops, chain, exact=found.exact and everything)
 
 
-def priced(wanted: Wanted, chain: Sequence[tuple[Peer, int, int]]) -> Placement | None:
+def priced(wanted: Wanted, peers: Iterable[Peer], chain: Sequence[tuple[Peer, int, int]]) -> Placement | None:
     """What a given chain of (peer, start, stop) would do; None where memory or connections do not allow it.
+
+    Args:
+        peers: all that there are: links between them that were not measured are as the median of those that were.
 
     Raises:
         ValueError: its parts do not make the model, or a peer is in it twice.
     """
-    peers = _checked(wanted, [peer for peer, _, _ in chain])
+    _checked(wanted, [peer for peer, _, _ in chain])
     ends = [0, *(stop for _, _, stop in chain)]
     if [start for _, start, _ in chain] != ends[:-1] or ends[-1] != wanted.sizes.layers:
         raise ValueError("the parts of a chain make the model, in their order")
-    hops = _Hops(wanted, peers)
+    hops = _Hops(wanted, _checked(wanted, peers))
     if any(_why_not(wanted, hops, chain, index, ()) for index in range(len(chain))):
         return None
     return _placement(wanted, hops, chain, exact=False)

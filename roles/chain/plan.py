@@ -337,7 +337,7 @@ class Crew:
                 continue
             used = {seat.id for seat, _, _ in chain}
             chains += [[*chain, part] for part in held if part[1] == at and part[0].id not in used]
-        priced = [made for chain in whole if (made := placing.priced(wanted, chain)) is not None]
+        priced = [made for chain in whole if (made := placing.priced(wanted, seats, chain)) is not None]
         fitting = [made for made in priced if stages in (None, len(made.stages))]
         return min(fitting, key=lambda made: (made.bottleneck_s, made.token_s), default=None)
 

@@ -15,7 +15,7 @@ import pytest
 from p2ptrain.core.errors import ResourceError, UserError
 from ring import placement, placement_search
 from ring.order import LinkQuality
-from ring.placement import ModelSizes, Peer, Placement, Wanted, place, replacement
+from ring.placement import ModelSizes, Peer, Placement, Wanted, place, priced, replacement
 
 Chain = list[tuple[Peer, int, int]]
 CLIENT = "client"
@@ -529,3 +529,21 @@ def test_several_lost_stages_are_taken_one_after_the_other():
     made = replacement(wanted, plan, ["a", "b"], [Peer("c", "c", 40, 2.0)])
     assert made.placement is not None
     assert (made.placement.bottleneck_s, made.placement.token_s) == (80, 80)
+
+
+def test_a_given_chain_is_priced_as_the_same_one_that_is_found():
+    sizes = ModelSizes((100,) * 6, (1,) * 6, 50, 50)
+    peers = [Peer(f"p{index}", f"p{index}", 400, (1 + index) * 1e-6) for index in range(4)]
+    links = {("p0", "p1"): LinkQuality(0.01, 1e6), ("p2", "p3"): LinkQuality(0.3)}
+    wanted = Wanted(sizes, 10, 64, CLIENT, links)
+    found = place(wanted, peers)
+    chain = [(stage.peer, stage.start, stage.stop) for stage in found.stages]
+    assert priced(wanted, peers, chain) == replace(found, exact=False)
+    (first, start, stop), *others = chain
+    assert priced(wanted, peers, [(replace(first, memory_bytes=10), start, stop), *others]) is None
+    parted = replace(wanted, apart=frozenset({(chain[0][0].id, chain[1][0].id)}))
+    assert priced(parted, peers, chain) is None
+    with pytest.raises(ValueError, match="in their order"):
+        priced(wanted, peers, chain[:-1])
+    with pytest.raises(ValueError, match="unique"):
+        priced(wanted, peers, [(first, 0, 3), (first, 3, 6)])
