@@ -14,7 +14,7 @@ from roles.chain import events as ev
 from roles.chain.client import Chain
 from roles.chain.generation import GenerationSession
 from roles.chain.plan import Crew
-from roles.stage_stand_in import stand_in_config, tokens_of
+from roles.stage_stand_in import WIDTH, stand_in_config, tokens_of
 from roles.worker.parts import UNKNOWN_PART
 from roles.worker.stage_works import NEXT_STAGE, UNKNOWN_SESSION
 
@@ -59,6 +59,18 @@ def test_three_stages_give_what_one_model_gives(tmp_path: Path, sampling: Sampli
         await test(scene)
 
     play(tmp_path, timed, delay_s=lambda source, target: NEAR_S)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_any_number_of_stages(tmp_path: Path, stages: int) -> None:
+    async def test(scene: Scene) -> None:
+        async with scene.chain(stages=stages) as chain:
+            async with await chain.generate(PROMPT, max_new_tokens=12, sampling=SEEDED) as session:
+                assert await collected(session) == tokens_of(CONFIG, PROMPT, 12, SEEDED)
+            assert chain.width == WIDTH
+            assert chain.encoding == "fp32"
+
+    play(tmp_path, test)
 
 
 def test_it_ends_at_a_stop_token(tmp_path: Path) -> None:
