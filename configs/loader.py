@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import tomli
 from pydantic import ValidationError
@@ -208,6 +208,9 @@ def _parsed(key: str, text: str) -> object:
     kind = _FIELDS[key].annotation
     if kind is bool:
         return {"true": True, "false": False}.get(text.lower(), text)
+    if get_origin(kind) is list:  # of whole numbers: 2,3 or [2, 3]
+        parts = [part.strip() for part in text.strip().removeprefix("[").removesuffix("]").split(",") if part.strip()]
+        return [int(part) if part.isascii() and part.isdigit() else part for part in parts]
     if kind not in (int, float):
         return text[1:-1] if len(text) >= 2 and text[0] == text[-1] and text[0] in "\"'" else text
     try:

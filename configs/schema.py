@@ -47,8 +47,10 @@ class Table(BaseModel):
 class Job(Table):
     """The run as a whole."""
 
-    strategy: Literal["sync"] = Field(
-        default="sync", description="What members exchange: 'sync' reduces the gradients of every step."
+    strategy: Literal["sync", "pipeline"] = Field(
+        default="sync",
+        description="What members exchange: 'sync' reduces the gradients of every step; 'pipeline' also splits the "
+        "model over several workers, as [pipeline] says.",
     )
     steps: int = Field(default=400, ge=1, le=10**9, description="Optimizer steps of the whole run.")
     seed: int = Field(
@@ -120,6 +122,34 @@ class Batch(Table):
     )
     micro_batch_sequences: int = Field(
         default=4, ge=1, le=65536, description="Sequences in a micro-batch; memory grows with it."
+    )
+
+
+class Pipeline(Table):
+    """A model in parts, for what no worker can hold alone. So many workers, one for each part, make a crew; crews share
+    the micro-batches."""
+
+    stages: int = Field(
+        default=0, ge=0, le=256, description="Parts of the model: each worker holds one of them. 0: not split."
+    )
+    cuts: list[Annotated[int, Field(ge=1, le=1023)]] = Field(
+        default=[],
+        max_length=255,
+        description="Layers with which the second and each later part begin; empty: parts of about equal size.",
+    )
+    schedule: Literal["1f1b", "gpipe"] = Field(
+        default="1f1b",
+        description="Order of forward and backward passes: '1f1b' holds few micro-batches in memory, 'gpipe' all.",
+    )
+    activations: Literal["fp32", "bf16", "fp16", "int8"] = Field(
+        default="fp32", description="How hidden states and their gradients travel between the parts."
+    )
+    recompute: bool = Field(
+        default=False,
+        description="Compute the hidden states of a part again in its backward pass, rather than keep them.",
+    )
+    max_in_flight: int = Field(
+        default=0, ge=0, le=65536, description="Most micro-batches that a part holds at a time; 0: by the schedule."
     )
 
 
@@ -272,6 +302,7 @@ class Profile(Table):
     model: Model = Model()
     data: Data = Data()
     batch: Batch = Batch()
+    pipeline: Pipeline = Pipeline()
     optimizer: Optimizer = Optimizer()
     validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()
@@ -287,8 +318,9 @@ class Profile(Table):
             self._check_divides("model.hidden_size", "model.heads")
             self._check_divides("model.heads", "model.kv_heads")
             self._check_at_most("data.sequence_tokens", "model.context")
-        self._check_at_most("job.workers", "batch.micro_batches", why=": some would have nothing to do")
+        self._check_workers()
         self._check_beats()
+        self._check_pipeline()
         self._check_exact()
         return self
 
@@ -297,6 +329,52 @@ class Profile(Table):
             problem = f"job.exact = true and ring.codec = {self.ring.codec!r}: a codec rounds what exact sums keep"
             remedy = "ring.codec = 'fp32', or job.exact = false"
             raise Conflict("job.exact", "ring.codec", problem=problem, remedy=remedy)
+
+    @property
+    def stages(self) -> int:
+        """Parts of the model; 1 where it is not split."""
+        return max(self.pipeline.stages, 1)
+
+    def _check_workers(self) -> None:
+        if self.stages == 1:
+            self._check_at_most("job.workers", "batch.micro_batches", why=": some would have nothing to do")
+        elif self.job.workers // self.stages > self.batch.micro_batches:
+            keys = ("job.workers", "pipeline.stages", "batch.micro_batches")
+            problem = f"{_said(self, *keys)}: more crews than micro-batches, and some would have nothing to do"
+            most = self.batch.micro_batches * self.stages
+            raise Conflict(*keys, problem=problem, remedy=f"job.workers at most {most}")
+
+    def _check_pipeline(self) -> None:
+        split, stages = self.job.strategy == "pipeline", self.pipeline.stages
+        if split != (stages >= 2):
+            keys = ("job.strategy", "pipeline.stages")
+            remedy = "strategy 'pipeline' with pipeline.stages of 2 or more, or strategy 'sync' with 0"
+            raise Conflict(*keys, problem=f"{_said(self, *keys)}: they belong together", remedy=remedy)
+        if not split:
+            return
+        self._check_at_most("pipeline.stages", "job.workers", why=": each part needs a worker")
+        if self.job.exact:
+            problem = "job.exact = true and job.strategy = 'pipeline': exact sums are not made of a model in parts yet"
+            raise Conflict("job.exact", "job.strategy", problem=problem, remedy="job.exact = false")
+        if not self.model.path:
+            self._check_at_most("pipeline.stages", "model.layers", why=": a part without a layer")
+        self._check_cuts()
+
+    def _check_cuts(self) -> None:
+        cuts, stages = self.pipeline.cuts, self.pipeline.stages
+        if not cuts:
+            return
+        if len(cuts) != stages - 1:
+            keys: tuple[str, ...] = ("pipeline.cuts", "pipeline.stages")
+            problem = f"{_said(self, *keys)}: {len(cuts)} cuts make {len(cuts) + 1} parts"
+            raise Conflict(*keys, problem=problem, remedy=f"{stages - 1} cuts, or none")
+        if any(before >= after for before, after in zip(cuts, cuts[1:], strict=False)):
+            problem = f"{_said(self, 'pipeline.cuts')}: they must grow, for each begins the next part"
+            raise Conflict("pipeline.cuts", problem=problem, remedy=f"such as {sorted(set(cuts))}")
+        if not self.model.path and cuts[-1] >= self.model.layers:
+            keys = ("pipeline.cuts", "model.layers")
+            problem = f"{_said(self, *keys)}: the last part would have no layer"
+            raise Conflict(*keys, problem=problem, remedy=f"the last cut at most {self.model.layers - 1}")
 
     def _check_divides(self, key: str, by_key: str) -> None:
         value, by = self.value(key), self.value(by_key)
@@ -343,6 +421,11 @@ class Profile(Table):
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(str(part) for part in first["loc"]) or "the whole"
             raise ProtocolError(f"a job's profile is not valid: {where}: {first['msg']}") from error
+
+
+def _said(profile: Profile, *keys: str) -> str:
+    """What the profile says of some settings, for people."""
+    return ", ".join(f"{key} = {profile.value(key)!r}" for key in keys)
 
 
 def fields() -> Iterator[tuple[str, FieldInfo]]:

@@ -138,7 +138,8 @@ class Heal(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Compute(Instruction):
-    """Gradients of micro-batches ``range(first, first + count)`` of step ``step`` (steps applied so far)."""
+    """Gradients of micro-batches ``range(first, first + count)`` of step ``step`` (steps applied so far): this member's
+    share, or that of its crew, of whose model it holds a part."""
 
     ticket: int
     step: int

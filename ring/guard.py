@@ -89,10 +89,15 @@ def verdict(tokens: Sequence[Token]) -> Fault | None:
     return None
 
 
-def odd_ones_out(digests: Sequence[bytes]) -> set[int]:
-    """Ranks whose digest is not that of the most members; where two are as frequent, that of the lowest rank counts."""
-    most = Counter(digests).most_common(1)[0][0]
-    return {rank for rank, digest in enumerate(digests) if digest != most}
+def odd_ones_out(digests: Sequence[bytes], stages: int = 1) -> set[int]:
+    """Ranks whose digest is not that of the most members that hold the same of ``stages`` parts of the model; where two
+    are as frequent, that of the lowest rank counts."""
+    odd = set()
+    for stage in range(stages):
+        alike = digests[stage::stages]
+        most = Counter(alike).most_common(1)[0][0]
+        odd |= {stages * replica + stage for replica, digest in enumerate(alike) if digest != most}
+    return odd
 
 
 def _identity(token: Token) -> tuple[int, int, bytes, bytes]:

@@ -26,7 +26,7 @@ from p2ptrain.core.errors import (
 )
 from p2ptrain.core.world import World
 from ring.detector import Memory
-from ring.view import MAX_STREAMS, View
+from ring.view import LABEL, MAX_STREAMS, View
 from wire.connection import Connection
 from wire.handshake import HANDSHAKE_TIMEOUT_S, RefusalCode, dial
 from wire.messages import Hello, MemberRecord, Refuse
@@ -91,8 +91,10 @@ class Inbound:
         self.memory = Memory()
         self._max_held = max_held
         self._hold_s = hold_s
-        self._newest = ("", 0)
-        self._dialling: dict[Kin, str] = {}  # who may dial in the newest view, where that is known; empty: nobody
+        self._job = ""
+        # Job, or the label of a ring of one of its stages → the newest generation, and who may dial in it, where that
+        # is known; an empty peer id: nobody.
+        self._newest: dict[str, tuple[int, dict[Kin, str]]] = {}
         self._places: dict[str, _Place] = {}
         self._waiting: dict[_Key, asyncio.Future[Connection]] = {}
 
@@ -100,25 +102,28 @@ class Inbound:
         """The view in which this worker, ``peer_id``, has a place: from now on only its left neighbour may connect."""
         self.expect(view.job, view.generation)
         rank = view.rank_of(peer_id)
-        if rank is not None and self._newest == (view.job, view.generation):
-            self._dialling[Kin.RING] = view.left_of(rank).peer_id
+        if rank is not None and self._newest[view.job][0] == view.generation:
+            self._newest[view.job][1][Kin.RING] = view.left_of(rank).peer_id
             self._judge_held()
 
     def announced_chain(self, view: View, before: str) -> None:
         """This worker is a stage of a chain in ``view``: from now on only the stage ``before`` may connect as such."""
         self.expect(view.job, view.generation)
-        if self._newest == (view.job, view.generation):
-            self._dialling[Kin.CHAIN] = before
+        if self._newest[view.job][0] == view.generation:
+            self._newest[view.job][1][Kin.CHAIN] = before
             self._judge_held()
 
     def expect(self, job: str, generation: int) -> None:
         """A view of ``job`` is known here: from now on older generations of it are refused, and those held are
         closed.
         """
-        if job == self._newest[0] and generation <= self._newest[1]:
-            return
-        self._newest, self._dialling = (job, generation), {}
-        self._judge_held()
+        own = job.partition(LABEL)[0]
+        if own != self._job:
+            self._job = own
+            self._newest.clear()
+        if generation > self._newest.get(job, (0, {}))[0]:
+            self._newest[job] = generation, {}
+            self._judge_held()
 
     def decide(self, hello: Hello) -> Refuse | None:
         """Why this caller may not connect, None where it may. For the handshake's decision; changes nothing."""
@@ -132,13 +137,11 @@ class Inbound:
         return Refuse(RefusalCode.BUSY, f"{len(self._places)} ring connections wait for their views", "try again")
 
     def _judge(self, job: str, generation: int, peer_id: str, kin: Kin) -> Refuse | None:
-        newest_job, newest = self._newest
-        if job != newest_job:
-            return None
+        newest, dialling = self._newest.get(job, (0, {}))
         if generation < newest:
             text = f"generation {generation} is over, the job is at {newest}"
             return Refuse(RefusalCode.STALE_GENERATION, text, "wait for the view that the seed announces next")
-        if generation == newest and self._dialling.get(kin, peer_id) != peer_id:
+        if generation == newest and dialling.get(kin, peer_id) != peer_id:
             text = f"{peer_id[:64]} is not the {kin.dialling} here in generation {generation}"
             return Refuse(RefusalCode.NOT_A_NEIGHBOUR, text, f"dial the {kin.dialled} that the seed announced")
         return None

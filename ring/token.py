@@ -104,6 +104,12 @@ def first_lineage(spec: str, digest: bytes = b"") -> str:
     return hashlib.blake2b(spec.encode() + digest, digest_size=16).hexdigest()
 
 
+def joined_digest(digests: bytes) -> bytes:
+    """The digest of a step of a split model, given those of its stages' reduced bytes, one after the other, 16 bytes
+    each: so there is one lineage for the whole model, and every stage's bytes decide it. 16 bytes."""
+    return hashlib.blake2b(digests, digest_size=16).digest()
+
+
 def next_lineage(lineage: str, digest: bytes) -> str:
     """Lineage after a step whose reduced bytes have ``digest`` was applied to a state of ``lineage``."""
     return hashlib.blake2b(bytes.fromhex(lineage) + digest, digest_size=16).hexdigest()

@@ -340,9 +340,10 @@ class Transaction:
         return [Say(self.report("healed")), *self._start_step()]
 
     def _start_step(self) -> list[Instruction]:
+        view = self._current_view()
         if self.applied >= self.steps_total:
             return self._confirm()
-        first, count = self.shares.of(self._rank)
+        first, count = self.shares.of(self._rank - view.stage_of(self._rank))  # the crew's is that of its stage 0
         self._go(Phase.COMPUTING)
         return [Compute(self._next_ticket(), self.applied, first, count)]
 
@@ -380,7 +381,8 @@ class Transaction:
         self._wishes &= ~self._asked  # a wish that came after the token waits for the next one
         # The same numbers summed in the same order on every member: clipping is bit-equal.
         self.square_sum = sum((token.part for token in tokens), start=0.0)
-        self._next_shares = self.shares.after([token.unit_us for token in tokens])
+        # Of a split model the crews' shares stay: what moves them is the slowest stage, and that is not in a token.
+        self._next_shares = self.shares if view.stages > 1 else self.shares.after([token.unit_us for token in tokens])
         self._go(Phase.APPLYING)
         return [Apply(self._next_ticket(), self.applied, self.square_sum, redo=False)]
 
@@ -437,9 +439,10 @@ class Transaction:
 
     def _confirmed(self, digests: Sequence[bytes]) -> list[Instruction]:
         """Rule 6; and equal lineages promise equal bits: this checks it."""
-        if len(digests) != self._current_view().size:
+        view = self._current_view()
+        if len(digests) != view.size:
             raise self._invalid(f"{len(digests)} digests")
-        if self._rank in odd_ones_out(digests):
+        if self._rank in odd_ones_out(digests, view.stages):
             self.torn = True
             return self._break_off(Broken(0, "", "its state has drifted from the others'"))
         return self._to_boundary(confirmed=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from p2ptrain.core.errors import ProtocolError
@@ -12,7 +12,10 @@ from wire.messages import MemberRecord, ViewAnnounced
 
 LONGEST_SILENCE_S = 86_400.0
 MAX_STREAMS = 16
+MAX_STAGES = 256
 MIN_SUB_CHUNK_BYTES, MAX_SUB_CHUNK_BYTES = 8, 64 << 20
+LABEL = "/"
+"""Between a job's id, which never has it, and the stage whose ring is meant."""
 CODEC_NAMES = frozenset({"fp32", "bf16", "fp16", "int8", "int4", "topk"})
 """Those of ``ring.codecs``; a test keeps the two equal, because a view is read where numpy is not needed."""
 
@@ -43,6 +46,8 @@ class View:
         codec: name of the encoding in which gradients travel (``ring.codecs``).
         care: how contributions are looked at (``Care``).
         ledger_step: the seed knows who computed each step up to this one.
+        stages: the model is split into so many parts, and rank r holds part r mod ``stages``; 1: each holds all of it.
+            The members of one replica, its *crew*, stand beside each other; its share is that of its stage 0.
     """
 
     job: str
@@ -58,10 +63,44 @@ class View:
     codec: str = "fp32"
     care: Care = Care.USUAL
     ledger_step: int = 0
+    stages: int = 1
 
     @property
     def size(self) -> int:
         return len(self.members)
+
+    @property
+    def replicas(self) -> int:
+        """How many hold each part of the model."""
+        return len(self.members) // self.stages
+
+    def stage_of(self, rank: int) -> int:
+        """Which part of the model that member holds."""
+        return rank % self.stages
+
+    def replica_of(self, rank: int) -> int:
+        """Which replica of the model that member belongs to."""
+        return rank // self.stages
+
+    def crew(self, rank: int) -> tuple[MemberRecord, ...]:
+        """The members of that one's replica, from the first stage to the last."""
+        first = rank - rank % self.stages
+        return self.members[first : first + self.stages]
+
+    def same_stage(self, rank: int) -> tuple[MemberRecord, ...]:
+        """The members that hold the same part as that one, by replica; all, where the model is not split."""
+        return self.members[self.stage_of(rank) :: self.stages]
+
+    def stage_ring(self, rank: int) -> View:
+        """The ring of the members that hold the same part: a view of its own, whose label no job has. Their shares are
+        those of their crews."""
+        heads = self.members[:: self.stages]
+        members = (
+            replace(member, first=head.first, count=head.count)
+            for member, head in zip(self.same_stage(rank), heads, strict=True)
+        )
+        label = f"{self.job}{LABEL}{self.stage_of(rank)}"
+        return replace(self, job=label, members=tuple(members), stages=1)
 
     def rank_of(self, peer_id: str) -> int | None:
         """The rank of a peer, None where it is not a member."""
@@ -95,6 +134,7 @@ class View:
             self.codec,
             int(self.care),
             self.ledger_step,
+            self.stages,
         )
 
     @classmethod
@@ -122,6 +162,7 @@ class View:
         _check_carriage_untrusted(message.streams, message.sub_chunk_bytes, message.codec)
         if message.care not in set(Care) or message.ledger_step < 0:
             raise ProtocolError(f"a view of care {message.care}, ledger step {message.ledger_step}")
+        _check_stages_untrusted(members, message.stages)
         return cls(
             message.job,
             message.generation,
@@ -135,6 +176,7 @@ class View:
             codec=message.codec,
             care=Care(message.care),
             ledger_step=message.ledger_step,
+            stages=message.stages,
         )
 
 
@@ -145,6 +187,13 @@ def _check_carriage_untrusted(streams: int, sub_chunk_bytes: int, codec: str) ->
         raise ProtocolError(f"a view whose sub-chunks are of {sub_chunk_bytes} bytes")
     if codec not in CODEC_NAMES:
         raise ProtocolError(f"a view whose codec {codec[:20]!r} is none")
+
+
+def _check_stages_untrusted(members: tuple[MemberRecord, ...], stages: int) -> None:
+    if not 1 <= stages <= MAX_STAGES or len(members) % stages:
+        raise ProtocolError(f"a view of {len(members)} members in {stages} stages")
+    if any(member.count and rank % stages for rank, member in enumerate(members)):
+        raise ProtocolError("a view that gives a share to a member beyond its crew's first stage")
 
 
 def shares(micro_batches: int, weights: list[float]) -> list[tuple[int, int]]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_TERM = 1 << 13
 """Terms of leading seeds are less: a generation of term t is above t << 40, and every number here below 2**53."""
 
@@ -207,6 +207,7 @@ class Assign(Message):
         spec: the job's effective profile as JSON (at most 32 KiB), as ``configs`` wrote it.
         corpus: SHA-256 of the tokenized corpus that the job began with; empty where no member has named it yet.
         restore_step: the step to go back to from a checkpoint; -1 to use the newest state that any member has.
+        stage, stages: which part of the model this worker holds, of how many; (0, 1) where the model is not split.
     """
 
     KIND: ClassVar[int] = 18
@@ -214,6 +215,8 @@ class Assign(Message):
     spec: str
     corpus: str = ""
     restore_step: int = -1
+    stage: int = 0
+    stages: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +303,7 @@ class ViewAnnounced(Message):
         square_sum: the squared gradient norm that step ``step`` was committed with, for members that redo it.
         heartbeat_s, death_s: between neighbours, the same for all: those of the member that is farthest from the seed.
         streams, sub_chunk_bytes, codec: how gradients travel; see ``ring.view.View``.
-        care, ledger_step: see ``ring.view.View``.
+        care, ledger_step, stages: see ``ring.view.View``.
     """
 
     KIND: ClassVar[int] = 20
@@ -317,6 +320,7 @@ class ViewAnnounced(Message):
     codec: str = "fp32"
     care: int = 0
     ledger_step: int = 0
+    stages: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -542,6 +546,7 @@ class HealRequest(Message):
         have_step, have_lineage: what the caller holds, -1 and empty where that is nothing: where the donor has kept
             the steps since, it offers those and no state.
         silence_s: after which each side gives the other up; each says something four times as often.
+        stage: of a split model: the part that the caller holds, which is the only one it can take.
     """
 
     KIND: ClassVar[int] = 48
@@ -551,6 +556,7 @@ class HealRequest(Message):
     silence_s: float
     have_step: int = -1
     have_lineage: str = ""
+    stage: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -605,6 +611,8 @@ class StepLogged(Message):
         step: steps applied with this one included.
         digest: xxh3-128 of the reduced bytes: with the lineage before, it makes the lineage after the step.
         square_sum: the squared gradient norm that it was committed with.
+        digests: of a split model: those of all stages' reduced bytes, one after the other, for the lineage is made of
+            all of them (``ring.token.joined_digest``); ``digest`` is among them.
     """
 
     KIND: ClassVar[int] = 52
@@ -612,6 +620,7 @@ class StepLogged(Message):
     digest: bytes
     square_sum: float
     size_bytes: int
+    digests: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from p2ptrain.core.errors import ConfigError
 TINY_STEPS = load("tiny", {}, []).profile.job.steps
 LR_KEYS = "[optimizer] has lr, min_lr_ratio, warmup_steps, weight_decay, beta1, beta2, eps, clip_norm"
 TABLES = (
-    "the tables are job, model, data, batch, optimizer, validation, checkpoint, device, ring, guard, link, membership"
+    "the tables are job, model, data, batch, pipeline, optimizer, validation, checkpoint, device, ring, guard, link, membership"
 )
 SHIPPED = "these ship: example, small, tiny, wan"
 
@@ -270,3 +270,11 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     large = tmp_path / "large.toml"
     large.write_bytes(b"#" * (1024 * 1024 + 1))
     assert _refusal(str(large))[0] == f"{large} is larger than a profile may be (1048576 bytes)"
+
+
+@pytest.mark.parametrize("text", ["2,3", "[2, 3]", " 2 , 3 "])
+def test_a_list_is_written_with_or_without_brackets(text: str) -> None:
+    split = ["job.strategy=pipeline", "job.workers=3", "pipeline.stages=3"]
+    assert load("tiny", {}, [*split, f"pipeline.cuts={text}"]).profile.pipeline.cuts == [2, 3]
+    with pytest.raises(ConfigError, match=r"pipeline\.cuts"):
+        load("tiny", {}, [*split, "pipeline.cuts=2,x"])

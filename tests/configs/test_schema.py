@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -96,3 +97,33 @@ def test_a_spec_cut_anywhere_is_a_protocol_error() -> None:
             Profile.from_spec_untrusted(text[:length])
     with pytest.raises(ProtocolError):
         Profile.from_spec_untrusted(text + "{}")
+
+
+def test_a_model_is_split_where_strategy_and_stages_both_say_so() -> None:
+    job, batch = {"strategy": "pipeline", "workers": 5}, {"micro_batches": 2}
+    profile = Profile.model_validate({"job": job, "batch": batch, "pipeline": {"stages": 2, "cuts": [3]}})
+    assert (profile.stages, Profile().stages) == (2, 1)
+    assert Profile.from_spec_untrusted(profile.to_spec()) == profile
+
+
+@pytest.mark.parametrize(
+    ("job", "pipeline", "said"),
+    [
+        ({"strategy": "pipeline"}, {}, "pipeline.stages = 0: they belong together"),
+        ({"strategy": "pipeline"}, {"stages": 1}, "pipeline.stages = 1: they belong together"),
+        ({}, {"stages": 2}, "job.strategy = 'sync', pipeline.stages = 2: they belong together"),
+        ({"workers": 1}, {"stages": 2}, "pipeline.stages = 2 is more than job.workers = 1"),
+        ({"exact": True}, {"stages": 2}, "job.exact = true and job.strategy = 'pipeline'"),
+        ({"workers": 5}, {"stages": 5}, "pipeline.stages = 5 is more than model.layers = 4"),
+        ({"workers": 20}, {"stages": 2}, "more crews than micro-batches"),
+        ({"workers": 3}, {"stages": 3, "cuts": [1]}, "1 cuts make 2 parts"),
+        ({"workers": 3}, {"stages": 3, "cuts": [2, 2]}, "they must grow"),
+        ({"workers": 3}, {"stages": 3, "cuts": [2, 4]}, "the last part would have no layer"),
+    ],
+)
+def test_a_split_that_cannot_be_is_refused(job: dict[str, Any], pipeline: dict[str, Any], said: str) -> None:
+    if pipeline.get("stages", 0) > 1 and job:
+        job = {"strategy": "pipeline", **job}
+    with pytest.raises(ValidationError) as caught:
+        Profile.model_validate({"job": job, "pipeline": pipeline})
+    assert said in str(caught.value)
