@@ -59,6 +59,7 @@ class Peer:
 
     Attributes:
         follows: it can fetch the state beside a running ring (``CatchUp``).
+        workers: a crew stands for so many (``ring.crews``).
     """
 
     peer_id: str
@@ -66,6 +67,7 @@ class Peer:
     host: str
     port: int
     follows: bool = False
+    workers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +137,11 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class PeerOffered(Event):
-    """A free worker, given to this job."""
+    """A free worker, given to this job. ``own``: whether what is on its disk is of this run, where that is known better
+    than here (``Past.branch``)."""
 
     peer: Peer
+    own: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +193,11 @@ class Measured(Event):
 
 @dataclass(frozen=True, slots=True)
 class Saved(Event):
-    """``newest``: peer id → step of the newest checkpoint that it is known to hold, of all that hold one."""
+    """``newest``: peer id → step of the newest checkpoint that it is known to hold, of all that hold one; ``steps``: of
+    all that it holds, where that matters (``ring.crews``)."""
 
     newest: Mapping[str, int] = field(repr=False)
+    steps: Mapping[str, frozenset[int]] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,9 +249,13 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class SendAssign(Instruction):
+    """``stage``, ``stages``: the part of the model that it is to hold, of how many (``ring.crews``)."""
+
     peer_id: str
     corpus: str
     restore_step: int
+    stage: int = 0
+    stages: int = 1
 
 
 @dataclass(frozen=True, slots=True)

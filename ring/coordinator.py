@@ -108,6 +108,10 @@ class Coordinator(Decisions):
         enough = 1 if self.view else self.terms.workers
         return self.phase is Phase.WAITING and len(self._who.peers) < enough
 
+    def patience_s(self, step: int) -> float:
+        """How long to wait for whoever holds more than ``step``."""
+        return self._course.patience_s(step, self.terms.grace_s, self.terms.build_s)
+
     def paused_heirs(self) -> Reports | None:
         """Those that carry a paused job's state in memory; None where it is not paused, or has nobody to let go."""
         quiet = self.phase is Phase.PAUSED and bool(self._who.peers) and not self._who.running
@@ -154,6 +158,8 @@ class Coordinator(Decisions):
             self._out.append(co.SendRelease(peer_id, f"the job is {self.state} and takes no worker now"))
             return
         self._who.peers[peer_id] = Known(event.peer)
+        if event.own is not None:
+            self._course.owns(peer_id, event.own)
         self._assign(peer_id)
         self._no_longer_trains(peer_id, now)  # rule 4
 

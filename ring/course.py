@@ -35,11 +35,15 @@ class Course:
         if step_s > 0:
             self.step_s = self.step_s + EWMA * (step_s - self.step_s) if self.step_s else step_s
 
-    def patience_s(self, ready: Reports, least_s: float, most_s: float) -> float:
-        """How long to wait for whoever holds more than these: as long as it took to compute what would be lost, so
-        that waiting for nothing costs no more than giving up too early would have."""
-        best = max((report.applied for report in ready.values()), default=0)
+    def patience_s(self, best: int, least_s: float, most_s: float) -> float:
+        """How long to wait for whoever holds more than step ``best``: as long as it took to compute what would be lost,
+        so that waiting for nothing costs no more than giving up too early would have."""
         return max(least_s, min((self.known_step - best) * self.step_s, most_s))
+
+    def owns(self, peer_id: str, own: bool) -> None:
+        """Whether that peer's newest checkpoint is of this run; it is, where the run never went back."""
+        if self.branch is not None:
+            self.branch = self.branch | {peer_id} if own else self.branch - {peer_id}
 
     @property
     def _reached(self) -> int:

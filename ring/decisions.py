@@ -142,7 +142,8 @@ class Decisions:
         if self._short_since is None:
             self._short_since = now
         if "grace" not in passed:
-            patience_s = self._course.patience_s(ready, self.terms.grace_s, self.terms.build_s)
+            best = max((report.applied for report in ready.values()), default=0)
+            patience_s = self._course.patience_s(best, self.terms.grace_s, self.terms.build_s)
             self._deadlines.arm("grace", self._short_since + patience_s)
         self._deadlines.start("build", now + self.terms.build_s)
 

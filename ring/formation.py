@@ -74,7 +74,7 @@ def ordered(
 
 def _record_bytes(peer: Peer) -> int:
     """No less than what a ``MemberRecord`` takes: its texts, each with its length, and its numbers."""
-    return sum(len(text.encode()) for text in (peer.peer_id, peer.name, peer.host)) + 64
+    return sum(len(text.encode()) for text in (peer.peer_id, peer.name, peer.host)) + 64 * peer.workers
 
 
 def described(view: View, before: View | None) -> str:

@@ -7,6 +7,7 @@ All methods block and are called on one dedicated compute thread (``roles.comput
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +15,25 @@ import numpy.typing as npt
 
 from p2ptrain.core.training import Applied, Blob, FilePlan
 
-__all__ = ["Applied", "Blob", "Engine", "OnFinal"]
+__all__ = ["WHOLE", "Applied", "Blob", "Engine", "OnFinal", "Stage", "StagedEngine"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Which part of a model somebody holds: number ``index`` of ``count``; all of it where that is one."""
+
+    index: int
+    count: int
+
+    @property
+    def split(self) -> bool:
+        return self.count > 1
+
+    def __str__(self) -> str:
+        return f"stage {self.index} of {self.count}"
+
+
+WHOLE = Stage(0, 1)
 
 OnFinal = Callable[[int], None]
 """Elements [0, given) of ``reduce_buffer`` are final in this step: the ring may have them. Called on any thread, once a
@@ -110,4 +129,17 @@ class Engine(Protocol):
 
     def load(self, directory: Path) -> None:
         """Restore a checkpoint that was so written. Raises ``StorageError`` where it does not fit this model."""
+        ...
+
+
+class StagedEngine(Engine, Protocol):
+    """A part of a split model, with what the part needs of the optimizer and the data.
+
+    State, checkpoints and ``reduce_buffer`` are those of the part. What cannot be computed without the other parts is
+    the strategy's affair: ``micro_batch`` and ``validate`` may be missing from what it uses.
+    """
+
+    def initial_digest(self) -> bytes:
+        """A digest of the whole initial model, of which ``load_initial`` has loaded this part: equal for all parts, and
+        for equal initial models only, because the lineage of step 0 is made of it. 16 bytes."""
         ...

@@ -21,7 +21,7 @@ from configs.schema import Profile
 from p2ptrain.compute.fixed import UNIT, to_fixed, to_float
 from p2ptrain.core.errors import JobFailed, StorageError
 from p2ptrain.core.training import Applied, Blob, BlobRange, FilePlan
-from roles.engine import OnFinal
+from roles.engine import WHOLE, OnFinal, Stage
 
 _FILE = "state.bin"
 
@@ -30,9 +30,11 @@ class StandInEngine:
     """Minimizes |parameters - target|², where micro-batch i of step s sees a target that is a pure function of both.
 
     Args:
-        numel: parameters.
+        numel: parameters, of the whole model.
         corpus: stands for the data; members must agree on it.
         on_micro_batch: called before each one, with (step, index): to hold a test's clock, or to fail on purpose.
+        stage: the part of the model that it holds: about an equal number of parameters, which follow those of the parts
+            before. Parts need nothing of each other, and all together they are bit for bit what the whole would be.
     """
 
     def __init__(
@@ -42,7 +44,11 @@ class StandInEngine:
         numel: int = 257,
         corpus: str = "stand-in",
         on_micro_batch: Callable[[int, int], None] = lambda step, index: None,
+        stage: Stage = WHOLE,
     ) -> None:
+        self._whole = numel
+        self._part = slice(numel * stage.index // stage.count, numel * (stage.index + 1) // stage.count)
+        numel = self._part.stop - self._part.start
         self._profile = profile
         self._seed = profile.job.seed
         self._micro_batches = profile.batch.micro_batches
@@ -81,8 +87,9 @@ class StandInEngine:
     def contribution(self, step: int, index: int) -> npt.NDArray[np.float32]:
         """What the micro-batch adds in float: its mean loss' gradient / M, then that loss. For tests to spoil."""
         difference = self._parameters - self._target(step, index)
-        gradient = 2 * difference / np.float32(difference.size * self._micro_batches)
-        return np.append(gradient, np.mean(difference**2, dtype=np.float64).astype(np.float32))
+        gradient = 2 * difference / np.float32(self._whole * self._micro_batches)
+        loss = np.add.reduce(difference**2, dtype=np.float64) / self._whole
+        return np.append(gradient, loss.astype(np.float32))
 
     def finish_gradients(self, on_final: OnFinal | None = None) -> None:
         """Nothing to bring anywhere: the gradients are made in the buffer."""
@@ -106,8 +113,9 @@ class StandInEngine:
         return Applied(step + 1, loss, 8.0, math.sqrt(square_sum))
 
     def validate(self, first: int, count: int) -> tuple[float, int]:
-        losses = [np.mean((self._parameters - self._target(-1, index)) ** 2) for index in range(first, first + count)]
-        return float(np.sum(losses)) * self.tokens_per_micro_batch, count * self.tokens_per_micro_batch
+        squares = [np.sum((self._parameters - self._target(-1, index)) ** 2) for index in range(first, first + count)]
+        targets = 0 if self._part.start else count * self.tokens_per_micro_batch  # counted once
+        return float(np.sum(squares)) / self._whole * self.tokens_per_micro_batch, targets
 
     def validation_batches(self) -> int:
         return self._profile.validation.batches
@@ -119,7 +127,7 @@ class StandInEngine:
         ]
 
     def load_initial(self) -> None:
-        self._parameters[:] = np.random.default_rng(self._seed).standard_normal(self._parameters.size)
+        self._parameters[:] = self._initial()[self._part]
         self._momentum[:] = 0
 
     def state_loaded(self, step: int) -> None:
@@ -143,5 +151,12 @@ class StandInEngine:
 
     def _target(self, step: int, index: int) -> npt.NDArray[np.float32]:
         key = hashlib.blake2b(struct.pack("!qqq", self._seed, step, index), digest_size=8).digest()
-        noise = np.random.default_rng(int.from_bytes(key, "big")).standard_normal(self._parameters.size, np.float32)
-        return np.float32(1.0) + np.float32(0.01) * noise
+        noise = np.random.default_rng(int.from_bytes(key, "big")).standard_normal(self._whole, np.float32)
+        return np.float32(1.0) + np.float32(0.01) * noise[self._part]
+
+    def initial_digest(self) -> bytes:
+        """See ``roles.engine.StagedEngine``."""
+        return hashlib.blake2b(self._initial().tobytes(), digest_size=16).digest()
+
+    def _initial(self) -> npt.NDArray[np.float32]:
+        return np.random.default_rng(self._seed).standard_normal(self._whole).astype(np.float32)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from p2ptrain.core.errors import ConfigError
 from ring.session import RingSession
+from ring.view import View
 from roles.compute_thread import ComputeThread
 from roles.engine import Applied, Engine
 
@@ -20,11 +21,14 @@ class Contribution:
         digest: of the reduced bytes, 16 bytes.
         part: its part of their squared norm. NaN where they are not finite, as far as it looked.
         own: squared norm of what it contributed itself; NaN where that was not finite, 0 where it had no share.
+        digests: of a split model: those of all stages' reduced bytes, one after the other; ``digest`` is made of them
+            (``ring.token.joined_digest``). Empty where the model is not split.
     """
 
     digest: bytes
     part: float
     own: float
+    digests: bytes = b""
 
 
 class Strategy(Protocol):
@@ -37,6 +41,15 @@ class Strategy(Protocol):
 
     exposed_s: float
     communicating_s: float
+
+    async def begin(self, session: RingSession, meet: Meet) -> None:
+        """A view begins, whose ring is ``session``. Whatever other connections between its members this needs is made
+        now; the rings that ``meet`` makes end with the session, and break it when they break.
+
+        Raises:
+            NetworkError, PeerError: as ``RingSession.form``.
+        """
+        ...
 
     async def compute(self, step: int, first: int, count: int, session: RingSession, *, patience_s: float) -> None:
         """This member's share of step ``step``: micro-batches ``range(first, first + count)``.
@@ -57,6 +70,14 @@ class Strategy(Protocol):
         """Apply the reduced bytes. Must give the same bits on every member."""
         ...
 
+    async def validate(self, first: int, count: int) -> tuple[float, int]:
+        """Sum of the losses (nats) and number of targets over validation micro-batches [first, first + count): those of
+        this member's replica. Of a split model one of the crew has them, and the others have 0."""
+        ...
+
+
+Meet = Callable[[View], Awaitable[RingSession]]
+"""Forms the ring of a part of a view's members (``View.stage_ring``), with what the view says of beats and carriage."""
 
 Factory = Callable[[Engine, ComputeThread, Callable[[], None], int], Strategy]
 """From the engine, its thread, what to call after every piece of work (the heartbeat tells a slow peer from a stuck one

@@ -28,7 +28,7 @@ from ring.collectives import owned_range
 from ring.session import RingSession
 from roles.compute_thread import ComputeThread
 from roles.engine import Applied, Engine
-from roles.strategies import Contribution
+from roles.strategies import Contribution, Meet
 from roles.strategies.exchange import Exchange, Piece, codec_of
 
 
@@ -78,6 +78,9 @@ class SyncStrategy:
         self._now = LoopClock().now
         self.exposed_s = self.communicating_s = 0.0
 
+    async def begin(self, session: RingSession, meet: Meet) -> None:
+        """One ring is all it needs."""
+
     async def compute(self, step: int, first: int, count: int, session: RingSession, *, patience_s: float) -> None:
         if session is not self._session:
             self._session, self._pieces = session, self._pieces_for(session)
@@ -85,25 +88,41 @@ class SyncStrategy:
         wake = asyncio.get_running_loop().call_soon_threadsafe
         outgoing = self._outgoing = _Outgoing(self._engine, self._bounds, lambda count: wake(exchange.release, count))
         await self._compute.run(self._engine.begin_step, step)
-        last = first + count - 1
-        for index in range(first, first + count):
-            on_final: OnFinal | None = outgoing.front_final if index == last else None
-            await self._compute.run(self._engine.micro_batch, step, index, on_final)
-            self._progress()
+        await self._fill(step, first, count, outgoing.front_final)
         await self._compute.run(outgoing.finish)
         self._computed_at = self._now()
+
+    async def _fill(self, step: int, first: int, count: int, front_final: OnFinal) -> None:
+        """Add the gradients of the micro-batches to the buffer; ``front_final`` may be told of the last one's front."""
+        last = first + count - 1
+        for index in range(first, first + count):
+            on_final: OnFinal | None = front_final if index == last else None
+            await self._compute.run(self._engine.micro_batch, step, index, on_final)
+            self._progress()
 
     async def reduce(self, session: RingSession) -> Contribution:
         exchange, self._exchange = self._exchange, None
         if exchange is None or self._outgoing is None or session is not self._session:
             raise RuntimeError("nothing was computed in this session")
         await exchange.finished()
+        await self._summed()
         self.exposed_s = self._now() - self._computed_at
         self.communicating_s = exchange.communicating_s
         return await self._compute.run(self._summarize, session.rank, session.size, self._outgoing.own)
 
+    async def _summed(self) -> None:
+        """The buffer holds the sums of this ring, and is about to be hashed."""
+
     async def commit(self, step: int, square_sum: float) -> Applied:
         return await self._compute.run(self._engine.apply, step, square_sum)
+
+    async def validate(self, first: int, count: int) -> tuple[float, int]:
+        total, targets = 0.0, 0
+        for index in range(first, first + count):
+            part, number = await self._compute.run(self._engine.validate, index, 1)
+            total, targets = total + part, targets + number
+            self._progress()
+        return total, targets
 
     def _pieces_for(self, session: RingSession) -> list[Piece]:
         """The operations of every step in this session."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
-
 from configs.schema import Profile
 from p2ptrain.core.checkpoints import Meta
 from p2ptrain.core.errors import NetworkError, PeerError
@@ -14,6 +12,7 @@ from ring.guard import odd_ones_out
 from ring.session import RingSession
 from ring.view import shares
 from roles.engine import Engine
+from roles.strategies import Strategy
 from roles.worker.checkpointing import Checkpointing
 from roles.worker.keeper import state_digest
 from roles.worker.surroundings import Surroundings
@@ -26,7 +25,6 @@ class BoundaryWork:
 
     Args:
         checkpoints: the job's.
-        progress: called after every piece of work.
     """
 
     def __init__(
@@ -35,34 +33,31 @@ class BoundaryWork:
         *,
         profile: Profile,
         checkpoints: Checkpointing,
-        progress: Callable[[], None],
     ) -> None:
         self._around = around
-        self._profile, self._checkpoints, self._progress = profile, checkpoints, progress
+        self._profile, self._checkpoints = profile, checkpoints
 
     async def compare(self, engine: Engine, session: RingSession, *, patience_s: float) -> tuple[bytes, ...]:
         """The digests of all members' states, in rank order. Raises as ``RingSession.all_gather``."""
         digest = await self._around.compute.run(lambda: state_digest(engine.state()))
         digests = await session.all_gather(digest, patience_s=patience_s)
-        odd = odd_ones_out(digests)
+        odd = odd_ones_out(digests, session.view.stages)
         if odd and session.rank == 0:
             names = ", ".join(session.view.members[number].name for number in sorted(odd))
             self._around.notify("warning", "drift", f"the state of {names} differs from the others': it is healed")
         return tuple(digests)
 
     async def validate(
-        self, boundary: Boundary, engine: Engine, session: RingSession, *, patience_s: float
+        self, boundary: Boundary, engine: Engine, strategy: Strategy, session: RingSession, *, patience_s: float
     ) -> float | None:
-        """Mean loss over the held-out micro-batches, in nats a token, if it is due; the members share them."""
+        """Mean loss over the held-out micro-batches, in nats a token, if it is due; the members share them, or the
+        replicas of a split model do."""
         every = self._profile.validation.every
         if not (boundary.last or (every and boundary.applied % every == 0)):
             return None
-        first, count = shares(engine.validation_batches(), [1.0] * session.size)[session.rank]
-        total, targets = 0.0, 0
-        for index in range(first, first + count):
-            part, number = await self._around.compute.run(engine.validate, index, 1)
-            total, targets = total + part, targets + number
-            self._progress()
+        view = session.view
+        first, count = shares(engine.validation_batches(), [1.0] * view.replicas)[view.replica_of(session.rank)]
+        total, targets = await strategy.validate(first, count)
         try:
             gathered = await session.all_gather(_VALIDATION.pack(total, targets), patience_s=patience_s)
         except (NetworkError, PeerError) as problem:  # whoever was faster may be gone: the step itself is safe
@@ -72,13 +67,14 @@ class BoundaryWork:
         parts = [_VALIDATION.unpack(item) for item in gathered]
         return math.fsum(float(part) for part, _ in parts) / max(1, sum(int(number) for _, number in parts))
 
-    async def keep(self, boundary: Boundary, engine: Engine, rank: int, meta: Meta, *, stopping: bool) -> None:
+    async def keep(self, boundary: Boundary, engine: Engine, replica: int, meta: Meta, *, stopping: bool) -> None:
         """The checkpoint of a confirmed step, if it is due and this member's to write.
 
         Args:
+            replica: of the model, that this member holds or holds a part of.
             meta: with the state's lineage and squared norm.
             stopping: the ring stands still after this.
         """
-        if boundary.save and rank < self._profile.checkpoint.copies:
+        if boundary.save and replica < self._profile.checkpoint.copies:
             wait = boundary.last or stopping
             await self._checkpoints.save(engine, meta, step=boundary.applied, wait=wait)

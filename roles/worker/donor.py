@@ -32,11 +32,12 @@ from p2ptrain.core.errors import (
 )
 from ring.transaction import Transaction
 from ring.view import View
-from roles.engine import Engine
+from roles.engine import WHOLE, Engine, Stage
 from roles.worker.given import (
     ANSWER_S,
     BEATS,
     CHUNK_BYTES,
+    DIGEST_BYTES,
     LONGEST_SILENCE_S,
     SHORTEST_SILENCE_S,
     Entry,
@@ -115,13 +116,16 @@ class Donations:
 
     Args:
         want_snapshot: ask the ring for one at its next step boundary.
+        stage: the part of the model that this worker holds, and gives.
 
     Attributes:
         state_bytes: the size of the engine's state; the log may become as large.
     """
 
-    def __init__(self, around: Surroundings, core: Transaction, *, want_snapshot: Callable[[], None]) -> None:
-        self._around, self._core, self._want_snapshot = around, core, want_snapshot
+    def __init__(
+        self, around: Surroundings, core: Transaction, *, want_snapshot: Callable[[], None], stage: Stage = WHOLE
+    ) -> None:
+        self._around, self._core, self._want_snapshot, self._stage = around, core, want_snapshot, stage
         self.state_bytes = 0
         self._takers: set[Taker] = set()
         self._live: Given | None = None
@@ -177,8 +181,9 @@ class Donations:
             self._kept = await self._around.compute.run(copied, engine, self._log.spare)
             self._log.spare = None
 
-    def committed(self, row: LedgerRow) -> None:
-        """The step whose reduced bytes were kept is applied; ``row`` and the core tell of it."""
+    def committed(self, row: LedgerRow, digests: bytes = b"") -> None:
+        """The step whose reduced bytes were kept is applied; ``row`` and the core tell of it, and of a split model
+        ``digests``, as in ``Contribution``."""
         self._applying = False
         now, before = self._around.world.clock.now(), self._stepped_at
         self._stepped_at = now
@@ -187,7 +192,9 @@ class Donations:
         self._ask_for_snapshot()
         kept, self._kept = self._kept, None
         if self._logging and kept is not None:
-            entry = Entry(row.step, self._core.lineage, row.digest, self._core.square_sum, kept)
+            place = DIGEST_BYTES * self._stage.index
+            digest = digests[place : place + DIGEST_BYTES] if digests else row.digest
+            entry = Entry(row.step, self._core.lineage, digest, self._core.square_sum, kept, digests=digests)
             self._log.add(entry)
             for taker in self._takers:
                 if taker.told >= 0 and not taker.inside:
@@ -223,6 +230,8 @@ class Donations:
         request = await connection.expect(HealRequest, timeout_s=ANSWER_S)
         if not SHORTEST_SILENCE_S <= request.silence_s <= LONGEST_SILENCE_S:
             raise ProtocolError(f"{hello.name[:64]} would give up after {request.silence_s} s of silence")
+        if request.stage != self._stage.index:
+            raise PeerError(f"{hello.name[:64]} asks for stage {request.stage}, this member holds {self._stage}")
         taker = Taker(connection, hello.name, hello.generation, request.step >= 0, request.silence_s)
         view = self._core.view
         its_view = view is not None and view.generation == hello.generation and view.rank_of(hello.peer_id) is not None

@@ -18,8 +18,8 @@ import xxhash
 
 from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, ProtocolError
 from p2ptrain.core.world import World
-from ring.token import is_lineage, next_lineage
-from roles.engine import Blob
+from ring.token import is_lineage, joined_digest, next_lineage
+from roles.engine import WHOLE, Blob, Stage
 from roles.worker.donor import conversation
 from roles.worker.given import ANSWER_S, CHUNK_BYTES, DIGEST_BYTES, chunks_of, log_limit_bytes
 from roles.worker.transfer import Agreement, Ask, GiveUp, Transfer
@@ -63,19 +63,25 @@ class Step:
     data: memoryview
 
 
+_News = tuple[bytes, float, bytes]
+"""Of a step: digest, squared norm, and the digests of all stages of a split model."""
+
+
 class Behind(NetworkError):
     """The steps that lead on from what this member holds are kept by nobody any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Self:
-    """Who fetches, and what its own model is like: offers that differ are refused."""
+    """Who fetches, and what its own model is like: offers that differ are refused. ``stage``: the part of it that it
+    holds, and takes."""
 
     peer_id: str
     name: str
     seed_host: str
     state: Sequence[Blob]
     reduce_bytes: int
+    stage: Stage = WHOLE
 
 
 @dataclass(slots=True, eq=False)
@@ -138,9 +144,9 @@ class Fetch:
         self._state = Transfer()
         self._steps = Transfer(STEPS_AHEAD)
         self._buffers = [memoryview(bytearray(me.reduce_bytes)) for _ in range(STEPS_AHEAD)]
-        self._news: dict[int, Agreement[tuple[bytes, float]]] = {}
-        self._done: dict[int, tuple[bytes, float]] = {}  # what was applied, as far back as a log can reach
-        self._agreed: dict[int, tuple[bytes, float]] = {}  # digest and squared norm of the steps that are wanted
+        self._news: dict[int, Agreement[_News]] = {}
+        self._done: dict[int, _News] = {}  # what was applied, as far back as a log can reach
+        self._agreed: dict[int, _News] = {}  # what is known of the steps that are wanted
         self._next = -1  # the step to apply next; -1: the state is not complete
         self._lineage = ""
         self._torn = False
@@ -199,8 +205,8 @@ class Fetch:
             NetworkError: no donor is left.
         """
         await self._until(lambda: self._steps.has(self._next))
-        digest, square_sum = self._agreed[self._next]
-        lineage = next_lineage(self._lineage, digest)
+        digest, square_sum, digests = self._agreed[self._next]
+        lineage = next_lineage(self._lineage, joined_digest(digests) if digests else digest)
         return Step(self._next, lineage, square_sum, self._buffer(self._next))
 
     def used(self, step: Step) -> None:
@@ -412,9 +418,11 @@ class Fetch:
             raise ProtocolError(f"it tells of step {news.step} out of turn")
         if len(news.digest) != DIGEST_BYTES or news.size_bytes != self._me.reduce_bytes:
             raise ProtocolError(f"it tells of step {news.step} what cannot be")
+        if not self._fits_the_stages(news):
+            raise ProtocolError(f"it tells of step {news.step} what is not of {self._me.stage}")
         donor.first = donor.first if donor.last >= 0 else news.step
         donor.last = news.step
-        value = (news.digest, news.square_sum)
+        value = (news.digest, news.square_sum, news.digests)
         if self._done.get(news.step, value) != value:
             raise ProtocolError(f"its step {news.step} is not the one that others gave: it is on another course")
         most = 2 * self._log_steps + STEPS_AHEAD
@@ -423,6 +431,13 @@ class Fetch:
             if self._next < 0 and len(self._news) > most:
                 self._news.pop(min(self._news))  # older than any state that can still be used
         self._steps_changed()
+
+    def _fits_the_stages(self, news: StepLogged) -> bool:
+        stage = self._me.stage
+        if not stage.split:
+            return not news.digests
+        own = news.digests[DIGEST_BYTES * stage.index : DIGEST_BYTES * (stage.index + 1)]
+        return len(news.digests) == DIGEST_BYTES * stage.count and own == news.digest
 
     def _steps_changed(self) -> None:
         self._changed.set()

@@ -85,7 +85,8 @@ class Given:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """The reduced bytes of a committed step. ``lineage``: after it; ``users``: those to whom it is being sent."""
+    """The reduced bytes of a committed step. ``lineage``: after it; ``users``: those to whom it is being sent;
+    ``digests``: of all stages of a split model."""
 
     step: int
     lineage: str
@@ -93,10 +94,11 @@ class Entry:
     square_sum: float
     data: memoryview
     users: int = 0
+    digests: bytes = b""
 
     @property
     def news(self) -> StepLogged:
-        return StepLogged(self.step, self.digest, self.square_sum, self.data.nbytes)
+        return StepLogged(self.step, self.digest, self.square_sum, self.data.nbytes, self.digests)
 
 
 class StepLog:

@@ -18,7 +18,7 @@ import numpy as np
 from p2ptrain.core.errors import NetworkError, P2PTrainError, PeerError
 from ring.activities import Event, Followed, Heal, Torn, Unloaded
 from ring.transaction import Transaction
-from roles.engine import Applied, Engine
+from roles.engine import WHOLE, Applied, Engine, Stage
 from roles.worker.fetch import Behind, Fetch, Self, Step
 from roles.worker.surroundings import Surroundings
 from wire.messages import CatchUp, HealRequest, MemberRecord, Report
@@ -74,10 +74,13 @@ class Healer:
     Args:
         core: is looked at.
         progress: called after every piece.
+        stage: the part of the model that the engine holds: only members that hold the same can give it.
     """
 
-    def __init__(self, around: Surroundings, core: Transaction, *, progress: Callable[[], None]) -> None:
-        self._around, self._core, self._progress = around, core, progress
+    def __init__(
+        self, around: Surroundings, core: Transaction, *, progress: Callable[[], None], stage: Stage = WHOLE
+    ) -> None:
+        self._around, self._core, self._progress, self.stage = around, core, progress, stage
 
     async def within(self, instruction: Heal, engine: Engine) -> Fetched:
         """Bring the state to that of the view's start.
@@ -87,18 +90,19 @@ class Healer:
         """
         core, view = self._core, instruction.view
         rank = view.rank_of(self._around.peer_id) or 0
-        ahead = [*view.members[rank:], *view.members[:rank]]  # so that several do not ask the same ones
+        alike, own = view.same_stage(rank), view.replica_of(rank)
+        ahead = [*alike[own:], *alike[:own]]  # so that several do not ask the same ones
         donors = [member for member in ahead if member.healthy]
         have = (-1, "") if instruction.torn or core.applied >= view.step else (core.applied, core.lineage)
         silence_s = max(view.death_s, self._around.beats()[1])
         try:
-            request = HealRequest(core.job, view.step, view.lineage, silence_s, *have)
+            request = HealRequest(core.job, view.step, view.lineage, silence_s, *have, stage=self.stage.index)
             return await self._to_the_start(request, view.generation, donors, engine)
         except NetworkError:
             if have[0] < 0:
                 raise
         # Whoever had the steps is gone: what was applied of them is overwritten.
-        request = HealRequest(core.job, view.step, view.lineage, silence_s)
+        request = HealRequest(core.job, view.step, view.lineage, silence_s, stage=self.stage.index)
         return await self._to_the_start(request, view.generation, donors, engine)
 
     async def _to_the_start(
@@ -148,7 +152,7 @@ class Healer:
 
         return Fetch(
             around.world,
-            Self(around.peer_id, around.name, around.seed_host, state, engine.reduce_buffer.nbytes),
+            Self(around.peer_id, around.name, around.seed_host, state, engine.reduce_buffer.nbytes, self.stage),
             request=request,
             generation=generation,
             donors=donors,
@@ -230,7 +234,7 @@ class Follower:
     async def _follow(self, message: CatchUp, engine: Engine) -> None:
         around, core = self._around, self._core
         have = (-1, "") if core.torn else (core.applied, core.lineage)
-        request = HealRequest(core.job, -1, "", around.beats()[1], *have)
+        request = HealRequest(core.job, -1, "", around.beats()[1], *have, stage=self._healer.stage.index)
 
         began = around.world.clock.now()
 

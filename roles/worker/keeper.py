@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import xxhash
 
@@ -19,7 +19,7 @@ from p2ptrain.core.threads import Thread
 from p2ptrain.core.training import FilePlan
 from ring.token import first_lineage, is_lineage
 from roles.compute_thread import ComputeThread
-from roles.engine import Blob, Engine
+from roles.engine import Blob, Engine, StagedEngine
 from roles.worker.saver import Saver, Shelf
 from roles.worker.snapshot import Snapshot
 
@@ -45,12 +45,13 @@ class Keeper:
         return await self._on_disk(CheckpointStore.entries)
 
     async def load(
-        self, engine: Engine, compute: ComputeThread, *, spec: str, restore_step: int
+        self, engine: Engine, compute: ComputeThread, *, spec: str, restore_step: int, split: bool = False
     ) -> tuple[int, str, float, CheckpointEntry | None]:
         """Put the newest good state into ``engine``: a checkpoint's, or the initial one.
 
         Args:
             restore_step: the step to go back to, -1 for the newest. Newer checkpoints are set aside.
+            split: the engine is a ``StagedEngine``, and the directory its stage's.
 
         Returns:
             Steps applied, lineage, the last step's squared gradient norm (0 where it is not known), the checkpoint.
@@ -67,7 +68,8 @@ class Keeper:
             text = f"checkpoint {path} is damaged ({problem}); falling back to the one before it"
             self._tell("warning", "checkpoint-damaged", text)
         if entry is None:
-            return 0, first_lineage(spec, await compute.run(_initial_digest, engine)), 0.0, None
+            # Here a part of a split model could be made of other stages' checkpoints, on this disk or elsewhere.
+            return 0, first_lineage(spec, await compute.run(_initial_digest, engine, split)), 0.0, None
         await compute.run(engine.load, entry.path)
         square_sum = entry.meta.get("square_sum")
         return entry.step, lineage_of(entry), float(square_sum) if isinstance(square_sum, float) else 0.0, entry
@@ -119,6 +121,6 @@ def state_digest(state: list[Blob]) -> bytes:
     return digest.digest()
 
 
-def _initial_digest(engine: Engine) -> bytes:
+def _initial_digest(engine: Engine, split: bool) -> bytes:
     engine.load_initial()
-    return state_digest(engine.state())
+    return cast(StagedEngine, engine).initial_digest() if split else state_digest(engine.state())

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec
 
 from configs.schema import Profile
 from p2ptrain.core.checkpoints import Meta
-from p2ptrain.core.errors import JobFailed, NeighbourAway, NetworkError, P2PTrainError, PeerError
+from p2ptrain.core.errors import JobFailed, NeighbourAway, NetworkError, P2PTrainError, PeerError, ProtocolError
 from ring.activities import (
     Apply,
     Boundary,
@@ -42,8 +42,8 @@ from ring.session import RingBroken, RingSession
 from ring.token import Flag
 from ring.transaction import Phase, Transaction
 from ring.view import Care, View
-from roles.engine import Engine
-from roles.strategies import Strategy, strategy_named
+from roles.engine import WHOLE, Engine, Stage
+from roles.strategies import Strategy
 from roles.worker.boundary import BoundaryWork
 from roles.worker.checkpointing import Checkpointing
 from roles.worker.donor import Donations
@@ -68,9 +68,18 @@ class JobRunner:
     """One worker's part in one job, from ``Assign`` to ``Release``."""
 
     def __init__(
-        self, around: Surroundings, *, job: str, profile: Profile, spec: str, keeper: Keeper, restore_step: int
+        self,
+        around: Surroundings,
+        *,
+        job: str,
+        profile: Profile,
+        spec: str,
+        keeper: Keeper,
+        restore_step: int,
+        stage: Stage = WHOLE,
     ) -> None:
         self.job = job
+        self.stage = stage
         self.profile = profile
         self.progress = 0
         self.core = Transaction(
@@ -90,17 +99,17 @@ class JobRunner:
         self._engine: Engine | None = None
         self._strategy: Strategy | None = None
         self._session: RingSession | None = None
+        self._rings: list[RingSession] = []  # beside it: those that the strategy asked for
+        self._digests = (b"", b"")  # of the step that was reduced last: the joined one, and those of all stages
         self._activity: asyncio.Task[None] | None = None
         self._tasks = asyncio.TaskGroup()
         self._released = asyncio.Event()
         self._standing = asyncio.Event()
         self.snapshots = Snapshots(around.compute, around.saver.allocate)
         self._checkpoints = Checkpointing(around, job=job, keeper=keeper, snapshots=self.snapshots, tasks=self._tasks)
-        self._between = BoundaryWork(
-            around, profile=profile, checkpoints=self._checkpoints, progress=self._did_something
-        )
-        self.donations = Donations(around, self.core, want_snapshot=lambda: self.wish(Flag.SNAPSHOT))
-        self._healer = Healer(around, self.core, progress=self._did_something)
+        self._between = BoundaryWork(around, profile=profile, checkpoints=self._checkpoints)
+        self.donations = Donations(around, self.core, want_snapshot=lambda: self.wish(Flag.SNAPSHOT), stage=stage)
+        self._healer = Healer(around, self.core, progress=self._did_something, stage=stage)
         self.follower = Follower(
             around, self.core, self._healer, say=self._send, handle=self._brought_on, tasks=self._tasks
         )
@@ -132,6 +141,9 @@ class JobRunner:
         self._released.set()
 
     def view_announced(self, view: View) -> None:
+        rank = view.rank_of(self._around.peer_id)
+        if view.stages != self.stage.count or (rank is not None and view.stage_of(rank) != self.stage.index):
+            raise ProtocolError(f"a view of {view.stages} stages, at rank {rank}, for one that holds {self.stage}")
         self._around.inbound.announced(view, self._around.peer_id)
         self._after_following(ViewArrived(view))
 
@@ -262,7 +274,8 @@ class JobRunner:
             case Boundary():
                 self._start(self._boundary, instruction)
             case Record(row, lineage):
-                self.donations.committed(row)
+                joined, digests = self._digests
+                self.donations.committed(row, digests if joined == row.digest else b"")
                 self._ledger.add(row, lineage)
                 view = self.core.view
                 if view is not None and view.generation == row.generation and self._rank() == 0:
@@ -320,24 +333,27 @@ class JobRunner:
             self._activity.cancel()
             self._activity = None
         self.donations.view_ended(reason)
-        session, self._session = self._session, None
-        if session is not None:
+        sessions, self._session, self._rings = self._sessions(), None, []
+        for session in sessions:
             self.bytes_in += session.bytes_in
             self.bytes_out += session.bytes_out
             session.close()
 
+    def _sessions(self) -> list[RingSession]:
+        return [*([self._session] if self._session is not None else []), *self._rings]
+
     def totals(self) -> tuple[int, int]:
         """Bytes received and sent over the ring so far."""
-        session = self._session
+        sessions = self._sessions()
         return (
-            self.bytes_in + (session.bytes_in if session else 0),
-            self.bytes_out + (session.bytes_out if session else 0),
+            self.bytes_in + sum(session.bytes_in for session in sessions),
+            self.bytes_out + sum(session.bytes_out for session in sessions),
         )
 
     def _did_something(self) -> None:
         self.progress += 1
-        if self._session is not None:
-            self._session.progress += 1  # its beats tell the neighbour that this member is slow, not stuck
+        for session in self._sessions():
+            session.progress += 1  # its beats tell the neighbour that this member is slow, not stuck
 
     # ----------------------------------------------------------------------------------------------------- activities
 
@@ -346,14 +362,21 @@ class JobRunner:
         around = self._around
         self.donations.cut("another state is loaded")
         if self._engine is None:
-            self._engine = await around.compute.run(around.build_engine, self.profile)
-            factory = strategy_named(self.profile.job.strategy)
+            self._engine = await (
+                around.compute.run(around.build_part, self.profile, self.stage)
+                if self.stage.split
+                else around.compute.run(around.build_engine, self.profile)
+            )
+            factory = around.strategies(self.profile.job.strategy)
             ring = self.profile.ring
             self._strategy = factory(self._engine, around.compute, self._did_something, ring.bucket_bytes)
         restore_step, self._restore_step = self._restore_step, -1
         applied, lineage, square_sum, entry = await self.keeper.load(
-            self._engine, around.compute, spec=self._spec, restore_step=restore_step
+            self._engine, around.compute, spec=self._spec, restore_step=restore_step, split=self.stage.split
         )
+        if self.stage.split and applied < restore_step:
+            text = f"no checkpoint of step {restore_step} of {self.stage} is here: it begins with that of step {applied}"
+            around.notify("warning", "no-checkpoint", text)
         self._state_bytes = await around.compute.run(lambda: state_bytes(self._ready_engine().state()))
         self.donations.state_bytes = self._state_bytes
         self._teller.forget()
@@ -364,23 +387,7 @@ class JobRunner:
     async def _form(self, form: Form) -> None:
         around = self._around
         form_began = around.world.clock.now()
-        membership, usual_s = self.profile.membership, around.beats()
-        heartbeat_s = membership.heartbeat_s or form.view.heartbeat_s or usual_s[0]
-        death_s = membership.death_s or form.view.death_s or usual_s[1]
-        session = await RingSession.form(
-            world=around.world,
-            view=form.view,
-            peer_id=around.peer_id,
-            name=around.name,
-            seed_host=around.seed_host,
-            inbound=around.inbound,
-            heartbeat_s=heartbeat_s,
-            death_s=death_s,
-            sub_chunk_bytes=form.view.sub_chunk_bytes,
-            streams=form.view.streams,
-            timeout_s=FORM_TIMEOUT_S + self._state_bytes / REDO_BYTES_PER_S,
-        )
-        self._session = session
+        self._session = session = await self._meet(form.view)
         if (
             form.view.care is Care.AUDITED or self.profile.job.exact
         ):  # exact: a spoiled sum would be the same one everywhere
@@ -389,15 +396,39 @@ class JobRunner:
         beside = sum(member.host == here for member in form.view.members)
         await around.compute.run(self._ready_engine().share_cores, beside)
         session.broken.add_done_callback(lambda _: self._session_broke(session, form.view.generation))
+        await self._ready_strategy().begin(session, self._meet_beside)
         self.clock.view_began(formed_s=around.world.clock.now() - form_began)
         self.donations.view_began()
         around.tell("info", "view", described(form.view, around.peer_id))
         self._ledger.tell_beyond(form.view.ledger_step)
         self._handle(Finished(form.ticket))
 
+    async def _meet(self, view: View) -> RingSession:
+        around, membership, usual_s = self._around, self.profile.membership, self._around.beats()
+        return await RingSession.form(
+            world=around.world,
+            view=view,
+            peer_id=around.peer_id,
+            name=around.name,
+            seed_host=around.seed_host,
+            inbound=around.inbound,
+            heartbeat_s=membership.heartbeat_s or view.heartbeat_s or usual_s[0],
+            death_s=membership.death_s or view.death_s or usual_s[1],
+            sub_chunk_bytes=view.sub_chunk_bytes,
+            streams=view.streams,
+            timeout_s=FORM_TIMEOUT_S + self._state_bytes / REDO_BYTES_PER_S,
+        )
+
+    async def _meet_beside(self, view: View) -> RingSession:
+        """Another ring of the same members, or of some: it ends with the view's, and the view's with it."""
+        session = await self._meet(view)
+        self._rings.append(session)
+        session.broken.add_done_callback(lambda _: self._session_broke(session, view.generation))
+        return session
+
     def _session_broke(self, session: RingSession, generation: int) -> None:
         broken: RingBroken | None = session.broken_by
-        if session is self._session and broken is not None:
+        if session in self._sessions() and broken is not None:
             self._handle(Broken(generation, broken.suspect, broken.cause.message, beside=broken.beside))
 
     async def _heal(self, instruction: Heal) -> None:
@@ -426,6 +457,7 @@ class JobRunner:
         session, strategy = self._ready_session(), self._ready_strategy()
         with self._communicating(session):
             contribution = await strategy.reduce(session)
+        self._digests = contribution.digest, contribution.digests
         self.clock.exchanged(exposed_s=strategy.exposed_s, communicating_s=strategy.communicating_s)
         sent, received = session.take_hop_sums()
         reduced = Reduced(
@@ -470,7 +502,8 @@ class JobRunner:
 
     async def _boundary(self, instruction: Boundary) -> None:
         engine, session, applied = self._ready_engine(), self._ready_session(), instruction.applied
-        val_loss = await self._between.validate(instruction, engine, session, patience_s=self._patience_s())
+        strategy, patience_s = self._ready_strategy(), self._patience_s()
+        val_loss = await self._between.validate(instruction, engine, strategy, session, patience_s=patience_s)
         timing, self._timing = self._timing, {}
         values = {"members": float(session.size), **timing}
         if timing.get("step_ms"):
@@ -480,7 +513,8 @@ class JobRunner:
             values["val_loss"] = val_loss
         self._teller.tell(applied, session.view, session.rank, values)
         meta = self._meta(val_loss)
-        await self._between.keep(instruction, engine, session.rank, meta, stopping=self.core.stopping)
+        replica = session.view.replica_of(session.rank)
+        await self._between.keep(instruction, engine, replica, meta, stopping=self.core.stopping)
         if instruction.snapshot:
             await self.donations.snapshot(engine, self.snapshots)
         self._handle(Finished(instruction.ticket))
@@ -496,6 +530,7 @@ class JobRunner:
             "corpus": engine.corpus_digest,
             "val_loss": val_loss,
             "loss": self._teller.loss(core.applied),
+            **({"stage": self.stage.index, "stages": self.stage.count} if self.stage.split else {}),
         }
 
     # -------------------------------------------------------------------------------------------------------- helpers

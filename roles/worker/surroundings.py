@@ -10,7 +10,8 @@ from p2ptrain.core.threads import Thread
 from p2ptrain.core.world import World
 from ring.session import Inbound
 from roles.compute_thread import ComputeThread
-from roles.engine import Engine
+from roles.engine import Engine, Stage
+from roles.strategies import Factory
 from roles.worker.saver import Saver
 from wire.messages import Message
 
@@ -29,7 +30,8 @@ class Surroundings:
         beats: (heartbeat_s, death_s) between neighbours.
         disk: the thread of everything that touches the job's directory.
         saver: writes checkpoints; works on that thread.
-        build_engine: blocking; called on the compute thread.
+        build_engine: blocking; called on the compute thread. ``build_part``: the same of a ``StagedEngine``.
+        strategies: by name (``roles.strategies.strategy_named``).
         on_step: called after every commit with the metrics of the step.
     """
 
@@ -46,6 +48,8 @@ class Surroundings:
     notify: Notify
     tell: Notify
     build_engine: Callable[[Profile], Engine]
+    build_part: Callable[[Profile, Stage], Engine]
+    strategies: Callable[[str], Factory]
     on_step: Callable[[int, int, dict[str, float]], None]
 
     @property

@@ -11,17 +11,18 @@ from typing import Any
 
 from configs.schema import Profile
 from p2ptrain.core.disk import Disk, write_atomic
-from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused, StorageError, first_error
+from p2ptrain.core.errors import JobFailed, P2PTrainError, ProtocolError, Refused, StorageError, first_error
 from p2ptrain.core.ids import is_id
 from p2ptrain.core.threads import Thread
 from p2ptrain.core.world import World
 from ring.session import Inbound
 from ring.token import Flag
 from ring.transaction import REASON_CHARS, Phase
-from ring.view import View
+from ring.view import MAX_STAGES, View
 from roles.compute_thread import ComputeThread
-from roles.engine import Engine
+from roles.engine import Engine, Stage
 from roles.identity import Identity
+from roles.strategies import Factory, strategy_named
 from roles.worker.control import Pulse, SeedLink
 from roles.worker.gauges import Gauges
 from roles.worker.keeper import Keeper, lineage_of
@@ -96,11 +97,27 @@ def clusters_in(disk: Disk, directory: Path) -> list[Known]:
         return []
 
 
+def no_parts(profile: Profile, stage: Stage) -> Engine:
+    """Of a worker that was made without what builds them. Raises ``JobFailed``."""
+    raise JobFailed(f"this version holds no parts of models: {stage} of job's model was asked for")
+
+
+def _stage_untrusted(params: dict[str, Any]) -> Stage:
+    """The stage that a request is about. Raises ``ProtocolError``."""
+    index, count = params.get("stage", 0), params.get("stages", 1)
+    whole = type(index) is int and type(count) is int
+    if not whole or not 0 <= index < count <= MAX_STAGES:
+        raise ProtocolError("a stage that is none")
+    return Stage(index, count)
+
+
 class Worker:
     """See the module's docstring.
 
     Args:
         build_engine: makes the engine of a profile; blocking, called on the compute thread.
+        build_part: makes the engine of a part of a split model, in the same way.
+        strategies: by name; as they are but in simulations, whose engines compute otherwise.
         warm_up: blocking, called there first, while the seed is being dialled.
         notify: (level, kind, text) for the person at this terminal.
         on_step: (applied, total, values) after every commit.
@@ -122,12 +139,15 @@ class Worker:
         saver: Callable[[Thread, Disk, Notify], Saver] = lambda thread, disk, tell: DirectSaver(thread, disk),
         member: Member | None = None,
         holding: Holding | None = None,
+        build_part: Callable[[Profile, Stage], Engine] = no_parts,
+        strategies: Callable[[str], Factory] = strategy_named,
     ) -> None:
         self._world = world
         self._member = member
         self._identity = identity
         self._options = options
         self._build_engine, self._warm_up = build_engine, warm_up
+        self._build_part, self._strategies = build_part, strategies
         self._notify_person = notify
         self._on_step = on_step
         self._inbound = Inbound()
@@ -320,7 +340,10 @@ class Worker:
     def _assigned(self, message: Assign) -> None:
         if not is_id(message.job):
             raise ProtocolError("a job whose id is none")
-        if self._runner is not None and self._runner.job == message.job:
+        if not 0 <= message.stage < message.stages <= MAX_STAGES:
+            raise ProtocolError(f"a job at stage {message.stage} of {message.stages}")
+        stage = Stage(message.stage, message.stages)
+        if self._runner is not None and (self._runner.job, self._runner.stage) == (message.job, stage):
             if message.restore_step >= 0:
                 self._runner.restore(message.restore_step)
             else:
@@ -342,10 +365,12 @@ class Worker:
             job=message.job,
             profile=profile,
             spec=message.spec,
-            keeper=self._keeper(message.job, profile.checkpoint.keep),
+            keeper=self._keeper(message.job, profile.checkpoint.keep, stage),
             restore_step=message.restore_step,
+            stage=stage,
         )
-        self._notify_person("info", "building", f"building the model of job {message.job}")
+        what = f"{stage} of the model" if stage.split else "the model"
+        self._notify_person("info", "building", f"building {what} of job {message.job}")
         self._job_task = self._tasks.create_task(self._runner.run(), name=f"job {message.job}")
 
     def _surroundings(self) -> Surroundings:
@@ -363,6 +388,8 @@ class Worker:
             notify=self._notify,
             tell=self._notify_person,
             build_engine=self._build_engine,
+            build_part=self._build_part,
+            strategies=self._strategies,
             on_step=self._on_step,
         )
 
@@ -381,7 +408,9 @@ class Worker:
         job, step = request.params.get("job"), request.params.get("step")
         if not isinstance(job, str) or not is_id(job) or not isinstance(step, int) or step < 0:
             raise ProtocolError(f"{request.method[:80]} needs job and step")
-        keeper = self._runner.keeper if self._runner and self._runner.job == job else self._keeper(job, 2)
+        stage = _stage_untrusted(request.params)
+        here = self._runner if self._runner and (self._runner.job, self._runner.stage) == (job, stage) else None
+        keeper = here.keeper if here else self._keeper(job, 2, stage)
         match request.method:
             case "checkpoint.verify":
                 entry = await keeper.verify(step)
@@ -392,8 +421,11 @@ class Worker:
                 return {"deleted": step}
         raise Refused("unknown-method", f"a worker does not know {request.method[:80]!r}")
 
-    def _keeper(self, job: str, keep: int) -> Keeper:
-        root = self._identity.directory / "jobs" / job / "checkpoints"
+    def _keeper(self, job: str, keep: int, stage: Stage) -> Keeper:
+        root = self._identity.directory / "jobs" / job
+        if stage.split:  # a worker that holds another stage of a job one day must not take this one's for it
+            root /= f"stage-{stage.index}-of-{stage.count}"
+        root /= "checkpoints"
         return Keeper(self._disk, self._world.disk, self._saver, Shelf(root, keep), self._notify)
 
     def _notify(self, level: str, kind: str, text: str) -> None:

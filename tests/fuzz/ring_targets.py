@@ -60,6 +60,7 @@ def _announced(draw: st.DrawFn) -> ViewAnnounced:
             streams=st.integers(0, 17),
             sub_chunk_bytes=st.sampled_from([0, 7, 8, 64 << 20, (64 << 20) + 1]),
             codec=st.sampled_from(sorted(CODEC_NAMES)),
+            stages=st.sampled_from([0, 1, 1, 2, 3, 257]),
         )
     )
 
@@ -73,13 +74,22 @@ def _check_view(message: ViewAnnounced) -> None:
     assert view.size == len({member.peer_id for member in view.members}) > 0
     assert all(0 < member.port < 65536 for member in view.members), "a port that nobody can dial"
     assert codec_named(view.codec).name == view.codec
+    rings = [view.stage_ring(rank) for rank in range(view.stages)]
+    assert sorted(member.peer_id for ring in rings for member in ring.members) == sorted(
+        member.peer_id for member in view.members
+    )
+    assert all(sum(member.count for member in ring.members) == sum(m.count for m in view.members) for ring in rings)
 
 
 VIEW = Target(
     "views",
     _announced() | made(ViewAnnounced),
     _check_view,
-    ("ring.view.View.from_message_untrusted", "ring.view._check_carriage_untrusted"),
+    (
+        "ring.view.View.from_message_untrusted",
+        "ring.view._check_carriage_untrusted",
+        "ring.view._check_stages_untrusted",
+    ),
     peak_bytes=256 << 10,
 )
 
