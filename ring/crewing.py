@@ -1,0 +1,203 @@
+"""What is known of the workers of a split model, and how crews are made of them. Pure functions and records.
+
+A *state* is (step, lineage) of the whole model; each worker holds its stage's part of one. A group of workers, one for
+each stage, *shares* a state where each of them has applied up to it, or can redo the one step that it lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ring.coordination import STANDSTILL, Peer
+from ring.formation import holds
+from ring.order import LinkQuality, Links, known_link
+from ring.view import View
+from wire.messages import MemberRecord, Report
+
+State = tuple[int, str]
+NOTHING: State = (0, "0" * 32)
+"""What a crew is said to hold whose workers share no state: nobody's state has that lineage."""
+
+
+@dataclass(slots=True)
+class Worker:
+    """One linked worker of the job.
+
+    Attributes:
+        stage: which part it holds, or builds; None: a spare, which was told nothing yet.
+        report: where it stands still, by its own word; None: it trains, or builds, or fetches.
+        trains: it is a member of the present view, and is not known to stand still.
+        moving: it was asked to catch up with a ring, so what it holds changes.
+        healing: it fetches the state within the view.
+        crew: the id of the crew that it is in, as the coordinator knows it; empty: in none.
+        restored: the step that it was told to go back to, until it is in a view.
+        asked: it was told to build, or to say what it has, and did not answer yet.
+        returned: its link came back, and no view was announced over it yet.
+    """
+
+    peer: Peer
+    stage: int | None = None
+    report: Report | None = None
+    trains: bool = False
+    moving: bool = False
+    healing: bool = False
+    crew: str = ""
+    restored: int = -1
+    asked: bool = False
+    returned: bool = False
+
+    @property
+    def peer_id(self) -> str:
+        return self.peer.peer_id
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is known what it holds, and stays so."""
+        return self.report is not None and not self.moving and not self.trains
+
+
+@dataclass(slots=True)
+class Crew:
+    """One worker for each stage, as one peer of the coordinator's.
+
+    Attributes:
+        members: their ids, by stage; empty: a place in the view that nobody fills any more.
+        in_view: the present view has it.
+        known: the coordinator has it among its peers.
+        said: what it was last said to hold; None: nothing since it was asked, or trains.
+        due: what it holds is to be said again.
+    """
+
+    crew_id: str
+    members: tuple[str, ...]
+    in_view: bool = False
+    known: bool = False
+    said: State | None = None
+    due: bool = False
+
+
+def holding(reports: Mapping[str, Report], state: State) -> set[str]:
+    """Who has that state, or can redo the one step that it lacks."""
+    return {peer_id for peer_id, report in reports.items() if holds(report, *state)}
+
+
+def shared_states(by_stage: Sequence[Mapping[str, Report]]) -> list[State]:
+    """States of which every stage has a holder, and which somebody has applied: the highest step first, then the one
+    that most hold, then the lesser lineage."""
+    applied = {(report.applied, report.lineage) for reports in by_stage for report in reports.values()}
+    found = []
+    for state in applied:
+        holders = [len(holding(reports, state)) for reports in by_stage]
+        if all(holders):
+            found.append((-state[0], -sum(holders), state[1]))
+    return [(-step, lineage) for step, _, lineage in sorted(found)]
+
+
+def in_groups(by_stage: Sequence[Collection[str]]) -> Iterator[tuple[str, ...]]:
+    """As many groups of one for each stage as there can be, in the order of ids."""
+    return zip(*(sorted(stage) for stage in by_stage), strict=False)
+
+
+def newest_kept(by_stage: Sequence[Collection[frozenset[int]]]) -> int:
+    """The newest step of which every stage has a checkpoint at somebody; everybody can make the state of step 0.
+
+    Args:
+        by_stage: the steps of the checkpoints of each worker.
+    """
+    kept = [frozenset().union(*stage) | {0} for stage in by_stage]
+    return max(frozenset.intersection(*kept))
+
+
+def spares_needed(counts: Sequence[int], spares: int, most: int) -> list[int]:
+    """How many spares to give to each stage, so that there are as many crews as can be, and no spare is given away for
+    nothing.
+
+    Args:
+        counts: workers of each stage. most: crews that are wanted.
+    """
+    crews = min(counts)
+    while crews < most and sum(max(crews + 1 - count, 0) for count in counts) <= spares:
+        crews += 1
+    return [max(crews - count, 0) for count in counts]
+
+
+def report_of(
+    job: str,
+    reports: Sequence[Report],
+    state: State | None,
+    status: str,
+    generation: int,
+    crew_of: Callable[[str], str],
+) -> Report:
+    """What workers of one crew say, as one report of the crew.
+
+    Args:
+        state: that they share; None: none.
+        crew_of: the crew that a suspect is in.
+    """
+    step, lineage = state or NOTHING
+    cause = _cause(reports)
+    applied = [report for report in reports if (report.applied, report.lineage) == (step, lineage)]
+    return Report(
+        job=job,
+        generation=generation,
+        status=status,
+        applied=step,
+        prepared=step,
+        lineage=lineage,
+        square_sum=max((report.square_sum for report in applied), default=0.0),
+        corpus=next((report.corpus for report in reports if report.corpus), ""),
+        suspect=crew_of(cause.suspect) if cause and cause.suspect else "",
+        reason=cause.reason if cause else "",
+        reduce_bytes=max((report.reduce_bytes for report in reports), default=0),
+        unit_us=max((report.unit_us for report in reports), default=0),  # a chain is as fast as its slowest stage
+        windows=max((report.windows for report in reports), default=0),
+        cause=cause.cause if cause else "",
+        beside=crew_of(cause.beside) if cause and cause.beside else "",
+    )
+
+
+def _cause(reports: Iterable[Report]) -> Report | None:
+    """The report that says most of why the ring broke: who saw the vote rather than who saw its wake."""
+    broken = [report for report in reports if report.status == "broken"]
+    return min(broken, key=lambda report: (not report.cause, not report.suspect), default=None)
+
+
+def standing_status(reports: Iterable[Report]) -> str:
+    """Of a crew whose workers all stand still in a view."""
+    statuses = {report.status for report in reports}
+    return next(iter(statuses)) if len(statuses) == 1 and statuses <= STANDSTILL else "broken"
+
+
+def as_peer(crew_id: str, workers: Sequence[Worker]) -> Peer:
+    """The crew as a peer of the coordinator's; nobody dials it."""
+    peers = [worker.peer for worker in workers]
+    name, host = "+".join(peer.name for peer in peers), " ".join(f"{peer.peer_id} {peer.host}" for peer in peers)
+    return Peer(crew_id, name, host, peers[0].port, all(peer.follows for peer in peers), len(peers))
+
+
+def contracted(view: View, crew_ids: Sequence[str]) -> View:
+    """A view of workers as one of crews."""
+    members = tuple(
+        MemberRecord(crew_id, crew_id, "", head.port, head.first, head.count, head.healthy)
+        for crew_id, head in zip(crew_ids, view.members[:: view.stages], strict=True)
+    )
+    return View(view.job, view.generation, view.step, view.lineage, members, view.square_sum)
+
+
+def between_crews(links: Links, crews: Mapping[str, tuple[str, ...]]) -> Links:
+    """(crew, crew) → the slowest of the ways from the one to its right neighbour: of each stage's ring, and from the
+    last stage to the first; only where all are known."""
+    found: dict[tuple[str, str], LinkQuality] = {}
+    for here, mine in crews.items():
+        for there, its in crews.items() if mine else ():
+            if here == there or not its:
+                continue
+            ways = [known_link(links, *pair) for pair in (*zip(mine, its, strict=True), (mine[-1], its[0]))]
+            known = [way for way in ways if way is not None]
+            if len(known) == len(ways):
+                slowest = min(known, key=lambda way: way.bandwidth_bps or 0.0)
+                latency_s = max(way.latency_s for way in known)
+                found[here, there] = LinkQuality(latency_s, slowest.bandwidth_bps, slowest.striped_bps)
+    return found
