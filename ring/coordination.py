@@ -235,6 +235,13 @@ class Yield(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Together(Event):
+    """Several things became known at once: nothing is decided before all are taken in."""
+
+    events: tuple[Event, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Tick(Event):
     """Time went by."""
 

@@ -125,8 +125,9 @@ class Coordinator(Decisions):
         """Take in one event; returns what to do, in order. ``now`` is monotonic seconds and never goes back."""
         self._out = []
         self._history.append((now, self.phase, event))
-        if handler := _HANDLERS.get(type(event)):
-            handler(self, event, now)
+        for part in event.events if isinstance(event, co.Together) else (event,):
+            if handler := _HANDLERS.get(type(part)):
+                handler(self, part, now)
         self._expire(now)
         self._advance(now)
         if self._told != (self.state, self.reason):

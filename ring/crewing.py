@@ -33,6 +33,7 @@ class Worker:
         crew: the id of the crew that it is in, as the coordinator knows it; empty: in none.
         restored: the step that it was told to go back to, until it is in a view.
         asked: it was told to build, or to say what it has, and did not answer yet.
+        fresh: it was told to build anew, so it stands in no ring: what it says of one was said before.
         returned: its link came back, and no view was announced over it yet.
     """
 
@@ -45,6 +46,7 @@ class Worker:
     crew: str = ""
     restored: int = -1
     asked: bool = False
+    fresh: bool = False
     returned: bool = False
 
     @property

@@ -25,7 +25,8 @@ Rules
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 from ring import coordination as co
@@ -109,6 +110,7 @@ class Crews:
         self._back_due: float | None = None
         self._now = now
         self._out: list[co.Instruction] = []
+        self._batch: list[co.Event] | None = None
         self._history: deque[str] = deque(maxlen=60)
         self._unheard: set[str] = set()
         self._mustered = True
@@ -253,7 +255,7 @@ class Crews:
         if not self.wants(peer.peer_id):
             self._out.append(co.SendRelease(peer.peer_id, f"the job is {self.state} and takes no worker now"))
             return
-        worker = self._workers[peer.peer_id] = Worker(peer, self.held.get(peer.peer_id))
+        worker = self._workers[peer.peer_id] = Worker(peer, self.held.get(peer.peer_id), fresh=True)
         if worker.stage is not None:
             self._assign(worker)
         if self._is_member(peer.peer_id) and not self._mustered:  # it has no ring any more, so nobody of the view has
@@ -333,7 +335,7 @@ class Crews:
             self._failed(worker, report)
         elif report.status in BESIDE:
             self._beside(worker, report)
-        elif self._restoring:
+        elif self._restoring or worker.fresh:
             return  # it was told to load a checkpoint: what it was before that is of no interest
         elif report.status == "training":
             if current:
@@ -419,7 +421,7 @@ class Crews:
             return
         if 0 <= worker.restored < report.applied:
             return  # said before it was told to go back
-        was_member, moved, worker.asked = worker.trains, worker.moving, False
+        was_member, moved, worker.asked, worker.fresh = worker.trains, worker.moving, False, False
         worker.report, worker.trains, worker.healing = report, False, False
         worker.moving = report.status == "following"
         self._unheard.discard(worker.peer_id)
@@ -487,7 +489,7 @@ class Crews:
         self._held = self._held or reason
         if self._stop is None:
             self._stop = self._now + self.terms.hold_s
-        training = tuple(sorted(worker.peer_id for worker in self._training() if not worker.returned))
+        training = tuple(sorted(worker.peer_id for worker in self._training()))
         if training and self.view is not None:
             self._out.append(co.SendHold(training, self.view.generation, reason))
 
@@ -569,12 +571,13 @@ class Crews:
                 self._workers[member].crew = crew.crew_id
         for crew in empty:
             crew.members, crew.due = (), False
-        if not kept:
-            self._withdraw_empty_handed()
-        for crew in kept:
-            self._place_stands(crew, state)
-        for crew in empty:
-            self._place_lost(crew)
+        with self._together():
+            if not kept:
+                self._withdraw_empty_handed()
+            for crew in kept:
+                self._place_stands(crew, state)
+            for crew in empty:
+                self._place_lost(crew)
 
     def _is_manned(self, crew: Crew, holders: set[str]) -> bool:
         """Whether all its workers are among these, at their stages."""
@@ -741,16 +744,22 @@ class Crews:
                 counts[worker.stage] += 1
         spares = sorted(key for key, worker in self._workers.items() if worker.stage is None)
         idle = self._idle(counts)
+        for key in idle:
+            counts[self._workers[key].stage or 0] -= 1
         needed = spares_needed(counts, len(spares) + len(idle), self.terms.most)
-        if not any(needed):
-            return False
+        for key in list(idle):  # whoever is needed where it is stays there
+            stage = self._workers[key].stage or 0
+            if needed[stage]:
+                needed[stage] -= 1
+                idle.remove(key)
         free = [*spares, *idle]
         for stage, number in enumerate(needed):
             for _ in range(number):
                 worker = self._workers[free.pop(0)]
                 worker.stage, worker.report, worker.restored, worker.asked = stage, None, -1, False
+                worker.fresh = True
                 self._assign(worker)
-        return True
+        return any(needed)
 
     def _idle(self, counts: list[int]) -> list[str]:
         """Workers of a stage that has too many, who hold nothing that anybody could need: they may take another."""
@@ -891,7 +900,18 @@ class Crews:
 
     # ---------------------------------------------------------------------------------- between coordinator and workers
 
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """What is told inside, the coordinator hears at once."""
+        self._batch = batch = []
+        yield
+        self._batch = None
+        self._tell(co.Together(tuple(batch)))
+
     def _tell(self, event: co.Event) -> None:
+        if self._batch is not None:
+            self._batch.append(event)
+            return
         for instruction in self.core.handle(event, self._now):
             self._translate(instruction)
 
