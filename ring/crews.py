@@ -65,7 +65,8 @@ class Crews:
         terms: of crews: ``workers`` counts crews.
         stages: parts of the model, two or more.
         past: as for a coordinator; its view, branch and saved are of workers.
-        held: worker → the stage that it held last.
+        held: worker → the stage that it held last. steps: worker → the steps of the checkpoints that it is known to
+            have.
 
     Attributes:
         held: the same, as it is now; what changes it must be durable before it is told to anybody.
@@ -80,6 +81,7 @@ class Crews:
         *,
         past: co.Past | None = None,
         held: Mapping[str, int] | None = None,
+        steps: Mapping[str, frozenset[int]] | None = None,
         now: float = 0.0,
     ) -> None:
         past = past or co.Past()
@@ -89,7 +91,7 @@ class Crews:
         self._crews: dict[str, Crew] = {}
         self._made = 0
         self._branch = None if past.branch is None else set(past.branch)
-        self._steps: Mapping[str, frozenset[int]] = {}  # worker → steps of its checkpoints
+        self._steps: Mapping[str, frozenset[int]] = dict(steps or {})
         self._measured = co.Measured({})
         self._corpus = past.corpus
         self._banned: set[str] = set()
@@ -566,12 +568,15 @@ class Crews:
             crew.members = group
             kept.append(crew)
             empty.remove(crew)
-        for crew in kept:
-            for member in crew.members:
-                self._workers[member].crew = crew.crew_id
         for crew in empty:
             crew.members, crew.due = (), False
         with self._together():
+            survivors = reports.keys()
+            for crew in [crew for crew in self._crews.values() if not crew.in_view and survivors & set(crew.members)]:
+                self._dissolve(crew, "its workers carry the run's state on")
+            for crew in kept:
+                for member in crew.members:
+                    self._workers[member].crew = crew.crew_id
             if not kept:
                 self._withdraw_empty_handed()
             for crew in kept:
@@ -825,14 +830,15 @@ class Crews:
 
     def _offer(self, group: tuple[str, ...]) -> None:
         """To the coordinator, in a place of the last view where its workers are members of that."""
-        members = all(self._is_member(key) for key in group) and self._mustered
+        void = self._state_of(group) is None
+        members = all(self._is_member(key) for key in group) and self._mustered and not void
         place = next((crew for crew in self._places() if not crew.members), None) if members else None
         crew = place or Crew(self._new_id(), ())
         crew.members, crew.known, crew.due = group, True, True
         self._crews[crew.crew_id] = crew
         for member in group:
             self._workers[member].crew = crew.crew_id
-        own = self._branch is None or self._branch.issuperset(group)
+        own = not void and (self._branch is None or self._branch.issuperset(group))
         peer = self._peer_of(crew)
         self._tell(co.PeerOffered(peer, own))
         self._tell_measured()
@@ -903,7 +909,8 @@ class Crews:
     @contextmanager
     def _together(self) -> Iterator[None]:
         """What is told inside, the coordinator hears at once."""
-        self._batch = batch = []
+        batch: list[co.Event] = []
+        self._batch = batch
         yield
         self._batch = None
         self._tell(co.Together(tuple(batch)))

@@ -110,6 +110,7 @@ class PeerInfo(Record):
         in_bps, out_bps: bits per second over the ring.
         rank: position in its job's ring; None outside one.
         share: micro-batches of the newest step that it computed.
+        stage: the part of a split model that it holds; None where the model is not split.
         next_ms, next_bps: one-way latency and bandwidth to its right neighbour, as they were measured last.
         fetched_bytes, received_bytes, lost_donors: of what it fetched beside the ring (``Report``); 0 where it did not.
     """
@@ -139,6 +140,7 @@ class PeerInfo(Record):
     fetched_bytes: int = 0
     received_bytes: int = 0
     lost_donors: int = 0
+    stage: int | None = None
 
 
 FINISHED_STATES = frozenset({"done", "cancelled", "failed"})
@@ -156,6 +158,7 @@ class JobInfo(Record):
         edge_ms, edge_bps: one-way latency and bandwidth from each member to its right neighbour, None where unknown;
             empty where all are.
         streams, codec: how gradients travel in the present view (``ring.view.View``); 0 and empty where there is none.
+        stages: parts that the model is split into, each held by another member; 1: it is not.
         reason: why it is in this state, for people.
     """
 
@@ -186,6 +189,7 @@ class JobInfo(Record):
     edge_bps: list[float | None] = dataclasses.field(default_factory=list)
     streams: int = 0
     codec: str = ""
+    stages: int = 1
 
     def edges(self) -> list[tuple[float | None, float | None]]:
         """Latency in ms and bandwidth in bits per second from each member to its right neighbour, None for unknown; no

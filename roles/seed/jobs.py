@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
 from configs.schema import Profile
@@ -19,6 +19,7 @@ from p2ptrain.core.world import Clock
 from ring import coordination as co
 from ring.coordination import ENDED, Phase
 from ring.coordinator import Coordinator
+from ring.crews import Crews
 from ring.order import LinkQuality, known_link
 from ring.plan import Wishes
 from ring.view import View
@@ -78,6 +79,7 @@ class History:
     row: MetricRow | None = None
     val_loss: float | None = None
     saved: dict[str, int] = field(default_factory=dict)
+    steps: dict[str, frozenset[int]] = field(default_factory=dict)
     written: chronicle.Known = field(default_factory=chronicle.Known)
     reread: bool = False
 
@@ -110,8 +112,9 @@ class Desk:
             step_s=_step_s(history.row) if history.row else 0.0,
             reread=history.reread,
         )
+        self.stages = stages_of(spec)
         terms = co.Terms(
-            workers=record.workers,
+            workers=record.workers // self.stages,
             micro_batches=record.micro_batches,
             wishes=wishes_of(spec),
             minted_below=office.minted_below,
@@ -120,7 +123,12 @@ class Desk:
         self.chronicle = chronicle.Chronicle(
             record.id, history.written, clock=office.clock, store=office.store, board=office.board, note=self._note
         )
-        self.core = Coordinator(record.id, terms, past=past, now=office.clock.now())
+        now = office.clock.now()
+        self.core: Coordinator | Crews = (
+            Crews(record.id, terms, self.stages, past=past, held=record.held, steps=history.steps, now=now)
+            if self.stages > 1
+            else Coordinator(record.id, terms, past=past, now=now)
+        )
 
     @property
     def id(self) -> str:
@@ -134,6 +142,15 @@ class Desk:
     def running_view(self) -> View | None:
         """The view, while it has members."""
         return self.core.view if self.core.phase in (Phase.RUNNING, Phase.STOPPING, Phase.PAUSED) else None
+
+    def stage_of(self, peer_id: str) -> int | None:
+        """Which part of a split model a worker holds, or held last; None where the model is not split."""
+        return self.core.stage_of(peer_id) if isinstance(self.core, Crews) else None
+
+    def whole(self, peer_ids: Iterable[str]) -> bool:
+        """Whether these workers together hold a model, be it one of them, or one for each stage."""
+        stages = {self.stage_of(peer_id) for peer_id in peer_ids}
+        return len(stages - {None}) == self.stages if self.stages > 1 else bool(stages)
 
     def holds(self, peer_id: str) -> bool:
         """Whether the peer is a member of the running view."""
@@ -204,9 +221,11 @@ class Desk:
 
     async def _carry_out(self, instruction: co.Instruction) -> None:
         match instruction:
-            case co.SendAssign(peer_id, corpus, restore_step):
+            case co.SendAssign(peer_id, corpus, restore_step, stage, stages):
                 self._office.survey.drop(peer_id)  # what it reported before counts no more
-                self._say(peer_id, Assign(self.id, self.spec, corpus, restore_step))
+                if stages > 1 and self.record.held.get(peer_id) != stage:  # its checkpoints will be of that stage
+                    await self._keep(held=self.record.held | {peer_id: stage})
+                self._say(peer_id, Assign(self.id, self.spec, corpus, restore_step, stage, stages))
             case co.SendHold(peer_ids, generation, reason):
                 for peer_id in peer_ids:
                     self._say(peer_id, Hold(self.id, generation, reason))
@@ -370,6 +389,7 @@ class Desk:
             members=[member.peer_id for member in view.members] if view else [],
             edge_ms=[edge.latency_s * 1e3 if edge else None for edge in edges] if known else [],
             edge_bps=[edge.bandwidth_bps if edge else None for edge in edges] if known else [],
+            stages=self.stages,
             streams=view.streams if view else 0,
             codec=view.codec if view else "",
             started_at=record.started_at,
@@ -379,6 +399,14 @@ class Desk:
             reason="another job has the workers" if queued else self.core.reason,
             **shown,
         )
+
+
+def stages_of(spec: str) -> int:
+    """Into how many parts a job's profile splits the model; a profile of another version: into none."""
+    try:
+        return Profile.from_spec_untrusted(spec).stages
+    except ProtocolError:
+        return 1
 
 
 def wishes_of(spec: str) -> Wishes:
@@ -403,8 +431,8 @@ def _last(records: Records, job: str) -> tuple[MetricRow | None, float | None]:
 def history(records: Records, job: str) -> History:
     """What the store knows of a job beside its record. On the store's thread."""
     row, val_loss = _last(records, job)
-    saved = records.newest_checkpoints(job)
-    return History(records.last_view(job), row, val_loss, saved, chronicle.known(records, job), reread=True)
+    saved, steps = records.newest_checkpoints(job), records.checkpoint_steps(job)
+    return History(records.last_view(job), row, val_loss, saved, steps, chronicle.known(records, job), reread=True)
 
 
 def _tell(handled: asyncio.Future[bool] | None, result: bool) -> None:

@@ -138,13 +138,20 @@ class Link:
         self.calls.lost(self.name)
 
     def info(
-        self, now: float, view: View | None, edge: LinkQuality | None = None, shares: Sequence[int] = ()
+        self,
+        now: float,
+        view: View | None,
+        edge: LinkQuality | None = None,
+        shares: Sequence[int] = (),
+        stage: int | None = None,
     ) -> PeerInfo:
         """What people see. ``view``: the running view of its job, None where it is in none; ``edge``: what is known of
-        the way to its right neighbour; ``shares``: of the members in the newest step, in rank order."""
+        the way to its right neighbour; ``shares``: of the members in the newest step, in rank order; ``stage``: the
+        part of a split model that it holds, which computes what its crew's first stage has for a share."""
         beat, gone = self.beat, self.lost_at is not None
         stats = {name: value for name, value in beat.stats.items() if math.isfinite(value)} if beat and not gone else {}
         rank = view.rank_of(self.id) if view else None
+        head = rank - view.stage_of(rank) if view and rank is not None else None
         said = beat.state if beat else "joining"
         known = said if said in _STATES else "idle"
         state = known if not gone else "lost" if rank is None else "away"
@@ -168,7 +175,8 @@ class Link:
             rank=rank,
             generation=view.generation if view and rank is not None else 0,
             step=beat.step if beat else 0,
-            share=shares[rank] if rank is not None and rank < len(shares) else 0,
+            share=shares[head] if head is not None and head < len(shares) else 0,
+            stage=stage,
             next_ms=edge.latency_s * 1e3 if edge else None,
             next_bps=edge.bandwidth_bps if edge else None,
             fetched_bytes=self.fetched.fetched_bytes if self.fetched else 0,

@@ -335,6 +335,7 @@ class Clerk:
         desk = self._seed.desks.get(checkpoint.job)
         if desk is None:
             raise Refused("unknown-job", f"the job {checkpoint.job} of that checkpoint is not known here")
+        self._check_whole(desk, checkpoint)
         lineage = await self._verified(checkpoint)  # before anybody sets newer ones aside
         holder = self._holder(checkpoint)
         other = self._seed.desks.get(holder.job)
@@ -346,9 +347,26 @@ class Clerk:
         restored = co.Restore(checkpoint.step, checkpoint.peer_id, lineage)
         return await self._tell(desk, restored, f"goes back to step {checkpoint.step}")
 
+    def _check_whole(self, desk: Desk, checkpoint: CheckpointInfo) -> None:
+        """Raise ``Refused`` where a split model cannot go back to it, for nobody here has the other stages'."""
+        found = [
+            item.peer_id
+            for item in self._seed.checkpoints.values()
+            if (item.job, item.step) == (checkpoint.job, checkpoint.step) and item.peer_id in self._seed.links
+        ]
+        if desk.stages > 1 and not desk.whole(found):
+            stages = sorted({stage for peer_id in found if (stage := desk.stage_of(peer_id)) is not None})
+            text = f"of step {checkpoint.step}, of {desk.stages} stages only {stages} have a checkpoint at a worker here"
+            raise Refused("holder-away", text, remedy="start the workers that hold the others, or choose another step")
+
+    def _stage(self, checkpoint: CheckpointInfo) -> Params:
+        desk = self._seed.desks.get(checkpoint.job)
+        stage = desk.stage_of(checkpoint.peer_id) if desk else None
+        return {} if desk is None or stage is None else {"stage": stage, "stages": desk.stages}
+
     async def _verified(self, checkpoint: CheckpointInfo) -> str:
         """The lineage of a checkpoint, of which its holder has just read every byte."""
-        params = {"job": checkpoint.job, "step": checkpoint.step}
+        params = {"job": checkpoint.job, "step": checkpoint.step, **self._stage(checkpoint)}
         result = await self._holder(checkpoint).ask("checkpoint.verify", params, timeout_s=VERIFY_S)
         lineage = result.get("lineage")
         if result.get("step") != checkpoint.step or not isinstance(lineage, str) or not is_lineage(lineage):
@@ -357,7 +375,7 @@ class Clerk:
 
     async def _checkpoints_delete(self, params: Params, connection: Connection) -> Result:
         checkpoint = self._checkpoint(params)
-        params, was_there = {"job": checkpoint.job, "step": checkpoint.step}, True
+        params, was_there = {"job": checkpoint.job, "step": checkpoint.step, **self._stage(checkpoint)}, True
         try:
             await self._holder(checkpoint).ask("checkpoint.delete", params, timeout_s=WORKER_S)
         except Refused as problem:

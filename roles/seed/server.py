@@ -490,8 +490,8 @@ class Seed:
         if not heirs:
             return heirs is not None
         step = max(report.applied for report in heirs.values())
-        saved = (f"{desk.id}@{step}@{peer_id}" for peer_id, report in heirs.items() if report.applied == step)
-        return any(item_id in self.checkpoints for item_id in saved)
+        at_step = [peer_id for peer_id, report in heirs.items() if report.applied == step]
+        return desk.whole(peer_id for peer_id in at_step if f"{desk.id}@{step}@{peer_id}" in self.checkpoints)
 
     async def _saved(self, link: Link, message: CheckpointSaved) -> None:
         """A checkpoint is durable at ``link``, which keeps as many as the job says, the newest. Noting it holds up
@@ -539,7 +539,9 @@ class Seed:
         """A job knows how far it could go back, or on, from the disks of its workers."""
         if job in self.desks:
             held = sorted((item.step, item.peer_id) for item in self.checkpoints.values() if item.job == job)
-            self.desks[job].post(co.Saved({peer_id: step for step, peer_id in held}))
+            newest = {peer_id: step for step, peer_id in held}
+            steps = {peer_id: frozenset(step for step, holder in held if holder == peer_id) for peer_id in newest}
+            self.desks[job].post(co.Saved(newest, steps))
 
     # ------------------------------------------------------------------------------------------------------------- jobs
 
@@ -599,7 +601,7 @@ class Seed:
             view = desk.running_view if desk else None
             rank = view.rank_of(link.id) if view else None
         shares = desk.chronicle.shares(view) if desk and view else ()
-        return link.info(now, view, edge, shares)
+        return link.info(now, view, edge, shares, desk.stage_of(link.id) if desk else None)
 
     def is_queued(self, desk: Desk) -> bool:
         """Whether the workers that it waits for are with another job."""

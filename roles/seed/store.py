@@ -102,6 +102,8 @@ class JobRecord:
     """Peers whose newest checkpoint is of this run, once it went back (``ring.course``)."""
     restoring: list[Any] | None = None
     """Step, peer and lineage of a checkpoint that a person wants to go back to, until a view starts from it."""
+    held: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Of a split model: worker → the stage that it holds, or held last (``ring.crews``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +341,14 @@ class Records:
         with _translated(self._path):
             sql = "SELECT peer_id, max(step) FROM checkpoints WHERE job = ? GROUP BY peer_id"
             return dict(self._db.execute(sql, (job,)))
+
+    def checkpoint_steps(self, job: str) -> dict[str, frozenset[int]]:
+        """Peer id → the steps of those that it holds."""
+        found: dict[str, set[int]] = {}
+        with _translated(self._path):
+            for peer_id, step in self._db.execute("SELECT peer_id, step FROM checkpoints WHERE job = ?", (job,)):
+                found.setdefault(peer_id, set()).add(step)
+        return {peer_id: frozenset(steps) for peer_id, steps in found.items()}
 
     # -------------------------------------------------------------------------------------------------------- helpers
 

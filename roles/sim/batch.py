@@ -50,6 +50,7 @@ def run_batch(
     peers: int = 0,
     kinds: Sequence[str] = (),
     mutation: str = "",
+    stages: int = 1,
     jobs: int = 1,
     stop_at_first: bool = False,
     on_verdict: Callable[[Verdict, Summary], None] = lambda verdict, summary: None,
@@ -64,7 +65,7 @@ def run_batch(
         summary: what is returned, for who may be interrupted before.
     """
     summary, began = summary or Summary(), time.perf_counter()
-    one = partial(_without_timeline, peers=peers, kinds=tuple(kinds), mutation=mutation)
+    one = partial(_without_timeline, peers=peers, kinds=tuple(kinds), mutation=mutation, stages=stages)
     with ExitStack() as stack:
         verdicts: Iterator[Verdict]
         if jobs > 1:
@@ -89,13 +90,16 @@ def _leave_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _without_timeline(number: int, *, peers: int, kinds: Sequence[str], mutation: str) -> Verdict:
+def _without_timeline(number: int, *, peers: int, kinds: Sequence[str], mutation: str, stages: int) -> Verdict:
     """A timeline is long, and the schedule can be run again."""
-    return replace(run_schedule(number, peers=peers, kinds=kinds, mutation=mutation), timeline=[])
+    return replace(run_schedule(number, peers=peers, kinds=kinds, mutation=mutation, stages=stages), timeline=[])
 
 
-def replay(verdict: Verdict, *, peers: int = 0, kinds: Sequence[str] = (), mutation: str = "") -> str:
+def replay(
+    verdict: Verdict, *, peers: int = 0, kinds: Sequence[str] = (), mutation: str = "", stages: int = 1
+) -> str:
     """The command that runs one schedule again and shows what happened."""
     words = [f"p2ptrain sim --schedules 1 --seed {verdict.number} --timeline"]
     words += [f"--peers {peers}"] * bool(peers) + [f"--faults {','.join(kinds)}"] * bool(kinds)
+    words += [f"--stages {stages}"] * (stages > 1)
     return " ".join(words + [f"--without {mutation}"] * bool(mutation))

@@ -11,6 +11,7 @@ from configs.schema import Profile
 from p2ptrain.core.errors import NetworkError, P2PTrainError, StorageError
 from p2ptrain.core.world import LoopClock, World
 from ring.transaction import Phase
+from roles.engine import WHOLE, Stage
 from roles.identity import claim
 from roles.seed import ledger, run_seed
 from roles.sim.disk import MachineDisk
@@ -18,6 +19,8 @@ from roles.sim.engine import Buffer, SimEngine
 from roles.sim.loop import PROCESS, Process, SimLoop
 from roles.sim.observer import Observer
 from roles.sim.threads import SimThreads
+from roles.strategies import strategy_named
+from roles.strategies.staged import StagedStrategy
 from roles.worker.worker import Worker, WorkerOptions
 from wire.client import SeedClient
 from wire.memory import MemoryNetwork
@@ -45,7 +48,7 @@ class Machine:
 
     Attributes:
         call_s: what one call on a thread of it takes on average.
-        announced: step → digest of the newest checkpoint of that step that its worker told of.
+        announced: step → digest of the newest checkpoint of that step that its worker told of, since it last went back.
         flips: the next reduction ends with a flipped bit in this byte of its buffer; 0: it does not.
         lies: so many steps to come have a contribution of the kind ``lie``.
     """
@@ -86,6 +89,11 @@ class Machine:
         """Whether its worker keeps up with a ring that it is not in, or fetches the state for that."""
         runner = self.worker._runner if self.worker is not None else None
         return runner is not None and runner.follower.active
+
+    @property
+    def stage(self) -> int:
+        """The part of a split model that its worker holds; 0 where it is not split."""
+        return self.engine.stage.index if self.engine is not None else 0
 
     @property
     def left(self) -> str:
@@ -153,6 +161,8 @@ class Machine:
                 identity,
                 WorkerOptions(seed=(SEED, SEED_PORT), listen=(LISTEN, 0), advertise=("", 0), capabilities={}),
                 build_engine=self._build,
+                build_part=self._build,
+                strategies=lambda name: StagedStrategy if name == "pipeline" else strategy_named(name),
                 warm_up=lambda: None,
                 notify=notify,
                 on_step=lambda applied, total, values: None,
@@ -166,8 +176,8 @@ class Machine:
                 await asyncio.sleep(AGAIN_S)
         identity.release()
 
-    def _build(self, profile: Profile) -> SimEngine:
-        self.engine = SimEngine(profile, self.disk.seen_by(self.process), self._spoil)
+    def _build(self, profile: Profile, stage: Stage = WHOLE) -> SimEngine:
+        self.engine = SimEngine(profile, self.disk.seen_by(self.process), self._spoil, stage)
         return self.engine
 
     def _spoil(self, buffer: Buffer) -> None:
@@ -216,7 +226,8 @@ class Simulation:
         self._latency_s = self._weather.choice((0.0003, 0.003, 0.03))
         self.slow: dict[frozenset[str], float] = {}
         self.network = MemoryNetwork(delay_s=self._delay_s)
-        self.observer = Observer(loop.time, expected)
+        self.observer = Observer(loop.time, expected, profile.stages)
+        self.observer.here = lambda: [machine for machine in self.live if machine.linked]
         self.job_changed = asyncio.Event()
         self.machines: dict[str, Machine] = {}
         self.seed = Machine(self, SEED, 0.002)

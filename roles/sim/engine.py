@@ -13,7 +13,7 @@ import xxhash
 from configs.schema import Profile
 from p2ptrain.core.disk import Disk
 from p2ptrain.core.errors import StorageError
-from roles.engine import Applied, Blob, OnFinal
+from roles.engine import WHOLE, Applied, Blob, OnFinal, Stage
 from roles.stand_in import StandInEngine
 
 Buffer = npt.NDArray[Any]
@@ -29,8 +29,11 @@ class SimEngine(StandInEngine):
         spoil: called with this member's contribution to every step before it goes out: what a liar does to it.
     """
 
-    def __init__(self, profile: Profile, disk: Disk, spoil: Callable[[Buffer], None]) -> None:
-        super().__init__(profile, numel=NUMEL)
+    def __init__(
+        self, profile: Profile, disk: Disk, spoil: Callable[[Buffer], None], stage: Stage = WHOLE
+    ) -> None:
+        super().__init__(profile, numel=NUMEL, stage=stage)
+        self.stage = stage
         self._disk = disk
         self._count = np.zeros(1, np.int64)
         self._spoil = spoil
@@ -38,6 +41,11 @@ class SimEngine(StandInEngine):
     @property
     def count(self) -> int:
         return int(self._count[0])
+
+    @property
+    def part(self) -> slice:
+        """Which of the whole model's parameters it has."""
+        return self._part
 
     @property
     def parameters(self) -> npt.NDArray[np.float32]:

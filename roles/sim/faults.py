@@ -319,6 +319,7 @@ class Faults:
             if known:
                 chosen = self._random.choice(known)
                 self._tell(f"the person restores step {chosen['step']}")
+                self._simulation.observer.wanted.add(chosen["step"])
                 await simulation.ask("checkpoints.restore", id=chosen["id"])
 
     async def _resume(self, seconds: float) -> None:

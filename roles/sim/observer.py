@@ -53,6 +53,7 @@ class Line:
     Attributes:
         lineages: step → lineage, as of the newest generation.
         saved_step: the newest step of it whose checkpoint the seed has noted.
+        saved_stages: step of the line → stages of which the seed has noted a checkpoint.
         left_at: where views began with another past than the line's: a side that was cut off was all that is left.
     """
 
@@ -60,6 +61,7 @@ class Line:
     lineages: dict[int, str] = field(default_factory=dict)
     saved_step: int = 0
     left_at: set[int] = field(default_factory=set)
+    saved_stages: dict[int, set[int]] = field(default_factory=dict)
 
 
 class Observer:
@@ -67,11 +69,17 @@ class Observer:
 
     Args:
         now: virtual seconds.
-        expected: parameters after 0, 1, 2, … steps, undisturbed.
+        expected: parameters after 0, 1, 2, … steps, undisturbed. stages: parts that the model is split into.
+
+    Attributes:
+        wanted: steps that a person wanted to go back to.
+        here: the machines whose worker is linked to the seed now.
     """
 
-    def __init__(self, now: Callable[[], float], expected: list[np.ndarray[Any, Any]]) -> None:
-        self._now, self._expected = now, expected
+    def __init__(self, now: Callable[[], float], expected: list[np.ndarray[Any, Any]], stages: int = 1) -> None:
+        self._now, self._expected, self._stages = now, expected, stages
+        self.wanted: set[int] = set()
+        self.here: Callable[[], list[Machine]] = list
         self.timeline: list[tuple[float, str]] = []
         self.checks: dict[str, int] = {}
         self.violation: Violation | None = None
@@ -79,13 +87,14 @@ class Observer:
         self.job_state = ""
         self.commits = 0
         self.believed_a_liar = False
-        self._bits: dict[tuple[int, str], bytes] = {}
+        self._bits: dict[tuple[int, str, int], bytes] = {}  # step, lineage, stage
         self._holders: dict[tuple[int, str], set[str]] = {}  # step, lineage → who ever held that state
         self._members: dict[int, set[str]] = {}  # generation → hosts
         self._committed: dict[tuple[int, int], str] = {}  # generation, step → lineage
-        self._manifests: dict[str, tuple[int, str]] = {}  # digest of a manifest → step, lineage
+        self._manifests: dict[str, tuple[int, str, int]] = {}  # digest of a manifest → step, lineage, stage
         self._witnesses: dict[str, tuple[Process, int, int]] = {}  # host → its life, and the run of steps it committed
-        self._announced: dict[str, int] = {}  # host → newest step announced since it last went back
+        self._announced: dict[tuple[str, int], int] = {}  # host, stage → newest step announced since it last went back
+        self._replicas = 0  # in the newest view
 
     @property
     def members(self) -> int:
@@ -93,8 +102,8 @@ class Observer:
         return len(set().union(*self._members.values()))
 
     def alone(self, who: str) -> bool:
-        """Whether the newest view has no other member."""
-        return self._members.get(max(self._members, default=0)) == {who}
+        """Whether the newest view has no other member, or nobody else who holds the same part of the model."""
+        return self._replicas == 1 and who in self._members.get(max(self._members, default=0), set())
 
     def tell(self, text: str) -> None:
         self.timeline.append((self._now(), text))
@@ -113,7 +122,7 @@ class Observer:
         if engine is None or not core.lineage:
             return
         step, lineage = core.applied, core.lineage
-        self._same_bits(machine.host, step, lineage, engine.bits())
+        self._same_bits(machine.host, step, lineage, engine.stage.index, engine.bits())
         self._holders.setdefault((step, lineage), set()).add(machine.host)
         self.check("exactly once", engine.count == step, lambda: f"{machine.host}: {engine.count} steps in step {step}")
         self._as_undisturbed(machine.host, engine, step)
@@ -127,14 +136,14 @@ class Observer:
             self._witnesses[machine.host] = (machine.process, first if fits else step, step)
             self._commit(machine.host, view.generation, step, lineage, before[1])
 
-    def _same_bits(self, who: str, step: int, lineage: str, bits: bytes) -> None:
-        known = self._bits.setdefault((step, lineage), bits)
+    def _same_bits(self, who: str, step: int, lineage: str, stage: int, bits: bytes) -> None:
+        known = self._bits.setdefault((step, lineage, stage), bits)
         self.check("same bits", known == bits, lambda: f"{who} has another state of step {step}, lineage {lineage[:8]}")
 
     def _as_undisturbed(self, who: str, engine: SimEngine, step: int) -> None:
         if self.believed_a_liar:
             return
-        expected = self._expected[step]
+        expected = self._expected[step][engine.part]
         worst = float(np.max(np.abs(engine.parameters - expected)))
         limit = 0.0 if engine.exact else ROUNDING * float(np.max(np.abs(expected)))
         self.check(
@@ -170,7 +179,9 @@ class Observer:
             lambda: f"generation {view.generation} follows {line.generation}",
         )
         if restored:
+            self._no_further_than_must_be(view)
             line.saved_step = min(line.saved_step, view.step)
+            line.saved_stages = {step: it for step, it in line.saved_stages.items() if step <= view.step}
         known = line.lineages.get(view.step, view.lineage)
         if known != view.lineage:
             line.left_at.add(view.step)
@@ -184,10 +195,27 @@ class Observer:
             view.step >= line.saved_step,
             lambda: f"generation {view.generation} begins at step {view.step}, {line.saved_step} was noted as saved",
         )
-        line.generation = view.generation
+        line.generation, self._replicas = view.generation, view.replicas
         self._members[view.generation] = {member.name for member in view.members}
         line.lineages = {step: lineage for step, lineage in line.lineages.items() if step < view.step}
         line.lineages[view.step] = view.lineage
+
+    def _no_further_than_must_be(self, view: View) -> None:
+        """A split model that went back by itself did so for want of a later step that is there in all its parts."""
+        if self._stages == 1 or view.step in self.wanted:
+            self.wanted.clear()
+            return
+        for step in sorted(step for step, lineage in self.line.lineages.items() if step > view.step):
+            stages = set()
+            for machine in self.here():
+                known = self._manifests.get(machine.announced.get(step, ""))
+                if known is not None and known[1] == self.line.lineages[step] and machine.stage == known[2]:
+                    stages.add(known[2])
+            self.check(
+                "no further back",
+                len(stages) < self._stages,
+                partial("goes back to step {}, and all parts of step {} are here".format, view.step, step),
+            )
 
     def ledger(self, head: Head | None, rows: Sequence[LedgerRow], micro_batches: int) -> None:
         """What the seed has in its ledger at the end, when all can reach it."""
@@ -215,8 +243,9 @@ class Observer:
 
     def saved(self, machine: Machine, step: int, digest: str, meta: Meta, bits: bytes) -> None:
         """A manifest is written: from now on there may be such a checkpoint."""
-        lineage = str(meta.get("lineage"))
-        self._manifests[digest] = (step, lineage)
+        lineage, told = str(meta.get("lineage")), meta.get("stage")
+        stage = told if isinstance(told, int) else 0
+        self._manifests[digest] = (step, lineage, stage)
         generation = meta.get("generation")
         members = self._members.get(generation if isinstance(generation, int) else 0, set())
         behind = members - self._holders.get((step, lineage), set())
@@ -225,7 +254,7 @@ class Observer:
             not behind,
             lambda: f"{machine.host} saved step {step}, which {sorted(behind)} never applied",
         )
-        self._same_bits(f"{machine.host}'s checkpoint", step, lineage, bits)
+        self._same_bits(f"{machine.host}'s checkpoint", step, lineage, stage, bits)
 
     def announced(self, machine: Machine, step: int, digest: str) -> None:
         """A member told the seed of a checkpoint, for the first time or again."""
@@ -235,13 +264,17 @@ class Observer:
             return
         machine.announced[step] = digest
         self.tell(f"{machine.host} announces a checkpoint of step {step} {known[1][:6]}")
-        self._announced[machine.host] = max(self._announced.get(machine.host, 0), step)
+        key = machine.host, known[2]
+        self._announced[key] = max(self._announced.get(key, 0), step)
 
     def recorded(self, step: int, digest: str) -> None:
         """The seed has written down that there is a checkpoint: from now on the job counts on it."""
         known = self._manifests.get(digest)
         if known is not None and self.line.lineages.get(step) == known[1]:
-            self.line.saved_step = max(self.line.saved_step, step)
+            stages = self.line.saved_stages.setdefault(step, set())
+            stages.add(known[2])
+            if len(stages) == self._stages:
+                self.line.saved_step = max(self.line.saved_step, step)
 
     def loaded(self, machine: Machine, entry: CheckpointEntry | None, restore_step: int) -> None:
         step = entry.step if entry is not None else 0
@@ -249,12 +282,15 @@ class Observer:
         if entry is not None:
             known = entry.digest in self._manifests
             self.check("loaded was saved", known, lambda: f"{machine.host} loads a checkpoint that nobody committed")
+        key = machine.host, machine.stage
         if restore_step >= 0:
-            self._announced[machine.host] = step
-            self.line.saved_step = min(self.line.saved_step, step)  # a person wants it so, even if the seed forgets it
-            self.line.lineages = {at: lineage for at, lineage in self.line.lineages.items() if at <= step}
+            self._announced[key] = step
+            machine.announced = {at: digest for at, digest in machine.announced.items() if at <= restore_step}
+            back = step if self._stages == 1 else restore_step  # a part of a model may have no checkpoint of that step
+            self.line.saved_step = min(self.line.saved_step, back)  # a person wants it so, even if the seed forgets it
+            self.line.lineages = {at: lineage for at, lineage in self.line.lineages.items() if at <= back}
             return
-        least = self._announced.get(machine.host, 0)
+        least = self._announced.get(key, 0)
         self.check(
             "durable", step >= least, lambda: f"{machine.host} announced a checkpoint of step {least}, and finds {step}"
         )

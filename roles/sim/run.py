@@ -66,13 +66,24 @@ class Verdict:
 
 
 @lru_cache(maxsize=4)
-def _prepared(exact: bool, steps: int) -> tuple[Profile, list[Any]]:
-    profile = Profile.model_validate({**_PROFILE, "job": {**_PROFILE["job"], "exact": exact, "steps": steps}})
-    return profile, undisturbed(profile)
+def _prepared(exact: bool, steps: int, stages: int) -> tuple[Profile, list[Any]]:
+    job: dict[str, Any] = {**_PROFILE["job"], "exact": exact, "steps": steps}
+    if stages == 1:
+        profile = Profile.model_validate({**_PROFILE, "job": job})
+        return profile, undisturbed(profile)
+    expected = undisturbed(Profile.model_validate({**_PROFILE, "job": {**job, "exact": False}}))
+    job |= {"exact": False, "strategy": "pipeline", "workers": stages}
+    return Profile.model_validate({**_PROFILE, "job": job, "pipeline": {"stages": stages}}), expected
 
 
 def run_schedule(
-    number: int, *, peers: int = 0, kinds: Sequence[str] = (), mutation: str = "", verbose: bool = False
+    number: int,
+    *,
+    peers: int = 0,
+    kinds: Sequence[str] = (),
+    mutation: str = "",
+    verbose: bool = False,
+    stages: int = 1,
 ) -> Verdict:
     """Run the schedule that ``number`` decides.
 
@@ -80,8 +91,9 @@ def run_schedule(
         peers: machines for workers; 0: 2 to 16, few more often.
         kinds: of faults; empty: all.
         mutation: the safeguard to switch off.
+        stages: parts that the model is split into; 1: it is not.
     """
-    return _run(number, peers, kinds or list(KINDS), mutation, verbose, _conduct, STEPS)
+    return _run(number, peers, kinds or list(KINDS), mutation, verbose, _conduct, STEPS, stages)
 
 
 def run_churn(number: int, *, peers: int) -> Verdict:
@@ -90,11 +102,20 @@ def run_churn(number: int, *, peers: int) -> Verdict:
 
 
 def _run(
-    number: int, peers: int, kinds: Sequence[str], mutation: str, verbose: bool, conduct: Conduct, steps: int
+    number: int,
+    peers: int,
+    kinds: Sequence[str],
+    mutation: str,
+    verbose: bool,
+    conduct: Conduct,
+    steps: int,
+    stages: int = 1,
 ) -> Verdict:
-    profile, expected = _prepared(number % 2 == 0, steps)
+    profile, expected = _prepared(number % 2 == 0, steps, stages)
     began = time.perf_counter()
     rng = random.Random(f"schedule {number}")  # noqa: S311
+    if stages > 1:
+        peers = peers or stages * rng.choice((1, 2, 2, 3)) + rng.choice((0, 0, 1, 2))
     peers = peers or min(rng.randint(2, MOST_PEERS), rng.randint(2, MOST_PEERS), rng.randint(2, MOST_PEERS))
     loop = SimLoop()
     gc.disable()  # for speed, and because a collection at any moment is no part of the schedule
@@ -179,7 +200,9 @@ async def _conduct(simulation: Simulation, faults: Faults, rng: random.Random, k
 
 async def _to_the_end(simulation: Simulation, faults: Faults) -> None:
     observer = simulation.observer
-    await faults.calm(min(2, len(simulation.workers)))
+    # Of a split model each machine may have the only checkpoints of a part.
+    least = min(2, len(simulation.workers)) if simulation.profile.stages == 1 else len(simulation.workers)
+    await faults.calm(least)
     async with asyncio.timeout(CALM_S):
         while observer.job_state not in ("done", "failed", "cancelled") and not observer.violation:
             if observer.job_state != "running":  # a pause may be what it waits for, and a seed that dies forgets to say
