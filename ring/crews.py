@@ -337,7 +337,7 @@ class Crews:
             self._failed(worker, report)
         elif report.status in BESIDE:
             self._beside(worker, report)
-        elif self._restoring or worker.fresh:
+        elif self._restoring or worker.fresh or worker.restored >= 0:
             return  # it was told to load a checkpoint: what it was before that is of no interest
         elif report.status == "training":
             if current:
@@ -661,7 +661,7 @@ class Crews:
         if self._restoring and self.core.restore is not None:
             return (self.core.restore.step, self.core.restore.lineage) in said
         return any(
-            state is not None and state != NOTHING and (crew.in_view or state[0] > 0)
+            state is not None and state[0] > 0  # of step 0 the coordinator could not tell one from the other
             for crew in self._crews.values()
             if crew.known and crew.members
             for state in [crew.said]
@@ -773,7 +773,7 @@ class Crews:
         for key, worker in sorted(self._workers.items()):
             if worker.stage is None or worker.crew or worker.trains or worker.moving or over[worker.stage] <= 0:
                 continue
-            if self._is_member(key) and not self._anchored():
+            if self._is_member(key) and not (self._mustered and self._anchored()):
                 continue
             fresh = worker.report is not None and worker.report.applied == 0 and not self._steps.get(key)
             if fresh or (self._anchored() and worker.report is not None):
@@ -857,7 +857,7 @@ class Crews:
         worker = self._workers[peer_id]
         if worker.stage is None or worker.trains:
             return False
-        return worker.restored >= 0 or self._is_member(peer_id) or bool(self._steps.get(peer_id))
+        return worker.restored >= 0 or worker.returned or self._is_member(peer_id) or bool(self._steps.get(peer_id))
 
     def _go_back(self) -> bool:
         """Rule 5, its second half."""

@@ -17,10 +17,12 @@ from configs.schema import Profile
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.ids import new_id
 from p2ptrain.core.world import LoopClock, Network, World
-from roles.engine import Engine
+from roles.engine import Engine, Stage
 from roles.identity import Identity, claim
 from roles.seed import Encryption, run_seed
 from roles.stand_in import StandInEngine
+from roles.strategies import strategy_named
+from roles.strategies.staged import StagedStrategy
 from roles.worker.stages import Holding
 from roles.worker.worker import Worker, WorkerOptions
 from wire.client import SeedClient
@@ -141,6 +143,7 @@ class Cluster:
         *,
         slot: int | None = None,
         holding: Holding | None = None,
+        build_part: Callable[[Profile, Stage], Engine] = lambda profile, stage: StandInEngine(profile, stage=stage),
     ) -> Peer:
         """Start a worker. ``holding``: for parts of split models, as ``roles.stage_stand_in.StandIns`` has it."""
         identity = claim(RealDisk(), self.root, role="worker", slot=slot, name="")
@@ -148,6 +151,10 @@ class Cluster:
 
         def build_and_keep(profile: Profile) -> Engine:
             engines.append(build(profile))
+            return engines[-1]
+
+        def build_part_and_keep(profile: Profile, stage: Stage) -> Engine:
+            engines.append(build_part(profile, stage))
             return engines[-1]
 
         async def work() -> None:
@@ -162,6 +169,8 @@ class Cluster:
                 on_step=lambda applied, total, values: peer.steps.__setitem__(applied, values),
                 member=member,
                 holding=holding,
+                build_part=build_part_and_keep,
+                strategies=lambda name: StagedStrategy if name == "pipeline" else strategy_named(name),
             )
             await worker.run(stop)
 

@@ -1,0 +1,228 @@
+"""Jobs whose model is split over stages: the real seed and real workers, with parts of the stand-in for an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+
+from configs.schema import Profile
+from p2ptrain.core.errors import ProtocolError, Refused
+from ring.token import first_lineage, joined_digest, next_lineage
+from roles.engine import Stage
+from roles.in_process import Cluster, Peer
+from roles.stand_in import StandInEngine
+from roles.worker.fetch import Fetch, Self, _Donor
+from roles.worker.testing import world_of
+from wire.memory import MemoryNetwork
+from wire.messages import HealOffer, HealRequest, StepLogged
+
+
+def split_profile(stages: int, replicas: int, **job: Any) -> Profile:
+    return Profile.model_validate(
+        {
+            "job": {"steps": 12, "workers": stages * replicas, "strategy": "pipeline", **job},
+            "batch": {"micro_batches": 8},
+            "pipeline": {"stages": stages},
+            "validation": {"every": 5, "batches": 3},
+            "checkpoint": {"every": 4, "copies": 1},
+        }
+    )
+
+
+def unsplit_run(profile: Profile, replicas: int) -> tuple[bytes, list[float]]:
+    """State and losses of one process that sums the replicas' shares as the ring does: each by itself, then in order
+    of ranks."""
+    engines = [StandInEngine(profile) for _ in range(replicas)]
+    for engine in engines:
+        engine.load_initial()
+    share, losses = profile.batch.micro_batches // replicas, []
+    for step in range(profile.job.steps):
+        for replica, engine in enumerate(engines):
+            engine.begin_step(step)
+            for index in range(replica * share, (replica + 1) * share):
+                engine.micro_batch(step, index)
+        total = engines[0].reduce_buffer.copy()
+        for engine in engines[1:]:
+            total += engine.reduce_buffer
+        for engine in engines:
+            engine.reduce_buffer[:] = total
+            applied = engine.apply(step, engine.partial_square_sum(0, total.size))
+        losses.append(applied.loss)
+    return b"".join(bytes(blob.view) for blob in engines[0].state()), losses
+
+
+def part_of(peer: Peer) -> StandInEngine:
+    engine = peer.engines[-1]
+    assert isinstance(engine, StandInEngine)
+    return engine
+
+
+def whole_of(peers: list[Peer]) -> bytes:
+    """The state of one replica's parts, put together."""
+    parts = sorted((part_of(peer) for peer in peers), key=lambda engine: engine._part.start)
+    blobs = [[bytes(blob.view) for blob in engine.state()] for engine in parts]
+    return b"".join(b"".join(pieces) for pieces in zip(*blobs, strict=True))
+
+
+def done(item: dict[str, Any]) -> bool:
+    return item["state"] == "done"
+
+
+def at(step: int) -> Any:
+    return lambda item: item["step"] >= step
+
+
+async def by_stage(cluster: Cluster, peers: list[Peer]) -> list[list[Peer]]:
+    """The cluster's peers, by the stage that the seed says they hold."""
+    known = {item["id"]: item["stage"] for item in (await cluster.ask("peers.list"))["peers"]}
+    stages = sorted({stage for stage in known.values() if stage is not None})
+    return [[peer for peer in peers if known.get(peer.identity.peer_id) == stage] for stage in stages]
+
+
+@pytest.mark.parametrize(("stages", "replicas"), [(2, 1), (3, 1), (2, 2)])
+async def test_a_split_run_is_bit_for_bit_the_unsplit_one(cluster: Cluster, stages: int, replicas: int) -> None:
+    profile = split_profile(stages, replicas)
+    job = await cluster.create(profile)
+    peers = [cluster.join() for _ in range(stages * replicas)]
+    item = await cluster.job_until(job, at(1))
+    held = await by_stage(cluster, peers)
+    assert [len(stage) for stage in held] == [replicas] * stages
+    assert (item["stages"], len(item["members"])) == (stages, stages * replicas)
+    ended = await cluster.job_until(job, done)
+    expected, losses = unsplit_run(profile, replicas)
+    for crew in zip(*held, strict=True):
+        assert whole_of(list(crew)) == expected
+    rows = (await cluster.ask("metrics.history", job=job, after_step=0, limit=100))["rows"]
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert [row["loss"] for row in rows] == pytest.approx(losses, rel=1e-6)
+    assert [row["step"] for row in rows if row["val_loss"] is not None] == [5, 10, 12]
+    saved = (await cluster.ask("checkpoints.list", job=job))["checkpoints"]
+    assert len({entry["peer_id"] for entry in saved if entry["step"] == 12}) == stages  # one copy of each part
+    assert ended["generation"] == 1
+
+
+async def test_people_see_stages_ranks_and_the_crews_share(cluster: Cluster) -> None:
+    profile = split_profile(2, 2, steps=2000)
+    job = await cluster.create(profile)
+    for _ in range(4):
+        cluster.join()
+    item = await cluster.job_until(job, at(2))
+    infos = {info["id"]: info for info in (await cluster.ask("peers.list"))["peers"]}
+    members = [infos[peer_id] for peer_id in item["members"]]
+    assert [(info["rank"], info["stage"], info["share"]) for info in members] == [
+        (0, 0, 4),
+        (1, 1, 4),
+        (2, 0, 4),
+        (3, 1, 4),
+    ]
+    await cluster.ask("jobs.cancel", job=job)
+
+
+async def test_a_spare_takes_the_place_of_a_worker_that_died(cluster: Cluster) -> None:
+    profile = split_profile(2, 2, steps=400)
+    job = await cluster.create(profile)
+    peers = [cluster.join() for _ in range(5)]
+    item = await cluster.job_until(job, at(5))
+    victim = next(peer for peer in peers if peer.identity.peer_id == item["members"][3])
+    await victim.die()
+    peers.remove(victim)
+    item = await cluster.job_until(job, lambda item: len(item["members"]) == 4 and item["generation"] > 1)
+    assert {peer.identity.peer_id for peer in peers} == set(item["members"])
+    held = await by_stage(cluster, peers)
+    await cluster.job_until(job, done)
+    assert [len(stage) for stage in held] == [2, 2]
+    for stage in held:
+        assert len({part_of(peer).digest() for peer in stage}) == 1, "members of one stage differ"
+
+
+async def test_after_a_restart_of_everything_each_worker_has_its_stage_again(cluster: Cluster) -> None:
+    profile = split_profile(2, 1, steps=60)
+    job = await cluster.create(profile)
+    peers = [cluster.join(slot=number) for number in (1, 2)]
+    await cluster.job_until(job, at(1))
+    before = [[peer.identity.peer_id for peer in stage] for stage in await by_stage(cluster, peers)]
+    await cluster.saved(job, 8, 2)
+    for peer in peers:
+        await peer.die()
+    await cluster.restart_seed()
+    again = [cluster.join(slot=number) for number in (2, 1)]  # the other one comes first
+    await cluster.job_until(job, done)
+    held = await by_stage(cluster, again)
+    assert [[peer.identity.peer_id for peer in stage] for stage in held] == before
+    assert whole_of([stage[0] for stage in held]) == unsplit_run(profile, 1)[0]
+    assert any("resuming from" in text for peer in again for _, _, text in peer.told)
+
+
+async def test_going_back_to_a_step_needs_a_checkpoint_of_every_stage(cluster: Cluster) -> None:
+    profile = split_profile(2, 1, steps=4000)
+    job = await cluster.create(profile)
+    peers = [cluster.join() for _ in range(2)]
+    await cluster.job_until(job, at(9))
+    await cluster.ask("jobs.pause", job=job)
+    paused = await cluster.job_until(job, lambda item: item["state"] == "paused")
+    saved = (await cluster.ask("checkpoints.list", job=job))["checkpoints"]
+    step = min(item["step"] for item in saved)
+    chosen = next(item for item in saved if item["step"] == step)
+    assert step < paused["step"]
+    await cluster.ask("checkpoints.restore", id=chosen["id"])
+    item = await cluster.job_until(job, lambda item: item["state"] == "running")
+    views = (await cluster.ask("jobs.views", job=job, after_generation=0))["views"]
+    assert [view["step"] for view in views] == [0, step]
+    assert len(item["members"]) == 2
+    other = next(peer for peer in peers if peer.identity.peer_id != chosen["peer_id"])
+    await other.die()
+    with pytest.raises(Refused, match="only"):
+        await cluster.ask("checkpoints.restore", id=chosen["id"])
+    await cluster.ask("jobs.cancel", job=job)
+
+
+# ------------------------------------------------------------------------------------------------------ what followers verify
+
+
+def follower(stage: Stage) -> tuple[Fetch, _Donor, StandInEngine]:
+    engine = StandInEngine(split_profile(stage.count, 1), stage=stage)
+    first = first_lineage("spec")
+    fetch = Fetch(
+        world_of(MemoryNetwork()),
+        Self("me", "me", "", engine.state(), engine.reduce_buffer.nbytes, stage),
+        request=HealRequest("job", -1, "", 1.0, 0, first, stage.index),
+        generation=1,
+        donors=[],
+        on_torn=lambda: None,
+        on_progress=lambda done, total: None,
+    )
+    donor = _Donor("d", "d", None)  # type: ignore[arg-type]
+    return fetch, donor, engine
+
+
+def test_a_step_is_told_with_the_digests_of_all_stages() -> None:
+    fetch, donor, engine = follower(Stage(1, 2))
+    donor.offer = object()  # type: ignore[assignment]
+    size = engine.reduce_buffer.nbytes
+    mine, others = bytes(range(16)), bytes(16)
+    fetch._logged_untrusted(donor, StepLogged(1, mine, 1.0, size, others + mine))
+    for digests in (b"", mine, mine + others, others + mine + mine):
+        with pytest.raises(ProtocolError):
+            fetch._logged_untrusted(donor, StepLogged(2, mine, 1.0, size, digests))
+
+
+async def test_the_lineage_of_a_step_is_made_of_all_stages_digests() -> None:
+    fetch, donor, engine = follower(Stage(1, 2))
+    fetch._donors["d"] = donor
+    fetch._offered_untrusted(donor, HealOffer(0, fetch._request.have_lineage, [], 1 << 20))
+    fetch._next, fetch._lineage = 1, fetch._request.have_lineage
+    data = np.arange(engine.reduce_buffer.size, dtype=np.float32)
+    mine, other = xxhash.xxh3_128_digest(data.tobytes()), bytes(16)
+    fetch._news.clear()
+    fetch._agreed[1] = (mine, 2.0, other + mine)
+    fetch._steps.want(1, mine)
+    fetch._steps.offers("d", [1], 0.0)
+    fetch._buffer(1)[:] = data.tobytes()
+    fetch._steps.arrived("d", 1, mine, 0.0)
+    async with asyncio.timeout(5):
+        step = await fetch.step()
+    assert step.lineage == next_lineage(first_lineage("spec"), joined_digest(other + mine))
