@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from ring import transaction
+from ring import crew_making, crew_places, transaction
 from ring.decisions import Decisions
 from ring.links import Inbound
 from ring.transaction import Transaction
@@ -17,6 +17,8 @@ from ring.view import View
 from roles.seed.store import Records
 from roles.sim.disk import ProcessDisk
 from roles.sim.watching import replaced
+from roles.strategies import staged
+from roles.worker.donor import Donations
 from roles.worker.ledger import Ledger
 from roles.worker.runner import JobRunner
 from wire.frame import FrameDecoder
@@ -105,10 +107,61 @@ MUTATIONS: dict[str, tuple[Callable[[], list[Patch]], tuple[str, ...]]] = {
 """Name → what is patched, and kinds of faults that are apt to show that it is missing."""
 
 
+def _any_stage() -> list[Patch]:
+    """A member that heals takes the state of any other, whichever part of the model that holds."""
+    return [
+        (View, "same_stage", lambda original: lambda self, rank: self.members),
+        (Donations, "_has_part", lambda original: lambda self, request: True),
+    ]
+
+
+def _half_a_crew() -> list[Patch]:
+    """A crew counts as whole where one of its workers holds the state."""
+
+    def shared_states(original: Any) -> Any:
+        def call(by_stage: Any) -> Any:
+            held = {(report.applied, report.lineage) for reports in by_stage for report in reports.values()}
+            return sorted(held, reverse=True) if all(by_stage) else []
+
+        return call
+
+    return [
+        (crew_places, "shared_states", shared_states),
+        (crew_making, "shared_states", shared_states),
+        (crew_places, "holding", lambda original: lambda reports, state: set(reports)),
+        (crew_making, "holding", lambda original: lambda reports, state: set(reports)),
+    ]
+
+
+def _too_far_back() -> list[Patch]:
+    """Where a part of the newest state is gone, the run begins anew."""
+    return [(crew_making, "newest_kept", lambda original: lambda by_stage: 0)]
+
+
+def _own_digest() -> list[Patch]:
+    """The lineage is made of the first stage's sums alone."""
+    return [(staged, "joined_digest", lambda original: lambda digests: digests[:16])]
+
+
+def _all_alike() -> list[Patch]:
+    """At a checkpoint every member's state is compared with everybody's."""
+    return [(transaction, "odd_ones_out", lambda original: lambda digests, stages=1: original(digests))]
+
+
+STAGED: dict[str, tuple[Callable[[], list[Patch]], tuple[str, ...]]] = {
+    "stage": (_any_stage, ("kill", "join", "power-cut", "cut-in-follow")),
+    "crew": (_half_a_crew, ("power-cut", "kill-two", "kill", "join")),
+    "back": (_too_far_back, ("power-cut", "kill-most", "kill", "save", "join")),
+    "joined": (_own_digest, ("bit-flip",)),
+    "alike": (_all_alike, ("save", "join")),
+}
+"""The same, of jobs whose model is split."""
+
+
 @contextmanager
 def without(name: str) -> Iterator[None]:
     """Switch a safeguard off within the block; an empty name: none."""
     with ExitStack() as stack:
-        for owner, attribute, make in MUTATIONS[name][0]() if name else []:
+        for owner, attribute, make in (MUTATIONS | STAGED)[name][0]() if name else []:
             stack.enter_context(replaced(owner, attribute, make))
         yield

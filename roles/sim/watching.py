@@ -119,7 +119,8 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
         def call(self: SyncStrategy, rank: int, size: int, *rest: Any) -> Any:
             machine = here()
             if machine is not None and machine.flips and size > 1:  # alone, nobody could notice
-                self._engine.reduce_buffer.view("u1")[machine.flips] ^= 1
+                memory = self._engine.reduce_buffer.view("u1")
+                memory[machine.flips % memory.size] ^= 1  # of a part there is less
                 machine.flips = 0
             return original(self, rank, size, *rest)
 

@@ -230,7 +230,7 @@ class Donations:
         request = await connection.expect(HealRequest, timeout_s=ANSWER_S)
         if not SHORTEST_SILENCE_S <= request.silence_s <= LONGEST_SILENCE_S:
             raise ProtocolError(f"{hello.name[:64]} would give up after {request.silence_s} s of silence")
-        if request.stage != self._stage.index:
+        if not self._has_part(request):
             raise PeerError(f"{hello.name[:64]} asks for stage {request.stage}, this member holds {self._stage}")
         taker = Taker(connection, hello.name, hello.generation, request.step >= 0, request.silence_s)
         view = self._core.view
@@ -262,6 +262,10 @@ class Donations:
                 self._around.tell("info", "gave", f"gave {size} of state and steps to {taker.name}")
 
     # ------------------------------------------------------------------------------------------------------ internals
+
+    def _has_part(self, request: HealRequest) -> bool:
+        """Whether what is asked for is the part of the model that this member holds: sizes and names may be alike."""
+        return request.stage == self._stage.index
 
     async def _offer(self, taker: Taker, request: HealRequest, engine: Engine) -> None:
         try:
