@@ -7,6 +7,7 @@ A profile says what a job is, never where it runs: every member of a job gets th
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -368,7 +369,7 @@ class Profile(Table):
             keys: tuple[str, ...] = ("pipeline.cuts", "pipeline.stages")
             problem = f"{_said(self, *keys)}: {len(cuts)} cuts make {len(cuts) + 1} parts"
             raise Conflict(*keys, problem=problem, remedy=f"{stages - 1} cuts, or none")
-        if any(before >= after for before, after in zip(cuts, cuts[1:], strict=False)):
+        if any(before >= after for before, after in pairwise(cuts)):
             problem = f"{_said(self, 'pipeline.cuts')}: they must grow, for each begins the next part"
             raise Conflict("pipeline.cuts", problem=problem, remedy=f"such as {sorted(set(cuts))}")
         if not self.model.path and cuts[-1] >= self.model.layers:

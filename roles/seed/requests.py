@@ -356,7 +356,8 @@ class Clerk:
         ]
         if desk.stages > 1 and not desk.whole(found):
             stages = sorted({stage for peer_id in found if (stage := desk.stage_of(peer_id)) is not None})
-            text = f"of step {checkpoint.step}, of {desk.stages} stages only {stages} have a checkpoint at a worker here"
+            where = f"of {desk.stages} stages only {stages} have a checkpoint at a worker here"
+            text = f"step {checkpoint.step} is not here as a whole: {where}"
             raise Refused("holder-away", text, remedy="start the workers that hold the others, or choose another step")
 
     def _stage(self, checkpoint: CheckpointInfo) -> Params:

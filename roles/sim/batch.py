@@ -95,9 +95,7 @@ def _without_timeline(number: int, *, peers: int, kinds: Sequence[str], mutation
     return replace(run_schedule(number, peers=peers, kinds=kinds, mutation=mutation, stages=stages), timeline=[])
 
 
-def replay(
-    verdict: Verdict, *, peers: int = 0, kinds: Sequence[str] = (), mutation: str = "", stages: int = 1
-) -> str:
+def replay(verdict: Verdict, *, peers: int = 0, kinds: Sequence[str] = (), mutation: str = "", stages: int = 1) -> str:
     """The command that runs one schedule again and shows what happened."""
     words = [f"p2ptrain sim --schedules 1 --seed {verdict.number} --timeline"]
     words += [f"--peers {peers}"] * bool(peers) + [f"--faults {','.join(kinds)}"] * bool(kinds)

@@ -29,9 +29,7 @@ class SimEngine(StandInEngine):
         spoil: called with this member's contribution to every step before it goes out: what a liar does to it.
     """
 
-    def __init__(
-        self, profile: Profile, disk: Disk, spoil: Callable[[Buffer], None], stage: Stage = WHOLE
-    ) -> None:
+    def __init__(self, profile: Profile, disk: Disk, spoil: Callable[[Buffer], None], stage: Stage = WHOLE) -> None:
         super().__init__(profile, numel=NUMEL, stage=stage)
         self.stage = stage
         self._disk = disk

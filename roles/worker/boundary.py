@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+
 from configs.schema import Profile
 from p2ptrain.core.checkpoints import Meta
 from p2ptrain.core.errors import NetworkError, PeerError

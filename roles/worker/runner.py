@@ -375,7 +375,7 @@ class JobRunner:
             self._engine, around.compute, spec=self._spec, restore_step=restore_step, split=self.stage.split
         )
         if self.stage.split and applied < restore_step:
-            text = f"no checkpoint of step {restore_step} of {self.stage} is here: it begins with that of step {applied}"
+            text = f"no checkpoint of step {restore_step} of {self.stage} is here: begins with that of step {applied}"
             around.notify("warning", "no-checkpoint", text)
         self._state_bytes = await around.compute.run(lambda: state_bytes(self._ready_engine().state()))
         self.donations.state_bytes = self._state_bytes

@@ -12,7 +12,8 @@ from p2ptrain.core.errors import ConfigError
 TINY_STEPS = load("tiny", {}, []).profile.job.steps
 LR_KEYS = "[optimizer] has lr, min_lr_ratio, warmup_steps, weight_decay, beta1, beta2, eps, clip_norm"
 TABLES = (
-    "the tables are job, model, data, batch, pipeline, optimizer, validation, checkpoint, device, ring, guard, link, membership"
+    "the tables are job, model, data, batch, pipeline, optimizer, validation, checkpoint, device, ring, guard, link, "
+    "membership"
 )
 SHIPPED = "these ship: example, small, tiny, wan"
 

@@ -610,7 +610,7 @@ class ThreeStages(Cluster):
     stages = 3
 
 
-def replace_lineage(view: View):  # noqa: ANN201 - the lineages here are none, which nobody but the wire minds
+def replace_lineage(view: View):
     from dataclasses import replace
 
     return replace(view, lineage="ab" * 16).to_message()

@@ -180,7 +180,7 @@ async def test_going_back_to_a_step_needs_a_checkpoint_of_every_stage(cluster: C
     await cluster.ask("jobs.cancel", job=job)
 
 
-# ------------------------------------------------------------------------------------------------------ what followers verify
+# ------------------------------------------------------------------------------------------------ what followers verify
 
 
 def follower(stage: Stage) -> tuple[Fetch, _Donor, StandInEngine]:
