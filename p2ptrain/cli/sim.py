@@ -29,6 +29,7 @@ def sim(
     schedules: Annotated[int, typer.Option(min=1, help="How many schedules of faults.")] = 100,
     seed: Annotated[int, typer.Option(min=-1, help="Number of the first one; -1: any.")] = -1,
     mutation: Annotated[str, typer.Option("--without", metavar="SAFEGUARD", help="Switch one off: it must show.")] = "",
+    stages: Annotated[int, typer.Option(min=1, max=8, help="Split the model into so many parts; 1: do not.")] = 1,
     faults: Annotated[str, typer.Option(metavar="KIND,KIND", help="Only these kinds; default: all.")] = "",
     jobs: Annotated[int, typer.Option(min=1, max=64, help="Processes.")] = 1,
     timeline: Annotated[bool, typer.Option("--timeline", help="Show what happened, moment by moment.")] = False,
@@ -50,21 +51,22 @@ def sim(
     """
     from roles.sim.batch import Summary, run_batch
     from roles.sim.faults import KINDS
-    from roles.sim.mutations import MUTATIONS
+    from roles.sim.mutations import MUTATIONS, STAGED
 
+    safeguards = MUTATIONS | STAGED if stages > 1 else MUTATIONS
     kinds = tuple(name.strip() for name in faults.split(",") if name.strip())
     for name in kinds:
         _known("--faults", name, list(KINDS))
     if mutation:
-        _known("--without", mutation, list(MUTATIONS))
+        _known("--without", mutation, list(safeguards))
     first = secrets.randbelow(MOST_NUMBER) if seed < 0 else seed
     if churn:
         _churn(peers or 500, first, as_json=as_json)
         return
     if mutation and not kinds:
-        kinds = MUTATIONS[mutation][1]
+        kinds = safeguards[mutation][1]
     if timeline:
-        _show(first, peers, kinds, mutation, schedules)
+        _show(first, peers, kinds, mutation, schedules, stages)
         return
     if not as_json:
         typer.echo(f"schedules {first} to {first + schedules - 1}")
@@ -76,6 +78,7 @@ def sim(
             peers=peers,
             kinds=kinds,
             mutation=mutation,
+            stages=stages,
             jobs=jobs,
             stop_at_first=bool(mutation),
             on_verdict=progress.shown,
@@ -84,7 +87,7 @@ def sim(
     except KeyboardInterrupt:
         interrupted = True
     progress.clear()
-    _report(summary, peers, kinds, mutation, as_json=as_json)
+    _report(summary, peers, kinds, mutation, stages, as_json=as_json)
     if interrupted:
         typer.echo(f"interrupted after {summary.schedules} of {schedules} schedules", err=True)
         raise typer.Exit(EXIT_INTERRUPTED)
@@ -116,10 +119,12 @@ class _Progress:
             typer.echo("\r" + " " * 70 + "\r", err=True, nl=False)
 
 
-def _report(summary: Summary, peers: int, kinds: tuple[str, ...], mutation: str, *, as_json: bool) -> None:
+def _report(summary: Summary, peers: int, kinds: tuple[str, ...], mutation: str, stages: int, *, as_json: bool) -> None:
     from roles.sim.batch import replay
 
-    lines = [replay(verdict, peers=peers, kinds=kinds, mutation=mutation) for verdict in summary.violations]
+    lines = [
+        replay(verdict, peers=peers, kinds=kinds, mutation=mutation, stages=stages) for verdict in summary.violations
+    ]
     if as_json:
         found = [
             {"number": verdict.number, "violated": verdict.violated, "text": verdict.text, "replay": line}
@@ -141,12 +146,12 @@ def _report(summary: Summary, peers: int, kinds: tuple[str, ...], mutation: str,
         typer.echo(f"{verdict.text[:400]}\n  → {line}", err=True)
 
 
-def _show(first: int, peers: int, kinds: tuple[str, ...], mutation: str, schedules: int) -> None:
+def _show(first: int, peers: int, kinds: tuple[str, ...], mutation: str, schedules: int, stages: int) -> None:
     from roles.sim.run import run_schedule
 
     violated = False
     for number in range(first, first + schedules):
-        verdict = run_schedule(number, peers=peers, kinds=kinds, mutation=mutation, verbose=True)
+        verdict = run_schedule(number, peers=peers, kinds=kinds, mutation=mutation, verbose=True, stages=stages)
         typer.echo(f"schedule {number}, {verdict.peers} machines, fingerprint {verdict.fingerprint}")
         for at_s, text in verdict.timeline:
             typer.echo(f"{at_s:10.3f} s  {text}")

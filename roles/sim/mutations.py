@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from ring import crew_making, crew_places, transaction
+from ring import crew_making, transaction
 from ring.decisions import Decisions
 from ring.links import Inbound
 from ring.transaction import Transaction
@@ -115,24 +115,6 @@ def _any_stage() -> list[Patch]:
     ]
 
 
-def _half_a_crew() -> list[Patch]:
-    """A crew counts as whole where one of its workers holds the state."""
-
-    def shared_states(original: Any) -> Any:
-        def call(by_stage: Any) -> Any:
-            held = {(report.applied, report.lineage) for reports in by_stage for report in reports.values()}
-            return sorted(held, reverse=True) if all(by_stage) else []
-
-        return call
-
-    return [
-        (crew_places, "shared_states", shared_states),
-        (crew_making, "shared_states", shared_states),
-        (crew_places, "holding", lambda original: lambda reports, state: set(reports)),
-        (crew_making, "holding", lambda original: lambda reports, state: set(reports)),
-    ]
-
-
 def _too_far_back() -> list[Patch]:
     """Where a part of the newest state is gone, the run begins anew."""
     return [(crew_making, "newest_kept", lambda original: lambda by_stage: 0)]
@@ -150,7 +132,6 @@ def _all_alike() -> list[Patch]:
 
 STAGED: dict[str, tuple[Callable[[], list[Patch]], tuple[str, ...]]] = {
     "stage": (_any_stage, ("kill", "join", "power-cut", "cut-in-follow")),
-    "crew": (_half_a_crew, ("power-cut", "kill-two", "kill", "join")),
     "back": (_too_far_back, ("power-cut", "kill-most", "kill", "save", "join")),
     "joined": (_own_digest, ("bit-flip",)),
     "alike": (_all_alike, ("save", "join")),

@@ -1,4 +1,4 @@
-"""Crews: which workers train together when their model is split, and from which step. Told by hand, one case at a time."""
+"""Crews: which workers of a split model train together, and from which step. Told by hand, one case at a time."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_a_newcomer_crew_is_healed_stage_by_stage() -> None:
     assert play.of(co.SendHold)
 
 
-def test_the_rest_of_a_lost_crew_keeps_its_stage_and_needs_no_state() -> None:
+def test_the_rest_of_a_lost_crew_keeps_its_stage_and_comes_in_with_a_spare() -> None:
     play = Play(crews=2)
     view = play.begun("a", "b", "c", "d")
     play.lost("d")
@@ -184,10 +184,11 @@ def test_the_rest_of_a_lost_crew_keeps_its_stage_and_needs_no_state() -> None:
     assert [(item.peer_id, item.stage) for item in play.of(co.SendAssign)] == [("e", 1)]
     play.ready("e")
     generation = play.view.generation
+    for key in "ce":
+        play.says(key, "following", 4)
     for key in "ab":
-        play.says(key, "held", 3, generation=generation)
-    assert play.members[2:] == ["c", "e"]
-    assert [m.healthy for m in play.view.members] == [True, True, True, False]
+        play.says(key, "held", 4, generation=generation)
+    assert play.members == ["a", "b", "c", "e"]
 
 
 def test_a_crew_that_holds_nothing_is_withdrawn_before_the_last_that_could_heal_it() -> None:

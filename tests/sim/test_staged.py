@@ -1,0 +1,54 @@
+"""Jobs whose model is split, under seeded faults: the parts of every state fit together, or the run says why not."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from roles.sim.batch import replay, run_batch
+from roles.sim.faults import KINDS
+from roles.sim.mutations import STAGED
+from roles.sim.run import run_schedule
+
+FRESH = int(os.environ.get("P2PTRAIN_SIM_RUNS", "24")) // 6
+
+
+@pytest.mark.parametrize(("stages", "peers"), [(2, 2), (2, 4), (3, 5)])  # a crew, two crews, a crew and spares
+def test_a_fresh_batch_violates_nothing(first: int, stages: int, peers: int) -> None:
+    summary = run_batch(range(first, first + FRESH), peers=peers, stages=stages)
+    told = [f"{v.text}\n  → {replay(v, peers=peers, stages=stages)}" for v in summary.violations]
+    assert not told, "\n".join(told)
+    assert all(summary.checks[name] for name in ("same bits", "exactly once", "no fork", "ledger"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_fault_strikes_and_is_survived(kind: str) -> None:
+    for number in (1, 2):
+        verdict = run_schedule(number, peers=5, kinds=[kind, "join"], stages=2)
+        assert not verdict.violated, f"{verdict.text}\n  → {replay(verdict, peers=5, kinds=[kind, 'join'], stages=2)}"
+
+
+# Name → a schedule that shows it, and by which invariant.
+FOUND = {
+    "stage": (0, "same bits"),
+    "back": (39, "no further back"),
+    "joined": (22, "undisturbed"),
+    "alike": (0, "progress"),
+}
+WITHIN = 60
+"""Schedules within which each of them is found, from any number on; searched where the product has moved on."""
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_what_is_missing_shows(name: str) -> None:
+    kinds = STAGED[name][1]
+    number, invariant = FOUND[name]
+    for tried in (number, *range(WITHIN)):
+        verdict = run_schedule(tried, kinds=kinds, mutation=name, stages=2)
+        if verdict.violated:
+            break
+    assert verdict.violated, f"{WITHIN} schedules without {name} show nothing"
+    assert verdict.violated == invariant or tried != number
+    assert not run_schedule(tried, kinds=kinds, stages=2).violated
