@@ -128,6 +128,7 @@ class Cluster(RuleBasedStateMachine):
         self.heard: dict[str, Report] = {}
         self.nonce = 0
         self.branch: frozenset[str] | None = None
+        self.wanted: set[int] = set()  # steps that a person went back to
         for peer_id in PEERS[:running]:
             self.start(peer_id)
         for _ in range(3):
@@ -164,6 +165,7 @@ class Cluster(RuleBasedStateMachine):
                         member.say(member.status)
                     member.hold = True
         elif isinstance(item, co.SendAssign):
+            self.check_restore(item)
             self.assigned(self.members[item.peer_id], item)
         elif isinstance(item, co.SendCatchUp):
             self.catches_up(item)
@@ -176,6 +178,20 @@ class Cluster(RuleBasedStateMachine):
                 member.status, member.view, member.prepared_lineage = "", None, ""
         elif isinstance(item, co.SetState) and item.state in ("done", "cancelled", "failed"):
             self.offered.clear()
+
+    def check_restore(self, item: co.SendAssign) -> None:
+        """Of itself it goes back no further than it must: to the newest step that workers here keep as a whole."""
+        if item.restore_step >= 0 and item.restore_step not in self.wanted:
+            kept = self.kept_as_a_whole()
+            assert not kept or item.restore_step >= kept[-1][0], f"goes back to {item.restore_step}, there is {kept}"
+
+    def kept_as_a_whole(self) -> list[tuple[int, str]]:
+        kept: dict[tuple[int, str], set[int]] = {}
+        for peer_id in sorted(self.linked):
+            stage = self.core.held.get(peer_id)
+            for state in self.disks[peer_id].of(stage) if stage is not None else ():
+                kept.setdefault(state, set()).add(stage or 0)
+        return sorted(state for state, stages in kept.items() if len(stages) == self.stages)
 
     def assigned(self, member: Member, item: co.SendAssign) -> None:
         assert item.stages == self.stages
@@ -533,14 +549,10 @@ class Cluster(RuleBasedStateMachine):
     @rule(index=st.integers(0, 3))
     def restore(self, index: int) -> None:
         """To a step of which every stage has a checkpoint at somebody who is here, as the seed sees to."""
-        kept: dict[tuple[int, str], set[int]] = {}
-        for peer_id in sorted(self.linked):
-            stage = self.core.held.get(peer_id)
-            for state in self.disks[peer_id].of(stage) if stage is not None else ():
-                kept.setdefault(state, set()).add(stage)  # type: ignore[arg-type]
-        whole = sorted(state for state, stages in kept.items() if len(stages) == self.stages)
+        whole = self.kept_as_a_whole()
         if whole and self.core.phase is not co.Phase.CANCELLED:
             step, lineage = whole[index % len(whole)]
+            self.wanted.add(step)
             self.tell(co.Restore(step, "a", lineage))
             self.offer()
 
