@@ -205,6 +205,16 @@ class RingSession:
         """Leave the ring, without waiting (``wait_closed`` does). Operations under way fail, here and everywhere."""
         self._bonds.close(f"this member left the ring: {reason}", reason, orderly=not self._operations)
 
+    def lost_elsewhere(self, broken: RingBroken) -> None:
+        """Another ring of this view broke, and this one ends with it: its neighbours hear who was lost there, or they
+        would take this member for it."""
+        if self.view.rank_of(broken.suspect) is None or self.view.rank_of(broken.beside) is None:
+            self.close(broken.cause.message)
+        else:
+            self._break(
+                None, broken.cause, MemberLost(broken.suspect, broken.beside, broken.cause.message[:REASON_CHARS])
+            )
+
     async def wait_closed(self) -> None:
         """After ``close`` or a break: wait until nothing of the session is left, a second at most."""
         await self._bonds.wait_closed()

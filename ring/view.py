@@ -154,6 +154,7 @@ class View:
             if member.first != covered or member.count < 0:
                 raise ProtocolError("a view whose shares do not cover the micro-batches in order")
             covered += member.count
+        _check_stages_untrusted(members, message.stages)
         if not is_lineage(message.lineage):
             raise ProtocolError("a view whose lineage is none")
         beats = (message.heartbeat_s, message.death_s)
@@ -162,7 +163,6 @@ class View:
         _check_carriage_untrusted(message.streams, message.sub_chunk_bytes, message.codec)
         if message.care not in set(Care) or message.ledger_step < 0:
             raise ProtocolError(f"a view of care {message.care}, ledger step {message.ledger_step}")
-        _check_stages_untrusted(members, message.stages)
         return cls(
             message.job,
             message.generation,

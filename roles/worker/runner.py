@@ -429,6 +429,9 @@ class JobRunner:
     def _session_broke(self, session: RingSession, generation: int) -> None:
         broken: RingBroken | None = session.broken_by
         if session in self._sessions() and broken is not None:
+            for other in self._sessions():
+                if other is not session:
+                    other.lost_elsewhere(broken)
             self._handle(Broken(generation, broken.suspect, broken.cause.message, beside=broken.beside))
 
     async def _heal(self, instruction: Heal) -> None:

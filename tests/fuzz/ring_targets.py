@@ -20,9 +20,10 @@ from ring.codecs import CODECS, codec_named
 from ring.order import LinkQuality
 from ring.schedule import extended
 from ring.token import TOKEN_BYTES, Flag, Token
-from ring.view import CODEC_NAMES, View
+from ring.view import CODEC_NAMES, MAX_STAGES, View
 from roles.seed.links import measured_untrusted
 from roles.worker.links import targets_untrusted
+from roles.worker.worker import _stage_untrusted
 from wire.messages import MemberRecord, ViewAnnounced
 
 from .engine import Target
@@ -92,6 +93,22 @@ VIEW = Target(
     ),
     peak_bytes=256 << 10,
 )
+
+
+_STAGE = st.fixed_dictionaries(
+    {}, optional={"stage": mostly(st.integers(0, 3), FREE), "stages": mostly(st.integers(1, 300), FREE)}
+)
+
+
+def _check_stage(params: dict[str, Any]) -> None:
+    try:
+        stage = _stage_untrusted(params)
+    except ProtocolError:
+        return
+    assert 0 <= stage.index < stage.count <= MAX_STAGES
+
+
+STAGE = Target("stages", _STAGE, _check_stage, ("roles.worker.worker._stage_untrusted",), peak_bytes=64 << 10)
 
 # ------------------------------------------------------------------------------------------------------------- tokens
 
@@ -325,4 +342,4 @@ PROFILE = Target(
     peak_bytes=4 << 20,
 )
 
-TARGETS = (VIEW, TOKEN, CODEC, LINKS, ROUND_TRIPS, PROFILE)
+TARGETS = (VIEW, STAGE, TOKEN, CODEC, LINKS, ROUND_TRIPS, PROFILE)

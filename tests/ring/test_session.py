@@ -13,7 +13,7 @@ from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError
 from p2ptrain.core.world import Network
 from ring.codecs import codec_named
 from ring.local import LocalMember, local_ring
-from ring.session import RingSession
+from ring.session import RingBroken, RingSession
 from ring.view import CODEC_NAMES
 from wire.memory import MemoryNetwork
 from wire.messages import StepMetrics
@@ -403,3 +403,21 @@ async def test_leaving_in_the_middle_of_an_operation_breaks_it(network):
         async with asyncio.timeout(AT_ONCE_S):
             ends = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(end, ConnectionLost) for end in ends)
+
+
+async def test_a_ring_that_ends_with_another_one_names_who_was_lost_there():
+    """Members of a split model are in two rings: whoever leaves this one because of the other is not to blame."""
+    async with local_ring(4, TcpNetwork()) as members:
+        elsewhere = RingBroken("c", ConnectionLost("lost c"), "a")  # neighbours in the other ring, not in this one
+        members[0].session.lost_elsewhere(elsewhere)
+        async with asyncio.timeout(AT_ONCE_S):
+            broken = [await members[rank].session.broken for rank in (0, 1, 3)]
+        assert [(item.suspect, item.beside) for item in broken] == [("c", "a")] * 3
+        members[0].session.lost_elsewhere(RingBroken("z", ConnectionLost("lost z"), "a"))
+
+
+async def test_a_ring_that_ends_with_another_one_of_strangers_is_left(network):
+    async with local_ring(3, network) as members:
+        members[0].session.lost_elsewhere(RingBroken("z", ConnectionLost("lost z"), "a"))
+        async with asyncio.timeout(AT_ONCE_S):
+            assert (await members[1].session.broken).suspect == "a"

@@ -91,3 +91,34 @@ def test_equal_weights_share_equally_and_the_first_takes_the_rest():
 def test_a_weight_that_is_not_positive_is_refused(weights):
     with pytest.raises(ValueError, match="positive weight"):
         shares(4, weights)
+
+
+def test_members_of_a_split_model_stand_by_crews_and_by_stages() -> None:
+    view = View.from_message_untrusted(split_view(2, 3))
+    assert [view.stage_of(rank) for rank in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert [view.replica_of(rank) for rank in range(6)] == [0, 0, 0, 1, 1, 1]
+    assert [member.peer_id for member in view.crew(4)] == ["p3", "p4", "p5"]
+    assert [member.peer_id for member in view.same_stage(4)] == ["p1", "p4"]
+    ring = view.stage_ring(4)
+    assert (ring.job, ring.size, ring.stages, ring.generation) == ("job/1", 2, 1, view.generation)
+    assert [(member.peer_id, member.first, member.count) for member in ring.members] == [("p1", 0, 3), ("p4", 3, 3)]
+    assert View.from_message_untrusted(view.to_message()) == view
+
+
+@pytest.mark.parametrize(("stages", "said"), [(0, "in 0 stages"), (4, "6 members in 4 stages"), (257, "in 257 stages")])
+def test_a_view_whose_stages_do_not_fit_is_refused(stages: int, said: str) -> None:
+    with pytest.raises(ProtocolError, match=said):
+        View.from_message_untrusted(dataclasses.replace(split_view(2, 3), stages=stages))
+
+
+def test_shares_stand_at_the_first_stage_of_a_crew() -> None:
+    with pytest.raises(ProtocolError, match="beyond its crew's first stage"):
+        View.from_message_untrusted(dataclasses.replace(split_view(2, 3), stages=2))
+
+
+def split_view(replicas: int, stages: int) -> ViewAnnounced:
+    members = [
+        MemberRecord(f"p{rank}", f"p{rank}", "h", 1, 3 * -(-rank // stages), 0 if rank % stages else 3, healthy=True)
+        for rank in range(replicas * stages)
+    ]
+    return ViewAnnounced("job", 1, 0, "ab" * 16, members, stages=stages)

@@ -140,7 +140,7 @@ async def test_a_spare_takes_the_place_of_a_worker_that_died(cluster: Cluster) -
 
 
 async def test_after_a_restart_of_everything_each_worker_has_its_stage_again(cluster: Cluster) -> None:
-    profile = split_profile(2, 1, steps=60)
+    profile = split_profile(2, 1, steps=200)
     job = await cluster.create(profile)
     peers = [cluster.join(slot=number) for number in (1, 2)]
     await cluster.job_until(job, at(1))
@@ -150,8 +150,9 @@ async def test_after_a_restart_of_everything_each_worker_has_its_stage_again(clu
         await peer.die()
     await cluster.restart_seed()
     again = [cluster.join(slot=number) for number in (2, 1)]  # the other one comes first
-    await cluster.job_until(job, done)
+    await cluster.job_until(job, at(20))
     held = await by_stage(cluster, again)
+    await cluster.job_until(job, done)
     assert [[peer.identity.peer_id for peer in stage] for stage in held] == before
     assert whole_of([stage[0] for stage in held]) == unsplit_run(profile, 1)[0]
     assert any("resuming from" in text for peer in again for _, _, text in peer.told)
