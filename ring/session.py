@@ -41,10 +41,11 @@ from ring.detector import Memory
 from ring.dtypes import Array, storage_dtype, sum_into
 from ring.lanes import Flow, Lane, Residual
 from ring.links import Inbound, Kin
-from ring.liveness import AT_WORK, Neighbour
+from ring.liveness import AT_WORK, REASON_CHARS, Neighbour
 from ring.meeting import Meeting
 from ring.view import MAX_STREAMS, MAX_SUB_CHUNK_BYTES, MIN_SUB_CHUNK_BYTES, View
 from wire.connection import Connection
+from wire.messages import MemberLost
 
 __all__ = ["Inbound", "RingBroken", "RingSession", "RingStats"]
 
@@ -211,9 +212,8 @@ class RingSession:
         if self.view.rank_of(broken.suspect) is None or self.view.rank_of(broken.beside) is None:
             self.close(broken.cause.message)
         else:
-            self._break(
-                None, broken.cause, MemberLost(broken.suspect, broken.beside, broken.cause.message[:REASON_CHARS])
-            )
+            news = MemberLost(broken.suspect, broken.beside, broken.cause.message[:REASON_CHARS])
+            self._bonds.give_up(None, broken.cause, news)
 
     async def wait_closed(self) -> None:
         """After ``close`` or a break: wait until nothing of the session is left, a second at most."""
