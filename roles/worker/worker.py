@@ -99,7 +99,7 @@ def clusters_in(disk: Disk, directory: Path) -> list[Known]:
 
 def no_parts(profile: Profile, stage: Stage) -> Engine:
     """Of a worker that was made without what builds them. Raises ``JobFailed``."""
-    raise JobFailed(f"this version holds no parts of models: {stage} of job's model was asked for")
+    raise JobFailed(f"this worker holds no parts of models, and {stage} was asked for")
 
 
 def _stage_untrusted(params: dict[str, Any]) -> Stage:
