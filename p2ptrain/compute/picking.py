@@ -7,7 +7,6 @@ whether some tokens were picked before and thrown away: the same logits and the 
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from typing import cast
 
@@ -20,26 +19,12 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from p2ptrain.core.errors import JobFailed, UserError
-from p2ptrain.core.serving import Sampling
+from p2ptrain.core.errors import JobFailed
+from p2ptrain.core.serving import COLDEST, Sampling, check_sampling
 
-COLDEST = 1e-4
-"""Below this temperature the scaled logits overflow and sampling has no distribution: it is the likeliest token."""
 _NO_IDS = cast(torch.LongTensor, torch.empty(0, dtype=torch.int64))  # these warpers do not look at what was said
 _REMEMBERED = 32
 """States of the generator, 5 KB each, so that going back a few draws costs nothing."""
-
-
-def check_sampling(temperature: float, top_k: int, top_p: float, seed: int = 0) -> None:
-    """Raises ``UserError`` for what cannot be."""
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise UserError(f"temperature = {temperature} cannot be", remedy="use 0 (the likeliest token) or more")
-    if top_k < 0:
-        raise UserError(f"top_k = {top_k} is negative", remedy="use 0 for all tokens")
-    if not 0 < top_p <= 1:
-        raise UserError(f"top_p = {top_p} is not above 0 and at most 1", remedy="use 1 for all tokens")
-    if not -(2**63) <= seed < 2**64:
-        raise UserError(f"seed = {seed} does not have 64 bits", remedy="use a smaller number")
 
 
 class Picker:
@@ -50,7 +35,7 @@ class Picker:
     """
 
     def __init__(self, sampling: Sampling) -> None:
-        check_sampling(sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed)
+        check_sampling(sampling)
         self._sampling = sampling
         self._sampled = sampling.temperature > COLDEST
         self._warp = _warpers(sampling)

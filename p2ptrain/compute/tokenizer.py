@@ -17,13 +17,12 @@ import tokenizers
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import PreTrainedTokenizerFast
 
 from p2ptrain.core.errors import ConfigError, StorageError
 
 Tokens = npt.NDArray[np.generic]
 
-_FILES = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -94,10 +93,12 @@ class Tokenizer:
         """Write it where ``AutoTokenizer.from_pretrained`` finds it. Raises ``StorageError``."""
         try:
             if self._source is None:
+                from transformers import PreTrainedTokenizerFast  # here: whoever only reads one need not wait for it
+
                 fast: Any = PreTrainedTokenizerFast  # its annotations are partial
                 fast(tokenizer_object=self.backend, clean_up_tokenization_spaces=False).save_pretrained(directory)
                 return
-            for name in _FILES:
+            for name in TOKENIZER_FILES:
                 if (self._source / name).is_file():
                     shutil.copyfile(self._source / name, directory / name)
         except OSError as error:

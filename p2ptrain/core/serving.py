@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+from p2ptrain.core.errors import UserError
+
+COLDEST = 1e-4
+"""Below this temperature the scaled logits overflow and sampling has no distribution: it is the likeliest token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,18 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raises ``UserError`` for what cannot be."""
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        raise UserError(f"temperature = {sampling.temperature} cannot be", remedy="use 0 (the likeliest token) or more")
+    if sampling.top_k < 0:
+        raise UserError(f"top_k = {sampling.top_k} is negative", remedy="use 0 for all tokens")
+    if not 0 < sampling.top_p <= 1:
+        raise UserError(f"top_p = {sampling.top_p} is not above 0 and at most 1", remedy="use 1 for all tokens")
+    if not -(2**63) <= sampling.seed < 2**64:
+        raise UserError(f"seed = {sampling.seed} does not have 64 bits", remedy="use a smaller number")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,206 @@
+"""The text side of generation: a prompt's token ids, and text from the ids that come, whoever computes them.
+
+Reads a model directory's small files only. Torch is not loaded with this module, so that a client of peers that hold
+the weights starts in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from p2ptrain.compute.tokenizer import TOKENIZER_FILES, Tokenizer
+from p2ptrain.core.errors import ConfigError, UserError
+from p2ptrain.core.serving import Sampling, check_sampling
+from p2ptrain.core.stop_strings import StopStrings
+
+TEXT_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
+"""Small files of a model directory that its text side reads."""
+
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_SEEN_BEFORE = 8  # ids of the prompt that the first new one is decoded behind
+_SHAPING = {
+    "repetition_penalty": 1,
+    "encoder_repetition_penalty": 1,
+    "typical_p": 1,
+    "no_repeat_ngram_size": 0,
+    "min_p": 0,
+    "epsilon_cutoff": 0,
+    "eta_cutoff": 0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "bad_words_ids": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "sequence_bias": None,
+    "exponential_decay_length_penalty": None,
+}
+"""Settings of a ``generation_config.json`` that would change which token is picked, and that nothing here applies; each
+with the value that changes nothing, beside none."""
+
+
+class ModelText:
+    """What a model directory says without its weights.
+
+    Attributes:
+        tokenizer: its vocabulary.
+        context: the most positions that the model knows; None where its configuration does not say.
+        end_tokens: ids that end a text.
+
+    Raises:
+        ConfigError: there is no readable configuration or tokenizer.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.tokenizer = Tokenizer.of_directory(directory)
+        self._config = _json_map(directory / "config.json")
+        own = directory / "generation_config.json"
+        self._generation = _json_map(own) if own.is_file() else None
+        self.context = self._context()
+        self.end_tokens = self._end_tokens()
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """The ids of a prompt, with the special tokens that the model's tokenizer puts around a text."""
+        if self.tokenizer.is_bytes:
+            return [int(token) for token in self.tokenizer.encode([text])]
+        return list(self.tokenizer.backend.encode(text, add_special_tokens=True).ids)
+
+    def plain_ids(self, text: str) -> list[int]:
+        """The ids of a text that brings its special tokens itself."""
+        return [int(token) for token in self.tokenizer.encode([text])]
+
+    def checked(self, ids: list[int], max_new_tokens: int) -> list[int]:
+        """``ids``, where they and so many new ones fit the model's context. Raises ``UserError``."""
+        if not ids:
+            raise UserError("the prompt is empty", remedy="give the model something to go on with")
+        if self.context is not None and len(ids) + max_new_tokens > self.context:
+            raise UserError(
+                f"{len(ids)} tokens of prompt and {max_new_tokens} new ones are more than the context of "
+                f"{self.context}",
+                remedy=f"ask for at most {max(0, self.context - len(ids))} new tokens, or shorten the prompt",
+            )
+        return ids
+
+    def writer(
+        self, prompt: Sequence[int] = (), *, stop: Iterable[str] = (), end_tokens: frozenset[int] | None = None
+    ) -> TextWriter:
+        """What makes text of the tokens that follow ``prompt``. Raises ``UserError`` for an empty stop string."""
+        ends = self.end_tokens if end_tokens is None else end_tokens
+        return TextWriter(self.tokenizer.backend, prompt, stop=stop, end_tokens=ends)
+
+    def unused_settings(self) -> dict[str, Any]:
+        """What the directory's ``generation_config.json`` asks for and nothing here applies, by name."""
+        said = self._generation or {}
+        return {key: said[key] for key, neutral in _SHAPING.items() if said.get(key) not in (None, neutral)}
+
+    def _context(self) -> int | None:
+        nested = self._config.get("text_config")
+        for table in (self._config, nested if isinstance(nested, dict) else {}):
+            for key in _CONTEXT_KEYS:
+                if isinstance(value := table.get(key), int) and value > 0:
+                    return value
+        return None
+
+    def _end_tokens(self) -> frozenset[int]:
+        """As transformers: those of ``generation_config.json`` where there is one, else of ``config.json``."""
+        said = (self._config if self._generation is None else self._generation).get("eos_token_id")
+        return frozenset(item for item in (said if isinstance(said, list) else [said]) if isinstance(item, int))
+
+
+class TextWriter:
+    """Token ids in, text out, as it comes: whole characters only, and nothing of a stop string.
+
+    Attributes:
+        text: everything that was given out.
+        tokens: how many were taken, the end token included.
+        end_tokens: ids that end it.
+        ended: why no more text comes: ``"stop"`` (a stop string) or ``"end"`` (the model said so); empty while it goes
+            on, and ``"length"`` where it was finished from outside.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        prompt: Sequence[int] = (),
+        *,
+        stop: Iterable[str] = (),
+        end_tokens: frozenset[int] = frozenset(),
+    ) -> None:
+        self.text = ""
+        self.tokens = 0
+        self.ended = ""
+        self._backend = backend
+        self._stops = StopStrings(stop)
+        self.end_tokens = end_tokens
+        # Some decoders leave out the space before the first word, so the first new id must not be the first one.
+        self._ids = list(prompt[-_SEEN_BEFORE:])
+        while self._ids and backend.decode(self._ids, skip_special_tokens=True).startswith("\ufffd"):
+            del self._ids[0]  # it begins within a character
+        self._start, self._known = 0, len(self._ids)
+
+    def take(self, token: int) -> str:
+        """One more id. Returns the text that it makes certain; what comes after the end is left out."""
+        if self.ended:
+            return ""
+        self.tokens += 1
+        if token in self.end_tokens:
+            return self._close("end")
+        self._ids.append(token)
+        return self._give(self._stops.feed(self._decoded(whole_characters=True)))
+
+    def finish(self) -> str:
+        """No more tokens come. Returns the rest: a character that was never finished, what might have become a stop."""
+        return "" if self.ended else self._close("length")
+
+    def _close(self, why: str) -> str:
+        rest = self._give(self._stops.feed(self._decoded(whole_characters=False)))
+        if not self.ended:
+            self.ended = why
+            rest += self._give(self._stops.finish())
+        return rest
+
+    def _give(self, piece: str) -> str:
+        if self._stops.found is not None:
+            self.ended = "stop"
+        self.text += piece
+        return piece
+
+    def _decoded(self, *, whole_characters: bool) -> str:
+        """The text of the ids that are not given out yet, empty while their last character is not whole.
+
+        They are decoded behind the ids of the piece before, because what an id means depends on what stands before it.
+        """
+        known = self._backend.decode(self._ids[self._start : self._known], skip_special_tokens=True)
+        text = self._backend.decode(self._ids[self._start :], skip_special_tokens=True)
+        if len(text) <= len(known) or (whole_characters and text.endswith("\ufffd")):
+            return ""
+        self._start, self._known = self._known, len(self._ids)
+        return text[len(known) :]
+
+
+def check_arguments(max_new_tokens: int, sampling: Sampling) -> None:
+    """Raises ``UserError`` where one of them is out of range."""
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens = {max_new_tokens} is out of range", remedy="ask for at least one")
+    check_sampling(sampling)
+
+
+def _json_map(path: Path) -> dict[str, Any]:
+    """Raises ``ConfigError``."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"cannot read {path}: {getattr(error, 'strerror', None) or error}",
+            remedy="a model directory is what save_pretrained writes",
+        ) from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} is no JSON object", remedy="a model directory is what save_pretrained writes")
+    return value
