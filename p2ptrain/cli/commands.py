@@ -31,7 +31,8 @@ class Commands(LazyGroup):
         Entry("chaos", "p2ptrain.cli.chaos.command:chaos", "Hurt a local cluster, and see whether it holds.", _WATCH),
         Entry("sim", "p2ptrain.cli.sim:sim", "Simulate whole clusters under faults; check what must hold.", _WATCH),
         Entry("check", "p2ptrain.cli.check:check", "Find out why this machine cannot join a seed.", _WATCH),
-        Entry("generate", "p2ptrain.cli.generate:generate", "Write text with a checkpoint.", _USE),
+        Entry("generate", "p2ptrain.cli.generate:app", "Write text with a checkpoint.", _USE),
+        Entry("chat", "p2ptrain.cli.chat:app", "Talk with a checkpoint.", _USE),
         Entry(
             "profiles", "p2ptrain.cli.profiles:app", "List the profiles that ship; show every effective setting.", _USE
         ),

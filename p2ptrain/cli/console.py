@@ -24,9 +24,11 @@ class Console:
 
     Args:
         now: seconds, for the pace of progress.
+        quiet: progress is not shown, for the sake of programs.
     """
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic, *, quiet: bool = False) -> None:
+        self._quiet = quiet
         self._now = now
         self._live = sys.stderr.isatty()
         self._drawn = 0
@@ -34,14 +36,14 @@ class Console:
 
     def event(self, level: str, text: str) -> None:
         """One line with the time; its mark and colour tell the level."""
-        self._clear()
+        self.clear()
         mark = typer.style(_MARKS.get(level, "·"), fg=_COLOURS.get(level, "cyan"), bold=level != "info")
         typer.echo(f"{time.strftime('%H:%M:%S')} {mark} {printable(text)}", err=True)
 
     def progress(self, text: str, *, last: bool = False) -> None:
         """How far it is. Dropped where the one before is too fresh, except the ``last``."""
         now = self._now()
-        if now < self._next and not last:
+        if self._quiet or (now < self._next and not last):
             return
         self._next = now + (DRAWN_EVERY_S if self._live else PLAIN_EVERY_S)
         if not self._live:
@@ -60,9 +62,11 @@ class Console:
             sys.stderr.flush()
             self._drawn = 0
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Take the drawn line away: it is of no use once it is over."""
         if self._drawn:
             sys.stderr.write("\r" + " " * self._drawn + "\r")
+            sys.stderr.flush()
             self._drawn = 0
 
 

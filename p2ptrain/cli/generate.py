@@ -3,112 +3,221 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from p2ptrain.cli.output import checked, print_json
-from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, ask, is_text
+from p2ptrain.cli.lazy import new_typer
+from p2ptrain.cli.output import print_json
+from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, is_text, run
+from p2ptrain.cli.split_options import (
+    DryRunOption,
+    DtypeOption,
+    PositionsOption,
+    SplitOption,
+    StatsOption,
+    WireOption,
+    WithBareSplit,
+    split_wish,
+)
+from p2ptrain.cli.text_options import (
+    CheckpointOption,
+    DeviceOption,
+    JobOption,
+    RandomSeedOption,
+    StopOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+    check_one,
+    one_checkpoint,
+    say_unused,
+    stop_strings,
+    write,
+)
 from p2ptrain.core.errors import UserError
+from p2ptrain.core.serving import Sampling, check_sampling
+
+if TYPE_CHECKING:
+    from p2ptrain.compute.generate import GenerateResult
+
+USUAL_SESSIONS = 4
+STDIN = "-"
+PROMPTS_BYTES = 1 << 24  # a file that is larger is most likely not one of prompts
 
 
+app = new_typer()
+
+
+@app.command("generate", cls=WithBareSplit)
 def generate(
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", callback=is_text, help="The text to go on from.")],
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option("--checkpoint", "-c", metavar="DIR", help="A checkpoint, or a directory to find the newest in."),
-    ] = None,
-    job: Annotated[
-        str, typer.Option("--job", metavar="JOB", help="Use the newest checkpoint of this job on this machine.")
+    prompt: Annotated[
+        str,
+        typer.Argument(metavar="[PROMPT]", callback=is_text, help="The text to go on from; -: standard input, whole."),
     ] = "",
+    prompts: Annotated[
+        str, typer.Option("--prompts", metavar="FILE", help="A file of prompts, one a line; -: standard input.")
+    ] = "",
+    checkpoint: CheckpointOption = None,
+    job: JobOption = "",
     max_new_tokens: Annotated[
         int, typer.Option("--tokens", "-n", metavar="N", min=1, help="Write at most so many tokens.")
     ] = 200,
-    temperature: Annotated[float, typer.Option(metavar="T", min=0.0, help="0: always the likeliest token.")] = 0.8,
-    top_k: Annotated[
-        int, typer.Option(metavar="K", min=0, help="Choose among the k likeliest tokens; 0: among all.")
-    ] = 0,
-    top_p: Annotated[
-        float,
-        typer.Option(
-            metavar="P", min=0.0, max=1.0, help="Choose among the likeliest tokens that hold this probability."
-        ),
-    ] = 0.95,
-    random_seed: Annotated[
-        int, typer.Option("--random-seed", metavar="N", min=0, max=2**63 - 1, help="The same seed gives the same text.")
-    ] = 0,
-    device: Annotated[str, typer.Option(metavar="KIND", help="auto, cpu, cuda, cuda:1, ... or mps.")] = "auto",
+    temperature: TemperatureOption = 0.8,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 0.95,
+    stop: StopOption = [],  # noqa: B006 - Typer copies it
+    random_seed: RandomSeedOption = 0,
+    device: DeviceOption = "auto",
     seed: SeedOption = DEFAULT_SEED,
+    split: SplitOption = None,
+    sessions: Annotated[
+        int, typer.Option("--sessions", metavar="N", min=0, help="With --split: so many prompts at once; 0: up to 4.")
+    ] = 0,
+    dtype: DtypeOption = "",
+    wire: WireOption = "",
+    positions: PositionsOption = 0,
+    dry_run: DryRunOption = False,
+    stats: StatsOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write text with a checkpoint, as it comes.
+
+    With --split the model is computed by workers that joined the seed, some layers each, whole on none of them. The
+    files of --checkpoint are this machine's and are given to them; those of --job may lie on any of them. The text
+    is that of the whole model, greedy and sampled, when the numbers travel as they are computed (no --wire).
 
     \b
     Examples:
       p2ptrain generate "def main(" --checkpoint ./step-00000400
       p2ptrain generate "import " --job tiny --temperature 0 --tokens 80
+      p2ptrain generate "def f(x):" -c ./step-00000400 --stop "\\ndef " --stop "\\nclass "
+      p2ptrain generate --prompts prompts.txt -c ./step-00000400 --json
+      git diff | p2ptrain generate - -c ./step-00000400
+      p2ptrain generate "Once upon a time" --split -c ./Llama-3.1-8B --dtype bf16 --dry-run
+      p2ptrain generate "Once upon a time" --split 3 -c ./Llama-3.1-8B --dtype bf16 --stats
+      p2ptrain generate --prompts prompts.txt --sessions 4 --split --job tiny --json
     """
-    if (checkpoint is None) == (not job):
-        raise UserError("generate needs one checkpoint", remedy="give either --checkpoint DIR or --job JOB")
-    directory = newest_in(checkpoint) if checkpoint is not None else newest_of_job(seed, job)
+    asked = _prompts(prompt, prompts)
+    stops = stop_strings(stop)
+    wish = split_wish(split, dtype, wire, positions, dry_run=dry_run, stats=stats, sessions=sessions > 0)
+    sampling = Sampling(temperature, top_k, top_p, random_seed)
+    check_sampling(sampling)
+    if wish is not None:
+        check_one("generate", checkpoint, job)
 
+        from p2ptrain.cli.split import Wanted
+        from p2ptrain.cli.split_generate import Order, generate_split
+
+        at_once = min(sessions or USUAL_SESSIONS, len(asked))
+        order = Order(asked, bool(prompt), max_new_tokens, sampling, stops, at_once, dry_run, stats, as_json)
+        run(generate_split(Wanted(wish, checkpoint, job, seed), order))
+        return
+    directory = one_checkpoint("generate", checkpoint, job, seed)
+
+    from p2ptrain.compute.generate import LocalModel
     from p2ptrain.compute.generate import generate as compute
 
-    unwritten = iter([prompt])  # written with the first piece, so that an error stands alone
-
-    def show(text: str) -> None:
-        if not as_json:
-            _write(next(unwritten, "") + text)
-
-    result = compute(
-        directory,
-        prompt,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=random_seed,
-        device=device,
-        on_text=show,
-    )
+    model = LocalModel(directory, device=device)
+    check_prompts(asked, lambda text: model.text.checked(model.text.prompt_ids(text), max_new_tokens))
+    shown = Shown(quiet=as_json)
+    say_unused(model.text)
+    results: list[GenerateResult] = []
+    try:
+        for text in asked:
+            shown.begin(text)
+            results.append(
+                compute(model, text, max_new_tokens=max_new_tokens, sampling=sampling, stop=stops, on_text=shown.piece)
+            )
+            shown.end()
+    except BaseException:
+        shown.broken()
+        raise
     if as_json:
-        facts = {"checkpoint": str(directory), "prompt": prompt, "text": result.text}
-        print_json(facts | {"tokens": result.tokens, "seconds": result.seconds})
+        texts = [{"prompt": text} | asdict(result) for text, result in zip(asked, results, strict=True)]
+        print_json({"checkpoint": str(directory)} | (texts[0] if prompt else {"texts": texts}))
         return
-    typer.echo()
-    speed = result.tokens / max(result.seconds, 1e-9)
-    typer.echo(f"({result.tokens} tokens, {speed:.0f} tokens/s, {directory})", err=True)
+    tokens, seconds = sum(result.tokens for result in results), sum(result.seconds for result in results)
+    typer.echo(f"({tokens} tokens, {tokens / max(seconds, 1e-9):.0f} tokens/s, {directory})", err=True)
 
 
-def _write(text: str) -> None:
-    """Text as it comes. A model may write any byte: those that a terminal would obey are shown as �."""
-    shown = "".join(letter if letter.isprintable() or letter in "\n\t" else "�" for letter in text)
-    sys.stdout.write(shown)
-    sys.stdout.flush()
+class Shown:
+    """Texts on standard output, one after the other. A prompt comes with the first piece, so an error stands alone."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._quiet = quiet
+        self._prompt = ""
+        self._count = 0
+        self._is_open = False
+
+    def begin(self, prompt: str) -> None:
+        self._prompt = prompt
+        self._is_open = False
+
+    def piece(self, text: str) -> None:
+        if self._quiet:
+            return
+        if not self._is_open:
+            text = "\n" * bool(self._count) + self._prompt + text
+            self._is_open = True
+            self._count += 1
+        write(text)
+
+    def end(self) -> None:
+        """The text is over, be it that nothing came."""
+        self.piece("")
+        self.broken()
+
+    def broken(self) -> None:
+        """Whatever is said next begins on a line of its own."""
+        if self._is_open:
+            typer.echo()
+        self._is_open = False
 
 
-def newest_in(directory: Path) -> Path:
-    """``directory`` where it is a model, else the newest checkpoint below it. Raises ``UserError``."""
-    if (directory / "config.json").is_file():
-        return directory
-    manifests = [path for path in directory.rglob("step-*/manifest.json") if path.parent.name[5:].isdigit()]
-    if not manifests:
-        problem = "holds no checkpoint" if directory.is_dir() else "is not a directory"
-        raise UserError(f"{directory} {problem}", remedy="`p2ptrain checkpoints list` shows where they lie")
-    return max(manifests, key=lambda path: (path.stat().st_mtime, path.parent.name)).parent
+def check_prompts(asked: list[str], check: Callable[[str], object]) -> None:
+    """Refuse what cannot be before anything is loaded, and say which of several it is. Raises ``UserError``."""
+    for number, text in enumerate(asked, start=1):
+        try:
+            check(text)
+        except UserError as error:
+            if len(asked) == 1:
+                raise
+            raise UserError(f"prompt {number}: {error.message}", remedy=error.remedy) from error
 
 
-def newest_of_job(seed: str, job: str) -> Path:
-    """The newest checkpoint of a job that lies on this machine. Raises ``UserError``."""
-    from wire.records import CheckpointInfo
+def _prompts(prompt: str, file: str) -> list[str]:
+    """What to go on from. Raises ``UserError``."""
+    if bool(prompt) == bool(file):
+        raise UserError("generate needs something to go on from", remedy="give either a PROMPT or --prompts FILE")
+    if prompt and prompt != STDIN:
+        return [prompt]
+    content = _read(file or STDIN)
+    lines = [line.removesuffix("\r") for line in content.split("\n") if line.strip()]
+    asked = lines if file else [content.removesuffix("\n")]
+    if not any(asked):
+        raise UserError(f"{_named(file or STDIN)} holds no prompt", remedy="one a line" if file else "")
+    return asked
 
-    answer = ask(seed, "checkpoints.list", job=job)
-    found = [CheckpointInfo.from_map_untrusted(item) for item in checked(answer, "checkpoints", list)]
-    here = [item for item in found if Path(item.path, "config.json").is_file()]
-    if here:
-        return Path(max(here, key=lambda item: item.step).path)
-    if not found:
-        raise UserError(f"job {job} has no checkpoint yet", remedy=f"p2ptrain jobs save {job}")
-    machines = ", ".join(sorted({item.peer_name for item in found}))
-    raise UserError(f"no checkpoint of job {job} lies on this machine", remedy=f"they lie on {machines}: run it there")
+
+def _read(file: str) -> str:
+    try:
+        if file == STDIN:
+            raw = sys.stdin.buffer.read(PROMPTS_BYTES + 1)
+        else:
+            with Path(file).open("rb") as handle:
+                raw = handle.read(PROMPTS_BYTES + 1)
+        if len(raw) > PROMPTS_BYTES:
+            raise UserError(f"{_named(file)} has more than {PROMPTS_BYTES >> 20} MiB", remedy="is it the right file?")
+        return raw.decode()
+    except OSError as error:
+        raise UserError(f"cannot read {_named(file)}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{_named(file)} is not UTF-8 text (byte {error.start})") from error
+
+
+def _named(file: str) -> str:
+    return "standard input" if file == STDIN else file

@@ -33,7 +33,8 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right:
 
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+        is_right = column in right  # figures stay whole; where it is narrow, names are folded
+        table.add_column(column, justify="right" if is_right else "left", overflow="fold", no_wrap=is_right)
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
     Console(file=sys.stdout, width=None if sys.stdout.isatty() else _PIPE_COLUMNS, highlight=False).print(table)

@@ -10,7 +10,7 @@ import typer
 from p2ptrain.cli.output import human_bytes, print_table, printable
 from ring.placement import Placement
 
-_COLUMNS = ("STAGE", "PEER", "LAYERS", "WEIGHTS", "CACHE", "LIMIT", "MS/TOKEN", "HOP MS", "TOKENS/S")
+_COLUMNS = ("PEER", "LAYERS", "WEIGHTS", "CACHE", "LIMIT", "MS/TOKEN", "HOP MS", "TOKENS/S")
 
 
 def placement_map(placement: Placement) -> dict[str, Any]:
@@ -41,23 +41,27 @@ def placement_map(placement: Placement) -> dict[str, Any]:
 
 
 def print_placement(placement: Placement) -> None:
-    """The stages as a table, and what the whole chain is predicted to do."""
-    slowest_s = placement.bottleneck_s
+    """The stages as a table of 80 columns, in their order, and what the whole chain is predicted to do."""
     rows = [
         (
-            str(index),
             stage.peer.name,
             f"{stage.start}–{stage.stop - 1}" if stage.stop - stage.start > 1 else str(stage.start),
             human_bytes(stage.weights_bytes),
             human_bytes(stage.cache_bytes),
-            f"{human_bytes(stage.peer.memory_bytes)} ({_share(stage.need_bytes, stage.peer.memory_bytes)})",
+            human_bytes(stage.peer.memory_bytes),
             _ms(stage.compute_s),
             _ms(stage.hop_s),
             _rate(stage.tokens_per_s),
         )
-        for index, stage in enumerate(placement.stages)
+        for stage in placement.stages
     ]
     print_table(_COLUMNS, rows, right=tuple(name for name in _COLUMNS if name not in ("PEER", "LAYERS")))
+    print_prediction(placement)
+
+
+def print_prediction(placement: Placement) -> None:
+    """What the whole chain is predicted to do, in a line."""
+    slowest_s = placement.bottleneck_s
     count = len(placement.stages)
     typer.echo(
         f"{count} stage{'s' if count != 1 else ''}, predicted: {_ms(placement.token_s)} ms a token"
@@ -79,10 +83,6 @@ def _slowest(placement: Placement, slowest_s: float) -> str:
         if stage.occupied_s >= slowest_s:
             return f"the link from {printable(stage.peer.name)} to {following}"
     return f"the link from here to {printable(stages[0].peer.name)}"
-
-
-def _share(part_bytes: int, whole_bytes: int) -> str:
-    return f"{100 * part_bytes / whole_bytes:.0f} %" if whole_bytes else "0 %"
 
 
 def _ms(seconds: float) -> str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import io
 import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,28 +18,62 @@ import pytest
 
 import p2ptrain.compute
 from p2ptrain.core.errors import UserError
+from p2ptrain.core.serving import Sampling
 from wire.records import CheckpointInfo
 
 Command = Callable[..., Any]
 
 
+class StandIn:
+    """``compute.generate``: a model that answers every prompt alike."""
+
+    def __init__(self, calls: list[dict[str, Any]]) -> None:
+        self.calls = calls
+
+    def local_model(self, directory: Path, *, device: str) -> SimpleNamespace:
+        text = SimpleNamespace(
+            directory=directory,
+            prompt_ids=list,
+            checked=self.checked,
+            unused_settings=lambda: {"min_p": 0.1} if "odd" in directory.parts else {},
+        )
+        return SimpleNamespace(directory=directory, device=device, text=text)
+
+    @staticmethod
+    def checked(ids: list[str], max_new_tokens: int) -> list[str]:
+        if "".join(ids) == "too long":
+            raise UserError("the prompt is too long", remedy="shorten it")
+        return ids
+
+    def generate(
+        self, model: SimpleNamespace, prompt: str, *, on_text: Callable[[str], None], **settings: Any
+    ) -> GenerateResult:
+        self.calls.append({"directory": model.directory, "device": model.device, "prompt": prompt} | settings)
+        if prompt == "interrupt":
+            on_text("half")
+            raise KeyboardInterrupt
+        for piece in ("ab", "\x1b[2J", "é\n"):
+            on_text(piece)
+        return GenerateResult(text="ab\x1b[2Jé\n", tokens=8, seconds=2.0, ended="length")
+
+
+@dataclass(frozen=True)
+class GenerateResult:
+    text: str
+    tokens: int
+    seconds: float
+    ended: str
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What ``compute.generate`` was asked for."""
-    made: list[dict[str, Any]] = []
-
-    def generate(directory: Path, prompt: str, *, on_text: Callable[[str], None], **settings: Any) -> SimpleNamespace:
-        made.append({"directory": directory, "prompt": prompt} | settings)
-        if prompt == "too long":
-            raise UserError("the prompt is too long", remedy="shorten it")
-        for piece in ("ab", "\x1b[2J", "é\n"):
-            on_text(piece)
-        return SimpleNamespace(text="ab\x1b[2Jé\n", tokens=8, seconds=2.0)
-
+    stand_in = StandIn([])
     module = ModuleType("p2ptrain.compute.generate")
-    module.generate = generate  # type: ignore[attr-defined]
+    module.generate = stand_in.generate  # type: ignore[attr-defined]
+    module.LocalModel = stand_in.local_model  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "p2ptrain.compute.generate", module)
-    return made
+    return stand_in.calls
 
 
 def _checkpoint(root: Path, step: int, *, age_s: float = 0.0) -> Path:
@@ -60,12 +97,10 @@ def test_text_is_written_as_it_comes(command: Command, calls: list[dict[str, Any
     assert call == {
         "directory": path,
         "prompt": "def ",
-        "max_new_tokens": 8,
-        "temperature": 0.0,
-        "top_k": 0,
-        "top_p": 0.95,
-        "seed": 3,
         "device": "auto",
+        "max_new_tokens": 8,
+        "sampling": Sampling(temperature=0.0, top_k=0, top_p=0.95, seed=3),
+        "stop": (),
     }
 
 
@@ -74,8 +109,14 @@ def test_the_call_fits_the_real_function(command: Command, calls: list[dict[str,
     source = Path(p2ptrain.compute.__file__).with_name("generate.py").read_text(encoding="utf-8")
     functions = {node.name: node.args for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
     real = functions["generate"]
-    assert [argument.arg for argument in real.args] == ["directory", "prompt"]
-    assert {argument.arg for argument in real.kwonlyargs} == set(calls[0]) - {"directory", "prompt"} | {"on_text"}
+    assert [argument.arg for argument in real.args] == ["model", "prompt"]
+    given = set(calls[0]) - {"directory", "device", "prompt"} | {"on_text"}
+    assert {argument.arg for argument in real.kwonlyargs} == given
+    fields = [field.name for field in dataclasses.fields(GenerateResult)]
+    (real_result,) = [
+        node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "GenerateResult"
+    ]
+    assert [item.target.id for item in real_result.body if isinstance(item, ast.AnnAssign)] == fields  # type: ignore[union-attr]
 
 
 def test_json_is_one_document(command: Command, calls: list[dict[str, Any]], tmp_path: Path) -> None:
@@ -88,7 +129,65 @@ def test_json_is_one_document(command: Command, calls: list[dict[str, Any]], tmp
         "text": "ab\x1b[2Jé\n",
         "tokens": 8,
         "seconds": 2.0,
+        "ended": "length",
     }
+
+
+def test_several_prompts(command: Command, calls: list[dict[str, Any]], tmp_path: Path) -> None:
+    path, file = _checkpoint(tmp_path, 100), tmp_path / "prompts.txt"
+    file.write_bytes("one\r\n\n  two\nü".encode())
+    outcome = command("generate", "--prompts", str(file), "-c", str(path))
+    assert [call["prompt"] for call in calls] == ["one", "  two", "ü"]
+    assert outcome.out == "oneab�[2Jé\n\n\n  twoab�[2Jé\n\n\nüab�[2Jé\n\n"
+    assert outcome.err == f"(24 tokens, 4 tokens/s, {path})\n"
+    document = command("generate", "--prompts", str(file), "-c", str(path), "--json").json
+    assert [item["prompt"] for item in document["texts"]] == ["one", "  two", "ü"]
+
+
+def test_prompts_from_standard_input(
+    command: Command, calls: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(_checkpoint(tmp_path, 100))
+    for arguments in (["-"], ["--prompts", "-"]):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one\ntwo\n")))
+        assert command("generate", *arguments, "-c", path).code == 0
+    assert [call["prompt"] for call in calls] == ["one\ntwo", "one", "two"]
+
+
+def test_what_is_no_file_of_prompts(command: Command, calls: list[dict[str, Any]], tmp_path: Path) -> None:
+    path, file = str(_checkpoint(tmp_path, 100)), tmp_path / "prompts.txt"
+    for content, said in ((b"\n \n", "holds no prompt"), (b"a\n\xff", "is not UTF-8 text (byte 2)")):
+        file.write_bytes(content)
+        assert said in command("generate", "--prompts", str(file), "-c", path).err
+    assert "cannot read" in command("generate", "--prompts", str(tmp_path / "none"), "-c", path).err
+    file.write_text("fine\ntoo long\n")
+    outcome = command("generate", "--prompts", str(file), "-c", path)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err == "error: prompt 2: the prompt is too long\n  → shorten it\n"
+    assert calls == []
+    for arguments in ([], ["x", "--prompts", str(file)]):
+        outcome = command("generate", *arguments, "-c", path)
+        assert outcome.err.startswith("error: generate needs something to go on from\n")
+
+
+def test_stop_strings_are_read_as_a_person_writes_them(
+    command: Command, calls: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    path = str(_checkpoint(tmp_path, 100))
+    command("generate", "x", "-c", path, "--stop", r"\ndef \t", "--stop", r"\\n\q", "--stop", "\\")
+    assert calls[0]["stop"] == ("\ndef \t", r"\n\q", "\\")
+    outcome = command("generate", "x", "-c", path, "--stop", "")
+    assert (outcome.code, outcome.err.splitlines()[0]) == (2, "error: a stop string is empty")
+
+
+def test_settings_that_do_not_count_are_told(command: Command, calls: list[dict[str, Any]], tmp_path: Path) -> None:
+    outcome = command("generate", "x", "-c", str(_checkpoint(tmp_path / "odd", 7)))
+    assert "step-00000007/generation_config.json also says min_p = 0.1: not applied" in outcome.err
+
+
+def test_an_interrupted_text_ends_its_line(command: Command, calls: list[dict[str, Any]], tmp_path: Path) -> None:
+    outcome = command("generate", "interrupt", "-c", str(_checkpoint(tmp_path, 1)))
+    assert (outcome.code, outcome.out) == (130, "interrupthalf\n")
 
 
 def test_an_error_stands_alone(command: Command, calls: list[dict[str, Any]], tmp_path: Path) -> None:

@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from p2ptrain.compute.generate import GenerateResult, _TextStreamer, generate
+from p2ptrain.compute.generate import GenerateResult, LocalModel, generate
 from p2ptrain.compute.model import build_model, load_model
-from p2ptrain.compute.testing import TINY, run_step
+from p2ptrain.compute.testing import TINY, run_step, tiny
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.errors import ConfigError, UserError
+from p2ptrain.core.serving import Sampling
 from tests.compute.saving import save
 
 MakeTrainer = Callable[..., Trainer]
@@ -33,8 +32,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(directory: Path, prompt: str = "def ", **changes: Any) -> tuple[GenerateResult, list[str]]:
     pieces: list[str] = []
-    arguments: dict[str, Any] = {"max_new_tokens": 20, "device": "cpu", "seed": 1}
-    return generate(directory, prompt, on_text=pieces.append, **(arguments | changes)), pieces
+    arguments: dict[str, Any] = {"max_new_tokens": 20, "stop": ()} | changes
+    shape = {name: arguments.pop(name) for name in ("temperature", "top_k", "top_p", "seed") if name in arguments}
+    sampling = Sampling(**({"seed": 1} | shape))
+    model = LocalModel(directory, device="cpu")
+    return generate(model, prompt, sampling=sampling, on_text=pieces.append, **arguments), pieces
 
 
 def test_the_same_seed_gives_the_same_text(checkpoint: Path) -> None:
@@ -73,28 +75,6 @@ def test_a_trained_checkpoint_speaks_its_language(make_trainer: MakeTrainer, tmp
     assert set(text) <= set("def ring peer seed x = 1\n")
 
 
-def _streamed(ids: list[int]) -> list[str]:
-    pieces: list[str] = []
-    streamer = _TextStreamer(Tokenizer.of_bytes(), pieces.append)
-    streamer.put(torch.tensor([[1, 2, 3]]))  # the prompt
-    for number in ids:
-        streamer.put(torch.tensor([number]))
-    streamer.end()
-    assert streamer.ids == ids
-    return pieces
-
-
-@given(st.lists(st.integers(0, 255)))
-@settings(deadline=None)
-def test_the_pieces_make_the_whole_for_any_bytes(ids: list[int]) -> None:
-    assert "".join(_streamed(ids)) == bytes(ids).decode(errors="replace")
-
-
-def test_a_character_is_never_cut() -> None:
-    assert _streamed(list("aé😀b".encode())) == ["a", "é", "😀", "b"]
-    assert _streamed(list("a😀".encode()[:-1])) == ["a", "\ufffd"]
-
-
 @pytest.mark.parametrize(
     ("changes", "cause"),
     [
@@ -121,3 +101,92 @@ def test_a_directory_without_a_model(tmp_path: Path) -> None:
         run(tmp_path)
     with pytest.raises(ConfigError):
         run(tmp_path / "missing")
+
+
+def tokens_of(model: LocalModel, ids: list[int], most: int = 8, wanted: int = 99) -> list[int]:
+    made: list[int] = []
+
+    def take(token: int) -> bool:
+        made.append(token)
+        return len(made) < wanted
+
+    model.tokens(ids, max_new_tokens=most, sampling=Sampling(temperature=0), on_token=take)
+    return made
+
+
+def test_a_text_ends_before_a_stop_string_and_nothing_more_is_computed(checkpoint: Path) -> None:
+    whole = run(checkpoint, temperature=0)[0].text
+    at = next(at for at in range(4, 18) if whole.index(whole[at : at + 2]) == at)
+    result, pieces = run(checkpoint, temperature=0, stop=[whole[at : at + 2]])
+    assert (result.text, result.ended) == (whole[:at], "stop")
+    assert "".join(pieces) == result.text
+    assert result.tokens < 20
+    assert len(tokens_of(LocalModel(checkpoint, device="cpu"), [1, 2], wanted=3)) == 3
+
+
+def test_what_was_computed_before_is_not_computed_again(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh = LocalModel(checkpoint, device="cpu")
+    model = LocalModel(checkpoint, device="cpu")
+    first = tokens_of(model, list(b"hello"))
+    widths: list[int] = []
+    embed = model._model.get_input_embeddings()
+    embed.register_forward_hook(lambda _module, given, _out: widths.append(given[0].shape[1]))
+    longer = [*b"hello", *first, *b"more"]
+    assert tokens_of(model, longer) == tokens_of(fresh, longer)
+    assert widths[0] == len(b"more") + 1, "the last token of an answer was not fed"
+    widths.clear()
+    other = [*b"hello", *first[:3], *b"else"]
+    assert tokens_of(model, other) == tokens_of(LocalModel(checkpoint, device="cpu"), other)
+    assert widths[0] == len(b"else")
+    widths.clear()
+    assert tokens_of(model, other) == tokens_of(model, other)
+    assert widths[0] == 1, "one position is computed at least"
+    assert tokens_of(model, list(b"zzz")) == tokens_of(LocalModel(checkpoint, device="cpu"), list(b"zzz"))
+
+
+def test_a_cache_that_cannot_be_cut_is_not_used_again(tmp_path: Path) -> None:
+    sliding = tiny(architecture="mistral", extra={"sliding_window": 8})
+    build_model(sliding, 256, seed=1).save_pretrained(tmp_path)
+    Tokenizer.of_bytes().save(tmp_path)
+    model = LocalModel(tmp_path, device="cpu")
+    first = tokens_of(model, list(b"hello, this is long"))
+    ids = [*b"hello, this is long", *first[:2], *b"something else"]
+    assert tokens_of(model, ids) == tokens_of(LocalModel(tmp_path, device="cpu"), ids)
+
+
+def test_what_was_broken_off_leaves_nothing_behind(checkpoint: Path) -> None:
+    model = LocalModel(checkpoint, device="cpu")
+
+    def fail(token: int) -> bool:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.tokens(list(b"hello"), max_new_tokens=8, sampling=Sampling(temperature=0), on_token=fail)
+    expected = tokens_of(LocalModel(checkpoint, device="cpu"), list(b"hello!"))
+    assert tokens_of(model, list(b"hello!")) == expected
+
+
+def test_the_text_is_that_of_transformers(checkpoint: Path) -> None:
+    """Greedy and sampled, whatever the directory's own settings say of sampling."""
+    model: Any = load_model(checkpoint)
+    model.eval()
+    for sampling in (Sampling(temperature=0), Sampling(temperature=0.7, top_k=20, top_p=0.9, seed=5)):
+        torch.manual_seed(sampling.seed)
+        shape = {"temperature": 0.7, "top_k": 20, "top_p": 0.9} if sampling.temperature else {}
+        ids = torch.tensor([list(b"def ")])
+        whole = model.generate(ids, max_new_tokens=20, do_sample=bool(shape), pad_token_id=0, **shape)
+        made: list[int] = []
+        LocalModel(checkpoint, device="cpu").tokens(
+            list(b"def "), max_new_tokens=20, sampling=sampling, on_token=lambda t, made=made: not made.append(t)
+        )
+        assert made == whole[0, 4:].tolist()
+
+
+def test_settings_of_the_directory_do_not_shape_the_text(checkpoint: Path, tmp_path: Path) -> None:
+    expected = run(checkpoint, temperature=0)[0].text
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 9.0, "no_repeat_ngram_size": 1}')
+    assert run(tmp_path, temperature=0)[0].text == expected
+    unused = LocalModel(tmp_path, device="cpu").text.unused_settings()
+    assert unused == {"repetition_penalty": 9.0, "no_repeat_ngram_size": 1}

@@ -51,6 +51,8 @@ def loaded_by(code: str) -> set[str]:
         ("command('up', '--help')", HEAVY | SCREEN),
         ("command('tui', '--help')", HEAVY | SCREEN),
         ("command('generate', '--help')", HEAVY | SCREEN),
+        ("command('chat', '--help')", HEAVY | SCREEN),
+        ("import p2ptrain.compute.text, p2ptrain.compute.conversation", HEAVY - {"tokenizers"} | SCREEN),
         ("command('jobs', 'create', '--help')", HEAVY | SCREEN),
         ("command('profiles', 'show', 'tiny')", HEAVY | SCREEN),
         ("command('parts', '--help'); import tui.chains", HEAVY | SCREEN),

@@ -1,0 +1,186 @@
+"""``p2ptrain generate --split``: prompts through a chain of stages, several at once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import asdict, dataclass
+
+import typer
+
+from p2ptrain.cli.console import Console
+from p2ptrain.cli.generate import Shown, check_prompts
+from p2ptrain.cli.output import print_json
+from p2ptrain.cli.placement import placement_map
+from p2ptrain.cli.split import LEAVE_S, Planned, Wanted, planned, show_plan, within
+from p2ptrain.cli.split_stats import Meter, print_split_facts, split_facts
+from p2ptrain.cli.stopping import stop_on_signals, unless_stopped
+from p2ptrain.cli.text_options import say_unused
+from p2ptrain.compute.text import ModelText
+from p2ptrain.core.errors import P2PTrainError, first_error
+from p2ptrain.core.serving import Sampling
+from roles.chain.client import Chain
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What is to be written.
+
+    Attributes:
+        is_one: a prompt was given as such, not as a list of one.
+        sessions: how many prompts are under way at once.
+    """
+
+    prompts: list[str]
+    is_one: bool
+    max_new_tokens: int
+    sampling: Sampling
+    stop: tuple[str, ...]
+    sessions: int
+    dry_run: bool
+    stats: bool
+    as_json: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """As ``compute.generate.GenerateResult``, and how long the first token took."""
+
+    prompt: str
+    text: str
+    tokens: int
+    seconds: float
+    first_s: float
+    ended: str
+
+
+async def generate_split(wanted: Wanted, order: Order) -> None:
+    """Write what is asked for. Raises as ``planned`` and ``Chain``, and ``KeyboardInterrupt`` for Ctrl+C."""
+    console, stop = Console(quiet=order.as_json), asyncio.Event()
+    stop_on_signals(stop, lambda text: console.event("info", text))
+    written = await unless_stopped(stop, _written(wanted, order, console))
+    if written is None:
+        raise KeyboardInterrupt
+
+
+async def _written(wanted: Wanted, order: Order, console: Console) -> bool:
+    def needs(text: ModelText) -> int:
+        lengths = list[int]()
+
+        def check(prompt: str) -> None:
+            lengths.append(len(text.checked(text.prompt_ids(prompt), order.max_new_tokens)))
+
+        check_prompts(order.prompts, check)
+        return order.sessions * (max(lengths) + order.max_new_tokens)
+
+    async with planned(wanted, needs, console) as plan:
+        if order.dry_run:
+            show_plan(plan, as_json=order.as_json)
+            return True
+        say_unused(plan.text)
+        chain = await plan.load()
+        try:
+            await _write(plan, chain, order)
+        finally:
+            await within(LEAVE_S, chain.close())
+    return True
+
+
+async def _write(plan: Planned, chain: Chain, order: Order) -> None:
+    writing = Writing(plan, chain, order)
+    began = time.perf_counter()
+    try:
+        texts = await writing.run()
+    except BaseException:
+        writing.shown.broken()
+        raise
+    seconds = time.perf_counter() - began
+    facts = split_facts(chain, writing.meter, plan.encoding, writing.mendings)
+    if order.as_json:
+        maps = [asdict(text) for text in texts]
+        document = {"checkpoint": plan.label} | (maps[0] if order.is_one else {"texts": maps})
+        print_json(document | {"split": facts, "plan": placement_map(chain.plan.placement)})
+        return
+    if order.stats:
+        typer.echo()
+        print_split_facts(facts)
+    tokens = sum(text.tokens for text in texts)
+    stages = len(chain.plan.stages)
+    typer.echo(
+        f"({tokens} tokens, {tokens / max(seconds, 1e-9):.1f} tokens/s,"
+        f" {stages} stage{'s' if stages != 1 else ''}, {plan.label})",
+        err=True,
+    )
+
+
+class Writing:
+    """Texts under way. They are shown in the order of their prompts: the first that is not whole as it comes."""
+
+    def __init__(self, plan: Planned, chain: Chain, order: Order) -> None:
+        self.meter = Meter()
+        self.mendings: list[tuple[str, float]] = []
+        self.shown = Shown(quiet=order.as_json)
+        self._plan, self._chain, self._order = plan, chain, order
+        self._texts: dict[int, Text] = {}
+        self._behind: dict[int, str] = {}  # of texts that are not shown yet
+        self._showing = 0
+        self._next = 0
+
+    async def run(self) -> list[Text]:
+        """All texts, in order. Raises what the first one that failed raised."""
+        self.shown.begin(self._order.prompts[0])
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for number in range(min(self._order.sessions, len(self._order.prompts))):
+                    tasks.create_task(self._worker(), name=f"session {number}")
+        except* P2PTrainError as group:
+            raise first_error(group) from None
+        return [self._texts[index] for index in range(len(self._order.prompts))]
+
+    async def _worker(self) -> None:
+        while (index := self._next) < len(self._order.prompts):
+            self._next += 1
+            self._texts[index] = await self._one(index, self._order.prompts[index])
+            self._advance()
+
+    async def _one(self, index: int, prompt: str) -> Text:
+        order, text = self._order, self._plan.text
+        ids = text.prompt_ids(prompt)
+        writer = text.writer(ids, stop=order.stop)
+        began, first_s = time.perf_counter(), 0.0
+        encoding, prefill_encoding = self._plan.wish.encodings
+        session = await self._chain.generate(
+            ids,
+            max_new_tokens=order.max_new_tokens,
+            sampling=order.sampling,
+            stop_ids=writer.end_tokens,
+            encoding=encoding,
+            prefill_encoding=prefill_encoding,
+        )
+        async with session:
+            async for token in session:
+                first_s = first_s or time.perf_counter() - began
+                self.meter.add(token)
+                self._piece(index, writer.take(token.id))
+                if writer.ended:
+                    session.cancel()
+                    break
+            self._piece(index, writer.finish())
+            self.mendings += session.mendings
+        return Text(prompt, writer.text, writer.tokens, time.perf_counter() - began, first_s, writer.ended)
+
+    def _piece(self, index: int, piece: str) -> None:
+        if index == self._showing:
+            self.shown.piece(piece)
+        else:
+            self._behind[index] = self._behind.get(index, "") + piece
+
+    def _advance(self) -> None:
+        """Show what waited for the texts before it."""
+        while self._showing in self._texts:
+            self.shown.end()
+            self._showing += 1
+            if self._showing < len(self._order.prompts):
+                self.shown.begin(self._order.prompts[self._showing])
+                if piece := self._behind.pop(self._showing, ""):
+                    self.shown.piece(piece)

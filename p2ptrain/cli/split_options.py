@@ -1,0 +1,108 @@
+"""Options of commands that use a model whose layers lie on several workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from p2ptrain.core.errors import UserError
+
+DTYPES = ("fp32", "bf16", "fp16")
+WIRES = (*DTYPES, "int8")
+BEST_NUMBER = 0
+"""What a bare ``--split`` means: as many stages as are best."""
+
+_HEADING = "Split over several workers"
+SplitOption = Annotated[
+    int | None,
+    typer.Option(
+        "--split",
+        metavar="[N]",
+        min=0,
+        help="Have N workers of the seed compute it, each some of the layers; no number: as many as are fastest.",
+    ),
+]
+DtypeOption = Annotated[
+    str, typer.Option("--dtype", metavar="TYPE", help="Compute in fp32, bf16 or fp16; default: what the model says.")
+]
+WireOption = Annotated[
+    str,
+    typer.Option(
+        "--wire",
+        metavar="TYPE",
+        help="Hidden states travel as fp32, bf16, fp16, or int8 (prompts only); default: as they are computed.",
+    ),
+]
+PositionsOption = Annotated[
+    int, typer.Option("--positions", metavar="N", min=0, help="Have caches for so many tokens; 0: for what is asked.")
+]
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Only show who would hold what, and how fast that would be.")
+]
+StatsOption = Annotated[
+    bool, typer.Option("--stats", help="Show what each stage read, holds and computes, and where a token's time goes.")
+]
+
+
+class WithBareSplit(TyperCommand):
+    """A command whose ``--split`` may stand without its number."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, with_number(args))
+
+
+def with_number(args: list[str]) -> list[str]:
+    """The arguments with a number behind every ``--split``."""
+    given = list[str]()
+    for number, word in enumerate(args):
+        if word == "--":
+            return [*given, *args[number:]]
+        is_bare = word == "--split" and not (number + 1 < len(args) and args[number + 1].isdecimal())
+        given.append(f"{word}={BEST_NUMBER}" if is_bare else word)
+    return given
+
+
+@dataclass(frozen=True, slots=True)
+class SplitWish:
+    """How a model is to be split.
+
+    Attributes:
+        stages: None for the best number.
+        dtype, wire: of the options of that name; empty: not given.
+        positions: 0: what is needed.
+    """
+
+    stages: int | None
+    dtype: str = ""
+    wire: str = ""
+    positions: int = 0
+
+    @property
+    def encodings(self) -> tuple[str, str]:
+        """Of works of one position, and of longer ones, as ``Chain.generate`` takes them."""
+        return ("", "int8") if self.wire == "int8" else (self.wire, self.wire)
+
+
+def split_wish(split: int | None, dtype: str, wire: str, positions: int, **others: bool) -> SplitWish | None:
+    """What the options ask for; None where nothing is to be split.
+
+    Args:
+        others: options that mean something with ``--split`` only, and whether they were given.
+
+    Raises:
+        UserError: they say what cannot be.
+    """
+    if dtype and dtype not in DTYPES:
+        raise UserError(f"--dtype {dtype} is not a type to compute in", remedy=f"use {', '.join(DTYPES)}")
+    if wire and wire not in WIRES:
+        raise UserError(f"--wire {wire} is not a type to send", remedy=f"use {', '.join(WIRES)}")
+    if split is None:
+        given = {"--dtype": bool(dtype), "--wire": bool(wire), "--positions": bool(positions)}
+        given |= {f"--{name.replace('_', '-')}": value for name, value in others.items()}
+        if extra := next((name for name, value in given.items() if value), None):
+            raise UserError(f"{extra} is for a model that is split", remedy="add --split, or leave it out")
+        return None
+    return SplitWish(split or None, dtype, wire, positions)

@@ -1,0 +1,73 @@
+"""Options of a split model: a bare ``--split``, and what does not belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from p2ptrain.cli.split_options import SplitWish, split_wish, with_number
+
+Command = Callable[..., Any]
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (["hi", "--split"], ["hi", "--split=0"]),
+        (["--split", "hi"], ["--split=0", "hi"]),
+        (["--split", "3", "hi"], ["--split", "3", "hi"]),
+        (["--split=3", "hi"], ["--split=3", "hi"]),
+        (["--split", "--json"], ["--split=0", "--json"]),
+        (["--split", "-1"], ["--split=0", "-1"]),
+        (["--", "--split"], ["--", "--split"]),
+    ],
+)
+def test_a_bare_split_means_the_best_number(given: list[str], meant: list[str]) -> None:
+    assert with_number(given) == meant
+
+
+@pytest.mark.parametrize(("wire", "encodings"), [("", ("", "")), ("bf16", ("bf16", "bf16")), ("int8", ("", "int8"))])
+def test_what_travels(wire: str, encodings: tuple[str, str]) -> None:
+    wish = split_wish(3, "", wire, 0)
+    assert wish is not None
+    assert (wish.stages, wish.encodings) == (3, encodings)
+    assert split_wish(0, "", wire, 0) == SplitWish(None, wire=wire)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["generate", "x", "--dtype", "bf16"], "--dtype is for a model that is split"),
+        (["generate", "x", "--sessions", "2"], "--sessions is for a model that is split"),
+        (["generate", "x", "--dry-run"], "--dry-run is for a model that is split"),
+        (["chat", "--wire", "bf16"], "--wire is for a model that is split"),
+        (["chat", "--split", "--dtype", "int8"], "--dtype int8 is not a type to compute in"),
+        (["generate", "x", "--split", "--wire", "topk"], "--wire topk is not a type to send"),
+        (["generate", "x", "--split"], "generate needs one checkpoint"),
+        (["chat", "--split", "--job", "j", "-c", "d"], "chat needs one checkpoint"),
+        (["generate", "x", "--split", "--temperature", "inf"], "temperature = inf cannot be"),
+        (["up", "--split", "2"], "up --split needs a model"),
+        (["up", "--checkpoint", "d"], "--checkpoint is for a model that is split"),
+        (["up", "--spare", "1"], "--spare is for a model that is split"),
+        (["up", "--memory", "1GiB"], "--memory is for a model that is split"),
+        (["up", "--split", "2", "-c", "d", "--memory", "much"], "'much' is no size"),
+        (["up", "--split", "2", "-c", "d", "--dtype", "fp8"], "--dtype fp8 is not a type to compute in"),
+        (["up", "--split", "2", "-c", "no-such-directory"], "no-such-directory is not a directory"),
+    ],
+)
+def test_what_does_not_belong_together_is_refused(command: Command, arguments: list[str], said: str) -> None:
+    outcome = command(*arguments)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.startswith(f"error: {said}")
+    assert "\n  → " in outcome.err
+
+
+def test_more_stages_than_layers_are_refused_before_anything_starts(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2}')
+    state = tmp_path / "state"
+    outcome = command("up", "--split", "3", "-c", str(tmp_path), "--state", str(state))
+    assert outcome.err.startswith("error: a model of 2 layers has no 3 stages\n")
+    assert not state.exists()
