@@ -27,6 +27,8 @@ from p2ptrain.cli.runtime import (
     operator_name,
     run,
 )
+from p2ptrain.cli.split_options import DtypeOption
+from p2ptrain.cli.text_options import CheckpointOption
 from p2ptrain.core.errors import ConnectionLost, JobFailed, P2PTrainError, UserError
 from wire.records import FINISHED_STATES
 
@@ -67,28 +69,58 @@ def up(
             "default: the profile's.",
         ),
     ] = "",
+    split: Annotated[
+        int | None,
+        typer.Option(
+            "--split",
+            metavar="N",
+            min=1,
+            max=63,
+            help="Train nothing: start N workers that hold the model of --checkpoint between them, and stay.",
+        ),
+    ] = None,
+    checkpoint: CheckpointOption = None,
+    spare: Annotated[
+        int,
+        typer.Option("--spare", metavar="K", min=0, max=32, help="With --split: K workers more, for when one dies."),
+    ] = 0,
+    memory: Annotated[
+        str,
+        typer.Option("--memory", metavar="SIZE", help="With --split: what each worker may hold of a model, as 2GiB."),
+    ] = "",
+    dtype: DtypeOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Start a whole cluster on this machine and train: a seed, and workers that form a ring.
 
     An unfinished job in the same --state is taken up where it was. Ctrl+C stops everything; nothing is lost.
 
+    With --split the workers hold a model instead, some layers each, and `p2ptrain generate --split` and
+    `p2ptrain chat --split` use it from another terminal.
+
     \b
     Examples:
       p2ptrain up
       p2ptrain up --workers 4 --set job.steps=1000
       p2ptrain up --profile my.toml --state ./run --plain
+      p2ptrain up --split 3 --spare 1 --checkpoint ./SmolLM2-135M --memory 400MiB
     """
+    from p2ptrain.cli.up_split import check_split
     from wire.shaper import preset_named
 
     if link:
         preset_named(link)  # refused here: each worker would only end
+    check_split(split, checkpoint, spare=spare > 0, memory=bool(memory), dtype=bool(dtype))
+    root = (state or default_state_dir() / "up").absolute()
+    if split is not None and checkpoint is not None:
+        _stay(split, spare, checkpoint, memory, dtype, root, port, link, as_json)
+        return
     loaded = _profile(profile, sets, workers)
     plan = Plan(
         profile_name=profile,
         profile=loaded,
         workers=workers,
-        root=(state or default_state_dir() / "up").absolute(),
+        root=root,
         port=port or _usual_port(),
         new=new,
         link=link or loaded.link.preset,
@@ -101,6 +133,23 @@ def up(
         _print_summary(summary)
     if summary["state"] != "done":
         raise typer.Exit(130 if summary["state"] == "interrupted" else JobFailed.exit_code)
+
+
+def _stay(
+    split: int, spare: int, checkpoint: Path, memory: str, dtype: str, root: Path, port: int, link: str, as_json: bool
+) -> None:
+    from p2ptrain.cli.sizes import size_of
+    from p2ptrain.cli.split_options import split_wish
+    from p2ptrain.cli.text_options import newest_in
+    from p2ptrain.cli.up_split import SplitCluster, check_layers, stay
+
+    if memory:
+        size_of(memory)  # refused here: each worker would only end
+    split_wish(split, dtype, "", 0)
+    directory = newest_in(checkpoint).absolute()
+    check_layers(directory, split)
+    cluster = SplitCluster(split, spare, directory, memory, dtype, root, port or _usual_port(), link)
+    run(stay(cluster, as_json=as_json), children=True)
 
 
 def _profile(name: str, sets: list[str], workers: int) -> Profile:

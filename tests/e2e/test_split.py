@@ -1,0 +1,320 @@
+"""A model split over real processes: its text is transformers' own, whoever asks, and whoever leaves in the middle."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from p2ptrain.compute.model import build_model, load_model
+from p2ptrain.compute.testing import tiny
+from p2ptrain.compute.tokenizer import Tokenizer
+from p2ptrain.core.tensor_files import TensorTable
+from tests.e2e.terminal import Terminal
+
+DEADLINE_S = 180.0
+LEFT_S = 2.0
+STAGES, LAYERS, CONTEXT = 3, 6, 60_000
+PROMPTS = ["Once upon a time", "def main(", "x", "The ring: ", "中文 and more", "0, 1, 1, 2, 3, 5, 8"]
+SAMPLED = {"temperature": 0.9, "top_k": 40, "top_p": 0.95}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A running ``up --split``, and what it said of itself."""
+
+    process: subprocess.Popen[str]
+    checkpoint: Path
+    said: dict[str, Any]
+
+    def command(self, *arguments: str) -> list[str]:
+        place = ["-c", str(self.checkpoint), "--seed", self.said["seed"]]
+        return [sys.executable, "-m", "p2ptrain", *arguments, *place]
+
+    def run(self, *arguments: str, typed: str = "") -> subprocess.CompletedProcess[str]:
+        """A command that ends by itself."""
+        command = self.command(*arguments)
+        return subprocess.run(command, input=typed, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+
+    def json(self, *arguments: str, typed: str = "") -> Any:
+        done = self.run(*arguments, "--json", typed=typed)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def worker(self, name: str) -> psutil.Process:
+        """The process of a worker."""
+        children = psutil.Process(self.process.pid).children()
+        return next(child for child in children if name in child.cmdline())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What commands keep for this user, such as digests of models, is the test's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("home")))
+        patch.setenv("PYTHONUNBUFFERED", "1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    build_model(tiny(layers=LAYERS, context=CONTEXT), 256, seed=1).save_pretrained(path)
+    Tokenizer.of_bytes().save(path)
+    return path
+
+
+def started(root: Path, checkpoint: Path, *options: str) -> Cluster:
+    command = [sys.executable, "-m", "p2ptrain", "up", "--split", str(STAGES), "-c", str(checkpoint), "--json"]
+    with (root.parent / f"{root.name}.err").open("w") as errors:
+        process = subprocess.Popen(
+            [*command, "--state", str(root), *options],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+    assert process.stdout is not None
+    lines = list[str]()
+    while not lines or lines[-1] != "}\n":
+        lines.append(process.stdout.readline())
+        assert lines[-1], (root.parent / f"{root.name}.err").read_text()
+    return Cluster(process, checkpoint, json.loads("".join(lines)))
+
+
+def ended(cluster: Cluster) -> None:
+    cluster.process.send_signal(signal.SIGINT)
+    try:
+        cluster.process.wait(DEADLINE_S)
+    finally:
+        if cluster.process.poll() is None:
+            cluster.process.kill()
+            cluster.process.wait()
+        assert cluster.process.stdout is not None
+        cluster.process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[Cluster]:
+    made = started(tmp_path_factory.mktemp("state") / "up", checkpoint)
+    yield made
+    ended(made)
+    assert made.process.returncode == 0
+
+
+def reference(checkpoint: Path, prompts: Sequence[str], tokens: int, seed: int | None) -> list[str]:
+    """What ``transformers.generate`` writes with the whole model; ``seed`` None: greedily."""
+    model: Any = load_model(checkpoint).eval()
+    texts = []
+    for prompt in prompts:
+        ids = torch.tensor([list(prompt.encode())])
+        shape: dict[str, Any] = {"do_sample": False} if seed is None else {"do_sample": True, **SAMPLED}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed or 0)
+            made = model.generate(ids, max_new_tokens=tokens, pad_token_id=0, **shape)
+        texts.append(bytes(made[0, ids.shape[1] :].tolist()).decode(errors="replace"))
+    return texts
+
+
+def options(tokens: int, seed: int | None) -> list[str]:
+    if seed is None:
+        return ["-n", str(tokens), "--temperature", "0"]
+    shape = ["--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--random-seed", str(seed)]
+    return ["-n", str(tokens), *shape]
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_the_text_is_that_of_transformers(cluster: Cluster, tmp_path: Path, seed: int | None) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(PROMPTS))
+    arguments = ["generate", "--split", str(STAGES), "--prompts", str(file), "--sessions", "3", *options(24, seed)]
+    document = cluster.json(*arguments)
+    assert [item["text"] for item in document["texts"]] == reference(cluster.checkpoint, PROMPTS, 24, seed)
+    assert len(document["split"]["stages"]) == STAGES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [None, 11])
+def test_a_hundred_texts_are_those_of_transformers(cluster: Cluster, tmp_path: Path, seed: int | None) -> None:
+    prompts = [f"{number}: {PROMPTS[number % len(PROMPTS)] * (1 + number % 5)}" for number in range(100)]
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(prompts))
+    arguments = ["generate", "--split", str(STAGES), "--prompts", str(file), "--sessions", "4", *options(32, seed)]
+    texts = [item["text"] for item in cluster.json(*arguments)["texts"]]
+    expected = reference(cluster.checkpoint, prompts, 32, seed)
+    assert [index for index in range(100) if texts[index] != expected[index]] == []
+
+
+def test_each_stage_read_its_own_tensors_and_no_more(cluster: Cluster) -> None:
+    entries = TensorTable(cluster.checkpoint).entries
+    sizes = [0] * LAYERS
+    embedding = norm = 0
+    for name, entry in entries.items():
+        if ".layers." in name:
+            sizes[int(name.split(".")[2])] += entry.size_bytes
+        elif "embed" in name:
+            embedding += entry.size_bytes
+        else:
+            norm += entry.size_bytes
+    stages = cluster.said["split"]["stages"]
+    assert [stage["start"] for stage in stages] == [0, *(stage["stop"] for stage in stages[:-1])]
+    for stage in stages:
+        own = sum(sizes[stage["start"] : stage["stop"]])
+        own += embedding if stage["start"] == 0 else 0
+        own += embedding + norm if stage["stop"] == LAYERS else 0  # the matrices are tied
+        assert own <= stage["read_bytes"] <= 1.01 * own
+        assert stage["received_bytes"] == 0, "the files are on the same machine"
+        assert stage["weights_bytes"] == own
+        assert stage["resident_bytes"] > own
+
+
+def test_the_tables(cluster: Cluster) -> None:
+    done = cluster.run("generate", "hello", "--split", str(STAGES), "--stats", *options(8, None))
+    assert done.returncode == 0, done.stderr
+    assert "PEER      LAYERS" in done.stdout
+    for column in ("READ", "RECEIVED", "WEIGHTS", "MEMORY", "MS/TOKEN", "WIRE"):
+        assert column in done.stdout
+    assert " computing + " in done.stdout
+    assert done.stderr.splitlines()[-1].startswith("(8 tokens, ")
+    done = cluster.run("generate", "hello", "--split", "--dry-run")
+    assert (done.returncode, "HOP MS" in done.stdout, "hello" in done.stdout) == (0, True, False)
+    plan = cluster.json("chat", "--split", "2", "--dry-run")["plan"]
+    assert len(plan["stages"]) == 2
+    assert plan["tokens_per_s"] > 0
+
+
+def test_a_conversation_is_that_with_the_whole_model(cluster: Cluster) -> None:
+    typed = "hello\nand now?\n/reset\nagain\n"
+    document = cluster.json("chat", "--split", str(STAGES), "--positions", "400", *options(20, None), typed=typed)
+    whole = subprocess.run(
+        [sys.executable, "-m", "p2ptrain", "chat", "-c", str(cluster.checkpoint), "--json", *options(20, None)],
+        input=typed,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=True,
+    )
+    expected = json.loads(whole.stdout)
+    assert [item["text"] for item in document["answers"]] == [item["text"] for item in expected["answers"]]
+    assert document["split"]["token_ms"] > 0
+
+
+def test_ctrl_c_leaves_at_once_and_takes_nothing_from_others(cluster: Cluster) -> None:
+    leaving = subprocess.Popen(
+        cluster.command("generate", "hello", "--split", str(STAGES), *options(50_000, None)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert leaving.stdout is not None
+    assert len(os.read(leaving.stdout.fileno(), 16)) > 0, "the text has begun"
+    staying = subprocess.Popen(
+        cluster.command("generate", "x", "--split", str(STAGES), "--json", *options(100, 5)),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    os.read(leaving.stdout.fileno(), 16)
+    began = time.monotonic()
+    leaving.send_signal(signal.SIGINT)
+    leaving.stdout.close()
+    code = leaving.wait(DEADLINE_S)
+    assert time.monotonic() - began < LEFT_S
+    assert code == 130
+    out, _ = staying.communicate(timeout=DEADLINE_S)
+    assert json.loads(out)["text"] == reference(cluster.checkpoint, ["x"], 100, 5)[0]
+
+
+def test_a_conversation_at_a_terminal(cluster: Cluster) -> None:
+    place = ["-c", str(cluster.checkpoint), "--seed", cluster.said["seed"]]
+    terminal = Terminal("chat", "--split", str(STAGES), "--positions", "5000", *options(4000, None), *place)
+    try:
+        terminal.until(r"plain turns, 5000 tokens of context.*> ")
+        terminal.type("hello\n")
+        terminal.until(r"hello\r\n.{20}")
+        terminal.type("\x03")
+        terminal.until(r"cancelled\. Ctrl\+C again leaves\).*> ")
+        terminal.type("/stats\n")
+        terminal.until(r"WIRE.*a token took .* computing.*> ")
+        terminal.type("and now?\n")
+        terminal.until(r"now\?\r\n.{20}")
+        terminal.type("\x03")
+        terminal.until(r"cancelled.*> ")
+        terminal.type("\x04")
+        code, seconds = terminal.left()
+        assert (code, seconds < LEFT_S) == (0, True)
+    finally:
+        terminal.end()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["generate", "x", "--split", "9"], "a chain of 9 stages was asked for, of 3 peers and 6 layers"),
+        (["generate", "x", "--split", "--positions", "900000000"], "GiB"),
+        (["generate", "x" * 100, "--split", "-n", str(CONTEXT)], "are more than the context of 60000"),
+        (["generate", "x", "--split", "--wire", "fp8"], "--wire fp8 is not a type to send"),
+        (["generate", "x", "--stats"], "--stats is for a model that is split"),
+        (["up", "--split", "7"], "a model of 6 layers has no 7 stages"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_numbers(cluster: Cluster, arguments: list[str], said: str) -> None:
+    command = cluster.command(*arguments)
+    if arguments[0] == "up":
+        command = command[:-2]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode in (2, 6), done.stderr
+    assert said in done.stderr
+    assert "\n  → " in done.stderr
+    assert done.stdout == ""
+
+
+async def test_a_checkpoint_that_lies_on_workers(machine: Any) -> None:
+    sets = machine.settings(job__steps=10, checkpoint__every=10)
+    await machine.seed(*sets)
+    workers = [await machine.join(), await machine.join()]
+    ended = await machine.job_until(lambda item: item["state"] == "done")
+    found = await machine.ask("checkpoints.list", job=ended["id"])
+    arguments = ["generate", "def ", "--split", "2", "--job", ended["id"], "--json", *options(24, None)]
+    process = await machine.start(*arguments, "--seed", f"127.0.0.1:{machine.port}")
+    assert await process.end() == 0, process.text
+    document = json.loads("\n".join(process.out))
+    directory = Path(found["checkpoints"][0]["path"])
+    assert document["text"] == reference(directory, ["def "], 24, None)[0]
+    assert [stage["name"] for stage in document["split"]["stages"]] != []
+    assert [await worker.interrupt() for worker in workers] == [0, 0]
+
+
+@pytest.mark.slow
+def test_a_worker_dies_in_mid_sentence_and_the_text_goes_on(checkpoint: Path, tmp_path: Path) -> None:
+    made = started(tmp_path / "up", checkpoint, "--spare", "1")
+    try:
+        stage = made.said["split"]["stages"][1]
+        writing = subprocess.Popen(
+            made.command("generate", "hello", "--split", str(STAGES), "--json", *options(1500, 3)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        victim = made.worker(stage["name"])
+        before = victim.cpu_times().user
+        ends = time.monotonic() + DEADLINE_S
+        while victim.cpu_times().user < before + 0.5:  # it computes: the text has begun
+            assert time.monotonic() < ends
+            assert writing.poll() is None
+        victim.kill()
+        out, err = writing.communicate(timeout=DEADLINE_S)
+        assert writing.returncode == 0, err
+        document = json.loads(out)
+        assert document["text"] == reference(checkpoint, ["hello"], 1500, 3)[0]
+        assert len(document["split"]["mendings"]) == 1
+    finally:
+        ended(made)
