@@ -68,6 +68,14 @@ def test_buffers_that_old_files_hold_weigh_nothing(tmp_path: Path) -> None:
     assert anatomy(config, table) == expected
 
 
+def test_a_head_in_the_files_of_a_tied_model_weighs_nothing(tmp_path: Path) -> None:
+    make("llama-tied", tmp_path)
+    config, table = (tmp_path / "config.json").read_text(), records(tmp_path)
+    expected = anatomy(config, table)
+    table["lm_head.weight"] = table["model.embed_tokens.weight"]
+    assert anatomy(config, table) == expected
+
+
 def test_a_name_that_is_not_known_has_the_model_built(tmp_path: Path) -> None:
     make("llama", tmp_path)
     config, table = (tmp_path / "config.json").read_text(), records(tmp_path)

@@ -61,7 +61,8 @@ class Session:
             await self.chain.turn(self.prompt)
             if byte == ord("!"):
                 raise ConnectionLost("box1 is lost", remedy="start another")
-            yield Token(byte, number, (2000, 3000), 0.009, mended=byte == ord("~"))
+            mended = byte == ord("~")
+            yield Token(byte, number, (2000, 3000), 5.0 if mended else 0.009, mended=mended)
 
 
 class StandIn:

@@ -159,5 +159,6 @@ def test_a_question_that_cannot_be_leaves_the_others_as_they_were(tmp_path: Path
         talk.fit(form, 100, 10)
     talk.take_back()
     talk.ask("three")
-    assert talk.fit(form, 100, 10)[2] == 0
+    ids, _, dropped = talk.fit(form, 100, 10)
+    assert (dropped, bytes(ids).decode()) == (0, "User: one\nAssistant: two\nUser: three\nAssistant:")
     assert written(talk.turns) == "User: one\nAssistant: two\nUser: three"

@@ -156,14 +156,15 @@ def test_a_cache_that_cannot_be_cut_is_not_used_again(tmp_path: Path) -> None:
 
 def test_what_was_broken_off_leaves_nothing_behind(checkpoint: Path) -> None:
     model = LocalModel(checkpoint, device="cpu")
+    tokens_of(model, list(b"hello, here I am"))
 
     def fail(token: int) -> bool:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        model.tokens(list(b"hello"), max_new_tokens=8, sampling=Sampling(temperature=0), on_token=fail)
-    expected = tokens_of(LocalModel(checkpoint, device="cpu"), list(b"hello!"))
-    assert tokens_of(model, list(b"hello!")) == expected
+        model.tokens(list(b"hello, it is you"), max_new_tokens=8, sampling=Sampling(temperature=0), on_token=fail)
+    expected = tokens_of(LocalModel(checkpoint, device="cpu"), list(b"hello, here I am!"))
+    assert tokens_of(model, list(b"hello, here I am!")) == expected
 
 
 def test_the_text_is_that_of_transformers(checkpoint: Path) -> None:
