@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -30,6 +31,10 @@ class ComputeThread:
         Raises:
             P2PTrainError: as raised by the call; whatever else it raised, libraries' errors too, as ``ComputeFailed``.
         """
+        return await self.submit(function, *args, **kwargs)
+
+    def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+        """As ``run``, and the call is queued when this returns: what is asked for later comes behind it."""
 
         def call() -> T:
             try:
@@ -39,7 +44,7 @@ class ComputeThread:
             except BaseException as error:
                 raise translated(error) from error
 
-        return await self._thread.submit(call)
+        return self._thread.submit(call)
 
     def close(self) -> None:
         """Let the thread end after what is queued."""

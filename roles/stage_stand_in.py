@@ -180,6 +180,8 @@ class StandInStage:
             raise UserError(
                 f"{positions} positions, and the model knows {self._context}", remedy="ask for fewer tokens"
             )
+        if session in self.sessions:
+            raise UserError(f"there is a session {session!r} on this part", remedy="close it first")
         self.sessions[session] = _Session(positions, sampling)
 
     def run(

@@ -202,9 +202,9 @@ class StageWorks:
             session.incoming.abort()
         self._shelf.leave(session.part, session, self._world.clock.now())
         session.changed.set()
-        self._background.start(
-            self._compute.run(session.part.engine.close, session.core.terms.session), "close session"
-        )
+        # Queued now: a client that opens it again at once asks for that behind this.
+        closing = self._compute.submit(session.part.engine.close, session.core.terms.session)
+        self._background.start(_ended(closing), "close session")
         self._on_change()
 
     def close_all_of(self, caller: Caller) -> None:
@@ -403,6 +403,10 @@ class StageWorks:
     async def _changed(self, session: LiveSession) -> None:
         session.changed.clear()
         await session.changed.wait()
+
+
+async def _ended(call: asyncio.Future[None]) -> None:
+    await call
 
 
 def _let_go(parts: list[Part]) -> None:

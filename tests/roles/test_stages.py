@@ -35,6 +35,7 @@ from roles.worker.stage_testing import (
 from wire.chain_messages import CHAIN_STREAM, ChainBroken, Picked, Took, Work
 from wire.handshake import dial, local_hello
 from wire.memory import MemoryNetwork
+from wire.messages import Request
 from wire.virtual import run_virtual
 
 CONFIG = stand_in_config(layers=6)
@@ -704,5 +705,22 @@ def test_the_seed_hears_what_is_held(tmp_path: Path, model: ModelDirectory) -> N
         await asyncio.sleep(100)
         assert len(chain.stages[0].told) - told < 8, "it tells though nothing changes"
         assert chain.stages[0].told[-1].parts[0].busy == 0
+
+    with_chain(tmp_path, model, (0, 3, 6), test)
+
+
+def test_a_session_is_opened_again_behind_its_end(tmp_path: Path, model: ModelDirectory) -> None:
+    """A fast loop hears both requests in one turn: the engine must be told of them in the same order."""
+
+    async def test(chain: TestChain, network: Network) -> None:
+        await chain.open("s1")
+        (client,) = chain.stages[1].stages._clients
+        again = open_params("s1", chain.parts[1], 1, 2)
+        await chain.stages[1].stages._heard(client, Request(7, "session.close", {"session": "s1"}))
+        await chain.stages[1].stages._heard(client, Request(8, "session.open", again))
+        await asyncio.sleep(1)
+        assert chain.stages[1].sessions == 1
+        resume = {"session": "s1", "attempt": 1, "keep": 0, "next": None}
+        assert await chain.clients[1].ask("session.resume", resume) == {"position": 0}
 
     with_chain(tmp_path, model, (0, 3, 6), test)
