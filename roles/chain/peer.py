@@ -23,6 +23,9 @@ from wire.handshake import dial, local_hello
 from wire.messages import Message, Refuse, Response
 
 ROUND_TRIPS = 3
+ASKED = 16
+"""Requests that a worker has to answer at a time; it refuses more than it can keep track of (``stages.MAX_REQUESTS``),
+and when a stage is lost all sessions want something of the others at once."""
 LOADING_QUIET_S = 180.0
 """A part that is being loaded gets on within this time: another client's may be in front, a disk may be slow."""
 LOADING_S = 24 * 3600.0
@@ -70,6 +73,7 @@ class Peer:
         self._connection = connection
         self._line = Line(connection, QUIET_S, beat_s=around.silence_s / 4)
         self._calls = Calls()
+        self._asking = asyncio.Semaphore(ASKED)
         self._loading: _Loading | None = None
         self.turn = asyncio.Lock()
         self._closed = False
@@ -119,9 +123,10 @@ class Peer:
             self._end(self._connection.close_cause or ConnectionLost("it was lost"))
 
     async def ask(self, method: str, params: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
-        """A request. Raises ``Refused``, ``DeadlineExceeded``, ``ConnectionLost``; the worker is named."""
-        self._check()
-        return await self._calls.ask(self._connection.send, method, params, whom=self.name, timeout_s=timeout_s)
+        """A request, in its turn. Raises ``Refused``, ``DeadlineExceeded``, ``ConnectionLost``; the worker is named."""
+        async with self._asking:  # those in front have deadlines of their own
+            self._check()
+            return await self._calls.ask(self._connection.send, method, params, whom=self.name, timeout_s=timeout_s)
 
     async def measure(self) -> float:
         """The way there, one direction, in seconds. Raises as ``ask``."""
@@ -193,7 +198,8 @@ class Peer:
                     self._take_untrusted(await self._line.receive())
         except P2PTrainError as error:
             problem = error
-        self._end(problem)
+        finally:
+            self._end(problem)  # by a mistake of this program too: nobody shall wait for what it says
 
     def _end(self, problem: P2PTrainError) -> None:
         if self.problem is not None:

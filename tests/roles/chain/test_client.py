@@ -17,6 +17,7 @@ from roles.chain.plan import Crew
 from roles.stage_stand_in import WIDTH, stand_in_config, tokens_of
 from roles.worker.parts import UNKNOWN_PART
 from roles.worker.stage_works import NEXT_STAGE, UNKNOWN_SESSION
+from roles.worker.stages import MAX_REQUESTS
 
 from .scene import CONFIG, Scene, play
 
@@ -124,6 +125,28 @@ def test_a_stage_dies_under_four_sessions(tmp_path: Path, victim: str) -> None:
             assert await running == wanted_of_four()
         assert [kind for _, kind, _ in scene.told].count("stage-replaced") == 1
         assert len(scene.workers["w3"].stages.shelf.parts) == 1
+
+    play(tmp_path, test, delay_s=lambda source, target: NEAR_S)
+
+
+def test_a_stage_dies_under_more_sessions_than_a_worker_answers_requests_at_a_time(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        for worker in scene.workers.values():
+            worker.threads.call_s["compute"] = 0.01
+        async with scene.chain(positions=2000) as chain:
+
+            async def one(number: int) -> list[int]:
+                async with await chain.generate([number, 7], max_new_tokens=6, sampling=GREEDY) as session:
+                    return await collected(session)
+
+            running = [asyncio.create_task(one(number)) for number in range(MAX_REQUESTS + 8)]
+            while min(stage.sessions for stage in list(scene.workers.values())[:3]) < len(running):
+                await asyncio.sleep(0.01)  # virtual
+            scene.kill("w1")
+            for number, made in enumerate(await asyncio.gather(*running)):
+                assert made == tokens_of(CONFIG, [number, 7], 6, GREEDY)
+            await asyncio.sleep(1)  # virtual: what was told of their ends arrives
+            assert not any(stage.stages.works.sessions for stage in scene.workers.values())
 
     play(tmp_path, test, delay_s=lambda source, target: NEAR_S)
 
