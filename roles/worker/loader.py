@@ -71,30 +71,38 @@ class Loader:
         builder = await self._compute.run(self._build_part, spec, names)
         wanted = _owned_untrusted(builder, records)
         weights_bytes = sum(_resident_bytes(record, spec.dtype) for record in wanted)
-        await self._make_room(weights_bytes, f"the weights of {what}")
         me = object()
-        self._shelf.reserve(me, weights_bytes)
         try:
+            await self._make_room(me, weights_bytes, f"the weights of {what}")
             own = await self._own(request.path)
             read_bytes = await self._place_all(builder, wanted, own, receiver, on_bytes)
             engine = await self._compute.run(builder.finish)
+            part = Part(new_id(), request.model, request.name, spec, engine, self._world.clock.now())
+            cache_bytes = request.positions * engine.cache_position_bytes
+            try:
+                text = f"{what} and {request.positions} positions of cache"
+                await self._make_room(me, part.bytes + cache_bytes, text)
+            except Refused:
+                gone = [part]
+                del builder, engine, part
+                await self._unload(gone)
+                raise
         finally:
             self._shelf.release(me)
-        part = Part(new_id(), request.model, request.name, spec, engine, self._world.clock.now())
-        cache_bytes = request.positions * engine.cache_position_bytes
-        try:
-            await self._make_room(part.bytes + cache_bytes, f"{what} and {request.positions} positions of cache")
-        except Refused:
-            gone = [part]
-            del builder, engine, part
-            await self._unload(gone)
-            raise
         self._shelf.parts[part.id] = part
         on_shelf(part)
         return read_bytes
 
-    async def _make_room(self, need_bytes: int, what: str) -> None:
-        await self._unload([*self._shelf.make_room(need_bytes, what), *self._shelf.check_number()])
+    async def _make_room(self, who: object, need_bytes: int, what: str) -> None:
+        """Room for ``who``, in place of what it had reserved. It is reserved at once: others ask for memory, too, while
+        parts that are in the way are let go."""
+        self._shelf.release(who)
+        gone = self._shelf.check_number()
+        try:
+            gone += self._shelf.make_room(need_bytes, what)
+            self._shelf.reserve(who, need_bytes)
+        finally:
+            await self._unload(gone)
 
     async def _place_all(
         self,

@@ -493,6 +493,30 @@ def test_an_idle_part_goes_for_another_and_one_in_use_does_not(tmp_path: Path, m
     with_stage(tmp_path, test, limit_bytes=5000)
 
 
+def test_what_is_promised_while_another_part_goes_is_not_promised_twice(tmp_path: Path, model: ModelDirectory) -> None:
+    async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
+        shelf = stage.stages.shelf
+        async with giving(network.at("client"), "w0", model):
+            part = (await client.ask("part.load", load_params(model, 0, 1, 4, positions=0)))["part"]
+            async with client_of(network.at("other"), "w0", peer_id="other") as other:
+                async with giving(network.at("other"), "w0", model, peer_id="other"):
+                    await other.ask("part.load", load_params(model, 1, 4, 4, positions=0))
+            shelf.limit_bytes = sum(each.bytes for each in shelf.parts.values())
+            stage.threads.call_s["compute"] = 0.1
+            loading = asyncio.create_task(client.ask("part.load", load_params(model, 2, 4, 4, positions=0)))
+            while len(shelf.parts) > 1:
+                await asyncio.sleep(0.01)  # until the idle part is on its way out
+            room = shelf.limit_bytes - shelf.parts[part].bytes
+            positions = room // stage.stand_ins.engines[0].cache_position_bytes
+            with pytest.raises(Refused, match="positions of cache need") as refused:
+                await client.ask("session.open", open_params("s1", part, 0, 2, "w0", positions=positions))
+            assert refused.value.code == "memory"
+            await loading
+            shelf.validate()
+
+    with_stage(tmp_path, test, faults=True)
+
+
 def test_a_part_that_is_freed_stays_for_who_still_uses_it(tmp_path: Path, model: ModelDirectory) -> None:
     async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
         async with giving(network.at("client"), "w0", model):
