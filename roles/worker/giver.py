@@ -5,6 +5,7 @@ A client gives over a connection that it dialled (purpose ``give``), a worker to
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from p2ptrain.core.errors import DeadlineExceeded, ProtocolError, StorageError
@@ -16,13 +17,22 @@ from wire.chain_messages import TensorGone, TensorRequest, TensorsPage, TensorsR
 from wire.connection import Connection
 
 REASON_CHARS = 400
+GIVEN_NO_MORE = "the model is not given here any more: whoever had it given is gone"
 
 
-async def give(connection: Connection, model: ModelDirectory, disk: Thread, *, silence_s: float = QUIET_S) -> int:
+async def give(
+    connection: Connection,
+    model: ModelDirectory,
+    disk: Thread,
+    *,
+    silence_s: float = QUIET_S,
+    still: Callable[[], bool] = lambda: True,
+) -> int:
     """Answer one receiver until it closes; bytes of tensors given.
 
     Args:
         disk: the thread that reads.
+        still: whether it is to be given; what is asked for afterwards is refused.
 
     Raises:
         ProtocolError: it asked for what there is not.
@@ -32,6 +42,10 @@ async def give(connection: Connection, model: ModelDirectory, disk: Thread, *, s
     async with line.alive():
         async for message in line.messages():
             match message:
+                case TensorsRequest() if not still():
+                    connection.send(TensorsPage(0, [], GIVEN_NO_MORE))
+                case TensorRequest() if not still():
+                    connection.send(TensorGone(message.stream, GIVEN_NO_MORE))
                 case TensorsRequest(name, first) if name == model.model and 0 <= first < len(model.records):
                     connection.send(page_of(model.records, first))
                 case TensorsRequest(name):

@@ -23,10 +23,13 @@ from roles.stage_engine import BuildPart, PartBuilder
 from roles.worker.parts import Part, Shelf
 from roles.worker.receiver import Receiver
 from roles.worker.stage_requests import LoadRequest
-from wire.chain_messages import TensorRecord
+from wire.chain_messages import PartLoading, TensorRecord
+from wire.messages import Message
 
 _DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 WRONG_MODEL = "wrong-model"
+LOADING_S = 0.25
+"""A client hears so often how far its part is."""
 
 OnBytes = Callable[[int, int], None]
 """Told of (bytes placed, bytes in all)."""
@@ -154,6 +157,19 @@ class Loader:
         with suppress(StorageError):
             return await self._disk.submit(read)
         return None
+
+
+class Progress:
+    """Tells a client how far its part is, now and then."""
+
+    def __init__(self, say: Callable[[Message], None], now: Callable[[], float]) -> None:
+        self._say, self._now = say, now
+        self._told_at = -LOADING_S
+
+    def tell(self, done_bytes: int, total_bytes: int) -> None:
+        if self._now() - self._told_at >= LOADING_S or done_bytes == total_bytes:
+            self._told_at = self._now()
+            self._say(PartLoading(done_bytes, total_bytes))
 
 
 def _owned_untrusted(builder: PartBuilder, records: dict[str, TensorRecord]) -> list[TensorRecord]:

@@ -35,7 +35,7 @@ from roles.stage_engine import BuildPart
 from roles.worker.background import Background
 from roles.worker.giver import give
 from roles.worker.links import Prober, targets_untrusted, to_result
-from roles.worker.loader import Loader
+from roles.worker.loader import Loader, Progress
 from roles.worker.parts import IDLE_S, Part, Shelf
 from roles.worker.receiver import GIVER, Receiver
 from roles.worker.stage_links import DIAL_S, QUIET_S, Line, of_session
@@ -52,7 +52,7 @@ from roles.worker.stage_requests import (
     session_untrusted,
 )
 from roles.worker.stage_works import UNKNOWN_SESSION, Caller, StageWorks
-from wire.chain_messages import PartLoading, PartsHeld, Work
+from wire.chain_messages import PartsHeld, Work
 from wire.connection import Connection
 from wire.handshake import RefusalCode, dial, local_hello
 from wire.messages import Hello, Message, Refuse, Request, Response
@@ -62,13 +62,14 @@ MAX_CALLERS = 64
 MAX_REQUESTS = 32
 """Of one client that are being answered at a time."""
 MAX_GIVERS = 64
+MAX_TAKERS = 64
+"""Of models that are given here, each with a range in memory at a time."""
 MAX_MODELS = 16
 """Directories that a client has this worker give at a time."""
 BEAT_S = 0.5
 """A client hears from this worker so often, before it has said what silence means to it."""
 GIVE_WAIT_S = 10.0
 TELL_S = 1.0
-LOADING_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,7 @@ class Stages:
         self._clients: set[_Client] = set()
         self._givers: dict[tuple[str, str], list[Receiver]] = {}  # by the client's id and the model's
         self._giver_came = asyncio.Condition()
+        self._takers = 0
         self._stream_bps = 0.0
         self._news = asyncio.Event()
 
@@ -184,6 +186,8 @@ class Stages:
                 return Refuse(UNKNOWN_SESSION, "that session is not open here", "open it on the last stage first")
             case "model" if self._given(hello.job) is None:
                 return Refuse("unknown-model", f"model {hello.job[:40]!r} is not given here", "ask it to: model.open")
+            case "model" if self._takers >= MAX_TAKERS:
+                return Refuse(RefusalCode.BUSY, f"{MAX_TAKERS} peers take models from this worker", "try again later")
             case "give" if hello.peer_id not in {client.peer_id for client in self._clients}:
                 return Refuse(RefusalCode.NOT_A_MEMBER, "who gives a model must be a client of this worker")
             case "give" if not is_id(hello.job):
@@ -202,7 +206,7 @@ class Stages:
                 with suppress(NetworkError):  # the client sees to it
                     await self.works.serve_stage(connection, session)
             case "model" if (model := self._given(hello.job)) is not None:
-                await give(connection, model, self._disk)
+                await self._give(connection, model)
             case "give":
                 await self._take_giver(connection, hello)
 
@@ -342,7 +346,7 @@ class Stages:
             async with self._receiver(client, request, tried) as receiver:
                 before = receiver.received_bytes
                 try:
-                    progress = _Progress(client, self._now).tell
+                    progress = Progress(client.say, self._now).tell
                     read_bytes = await self._loader.load(request, receiver, on_bytes=progress, on_shelf=hold)
                     return made[0], read_bytes, receiver.received_bytes - before
                 except Refused as problem:
@@ -444,6 +448,13 @@ class Stages:
         client.models[model.model] = model
         return {"model": model.model, "config": model.config, "total": len(model.records)}
 
+    async def _give(self, connection: Connection, model: ModelDirectory) -> None:
+        self._takers += 1
+        try:
+            await give(connection, model, self._disk, still=lambda: self._given(model.model) is not None)
+        finally:
+            self._takers -= 1
+
     def _given(self, model: str) -> ModelDirectory | None:
         return next((client.models[model] for client in self._clients if model in client.models), None)
 
@@ -475,16 +486,3 @@ class Stages:
         now = self._now()
         held = [self.shelf.told(part, now, self.works.count(part)) for part in self.shelf.parts.values()]
         self._around.say(PartsHeld(held))
-
-
-class _Progress:
-    """Tells a client how far its part is, now and then."""
-
-    def __init__(self, client: Caller, now: Callable[[], float]) -> None:
-        self._client, self._now = client, now
-        self._told_at = -LOADING_S
-
-    def tell(self, done_bytes: int, total_bytes: int) -> None:
-        if self._now() - self._told_at >= LOADING_S or done_bytes == total_bytes:
-            self._told_at = self._now()
-            self._client.say(PartLoading(done_bytes, total_bytes))

@@ -31,6 +31,7 @@ from roles.worker.stage_testing import (
     model_at,
     open_params,
 )
+from roles.worker.stages import MAX_TAKERS
 from wire.chain_messages import TensorGone, TensorRequest, TensorsPage, TensorsRequest
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
@@ -442,6 +443,41 @@ def test_what_is_not_there_is_said_so(tmp_path: Path, model: ModelDirectory) -> 
     with_stage(tmp_path, test)
 
 
+def test_who_takes_a_model_gets_no_more_of_it_than_its_client_lives(tmp_path: Path, model: ModelDirectory) -> None:
+    async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
+        await client.ask("model.open", {"path": str(tmp_path / "model")})
+        hello = local_hello(peer_id="w9", name="w9", roles=["worker"], purpose="model", job=model.model)
+        connection, _ = await dial(network.at("w9"), "w0", PORT, hello, timeout_s=5)
+        connection.send(TensorsRequest(model.model, 0))
+        assert (await connection.expect(TensorsPage, timeout_s=5)).total == len(model.records)
+        client.connection.abort()
+        await asyncio.sleep(0.1)
+        connection.send(TensorRequest(model.model, "head.weight", 0, 4, 3))
+        assert "not given here any more" in (await connection.expect(TensorGone, timeout_s=5)).reason
+        connection.send(TensorsRequest(model.model, 0))
+        assert "not given here any more" in (await connection.expect(TensorsPage, timeout_s=5)).error
+        await connection.close()
+
+    with_stage(tmp_path, test)
+
+
+def test_no_more_take_a_model_at_a_time_than_there_is_memory_for(tmp_path: Path, model: ModelDirectory) -> None:
+    async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
+        await client.ask("model.open", {"path": str(tmp_path / "model")})
+        hello = local_hello(peer_id="w9", name="w9", roles=["worker"], purpose="model", job=model.model)
+        taking = [(await dial(network.at("w9"), "w0", PORT, hello, timeout_s=5))[0] for _ in range(MAX_TAKERS)]
+        with pytest.raises(Refused) as refused:
+            await dial(network.at("w9"), "w0", PORT, hello, timeout_s=5)
+        assert refused.value.code == "busy"
+        await taking.pop().close()
+        await asyncio.sleep(0.1)
+        taking.append((await dial(network.at("w9"), "w0", PORT, hello, timeout_s=5))[0])
+        for connection in taking:
+            await connection.close()
+
+    with_stage(tmp_path, test, faults=True)
+
+
 # -------------------------------------------------------------------------------------------------------------- limits
 
 
@@ -498,14 +534,16 @@ def test_what_is_promised_while_another_part_goes_is_not_promised_twice(tmp_path
         shelf = stage.stages.shelf
         async with giving(network.at("client"), "w0", model):
             part = (await client.ask("part.load", load_params(model, 0, 1, 4, positions=0)))["part"]
-            async with client_of(network.at("other"), "w0", peer_id="other") as other:
-                async with giving(network.at("other"), "w0", model, peer_id="other"):
-                    await other.ask("part.load", load_params(model, 1, 4, 4, positions=0))
+            async with (
+                client_of(network.at("other"), "w0", peer_id="other") as other,
+                giving(network.at("other"), "w0", model, peer_id="other"),
+            ):
+                await other.ask("part.load", load_params(model, 1, 4, 4, positions=0))
             shelf.limit_bytes = sum(each.bytes for each in shelf.parts.values())
             stage.threads.call_s["compute"] = 0.1
             loading = asyncio.create_task(client.ask("part.load", load_params(model, 2, 4, 4, positions=0)))
-            while len(shelf.parts) > 1:
-                await asyncio.sleep(0.01)  # until the idle part is on its way out
+            await asyncio.sleep(0.15)
+            assert len(shelf.parts) == 1, "the idle part is not on its way out"
             room = shelf.limit_bytes - shelf.parts[part].bytes
             positions = room // stage.stand_ins.engines[0].cache_position_bytes
             with pytest.raises(Refused, match="positions of cache need") as refused:
