@@ -73,7 +73,7 @@ class Chain:
         self._sessions: set[GenerationSession] = set()
         self._useless: set[str] = set()  # peers that are lost, or were of no use: they get no other stage
         self._filling: dict[int, asyncio.Task[None]] = {}
-        self._tasks = Background()
+        self._tasks = Background(self._mistaken)
         self._closed = False
         for peer in crew.peers.values():
             peer.on_lost.append(self._peer_lost)
@@ -293,6 +293,10 @@ class Chain:
         if not seat.peer.lost:
             seat.peer.tell("part.free", {"part": seat.loaded.part}, timeout_s=CLOSE_S)
         self._fill_later(index)
+
+    def _mistaken(self, error: BaseException) -> None:
+        for session in list(self._sessions):
+            session.fail(error)
 
     def _named(self, index: int) -> str:
         stage = self.plan.stages[index]

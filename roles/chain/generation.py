@@ -82,7 +82,7 @@ class GenerationSession:
         self._opened = False
         self._error: P2PTrainError | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._tasks = Background(self._failed)
+        self._tasks = Background(self.fail)
         self._closed = False
 
     # ---------------------------------------------------------------------------------------------------- for callers
@@ -178,6 +178,11 @@ class GenerationSession:
         if self._error is not None:
             raise self._error
 
+    def fail(self, error: BaseException) -> None:
+        """By a mistake of this program: nobody shall wait for what it was to do."""
+        self._error = self._error or NetworkError(f"this client failed: {type(error).__name__}: {error}")
+        self._news.set()
+
     def event(self, event: ev.Event) -> None:
         """Tell the core, and do what it wants."""
         self._pending.append(event)
@@ -193,6 +198,8 @@ class GenerationSession:
 
     def heard(self, peer: Peer, message: Picked | Took | ChainBroken) -> None:
         """As of ``roles.chain.peer.Listener``."""
+        if message.attempt != self._core.attempt:
+            return  # of an older one: who says it may hold another stage by now, or none
         if isinstance(message, ChainBroken):
             sender = self._sender_untrusted(peer, message)
             if sender is None:
@@ -204,7 +211,11 @@ class GenerationSession:
                 ev.Broken(sender, message.attempt, message.lost, message.code[:64], reason, message.remedy[:400])
             )
         else:
-            self.event(arrived_untrusted(message, self._chain.vocab_size))
+            arrived = arrived_untrusted(message, self._chain.vocab_size)
+            last = len(arrived.spent_us) - 1
+            if last not in self._chain.held_by(peer):  # else any stage could have another one blamed
+                raise ProtocolError(f"{peer.name} answers for stage {last}, which is not its own")
+            self.event(arrived)
 
     # ------------------------------------------------------------------------------------------------------ internals
 
@@ -328,11 +339,6 @@ class GenerationSession:
                     "seed": sampling.seed,
                     "silence_s": terms.silence_s,
                 }
-
-    def _failed(self, error: BaseException) -> None:
-        """A task of this session ended by a mistake of this program: nobody shall wait for what it was to do."""
-        self._error = self._error or NetworkError(f"this client failed: {type(error).__name__}: {error}")
-        self._news.set()
 
     def _set_timer(self) -> None:
         if self._timer is not None:

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain.core.errors import NetworkError, P2PTrainError, PeerError, Refused, ResourceError, UserError
+from p2ptrain.core.errors import (
+    NetworkError,
+    P2PTrainError,
+    PeerError,
+    ProtocolError,
+    Refused,
+    ResourceError,
+    UserError,
+)
 from p2ptrain.core.serving import Sampling
 from roles.chain import events as ev
 from roles.chain.client import Chain
@@ -18,6 +26,7 @@ from roles.stage_stand_in import WIDTH, stand_in_config, tokens_of
 from roles.worker.parts import UNKNOWN_PART
 from roles.worker.stage_works import NEXT_STAGE, UNKNOWN_SESSION
 from roles.worker.stages import MAX_REQUESTS
+from wire.chain_messages import ChainBroken, Picked
 
 from .scene import CONFIG, Scene, play
 
@@ -308,6 +317,53 @@ def test_two_stages_that_cannot_reach_each_other_are_parted(tmp_path: Path) -> N
     scene, _ = disturbed(tmp_path, happens)
     assert [text for _, kind, text in scene.told if kind == "stage-lost"]
     assert len(scene.workers["w3"].stages.shelf.parts) == 1
+
+
+def test_only_the_stage_at_which_a_work_ends_answers_it(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        async with scene.chain() as chain, await chain.generate(PROMPT, max_new_tokens=3, sampling=GREEDY) as session:
+            first = chain.crew.peers["w0"]
+            with pytest.raises(ProtocolError, match="answers for stage 2"):
+                session.heard(first, Picked(session.id, 1, 1, bytes(4), [1, 1, 1]))
+            session.heard(first, Picked(session.id, 0, 1, bytes(4), [1, 1, 1]))  # of an older attempt: nothing
+            assert await collected(session) == tokens_of(CONFIG, PROMPT, 3, GREEDY)
+
+    play(tmp_path, test)
+
+
+def test_what_a_peer_says_of_a_stage_that_it_held_once_costs_it_nothing(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        async with scene.chain() as chain, await chain.generate(PROMPT, max_new_tokens=3, sampling=GREEDY) as session:
+            first = chain.crew.peers["w0"]
+            with pytest.raises(ProtocolError, match="tells of stage 2"):
+                session.heard(first, ChainBroken(session.id, 1, 2, NEXT_STAGE, "the next stage is lost"))
+            session.heard(first, ChainBroken(session.id, 0, 2, NEXT_STAGE, "the next stage is lost"))
+            assert await collected(session) == tokens_of(CONFIG, PROMPT, 3, GREEDY)
+            assert not session.mendings
+
+    play(tmp_path, test)
+
+
+def test_a_mistake_in_the_search_for_a_successor_ends_the_sessions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody may wait for a search that is over."""
+
+    def mistaken(*_: object) -> None:
+        raise KeyError("a bug")
+
+    async def test(scene: Scene) -> None:
+        told: list[dict[str, object]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+        async with scene.chain() as chain, await chain.generate(PROMPT, max_new_tokens=9, sampling=GREEDY) as session:
+            await anext(session)
+            monkeypatch.setattr(chain, "_successor", mistaken)
+            scene.kill("w1")
+            with pytest.raises(NetworkError, match="KeyError"):
+                await collected(session)
+        assert len(told) == 1
+
+    play(tmp_path, test)
 
 
 def test_nobody_left(tmp_path: Path) -> None:
