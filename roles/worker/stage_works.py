@@ -30,6 +30,8 @@ from wire.connection import GARBLED, Connection
 from wire.messages import Message
 
 REPLAY_S = 600.0
+"""For one work of a replay, which waits until the next stage has computed earlier ones. How long all of it may take is
+for the client to say, who knows how many positions there are."""
 REASON_CHARS = 400
 NEXT_STAGE, UNKNOWN_SESSION, DUPLICATE = "next-stage", "unknown-session", "duplicate"
 
@@ -171,16 +173,17 @@ class StageWorks:
         """
         session = self._find(caller, request.which)
         try:
-            async with asyncio.timeout(REPLAY_S):
-                for work, payload in session.core.replay(number=request.number, stop=request.stop, last=request.last):
-                    if session.core.attempt != request.attempt:
-                        raise Refused(STALE, f"attempt {request.attempt} is not attempt {session.core.attempt}")
-                    if session.link is None or session.link.closed:
-                        raise Refused(NEXT_STAGE, "the next stage is lost")
-                    session.link.give(work, payload)
+            for work, payload in session.core.replay(number=request.number, stop=request.stop, last=request.last):
+                if session.core.attempt != request.attempt:
+                    raise Refused(STALE, f"attempt {request.attempt} is not attempt {session.core.attempt}")
+                if session.link is None or session.link.closed:
+                    raise Refused(NEXT_STAGE, "the next stage is lost")
+                session.link.give(work, payload)
+                async with asyncio.timeout(REPLAY_S):
                     await session.link.room()
         except TimeoutError:
-            raise Refused(NEXT_STAGE, f"the next stage did not take the replay within {REPLAY_S:g} s") from None
+            text = f"the next stage did not take {WORK_POSITIONS} positions of the replay within {REPLAY_S:g} s"
+            raise Refused(NEXT_STAGE, text) from None
         except NetworkError as problem:
             raise Refused(NEXT_STAGE, f"the next stage is lost: {problem.message}") from problem
 

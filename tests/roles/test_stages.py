@@ -32,6 +32,7 @@ from roles.worker.stage_testing import (
     open_params,
     sampling_params,
 )
+from roles.worker.stage_works import REPLAY_S
 from wire.chain_messages import CHAIN_STREAM, ChainBroken, Picked, Took, Work
 from wire.handshake import dial, local_hello
 from wire.memory import MemoryNetwork
@@ -229,6 +230,40 @@ def test_a_lost_stage_is_replaced_and_the_same_tokens_come(
         await spare.stop()
 
     with_chain(tmp_path, model, (0, 2, 4, 6), test, faults=True)
+
+
+def test_a_replay_may_take_long_as_long_as_it_gets_on(tmp_path: Path, model: ModelDirectory) -> None:
+    class Slow:
+        closed = False
+
+        def __init__(self, takes_s: float) -> None:
+            self.given = 0
+            self.takes_s = takes_s
+
+        def give(self, work: Work, payload: memoryview) -> None:
+            self.given += 1
+
+        async def room(self) -> None:
+            await asyncio.sleep(self.takes_s)
+
+        def close(self) -> None:
+            self.closed = True
+
+    async def test(chain: TestChain, network: Network) -> None:
+        await chain.open("s1")
+        await chain.generate("s1", PROMPT, 2)  # two encodings, and so two works to replay
+        session = chain.stages[0].stages.works.sessions["s1", 0]
+        assert session.link is not None
+        session.link.close()
+        replay = {"session": "s1", "attempt": 0, "number": 9, "stop": 6, "last": 1}
+        session.link = slow = Slow(0.6 * REPLAY_S)  # type: ignore[assignment]
+        await chain.clients[0].ask("session.replay", replay, timeout_s=2 * REPLAY_S)
+        assert slow.given == 2
+        session.link = Slow(1.1 * REPLAY_S)  # type: ignore[assignment]
+        with pytest.raises(Refused, match="did not take"):
+            await chain.clients[0].ask("session.replay", replay, timeout_s=2 * REPLAY_S)
+
+    with_chain(tmp_path, model, (0, 3, 6), test)
 
 
 def test_a_new_stage_can_itself_replay_what_it_was_replayed(tmp_path: Path, model: ModelDirectory) -> None:
