@@ -35,6 +35,8 @@ first, and what is predicted of idle peers on a busy machine differs by a third 
 MODEL_OPEN_S = 600.0
 """A worker hashes a model that it never gave before: seconds per gigabyte."""
 MAX_PARTS = 64
+LOOKED_AT = 10_000
+"""Beginnings of chains of loaded parts: there are as many as orders of the peers, where each has many parts."""
 _GONE = frozenset({"lost", "away", "leaving", "failed"})
 
 
@@ -330,7 +332,14 @@ class Crew:
         held = [(seat, start, stop) for seat in seats for start, stop in self._holds(seat.id, model, dtype, layers)]
         chains: list[list[tuple[placing.Peer, int, int]]] = [[]]
         whole: list[list[tuple[placing.Peer, int, int]]] = []
-        while chains and len(whole) < MAX_PARTS:
+        leads = {layers}  # layers from which parts lead to the end
+        for _, start, stop in sorted(held, key=lambda part: -part[1]):
+            if stop in leads:
+                leads.add(start)
+        held = [part for part in held if part[2] in leads]
+        for _ in range(LOOKED_AT):
+            if not chains or len(whole) >= MAX_PARTS:
+                break
             chain = chains.pop()
             at = chain[-1][2] if chain else 0
             if at == layers:

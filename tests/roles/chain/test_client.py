@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import ring.placement as placing
 from p2ptrain.core.errors import (
     NetworkError,
     P2PTrainError,
@@ -19,9 +20,11 @@ from p2ptrain.core.errors import (
 )
 from p2ptrain.core.serving import Sampling
 from roles.chain import events as ev
+from roles.chain.around import Around
 from roles.chain.client import Chain
 from roles.chain.generation import GenerationSession
-from roles.chain.plan import Crew
+from roles.chain.models import Model
+from roles.chain.plan import Crew, HeldPart, Offer
 from roles.stage_stand_in import WIDTH, stand_in_config, tokens_of
 from roles.worker.parts import UNKNOWN_PART
 from roles.worker.stage_works import NEXT_STAGE, UNKNOWN_SESSION
@@ -540,3 +543,28 @@ def test_config_of_another_size_is_another_model(tmp_path: Path) -> None:
         assert other.source is not None
 
     play(tmp_path, test, names=())
+
+
+def test_offers_that_lead_nowhere_do_not_keep_a_client_busy() -> None:
+    """Sixteen peers with parts that chain up in any order, and yet never to a whole model."""
+    layers, seats = 32, [placing.Peer(f"p{number}", "", 1 << 40, 1e-9) for number in range(16)]
+
+    def held(start: int, stop: int) -> HeldPart:
+        return HeldPart("m", start, stop, layers, "fp32", 1)
+
+    def crew_of(extra: list[HeldPart]) -> Crew:
+        middle = [held(layer, layer + 1) for layer in range(1, 16)]
+        offers = {
+            seat.id: Offer(1 << 40, 1 << 40, 1e9, "cpu", tuple(extra if not number else middle))
+            for number, seat in enumerate(seats)
+        }
+        return Crew(Around(None, "c", "c", "seed"), {}, offers)  # type: ignore[arg-type]
+
+    wanted = placing.Wanted(placing.ModelSizes((1,) * layers, (1,) * layers, 1, 1, 0), 1, 1, "c", {})
+    model = Model("m", "m", "{}")
+    assert crew_of([held(0, 1)])._loaded(wanted, model, "fp32", seats, None) is None  # nobody has the end
+    both = crew_of([held(0, 1), held(16, layers)])  # who has the end is the only one with the beginning
+    assert both._loaded(wanted, model, "fp32", seats, None) is None
+    whole = crew_of([held(0, layers)])._loaded(wanted, model, "fp32", seats, None)
+    assert whole is not None
+    assert [stage.peer.id for stage in whole.stages] == ["p0"]
