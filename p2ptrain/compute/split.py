@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -324,7 +324,8 @@ class PartModel:
         names: name of each parameter in ``module`` to its name in a whole model's ``state_dict``. Tied ones once.
         width: elements of the hidden state of one position.
         tied: whether the model's input and output share one matrix: the first and the last stage have a copy each.
-        context: the most positions that the model knows; None where it does not say.
+        context: the most positions that the model knows, and that are the same however many are computed at a time;
+            None where it does not say.
     """
 
     def __init__(
@@ -337,7 +338,7 @@ class PartModel:
         self.tied = tied
         self.width: int = config.hidden_size
         self.vocab_size: int = config.vocab_size
-        self.context: int | None = getattr(config, "max_position_embeddings", None)
+        self.context = _context(config)
         self._base = cast(nn.Module, getattr(module, base_name(module)))
 
     @property
@@ -378,6 +379,16 @@ class PartModel:
         if self.part.last:
             return cast(Tensor, self.module(**common, logits_to_keep=logits).logits)
         return cast(Tensor, self._base(**common).last_hidden_state)
+
+
+def _context(config: PretrainedConfig) -> int | None:
+    """See ``PartModel``. Where rotary frequencies are others beyond a length (``longrope``), what a position is depends
+    on how far the forward pass goes that computes it: keys that are cached, or computed again, would not agree."""
+    said = cast("dict[str, Any]", getattr(config, "rope_parameters", None) or {})
+    ropes = [said, *(each for each in said.values() if isinstance(each, dict))]  # of all layers, or of each kind
+    changes = [each.get("original_max_position_embeddings") for each in ropes if each.get("rope_type") == "longrope"]
+    knows = [getattr(config, "max_position_embeddings", None), *changes]
+    return min((each for each in knows if isinstance(each, int)), default=None)
 
 
 def _bytes(module: nn.Module) -> int:

@@ -427,3 +427,22 @@ def test_tensors_that_cannot_be(loaded: Callable[[str], Loaded]) -> None:
     builder.place(name, "F32", memoryview(bytes(252)))
     with pytest.raises(ConfigError, match=f"{name} was not given"):
         builder.finish()
+
+
+def test_where_frequencies_change_with_the_length_a_session_stays_within_it(tmp_path: Path) -> None:
+    """Beyond it, what a position is would depend on how many came in one work: a prompt in chunks would be answered
+    otherwise than a whole one, and a replay otherwise than what it brings back."""
+    make("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    pairs = config["head_dim"] // 2
+    factors = {"short_factor": [1.0] * pairs, "long_factor": [8.0] * pairs, "factor": 4.0}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32, **factors}
+    text = json.dumps(config | {"rope_parameters": rope, "rope_scaling": rope})
+    (part,) = load(tmp_path, config=text)
+    with pytest.raises(UserError, match="33 positions are more than the model's context of 32"):
+        part.open("s", positions=33, sampling=GREEDY)
+    ids = [(7 * index * index) % VOCAB for index in range(32)]
+    whole, chunked = Client([part], "whole", GREEDY, 32), Client([part], "chunked", GREEDY, 32)
+    picks = whole.run(ids, picks=32)
+    chunked.run(ids[:20], picks=1)
+    assert chunked.run(ids[20:], picks=12) == picks[20:]
