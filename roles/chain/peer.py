@@ -198,8 +198,10 @@ class Peer:
                     self._take_untrusted(await self._line.receive())
         except P2PTrainError as error:
             problem = error
-        finally:
-            self._end(problem)  # by a mistake of this program too: nobody shall wait for what it says
+        except Exception as mistake:  # of this program: nobody shall wait for what the worker says
+            self._end(ConnectionLost(f"this client failed over what it said: {type(mistake).__name__}"))
+            raise
+        self._end(problem)
 
     def _end(self, problem: P2PTrainError) -> None:
         if self.problem is not None:

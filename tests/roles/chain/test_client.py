@@ -369,6 +369,23 @@ def test_a_mistake_in_the_search_for_a_successor_ends_the_sessions(
     play(tmp_path, test)
 
 
+def test_a_mistake_in_hearing_a_peer_ends_what_waits_for_it(tmp_path: Path) -> None:
+    def mistaken(*_: object) -> None:
+        raise KeyError("a bug")
+
+    async def test(scene: Scene) -> None:
+        told: list[dict[str, object]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+        async with scene.chain() as chain, await chain.generate(PROMPT, max_new_tokens=9, sampling=GREEDY) as session:
+            await anext(session)
+            session.heard = mistaken  # type: ignore[method-assign]
+            with pytest.raises(NetworkError, match="nobody to hold it"):
+                await collected(session)
+        assert told
+
+    play(tmp_path, test)
+
+
 def test_nobody_left(tmp_path: Path) -> None:
     async def test(scene: Scene) -> None:
         async with scene.chain() as chain:
