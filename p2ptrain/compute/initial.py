@@ -13,6 +13,8 @@ is built whole, where there is memory for it, and cut.
 from __future__ import annotations
 
 import copy
+import hashlib
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +37,7 @@ _AS_ON_CPU = {
     torch.Tensor.is_cpu.__get__: lambda result: True,  # type: ignore[attr-defined]
     torch.Tensor.device.__get__: lambda result: torch.device("cpu"),
 }
+_WHOLLY = {_ANY.normal_.default, _ANY.uniform_.default, _ANY.zero_.default, _ANY.fill_.Scalar}
 _EMPTY = {_ANY.empty.memory_format, _ANY.empty_strided.default}
 
 
@@ -62,6 +65,10 @@ class _Write:
     def stop(self) -> int:
         """Elements from the memory's start to the last one that is written."""
         return self.offset + 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+
+    def covers(self, numel: int) -> bool:
+        """Whether all of a memory of ``numel`` elements is written, whatever was in it."""
+        return self.function in _WHOLLY and self.stop - self.offset == math.prod(self.shape) == numel
 
     def play(self, memory: Tensor) -> None:
         self.function(memory.as_strided(self.shape, self.stride, self.offset), *self.others, **self.keywords)
@@ -148,6 +155,39 @@ class InitialWeights:
             torch.default_generator.manual_seed(seed)
             return self._played(names) if self.is_recorded else self._cut(names)
 
+    def digests(self, seed: int) -> dict[str, bytes]:
+        """Of all tensors that ``draw`` would give from ``seed``, by name: 16 bytes each. They are drawn one after the
+        other, so it takes the time of the whole model, and the memory of its largest tensors. Raises as ``draw``."""
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.default_generator.manual_seed(seed)
+            if not self.is_recorded:
+                return {name: _digest(tensor) for name, tensor in self._cut(self.names).items()}
+            return self._told_one_by_one()
+
+    def _told_one_by_one(self) -> dict[str, bytes]:
+        writes = self._recorder.writes
+        sizes = {_storage(tensor): _storage_numel(tensor) for tensor in self._tensors.values()}
+        first, last = {}, {}
+        for number, write in enumerate(writes):  # what is written all over later need not be kept until then
+            last[write.storage] = number
+            if write.storage not in first or write.covers(sizes.get(write.storage, 0)):
+                first[write.storage] = number
+        scratch = torch.empty(max((write.stop for write in writes if write.draws), default=0))
+        memories: dict[int, Tensor] = {}
+        told: dict[str, bytes] = {name: _digest(value) for name, value in self._tensors.items() if not value.is_meta}
+        for number, write in enumerate(writes):
+            storage = write.storage
+            if storage in sizes and number >= first[storage]:
+                memory = memories.setdefault(storage, torch.empty(sizes[storage]))
+                write.play(memory)
+                if number == last[storage]:
+                    del memories[storage]
+                    places = {name: value for name, value in self._tensors.items() if _storage(value) == storage}
+                    told |= {name: _digest(_within({storage: memory}, value)) for name, value in places.items()}
+            elif write.draws:
+                write.play(scratch)
+        return told
+
     def _played(self, names: Collection[str]) -> dict[str, Tensor]:
         wanted = {name: self._tensors[name] for name in names}
         scratch_numel = self._scratch_numel(wanted)
@@ -195,13 +235,21 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def _storage_numel(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes() // tensor.element_size()
+
+
+def _digest(tensor: Tensor) -> bytes:
+    values = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(values.data, digest_size=16).digest()
+
+
 def _memories(wanted: Mapping[str, Tensor]) -> dict[int, Tensor]:
     """Real memory for each that has none as yet."""
     memories: dict[int, Tensor] = {}
     for tensor in wanted.values():
         if tensor.is_meta and _storage(tensor) not in memories:
-            numel = tensor.untyped_storage().nbytes() // tensor.element_size()
-            memories[_storage(tensor)] = torch.empty(numel, dtype=tensor.dtype)
+            memories[_storage(tensor)] = torch.empty(_storage_numel(tensor), dtype=tensor.dtype)
     return memories
 
 

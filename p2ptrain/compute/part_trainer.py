@@ -50,7 +50,7 @@ from p2ptrain.compute.model import ModelSpec, model_config
 from p2ptrain.compute.part_files import PartFiles
 from p2ptrain.compute.sampling import Indices, WindowSampler
 from p2ptrain.compute.split_check import check_splits
-from p2ptrain.compute.stage import PartBuilder, StageSpec, check_part_memory
+from p2ptrain.compute.stage import PartBuilder, StageSpec, check_part_memory, even_bounds, initial_digest
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.errors import ConfigError
@@ -132,7 +132,8 @@ class PartTrainer(FlatEngine):
         check_splits(self._config)
         tokens = micro_batch_sequences * data.sequence_tokens
         check_part_memory(self._config, self._part, stage, device, micro_batch_tokens=tokens)
-        self._seed = seed
+        self._seed, self._data, self._validation_batches = seed, data, validation_batches
+        self._directory = model.path
         builder = PartBuilder(self._config, self._part, model.path, seed)
         super().__init__(
             builder,
@@ -186,6 +187,13 @@ class PartTrainer(FlatEngine):
         self._facts = facts
         self.corpus_digest, self.windows = facts.digest, facts.windows
         self._sampler = WindowSampler(facts.windows, self._seed, self._micro_batches, self._sequences)
+
+    def read_corpus_facts(self) -> None:
+        """On a stage that reads no text: read it this once, for what follows from it. Raises as ``load_corpus``."""
+        if self._facts is None:
+            corpus = load_corpus(self._data, self._tokenizer)
+            held_out = held_out_batches(corpus, self._validation_batches, self._sequences)
+            self.told_corpus(CorpusFacts(corpus.digest, len(corpus.training), held_out))
 
     # ----------------------------------------------------------------------------------------------------------- a step
 
@@ -313,6 +321,10 @@ class PartTrainer(FlatEngine):
 
     # ------------------------------------------------------------------------------------------------------------ state
 
+    def initial_digest(self) -> bytes:
+        """See ``roles.engine.StagedEngine``."""
+        return initial_digest(self._config, self._directory, self._seed, self._stage.bounds)
+
     def checkpoint_files(self, step: int) -> list[FilePlan]:
         """This stage's files of a Hugging Face model directory, and its optimizer beside them, made of ranges of
         ``state()``'s blobs. Raises ``StorageError``: there is no room for temporary files."""
@@ -378,6 +390,12 @@ class PartTrainer(FlatEngine):
         rows = self._sequences * self._sequence_tokens
         hidden = decode_untrusted(payload.data, encoding, rows, self._model_part.width)
         return hidden.view(self._sequences, self._sequence_tokens, -1).to(self._device)
+
+
+def stage_bounds(model: ModelSpec, stages: int) -> tuple[int, ...]:
+    """``even_bounds`` of a model that is not built yet. Raises ``ConfigError``, ``UserError``."""
+    tokenizer = Tokenizer.of_bytes() if model.path is None else Tokenizer.of_directory(model.path)
+    return even_bounds(model_config(model, tokenizer.vocab_size), stages)
 
 
 def _payload(hidden: Tensor, encoding: str) -> Payload:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +16,7 @@ from p2ptrain.compute.anatomy import Anatomy, Part
 from p2ptrain.compute.device import HOST, Device, check_memory
 from p2ptrain.compute.initial import InitialWeights
 from p2ptrain.compute.model import kept_bytes
-from p2ptrain.compute.split import PartAssembly, PartModel, load_part, part_bytes, read_from
+from p2ptrain.compute.split import PartAssembly, PartModel, layer_sizes, load_part, part_bytes, read_from
 from p2ptrain.core.activations import ENCODINGS, activation_bytes
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.tensor_files import TensorTable
@@ -114,6 +115,56 @@ def build_training_part(config: PretrainedConfig, part: Part, directory: Path | 
         )
     built.module.train()
     return built
+
+
+def even_bounds(config: PretrainedConfig, stages: int) -> tuple[int, ...]:
+    """Bounds (``StageSpec``) of so many parts, the largest of which has as few bytes of weights as can be.
+
+    Embedding and head count: they take memory as layers do. The computing may want other cuts: ``pipeline.cuts``.
+
+    Raises:
+        ConfigError: there are not so many layers, or the architecture does not split.
+    """
+    sizes, layers = layer_sizes(config, torch.float32), config.num_hidden_layers
+    if not 1 <= stages <= layers:
+        raise ConfigError(f"{layers} layers do not make {stages} parts", remedy=f"pipeline.stages at most {layers}")
+
+    def cut(most_bytes: int) -> list[int] | None:
+        """Each part as long as ``most_bytes`` allow, as long as a layer is left for each that follows."""
+        bounds = [0]
+        for stage in range(stages):
+            last, furthest = stage == stages - 1, layers - (stages - 1 - stage)
+            stop = layers if last else bounds[-1] + 1
+            while stop < furthest and sizes.part(Part(bounds[-1], stop + 1, layers)) <= most_bytes:
+                stop += 1
+            if sizes.part(Part(bounds[-1], stop, layers)) > most_bytes:
+                return None
+            bounds.append(stop)
+        return bounds
+
+    low, high = 0, sizes.part(Part(0, layers, layers)) + sizes.tied_bytes
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if cut(middle) else (middle + 1, high)
+    return tuple(cut(low) or ())
+
+
+def initial_digest(config: PretrainedConfig, directory: Path | None, seed: int, bounds: Sequence[int]) -> bytes:
+    """Of the whole initial model, and of how it is cut: equal on all stages, which agree on both or do not train
+    together. All of the model is drawn, or read, one tensor after the other. 16 bytes.
+
+    Raises:
+        StorageError, ResourceError: see ``TensorTable.read``, ``InitialWeights.digests``.
+    """
+    if directory is None:
+        digests = InitialWeights(config).digests(seed)
+    else:
+        table = TensorTable(directory)
+        digests = {name: hashlib.blake2b(table.read(name), digest_size=16).digest() for name in table.entries}
+    total = hashlib.blake2b(",".join(map(str, bounds)).encode(), digest_size=16)
+    for name in sorted(digests):
+        total.update(len(name).to_bytes(8, "little") + name.encode() + digests[name])
+    return total.digest()
 
 
 def check_part_memory(
