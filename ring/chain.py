@@ -224,7 +224,7 @@ class Chain:
         self._streams = self._take_streams(schedule.micro_batches)
         if self._before is not None:
             self._before.expect(self._streams, self.activation_bytes, ahead=schedule.ahead(self.stage - 1))
-        if self._after is not None:
+        if self._after is not None and schedule.backward:
             self._after.expect(self._streams, self.gradient_bytes, ahead=schedule.ahead(self.stage))
 
     async def receive(self, kind: Kind, index: int, *, patience_s: float) -> Payload | None:

@@ -40,8 +40,9 @@ MAX_PAUSE_S = 1.0
 
 
 class Kin(Enum):
-    """What neighbours are to one another. A member may have a place in a ring and in a chain of the same view: their
-    connections differ by the channel that a ``Hello`` names, so the one's cannot be taken for the other's.
+    """What neighbours are to one another. In one view a member may have a place in a ring, in a chain, and in the ring
+    of two that a chain's ends are: their connections differ by the channel that a ``Hello`` names, so those of one
+    cannot be taken for another's.
 
     Attributes:
         prefix: of its channels. dialled, dialling: what the neighbour that a member dials is to it, for people, and the
@@ -50,6 +51,7 @@ class Kin(Enum):
 
     RING = ("", "right neighbour", "left neighbour")
     CHAIN = ("chain-", "next stage", "stage before")
+    PAIR = ("pair-", "other end of the chain", "other end of the chain")
 
     def __init__(self, prefix: str, dialled: str, dialling: str) -> None:
         self.prefix, self.dialled, self.dialling = prefix, dialled, dialling

@@ -67,6 +67,7 @@ class Schedule:
         name: for people.
         micro_batches: of one step, on each stage.
         warm_ups: of each stage, the forwards before the first one that a backward follows; 0 to micro_batches - 1.
+        backward: whether there are backwards; else it is forwards alone, in order, as validation has them.
 
     Raises:
         ValueError: a number is not possible, or warm-ups rise: the stages would wait for one another for ever.
@@ -75,6 +76,7 @@ class Schedule:
     name: str
     micro_batches: int
     warm_ups: tuple[int, ...]
+    backward: bool = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.stages <= MAX_STAGES or not 1 <= self.micro_batches <= MAX_MICRO_BATCHES:
@@ -91,6 +93,8 @@ class Schedule:
     def order(self, stage: int) -> tuple[Operation, ...]:
         """What ``stage`` runs, in this order: each micro-batch's forward and backward once."""
         warm_up, count = self.warm_ups[stage], self.micro_batches
+        if not self.backward:
+            return tuple(Operation(Kind.FORWARD, index) for index in range(count))
         operations = [Operation(Kind.FORWARD, index) for index in range(warm_up)]
         for index in range(count - warm_up):
             operations += Operation(Kind.FORWARD, warm_up + index), Operation(Kind.BACKWARD, index)
@@ -115,8 +119,8 @@ class Schedule:
         """Assert what must hold: each micro-batch once, forward before backward, and no stage waits for ever."""
         for stage in range(self.stages):
             operations = self.order(stage)
-            assert len(operations) == 2 * self.micro_batches == len(set(operations))
-            for index in range(self.micro_batches):
+            assert len(operations) == (1 + self.backward) * self.micro_batches == len(set(operations))
+            for index in range(self.micro_batches) if self.backward else ():
                 forward = operations.index(Operation(Kind.FORWARD, index))
                 assert forward < operations.index(Operation(Kind.BACKWARD, index))
         nothing = (0.0,) * self.stages
@@ -126,6 +130,11 @@ class Schedule:
 def gpipe(stages: int, micro_batches: int) -> Schedule:
     """All forwards, then all backwards."""
     return Schedule("gpipe", micro_batches, (micro_batches - 1,) * stages)
+
+
+def forwards(stages: int, micro_batches: int) -> Schedule:
+    """Forwards alone."""
+    return Schedule("forwards", micro_batches, (0,) * stages, backward=False)
 
 
 def one_f_one_b(stages: int, micro_batches: int, *, max_in_flight: Sequence[int] = ()) -> Schedule:

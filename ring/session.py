@@ -153,6 +153,7 @@ class RingSession:
         sub_chunk_bytes: int = 0,
         streams: int = 1,
         timeout_s: float,
+        kin: Kin = Kin.RING,
     ) -> RingSession:
         """Connect to both neighbours, and wait until every member of the view has done so.
 
@@ -162,6 +163,7 @@ class RingSession:
             sub_chunk_bytes: reduced and passed on as one piece, the same on every member, over far links; 0: near ones,
                 chosen by the size of each array.
             streams: bulk connections to a neighbour, the same on every member.
+            kin: which of the rings in which a member may be in one view.
 
         Raises:
             ValueError: ``peer_id`` is no member, or a number is not possible.
@@ -181,7 +183,7 @@ class RingSession:
         if view.size == 1:
             return cls(world=world, view=view, rank=0, left=None, right=None, sub_chunk_bytes=sub_chunk_bytes)
         deadline = world.clock.now() + timeout_s
-        meeting = Meeting(world, view, peer_id, name, seed_host, inbound, Kin.RING, streams)
+        meeting = Meeting(world, view, peer_id, name, seed_host, inbound, kin, streams)
         right, left = view.right_of(rank), view.left_of(rank)
         to_right, from_left = await meeting.neighbours(right, left, timeout_s=timeout_s)
         session = cls(

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import numpy.typing as npt
 
 from p2ptrain.core.training import Applied, Blob, FilePlan
+from roles.part_engine import Payload
 
-__all__ = ["WHOLE", "Applied", "Blob", "Engine", "OnFinal", "Stage", "StagedEngine"]
+__all__ = ["WHOLE", "Applied", "Blob", "Engine", "OnFinal", "PipelineEngine", "Stage", "StagedEngine"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,4 +144,34 @@ class StagedEngine(Engine, Protocol):
     def initial_digest(self) -> bytes:
         """A digest of the whole initial model, of which ``load_initial`` has loaded this part: equal for all parts, and
         for equal initial models only, because the lineage of step 0 is made of it. 16 bytes."""
+        ...
+
+
+class PipelineEngine(StagedEngine, Protocol):
+    """A part whose micro-batches are those of ``roles.part_engine.PartEngine``, passes of activations and gradients;
+    ``micro_batch`` and ``validate`` are not called.
+
+    Attributes:
+        activation_bytes, gradient_bytes: see ``PartEngine``.
+    """
+
+    activation_bytes: int
+    gradient_bytes: int
+
+    def forward(self, step: int, index: int, inputs: Payload | None) -> Payload | None:
+        """See ``PartEngine``."""
+        ...
+
+    def backward(self, index: int, gradient: Payload | None, on_final: OnFinal | None = None) -> Payload | None:
+        """See ``PartEngine``. ``on_final``: given with the last one of this member's share, as in ``micro_batch``."""
+        ...
+
+    def validation_forward(self, index: int, inputs: Payload | None) -> tuple[Payload | None, float]:
+        """Validation micro-batch ``index``: activations for the next stage, and, on the last stage, the sum of the
+        losses (nats) over its targets, else 0. Raises ``ProtocolError``: ``inputs`` are no activations."""
+        ...
+
+    def tied_gradient(self) -> npt.NDArray[np.float32] | None:
+        """In ``reduce_buffer``, the gradient of what the first and the last stage both have, shape (numel,); None on
+        other stages, and where there is nothing of that kind."""
         ...

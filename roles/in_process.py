@@ -21,7 +21,7 @@ from roles.engine import Engine, Stage
 from roles.identity import Identity, claim
 from roles.seed import Encryption, run_seed
 from roles.stand_in import StandInEngine
-from roles.strategies import strategy_named
+from roles.strategies import strategy_of
 from roles.strategies.staged import StagedStrategy
 from roles.worker.stages import Holding
 from roles.worker.worker import Worker, WorkerOptions
@@ -170,7 +170,7 @@ class Cluster:
                 member=member,
                 holding=holding,
                 build_part=build_part_and_keep,
-                strategies=lambda name: StagedStrategy if name == "pipeline" else strategy_named(name),
+                strategies=lambda profile: StagedStrategy if profile.stages > 1 else strategy_of(profile),
             )
             await worker.run(stop)
 

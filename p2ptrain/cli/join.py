@@ -158,7 +158,7 @@ async def _work(
     from p2ptrain.core.errors import Refused
     from p2ptrain.core.world import real_world
     from roles.identity import claim
-    from roles.worker.build import capabilities, engine_builder, holding, warm_up
+    from roles.worker.build import capabilities, engine_builder, holding, stage_builder, warm_up
     from roles.worker.saver_process import saver_of_this_system
     from roles.worker.seeds import begun
     from roles.worker.worker import Worker, WorkerOptions, clusters_in
@@ -189,6 +189,7 @@ async def _work(
                 others=tuple(place for place in places if place != (access.host, access.port)),
             ),
             build_engine=engine_builder(device=device, threads=threads),
+            build_part=stage_builder(device=device, threads=threads),
             warm_up=warm_up,
             notify=lambda level, _, text: console.event(level, text),
             on_step=lambda applied, total, values: console.progress(

@@ -23,6 +23,7 @@ needs the memory: where its backward pass is next, as always on the last stage w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -392,10 +393,15 @@ class PartTrainer(FlatEngine):
         return hidden.view(self._sequences, self._sequence_tokens, -1).to(self._device)
 
 
-def stage_bounds(model: ModelSpec, stages: int) -> tuple[int, ...]:
-    """``even_bounds`` of a model that is not built yet. Raises ``ConfigError``, ``UserError``."""
+def stage_bounds(model: ModelSpec, stages: int, cuts: Sequence[int] = ()) -> tuple[int, ...]:
+    """Bounds (``StageSpec``) of a model that is not built yet: at ``cuts``, or ``even_bounds``.
+
+    Raises:
+        ConfigError, UserError: see ``even_bounds``, ``model_config``.
+    """
     tokenizer = Tokenizer.of_bytes() if model.path is None else Tokenizer.of_directory(model.path)
-    return even_bounds(model_config(model, tokenizer.vocab_size), stages)
+    config = model_config(model, tokenizer.vocab_size)
+    return (0, *cuts, config.num_hidden_layers) if cuts else even_bounds(config, stages)
 
 
 def _payload(hidden: Tensor, encoding: str) -> Payload:

@@ -19,7 +19,7 @@ from roles.sim.engine import Buffer, SimEngine
 from roles.sim.loop import PROCESS, Process, SimLoop
 from roles.sim.observer import Observer
 from roles.sim.threads import SimThreads
-from roles.strategies import strategy_named
+from roles.strategies import strategy_of
 from roles.strategies.staged import StagedStrategy
 from roles.worker.worker import Worker, WorkerOptions
 from wire.client import SeedClient
@@ -162,7 +162,7 @@ class Machine:
                 WorkerOptions(seed=(SEED, SEED_PORT), listen=(LISTEN, 0), advertise=("", 0), capabilities={}),
                 build_engine=self._build,
                 build_part=self._build,
-                strategies=lambda name: StagedStrategy if name == "pipeline" else strategy_named(name),
+                strategies=lambda profile: StagedStrategy if profile.stages > 1 else strategy_of(profile),
                 warm_up=lambda: None,
                 notify=notify,
                 on_step=lambda applied, total, values: None,

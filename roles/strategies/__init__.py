@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
-from p2ptrain.core.errors import ConfigError
+from configs.schema import Profile
+from ring.chain import Chain
+from ring.links import Kin
 from ring.session import RingSession
 from ring.view import View
 from roles.compute_thread import ComputeThread
@@ -44,7 +47,7 @@ class Strategy(Protocol):
 
     async def begin(self, session: RingSession, meet: Meet) -> None:
         """A view begins, whose ring is ``session``. Whatever other connections between its members this needs is made
-        now; the rings that ``meet`` makes end with the session, and break it when they break.
+        now; what ``meet`` makes ends with the session, and break it when they break.
 
         Raises:
             NetworkError, PeerError: as ``RingSession.form``.
@@ -76,21 +79,34 @@ class Strategy(Protocol):
         ...
 
 
-Meet = Callable[[View], Awaitable[RingSession]]
-"""Forms the ring of a part of a view's members (``View.stage_ring``), with what the view says of beats and carriage."""
+class Meet(Protocol):
+    """Forms what some of a view's members need beside its ring, with what the view says of beats and carriage. Raises
+    as ``RingSession.form`` and ``Chain.form``."""
+
+    async def ring(self, view: View, kin: Kin = Kin.RING) -> RingSession:
+        """Of a part of the members: ``view`` is theirs."""
+        ...
+
+    async def chain(self, view: View, order: Sequence[str], *, activation_bytes: int, gradient_bytes: int) -> Chain:
+        """See ``Chain.form``."""
+        ...
+
 
 Factory = Callable[[Engine, ComputeThread, Callable[[], None], int], Strategy]
 """From the engine, its thread, what to call after every piece of work (the heartbeat tells a slow peer from a stuck one
 by it), and the bytes of a bucket (0: by itself)."""
 
 
-def strategy_named(name: str) -> Factory:
-    """The factory of a strategy. Raises ``ConfigError`` where there is none of that name."""
+def strategy_of(profile: Profile) -> Factory:
+    """The factory of a job's strategy."""
+    from roles.strategies.pipeline import PipelineStrategy
     from roles.strategies.sync import SyncStrategy
 
-    factories: dict[str, Factory] = {"sync": SyncStrategy}
-    try:
-        return factories[name]
-    except KeyError:
-        known = ", ".join(sorted(factories))
-        raise ConfigError(f"unknown strategy {name!r} in [job]", remedy=f"this version knows: {known}") from None
+    if profile.job.strategy == "sync":
+        return SyncStrategy
+    return partial(
+        PipelineStrategy,
+        schedule=profile.pipeline.schedule,
+        max_in_flight=profile.pipeline.max_in_flight,
+        ahead=profile.batch.micro_batches,
+    )

@@ -1,203 +1,159 @@
-"""One step of one stage of a pipeline: the schedule's operations on the compute thread, payloads on the event loop.
+"""A model in stages: activations and their gradients go through the crew's chain, gradients are summed by stage.
 
-While the thread works on one operation, what the next one works on arrives, what the last one made leaves, and the next
-one is queued behind it as soon as it can run: between two operations the thread waits for nobody, nor for the loop.
+Per view, beside the ring of all and the ring of this stage (``staged``): the crew's *chain*, and, where the first and
+the last stage both have the embedding's matrix, the *pair*: the ring of these two, round which their gradients of it
+are summed, after the stage's ring has summed those of the replicas. Two numbers are summed, so both get the same bits.
 
-A step that does not come to its end ends the chain: its memory is posted and borrowed. A call that is on the compute
-thread by then runs to its end there, one that is queued is skipped, and whatever is asked of that thread next comes
-after them.
+Schedule. Each step has its own, the same on all stages of a crew, because all derive it from the same figures: the
+chain's round trips, and how long a micro-batch takes the slowest stage, which is told with the digests. Whatever the
+schedule, backwards run in the order of the micro-batches, so it changes no bit of a step's result.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import cast
 
-from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError
-from p2ptrain.core.world import LoopClock
+from p2ptrain.compute.buckets import OnFinal
 from ring.chain import Chain
-from ring.schedule import Kind, Operation, Schedule
+from ring.links import Kin
+from ring.schedule import Schedule, extended, forwards, one_f_one_b
+from ring.session import RingSession
 from roles.compute_thread import ComputeThread
-from roles.part_engine import PartEngine, Payload
+from roles.engine import Engine, PipelineEngine
+from roles.part_engine import Payload
+from roles.strategies import Meet
+from roles.strategies.stage_runner import StageRunner
+from roles.strategies.staged import StagedStrategy
 
-T = TypeVar("T")
-
-
-QUEUED = 2  # on the compute thread: one that it works on, and the next
-
-
-@dataclass(slots=True)
-class StageStep:
-    """Where the time of one step of one stage went, in seconds.
-
-    Attributes:
-        step_s: from its first operation's turn to the last payload's departure.
-        forward_s, backward_s: on the compute thread, in all, as the event loop saw it.
-        waited_s: nothing could be computed: what was next had not come.
-    """
-
-    step_s: float = 0.0
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    waited_s: float = 0.0
+GPIPE = "gpipe"
 
 
-class StageRunner:
-    """Runs the steps of one stage.
+class _Share:
+    """A crew's micro-batches of one step, counted from 0 as a ``StageRunner`` does."""
+
+    def __init__(self, engine: PipelineEngine, first: int, count: int, front_final: OnFinal) -> None:
+        self.activation_bytes, self.gradient_bytes = engine.activation_bytes, engine.gradient_bytes
+        self._engine, self._first, self._last = engine, first, count - 1
+        self._front_final = front_final
+
+    def forward(self, step: int, index: int, inputs: Payload | None) -> Payload | None:
+        return self._engine.forward(step, self._first + index, inputs)
+
+    def backward(self, index: int, gradient: Payload | None) -> Payload | None:
+        on_final = self._front_final if index == self._last else None
+        return self._engine.backward(self._first + index, gradient, on_final)
+
+
+class _HeldOut:
+    """Validation micro-batches from ``first`` on, counted from 0. ``total``: of the losses; 0 before the last stage."""
+
+    def __init__(self, engine: PipelineEngine, first: int) -> None:
+        self.activation_bytes, self.gradient_bytes = engine.activation_bytes, engine.gradient_bytes
+        self.total = 0.0
+        self._engine, self._first = engine, first
+
+    def forward(self, step: int, index: int, inputs: Payload | None) -> Payload | None:
+        payload, loss = self._engine.validation_forward(self._first + index, inputs)
+        self.total += loss
+        return payload
+
+    def backward(self, index: int, gradient: Payload | None) -> Payload | None:
+        raise NotImplementedError("validation has no backward passes")
+
+
+class PipelineStrategy(StagedStrategy):
+    """See the module's docstring.
 
     Args:
-        on_work: called after every operation.
+        engine: a ``PipelineEngine``.
+        schedule: ``gpipe`` or ``1f1b``.
+        max_in_flight: micro-batches whose backward pass is still to come, on a stage, at most; 0: by the schedule.
+        ahead: validation micro-batches that the first stage may give on before the last one has taken them: a step's.
     """
 
     def __init__(
         self,
-        engine: PartEngine,
-        chain: Chain,
+        engine: Engine,
         compute: ComputeThread,
+        progress: Callable[[], None],
+        bucket_bytes: int = 0,
         *,
-        on_work: Callable[[], None] = lambda: None,
+        schedule: str,
+        max_in_flight: int,
+        ahead: int,
     ) -> None:
-        sizes = (engine.activation_bytes, engine.gradient_bytes)
-        if sizes != (chain.activation_bytes, chain.gradient_bytes):
-            raise ValueError(f"an engine whose payloads have {sizes} bytes in a chain of others")
-        self._engine, self._chain, self._compute = engine, chain, compute
-        self._on_work = on_work
+        super().__init__(engine, compute, progress, bucket_bytes)
+        self._part = cast(PipelineEngine, engine)
+        self._wanted, self._max_in_flight, self._ahead = schedule, max_in_flight, ahead
+        self._chain: Chain | None = None
+        self._pair: RingSession | None = None
+        self._period_s = math.inf  # of a micro-batch at the slowest stage, in this view
 
-    async def run(self, step: int, schedule: Schedule, *, patience_s: float) -> StageStep:
-        """All micro-batches of step ``step``, forward and backward.
+    async def begin(self, session: RingSession, meet: Meet) -> None:
+        self._chain = self._pair = None
+        self._period_s = math.inf
+        await super().begin(session, meet)
+        view = session.view
+        crew = view.crew(session.rank)
+        if self._part.tied_gradient() is not None:
+            ends = replace(crew[0], first=0, count=0), replace(crew[-1], first=0, count=0)
+            self._pair = await meet.ring(replace(view, members=ends, stages=1), Kin.PAIR)
+        self._chain = await meet.chain(
+            view,
+            [member.peer_id for member in crew],
+            activation_bytes=self._part.activation_bytes,
+            gradient_bytes=self._part.gradient_bytes,
+        )
 
-        Args:
-            schedule: the same on all stages.
-            patience_s: see ``Chain.receive``.
+    async def _fill(self, step: int, first: int, count: int, front_final: OnFinal) -> None:
+        self._unit_s = 0.0
+        if not count:
+            return
+        runner = self._runner(_Share(self._part, first, count, front_final))
+        spent = await runner.run(step, self._schedule(count), patience_s=self._patience_s)
+        self._unit_s = (spent.forward_s + spent.backward_s) / count
 
-        Raises:
-            ConnectionLost, DeadlineExceeded, ProtocolError: a neighbour is lost; ``Chain.broken`` says who.
-            P2PTrainError: the engine's own. In every case the chain has ended.
-        """
-        chain = self._chain
-        chain.begin(schedule)
-        running = _Running(self._engine, chain, self._compute, self._on_work, step)
-        under_way: deque[asyncio.Task[None]] = deque()
-        try:
-            for operation in schedule.order(chain.stage):
-                payload = await chain.receive(operation.kind, operation.index, patience_s=patience_s)
-                while len(under_way) >= QUEUED:
-                    await under_way.popleft()
-                under_way.append(asyncio.ensure_future(running.operate(operation, payload)))
-            while under_way:
-                await under_way.popleft()
-            await chain.finish(patience_s=patience_s)
-        except BaseException as error:
-            running.give_up(error)
-            assert running.problem is not None
-            if isinstance(error, P2PTrainError) and running.problem is not error:
-                raise running.problem from error  # an operation failed first, and this is what came of it
-            raise
-        finally:
-            for task in under_way:
-                task.cancel()
-            await asyncio.gather(*under_way, return_exceptions=True)
-        return running.ended()
+    async def _summed(self) -> None:
+        gradient = self._part.tied_gradient()
+        if gradient is not None:
+            if self._pair is None:
+                raise RuntimeError("no view has begun")
+            await self._pair.all_reduce(gradient, patience_s=self._patience_s)
 
+    def _heard(self, units_s: list[float]) -> None:
+        slowest_s = max(units_s)
+        if math.isfinite(slowest_s) and slowest_s > 0:
+            self._period_s = min(self._period_s, slowest_s)  # slower ones were held up by something else
 
-class _Running:
-    """One step under way.
+    async def validate(self, first: int, count: int) -> tuple[float, int]:
+        total = 0.0
+        for start in range(first, first + count, self._ahead):
+            held_out = _HeldOut(self._part, start)
+            number = min(self._ahead, first + count - start)
+            schedule = forwards(self._crew_chain.stages, number)
+            await self._runner(held_out).run(-1, schedule, patience_s=self._patience_s)
+            total += held_out.total
+        is_last = self._crew_chain.stage == self._crew_chain.stages - 1
+        return total, count * self._engine.tokens_per_micro_batch if is_last else 0
 
-    Attributes:
-        problem: what ended it before its time: the first one.
-    """
+    def _runner(self, engine: _Share | _HeldOut) -> StageRunner:
+        return StageRunner(engine, self._crew_chain, self._compute, on_work=self._progress)
 
-    def __init__(
-        self,
-        engine: PartEngine,
-        chain: Chain,
-        compute: ComputeThread,
-        on_work: Callable[[], None],
-        step: int,
-    ) -> None:
-        self.problem: BaseException | None = None
-        self._engine, self._chain, self._compute = engine, chain, compute
-        self._on_work, self._clock = on_work, LoopClock().now
-        self._step = step
-        self._spent = StageStep()
-        self._began = self._idle_since = self._clock()
-        self._ended_at = 0.0  # the last call on the thread
-        self._queued = 0
-        self._failed = False  # on the compute thread: what is queued there is skipped
+    def _schedule(self, count: int) -> Schedule:
+        """Of a step of ``count`` micro-batches."""
+        chain, most = self._crew_chain, self._max_in_flight
+        if self._wanted == GPIPE:
+            return Schedule(GPIPE, count, (min(count, most or count) - 1,) * chain.stages)
+        bounds = [most] * chain.stages if most else []
+        if self._period_s == math.inf:
+            return one_f_one_b(chain.stages, count, max_in_flight=bounds)
+        return extended(count, chain.round_trips_s, self._period_s, max_in_flight=bounds)
 
-    def ended(self) -> StageStep:
-        """Where the time went."""
-        now = self._clock()
-        self._spent.waited_s += now - self._idle_since
-        self._spent.step_s = now - self._began
-        return self._spent
-
-    def give_up(self, error: BaseException) -> None:
-        """The step cannot end well any more."""
-        self._failed = True
-        if self.problem is None:
-            self.problem = error
-        what = error.message if isinstance(error, P2PTrainError) else "it was interrupted"
-        self._chain.at_work = False
-        self._chain.abandon(f"this stage gave up step {self._step + 1}: {what}")  # where it is not broken already
-
-    async def operate(self, operation: Operation, payload: Payload | None) -> None:
-        """One operation, as soon as the thread is free; what it made is on its way when this returns."""
-        kind, index = operation.kind, operation.index
-        try:
-            if kind is Kind.FORWARD:
-                made, took_s = await self._on_thread(self._engine.forward, self._step, index, payload)
-                self._spent.forward_s += took_s
-            else:
-                made, took_s = await self._on_thread(self._engine.backward, index, payload)
-                self._spent.backward_s += took_s
-            self._chain.release(kind, payload)
-            if made is not None:
-                self._chain.send(kind, index, made)
-        except ProtocolError as error:
-            if payload is None or self._chain.broken.done():
-                self.give_up(error)
-                raise
-            self._chain.blame(kind, error)
-            self.give_up(failure := self._chain.failure())
-            raise failure from error
-        except BaseException as error:
-            self.give_up(error)  # at once: the step may wait for what never comes
-            raise
-        self._chain.progress += 1
-        self._on_work()
-
-    async def _on_thread(self, function: Callable[..., T], *args: Any) -> tuple[T, float]:
-        """What the call gives, and how long it took; given up at once where the chain breaks meanwhile."""
-        call, queued_at = asyncio.ensure_future(self._compute.run(self._unless_failed, function, *args)), self._clock()
-        if not self._queued:
-            self._spent.waited_s += queued_at - self._idle_since
-        self._queued += 1
-        self._chain.at_work = True
-        try:
-            ends: set[asyncio.Future[Any]] = {call, self._chain.broken}
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if not call.done():
-                raise self._chain.failure()
-            now = self._clock()
-            begun, self._ended_at = max(queued_at, self._ended_at), now
-            return call.result(), now - begun
-        finally:
-            call.cancel()
-            self._queued -= 1
-            if not self._queued:
-                self._idle_since = self._clock()
-                self._chain.at_work = False
-
-    def _unless_failed(self, function: Callable[..., T], *args: Any) -> T:
-        """On the compute thread."""
-        if self._failed:
-            raise ConnectionLost("the step was given up")
-        try:
-            return function(*args)
-        except BaseException:
-            self._failed = True
-            raise
+    @property
+    def _crew_chain(self) -> Chain:
+        if self._chain is None:
+            raise RuntimeError("no view has begun")
+        return self._chain

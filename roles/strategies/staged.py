@@ -27,7 +27,8 @@ from roles.engine import Applied
 from roles.strategies import Contribution, Meet
 from roles.strategies.sync import SyncStrategy
 
-_TOLD = struct.Struct("!16sd")  # digest of this member's sums, sum of the losses that it knows of
+# Digest of this member's sums, sum of the losses that it knows of, seconds that a micro-batch takes it to compute.
+_TOLD = struct.Struct("!16sdd")
 
 
 class StagedStrategy(SyncStrategy):
@@ -36,10 +37,11 @@ class StagedStrategy(SyncStrategy):
     _ring: RingSession | None = None  # of this member's stage
     _patience_s = PATIENCE_S
     _loss = math.nan
+    _unit_s = 0.0  # that a micro-batch of the step took this member; 0 where that is not known
 
     async def begin(self, session: RingSession, meet: Meet) -> None:
         self._ring = None
-        self._ring = await meet(session.view.stage_ring(session.rank))
+        self._ring = await meet.ring(session.view.stage_ring(session.rank))
 
     async def compute(self, step: int, first: int, count: int, session: RingSession, *, patience_s: float) -> None:
         self._patience_s = patience_s
@@ -47,15 +49,19 @@ class StagedStrategy(SyncStrategy):
 
     async def reduce(self, session: RingSession) -> Contribution:
         alike = await super().reduce(self._stage_ring)
-        told = _TOLD.pack(alike.digest, float(self._engine.reduce_buffer[-1]))
+        told = _TOLD.pack(alike.digest, float(self._engine.reduce_buffer[-1]), self._unit_s)
         members = [_TOLD.unpack(item) for item in await session.all_gather(told, patience_s=self._patience_s)]
         view = session.view
         first = view.replica_of(session.rank) * view.stages
         crew = members[first : first + view.stages]
         # By stage, so that all crews come to the same sum.
-        self._loss = sum(loss for _, loss in crew) / sum(member.count for member in view.members)
-        digests = b"".join(digest for digest, _ in crew)
+        self._loss = sum(loss for _, loss, _ in crew) / sum(member.count for member in view.members)
+        digests = b"".join(digest for digest, _, _ in crew)
+        self._heard([unit_s for _, _, unit_s in crew])
         return Contribution(joined_digest(digests), alike.part, alike.own, digests)
+
+    def _heard(self, units_s: list[float]) -> None:
+        """What a micro-batch took each stage of this crew, as they say."""
 
     async def commit(self, step: int, square_sum: float) -> Applied:
         """The loss is the whole model's."""

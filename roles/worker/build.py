@@ -7,13 +7,13 @@ import platform
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 
 from configs.schema import Profile
 from p2ptrain.core.serving import PartSpec
-from roles.engine import Engine
+from roles.engine import Engine, Stage
 from roles.stage_engine import BuildPart, PartBuilder
 from roles.worker.gauges import free_memory_bytes, gpu_name
 from roles.worker.stages import Holding
@@ -72,6 +72,43 @@ def engine_builder(*, device: str = "", threads: int = 0) -> Callable[[Profile],
         )
 
     return build
+
+
+def stage_builder(*, device: str = "", threads: int = 0) -> Callable[[Profile, Stage], Engine]:
+    """What makes this worker's part of a job's split model; ``device`` and ``threads`` as of ``engine_builder``."""
+
+    def build(profile: Profile, stage: Stage) -> Engine:
+        from p2ptrain.compute.device import pick_device
+        from p2ptrain.compute.part_trainer import PartTrainer, stage_bounds
+        from p2ptrain.compute.stage import StageSpec
+
+        arguments, split = trainer_arguments(profile), profile.pipeline
+        trainer = PartTrainer(
+            **arguments,
+            stage=StageSpec(
+                stage.index,
+                stage_bounds(arguments["model"], stage.count, split.cuts),
+                activations=split.activations,
+                gradients="fp32" if split.activations == "fp32" else "bf16",
+                recompute=split.recompute,
+                in_flight=_in_flight(profile, stage),
+            ),
+            validation_batches=profile.validation.batches,
+            device=pick_device(device or profile.device.kind, threads or profile.device.threads),
+            precision=profile.device.precision,
+        )
+        trainer.read_corpus_facts()
+        return cast(Engine, trainer)  # a ``PipelineEngine``, of which the two that it lacks are never called
+
+    return build
+
+
+def _in_flight(profile: Profile, stage: Stage) -> int:
+    """Micro-batches that the stage must have memory for. Over slow links 1F1B has more in flight where they fit: what
+    they may take is then for ``pipeline.max_in_flight`` to say."""
+    micro_batches, split = profile.batch.micro_batches, profile.pipeline
+    least = micro_batches if split.schedule == "gpipe" else min(stage.count - stage.index, micro_batches)
+    return min(split.max_in_flight, micro_batches) or least
 
 
 def part_builder(*, threads: int = 0) -> BuildPart:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, ParamSpec
+from dataclasses import dataclass, replace
+from typing import Any, ParamSpec, TypedDict
 
 from configs.schema import Profile
 from p2ptrain.core.checkpoints import Meta
 from p2ptrain.core.errors import JobFailed, NeighbourAway, NetworkError, P2PTrainError, PeerError, ProtocolError
+from p2ptrain.core.world import World
 from ring.activities import (
     Apply,
     Boundary,
@@ -38,7 +39,9 @@ from ring.activities import (
     Voted,
     Wish,
 )
-from ring.session import RingBroken, RingSession
+from ring.chain import Chain
+from ring.links import Inbound, Kin
+from ring.session import RingSession
 from ring.token import Flag
 from ring.transaction import Phase, Transaction
 from ring.view import Care, View
@@ -62,6 +65,26 @@ REDO_BYTES_PER_S = 100e6  # it may also be redoing a step: one thread's optimize
 FIRST_STEP_S = 600.0
 
 P = ParamSpec("P")
+
+
+class _Meeting(TypedDict):
+    world: World
+    peer_id: str
+    name: str
+    seed_host: str
+    inbound: Inbound
+    heartbeat_s: float
+    death_s: float
+    streams: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Beside:
+    """``roles.strategies.Meet``, for one view."""
+
+    ring: Callable[..., Coroutine[Any, Any, RingSession]]
+    chain: Callable[..., Coroutine[Any, Any, Chain]]
 
 
 class JobRunner:
@@ -99,7 +122,7 @@ class JobRunner:
         self._engine: Engine | None = None
         self._strategy: Strategy | None = None
         self._session: RingSession | None = None
-        self._rings: list[RingSession] = []  # beside it: those that the strategy asked for
+        self._beside: list[RingSession | Chain] = []  # it: what the strategy asked for
         self._digests = (b"", b"")  # of the step that was reduced last: the joined one, and those of all stages
         self._activity: asyncio.Task[None] | None = None
         self._tasks = asyncio.TaskGroup()
@@ -322,7 +345,8 @@ class JobRunner:
         except NeighbourAway as problem:
             self._handle(Broken(generation, problem.peer_id, problem.message))
         except (NetworkError, PeerError) as problem:
-            broken = self._session.broken_by if self._session else None
+            ended = [session.broken.result() for session in self._sessions() if session.broken.done()]
+            broken = next((broken for broken in ended if broken.suspect), None)
             suspect, beside = (broken.suspect, broken.beside) if broken else ("", "")
             self._handle(Broken(generation, suspect, problem.message, beside=beside))
         except P2PTrainError as problem:
@@ -335,14 +359,14 @@ class JobRunner:
             self._activity.cancel()
             self._activity = None
         self.donations.view_ended(reason)
-        sessions, self._session, self._rings = self._sessions(), None, []
+        sessions, self._session, self._beside = self._sessions(), None, []
         for session in sessions:
             self.bytes_in += session.bytes_in
             self.bytes_out += session.bytes_out
             session.close()
 
-    def _sessions(self) -> list[RingSession]:
-        return [*([self._session] if self._session is not None else []), *self._rings]
+    def _sessions(self) -> list[RingSession | Chain]:
+        return [*([self._session] if self._session is not None else []), *self._beside]
 
     def totals(self) -> tuple[int, int]:
         """Bytes received and sent over the ring so far."""
@@ -369,7 +393,7 @@ class JobRunner:
                 if self.stage.split
                 else around.compute.run(around.build_engine, self.profile)
             )
-            factory = around.strategies(self.profile.job.strategy)
+            factory = around.strategies(self.profile)
             ring = self.profile.ring
             self._strategy = factory(self._engine, around.compute, self._did_something, ring.bucket_bytes)
         restore_step, self._restore_step = self._restore_step, -1
@@ -398,39 +422,58 @@ class JobRunner:
         beside = sum(member.host == here for member in form.view.members)
         await around.compute.run(self._ready_engine().share_cores, beside)
         session.broken.add_done_callback(lambda _: self._session_broke(session, form.view.generation))
-        await self._ready_strategy().begin(session, self._meet_beside)
+        await self._ready_strategy().begin(session, _Beside(self._ring_beside, self._chain_beside))
         self.clock.view_began(formed_s=around.world.clock.now() - form_began)
         self.donations.view_began()
         around.tell("info", "view", described(form.view, around.peer_id))
         self._ledger.tell_beyond(form.view.ledger_step)
         self._handle(Finished(form.ticket))
 
-    async def _meet(self, view: View) -> RingSession:
-        around, membership, usual_s = self._around, self.profile.membership, self._around.beats()
-        return await RingSession.form(
-            world=around.world,
-            view=view,
-            peer_id=around.peer_id,
-            name=around.name,
-            seed_host=around.seed_host,
-            inbound=around.inbound,
-            heartbeat_s=membership.heartbeat_s or view.heartbeat_s or usual_s[0],
-            death_s=membership.death_s or view.death_s or usual_s[1],
-            sub_chunk_bytes=view.sub_chunk_bytes,
-            streams=view.streams,
-            timeout_s=FORM_TIMEOUT_S + self._state_bytes / REDO_BYTES_PER_S,
-        )
+    async def _meet(self, view: View, kin: Kin = Kin.RING) -> RingSession:
+        return await RingSession.form(view=view, kin=kin, sub_chunk_bytes=view.sub_chunk_bytes, **self._meeting(view))
 
-    async def _meet_beside(self, view: View) -> RingSession:
+    def _meeting(self, view: View) -> _Meeting:
+        """What all that is formed for a view has in common."""
+        around, membership, usual_s = self._around, self.profile.membership, self._around.beats()
+        return {
+            "world": around.world,
+            "peer_id": around.peer_id,
+            "name": around.name,
+            "seed_host": around.seed_host,
+            "inbound": around.inbound,
+            "heartbeat_s": membership.heartbeat_s or view.heartbeat_s or usual_s[0],
+            "death_s": membership.death_s or view.death_s or usual_s[1],
+            "streams": view.streams,
+            "timeout_s": FORM_TIMEOUT_S + self._state_bytes / REDO_BYTES_PER_S,
+        }
+
+    async def _ring_beside(self, view: View, kin: Kin = Kin.RING) -> RingSession:
         """Another ring of the same members, or of some: it ends with the view's, and the view's with it."""
-        session = await self._meet(view)
-        self._rings.append(session)
-        session.broken.add_done_callback(lambda _: self._session_broke(session, view.generation))
+        session = await self._meet(view, kin)
+        self._joined_beside(session, view)
         return session
 
-    def _session_broke(self, session: RingSession, generation: int) -> None:
-        broken: RingBroken | None = session.broken_by
-        if session in self._sessions() and broken is not None:
+    async def _chain_beside(
+        self, view: View, order: Sequence[str], *, activation_bytes: int, gradient_bytes: int
+    ) -> Chain:
+        """A chain of some members: it ends with the view's ring, and the view's ring with it."""
+        chain = await Chain.form(
+            view=view,
+            order=order,
+            activation_bytes=activation_bytes,
+            gradient_bytes=gradient_bytes,
+            **self._meeting(view),
+        )
+        self._joined_beside(chain, view)
+        return chain
+
+    def _joined_beside(self, session: RingSession | Chain, view: View) -> None:
+        self._beside.append(session)
+        session.broken.add_done_callback(lambda _: self._session_broke(session, view.generation))
+
+    def _session_broke(self, session: RingSession | Chain, generation: int) -> None:
+        if session in self._sessions() and not session.broken.cancelled():
+            broken = session.broken.result()
             for other in self._sessions():
                 if other is not session:
                     other.lost_elsewhere(broken)

@@ -31,7 +31,7 @@ class Surroundings:
         disk: the thread of everything that touches the job's directory.
         saver: writes checkpoints; works on that thread.
         build_engine: blocking; called on the compute thread. ``build_part``: the same of a ``StagedEngine``.
-        strategies: by name (``roles.strategies.strategy_named``).
+        strategies: of a job's profile (``roles.strategies.strategy_of``).
         on_step: called after every commit with the metrics of the step.
     """
 
@@ -49,7 +49,7 @@ class Surroundings:
     tell: Notify
     build_engine: Callable[[Profile], Engine]
     build_part: Callable[[Profile, Stage], Engine]
-    strategies: Callable[[str], Factory]
+    strategies: Callable[[Profile], Factory]
     on_step: Callable[[int, int, dict[str, float]], None]
 
     @property

@@ -22,7 +22,7 @@ from ring.view import MAX_STAGES, View
 from roles.compute_thread import ComputeThread
 from roles.engine import Engine, Stage
 from roles.identity import Identity
-from roles.strategies import Factory, strategy_named
+from roles.strategies import Factory, strategy_of
 from roles.worker.control import Pulse, SeedLink
 from roles.worker.gauges import Gauges
 from roles.worker.keeper import Keeper, lineage_of
@@ -117,7 +117,7 @@ class Worker:
     Args:
         build_engine: makes the engine of a profile; blocking, called on the compute thread.
         build_part: makes the engine of a part of a split model, in the same way.
-        strategies: by name; as they are but in simulations, whose engines compute otherwise.
+        strategies: of a job's profile; as they are but in simulations, whose engines compute otherwise.
         warm_up: blocking, called there first, while the seed is being dialled.
         notify: (level, kind, text) for the person at this terminal.
         on_step: (applied, total, values) after every commit.
@@ -140,7 +140,7 @@ class Worker:
         member: Member | None = None,
         holding: Holding | None = None,
         build_part: Callable[[Profile, Stage], Engine] = no_parts,
-        strategies: Callable[[str], Factory] = strategy_named,
+        strategies: Callable[[Profile], Factory] = strategy_of,
     ) -> None:
         self._world = world
         self._member = member

@@ -19,7 +19,7 @@ from ring.schedule import Costs, Schedule, extended, gpipe, one_f_one_b, simulat
 from roles.compute_thread import ComputeFailed, ComputeThread
 from roles.part_engine import PartEngine, Payload
 from roles.part_stand_in import ArithmeticPart, TimedPart
-from roles.strategies.pipeline import StageRunner, StageStep
+from roles.strategies.stage_runner import StageRunner, StageStep
 from wire.memory import MemoryNetwork
 from wire.transport import TcpNetwork
 from wire.virtual import run_virtual

@@ -11,7 +11,7 @@ from ring.local import LocalMember, local_view
 from ring.schedule import Schedule
 from roles.compute_thread import ComputeThread
 from roles.part_stand_in import TimedPart
-from roles.strategies.pipeline import StageRunner
+from roles.strategies.stage_runner import StageRunner
 from wire.emulate import EmulatedNetwork
 from wire.shaper import LinkPreset
 from wire.transport import TcpNetwork

@@ -18,7 +18,7 @@ from ring.token import Flag, Token, difference, first_lineage, next_lineage
 from ring.view import shares
 from roles.compute_thread import ComputeThread
 from roles.engine import Engine
-from roles.strategies import Strategy, strategy_named
+from roles.strategies import Strategy, strategy_of
 from roles.worker.build import engine_builder, trainer_arguments
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Training:
         modes = {RING: profile}
         if profile.job.exact:  # what that costs is seen beside the usual mode
             modes[USUAL] = profile.model_copy(update={"job": profile.job.model_copy(update={"exact": False})})
-        factory, ours = strategy_named(profile.job.strategy), {}
+        factory, ours = strategy_of(profile), {}
         for name, mode in modes.items():
             engine = await compute.run(engine_builder(device="cpu", threads=threads), mode)
             strategy = factory(engine, compute, lambda: None, profile.ring.bucket_bytes)
