@@ -21,7 +21,7 @@ from roles.engine import Engine, Stage
 from roles.identity import Identity, claim
 from roles.seed import Encryption, run_seed
 from roles.stand_in import StandInEngine
-from roles.strategies import strategy_of
+from roles.strategies import Factory, strategy_of
 from roles.strategies.staged import StagedStrategy
 from roles.worker.stages import Holding
 from roles.worker.worker import Worker, WorkerOptions
@@ -69,6 +69,11 @@ class Peer:
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
         self.identity.release()
+
+
+def _of_stand_ins(profile: Profile) -> Factory:
+    """Their parts need no activations of each other."""
+    return StagedStrategy if profile.stages > 1 else strategy_of(profile)
 
 
 class Cluster:
@@ -144,6 +149,7 @@ class Cluster:
         slot: int | None = None,
         holding: Holding | None = None,
         build_part: Callable[[Profile, Stage], Engine] = lambda profile, stage: StandInEngine(profile, stage=stage),
+        strategies: Callable[[Profile], Factory] = _of_stand_ins,
     ) -> Peer:
         """Start a worker. ``holding``: for parts of split models, as ``roles.stage_stand_in.StandIns`` has it."""
         identity = claim(RealDisk(), self.root, role="worker", slot=slot, name="")
@@ -170,7 +176,7 @@ class Cluster:
                 member=member,
                 holding=holding,
                 build_part=build_part_and_keep,
-                strategies=lambda profile: StagedStrategy if profile.stages > 1 else strategy_of(profile),
+                strategies=strategies,
             )
             await worker.run(stop)
 

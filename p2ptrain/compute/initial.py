@@ -15,8 +15,10 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 import torch
@@ -37,6 +39,7 @@ _AS_ON_CPU = {
     torch.Tensor.is_cpu.__get__: lambda result: True,  # type: ignore[attr-defined]
     torch.Tensor.device.__get__: lambda result: torch.device("cpu"),
 }
+_DRAWING = Lock()  # there is one generator for all threads of a process
 _WHOLLY = {_ANY.normal_.default, _ANY.uniform_.default, _ANY.zero_.default, _ANY.fill_.Scalar}
 _EMPTY = {_ANY.empty.memory_format, _ANY.empty_strided.default}
 
@@ -151,15 +154,13 @@ class InitialWeights:
         Raises:
             ResourceError: there is no room for them, or for the whole where the model must be built whole.
         """
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.default_generator.manual_seed(seed)
+        with _seeded(seed):
             return self._played(names) if self.is_recorded else self._cut(names)
 
     def digests(self, seed: int) -> dict[str, bytes]:
         """Of all tensors that ``draw`` would give from ``seed``, by name: 16 bytes each. They are drawn one after the
         other, so it takes the time of the whole model, and the memory of its largest tensors. Raises as ``draw``."""
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.default_generator.manual_seed(seed)
+        with _seeded(seed):
             if not self.is_recorded:
                 return {name: _digest(tensor) for name, tensor in self._cut(self.names).items()}
             return self._told_one_by_one()
@@ -215,6 +216,14 @@ class InitialWeights:
         )
         weights = _built(self._config).state_dict()
         return {name: weights[name].clone() for name in names}
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """The global generator begins at ``seed``, for this thread alone, and is left as it was."""
+    with _DRAWING, torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.default_generator.manual_seed(seed)
+        yield
 
 
 def _built(config: PretrainedConfig) -> nn.Module:

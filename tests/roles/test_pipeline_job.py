@@ -1,0 +1,119 @@
+"""Jobs whose model is split, with torch: the real seed, real workers and parts that train, against one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from configs.schema import Profile
+from p2ptrain.compute.part_trainer import PartTrainer
+from p2ptrain.compute.trainer import Trainer
+from roles.in_process import Cluster, Peer
+from roles.strategies import strategy_of
+from roles.worker.build import engine_builder, stage_builder
+
+STEPS = 50
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    words = np.random.default_rng(5).choice(["def", "ring", "peer", "seed", "x =", "1"], (1000, 9))
+    path = tmp_path / "words.txt"
+    path.write_text("\n".join(" ".join(row) for row in words.tolist()))
+    return path
+
+
+def profile_of(text: Path, stages: int, replicas: int, **tables: dict[str, Any]) -> Profile:
+    base: dict[str, dict[str, Any]] = {
+        "job": {"steps": STEPS, "workers": stages * replicas, "strategy": "pipeline"},
+        "batch": {"micro_batches": 4, "micro_batch_sequences": 2},
+        "data": {"path": str(text), "sequence_tokens": 16},
+        "model": {"hidden_size": 32, "layers": 4, "heads": 4, "kv_heads": 2, "intermediate_size": 48, "context": 64},
+        "optimizer": {"warmup_steps": 5, "clip_norm": 0.5},
+        "validation": {"every": 20, "batches": 3},
+        "checkpoint": {"every": 20, "copies": 1},
+        "pipeline": {"stages": stages},
+        "device": {"kind": "cpu"},
+    }
+    for name, values in tables.items():
+        base[name] = base.get(name, {}) | values
+    return Profile.model_validate(base)
+
+
+def one_process(profile: Profile) -> tuple[list[float], dict[int, float]]:
+    """The losses of ``Trainer``, which has the whole model, and its validation losses by step."""
+    whole = profile.model_dump() | {"pipeline": {}, "job": profile.job.model_dump() | {"strategy": "sync"}}
+    trainer = engine_builder(threads=1)(Profile.model_validate(whole))
+    assert isinstance(trainer, Trainer)
+    trainer.load_initial()
+    losses, held_out = [], {}
+    for step in range(profile.job.steps):
+        trainer.begin_step(step)
+        for index in range(profile.batch.micro_batches):
+            trainer.micro_batch(step, index)
+        trainer.finish_gradients()
+        losses.append(trainer.apply(step, trainer.partial_square_sum(0, trainer.reduce_buffer.size)).loss)
+        if (step + 1) % profile.validation.every == 0 or step + 1 == profile.job.steps:
+            total, targets = trainer.validate(0, trainer.validation_batches())
+            held_out[step + 1] = total / targets
+    return losses, held_out
+
+
+def join(cluster: Cluster, slot: int | None = None) -> Peer:
+    return cluster.join(build_part=stage_builder(threads=1), strategies=strategy_of, slot=slot)
+
+
+def done(item: dict[str, Any]) -> bool:
+    return item["state"] == "done"
+
+
+def at(step: int) -> Any:
+    return lambda item: item["step"] >= step
+
+
+def state_of(peer: Peer) -> bytes:
+    engine = peer.engines[-1]
+    assert isinstance(engine, PartTrainer)
+    return b"".join(bytes(blob.view) for blob in engine.state())
+
+
+async def rows_of(cluster: Cluster, job: str) -> list[dict[str, Any]]:
+    rows = (await cluster.ask("metrics.history", job=job, after_step=0, limit=200))["rows"]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    return list(rows)
+
+
+@pytest.mark.parametrize(
+    ("stages", "replicas", "tables"),
+    [
+        (2, 1, {}),
+        (2, 2, {}),
+        (2, 1, {"model": {"tie_embeddings": False}, "pipeline": {"stages": 2, "schedule": "gpipe", "cuts": [3]}}),
+        (
+            3,
+            1,
+            {
+                "pipeline": {"stages": 3, "recompute": True, "max_in_flight": 1},
+                "job": {"steps": 20, "workers": 3, "strategy": "pipeline"},
+            },
+        ),
+    ],
+)
+async def test_a_split_model_learns_what_one_process_does(
+    cluster: Cluster, text: Path, stages: int, replicas: int, tables: dict[str, Any]
+) -> None:
+    profile = profile_of(text, stages, replicas, **tables)
+    job = await cluster.create(profile)
+    peers = [join(cluster) for _ in range(stages * replicas)]
+    await cluster.job_until(job, done)
+    losses, held_out = one_process(profile)
+    rows = await rows_of(cluster, job)
+    assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-5)
+    assert {row["step"]: row["val_loss"] for row in rows if row["val_loss"] is not None} == pytest.approx(
+        held_out, abs=1e-5
+    )
+    assert losses[-1] < losses[0] - 1
+    assert len({state_of(peer) for peer in peers}) == stages, "members of one stage have the same bits"
