@@ -117,3 +117,50 @@ async def test_a_split_model_learns_what_one_process_does(
     )
     assert losses[-1] < losses[0] - 1
     assert len({state_of(peer) for peer in peers}) == stages, "members of one stage have the same bits"
+
+
+async def members_of(cluster: Cluster, job: str, item: dict[str, Any]) -> list[Peer]:
+    """In order of ranks."""
+    known = {peer.identity.peer_id: peer for peer in cluster.peers}
+    return [known[peer_id] for peer_id in item["members"]]
+
+
+async def ended_as_one_process(cluster: Cluster, job: str, profile: Profile) -> None:
+    await cluster.job_until(job, done)
+    losses, _ = one_process(profile)
+    assert [row["loss"] for row in await rows_of(cluster, job)] == pytest.approx(losses, abs=1e-5)
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+async def test_without_a_spare_the_whole_crew_goes_on(cluster: Cluster, text: Path, victim: int) -> None:
+    """The other member of the crew that lost one waits; when somebody joins, it takes the place and heals by stage."""
+    steps = 150
+    profile = profile_of(text, 2, 2, job={"steps": steps})
+    job = await cluster.create(profile)
+    for _ in range(4):
+        join(cluster)
+    item = await cluster.job_until(job, at(10))
+    members = await members_of(cluster, job, item)
+    await members[victim].die()
+    item = await cluster.job_until(job, lambda item: len(item["members"]) == 2 and item["step"] >= 20)
+    crew = {0: members[2:], 3: members[:2]}[victim]
+    assert await members_of(cluster, job, item) == crew
+    spare = join(cluster)
+    item = await cluster.job_until(job, lambda item: len(item["members"]) == 4)
+    assert spare in await members_of(cluster, job, item)
+    await ended_as_one_process(cluster, job, profile)
+    living = [peer for peer in cluster.peers if peer is not members[victim]]
+    assert len({state_of(peer) for peer in living}) == 2, "members of one stage have the same bits"
+
+
+async def test_a_restart_of_everything_goes_on_from_the_parts_checkpoints(cluster: Cluster, text: Path) -> None:
+    profile = profile_of(text, 2, 1, job={"steps": 60})
+    job = await cluster.create(profile)
+    peers = [join(cluster, slot=number) for number in (1, 2)]
+    await cluster.saved(job, 20, 2)
+    for peer in peers:
+        await peer.die()
+    await cluster.restart_seed()
+    again = [join(cluster, slot=number) for number in (2, 1)]
+    await ended_as_one_process(cluster, job, profile)
+    assert any("resuming from" in said for peer in again for _, _, said in peer.told)
