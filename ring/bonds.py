@@ -183,6 +183,14 @@ class Bonds:
             else:
                 other.abort()
 
+    def lost_elsewhere(self, broken: RingBroken) -> bool:
+        """End it with the news of whom another ring of the same view lost; whether it knows the one and who saw it."""
+        if self._view.rank_of(broken.suspect) is None or self._view.rank_of(broken.beside) is None:
+            return False
+        news = MemberLost(broken.suspect, broken.beside, broken.cause.message[:REASON_CHARS])
+        self.give_up(None, broken.cause, news)
+        return True
+
     def _told(self, neighbour: Neighbour, news: MemberLost) -> None:
         """A neighbour says who was lost. News of this member itself, or of no member, only tell that it goes."""
         rank = self._view.rank_of(news.peer_id)

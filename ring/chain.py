@@ -185,6 +185,11 @@ class Chain:
         orderly = self._streams is None and all(hop.flushed for hop in self._hops)
         self._bonds.close(f"this stage left the chain: {reason}", reason, orderly=orderly)
 
+    def lost_elsewhere(self, broken: RingBroken) -> None:
+        """As ``RingSession.lost_elsewhere``."""
+        if not self._bonds.lost_elsewhere(broken):
+            self.close(broken.cause.message)
+
     def abandon(self, reason: str) -> None:
         """This stage does not go on with the step: memory is posted and borrowed, so the chain must end."""
         self._bonds.give_up(None, ConnectionLost(reason))

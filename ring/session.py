@@ -41,11 +41,10 @@ from ring.detector import Memory
 from ring.dtypes import Array, storage_dtype, sum_into
 from ring.lanes import Flow, Lane, Residual
 from ring.links import Inbound, Kin
-from ring.liveness import AT_WORK, REASON_CHARS, Neighbour
+from ring.liveness import AT_WORK, Neighbour
 from ring.meeting import Meeting
 from ring.view import MAX_STREAMS, MAX_SUB_CHUNK_BYTES, MIN_SUB_CHUNK_BYTES, View
 from wire.connection import Connection
-from wire.messages import MemberLost
 
 __all__ = ["Inbound", "RingBroken", "RingSession", "RingStats"]
 
@@ -211,11 +210,8 @@ class RingSession:
     def lost_elsewhere(self, broken: RingBroken) -> None:
         """Another ring of this view broke, and this one ends with it: its neighbours hear who was lost there, or they
         would take this member for it."""
-        if self.view.rank_of(broken.suspect) is None or self.view.rank_of(broken.beside) is None:
+        if not self._bonds.lost_elsewhere(broken):
             self.close(broken.cause.message)
-        else:
-            news = MemberLost(broken.suspect, broken.beside, broken.cause.message[:REASON_CHARS])
-            self._bonds.give_up(None, broken.cause, news)
 
     async def wait_closed(self) -> None:
         """After ``close`` or a break: wait until nothing of the session is left, a second at most."""
