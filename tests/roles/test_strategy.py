@@ -24,7 +24,7 @@ from ring.session import RingSession
 from roles.compute_thread import ComputeThread
 from roles.engine import OnFinal
 from roles.stand_in import StandInEngine
-from roles.strategies import Contribution, strategy_named
+from roles.strategies import Contribution, strategy_of
 from roles.strategies.exchange import Exchange, Piece
 from roles.strategies.sync import SyncStrategy
 from wire.memory import MemoryNetwork
@@ -337,11 +337,8 @@ async def test_a_codec_that_this_version_does_not_know() -> None:
             await Member(ring[0].session, Pieces()).step(0, 0, 1)
 
 
-def test_strategies_by_name() -> None:
-    assert strategy_named("sync") is SyncStrategy
-    with pytest.raises(ConfigError, match="unknown strategy") as caught:
-        strategy_named("sink")
-    assert "sync" in caught.value.remedy
+def test_the_usual_strategy() -> None:
+    assert strategy_of(Profile()) is SyncStrategy
 
 
 async def losses_of_two(text: Path, codec: str, steps: int) -> tuple[list[float], list[bytes]]:
