@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -54,6 +55,38 @@ def list_checkpoints(
     print_table(("ID", "STEP", "VAL LOSS", "SIZE", "CREATED", "ON", "PATH"), rows, right=("STEP", "VAL LOSS", "SIZE"))
     if not found:
         typer.echo("No checkpoints yet: p2ptrain jobs save JOB", err=True)
+
+
+@app.command()
+def gather(
+    places: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Where the parts lie: their directories, or any above them.")
+    ],
+    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="Where the whole model's directory is made.")],
+    step: Annotated[
+        int | None, typer.Option("--step", min=0, metavar="N", help="Default: the newest that is whole.")
+    ] = None,
+    job: Annotated[str, typer.Option("--job", metavar="ID", help="Only the parts of this job.")] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Make one model of the parts that the workers of a split job have saved.
+
+    The parts are read from this machine: copy those of other machines here first.
+
+    \b
+    Example:
+      p2ptrain checkpoints gather ./run --to ./model
+    """
+    from p2ptrain.core.checkpoint_parts import choose, parts_below
+    from p2ptrain.core.checkpoint_parts import gather as gathered
+    from p2ptrain.core.disk import RealDisk
+
+    disk = RealDisk()
+    entry = gathered(disk, choose(parts_below(disk, places), job=job, step=step), to)
+    if as_json:
+        print_json({"path": str(entry.path), "step": entry.step, "size_bytes": entry.size_bytes})
+    else:
+        typer.echo(f"step {entry.step} is whole in {entry.path} ({human_bytes(entry.size_bytes)})")
 
 
 @app.command()

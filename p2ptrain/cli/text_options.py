@@ -10,7 +10,7 @@ import typer
 
 from p2ptrain.cli.output import checked
 from p2ptrain.cli.runtime import ask
-from p2ptrain.core.errors import UserError
+from p2ptrain.core.errors import StorageError, UserError
 
 if TYPE_CHECKING:
     from p2ptrain.compute.text import ModelText
@@ -93,12 +93,12 @@ def check_one(command: str, checkpoint: Path | None, job: str) -> None:
 def newest_in(directory: Path) -> Path:
     """``directory`` where it is a model, else the newest checkpoint below it. Raises ``UserError``."""
     if (directory / "config.json").is_file():
-        return directory
+        return _whole(directory)
     manifests = [path for path in directory.rglob("step-*/manifest.json") if path.parent.name[5:].isdigit()]
     if not manifests:
         problem = "holds no checkpoint" if directory.is_dir() else "is not a directory"
         raise UserError(f"{directory} {problem}", remedy="`p2ptrain checkpoints list` shows where they lie")
-    return max(manifests, key=lambda path: (path.stat().st_mtime, path.parent.name)).parent
+    return _whole(max(manifests, key=lambda path: (path.stat().st_mtime, path.parent.name)).parent)
 
 
 def newest_of_job(seed: str, job: str) -> Path:
@@ -109,8 +109,25 @@ def newest_of_job(seed: str, job: str) -> Path:
     found = [CheckpointInfo.from_map_untrusted(item) for item in checked(answer, "checkpoints", list)]
     here = [item for item in found if Path(item.path, "config.json").is_file()]
     if here:
-        return Path(max(here, key=lambda item: item.step).path)
+        return _whole(Path(max(here, key=lambda item: item.step).path))
     if not found:
         raise UserError(f"job {job} has no checkpoint yet", remedy=f"p2ptrain jobs save {job}")
     machines = ", ".join(sorted({item.peer_name for item in found}))
     raise UserError(f"no checkpoint of job {job} lies on this machine", remedy=f"they lie on {machines}: run it there")
+
+
+def _whole(directory: Path) -> Path:
+    """``directory``. Raises ``UserError`` where it is the checkpoint of one part of a model."""
+    from p2ptrain.core.checkpoint_parts import STAGE, STAGES, is_part
+    from p2ptrain.core.checkpoints import read_checkpoint
+    from p2ptrain.core.disk import RealDisk
+
+    try:
+        entry = read_checkpoint(RealDisk(), directory)
+    except StorageError:
+        return directory  # of another maker, or damaged: whoever opens it will say so
+    if is_part(entry):
+        part = f"stage {entry.meta.get(STAGE)} of {entry.meta.get(STAGES)}"
+        remedy = "make one model of all: p2ptrain checkpoints gather DIR --to MODEL"
+        raise UserError(f"{directory} holds only a part of a model ({part})", remedy=remedy)
+    return directory

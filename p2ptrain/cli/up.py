@@ -130,7 +130,7 @@ def up(
     if as_json:
         typer.echo(json.dumps(summary, indent=2))
     else:
-        _print_summary(summary)
+        _print_summary(summary, plan.root)
     if summary["state"] != "done":
         raise typer.Exit(130 if summary["state"] == "interrupted" else JobFailed.exit_code)
 
@@ -362,6 +362,7 @@ class Watcher:
             "tokens": shown.get("tokens_total"),
             "seconds": round(time.monotonic() - self._began, 1),
             "checkpoint": newest["path"] if newest else None,
+            "stages": shown.get("stages", 1),
         }
 
 
@@ -369,7 +370,7 @@ async def _all_of(children: list[Child]) -> None:
     await asyncio.gather(*(child.process.wait() for child in children))
 
 
-def _print_summary(summary: dict[str, Any]) -> None:
+def _print_summary(summary: dict[str, Any], root: Path) -> None:
     from p2ptrain.cli.output import human_seconds, number, print_pairs
 
     pairs = [
@@ -381,7 +382,13 @@ def _print_summary(summary: dict[str, Any]) -> None:
         ("checkpoint", summary["checkpoint"] or "none"),
     ]
     print_pairs(pairs)
-    if summary["checkpoint"]:
+    if not summary["checkpoint"]:
+        return
+    if summary["stages"] > 1:
+        model = root / "models" / summary["job"]
+        typer.echo(f"\none model of its parts:  p2ptrain checkpoints gather {root} --job {summary['job']} --to {model}")
+        typer.echo(f"then try it:  p2ptrain generate 'def ' --checkpoint {model}")
+    else:
         typer.echo(f"\ntry it:  p2ptrain generate 'def ' --checkpoint {summary['checkpoint']}")
 
 

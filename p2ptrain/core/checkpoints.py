@@ -152,11 +152,7 @@ class CheckpointStore:
 
     def read(self, path: Path) -> CheckpointEntry:
         """The entry that the manifest in ``path`` describes. Raises ``StorageError`` where there is no sane one."""
-        encoded = self._disk.read(path / MANIFEST, max_bytes=MAX_MANIFEST_BYTES)
-        step, meta, files = _parse_manifest(encoded, path / MANIFEST)
-        if path.name != self._path(step).name:
-            raise StorageError(f"{path / MANIFEST} is of step {step}, not of {path.name}")
-        return _entry(path, step, encoded, meta, files)
+        return read_checkpoint(self._disk, path)
 
     def verify(self, entry: CheckpointEntry) -> None:
         """Compare every file with the manifest, sizes first. Raises ``StorageError`` naming the first that differs."""
@@ -193,7 +189,7 @@ class CheckpointStore:
     # ------------------------------------------------------------------------------------------------------- inside
 
     def _path(self, step: int) -> Path:
-        return self._root / f"step-{step:08d}"
+        return self._root / _name(step)
 
     def _directories(self) -> list[tuple[int, Path]]:
         """Step and path of everything that bears a checkpoint's name, newest first."""
@@ -262,6 +258,19 @@ class CheckpointStore:
                 dead = self._root / f"{_DEAD}{secrets.token_hex(8)}"
                 self._disk.rename(path, dead)
                 self._disk.remove_tree(dead)
+
+
+def read_checkpoint(disk: Disk, path: Path) -> CheckpointEntry:
+    """The entry that the manifest in ``path`` describes. Raises ``StorageError`` where there is no sane one."""
+    encoded = disk.read(path / MANIFEST, max_bytes=MAX_MANIFEST_BYTES)
+    step, meta, files = _parse_manifest(encoded, path / MANIFEST)
+    if path.name != _name(step):
+        raise StorageError(f"{path / MANIFEST} is of step {step}, not of {path.name}")
+    return _entry(path, step, encoded, meta, files)
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def _pieces(file: FilePlan, blobs: Mapping[str, memoryview]) -> Iterator[memoryview]:
