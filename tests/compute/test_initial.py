@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import PretrainedConfig
 
 from p2ptrain.compute.initial import InitialWeights
 from p2ptrain.compute.model import build_model, model_config
+from p2ptrain.compute.split import Part, part_bytes
+from p2ptrain.compute.stage import even_bounds, initial_digest
 from p2ptrain.compute.testing import tiny
 from p2ptrain.core.errors import ConfigError, ResourceError
 
@@ -146,3 +155,90 @@ def test_impossible_sizes_are_refused() -> None:
     config.hidden_size = -4
     with pytest.raises(ConfigError):
         InitialWeights(config)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_digests_are_those_of_the_whole(architecture: str, tied: bool) -> None:
+    whole, initial = both(architecture=architecture, tie_embeddings=tied)
+    expected = {
+        name: hashlib.blake2b(tensor.contiguous().numpy().tobytes(), digest_size=16).digest()
+        for name, tensor in whole.items()
+    }
+    before = torch.random.get_rng_state()
+    assert initial.digests(7) == expected
+    assert torch.equal(torch.random.get_rng_state(), before)
+    other = initial.digests(8)
+    assert set(other) == set(expected)
+    assert other != expected
+
+
+def test_digests_of_what_has_no_tape(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, initial = both()
+    monkeypatch.setattr(initial, "is_recorded", False)
+    assert initial.digests(7) == both()[1].digests(7)
+    assert set(initial.digests(7)) == set(whole)
+
+
+def test_digests_take_one_tensor_of_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, initial = both(tie_embeddings=False)
+    asked: list[int] = []
+    alive: list[weakref.ref[torch.Tensor]] = []
+    empty = torch.empty
+
+    def counting(numel: int, **options: Any) -> torch.Tensor:
+        made = empty(numel, **options)
+        alive.append(weakref.ref(made))
+        asked.append(sum(ref() is not None for ref in alive))
+        return made
+
+    monkeypatch.setattr("p2ptrain.compute.initial.torch.empty", counting)
+    initial.digests(7)
+    assert len(asked) > 10
+    assert max(asked) <= 3, "the scratch array, one tensor, and at most another that begins"
+
+
+def test_threads_of_one_process_draw_one_after_the_other() -> None:
+    made = [both()[1] for _ in range(8)]
+    alone = made[0].digests(7)
+    with ThreadPoolExecutor(4) as pool:
+        others = [pool.submit(initial.digests, 7) for initial in made]
+        assert all(other.result() == alone for other in others)
+
+
+def test_the_digest_of_a_model_is_of_its_weights_and_of_its_cuts(tmp_path: Path) -> None:
+    spec = tiny(layers=3, kv_heads=4)
+    config = model_config(spec, 256)
+    digests = {
+        initial_digest(config, None, 7, (0, 1, 3)),
+        initial_digest(config, None, 7, (0, 2, 3)),
+        initial_digest(config, None, 8, (0, 1, 3)),
+    }
+    model = build_model(spec, 256, 7, config=config)
+    model.save_pretrained(tmp_path)
+    digests.add(saved := initial_digest(config, tmp_path, 7, (0, 1, 3)))
+    assert initial_digest(config, tmp_path, 9, (0, 1, 3)) == saved, "what is read is not drawn"
+    with torch.no_grad():
+        next(model.parameters())[0] += 1
+    model.save_pretrained(tmp_path)
+    digests.add(initial_digest(config, tmp_path, 7, (0, 1, 3)))
+    assert len(digests) == 5
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("layers", [3, 7])
+def test_even_parts_have_the_least_largest_one(layers: int, tied: bool) -> None:
+    config = model_config(tiny(layers=layers, kv_heads=4, tie_embeddings=tied), 256)
+    for stages in range(1, layers + 1):
+        bounds = even_bounds(config, stages)
+        assert len(bounds) == stages + 1
+        every = ((0, *cuts, layers) for cuts in itertools.combinations(range(1, layers), stages - 1))
+        assert largest(config, bounds) == min(largest(config, each) for each in every)
+    with pytest.raises(ConfigError, match="do not make"):
+        even_bounds(config, layers + 1)
+
+
+def largest(config: PretrainedConfig, bounds: Sequence[int]) -> int:
+    """Bytes of the largest part."""
+    parts = [Part(start, stop, bounds[-1]) for start, stop in itertools.pairwise(bounds)]
+    return max(part_bytes(config, part, torch.float32) for part in parts)

@@ -17,6 +17,7 @@ from ring.schedule import (
     Schedule,
     Timeline,
     extended,
+    forwards,
     gpipe,
     one_f_one_b,
     simulate,
@@ -252,3 +253,13 @@ def test_a_link_that_costs_next_to_nothing_keeps_no_more_in_flight() -> None:
 def test_a_step_that_takes_no_time_has_no_bubble() -> None:
     timeline = Timeline(simulate(gpipe(2, 2), Costs.even(0, 0, [0])).stages)
     assert (timeline.efficiency, timeline.bubble) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 5])
+def test_forwards_alone_run_in_order_and_end(stages: int) -> None:
+    made = forwards(stages, 4)
+    made.validate()
+    for stage in range(stages):
+        assert [str(operation) for operation in made.order(stage)] == ["F0", "F1", "F2", "F3"]
+    even = simulate(made, Costs.even(1.0, 9.0, [0.0] * (stages - 1)))
+    assert even.step_s == 4 + stages - 1
