@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, ParamSpec, TypedDict
+from dataclasses import replace
+from typing import Any, ParamSpec
 
 from configs.schema import Profile
 from p2ptrain.core.checkpoints import Meta
 from p2ptrain.core.errors import JobFailed, NeighbourAway, NetworkError, P2PTrainError, PeerError, ProtocolError
-from p2ptrain.core.world import World
 from ring.activities import (
     Apply,
     Boundary,
@@ -40,7 +39,6 @@ from ring.activities import (
     Wish,
 )
 from ring.chain import Chain
-from ring.links import Inbound, Kin
 from ring.session import RingSession
 from ring.token import Flag
 from ring.transaction import Phase, Transaction
@@ -50,6 +48,7 @@ from roles.strategies import Strategy
 from roles.worker.boundary import BoundaryWork
 from roles.worker.checkpointing import Checkpointing
 from roles.worker.donor import Donations
+from roles.worker.forming import Forming
 from roles.worker.heal import Fetched, Follower, Healer
 from roles.worker.keeper import Keeper, state_bytes
 from roles.worker.ledger import Ledger
@@ -60,31 +59,9 @@ from roles.worker.timing import StepClock, UnitTime
 from wire.connection import Connection
 from wire.messages import CatchUp, Hello, Report
 
-FORM_TIMEOUT_S = 20.0  # a neighbour may still be aborting a long micro-batch before it turns to the new view
-REDO_BYTES_PER_S = 100e6  # it may also be redoing a step: one thread's optimizer, seen at four times that
 FIRST_STEP_S = 600.0
 
 P = ParamSpec("P")
-
-
-class _Meeting(TypedDict):
-    world: World
-    peer_id: str
-    name: str
-    seed_host: str
-    inbound: Inbound
-    heartbeat_s: float
-    death_s: float
-    streams: int
-    timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Beside:
-    """``roles.strategies.Meet``, for one view."""
-
-    ring: Callable[..., Coroutine[Any, Any, RingSession]]
-    chain: Callable[..., Coroutine[Any, Any, Chain]]
 
 
 class JobRunner:
@@ -123,6 +100,9 @@ class JobRunner:
         self._strategy: Strategy | None = None
         self._session: RingSession | None = None
         self._beside: list[RingSession | Chain] = []  # it: what the strategy asked for
+        self._forming = Forming(
+            around, profile.membership, state_bytes=lambda: self._state_bytes, joined=self._joined_beside
+        )
         self._digests = (b"", b"")  # of the step that was reduced last: the joined one, and those of all stages
         self._activity: asyncio.Task[None] | None = None
         self._tasks = asyncio.TaskGroup()
@@ -413,7 +393,7 @@ class JobRunner:
     async def _form(self, form: Form) -> None:
         around = self._around
         form_began = around.world.clock.now()
-        self._session = session = await self._meet(form.view)
+        self._session = session = await self._forming.meet(form.view)
         if (
             form.view.care is Care.AUDITED or self.profile.job.exact
         ):  # exact: a spoiled sum would be the same one everywhere
@@ -422,54 +402,16 @@ class JobRunner:
         beside = sum(member.host == here for member in form.view.members)
         await around.compute.run(self._ready_engine().share_cores, beside)
         session.broken.add_done_callback(lambda _: self._session_broke(session, form.view.generation))
-        await self._ready_strategy().begin(session, _Beside(self._ring_beside, self._chain_beside))
+        await self._ready_strategy().begin(session, self._forming)
         self.clock.view_began(formed_s=around.world.clock.now() - form_began)
         self.donations.view_began()
         around.tell("info", "view", described(form.view, around.peer_id))
         self._ledger.tell_beyond(form.view.ledger_step)
         self._handle(Finished(form.ticket))
 
-    async def _meet(self, view: View, kin: Kin = Kin.RING) -> RingSession:
-        return await RingSession.form(view=view, kin=kin, sub_chunk_bytes=view.sub_chunk_bytes, **self._meeting(view))
-
-    def _meeting(self, view: View) -> _Meeting:
-        """What all that is formed for a view has in common."""
-        around, membership, usual_s = self._around, self.profile.membership, self._around.beats()
-        return {
-            "world": around.world,
-            "peer_id": around.peer_id,
-            "name": around.name,
-            "seed_host": around.seed_host,
-            "inbound": around.inbound,
-            "heartbeat_s": membership.heartbeat_s or view.heartbeat_s or usual_s[0],
-            "death_s": membership.death_s or view.death_s or usual_s[1],
-            "streams": view.streams,
-            "timeout_s": FORM_TIMEOUT_S + self._state_bytes / REDO_BYTES_PER_S,
-        }
-
-    async def _ring_beside(self, view: View, kin: Kin = Kin.RING) -> RingSession:
-        """Another ring of the same members, or of some: it ends with the view's, and the view's with it."""
-        session = await self._meet(view, kin)
-        self._joined_beside(session, view)
-        return session
-
-    async def _chain_beside(
-        self, view: View, order: Sequence[str], *, activation_bytes: int, gradient_bytes: int
-    ) -> Chain:
-        """A chain of some members: it ends with the view's ring, and the view's ring with it."""
-        chain = await Chain.form(
-            view=view,
-            order=order,
-            activation_bytes=activation_bytes,
-            gradient_bytes=gradient_bytes,
-            **self._meeting(view),
-        )
-        self._joined_beside(chain, view)
-        return chain
-
-    def _joined_beside(self, session: RingSession | Chain, view: View) -> None:
+    def _joined_beside(self, session: RingSession | Chain) -> None:
         self._beside.append(session)
-        session.broken.add_done_callback(lambda _: self._session_broke(session, view.generation))
+        session.broken.add_done_callback(lambda _: self._session_broke(session, session.view.generation))
 
     def _session_broke(self, session: RingSession | Chain, generation: int) -> None:
         if session in self._sessions() and not session.broken.cancelled():
