@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,9 +13,14 @@ import pytest
 from configs.schema import Profile
 from p2ptrain.compute.part_trainer import PartTrainer
 from p2ptrain.compute.trainer import Trainer
+from ring.schedule import extended, gpipe, one_f_one_b
+from roles.compute_thread import ComputeThread
 from roles.in_process import Cluster, Peer
+from roles.stand_in import StandInEngine
 from roles.strategies import strategy_of
+from roles.strategies.pipeline import PipelineStrategy
 from roles.worker.build import engine_builder, stage_builder
+from wire.memory import MemoryNetwork
 
 STEPS = 50
 
@@ -164,3 +171,61 @@ async def test_a_restart_of_everything_goes_on_from_the_parts_checkpoints(cluste
     again = [join(cluster, slot=number) for number in (2, 1)]
     await ended_as_one_process(cluster, job, profile)
     assert any("resuming from" in said for peer in again for _, _, said in peer.told)
+
+
+async def test_certificates_change_nothing(tmp_path: Path, text: Path) -> None:
+    profile = profile_of(text, 2, 1, job={"steps": 10})
+    cluster = Cluster(tmp_path / "encrypted", MemoryNetwork(), encrypted=True)
+    await cluster.start_seed()
+    try:
+        job = await cluster.create(profile)
+        for _ in range(2):
+            join(cluster)
+        await ended_as_one_process(cluster, job, profile)
+    finally:
+        await cluster.close()
+
+
+async def test_short_activations_learn_nearly_as_well(cluster: Cluster, text: Path) -> None:
+    profile = profile_of(text, 2, 1, pipeline={"activations": "bf16"})
+    job = await cluster.create(profile)
+    for _ in range(2):
+        join(cluster)
+    await cluster.job_until(job, done)
+    losses, _ = one_process(profile)
+    seen = [row["loss"] for row in await rows_of(cluster, job)]
+    assert seen == pytest.approx(losses, abs=0.05)
+    assert seen != pytest.approx(losses, abs=1e-5), "they were short"
+
+
+def strategy_with(round_trips_s: tuple[float, ...], **settings: Any) -> PipelineStrategy:
+    """One that stands in a chain of so many hops."""
+    engine = StandInEngine(Profile())
+    usual = {"schedule": "1f1b", "max_in_flight": 0, "ahead": 8}
+    thread = ComputeThread()
+    thread.close()
+    strategy = PipelineStrategy(engine, thread, lambda: None, **(usual | settings))
+    chain: Any = SimpleNamespace(stages=len(round_trips_s) + 1, round_trips_s=round_trips_s)
+    strategy._chain = chain
+    return strategy
+
+
+def test_the_schedule_follows_the_links_and_the_slowest_stage() -> None:
+    strategy = strategy_with((0.25, 0.01))
+    assert strategy._schedule(12) == one_f_one_b(3, 12), "nothing is known of the pace yet"
+    for unknown in ([0.0, 0.0, 0.0], [math.nan, 0.1, 0.1], [math.inf, 0.1, 0.1]):
+        strategy._heard(unknown)
+        assert strategy._schedule(12) == one_f_one_b(3, 12)
+    strategy._heard([0.1, 0.05, 0.02])
+    assert strategy._schedule(12) == extended(12, (0.25, 0.01), 0.1)
+    strategy._heard([0.05, 0.4, 0.02])
+    assert strategy._schedule(12) == extended(12, (0.25, 0.01), 0.1), "something held that step up"
+    assert strategy._schedule(2).warm_ups == (1, 1, 0)
+
+
+def test_what_is_in_flight_is_bounded() -> None:
+    strategy = strategy_with((0.25,), max_in_flight=2)
+    strategy._heard([0.01, 0.01])
+    assert strategy._schedule(12).in_flight(0) == 2
+    assert strategy_with((0.25,), schedule="gpipe")._schedule(12) == gpipe(2, 12)
+    assert strategy_with((0.25,), schedule="gpipe", max_in_flight=3)._schedule(12).warm_ups == (2, 2)
