@@ -143,7 +143,8 @@ class Pipeline(Table):
         description="Order of forward and backward passes: '1f1b' holds few micro-batches in memory, 'gpipe' all.",
     )
     activations: Literal["fp32", "bf16", "fp16", "int8"] = Field(
-        default="fp32", description="How hidden states and their gradients travel between the parts."
+        default="fp32",
+        description="How hidden states travel between the parts; their gradients go as fp32 with fp32, else as bf16.",
     )
     recompute: bool = Field(
         default=False,
