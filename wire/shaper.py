@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 
@@ -142,10 +143,19 @@ _ALL = (
 PRESETS = MappingProxyType({preset.name: preset for preset in _ALL})
 
 
+_ROUND_TRIP = re.compile(r"(\d{1,4}(?:\.\d{1,3})?)ms", re.ASCII)
+
+
 def preset_named(name: str) -> LinkPreset:
-    """The shipped preset of that name. Raises ``UserError`` naming all of them where there is none."""
+    """The shipped preset of that name; ``80ms`` is a link that does nothing but delay, with that round trip.
+
+    Raises ``UserError`` naming all of them where there is none.
+    """
+    if plain := _ROUND_TRIP.fullmatch(name):
+        return LinkPreset(name, float(plain[1]) / 2, description="nothing but its delay")
     if name not in PRESETS:
-        raise UserError(f"there is no link preset {name!r}", remedy="choose one of " + ", ".join(PRESETS))
+        known = ", ".join(PRESETS)
+        raise UserError(f"there is no link preset {name!r}", remedy=f"choose one of {known}, or a round trip: 20ms")
     return PRESETS[name]
 
 

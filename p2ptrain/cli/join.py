@@ -81,7 +81,7 @@ def join(
         typer.Option(
             "--link",
             metavar="PRESET",
-            help="Emulate a link: lan, wifi, metro, wan, transcontinental, satellite, lossy.",
+            help="Emulate a link: lan, wifi, metro, wan, transcontinental, satellite, lossy; or 20ms.",
         ),
     ] = "",
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from p2ptrain.cli.bench.chain_command import chain
 from p2ptrain.cli.lazy import new_typer
 from p2ptrain.cli.runtime import ProfileOption, SetOption, run
 from p2ptrain.core.errors import UserError
@@ -32,7 +33,7 @@ LinkOption = Annotated[
     typer.Option(
         "--link",
         metavar="PRESET",
-        help="Emulate a link between the peers: lan, wifi, metro, wan, transcontinental, satellite, lossy.",
+        help="Emulate a link between the peers: lan, wifi, metro, wan, transcontinental, satellite, lossy; or 20ms.",
     ),
 ]
 CodecOption = Annotated[
@@ -452,6 +453,9 @@ def pipeline(
     complete = run(conduct(stages, 1, work.measure), children=True)
     publish(work.report(origin(), complete=complete), targets)
     _leave(complete)
+
+
+app.command()(chain)
 
 
 @app.command(hidden=True)

@@ -107,6 +107,8 @@ class Member:
             "form a chain": self.form_a_chain,
             "run a step": self.run_a_step,
             "leave the chain": self.leave_the_chain,
+            "make a model": self.make_a_model,
+            "generate": self.generate,
         }
 
     async def carry_out(self, order: dict[str, Any]) -> Answer:
@@ -331,6 +333,18 @@ class Member:
 
     async def leave_the_chain(self) -> Answer:
         return await self.piped.leave()
+
+    # ------------------------------------------------------------------------------------------------- the whole model
+
+    async def make_a_model(self, *, directory: str, layers: int, width: int, vocab: int, context: int) -> Answer:
+        from p2ptrain.cli.bench import whole
+
+        return await whole.make(directory, layers=layers, width=width, vocab=vocab, context=context)
+
+    async def generate(self, *, directory: str, ids: list[int], tokens: int, sampling: dict[str, Any]) -> Answer:
+        from p2ptrain.cli.bench import whole
+
+        return await whole.generate(directory, ids=ids, tokens=tokens, sampling=sampling)
 
 
 def _tile(rank: int, dtype: str, storage: np.dtype[Any]) -> npt.NDArray[Any]:
