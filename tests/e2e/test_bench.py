@@ -237,3 +237,43 @@ async def test_ctrl_c_between_saves_keeps_what_was_measured(machine: Any) -> Non
     assert not found["complete"]
     assert len(found["results"]["saves"]) >= 1
     assert list(machine.root.glob("p2ptrain-bench-*")) == []
+
+
+SMALL_CHAIN = ("--layers", "4", "--width", "64", "--vocab", "300", "--prompt", "12", "--tokens", "10")
+
+
+async def test_a_token_on_its_way_through_a_chain(machine: Any) -> None:
+    """Real stages, whose tokens are those of the whole model. How fast is another day's question."""
+    process = await machine.start("bench", "chain", "--stages", "2", *SMALL_CHAIN, "--rtt", "30", "--json", "-")
+    found = await document(process)
+    assert found["complete"]
+    (distance,) = found["results"]["distances"]
+    assert distance["as_the_whole"]
+    assert distance["link_s"] == pytest.approx(3 * 0.015)
+    assert distance["token_s"] > distance["link_s"] + sum(distance["stages_us"]) / 2e6, "each hop takes its delay"
+    assert distance["rest_s"] > -0.005, "a link that was faster than it is"
+    assert [(stage["start"], stage["stop"]) for stage in distance["stages"]][-1][1] == 4
+    assert distance["sessions_tokens_per_s"] > distance["tokens_per_s"]
+
+
+@pytest.mark.slow
+async def test_stages_killed_in_the_midst_of_a_text(machine: Any) -> None:
+    options = ("--stages", "2", "--sessions", "1", "--rtt", "20", "--kill", "--json", "-")
+    found = await document(await machine.start("bench", "chain", *options, *SMALL_CHAIN))
+    kills = found["results"]["distances"][0]["kills"]
+    assert [(kill["stage"], kill["phase"]) for kill in kills] == [
+        (stage, phase) for stage in (0, 1) for phase in ("prefill", "decode", "between")
+    ]
+    assert [kill["alike"] for kill in kills] == [True] * 6
+    assert [kill["failed"] for kill in kills] == [""] * 6
+
+
+async def test_ctrl_c_while_a_chain_is_measured_leaves_nothing(machine: Any) -> None:
+    options = ("--stages", "2", "--rtt", "0", *SMALL_CHAIN, "--tokens", "600", "--json", "-")
+    process = await machine.start("bench", "chain", *options)
+    await process.until("one text")
+    members = psutil.Process(process.process.pid).children()
+    assert len(members) == 3
+    assert await process.interrupt() == 130
+    await all_gone(members)
+    assert not json.loads("\n".join(process.out))["complete"]

@@ -205,6 +205,15 @@ def test_the_shipped_presets_are_named_described_and_ever_farther_away() -> None
     assert preset_named("wan") is PRESETS["wan"]
 
 
+def test_a_round_trip_is_a_preset_that_does_nothing_else() -> None:
+    link = preset_named("80.5ms")
+    assert (link.name, link.delay_ms, link.rtt_s) == ("80.5ms", 40.25, 0.0805)
+    assert link == LinkPreset("80.5ms", 40.25, description=link.description)
+    for name in ("-1ms", "ms", "1e3ms", "99999ms", "٣ms", "20 ms"):
+        with pytest.raises(UserError, match="no link preset"):
+            preset_named(name)
+
+
 def test_an_unknown_preset_is_answered_with_the_known_ones() -> None:
     with pytest.raises(UserError, match="'moon'") as caught:
         preset_named("moon")
