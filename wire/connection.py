@@ -187,12 +187,18 @@ class Connection(asyncio.BufferedProtocol):
             UserError: the message is longer than a frame may be.
         """
         self._check_open()
-        frame = encode_control(message.KIND, encode(message), generation=generation, stream=stream)
-        self._write_control(frame)
-        unsent = self._transport.get_write_buffer_size()
-        if min(unsent, self._control_unsent) > self._send_limit_bytes:
-            self.abort(DeadlineExceeded(f"{self._name} does not read: {unsent} bytes wait to be sent"))
-            self._check_open()
+        self._write_control(encode_control(message.KIND, encode(message), generation=generation, stream=stream))
+        self._check_read()
+
+    def send_with_bulk(self, message: Message, payload: memoryview, *, generation: int, stream: int) -> None:
+        """``send`` and then ``send_bulk`` of what it announces, as one write: the other side wakes up once for both.
+
+        Raises: as both.
+        """
+        self._check_open()
+        header = encode_bulk_header(payload.nbytes, generation=generation, stream=stream)
+        self._write_control(encode_control(message.KIND, encode(message), generation=0, stream=0), header, payload)
+        self._check_read()
 
     def send_bulk(self, payload: memoryview, *, generation: int, stream: int) -> None:
         """Hand a header and the caller's memory to the transport, without a copy. Never blocks.
@@ -413,12 +419,23 @@ class Connection(asyncio.BufferedProtocol):
         else:
             self._transport.pause_reading()
 
-    def _write_control(self, frame: bytes) -> None:
+    def _write_control(self, frame: bytes, *behind: bytes | memoryview) -> None:
+        """``behind``: bulk that goes with it, and does not count as control frames."""
         if not self._transport.get_write_buffer_size():
             self._control_unsent = 0
         self._control_unsent += len(frame)
-        self.bytes_out += len(frame)
-        self._transport.write(frame)
+        self.bytes_out += len(frame) + sum(memoryview(part).nbytes for part in behind)
+        if behind:
+            self._transport.writelines([frame, *(part for part in behind if len(part))])
+        else:
+            self._transport.write(frame)
+
+    def _check_read(self) -> None:
+        """Raises ``ConnectionLost``: the other side does not read what it is told; the connection is closed for it."""
+        unsent = self._transport.get_write_buffer_size()
+        if min(unsent, self._control_unsent) > self._send_limit_bytes:
+            self.abort(DeadlineExceeded(f"{self._name} does not read: {unsent} bytes wait to be sent"))
+            self._check_open()
 
 
 def last_word(code: str, error: P2PTrainError) -> Refuse:

@@ -272,18 +272,33 @@ class EmulatedTransport(FlowControl):
         if self._inner.is_closing():  # it failed by itself, and is about to say so
             return self._drop()
         while self._queue and _due_at(self._queue[0]) <= now and not self._inner_full:
+            if together := self._due_together(now):
+                self._inner.writelines(together)
+                continue
             item = self._queue.popleft()
-            if isinstance(item, _Piece):
-                assert item.held, "what is due was never sent"
-                self._held_bytes -= item.data.nbytes
-                self._take_in()
-                self._inner.write(item.data)
-            elif item[1] is _Mark.EOF:
+            assert not isinstance(item, _Piece)
+            if item[1] is _Mark.EOF:
                 self._inner.write_eof()
             else:
                 self._inner.close()
         self._arm()
         return self._maybe_resume()
+
+    def _due_together(self, now: float) -> list[memoryview]:
+        """The pieces in front that are due, about ``PIECE_BYTES`` of them: small ones arrive together."""
+        data: list[memoryview] = []
+        size_bytes = 0
+        while self._queue and size_bytes < PIECE_BYTES:
+            piece = self._queue[0]
+            if not isinstance(piece, _Piece) or piece.due_at > now:
+                break
+            assert piece.held, "what is due was never sent"
+            self._queue.popleft()
+            data.append(piece.data)
+            size_bytes += piece.data.nbytes
+            self._held_bytes -= piece.data.nbytes
+            self._take_in()
+        return data
 
     def _cut(self) -> None:
         age_s = self._shaper.preset.cut_after_s

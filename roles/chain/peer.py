@@ -165,8 +165,8 @@ class Peer:
         if payload.itemsize != 4:
             raise AssertionError("C's int has 4 bytes wherever Python runs")
         with suppress(ConnectionLost):
-            self._connection.send(work)
-            self._connection.send_bulk(memoryview(_little(payload)), generation=0, stream=CHAIN_STREAM)
+            data = memoryview(_little(payload))
+            self._connection.send_with_bulk(work, data, generation=0, stream=CHAIN_STREAM)
 
     def tell(self, method: str, params: dict[str, Any], *, timeout_s: float) -> None:
         """A request whose answer changes nothing."""

@@ -239,8 +239,7 @@ class NextStage:
 
     def give(self, work: Work, payload: memoryview) -> None:
         """Hand over what the next stage takes; ``payload`` stays unchanged. Raises ``ConnectionLost``."""
-        self._line.connection.send(work)
-        self._line.connection.send_bulk(payload, generation=0, stream=CHAIN_STREAM)
+        self._line.connection.send_with_bulk(work, payload, generation=0, stream=CHAIN_STREAM)
 
     async def room(self) -> None:
         """Wait until all that was given is in the kernel. That may take long, as long as the next stage lives.

@@ -107,6 +107,43 @@ def test_bulk_lands_in_its_buffers_among_control_frames(play: Play):
     play(scenario)
 
 
+def test_a_message_goes_with_the_bulk_that_it_announces(play: Play):
+    async def scenario(network: Network) -> None:
+        near, far = await joined(network)
+        payloads = [noise(size, size) for size in (4, 0, MIB, 2048)]
+        targets = [posted(far, len(payload), stream=4) for payload in payloads]
+        for seq, payload in enumerate(payloads):
+            near.send_with_bulk(HeartbeatAck(seq), memoryview(payload), generation=1, stream=4)
+        near.send(HeartbeatAck(99))
+        for seq, (payload, (into, done)) in enumerate(zip(payloads, targets, strict=True)):
+            assert await far.expect(HeartbeatAck, timeout_s=5) == HeartbeatAck(seq)
+            await done.wait()
+            assert into == payload
+        assert await far.expect(HeartbeatAck, timeout_s=5) == HeartbeatAck(99)
+        await near.flush(timeout_s=5)
+        assert near.bytes_out == far.bytes_in
+        await closed(near, far)
+
+    play(scenario)
+
+
+def test_the_bulk_behind_a_message_does_not_count_as_unread(play: Play):
+    async def scenario(network: Network) -> None:
+        near, far = await joined(network, near=Connection(send_limit_bytes=256 << 10))
+        for _ in range(4):
+            near.send_with_bulk(HeartbeatAck(1), memoryview(bytes(8 * MIB)), generation=1, stream=0)
+        notice = EventNotice("info", "test", "x" * 32_000)
+        for _ in range((256 << 10) // 32_100):
+            near.send_with_bulk(notice, memoryview(b"more"), generation=1, stream=0)
+        with pytest.raises(ConnectionLost, match="does not read"):
+            near.send_with_bulk(notice, memoryview(b"more"), generation=1, stream=0)
+        assert isinstance(near.close_cause, DeadlineExceeded)
+        await near.closed.wait()
+        await closed(far)
+
+    play(scenario)
+
+
 def test_many_chunks_both_ways_at_once(play: Play):
     """As a ring of two does it: each posts the next chunk when one is complete."""
 

@@ -71,6 +71,17 @@ def test_one_end_emulated_delays_what_it_sends_only() -> None:
     run_virtual(main())
 
 
+def test_what_was_written_together_arrives_together() -> None:
+    async def main() -> None:
+        dialler, acceptor = await emulated_pair(PLAIN)
+        sent_at = now()
+        dialler.transport.writelines([b"a message ", b"and what ", b"goes with it"])
+        await acceptor.until_received(31)
+        assert acceptor.arrivals == [(exactly(sent_at + DELAY_S), 31)]
+
+    run_virtual(main())
+
+
 def test_a_link_may_be_another_one_for_each_peer() -> None:
     async def main() -> None:
         hub = MemoryNetwork()
