@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -158,8 +158,7 @@ class Cluster:
         try:
             yield Client(crew, await local_model(around, directory), said)
         finally:
-            async with asyncio.timeout(LEAVE_S):
-                await crew.close()
+            await _within(LEAVE_S, crew.close())
 
 
 @dataclass(slots=True)
@@ -185,8 +184,14 @@ class Client:
         try:
             yield chain
         finally:
-            async with asyncio.timeout(LEAVE_S):
-                await chain.close()
+            await _within(LEAVE_S, chain.close())
+
+
+async def _within(seconds: float, farewell: Awaitable[None]) -> None:
+    """Give a goodbye its time; the workers notice by themselves when it was not said."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await farewell
 
 
 async def written(chain: Chain, ids: Sequence[int], tokens: int, sampling: Sampling) -> Text:
