@@ -178,6 +178,7 @@ async def test_going_back_to_a_step_needs_a_checkpoint_of_every_stage(cluster: C
     assert len(item["members"]) == 2
     other = next(peer for peer in peers if peer.identity.peer_id != chosen["peer_id"])
     await other.die()
+    await cluster.job_until(job, lambda item: item["state"] != "running")  # the seed knows of it
     with pytest.raises(Refused, match="only"):
         await cluster.ask("checkpoints.restore", id=chosen["id"])
     await cluster.ask("jobs.cancel", job=job)
