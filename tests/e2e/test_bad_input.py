@@ -99,7 +99,7 @@ async def nobody() -> int:
 
 MINE = 'base = "tiny"\n\n[optimizer]\nlearning_rate = 1e-3\n'
 OPTIMIZER = "[optimizer] has lr, min_lr_ratio, warmup_steps, weight_decay, beta1, beta2, eps, clip_norm"
-TABLES = "job, model, data, batch, optimizer, validation, checkpoint, device, ring, guard, link, membership"
+TABLES = "job, model, data, batch, pipeline, optimizer, validation, checkpoint, device, ring, guard, link, membership"
 LR = "optimizer.lr: Highest learning rate, reached after the warm-up."
 STEPS = "job.steps: Optimizer steps of the whole run."
 SHIPPED = "example, small, tiny, wan"
@@ -164,7 +164,7 @@ ELSEWHERE: list[tuple[str, str, str]] = [
     (
         "up --link dsl",
         "there is no link preset 'dsl'",
-        "choose one of lan, wifi, metro, wan, transcontinental, satellite, lossy",
+        "choose one of lan, wifi, metro, wan, transcontinental, satellite, lossy, or a round trip: 20ms",
     ),
     (
         "tui",
