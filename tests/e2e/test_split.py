@@ -149,9 +149,9 @@ def test_a_hundred_texts_are_those_of_transformers(cluster: Cluster, tmp_path: P
     prompts = [f"{number}: {PROMPTS[number % len(PROMPTS)] * (1 + number % 5)}" for number in range(100)]
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(prompts))
-    arguments = ["generate", "--split", str(STAGES), "--prompts", str(file), "--sessions", "4", *options(32, seed)]
+    arguments = ["generate", "--split", str(STAGES), "--prompts", str(file), "--sessions", "4", *options(16, seed)]
     texts = [item["text"] for item in cluster.json(*arguments)["texts"]]
-    expected = reference(cluster.checkpoint, prompts, 32, seed)
+    expected = reference(cluster.checkpoint, prompts, 16, seed)
     assert [index for index in range(100) if texts[index] != expected[index]] == []
 
 
