@@ -22,9 +22,9 @@ from p2ptrain.core.ids import is_id
 from p2ptrain.core.serving import Sampling
 from ring.order import known_link
 from ring.placement import Placement, Wanted
+from roles.background import Background
 from roles.chain import events as ev
 from roles.chain.around import OnProgress, Progress
-from roles.chain.background import Background
 from roles.chain.generation import CLOSE_S, GenerationSession, Terms
 from roles.chain.models import Gives, Model
 from roles.chain.peer import Peer

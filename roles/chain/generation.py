@@ -20,9 +20,9 @@ from p2ptrain.core.errors import (
 )
 from p2ptrain.core.ids import new_id
 from p2ptrain.core.serving import Sampling
+from roles.background import Background
 from roles.chain import events as ev
 from roles.chain.around import Token
-from roles.chain.background import Background
 from roles.chain.decode import Decoding
 from roles.chain.session import Session
 from roles.chain.works import CHUNK

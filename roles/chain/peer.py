@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NetworkError, P2PTrainError, ProtocolError, Refused
+from roles.background import Background
 from roles.chain.around import Around, WorkerAt
-from roles.chain.background import Background
 from roles.worker.stage_links import QUIET_S, Line
 from wire.calls import Calls
 from wire.chain_messages import CHAIN_STREAM, ChainBroken, PartLoading, Picked, Took, Work

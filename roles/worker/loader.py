@@ -27,7 +27,6 @@ from wire.chain_messages import PartLoading, TensorRecord
 from wire.messages import Message
 
 _DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-WRONG_MODEL = "wrong-model"
 LOADING_S = 0.25
 """A client hears so often how far its part is."""
 

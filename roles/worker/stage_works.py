@@ -18,8 +18,8 @@ from p2ptrain.core.activations import ID_BYTES, IDS
 from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.serving import Ran
 from p2ptrain.core.world import World
+from roles.background import Background
 from roles.compute_thread import ComputeThread
-from roles.worker.background import Background
 from roles.worker.parts import MAX_SESSIONS, Part, Shelf
 from roles.worker.stage_links import Line, NextStage
 from roles.worker.stage_requests import OpenRequest, Place, ReplayRequest, ResumeRequest, SessionRequest

@@ -29,10 +29,10 @@ import psutil
 from p2ptrain.core.errors import NetworkError, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.ids import is_id
 from p2ptrain.core.world import World
+from roles.background import Background
 from roles.compute_thread import ComputeThread
 from roles.model_directory import CACHE_FILE, DigestCache, ModelDirectory, open_model
 from roles.stage_engine import BuildPart
-from roles.worker.background import Background
 from roles.worker.giver import give
 from roles.worker.links import Prober, targets_untrusted, to_result
 from roles.worker.loader import Loader, Progress
@@ -224,7 +224,7 @@ class Stages:
         finally:
             self._clients.discard(client)
             try:
-                await client.answers.cancel()  # first: what they begin must not outlive the client
+                await client.answers.stop()  # first: what they begin must not outlive the client
             finally:
                 self.works.close_all_of(client)
                 for part in client.parts:

@@ -18,6 +18,9 @@ class Background:
         self._tasks: set[asyncio.Task[None]] = set()
         self._on_error = on_error
 
+    def __len__(self) -> int:
+        return len(self._tasks)
+
     def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Run ``work`` from now on."""
         task = asyncio.create_task(work, name=name)
