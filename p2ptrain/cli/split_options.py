@@ -15,7 +15,6 @@ WIRES = (*DTYPES, "int8")
 BEST_NUMBER = 0
 """What a bare ``--split`` means: as many stages as are best."""
 
-_HEADING = "Split over several workers"
 SplitOption = Annotated[
     int | None,
     typer.Option(

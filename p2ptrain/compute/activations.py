@@ -67,11 +67,6 @@ def ids_untrusted(payload: memoryview | bytes, rows: int, vocab_size: int) -> Te
     return ids
 
 
-def encode_ids(ids: list[int]) -> bytes:
-    """Token ids as the first stage takes them."""
-    return np.asarray(ids, dtype="<i4").tobytes()
-
-
 def fill(target: Tensor, data: memoryview | bytes, source: torch.dtype) -> None:
     """Copy little-endian elements of dtype ``source`` to the front of ``target`` (n,), of any dtype and device. Where
     it is of another, a copy of ``data`` is made on the way."""

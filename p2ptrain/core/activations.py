@@ -2,12 +2,14 @@
 
 ``fp32``, ``bf16`` and ``fp16`` are as they are, little-endian, one position after the other. ``int8`` is an fp32 scale
 for each position, then one byte for each element: (4 + width) / (4 width) of fp32. ``ids`` are token ids, int32,
-little-endian: what goes into the first stage. ``compute.activations`` makes and reads them.
+little-endian: what goes into the first stage, and what comes of the last one. ``compute.activations`` makes and reads
+hidden states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import struct
+from collections.abc import Mapping, Sequence
 
 from p2ptrain.core.errors import ProtocolError
 
@@ -29,3 +31,13 @@ def activation_bytes(encoding: str, rows: int, width: int) -> int:
         raise ProtocolError(f"no hidden states travel as {encoding[:32]!r}; known are {', '.join(ENCODINGS)}")
     element, beside = ENCODINGS[encoding]
     return rows * (width * element + beside)
+
+
+def encode_ids(ids: Sequence[int]) -> bytes:
+    """Token ids as they travel."""
+    return struct.pack(f"<{len(ids)}i", *ids)
+
+
+def decode_ids(data: bytes) -> tuple[int, ...]:
+    """The token ids in so many whole ``ID_BYTES``."""
+    return struct.unpack(f"<{len(data) // ID_BYTES}i", data)

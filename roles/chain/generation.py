@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import struct
 from collections import deque
 from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+from p2ptrain.core.activations import decode_ids
 from p2ptrain.core.errors import (
     ConnectionLost,
     DeadlineExceeded,
@@ -367,7 +367,7 @@ def arrived_untrusted(message: Picked | Took, vocab_size: int) -> ev.Arrived:
     if isinstance(message, Picked):
         if len(message.tokens) % 4 or not 0 < len(message.tokens) <= 4 * CHUNK:
             raise ProtocolError(f"{len(message.tokens)} bytes are no token ids")
-        tokens = struct.unpack(f"<{len(message.tokens) // 4}i", message.tokens)
+        tokens = decode_ids(message.tokens)
         if not all(0 <= token < vocab_size for token in tokens):
             raise ProtocolError(f"a token that is none of the {vocab_size} that there are")
     return ev.Arrived(message.attempt, message.number, tokens, spent_us)

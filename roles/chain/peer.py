@@ -6,12 +6,12 @@ One for each worker, however many stages and sessions it has a part in. Silence 
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
+from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NetworkError, P2PTrainError, ProtocolError, Refused
 from roles.background import Background
 from roles.chain.around import Around, WorkerAt
@@ -161,11 +161,8 @@ class Peer:
 
     def give(self, work: Work, ids: Sequence[int]) -> None:
         """A work for the first stage, which is there. That it is lost is told otherwise."""
-        payload = array("i", ids)
-        if payload.itemsize != 4:
-            raise AssertionError("C's int has 4 bytes wherever Python runs")
         with suppress(ConnectionLost):
-            data = memoryview(_little(payload))
+            data = memoryview(encode_ids(ids))
             self._connection.send_with_bulk(work, data, generation=0, stream=CHAIN_STREAM)
 
     def tell(self, method: str, params: dict[str, Any], *, timeout_s: float) -> None:
@@ -233,11 +230,3 @@ class Peer:
                 raise Refused(message.code, f"{self.name}: {message.message}", remedy=message.remedy)
             case _:
                 raise ProtocolError(f"{self.name} sent {type(message).__name__} to a client")
-
-
-def _little(values: array[int]) -> array[int]:
-    import sys
-
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values

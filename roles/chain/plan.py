@@ -26,7 +26,6 @@ OFFER_S = 30.0
 """A worker measures how fast it reads memory before its first offer, and may compute for others meanwhile."""
 MEASURED_PEERS = 8
 """Peers between which links are measured: those that may come into the chain."""
-SPARE_S = 2.0
 ANSWER_S = 0.5
 """Of the time for measuring: the answers' way back."""
 AS_GOOD = 1.5

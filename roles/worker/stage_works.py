@@ -9,12 +9,11 @@ attempt, or of a session that was closed meanwhile, is dropped wherever it is.
 from __future__ import annotations
 
 import asyncio
-import struct
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from p2ptrain.core.activations import ID_BYTES, IDS
+from p2ptrain.core.activations import ID_BYTES, IDS, encode_ids
 from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.serving import Ran
 from p2ptrain.core.world import World
@@ -373,7 +372,7 @@ class StageWorks:
 
     def _ended(self, session: LiveSession, work: Work, ran: Ran, spent_us: list[int]) -> None:
         if work.picks:
-            tokens = struct.pack(f"<{len(ran.tokens)}i", *ran.tokens)
+            tokens = encode_ids(ran.tokens)
             session.caller.say(Picked(work.session, work.attempt, work.number, tokens, spent_us))
         else:
             session.caller.say(Took(work.session, work.attempt, work.number, spent_us))

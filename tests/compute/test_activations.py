@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from p2ptrain.compute.activations import DTYPES, decode_untrusted, encode, encode_ids, fill, ids_untrusted
-from p2ptrain.core.activations import ENCODINGS, activation_bytes
+from p2ptrain.compute.activations import DTYPES, decode_untrusted, encode, fill, ids_untrusted
+from p2ptrain.core.activations import ENCODINGS, activation_bytes, encode_ids
 from p2ptrain.core.errors import ProtocolError
 
 

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from p2ptrain.compute.activations import encode_ids
 from p2ptrain.compute.picking import Picker
 from p2ptrain.compute.served_part import MAX_SESSIONS, ServedPart, ServedPartBuilder, begin_part
-from p2ptrain.core.activations import activation_bytes
+from p2ptrain.core.activations import activation_bytes, encode_ids
 from p2ptrain.core.errors import ConfigError, JobFailed, ProtocolError, ResourceError, UserError
 from p2ptrain.core.serving import PartSpec, Sampling
 from p2ptrain.core.tensor_files import TensorTable
