@@ -14,8 +14,9 @@ who waits for this token, but not by the token behind it. So::
     token_s      = sum of compute_s + sum of hops, the client's two included       one session, one token after another
     bottleneck_s = max over compute_s and what each hop occupies                   1 / tokens per second, the chain full
 
-A stage must have room for its weights and for its layers' KV cache of the ``positions`` wanted. (What attention reads
-of a long cache is not counted: it goes with the layers, as the weights do.)
+A stage must have room for its weights, for its layers' KV cache of the ``positions`` wanted, and, where another stage
+follows, for the activations of as many positions: it keeps what it gave on, to replay it to who takes a lost stage's
+place. (What attention reads of a long cache is not counted: it goes with the layers, as the weights do.)
 
 The objective
 -------------
@@ -119,7 +120,7 @@ class Wanted:
 
     Attributes:
         positions: to have cache for, of all sessions together.
-        activation_bytes: of one position, as they travel from stage to stage.
+        activation_bytes: of one position, as they travel from stage to stage, and are kept by who gave them on.
         client: peer id of who sends the tokens and gets them; it holds no stage.
         links: (from, to), ids of peers and client → what was measured.
         apart: (from, to) where ``from`` cannot dial ``to``. Whom the client cannot dial holds no stage.
@@ -138,7 +139,7 @@ class Stage:
     """One stage of a chain.
 
     Attributes:
-        weights_bytes, cache_bytes: what it takes of ``peer.memory_bytes``.
+        weights_bytes, cache_bytes, kept_bytes: what it takes of ``peer.memory_bytes``; the last is what it gave on.
         compute_s: predicted, of one token.
         hop_s: until what it made is at the next stage, after the last one at the client.
         occupied_s: of that, what keeps the link from the token behind.
@@ -149,13 +150,14 @@ class Stage:
     stop: int
     weights_bytes: int
     cache_bytes: int
+    kept_bytes: int
     compute_s: float
     hop_s: float
     occupied_s: float
 
     @property
     def need_bytes(self) -> int:
-        return self.weights_bytes + self.cache_bytes
+        return self.weights_bytes + self.cache_bytes + self.kept_bytes
 
     @property
     def tokens_per_s(self) -> float:
@@ -347,7 +349,15 @@ class _Hops:
 
 
 def _need_bytes(wanted: Wanted, start: int, stop: int) -> int:
-    return wanted.sizes.weights_bytes(start, stop) + wanted.positions * sum(wanted.sizes.cache_bytes[start:stop])
+    return wanted.sizes.weights_bytes(start, stop) + _cache_bytes(wanted, start, stop) + _kept_bytes(wanted, stop)
+
+
+def _cache_bytes(wanted: Wanted, start: int, stop: int) -> int:
+    return wanted.positions * sum(wanted.sizes.cache_bytes[start:stop])
+
+
+def _kept_bytes(wanted: Wanted, stop: int) -> int:
+    return wanted.positions * wanted.activation_bytes if stop < wanted.sizes.layers else 0
 
 
 def _compute_s(wanted: Wanted, peer: Peer, start: int, stop: int) -> float:
@@ -359,9 +369,9 @@ def _placement(wanted: Wanted, hops: _Hops, chain: Sequence[tuple[Peer, int, int
     for index, (peer, start, stop) in enumerate(chain):
         hop = hops.between(peer, chain[index + 1][0]) if index + 1 < len(chain) else hops.to_client(peer)
         weights_bytes = wanted.sizes.weights_bytes(start, stop)
-        cache_bytes = wanted.positions * sum(wanted.sizes.cache_bytes[start:stop])
+        cache_bytes, kept_bytes = _cache_bytes(wanted, start, stop), _kept_bytes(wanted, stop)
         compute_s = _compute_s(wanted, peer, start, stop)
-        stages.append(Stage(peer, start, stop, weights_bytes, cache_bytes, compute_s, *hop))
+        stages.append(Stage(peer, start, stop, weights_bytes, cache_bytes, kept_bytes, compute_s, *hop))
     return Placement(tuple(stages), *hops.from_client(chain[0][0]), exact)
 
 
@@ -377,6 +387,7 @@ def _board(wanted: Wanted, peers: Sequence[Peer], hops: _Hops) -> tuple[Board, l
     upper = np.triu_indices(len(cuts), 1)
     streamed_bytes[upper] = (held[None, :] - held[:, None])[upper]
     need_bytes[upper] = streamed_bytes[upper] + wanted.positions * (cached[None, :] - cached[:, None])[upper]
+    need_bytes[:, :-1] += wanted.positions * wanted.activation_bytes  # kept where another stage follows
     streamed_bytes[:-1, -1] += sizes.last_bytes
     need_bytes[:-1, -1] += sizes.last_bytes
     need_bytes[0, 1:] += sizes.first_bytes
@@ -427,6 +438,7 @@ def _refusal(wanted: Wanted, given: Sequence[Peer], reached: Sequence[Peer], sta
     sizes = wanted.sizes
     weights_bytes, need_bytes = sizes.weights_bytes(0, sizes.layers), _need_bytes(wanted, 0, sizes.layers)
     offered_bytes = sum(peer.memory_bytes for peer in reached)
+    kept_bytes = _kept_bytes(wanted, 0)  # of each stage but the last
     largest_bytes, largest = max((_need_bytes(wanted, index, index + 1), index) for index in range(sizes.layers))
     ends = [" with the embedding"] * (largest == 0 and sizes.first_bytes > 0)
     ends += [" with norm and head"] * (largest == sizes.layers - 1 and sizes.last_bytes > 0)
@@ -436,6 +448,7 @@ def _refusal(wanted: Wanted, given: Sequence[Peer], reached: Sequence[Peer], sta
         f"the model needs {_size(need_bytes)} ({_size(weights_bytes)} of weights, {_size(need_bytes - weights_bytes)}"
         f" of cache for {wanted.positions} positions; layer {largest}{''.join(ends)} alone {_size(largest_bytes)}"
         + (f"; {_size(sizes.tied_bytes)} more where it is split" if sizes.tied_bytes else "")
+        + (f"; {_size(kept_bytes)} more on each stage but the last, to replay from" if kept_bytes else "")
         + f"), and {len(reached)} peer{'s offer' if len(reached) != 1 else ' offers'} {_size(offered_bytes)}"
         + (f": {', '.join([*offers[:_NAMED], *_more(offers)])}" if offers else "")
     ]
@@ -459,7 +472,9 @@ def _refusal(wanted: Wanted, given: Sequence[Peer], reached: Sequence[Peer], sta
     most_bytes = max((peer.memory_bytes for peer in reached), default=0)
     if largest_bytes > most_bytes:
         do.append(f"start a peer with {_size(largest_bytes)} at least")
-    elif (short_bytes := need_bytes + (sizes.tied_bytes if need_bytes > most_bytes else 0) - offered_bytes) > 0:
+    elif (
+        short_bytes := need_bytes + (sizes.tied_bytes + kept_bytes if need_bytes > most_bytes else 0) - offered_bytes
+    ) > 0:
         do.append(f"start more peers, with {_size(short_bytes)} at least")
     else:
         do.append("start another peer, or one with more memory")

@@ -75,9 +75,13 @@ class PartBuilder(Protocol):
 
     Attributes:
         wanted: every tensor that the part owns, by its name in the model's files, with its shape.
+        weights_bytes: of the part, as it computes with them: no less than the engine's will be.
+        cache_position_bytes: as the engine's.
     """
 
     wanted: Mapping[str, tuple[int, ...]]
+    weights_bytes: int
+    cache_position_bytes: int
 
     def place(self, name: str, dtype: str, data: memoryview) -> None:
         """Take a tensor over: ``data`` are its bytes in safetensors' ``dtype`` (``F32``, ``BF16``, ...), copied before

@@ -11,6 +11,7 @@ A hidden state has ``WIDTH`` elements: one that is always 127, so that int8's sc
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -293,6 +294,8 @@ class StandInBuilder:
         if missing := set(owned) - set(names):
             raise ConfigError(f"the model's files lack {min(missing)}")
         self.wanted: Mapping[str, tuple[int, ...]] = {name: shapes[name] for name in owned}
+        self.weights_bytes = 4 * sum(math.prod(shape) for shape in self.wanted.values())
+        self.cache_position_bytes = 4 * WIDTH * (spec.stop - spec.start)
         self._spec, self._options, self._on_finish = spec, options, on_finish
         self._context = int(json.loads(spec.config)["max_position_embeddings"])
         self._placed: dict[str, Values] = {}

@@ -164,7 +164,7 @@ class HeldPart:
 
     Attributes:
         part: its id. model: the model's id, which all parts of it share. name: of the model, for people.
-        cache_bytes: of the sessions that are open.
+        cache_bytes: that the sessions which are open may grow to, what they keep to replay it included.
         limit_bytes: what this worker gives to parts and their caches.
         sessions: open now.
         compute_ms: that one work takes here, averaged; 0 where it is not known.

@@ -10,7 +10,7 @@ import typer
 from p2ptrain.cli.output import human_bytes, print_table, printable
 from ring.placement import Placement
 
-_COLUMNS = ("PEER", "LAYERS", "WEIGHTS", "CACHE", "LIMIT", "MS/TOKEN", "HOP MS", "TOKENS/S")
+_COLUMNS = ("PEER", "LAYERS", "WEIGHTS", "CACHE", "KEPT", "LIMIT", "MS", "HOP MS", "TOKENS/S")
 
 
 def placement_map(placement: Placement) -> dict[str, Any]:
@@ -25,6 +25,7 @@ def placement_map(placement: Placement) -> dict[str, Any]:
                 "stop": stage.stop,
                 "weights_bytes": stage.weights_bytes,
                 "cache_bytes": stage.cache_bytes,
+                "kept_bytes": stage.kept_bytes,
                 "limit_bytes": stage.peer.memory_bytes,
                 "compute_s": stage.compute_s,
                 "hop_s": stage.hop_s,
@@ -41,13 +42,15 @@ def placement_map(placement: Placement) -> dict[str, Any]:
 
 
 def print_placement(placement: Placement) -> None:
-    """The stages as a table of 80 columns, in their order, and what the whole chain is predicted to do."""
+    """The stages as a table of 80 columns, in their order, and what the whole chain is predicted to do. ``KEPT``: of
+    what a stage gave on, to replay it; ``MS``: computing a token; ``LIMIT``: of the three together."""
     rows = [
         (
             stage.peer.name,
             f"{stage.start}–{stage.stop - 1}" if stage.stop - stage.start > 1 else str(stage.start),
             human_bytes(stage.weights_bytes),
             human_bytes(stage.cache_bytes),
+            human_bytes(stage.kept_bytes),
             human_bytes(stage.peer.memory_bytes),
             _ms(stage.compute_s),
             _ms(stage.hop_s),

@@ -93,14 +93,16 @@ class ServedPartBuilder:
 
     Attributes:
         wanted: every tensor that the part owns, by its name in the model's files, with its shape.
+        weights_bytes, cache_position_bytes: what the part will say of itself; weights that are tied may be fewer.
     """
 
     def __init__(self, spec: PartSpec, config: PretrainedConfig, part: Part, names: Collection[str]) -> None:
         self._spec, self._dtype, self._device = spec, _dtype(spec, config), pick_device(spec.device)
         self._assembly = PartAssembly(config, part, names, dtype=self._dtype, device=self._device.torch_device)
         self.wanted: Mapping[str, tuple[int, ...]] = self._assembly.wanted
-        need = sum(math.prod(shape) for shape in self.wanted.values()) * self._dtype.itemsize
-        check_memory(need, self._device, f"a part of {len(part)} of {part.layers} layers")
+        self.weights_bytes = sum(math.prod(shape) for shape in self.wanted.values()) * self._dtype.itemsize
+        self.cache_position_bytes = _cache_position_bytes(config, part, self._dtype)
+        check_memory(self.weights_bytes, self._device, f"a part of {len(part)} of {part.layers} layers")
 
     def place(self, name: str, dtype: str, data: memoryview, start: int = 0) -> None:
         """Take over bytes [start, ...) of a tensor in safetensors' ``dtype``, which are copied before this returns: all
@@ -117,6 +119,10 @@ class ServedPartBuilder:
         return ServedPart(self._spec, self._assembly.finish(), self._dtype, self._device)
 
 
+def _cache_position_bytes(config: PretrainedConfig, part: Part, dtype: torch.dtype) -> int:
+    return 2 * len(part) * math.prod(kv_shape(config, 1)) * dtype.itemsize
+
+
 class ServedPart:
     """See the module's text, and ``roles.stage_engine.StageEngine`` for what the attributes mean."""
 
@@ -125,7 +131,7 @@ class ServedPart:
         self.width, self.vocab_size = model.width, model.vocab_size
         self.encoding = next(name for name, each in DTYPES.items() if each == dtype)
         self.weights_bytes = model.weights_bytes
-        self.cache_position_bytes = 2 * len(model.part) * math.prod(kv_shape(model.config, 1)) * dtype.itemsize
+        self.cache_position_bytes = _cache_position_bytes(model.config, model.part, dtype)
         self.device = device.label
         self._model, self._dtype, self._place = model, dtype, device
         self._sessions: dict[str, _Session] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -11,9 +10,9 @@ from pathlib import Path
 
 import xxhash
 
-from p2ptrain.core.errors import ConfigError, ProtocolError, Refused, StorageError
+from p2ptrain.core.errors import ConfigError, ProtocolError, StorageError
 from p2ptrain.core.ids import new_id
-from p2ptrain.core.tensor_files import ITEM_BYTES, TensorTable
+from p2ptrain.core.tensor_files import TensorTable
 from p2ptrain.core.threads import Thread
 from p2ptrain.core.world import World
 from roles.compute_thread import ComputeThread
@@ -26,7 +25,6 @@ from roles.worker.stage_requests import LoadRequest
 from wire.chain_messages import PartLoading, TensorRecord
 from wire.messages import Message
 
-_DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 LOADING_S = 0.25
 """A client hears so often how far its part is."""
 
@@ -72,25 +70,17 @@ class Loader:
         names = tuple(name for name, record in records.items() if record.dtype != FILE)
         builder = await self._compute.run(self._build_part, spec, names)
         wanted = _owned_untrusted(builder, records)
-        weights_bytes = sum(_resident_bytes(record, spec.dtype) for record in wanted)
+        need_bytes = builder.weights_bytes + request.sessions_bytes(builder.cache_position_bytes)
         me = object()
         try:
-            await self._make_room(me, weights_bytes, f"the weights of {what}")
+            # All of it before the first byte is taken: who hears later that the caches have no room loaded in vain.
+            await self._make_room(me, need_bytes, f"{what} and {request.positions} positions of sessions")
             own = await self._own(request.path)
             read_bytes = await self._place_all(builder, wanted, own, receiver, on_bytes)
             engine = await self._compute.run(builder.finish)
-            part = Part(new_id(), request.model, request.name, spec, engine, self._world.clock.now())
-            cache_bytes = request.positions * engine.cache_position_bytes
-            try:
-                text = f"{what} and {request.positions} positions of cache"
-                await self._make_room(me, part.bytes + cache_bytes, text)
-            except Refused:
-                gone = [part]
-                del builder, engine, part
-                await self._unload(gone)
-                raise
         finally:
             self._shelf.release(me)
+        part = Part(new_id(), request.model, request.name, spec, engine, self._world.clock.now())
         self._shelf.parts[part.id] = part
         on_shelf(part)
         return read_bytes
@@ -186,8 +176,3 @@ def _owned_untrusted(builder: PartBuilder, records: dict[str, TensorRecord]) -> 
             raise ProtocolError(text, remedy="is config.json that of these weights?")
         owned.append(record)
     return owned
-
-
-def _resident_bytes(record: TensorRecord, dtype: str) -> int:
-    numel = math.prod(record.shape)
-    return numel * (_DTYPE_BYTES[dtype] if dtype else ITEM_BYTES[record.dtype])

@@ -54,7 +54,7 @@ class Part:
 
     Attributes:
         users: sessions and clients for whom it stays.
-        promised: session to the bytes of cache that it may grow to.
+        promised: session to the bytes that it may grow to: its cache, and what it keeps to replay it.
         next: peer id of the next stage of the newest session.
         out_position_bytes: what one position took on its way there.
     """

@@ -14,6 +14,8 @@ from p2ptrain.core.model_config import config_untrusted
 from p2ptrain.core.serving import PartSpec, Sampling
 
 MAX_POSITIONS = 1 << 20
+MAX_ACTIVATION_BYTES = 1 << 26
+"""Of one position: more than the widest that ``config_untrusted`` takes has in fp32."""
 MAX_LAYERS = 4096
 MAX_STAGES = 64
 MAX_ATTEMPT = 1 << 31
@@ -35,14 +37,27 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """``part.load``. ``giver``: None where the client gives. ``path``: empty where this worker has no copy."""
+    """``part.load``.
+
+    Attributes:
+        positions: that there must be memory for besides the weights, of all sessions together.
+        activation_bytes: of one position, as it will travel to the next stage.
+        path: empty where this worker has no copy.
+        giver: None where the client gives.
+    """
 
     model: str
     name: str
     spec: PartSpec
     positions: int
+    activation_bytes: int
     path: str
     giver: Place | None
+
+    def sessions_bytes(self, cache_position_bytes: int) -> int:
+        """Of the sessions to come: their caches, and what they keep of what they gave on. As placement counts it."""
+        kept_bytes = self.activation_bytes if self.spec.stop < self.spec.layers else 0
+        return self.positions * (cache_position_bytes + kept_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +133,7 @@ def load_untrusted(params: Params, *, device: str) -> LoadRequest:
         name=printable(_text(params, "name", MAX_PATH_CHARS)),
         spec=PartSpec(config, start, stop, layers, dtype, device),
         positions=_number(params, "positions", 0, MAX_POSITIONS),
+        activation_bytes=_number(params, "activation_bytes", 0, MAX_ACTIVATION_BYTES),
         path=path,
         giver=place,
     )

@@ -119,6 +119,12 @@ class Terms:
     def last(self) -> bool:
         return self.index == self.stages - 1
 
+    @property
+    def kept_position_bytes(self) -> int:
+        """Of what is kept for a replay (``History``), of one position at most."""
+        given_on = {self.encoding, self.prefill_encoding}
+        return 0 if self.last else max(activation_bytes(each, 1, self.width) for each in given_on)
+
     def payload_bytes_untrusted(self, work: Work) -> int:
         """Bytes of the payload that comes behind ``work``.
 

@@ -19,7 +19,7 @@ from p2ptrain.core.threads import Thread, settle
 from p2ptrain.core.world import LoopClock, Network, World
 from roles.compute_thread import ComputeThread
 from roles.model_directory import DigestCache, ModelDirectory, open_model
-from roles.stage_stand_in import StandIns
+from roles.stage_stand_in import WIDTH, StandIns
 from roles.worker.giver import give
 from roles.worker.links import Prober, Sink
 from roles.worker.stage_links import Line
@@ -235,6 +235,7 @@ def load_params(model: ModelDirectory, start: int, stop: int, layers: int, **cha
         "layers": layers,
         "dtype": "fp32",
         "positions": 64,
+        "activation_bytes": 4 * WIDTH,
         "path": "",
         "giver": "caller",
         "giver_peer": "",

@@ -124,8 +124,8 @@ class StageWorks:
             raise Refused(DUPLICATE, f"session {terms.session} is open here already")
         if len(self._of(part)) >= MAX_SESSIONS:
             raise Refused("full", f"{MAX_SESSIONS} sessions are open on this part", remedy="try again later")
-        need_bytes = terms.positions * part.engine.cache_position_bytes
-        gone = self._shelf.make_room(need_bytes, f"{terms.positions} positions of cache", keep=part)
+        need_bytes = terms.positions * (part.engine.cache_position_bytes + terms.kept_position_bytes)
+        gone = self._shelf.make_room(need_bytes, f"{terms.positions} positions of a session", keep=part)
         session = LiveSession(StageSession(terms, request.attempt), part, caller, request.silence_s)
         part.users.add(session)
         part.promised[session] = need_bytes

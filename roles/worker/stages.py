@@ -310,8 +310,8 @@ class Stages:
             if part is None:
                 part, read_bytes, received_bytes = await self._load_anew(client, request)
             else:
-                cache_bytes = request.positions * part.engine.cache_position_bytes
-                gone = self.shelf.make_room(cache_bytes, f"{request.positions} positions of cache", keep=part)
+                need_bytes = request.sessions_bytes(part.engine.cache_position_bytes)
+                gone = self.shelf.make_room(need_bytes, f"{request.positions} positions of sessions", keep=part)
                 self._hold(client, part)
                 await self.works.unload(gone)
         self._changed()

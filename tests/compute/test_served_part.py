@@ -49,6 +49,9 @@ def load(directory: Path, *cuts: int, **changes: Any) -> list[ServedPart]:
         for name in reversed(list(builder.wanted)):  # any order
             builder.place(name, table.entries[name].dtype, memoryview(table.read(name)), 0)
         parts.append(builder.finish())
+        # What the builder says before a byte is loaded is what the part takes, whatever the files' dtype is.
+        said, made = builder, parts[-1]
+        assert (said.weights_bytes, said.cache_position_bytes) == (made.weights_bytes, made.cache_position_bytes)
     return parts
 
 

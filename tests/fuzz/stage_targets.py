@@ -63,6 +63,7 @@ _VALID: dict[str, dict[str, Any]] = {
         "layers": 3,
         "dtype": "",
         "positions": 64,
+        "activation_bytes": 32,
         "path": "",
         "giver": "peer",
         "giver_peer": "w1",
@@ -119,6 +120,7 @@ def _check_params(case: tuple[str, dict[str, Any]]) -> None:
         if isinstance(found, stage_requests.LoadRequest):
             assert 0 <= found.spec.start < found.spec.stop <= found.spec.layers <= stage_requests.MAX_LAYERS
             assert 0 <= found.positions <= stage_requests.MAX_POSITIONS
+            assert found.positions <= found.sessions_bytes(1) < 1 << 47
             assert found.name.isprintable()
         if isinstance(found, stage_requests.OpenRequest):
             assert 0 <= found.index < found.stages

@@ -55,6 +55,8 @@ class Reference:
             need += sizes.first_bytes
         if stop == self.layers:
             need += sizes.last_bytes
+        else:  # what it gave on is kept
+            need += self.wanted.positions * self.wanted.activation_bytes
         if start == 0 and stop == self.layers:
             need -= sizes.tied_bytes
         return need
@@ -111,8 +113,8 @@ def problem(rng: random.Random) -> tuple[Wanted, list[Peer]]:
         end_bytes + 8,
         end_bytes if tied else 0,
     )
-    positions = rng.choice([0, 1, 16])
-    whole = sizes.weights_bytes(0, layers) + positions * sum(sizes.cache_bytes)
+    positions, activation_bytes = rng.choice([0, 1, 16]), rng.choice([16, 256])
+    whole = sizes.weights_bytes(0, layers) + positions * (sum(sizes.cache_bytes) + activation_bytes)
     plenty = rng.choice([0.5, 1.1, 1.3, 2, 4])
     peers = [
         Peer(
@@ -136,7 +138,7 @@ def problem(rng: random.Random) -> tuple[Wanted, list[Peer]]:
         for pair in itertools.permutations(ids, 2)
         if rng.random() < (forbidden / 4 if CLIENT in pair else forbidden)
     )
-    return Wanted(sizes, positions, rng.choice([16, 256]), CLIENT, links, apart), peers
+    return Wanted(sizes, positions, activation_bytes, CLIENT, links, apart), peers
 
 
 def as_chain(found: Placement) -> Chain:
@@ -257,10 +259,15 @@ def test_a_tied_matrix_is_held_once_where_one_peer_holds_all_and_twice_where_it_
     wanted = Wanted(sizes, 2, 1, CLIENT, {})
     found = place(wanted, [Peer("a", "a", 129, 1.0), Peer("b", "b", 100, 1.0)])
     assert [(stage.peer.id, stage.weights_bytes, stage.cache_bytes) for stage in found.stages] == [("a", 125, 4)]
-    found = place(wanted, [Peer("a", "a", 112, 1.0), Peer("b", "b", 117, 1.0)])
-    assert [(stage.peer.id, stage.weights_bytes) for stage in found.stages] == [("a", 110), ("b", 115)]
-    with pytest.raises(ResourceError):
-        place(wanted, [Peer("a", "a", 128, 1.0), Peer("b", "b", 111, 1.0)])
+    # What the first one gave on at two positions, it keeps.
+    found = place(wanted, [Peer("a", "a", 114, 1.0), Peer("b", "b", 117, 1.0)])
+    assert [(stage.peer.id, stage.weights_bytes, stage.kept_bytes) for stage in found.stages] == [
+        ("a", 110, 2),
+        ("b", 115, 0),
+    ]
+    for short in ((113, 117), (114, 116), (128, 111)):
+        with pytest.raises(ResourceError):
+            place(wanted, [Peer(name, name, size, 1.0) for name, size in zip("ab", short, strict=True)])
     assert [stage.compute_s for stage in found.stages] == [10, 115]  # of the embedding one row is read
 
 
@@ -287,8 +294,9 @@ def test_a_refusal_tells_what_is_needed_what_there_is_and_what_would_do():
     few = [replace(peer, memory_bytes=peer.memory_bytes * 3 // 5) for peer in FOUR]
     error = refused(WANTED, few)
     assert error.message == (
-        "the model needs 19.0 GiB (13.0 GiB of weights, 6.0 GiB of cache for 4096 positions; layer 23 with norm and"
-        " head alone 1.8 GiB; 1.0 GiB more where it is split), and 4 peers offer 18.0 GiB: desk 7.2 GiB,"
+        "the model needs 19.0 GiB (13.0 GiB of weights, 6.0 GiB of cache for 4096 positions; layer 0 with the"
+        " embedding alone 1.8 GiB; 1.0 GiB more where it is split; 32.0 MiB more on each stage but the last, to replay"
+        " from), and 4 peers offer 18.0 GiB: desk 7.2 GiB,"
         " gamer 3.6 GiB, laptop 4.8 GiB, nuc 2.4 GiB"
     )
     positions = int(error.remedy.split("take ")[1].split(" positions")[0])
@@ -533,7 +541,7 @@ def test_several_lost_stages_are_taken_one_after_the_other():
 
 def test_a_given_chain_is_priced_as_the_same_one_that_is_found():
     sizes = ModelSizes((100,) * 6, (1,) * 6, 50, 50)
-    peers = [Peer(f"p{index}", f"p{index}", 400, (1 + index) * 1e-6) for index in range(4)]
+    peers = [Peer(f"p{index}", f"p{index}", 1100, (1 + index) * 1e-6) for index in range(4)]
     links = {("p0", "p1"): LinkQuality(0.01, 1e6), ("p2", "p3"): LinkQuality(0.3)}
     wanted = Wanted(sizes, 10, 64, CLIENT, links)
     found = place(wanted, peers)

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from p2ptrain.core.errors import ConfigError, Refused, StorageError
 from p2ptrain.core.serving import Sampling
 from roles.model_directory import DigestCache, ModelDirectory, open_model
 from roles.model_table import FILE, RANGE_BYTES, model_id
-from roles.stage_stand_in import StandIns, stand_in_config, tokens_of, write_model
+from roles.stage_stand_in import WIDTH, StandIns, stand_in_config, tokens_of, write_model
 from roles.worker.parts import MAX_PARTS, MAX_SESSIONS
 from roles.worker.stage_testing import (
     PORT,
@@ -487,22 +487,28 @@ def test_a_part_that_does_not_fit_is_refused_with_the_numbers(tmp_path: Path, mo
     async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
         async with giving(network.at("client"), "w0", model):
             with pytest.raises(Refused, match=r"need 6\.47 KiB.*6\.45 KiB of 6\.45 KiB") as refused:
-                await client.ask("part.load", load_params(model, 0, 4, 4))
+                await client.ask("part.load", load_params(model, 0, 4, 4, positions=0))
             assert refused.value.code == "memory"
             assert "--memory" in refused.value.remedy
             fits = load_params(model, 0, 2, 4, positions=8)
-            with pytest.raises(Refused, match="200 positions of cache need"):
+            with pytest.raises(Refused, match="200 positions of sessions need"):
                 await client.ask("part.load", {**fits, "positions": 200})
+            assert len(stage.stand_ins.engines) == 0, "it was loaded in vain"
             part = (await client.ask("part.load", fits))["part"]
         offer = await client.ask("part.offer")
         assert offer["limit_bytes"] == 6600
         engine = stage.stand_ins.engines[-1]
         assert offer["memory_bytes"] == 6600 - engine.weights_bytes
-        room = offer["memory_bytes"] // engine.cache_position_bytes
-        with pytest.raises(Refused, match="positions of cache need") as refused:
-            await client.ask("session.open", open_params("s1", part, 0, 2, "w0", positions=room + 1))
+        # A stage that another one follows keeps what it gives on, in the larger of the encodings.
+        room = offer["memory_bytes"] // (engine.cache_position_bytes + 4 * WIDTH)
+        wires = {"encoding": "bf16", "prefill_encoding": "fp32"}
+        with pytest.raises(Refused, match="positions of a session need") as refused:
+            await client.ask("session.open", open_params("s1", part, 0, 2, "w0", positions=room + 1, **wires))
         assert refused.value.code == "memory"
         assert not engine.sessions
+        for fits_too in (room, room + 1):  # for a load's check is that of its sessions
+            with pytest.raises(Refused) if fits_too > room else nullcontext():
+                await client.ask("part.load", {**fits, "positions": fits_too})
 
     assert weights_bytes > 6600
     with_stage(tmp_path, test, limit_bytes=6600, faults=True)
@@ -546,7 +552,7 @@ def test_what_is_promised_while_another_part_goes_is_not_promised_twice(tmp_path
             assert len(shelf.parts) == 1, "the idle part is not on its way out"
             room = shelf.limit_bytes - shelf.parts[part].bytes
             positions = room // stage.stand_ins.engines[0].cache_position_bytes
-            with pytest.raises(Refused, match="positions of cache need") as refused:
+            with pytest.raises(Refused, match="positions of a session need") as refused:
                 await client.ask("session.open", open_params("s1", part, 0, 2, "w0", positions=positions))
             assert refused.value.code == "memory"
             await loading

@@ -14,7 +14,7 @@ import pytest
 from p2ptrain.core.errors import ProtocolError, Refused
 from p2ptrain.core.serving import Sampling
 from roles.model_directory import ModelDirectory
-from roles.stage_stand_in import StandIns, stand_in_config, tokens_of, write_model
+from roles.stage_stand_in import WIDTH, StandIns, stand_in_config, tokens_of, write_model
 from roles.worker.stage_session import MOST_QUEUED, QUEUED_FROM_STAGE, WORK_POSITIONS
 from roles.worker.stage_testing import (
     PORT,
@@ -733,7 +733,7 @@ def test_the_seed_hears_what_is_held(tmp_path: Path, model: ModelDirectory) -> N
         [held] = chain.stages[0].told[-1].parts
         engine = chain.stages[0].stand_ins.engines[0]
         assert (held.sessions, held.next, held.weights_bytes) == (1, "w1", engine.weights_bytes)
-        assert held.cache_bytes == 64 * engine.cache_position_bytes
+        assert held.cache_bytes == 64 * (engine.cache_position_bytes + 4 * WIDTH)
         assert held.compute_ms == pytest.approx(250)
         assert held.busy > 0.3
         assert held.out_position_bytes == 32
