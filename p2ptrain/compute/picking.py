@@ -3,6 +3,10 @@
 ``generate`` draws once for each new token from a generator that was seeded once. So a draw has a number, 0 for the
 first new token, and whoever is to make draw n first brings a generator there. Then it does not matter who picks, or
 whether some tokens were picked before and thrown away: the same logits and the same number give the same token.
+
+Generators of different devices draw different numbers from one seed. Rows are therefore brought to the CPU and all of
+it is done there, as transformers does on a CPU: a last stage that is replaced by one of another kind goes on with the
+same text, as far as its logits are the same. (It is one row of 4 bytes an entry of the vocabulary, for one token.)
 """
 
 from __future__ import annotations
@@ -47,15 +51,15 @@ class Picker:
         """A token for each row.
 
         Args:
-            logits: (rows, vocab); row i is of draw ``draw + i``.
+            logits: (rows, vocab), of any device and dtype; row i is of draw ``draw + i``.
 
         Raises:
             JobFailed: there are logits that are not numbers.
         """
-        return tuple(self._pick(row[None], draw + number) for number, row in enumerate(logits))
+        scores = logits.to(device="cpu", dtype=torch.float32, copy=True)  # warpers may write into them
+        return tuple(self._pick(row[None], draw + number) for number, row in enumerate(scores))
 
-    def _pick(self, row: Tensor, draw: int) -> int:
-        scores = row.to(copy=True, dtype=torch.float32)
+    def _pick(self, scores: Tensor, draw: int) -> int:
         if not scores.amax().isfinite():  # NaN where one of them is
             raise JobFailed(
                 "the model gave logits that are not numbers, so there is no next token",
@@ -69,10 +73,8 @@ class Picker:
 
     def _at(self, draw: int, like: Tensor) -> torch.Generator:
         """The generator, about to make ``draw``; afterwards it counts as made."""
-        if self._generator is None or self._generator.device != like.device:
-            self._generator = torch.Generator(like.device).manual_seed(self._sampling.seed)
-            self._next = 0
-            self._states.clear()
+        if self._generator is None:
+            self._generator = torch.Generator("cpu").manual_seed(self._sampling.seed)
         if draw != self._next:
             self._go_to(draw, self._generator, like)
         self._states[draw] = self._generator.get_state()

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -165,6 +165,27 @@ def test_draws_are_numbered() -> None:
     assert one.pick(logits[20:30], 20) == expected[20:30]
     assert Picker(sampling).pick(logits[45:], 45) == expected[45:]
     assert Picker(Sampling(temperature=0.8, top_k=40, top_p=0.9, seed=12)).pick(logits, 0) != expected
+
+
+class Elsewhere:
+    """Logits on a device that is not here: there is nothing to be done with them but to have them brought."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self._logits = logits
+
+    def to(self, *, device: str, dtype: torch.dtype, copy: bool) -> torch.Tensor:
+        assert (device, dtype, copy) == ("cpu", torch.float32, True)
+        return self._logits.to(device=device, dtype=dtype, copy=copy)
+
+
+def test_the_device_of_the_last_stage_changes_no_token() -> None:
+    logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(1), dtype=torch.bfloat16)
+    for sampling in SETTINGS:
+        there = Picker(sampling)
+        assert there.pick(cast(torch.Tensor, Elsewhere(logits)), 3) == Picker(sampling).pick(logits.float(), 3)
+        assert there._generator is None or there._generator.device.type == "cpu"
 
 
 def test_logits_that_are_not_numbers() -> None:
