@@ -10,19 +10,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-import xxhash
-
 from p2ptrain.core.disk import Disk, write_atomic
 from p2ptrain.core.errors import ConfigError, ProtocolError, StorageError
 from p2ptrain.core.tensor_files import TensorEntry, TensorTable
-from roles.model_table import FILE, MAX_FILE_BYTES, MAX_FILES, RANGE_BYTES, is_file_name, model_id
+from roles.model_table import (
+    DIGEST_BYTES,
+    FILE,
+    MAX_FILE_BYTES,
+    MAX_FILES,
+    RANGE_BYTES,
+    is_file_name,
+    model_id,
+    new_digest,
+)
 from wire.chain_messages import TensorRecord
 
 CACHE_FILE = "tensor-digests.json"
 MAX_CACHE_BYTES = 64 << 20
 _CACHED_FILES = 256
 _MAX_CONFIG_BYTES = 48 << 10  # it travels in a request
-_HEX_CHARS = 32
 
 Stamp = tuple[int, int]
 """Size and time of change of a file, in bytes and nanoseconds: while both stay, it is taken to be the same."""
@@ -77,7 +83,7 @@ def cached_untrusted(data: bytes) -> dict[str, tuple[Stamp, dict[str, bytes]]]:
         for path, entry in files.items():
             size, mtime_ns = (int(each) for each in entry["stamp"])
             digests = {str(name): bytes.fromhex(text) for name, text in entry["digests"].items()}
-            if any(2 * len(digest) != _HEX_CHARS for digest in digests.values()):
+            if any(len(digest) != DIGEST_BYTES for digest in digests.values()):  # or of another kind, once
                 raise ProtocolError("a digest that is none")
             found[str(path)] = ((size, mtime_ns), digests)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
@@ -125,8 +131,9 @@ def open_model(directory: Path, cache: DigestCache) -> ModelDirectory:
 
     Raises:
         ConfigError: there is no model in safetensors.
-        StorageError: a file is damaged, missing or cannot be read.
+        StorageError: a file is damaged, missing or cannot be read, or changed meanwhile.
     """
+    before = _stamps(directory)  # before the headers are read: what they say is of these files
     table = table_of(directory)
     small = _small_files(directory)
     if "config.json" not in small:
@@ -147,6 +154,8 @@ def open_model(directory: Path, cache: DigestCache) -> ModelDirectory:
         stamps[each], found = _digests(
             directory / each, {name: entry for name, entry in entries.items() if entry.file == each}, cache
         )
+        if stamps[each] != before.get(each):
+            raise StorageError(f"{directory / each} changed while it was opened", remedy="try again")
         digests |= found
     records = tuple(
         TensorRecord(name, entry.dtype, list(entry.shape), entry.size_bytes, digests[name])
@@ -184,7 +193,7 @@ def _digests(path: Path, entries: Mapping[str, TensorEntry], cache: DigestCache)
             return stamp, {name: known[name] for name in entries}
         found: dict[str, bytes] = {}
         for name, entry in sorted(entries.items(), key=lambda item: item[1].start):
-            total = xxhash.xxh3_128()
+            total = new_digest()
             for start in range(entry.start, entry.stop, RANGE_BYTES):
                 total.update(read_range(file, start, min(RANGE_BYTES, entry.stop - start)))
             found[name] = total.digest()
@@ -201,6 +210,16 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, Stamp]]:
             yield file, (status.st_size, status.st_mtime_ns)
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _stamps(directory: Path) -> dict[str, Stamp]:
+    """Of every file. Raises ``StorageError``."""
+    try:
+        with os.scandir(directory) as entries:
+            found = ((each.name, each.stat()) for each in entries if each.is_file())
+            return {name: (status.st_size, status.st_mtime_ns) for name, status in found}
+    except OSError as error:
+        raise StorageError(f"cannot list {directory}: {error.strerror or error}") from error
 
 
 def _whole(name: str, size_bytes: int) -> TensorEntry:

@@ -108,7 +108,7 @@ class TensorRecord:
     """One tensor of a model directory, or one of its small files (dtype ``FILE``, shape its bytes).
 
     Attributes:
-        digest: xxh3-128 of its bytes, 16 bytes.
+        digest: BLAKE2b-256 of its bytes, 32 bytes.
     """
 
     name: str

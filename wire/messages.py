@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_TERM = 1 << 13
 """Terms of leading seeds are less: a generation of term t is above t << 40, and every number here below 2**53."""
 

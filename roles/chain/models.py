@@ -10,13 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from p2ptrain.core.errors import P2PTrainError, UserError
 from p2ptrain.core.threads import Thread
 from roles.chain.around import Around, WorkerAt
 from roles.model_directory import CACHE_FILE, DigestCache, ModelDirectory, open_model
-from roles.model_table import FILE
+from roles.model_table import FILE, digest_of
 from roles.worker.giver import give
 from roles.worker.receiver import Receiver
 from wire.chain_messages import TensorRecord
@@ -128,7 +126,7 @@ async def small_files(around: Around, model: Model, names: Sequence[str]) -> dic
         table = await receiver.table(model.config)
         wanted = [table[name] for name in names if name in table and table[name].dtype == FILE]
         async for record, data in receiver.tensors(wanted):
-            if xxhash.xxh3_128_digest(data) != record.digest:
+            if digest_of(data) != record.digest:
                 raise receiver.lied(record)
             found[record.name] = bytes(data)
     return found

@@ -8,8 +8,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-import xxhash
-
 from p2ptrain.core.errors import ConfigError, ProtocolError, StorageError
 from p2ptrain.core.ids import new_id
 from p2ptrain.core.tensor_files import TensorTable
@@ -17,7 +15,7 @@ from p2ptrain.core.threads import Thread
 from p2ptrain.core.world import World
 from roles.compute_thread import ComputeThread
 from roles.model_directory import table_of
-from roles.model_table import FILE
+from roles.model_table import FILE, digest_of
 from roles.stage_engine import BuildPart, PartBuilder
 from roles.worker.parts import Part, Shelf
 from roles.worker.receiver import Receiver
@@ -117,7 +115,7 @@ class Loader:
             done_bytes += record.size_bytes
             on_bytes(done_bytes, total_bytes)
         async for record, data in receiver.tensors(from_giver):
-            if await self._disk.submit(partial(xxhash.xxh3_128_digest, data)) != record.digest:
+            if await self._disk.submit(partial(digest_of, data)) != record.digest:
                 receiver.abort()
                 raise receiver.lied(record)
             await self._compute.run(builder.place, record.name, record.dtype, memoryview(data))
@@ -141,7 +139,7 @@ class Loader:
 
         def read() -> bytearray | None:
             data = own.read(record.name)
-            return data if xxhash.xxh3_128_digest(data) == record.digest else None
+            return data if digest_of(data) == record.digest else None
 
         with suppress(StorageError):
             return await self._disk.submit(read)

@@ -23,7 +23,7 @@ from wire.chain_messages import TensorRecord
 def records(directory: Path) -> dict[str, TensorRecord]:
     entries = TensorTable(directory).entries
     return {
-        name: TensorRecord(name, entry.dtype, list(entry.shape), entry.size_bytes, bytes(16))
+        name: TensorRecord(name, entry.dtype, list(entry.shape), entry.size_bytes, bytes(32))
         for name, entry in entries.items()
     }
 
@@ -64,7 +64,7 @@ def test_buffers_that_old_files_hold_weigh_nothing(tmp_path: Path) -> None:
     config, table = (tmp_path / "config.json").read_text(), records(tmp_path)
     expected = anatomy(config, table)
     for name in ("h.0.attn.bias", "transformer.h.1.attn.masked_bias"):
-        table[name] = TensorRecord(name, "F32", [1, 1, 128, 128], 65536, bytes(16))
+        table[name] = TensorRecord(name, "F32", [1, 1, 128, 128], 65536, bytes(32))
     assert anatomy(config, table) == expected
 
 
@@ -79,7 +79,7 @@ def test_a_head_in_the_files_of_a_tied_model_weighs_nothing(tmp_path: Path) -> N
 def test_a_name_that_is_not_known_has_the_model_built(tmp_path: Path) -> None:
     make("llama", tmp_path)
     config, table = (tmp_path / "config.json").read_text(), records(tmp_path)
-    table["model.something.weight"] = TensorRecord("model.something.weight", "F32", [4], 16, bytes(16))
+    table["model.something.weight"] = TensorRecord("model.something.weight", "F32", [4], 16, bytes(32))
     assert anatomy(config, table).sizes == built(config, "fp32")
 
 

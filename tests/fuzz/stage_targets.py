@@ -194,7 +194,7 @@ _RECORDS = st.sampled_from(sorted(_SHAPES)).flatmap(
         dtype=st.just("F32"),
         shape=st.just(list(_SHAPES[name])),
         size_bytes=st.just(4 * WIDTH * (1 if len(_SHAPES[name]) == 1 else _SHAPES[name][0])),
-        digest=st.just(bytes(16)),
+        digest=st.just(bytes(32)),
     )
 ) | made(
     TensorRecord,
@@ -202,7 +202,7 @@ _RECORDS = st.sampled_from(sorted(_SHAPES)).flatmap(
     dtype=st.just(FILE),
     shape=st.sampled_from([[5], [1 << 40], [], [5, 1]]),
     size_bytes=st.sampled_from([5, 1 << 40]),
-    digest=st.just(bytes(16)),
+    digest=st.just(bytes(32)),
 )
 _PAGES = made(TensorsPage, total=st.integers(1, 6), tensors=st.lists(_RECORDS, max_size=6), error=st.just(""))
 
@@ -238,7 +238,7 @@ TABLES = Target(
     peak_bytes=1 << 20,
 )
 
-_CACHED = json.dumps({"files": {"/m/a": {"stamp": [5, 6], "digests": {"x": "0" * 32}}}}).encode()
+_CACHED = json.dumps({"files": {"/m/a": {"stamp": [5, 6], "digests": {"x": "0" * 64}}}}).encode()
 
 
 def _check_cached(data: bytes) -> None:
@@ -246,7 +246,7 @@ def _check_cached(data: bytes) -> None:
         found = cached_untrusted(data)
     except ProtocolError:
         return
-    assert all(len(digest) == 16 for _, digests in found.values() for digest in digests.values())
+    assert all(len(digest) == 32 for _, digests in found.values() for digest in digests.values())
 
 
 CACHED = Target(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import json
 import os
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ConfigError, Refused, StorageError
+from p2ptrain.core.ids import is_id
 from p2ptrain.core.serving import Sampling
 from roles.model_directory import DigestCache, ModelDirectory, open_model
 from roles.model_table import FILE, RANGE_BYTES, model_id
@@ -313,7 +316,7 @@ def shorter(connection: Connection, data: bytearray, stream: int) -> None:
 
 
 LIARS: dict[str, tuple[Say, str]] = {
-    "digest": (on_table(lambda model: table_with(model, digest=bytes(16))), "is that of model"),
+    "digest": (on_table(lambda model: table_with(model, digest=bytes(32))), "is that of model"),
     "dtype": (on_table(lambda model: table_with(model, dtype="F16")), "another number of bytes"),
     "huge": (on_table(lambda model: table_with(model, shape=[1 << 40], size_bytes=4 << 40)), "is that of model"),
     "overflow": (on_table(lambda model: table_with(model, shape=[1 << 47] * 8)), "another number of bytes"),
@@ -640,9 +643,14 @@ def test_digests_are_kept_for_files_that_did_not_change(tmp_path: Path, monkeypa
     again = model_at(directory, tmp_path)
     assert again == first
     assert sum(read) == len(CONFIG), "all that is read is config.json"
-    (tmp_path / "digests.json").write_text('{"files": {"a": 1}}')
-    assert model_at(directory, tmp_path) == first
-    assert sum(read) > bytes_of(first, "")
+    kept = json.loads((tmp_path / "digests.json").read_text())
+    for file in kept["files"].values():  # as an earlier version kept them: xxh3-128
+        file["digests"] = {name: digest[:32] for name, digest in file["digests"].items()}
+    for damaged in ('{"files": {"a": 1}}', json.dumps(kept)):
+        read.clear()
+        (tmp_path / "digests.json").write_text(damaged)
+        assert model_at(directory, tmp_path) == first
+        assert sum(read) > bytes_of(first, "")
     read.clear()
     raw = bytearray((directory / "model.safetensors").read_bytes())
     raw[-1] ^= 1
@@ -653,6 +661,35 @@ def test_digests_are_kept_for_files_that_did_not_change(tmp_path: Path, monkeypa
     assert [each.name for each, other in zip(changed.records, first.records, strict=True) if each != other] == [
         "head.weight"
     ]
+
+
+def test_a_record_and_the_id_commit_to_every_byte(model: ModelDirectory) -> None:
+    total = hashlib.blake2b(digest_size=28)
+    for record in sorted(model.records, key=lambda each: each.name):
+        digest = hashlib.blake2b(model.read(record.name, 0, record.size_bytes), digest_size=32).digest()
+        assert record.digest == digest
+    texts = [CONFIG.encode()]
+    for record in sorted((each for each in model.records if each.dtype != FILE), key=lambda each: each.name):
+        texts += record.name.encode(), f"{record.dtype} {record.shape}".encode(), record.digest
+    for text in texts:
+        total.update(struct.pack("<Q", len(text)) + text)
+    assert model.model == total.hexdigest()
+    assert is_id(model.model)
+
+
+def test_a_file_that_changes_while_it_is_opened_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = write_model(tmp_path / "model", CONFIG)
+    real = open_model.__globals__["table_of"]
+
+    def replaced(path: Path) -> Any:
+        table = real(path)  # of the first file's header; what follows is another file's
+        write_model(directory, CONFIG, seed=2)
+        os.utime(directory / "model.safetensors", ns=(1, 1))
+        return table
+
+    monkeypatch.setitem(open_model.__globals__, "table_of", replaced)
+    with pytest.raises(StorageError, match="changed while"):
+        model_at(directory, tmp_path)
 
 
 def test_the_id_is_of_all_that_decides_what_a_model_computes(model: ModelDirectory) -> None:
@@ -666,7 +703,7 @@ def test_the_id_is_of_all_that_decides_what_a_model_computes(model: ModelDirecto
         dataclasses.replace(first, name=first.name + "x"),
         dataclasses.replace(first, dtype="I32"),
         dataclasses.replace(first, shape=first.shape[::-1]),
-        dataclasses.replace(first, digest=bytes(16)),
+        dataclasses.replace(first, digest=bytes(32)),
     ):
         assert model_id(CONFIG, [other, *records[1:]]) != model.model
     assert model_id(CONFIG + " ", records) != model.model
