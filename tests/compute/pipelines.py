@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,11 @@ class Pipeline:
         for stage in self.stages:
             names = stage._model_part.names
             stage._flat.copy_tensors({local: whole[name] for local, name in names.items()})
+
+    def set_recompute(self, recompute: bool) -> None:
+        """From the next step on."""
+        for stage in self.stages:
+            stage._stage = replace(stage._stage, recompute=recompute)
 
     def gradients(self, step: int, warm_ups: Sequence[int] | None = None, share: Sequence[int] | None = None) -> None:
         """All forwards and backwards of a step, each stage in its order: ``warm_ups`` of each, then a forward and a

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
+from transformers import AutoModelForCausalLM
 
 from p2ptrain.compute.data import DataSpec, load_corpus
 from p2ptrain.compute.flat import OptimizerSpec
-from p2ptrain.compute.model import ModelSpec, build_model
+from p2ptrain.compute.model import ModelSpec, model_config
 from p2ptrain.compute.part_trainer import CorpusFacts, PartTrainer
 from p2ptrain.compute.sampling import WindowSampler
 from p2ptrain.compute.stage import StageSpec, check_part_memory
@@ -39,22 +39,26 @@ FAMILIES = {
     "gpt2": tiny(layers=4, architecture="gpt2", kv_heads=4),
 }
 BOUNDS = [(0, 2, 4), (0, 1, 2, 4), (0, 1, 2, 3, 4)]
+EVERY_COUNT = [(family, count, BOUNDS) for family in ("llama-tied", "llama") for count in (1, 2, 3, 4, 8, 16)]
+OTHER_FAMILIES = [
+    (family, count, [bounds])
+    for family in ("qwen2", "qwen3", "mistral", "gpt2")
+    for bounds, count in zip(BOUNDS, (1, 3, 16), strict=True)
+]
 
 
 def reference(text: Path, spec: ModelSpec, micro_batches: int, step: int) -> tuple[Any, float]:
-    """The whole model with random weights and its gradients by plain autograd, and the mean loss."""
+    """``transformers``' own model with random weights, with its gradients by plain autograd, and its own loss, of the
+    step's whole batch at once."""
     corpus = load_corpus(DataSpec(path=str(text), sequence_tokens=16), Tokenizer.of_bytes())
     sampler = WindowSampler(len(corpus.training), 3, micro_batches, 2)
-    whole = build_model(spec, 256, 0)
+    windows = [corpus.window_tokens(corpus.training[sampler.sample(step, index)]) for index in range(micro_batches)]
+    tokens = torch.from_numpy(np.concatenate(windows))
+    whole: Any = AutoModelForCausalLM.from_config(model_config(spec, 256), attn_implementation="eager")
     randomize(whole)
-    total = 0.0
-    for index in range(micro_batches):
-        tokens = torch.from_numpy(corpus.window_tokens(corpus.training[sampler.sample(step, index)]))
-        logits = whole(input_ids=tokens[:, :-1]).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        (loss / micro_batches).backward()  # type: ignore[no-untyped-call]
-        total += float(loss.detach()) / micro_batches
-    return whole, total
+    loss = whole(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    return whole, float(loss.detach())
 
 
 def check_gradients(pipeline: Pipeline, whole: Any, loss: float) -> None:
@@ -67,19 +71,22 @@ def check_gradients(pipeline: Pipeline, whole: Any, loss: float) -> None:
     assert float(pipeline.stages[-1].reduce_buffer[-1]) / pipeline.micro_batches == pytest.approx(loss, rel=1e-6)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_are_those_of_one_process(text_file: Path, family: str, recompute: bool) -> None:
+@pytest.mark.parametrize(
+    ("family", "micro_batches", "cuts"),
+    EVERY_COUNT + OTHER_FAMILIES,
+    ids=[f"{family}-{count}" for family, count, _ in EVERY_COUNT + OTHER_FAMILIES],
+)
+def test_gradients_are_those_of_one_process(
+    text_file: Path, family: str, micro_batches: int, cuts: list[tuple[int, ...]]
+) -> None:
     spec = FAMILIES[family]
-    for bounds, micro_batches in zip(BOUNDS, (1, 3, 16), strict=True):
-        whole, loss = reference(text_file, spec, micro_batches, step=1)
-        pipeline = Pipeline(
-            text_file, bounds, {"recompute": recompute}, model=spec, micro_batches=micro_batches, steps=2
-        )
+    whole, loss = reference(text_file, spec, micro_batches, step=1)
+    for bounds in cuts:
+        one_f_one_b, gpipe = list(range(len(bounds) - 2, -1, -1)), [micro_batches] * (len(bounds) - 1)
+        pipeline = Pipeline(text_file, bounds, model=spec, micro_batches=micro_batches, steps=2)
         pipeline.set_weights(whole.state_dict())
-        stages = len(pipeline.stages)
-        plain, all_first = list(range(stages - 1, -1, -1)), [micro_batches] * stages
-        for warm_ups in (plain, all_first, [2 * warm_up for warm_up in plain]):
+        for recompute, warm_ups in ((False, one_f_one_b), (True, gpipe)):
+            pipeline.set_recompute(recompute)
             pipeline.gradients(1, warm_ups)
             check_gradients(pipeline, whole, loss)
 
