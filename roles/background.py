@@ -7,6 +7,15 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 
+def started_in(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None] | None:
+    """``work`` as a task of the group; None where the group ends, and takes no more: then it does not begin."""
+    try:
+        return tasks.create_task(work, name=name)
+    except RuntimeError:
+        work.close()
+        return None
+
+
 class Background:
     """Running tasks. What one raises goes to the loop's exception handler: errors that are expected end within it.
 

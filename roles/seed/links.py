@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from p2ptrain.core.errors import P2PTrainError, ProtocolError
 from p2ptrain.core.world import Clock
 from ring.order import LinkQuality, Links
+from roles.background import started_in
 from roles.seed.peers import Link
 from wire.transport_base import is_loopback
 
@@ -103,7 +104,7 @@ class Survey:
             del self._waiting[link.id]
             then()
 
-        task = _started(self._tasks, measure(), f"measure {link.id}")
+        task = started_in(self._tasks, measure(), f"measure {link.id}")
         if task is not None:
             self._waiting[link.id] = task
         return task is not None
@@ -120,7 +121,7 @@ class Survey:
         if before is not None:
             before.cancel()
         if self._tasks is not None and len(members) > 1:
-            task = _started(self._tasks, self._measure_later(job, members), f"measure for {job}")
+            task = started_in(self._tasks, self._measure_later(job, members), f"measure for {job}")
             if task is not None:
                 self._later[job] = task
 
@@ -155,15 +156,6 @@ class Survey:
 def host_seen_from(here: str, host: str) -> str:
     """The host as one at ``here`` is told it: elsewhere, a loopback address means the seed's machine, which is ""."""
     return "" if is_loopback(host) and not is_loopback(here) else host
-
-
-def _started(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None] | None:
-    """``work`` as a task of the group; None where the seed is stopping, and the group takes no more."""
-    try:
-        return tasks.create_task(work, name=name)
-    except RuntimeError:
-        work.close()
-        return None
 
 
 def measured_untrusted(result: dict[str, Any], asked: Collection[str]) -> dict[str, LinkQuality]:

@@ -19,6 +19,7 @@ from p2ptrain.core.world import World
 from ring import coordination as co
 from ring.detector import FailureDetector, Memory
 from ring.view import View
+from roles.background import started_in
 from roles.seed.enrolment import Gate
 from roles.seed.followers import Followers
 from roles.seed.jobs import Desk, History, Office, history
@@ -421,7 +422,7 @@ class Seed:
         except Refused as problem:
             say(connection, last_word(problem.code, problem))
             assert self._tasks is not None
-            self._tasks.create_task(connection.close(), name="let go")
+            started_in(self._tasks, connection.close(), "let go")
             return problem
         return None
 
@@ -512,7 +513,8 @@ class Seed:
         self.board.touch("checkpoints", info.id, *dropped)
         self._tell_newest(info.job)  # first: no view may begin before what is noted
         assert self._tasks is not None
-        self._tasks.create_task(self._note_saved(info, dropped), name="note a checkpoint")
+        if started_in(self._tasks, self._note_saved(info, dropped), "note a checkpoint") is None:
+            self._noting.release()  # the seed stops: the worker tells the next one
 
     async def _note_saved(self, info: CheckpointInfo, dropped: list[str]) -> None:
         try:
@@ -550,7 +552,7 @@ class Seed:
         await self.store.call(Records.add_job, record, spec)
         desk = self.desks[record.id] = Desk(self.office, record, spec, History())
         assert self._tasks is not None
-        self._tasks.create_task(desk.run(), name=f"job {desk.id}")
+        started_in(self._tasks, desk.run(), f"job {desk.id}")
         self.note("info", "job-created", f"job {record.name} ({record.id}) was created", "", record.id)
         self.board.touch("jobs", record.id)
         self.board.touch("cluster", "")

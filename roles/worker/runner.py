@@ -43,6 +43,7 @@ from ring.session import RingSession
 from ring.token import Flag
 from ring.transaction import Phase, Transaction
 from ring.view import Care, View
+from roles.background import started_in
 from roles.engine import WHOLE, Engine, Stage
 from roles.strategies import Strategy
 from roles.worker.boundary import BoundaryWork
@@ -310,10 +311,7 @@ class JobRunner:
 
     def _start(self, activity: Callable[P, Coroutine[Any, Any, None]], *args: P.args, **kwargs: P.kwargs) -> None:
         work = self._guarded(activity, *args, **kwargs)
-        try:
-            self._activity = self._tasks.create_task(work, name=f"job {self.job}")
-        except RuntimeError:  # the group is being ended, with this worker
-            work.close()
+        self._activity = started_in(self._tasks, work, f"job {self.job}") or self._activity
 
     async def _guarded(
         self, activity: Callable[P, Coroutine[Any, Any, None]], *args: P.args, **kwargs: P.kwargs
