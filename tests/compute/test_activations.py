@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -37,7 +37,6 @@ def test_the_layout() -> None:
 
 
 @given(arrays(np.float32, (3, 7), elements=st.floats(-(2.0**100), 2.0**100, width=32)))
-@settings(deadline=None)
 def test_int8_errs_by_half_a_scale(values: np.ndarray) -> None:  # type: ignore[type-arg]
     hidden = torch.from_numpy(values.copy())
     back = decode_untrusted(encode(hidden, "int8"), "int8", 3, 7)

@@ -11,7 +11,7 @@ from p2ptrain.compute.sampling import WindowSampler, permuted
 
 
 @given(size=st.integers(1, 3000), key=st.integers(0, 2**64 - 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_permutation_at_every_size(size: int, key: int) -> None:
     result = permuted(np.arange(size), size, key)
     assert np.array_equal(np.sort(result), np.arange(size))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -29,7 +29,6 @@ def written(ids: list[int], **options: Any) -> tuple[list[str], TextWriter]:
 
 
 @given(st.lists(st.integers(0, 255)), st.lists(st.integers(0, 255), max_size=12))
-@settings(deadline=None)
 def test_the_pieces_make_the_whole_for_any_bytes(ids: list[int], before: list[int]) -> None:
     pieces, writer = written(ids)
     assert "".join(pieces) == bytes(ids).decode(errors="replace")

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -34,7 +34,6 @@ def test_every_byte_has_its_place_in_the_equivalent_tokenizer() -> None:
 
 
 @given(st.text())
-@settings(deadline=None)
 def test_the_equivalent_tokenizer_gives_the_same_ids(text: str) -> None:
     assert BYTES.backend.encode(text).ids == list(text.encode())
     assert BYTES.backend.decode(list(text.encode())) == text

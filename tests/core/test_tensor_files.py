@@ -105,6 +105,25 @@ def f32(start: int, stop: int, *shape: int) -> dict[str, Any]:
         (header([1], 0), "not a table"),  # type: ignore[arg-type]
         (header({}, 0).replace(b"{}", b"{]"), "not JSON"),
     ],
+    ids=[
+        "empty",
+        "no-length",
+        "a-header-of-an-exabyte",
+        "a-header-over-the-most",
+        "a-shape-of-other-bytes",
+        "too-short",
+        "too-long",
+        "overlap",
+        "a-gap",
+        "negative",
+        "a-boolean",
+        "nine-dimensions",
+        "an-unknown-dtype",
+        "no-table-of-a-tensor",
+        "metadata-that-are-none",
+        "a-list",
+        "no-json",
+    ],  # else a name of 400 MB is made of the longest one
 )
 def test_a_damaged_file_is_refused(directory: Path, content: bytes, cause: str) -> None:
     (directory / WEIGHTS_FILE).write_bytes(content)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ring.balance import GAIN_PERCENT, PROBE_PERCENT, balanced, probed
@@ -81,7 +81,6 @@ def test_what_cannot_be_is_refused(micro_batches: int, units: list[int]) -> None
         balanced(micro_batches, units)
 
 
-@settings(deadline=None)
 @given(slow=st.integers(1, 2000), fast=st.integers(1, 1000))
 def test_a_member_without_work_is_asked_now_and_then_at_a_bounded_cost(slow: int, fast: int) -> None:
     units, counts = [fast, slow], balanced(8, [fast, slow])

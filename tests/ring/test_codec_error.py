@@ -25,7 +25,7 @@ def gradients_of(n: int, numel: int, seed: int = 0) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("name", CODECS)
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(n=st.integers(2, 8), numel=st.integers(1, 700), rounds=st.integers(1, 4), seed=st.integers(0, 1000))
 def test_what_came_out_and_what_is_kept_back_is_what_went_in(name, n, numel, rounds, seed):
     codecs = [codec_named(name) for _ in range(n)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -66,7 +66,6 @@ def test_names_are_in_order_of_size():
 
 
 @every_codec
-@settings(deadline=None)
 @given(numel=numels)
 def test_blocks_cut_from_an_array_cost_what_they_cost_together(name, numel):
     codec = codec_named(name)
@@ -122,7 +121,6 @@ def test_topk_keeps_the_first_of_equals():
 
 
 @every_codec
-@settings(deadline=None)
 @given(values=any_values)
 def test_any_input_is_encoded_the_same_twice_and_what_is_not_finite_stays_so(name, values):
     codec = codec_named(name)
@@ -198,7 +196,6 @@ def test_no_rounding_of_the_step_takes_the_largest_element_beyond_its_level(name
     assert (error < largest / levels / 2).all()
 
 
-@settings(deadline=None)
 @given(hnp.arrays(np.float32, numels, elements=st.floats(-(2.0**100), 2.0**100, width=32)))
 def test_int8_is_wrong_by_half_a_level_at_most(values):
     codec = codec_named("int8")
@@ -209,7 +206,6 @@ def test_int8_is_wrong_by_half_a_level_at_most(values):
         assert np.abs(result[block].astype(float) - values[block]).max() <= level / 2 * (1 + 1e-6)
 
 
-@settings(deadline=None)
 @given(hnp.arrays(np.float32, numels, elements=st.floats(-(2.0**100), 2.0**100, width=32)))
 def test_int4_is_wrong_by_half_a_level_and_by_one_at_the_far_end(values):
     codec = codec_named("int4")
@@ -223,7 +219,6 @@ def test_int4_is_wrong_by_half_a_level_and_by_one_at_the_far_end(values):
         assert error.max() <= level * (1 + 1e-6)
 
 
-@settings(deadline=None)
 @given(hnp.arrays(np.float32, numels, elements=st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)))
 def test_topk_loses_nothing_larger_than_what_it_keeps(values):
     codec = codec_named("topk")
@@ -236,7 +231,6 @@ def test_topk_loses_nothing_larger_than_what_it_keeps(values):
         assert (np.abs(got[kept].astype(float) - block[kept]) <= np.abs(block[kept]) * 2.0**-8).all()
 
 
-@settings(deadline=None)
 @given(hnp.arrays(np.float32, numels, elements=st.floats(-(2.0**100), 2.0**100, width=32)))
 def test_bf16_keeps_eight_significant_bits(values):
     error = np.abs(round_trip(codec_named("bf16"), values).astype(float) - values)
@@ -263,7 +257,6 @@ def test_the_magnitude_of_gradients_does_not_matter(name, scale):
 
 
 @every_codec
-@settings(deadline=None)
 @given(numel=numels, data=st.data())
 def test_any_bytes_decode_or_are_a_protocol_error(name, numel, data):
     codec = codec_named(name)

@@ -94,7 +94,7 @@ numels = st.integers(0, 200)
 sub_chunks = st.integers(1, 70)
 depths = st.integers(1, 5)
 seeds = st.integers(0, 2**32 - 1)
-many = settings(max_examples=150, deadline=None)
+many = settings(max_examples=150)
 
 
 def arrays(n: int, numel: int, seed: int, dtype: str) -> list[np.ndarray]:

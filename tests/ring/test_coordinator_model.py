@@ -547,7 +547,6 @@ def test_random_histories() -> None:
         settings=settings(
             max_examples=200,
             stateful_step_count=50,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
             derandomize=True,
         ),

@@ -635,7 +635,6 @@ def test_random_histories(cluster: type[Cluster]) -> None:
         settings=settings(
             max_examples=100,
             stateful_step_count=50,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
             derandomize=True,
         ),

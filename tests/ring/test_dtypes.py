@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ring.dtypes import storage_dtype, sum_into
@@ -29,7 +29,6 @@ def assert_same_as_torch(left: np.ndarray, right: np.ndarray) -> None:
     assert torch.equal(got.view(torch.int16)[known], expected.view(torch.int16)[known])
 
 
-@settings(deadline=None)
 @given(words)
 def test_bfloat16_adds_as_torch_does(pairs):
     stored = np.array(pairs, np.uint16).reshape(-1, 2)

@@ -6,7 +6,7 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ring import order
@@ -47,7 +47,6 @@ def brute_force(costs: Costs) -> float:
     return min(costs.seconds((0, *rest)) for rest in itertools.permutations(range(1, costs.size)))
 
 
-@settings(deadline=None)
 @given(rings(), st.sampled_from([1, 1 << 16, 1 << 22, 1 << 28]))
 def test_the_best_order_is_found_or_the_given_one_is_as_good(ring, total_bytes):
     members, links = ring
@@ -162,7 +161,6 @@ def test_an_order_that_is_hardly_better_is_not_taken():
         assert (found.order != tuple(members)) == taken
 
 
-@settings(deadline=None)
 @given(rings(least=3), st.data())
 def test_those_that_cannot_reach_each_other_are_no_neighbours(ring, data):
     members, links = ring

@@ -358,7 +358,7 @@ def check_the_end(cluster: Cluster) -> None:
     assert cluster.confirmed == STEPS, "the last step is in a checkpoint"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     rng=st.randoms(use_true_random=False),
     count=st.integers(1, 5),

@@ -47,7 +47,6 @@ JOB = "the job"
 """Stands for the id of the job that there is."""
 FUZZ = settings(
     max_examples=100,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],  # a seed that was taken down takes seconds: no shrinking

@@ -171,7 +171,7 @@ async def test_all_members_submit_the_same_whatever_their_shares(shares: list[tu
         assert sum(one.part for one in said) == pytest.approx(total, rel=1e-12)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     numel=st.integers(8, 3000),
     vectors=st.integers(0, 8),

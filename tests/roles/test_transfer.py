@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from roles.worker.pace import KNOWN_STEPS, ROUND, SHARE, Pace
@@ -65,7 +65,6 @@ class Play:
             self.deliver(name)
 
 
-@settings(deadline=None)
 @given(
     pieces=st.integers(0, 40),
     deeds=st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(["give", "give", "lie", "die"])), max_size=120),
