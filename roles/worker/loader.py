@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from p2ptrain.core.errors import ConfigError, ProtocolError, StorageError
+from p2ptrain.core.errors import ConfigError, ProtocolError, Refused, StorageError
 from p2ptrain.core.ids import new_id
 from p2ptrain.core.tensor_files import TensorTable
 from p2ptrain.core.threads import Thread
@@ -17,12 +18,15 @@ from roles.compute_thread import ComputeThread
 from roles.model_directory import table_of
 from roles.model_table import FILE, digest_of
 from roles.stage_engine import BuildPart, PartBuilder
-from roles.worker.parts import Part, Shelf
+from roles.worker.parts import Part, PartKey, Shelf, part_key
 from roles.worker.receiver import Receiver
 from roles.worker.stage_requests import LoadRequest
 from wire.chain_messages import PartLoading, TensorRecord
+from wire.handshake import RefusalCode
 from wire.messages import Message
 
+MAX_LOADS = 4
+"""Parts on their way at a time: each has, beside what it reserves, the tensors in memory that are being received."""
 LOADING_S = 0.25
 """A client hears so often how far its part is."""
 
@@ -30,8 +34,21 @@ OnBytes = Callable[[int, int], None]
 """Told of (bytes placed, bytes in all)."""
 
 
+@dataclass(slots=True)
+class _UnderWay:
+    """A part that is being loaded, and those who wait for it. ``told``: how far it is."""
+
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    told: list[OnBytes] = field(default_factory=list)
+
+    def tell(self, done_bytes: int, total_bytes: int) -> None:
+        for each in self.told:
+            each(done_bytes, total_bytes)
+
+
 class Loader:
-    """Makes parts, one at a time.
+    """Makes parts. Loads of different parts do not wait for one another, for how long one takes its giver decides; who
+    wants a part that is on its way waits for it, as long as its giver is fast enough (``receiver.SLOWEST_BYTES_S``).
 
     Args:
         disk: the thread that reads and hashes.
@@ -49,7 +66,35 @@ class Loader:
     ) -> None:
         self._world, self._shelf, self._compute, self._disk = world, shelf, compute, disk
         self._build_part, self._unload = build_part, unload
-        self.turn = asyncio.Lock()
+        self._under_way: dict[PartKey, _UnderWay] = {}
+
+    @asynccontextmanager
+    async def turn(self, request: LoadRequest, on_bytes: OnBytes) -> AsyncIterator[OnBytes]:
+        """Nobody else loads the same part inside: who came first may have done so, meanwhile.
+
+        Args:
+            on_bytes: told of the part while it is on its way, whoever loads it.
+
+        Yields:
+            what is to be told by who loads it.
+
+        Raises:
+            Refused: ``MAX_LOADS`` other parts are on their way.
+        """
+        key = part_key(request.model, request.spec)
+        if key not in self._under_way and len(self._under_way) >= MAX_LOADS:
+            raise Refused(
+                RefusalCode.BUSY, f"{MAX_LOADS} other parts are being loaded by this worker", remedy="try again later"
+            )
+        under_way = self._under_way.setdefault(key, _UnderWay())
+        under_way.told.append(on_bytes)
+        try:
+            async with under_way.turn:
+                yield under_way.tell
+        finally:
+            under_way.told.remove(on_bytes)
+            if not under_way.told:
+                del self._under_way[key]
 
     async def load(
         self, request: LoadRequest, receiver: Receiver, *, on_bytes: OnBytes, on_shelf: Callable[[Part], None]

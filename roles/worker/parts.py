@@ -76,6 +76,14 @@ class Part:
         return self.engine.weights_bytes + sum(self.promised.values())
 
 
+PartKey = tuple[str, int, int, int, str]
+
+
+def part_key(model: str, spec: PartSpec) -> PartKey:
+    """Of parts that are the same, whoever asks for them."""
+    return model, spec.start, spec.stop, spec.layers, spec.dtype
+
+
 class Shelf:
     """See the module's docstring.
 
@@ -110,11 +118,8 @@ class Shelf:
     def find(self, model: str, spec: PartSpec) -> Part | None:
         """The part that answers the same question, whoever asked for it first."""
 
-        def key(each: PartSpec) -> tuple[int, int, int, str]:
-            return each.start, each.stop, each.layers, each.dtype
-
-        same = (part for part in self.parts.values() if part.model == model and key(part.spec) == key(spec))
-        return next(same, None)
+        wanted = part_key(model, spec)
+        return next((part for part in self.parts.values() if part_key(part.model, part.spec) == wanted), None)
 
     def make_room(self, need_bytes: int, what: str, *, keep: Part | None = None) -> list[Part]:
         """The idle parts, longest idle first, that must go so that ``need_bytes`` more can be had. They are forgotten.
@@ -156,8 +161,8 @@ class Shelf:
         self._reserved.pop(who, None)
 
     def check_number(self) -> list[Part]:
-        """The parts that must go for one more, by their number. Raises ``Refused``."""
-        if len(self.parts) < MAX_PARTS:
+        """The parts that must go for one more, by their number, those on their way included. Raises ``Refused``."""
+        if len(self.parts) + len(self._reserved) < MAX_PARTS:
             return []
         idle = [part for part in self.parts.values() if not part.users]
         if not idle:

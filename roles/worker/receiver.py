@@ -11,14 +11,29 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from p2ptrain.core.errors import NetworkError, P2PTrainError, PeerError, ProtocolError, Refused, ResourceError
+from p2ptrain.core.errors import (
+    DeadlineExceeded,
+    NetworkError,
+    P2PTrainError,
+    PeerError,
+    ProtocolError,
+    Refused,
+    ResourceError,
+)
 from roles.model_table import RANGE_BYTES, TableTaker, model_id
 from roles.worker.stage_links import QUIET_S, Line
 from wire.chain_messages import TensorGone, TensorRecord, TensorRequest, TensorsPage, TensorsRequest
 from wire.connection import Connection
 
 AHEAD_BYTES = 32 << 20
+SLOWEST_BYTES_S = 64 << 10
+"""Bytes a second that a giver gives at least. An uplink of 10 Mbit/s gives so much to 16 receivers at once; at less, a
+gigabyte takes longer than 4.5 hours, and who gives so little only keeps memory, and a place, from others."""
+BEHIND_S = QUIET_S + RANGE_BYTES / SLOWEST_BYTES_S
+"""So far a giver may fall behind that rate: the time of one range, and of a silence that is no death yet."""
+T = TypeVar("T")
 GIVER = "giver"
 """Code of the refusal that says that whoever gives the tensors is at fault."""
 
@@ -46,6 +61,7 @@ class Receiver:
         self._line = Line(connection, silence_s)
         self._page: asyncio.Future[TensorsPage] | None = None
         self._streams = 0
+        self._left_s = BEHIND_S  # it earns by what it gives, and spends while it is waited for
         self.received_bytes = 0
         self.turn = asyncio.Lock()
 
@@ -84,10 +100,11 @@ class Receiver:
             while not taker.complete:
                 self._page = self._line.pending()
                 self._line.connection.send(TensorsRequest(self._model, len(taker.records)))
-                page = await self._line.landed(self._page)
+                page = await self._given(self._page, 0)
                 if page.error:
                     raise ProtocolError(page.error[:400])
                 taker.take_untrusted(page)
+                self._earn(sum(len(record.name) for record in page.tensors))
             found = model_id(config, taker.records.values())
             if found != self._model:
                 raise ProtocolError(f"its table is that of model {found}, not of {self._model}")
@@ -109,7 +126,7 @@ class Receiver:
                     ahead_bytes += ahead[-1].record.size_bytes
                 wanted = ahead.popleft()
                 for part in wanted.parts:
-                    await self._line.landed(part)
+                    await self._given(part, wanted.record.size_bytes // len(wanted.parts))
             ahead_bytes -= wanted.record.size_bytes
             self.received_bytes += wanted.record.size_bytes
             yield wanted.record, wanted.data
@@ -130,6 +147,22 @@ class Receiver:
             wanted.parts.append(self._line.post(view[start:stop], stream=self._streams))
             self._line.connection.send(TensorRequest(self._model, record.name, start, stop, self._streams))
         return wanted
+
+    async def _given(self, waiting: asyncio.Future[T], size_bytes: int) -> T:
+        """What was asked for. Raises as ``Line.landed``, and ``DeadlineExceeded`` where the giver is too slow."""
+        now = asyncio.get_running_loop().time
+        began = now()
+        try:
+            async with asyncio.timeout(self._left_s):
+                found = await self._line.landed(waiting)
+        except TimeoutError:
+            raise DeadlineExceeded(f"it gives less than {SLOWEST_BYTES_S >> 10} KiB a second") from None
+        self._left_s -= now() - began
+        self._earn(size_bytes)
+        return found
+
+    def _earn(self, size_bytes: int) -> None:
+        self._left_s = min(BEHIND_S, self._left_s + size_bytes / SLOWEST_BYTES_S)
 
     async def _listen(self) -> None:
         try:

@@ -35,7 +35,7 @@ from roles.model_directory import CACHE_FILE, DigestCache, ModelDirectory, open_
 from roles.stage_engine import BuildPart
 from roles.worker.giver import give
 from roles.worker.links import Prober, targets_untrusted, to_result
-from roles.worker.loader import Loader, Progress
+from roles.worker.loader import Loader, OnBytes, Progress
 from roles.worker.parts import IDLE_S, Part, Shelf
 from roles.worker.receiver import GIVER, Receiver
 from roles.worker.stage_links import DIAL_S, QUIET_S, Line, of_session
@@ -114,9 +114,10 @@ class StageSurroundings:
 
 @dataclass(eq=False)
 class _Client(Caller):
-    """A client, the parts that stay for it, and the directories that are given for it."""
+    """A client, the parts that stay for it, and the directories that are given for it. ``loading``: one at a time."""
 
     parts: set[Part] = field(default_factory=set)
+    loading: asyncio.Lock = field(default_factory=asyncio.Lock)
     models: dict[str, ModelDirectory] = field(default_factory=dict)
     answers: Background = field(default_factory=Background)
 
@@ -305,10 +306,11 @@ class Stages:
 
     async def _load(self, client: _Client, request: LoadRequest) -> dict[str, Any]:
         read_bytes = received_bytes = 0
-        async with self._loader.turn:
+        progress = Progress(client.say, self._now).tell
+        async with client.loading, self._loader.turn(request, progress) as tell:
             part = self.shelf.find(request.model, request.spec)
             if part is None:
-                part, read_bytes, received_bytes = await self._load_anew(client, request)
+                part, read_bytes, received_bytes = await self._load_anew(client, request, tell)
             else:
                 need_bytes = request.sessions_bytes(part.engine.cache_position_bytes)
                 gone = self.shelf.make_room(need_bytes, f"{request.positions} positions of sessions", keep=part)
@@ -329,7 +331,7 @@ class Stages:
             "device": engine.device,
         }
 
-    async def _load_anew(self, client: _Client, request: LoadRequest) -> tuple[Part, int, int]:
+    async def _load_anew(self, client: _Client, request: LoadRequest, tell: OnBytes) -> tuple[Part, int, int]:
         """The part, the bytes that were read, and those that were received.
 
         A client may be several programs of one person, which go by one id: where one of them stops giving, the next
@@ -346,8 +348,7 @@ class Stages:
             async with self._receiver(client, request, tried) as receiver:
                 before = receiver.received_bytes
                 try:
-                    progress = Progress(client.say, self._now).tell
-                    read_bytes = await self._loader.load(request, receiver, on_bytes=progress, on_shelf=hold)
+                    read_bytes = await self._loader.load(request, receiver, on_bytes=tell, on_shelf=hold)
                     return made[0], read_bytes, receiver.received_bytes - before
                 except Refused as problem:
                     tried.add(receiver)

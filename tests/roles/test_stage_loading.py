@@ -9,7 +9,7 @@ import json
 import os
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,10 @@ from p2ptrain.core.serving import Sampling
 from roles.model_directory import DigestCache, ModelDirectory, open_model
 from roles.model_table import FILE, RANGE_BYTES, model_id
 from roles.stage_stand_in import WIDTH, StandIns, stand_in_config, tokens_of, write_model
+from roles.worker.loader import MAX_LOADS
 from roles.worker.parts import MAX_PARTS, MAX_SESSIONS
+from roles.worker.receiver import BEHIND_S, SLOWEST_BYTES_S
+from roles.worker.stage_links import Line
 from roles.worker.stage_testing import (
     PORT,
     Generation,
@@ -359,6 +362,97 @@ def test_a_giver_that_lies_or_dies_is_named_and_costs_nothing(tmp_path: Path, mo
         await asyncio.sleep(0.1)
         async with giving(network.at("client"), "w0", model):
             await answers(client, (await client.ask("part.load", load_params(model, 0, 4, 4)))["part"])
+
+    with_stage(tmp_path, test, faults=True)
+
+
+@asynccontextmanager
+async def slow_giver(
+    network: MemoryNetwork, model: ModelDirectory, peer_id: str, tensor_s: float
+) -> AsyncIterator[None]:
+    """Says that it lives, and takes its time over each tensor."""
+    hello = local_hello(peer_id=peer_id, name="Snail", roles=[], purpose="give", job=model.model)
+    connection, _ = await dial(network.at(peer_id), "w0", PORT, hello, timeout_s=5)
+
+    async def answer() -> None:
+        async with Line(connection).alive():
+            while True:
+                asked = (await connection.receive(timeout_s=1000)).message
+                if isinstance(asked, TensorRequest):
+                    await asyncio.sleep(tensor_s)
+                if isinstance(asked, TensorsRequest | TensorRequest):
+                    honest(connection, model, asked)
+
+    task = asyncio.create_task(answer())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await connection.close()
+
+
+def test_a_slow_giver_keeps_nobody_else_waiting_for_long(tmp_path: Path, model: ModelDirectory) -> None:
+    async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
+        now = asyncio.get_running_loop().time
+        part = load_params(model, 0, 4, 4)
+        async with (
+            client_of(network.at("slow"), "w0", peer_id="slow") as slow,
+            slow_giver(network, model, "slow", 20.0),
+            client_of(network.at("third"), "w0", peer_id="third") as third,
+            giving(network.at("third"), "w0", model, peer_id="third"),
+        ):
+            began = now()
+            hanging = asyncio.create_task(slow.ask("part.load", part, timeout_s=1000))
+            await asyncio.sleep(0.1)
+            async with giving(network.at("client"), "w0", model):
+                same = asyncio.create_task(client.ask("part.load", part, timeout_s=1000))
+                await third.ask("part.load", load_params(model, 0, 2, 4))
+                assert now() - began < 1, "another part waits for one whose giver is slow"
+                with pytest.raises(Refused, match="gives less than 64 KiB a second") as refused:
+                    await hanging
+                assert refused.value.code == "giver"
+                assert now() - began == pytest.approx(BEHIND_S, abs=1)
+                assert client.progress[0].done_bytes > 0, "who waits hears how far it is"
+                loaded = await same
+            assert now() - began < BEHIND_S + 1
+            assert loaded["received_bytes"] == bytes_of(model, "")
+            await answers(client, loaded["part"])
+
+    with_stage(tmp_path, test)
+
+
+def test_a_giver_that_is_fast_enough_may_take_its_time(tmp_path: Path) -> None:
+    config = stand_in_config(layers=5, rows=1 << 17)  # 4 MiB a layer
+    model = model_at(write_model(tmp_path / "model", config), tmp_path)
+
+    async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
+        async with slow_giver(network, model, "client", RANGE_BYTES / SLOWEST_BYTES_S - 1):
+            loaded = await client.ask("part.load", load_params(model, 1, 4, 5), timeout_s=1000)
+            assert loaded["received_bytes"] == 3 * RANGE_BYTES
+
+    with_stage(tmp_path, test)
+
+
+def test_a_client_has_one_part_loaded_at_a_time_and_a_worker_few(tmp_path: Path, model: ModelDirectory) -> None:
+    async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
+        async with AsyncExitStack() as stack:
+            loading = []
+            for number in range(MAX_LOADS):
+                name = f"slow{number}"
+                slow = await stack.enter_async_context(client_of(network.at(name), "w0", peer_id=name))
+                await stack.enter_async_context(slow_giver(network, model, name, 30.0))
+                for stop in (3, 4):  # the second waits for the first, and takes no place
+                    params = load_params(model, number, 4, 4, dtype=("fp32", "")[stop % 2])
+                    loading.append(asyncio.create_task(slow.ask("part.load", params, timeout_s=1000)))
+            await asyncio.sleep(1)
+            async with giving(network.at("client"), "w0", model):
+                with pytest.raises(Refused, match="other parts are being loaded") as refused:
+                    await client.ask("part.load", load_params(model, 3, 4, 4))
+                assert refused.value.code == "busy"
+                await asyncio.gather(*loading, return_exceptions=True)
+                assert (await client.ask("part.load", load_params(model, 3, 4, 4)))["received_bytes"]
+            stage.stages.shelf.validate()
 
     with_stage(tmp_path, test, faults=True)
 
