@@ -48,7 +48,13 @@ def capabilities(device: str) -> dict[str, Scalar]:
 
 
 def warm_up() -> None:
-    """Load what building a model needs (seconds), on the compute thread, while the worker is being let in."""
+    """Load what models and parts of them need (seconds), on the compute thread, while the worker is being let in.
+
+    What it offers to clients is measured on that thread behind this, so none has a session here, and with it a short
+    patience, while the loading of torch's libraries holds up the event loop (0.8 s at once on a busy machine). What the
+    first part of an architecture loads after this holds it up for 0.02 s.
+    """
+    import p2ptrain.compute.served_part
     import p2ptrain.compute.trainer  # noqa: F401 - for its cost
 
 

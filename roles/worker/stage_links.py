@@ -20,6 +20,10 @@ BEATS = 4
 QUIET_S = 10.0
 """Silence on a connection whose two sides have not agreed on another."""
 MARGIN_S = 0.001
+LATE = 8
+"""Who judges silence and was itself held up, for more than this part of it, listens for two more beats: what came
+meanwhile lies unread, and the other side may have been held up as well (the loading of a library stops the loop, a
+machine that is too busy all of its processes)."""
 DIAL_S = 5.0
 LINK_UNSENT_BYTES = 4 << 20
 """Bytes to the next stage that may wait unsent; beyond, the session that they are of computes no further."""
@@ -82,12 +86,14 @@ class Line:
         """The next message that says something. Raises as ``messages``, and ``ConnectionLost``."""
         since = self._now()
         while True:
+            patience_s = self._patience_s(since)
+            due = self._now() + patience_s
             try:
-                message = (await self.connection.receive(timeout_s=self._patience_s(since))).message
+                message = (await self.connection.receive(timeout_s=patience_s)).message
             except DeadlineExceeded:
                 if self.connection.close_cause is not None:  # it ended, and for another silence, perhaps
                     raise
-                self._judge(since)
+                since = self._judged(since, due)
                 continue
             if not isinstance(message, StillHere):
                 return message
@@ -120,12 +126,14 @@ class Line:
 
     async def landed(self, waiting: asyncio.Future[T]) -> T:
         """What became of a ``pending`` future. Raises as ``bulk``."""
-        since = self._now()
+        began = since = self._now()
         while not waiting.done():
-            await asyncio.wait([waiting], timeout=self._patience_s(since))
+            patience_s = self._patience_s(since)
+            due = self._now() + patience_s
+            await asyncio.wait([waiting], timeout=patience_s)
             if not waiting.done():
-                self._judge(since)
-                if self._now() - since > LONGEST_SILENCE_S:
+                since = self._judged(since, due)
+                if self._now() - began > LONGEST_SILENCE_S:
                     problem = DeadlineExceeded(f"what it owes did not come within {LONGEST_SILENCE_S:g} s")
                     self.connection.abort(problem)
                     raise problem
@@ -139,10 +147,16 @@ class Line:
         """Until silence is to be judged again. It may be agreed on anew meanwhile."""
         return min(max(self.silence_s - self._silent_s(since), MARGIN_S), self._beat_s)
 
-    def _judge(self, since: float) -> None:
-        """Raises where the other side was silent for too long."""
+    def _judged(self, since: float, due: float) -> float:
+        """From when on silence counts. Raises where the other side was silent for too long.
+
+        Args:
+            due: when this was to be called.
+        """
         if self._silent_s(since) < self.silence_s:
-            return
+            return since
+        if (now := self._now()) - due > self.silence_s / LATE:
+            return now - self.silence_s + 2 * self.silence_s / BEATS
         problem = DeadlineExceeded(f"it sent nothing for {self.silence_s:.1f} s", remedy="is it frozen, or cut off?")
         self.connection.abort(problem)
         raise problem

@@ -74,6 +74,32 @@ def with_chain(
 # ---------------------------------------------------------------------------------------------------------- the tokens
 
 
+def test_a_worker_that_is_held_up_by_a_first_load_loses_nobody(tmp_path: Path, model: ModelDirectory) -> None:
+    """Loading libraries may stop a whole process for longer than a silence that counts as death."""
+
+    async def test(chain: TestChain, network: Network) -> None:
+        await chain.open("s1", silence_s=2.0)
+        first = await chain.generate("s1", PROMPT, 5)
+        stages, loop = chain.stages[1].stages, asyncio.get_running_loop()
+        build = stages._loader._build_part
+
+        def imports(*what: Any) -> Any:
+            loop._now += 5.0  # type: ignore[attr-defined] - nothing else runs for so long
+            return build(*what)
+
+        stages._loader._build_part = imports
+        async with (
+            client_of(network.at("other"), "w1", peer_id="other") as other,
+            giving(network.at("other"), "w1", model, peer_id="other"),
+        ):
+            await other.ask("part.load", load_params(model, 0, 1, 6))
+        await asyncio.sleep(10)
+        made = await chain.generate("s1", first[-1:], 7, keep=len(PROMPT) + 4)
+        assert [*first, *made] == tokens_of(CONFIG, PROMPT, 12, GREEDY)
+
+    with_chain(tmp_path, model, (0, 2, 6), test)
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED])
 @pytest.mark.parametrize("cuts", [(0, 6), (0, 2, 6), (0, 2, 3, 6)])
 def test_a_chain_gives_what_one_part_gives(
