@@ -38,6 +38,8 @@ class Work(Message):
         picks: for so many of the last positions a token is picked; 0 where the work ends before the last stage.
         draw: number of the first pick's draw.
         spent_us: microseconds that each stage so far computed, in order.
+        prefill: it is of a prompt, whose hidden states travel in the session's ``prefill_encoding``. Only the client
+            knows: a draft that is to be verified has several positions, too, and travels as what is decoded does.
     """
 
     KIND: ClassVar[int] = 38
@@ -51,6 +53,7 @@ class Work(Message):
     picks: int
     draw: int
     spent_us: list[int] = field(default_factory=list)
+    prefill: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ class SplitWish:
 
     @property
     def encodings(self) -> tuple[str, str]:
-        """Of works of one position, and of longer ones, as ``Chain.generate`` takes them."""
+        """Of what is decoded, and of prompts, as ``Chain.generate`` takes them."""
         return ("", "int8") if self.wire == "int8" else (self.wire, self.wire)
 
 

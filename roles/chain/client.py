@@ -144,8 +144,7 @@ class Chain:
             ids: of the prompt; at least one.
             stop_ids: after one of these it ends; that one is given out.
             positions: what the session may grow to; 0: what this generation needs.
-            encoding, prefill_encoding: of hidden states, for works of one position and for longer ones; empty: the
-                chain's own.
+            encoding, prefill_encoding: of hidden states; the second for those of prompts. Empty: the chain's own.
 
         Raises:
             UserError: the prompt is empty, or has ids that the model does not know, or is too long.

@@ -49,7 +49,7 @@ class Decoding:
         while self._next < len(self._ids) and len(works) < room and not self.ended:
             stop = min(self._next + CHUNK, len(self._ids))
             picks = int(stop == len(self._ids))
-            works.append(Submit(self._ids[self._next : stop], self._next, picks, 0))
+            works.append(Submit(self._ids[self._next : stop], self._next, picks, 0, prefill=True))
             if picks:
                 self._last_index = submitted + len(works) - 1
             self._next = stop

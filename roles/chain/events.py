@@ -95,12 +95,14 @@ class Submit:
     Attributes:
         picks: for so many of the last positions a token is picked.
         draw: number of the first pick's draw.
+        prefill: it is of a prompt.
     """
 
     ids: tuple[int, ...]
     keep: int
     picks: int
     draw: int
+    prefill: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,7 @@ class Send:
     last: int
     picks: int
     draw: int
+    prefill: bool
 
 
 @dataclass(frozen=True, slots=True)

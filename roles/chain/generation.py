@@ -43,7 +43,7 @@ class Terms:
 
     Attributes:
         positions: it may grow to.
-        encoding, prefill_encoding: of hidden states, for works of one position and for longer ones.
+        encoding, prefill_encoding: of hidden states; the second for those of prompts.
         silence_s: between any two of its peers, that counts as death.
     """
 
@@ -284,7 +284,16 @@ class GenerationSession:
         if peer is not None:  # else its loss is about to be told
             count, encoding = len(send.ids), "ids"
             work = Work(
-                self.id, send.attempt, send.number, send.keep, count, encoding, send.last, send.picks, send.draw
+                self.id,
+                send.attempt,
+                send.number,
+                send.keep,
+                count,
+                encoding,
+                send.last,
+                send.picks,
+                send.draw,
+                prefill=send.prefill,
             )
             peer.give(work, send.ids)
 

@@ -123,8 +123,8 @@ class Session:
 
     Args:
         seats: of each stage in order, who holds it now; -1 where that is nobody.
-        alike: hidden states travel in one encoding, however many positions a work has. Where they do not, what is
-            computed again is so in works of one position where it first was.
+        alike: prompts travel in the encoding of what is decoded. Where they do not, what is computed again is a
+            prompt's or is none as it first was.
 
     Attributes:
         attempt: of now.
@@ -506,6 +506,7 @@ class Session:
                     work.last,
                     work.picks,
                     work.draw,
+                    work.prefill,
                 )
             )
 

@@ -38,6 +38,7 @@ class Work:
     last: int
     picks: int
     draw: int
+    prefill: bool = False
     sent: bool = False
     sent_at: float = 0.0
     due: float = 0.0
@@ -64,7 +65,7 @@ class Works:
         self.last_number = 0
         self._last, self._alike = last, alike
         self._answered: list[int] = []
-        self._alone = bytearray()  # of each answered position: whether it came in a work of its own
+        self._prefilled = bytearray()  # of each answered position: whether it was a prompt's
 
     @property
     def answered(self) -> int:
@@ -92,15 +93,16 @@ class Works:
         del self.ids[event.keep :]
         self.ids += event.ids
         number = self.number()
-        self.flight.append(Work(self.submitted, number, event.keep, event.ids, self._last, event.picks, event.draw))
+        made = Work(self.submitted, number, event.keep, event.ids, self._last, event.picks, event.draw, event.prefill)
+        self.flight.append(made)
         self.submitted += 1
 
     def answer(self, work: Work) -> None:
         """``work``, the first under way until now, was answered."""
         if work.index >= 0:
-            del self._answered[work.keep :], self._alone[work.keep :]
+            del self._answered[work.keep :], self._prefilled[work.keep :]
             self._answered += work.ids
-            self._alone += bytes([len(work.ids) == 1]) * len(work.ids)
+            self._prefilled += bytes([work.prefill]) * len(work.ids)
 
     def stop(self) -> None:
         """What is under way counts no more: it will be sent again."""
@@ -121,10 +123,10 @@ class Works:
         works: list[Work] = []
         while start < stop:
             end = min(start + CHUNK, stop)
-            if not self._alike:
-                alone = self._alone.find(1, start, end)
-                end = start + 1 if alone == start else alone if alone > 0 else end
-            works.append(Work(-1, self.number(), start, tuple(self._answered[start:end]), last, 0, 0))
+            prefill = bool(self._prefilled[start])
+            if not self._alike and (other := self._prefilled.find(not prefill, start, end)) >= 0:
+                end = other
+            works.append(Work(-1, self.number(), start, tuple(self._answered[start:end]), last, 0, 0, prefill))
             start = end
         return works
 

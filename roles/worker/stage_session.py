@@ -100,7 +100,7 @@ class Terms:
     Attributes:
         index: of the stage, of ``stages``.
         width: elements of the hidden state of a position.
-        encoding, prefill_encoding: of what is given on, for works of one position and for longer ones.
+        encoding, prefill_encoding: of what is given on; the second where the client says that a work is of a prompt.
     """
 
     session: str
@@ -146,15 +146,13 @@ class Terms:
             raise ProtocolError(f"stage {self.index} is told what {len(work.spent_us)} stages before it took")
         if self.first and work.encoding != IDS:
             raise ProtocolError(f"the first stage takes token ids, not {work.encoding[:40]!r}")
-        if not self.first and work.encoding not in (self.encoding, self.prefill_encoding):
+        if not self.first and work.encoding != self.out_encoding(work):
             raise ProtocolError(f"hidden states in {work.encoding[:40]!r}, and the session has others")
         return activation_bytes(work.encoding, work.count, self.width)
 
     def out_encoding(self, work: Work) -> str:
-        """Of what this stage gives on: the first one's choice by the length of a work, which the others follow."""
-        if not self.first:
-            return work.encoding
-        return self.encoding if work.count == 1 else self.prefill_encoding
+        """Of the hidden states that this work is, or becomes."""
+        return self.prefill_encoding if work.prefill else self.encoding
 
 
 @dataclass(slots=True, eq=False)
@@ -258,5 +256,6 @@ class StageSession:
                 picks=0,
                 draw=0,
                 spent_us=spent,
+                prefill=run.encoding != self.terms.encoding,
             )
             yield work, run.payload

@@ -277,8 +277,9 @@ def sampling_params(sampling: Sampling) -> dict[str, Any]:
 
 
 def ids_work(session: str, ids: Sequence[int], *, keep: int, last: int, **changes: Any) -> tuple[Work, bytes]:
-    """A work for the first stage, whose last position's token is picked, and its payload."""
+    """A work for the first stage, whose last position's token is picked, and its payload. Several are a prompt's."""
     values: dict[str, Any] = {"attempt": 0, "number": 0, "encoding": "ids", "picks": 1, "draw": 0} | changes
+    values = {"prefill": len(ids) > 1} | values
     work = Work(session=session, keep=keep, count=len(ids), last=last, **values)
     return work, np.array(ids, "<i4").tobytes()
 

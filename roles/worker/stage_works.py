@@ -366,6 +366,7 @@ class StageWorks:
                 work.picks,
                 work.draw,
                 spent_us,
+                work.prefill,
             )
             with suppress(ConnectionLost):  # who listens on it tells
                 session.link.give(onward, ran.payload)

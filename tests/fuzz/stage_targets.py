@@ -155,6 +155,7 @@ _WORK_VALUES: dict[str, st.SearchStrategy[Any]] = {
     "picks": st.integers(0, 1),
     "draw": st.integers(0, 3),
     "spent_us": st.sampled_from([[], [1], [1, 2]]),
+    "prefill": st.booleans(),
 }
 _WORKS = made(Work, **_WORK_VALUES)
 _ENGINE = stand_in_part(CONFIG, 0, 3)

@@ -75,7 +75,7 @@ def terms_of(index: int = 1, stages: int = 3) -> Terms:
 
 def work_of(**changes: Any) -> Work:
     values: dict[str, Any] = {"session": "s", "attempt": 0, "number": 0, "keep": 0, "count": 4, "encoding": "int8"}
-    return Work(**{**values, "last": 2, "picks": 0, "draw": 0, "spent_us": [1], **changes})
+    return Work(**{**values, "last": 2, "picks": 0, "draw": 0, "spent_us": [1], "prefill": True, **changes})
 
 
 def test_attempts_fence_what_is_older() -> None:
@@ -134,13 +134,23 @@ def test_history_is_what_was_computed_and_no_more() -> None:
         list(last_stage.replay(number=5, stop=0, last=2))
 
 
-def test_the_first_stage_chooses_the_encoding_and_others_follow() -> None:
-    first = terms_of(0)
-    assert first.out_encoding(work_of(count=1, encoding="ids")) == "fp32"
-    assert first.out_encoding(work_of(count=2, encoding="ids")) == "int8"
-    assert terms_of(1).out_encoding(work_of(count=2, encoding="fp32")) == "fp32"
+@pytest.mark.parametrize("count", [1, 4])
+def test_only_prompts_travel_in_the_encoding_for_them_however_many_positions_a_work_has(count: int) -> None:
+    first, second = terms_of(0), terms_of(1)
+    for prefill, encoding in ((True, "int8"), (False, "fp32")):
+        assert first.out_encoding(work_of(count=count, encoding="ids", prefill=prefill)) == encoding
+        work = work_of(count=count, encoding=encoding, prefill=prefill)
+        assert second.out_encoding(work) == encoding
+        assert second.payload_bytes_untrusted(work) == activation_bytes(encoding, count, WIDTH)
+        with pytest.raises(ProtocolError, match="session has others"):
+            second.payload_bytes_untrusted(work_of(count=count, encoding=encoding, prefill=not prefill))
     assert first.payload_bytes_untrusted(work_of(encoding="ids", spent_us=[])) == 16
-    assert terms_of(1).payload_bytes_untrusted(work_of()) == 4 * (4 + WIDTH)
+    session = StageSession(second, 0)
+    for keep, encoding in ((0, "int8"), (4, "fp32")):
+        work = work_of(keep=keep, encoding=encoding, prefill=encoding == "int8")
+        session.done(work, memoryview(encode(states(keep, 4), encoding)))
+    replayed = session.replay(number=5, stop=8, last=2)
+    assert [(work.encoding, work.prefill) for work, _ in replayed] == [("int8", True), ("fp32", False)]
 
 
 # --------------------------------------------------------------------------------------------------------------- turns

@@ -487,7 +487,9 @@ FROM_STAGE: list[tuple[str, dict[str, Any], int]] = [
     ("ends at", {"last": 0}, 160),
     ("attempt", {"attempt": 9}, 160),
     ("bulk", {}, 161),
-    ("bulk", {"encoding": "int8"}, 160),
+    ("session has others", {"encoding": "int8"}, 160),
+    ("session has others", {"prefill": True}, 160),
+    ("bulk", {"encoding": "int8", "prefill": True}, 160),
 ]
 
 

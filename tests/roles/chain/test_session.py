@@ -279,22 +279,24 @@ def test_what_is_replayed_is_waited_for() -> None:
 
 
 def test_where_encodings_differ_positions_are_computed_again_as_they_were() -> None:
-    def fed(*, alike: bool) -> list[int]:
+    def fed(*, alike: bool) -> list[tuple[int, bool]]:
         core = Session([1], 0.0, alike=alike)
         core.handle(ev.Tick(), 0.0)
         core.handle(ev.Agreed(0, 1), 0.0)
-        for keep, count in ((0, 4), (4, 1), (5, 1), (6, 3)):
-            (send,) = core.handle(ev.Submit(tuple(range(count)), keep, 0, 0), 0.0)
+        # A prompt in two works, a token, a draft of two that is verified, another prompt of one token.
+        for keep, count, prefill in ((0, 4, True), (4, 2, True), (6, 1, False), (7, 2, False), (9, 1, True)):
+            (send,) = core.handle(ev.Submit(tuple(range(count)), keep, 0, 0, prefill), 0.0)
             assert isinstance(send, ev.Send)
+            assert send.prefill == prefill
             core.handle(ev.Arrived(1, send.number, (), (1,)), 0.0)
         core.handle(ev.Lost(0, 1, "killed"), 1.0)
         (asked,) = core.handle(ev.Seated(0, 2), 1.0)
         assert isinstance(asked, ev.Open)
         sends = core.handle(ev.Agreed(0, asked.ask), 1.0)
-        return [len(send.ids) for send in sends if isinstance(send, ev.Send)]
+        return [(len(send.ids), send.prefill) for send in sends if isinstance(send, ev.Send)]
 
-    assert fed(alike=True) == [9]
-    assert fed(alike=False) == [4, 1, 1, 3]
+    assert fed(alike=True) == [(10, True)]
+    assert fed(alike=False) == [(6, True), (3, False), (1, True)]
 
 
 def test_patience_follows_what_was_measured() -> None:
