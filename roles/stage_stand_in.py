@@ -262,7 +262,7 @@ def picked(logits: Values, sampling: Sampling, draw: int) -> int:
     if sampling.top_k:
         chances[sampling.top_k :] = 0
     chances[1:][np.cumsum(chances)[:-1] >= sampling.top_p] = 0
-    random = np.random.default_rng([sampling.seed, draw])
+    random = np.random.default_rng([sampling.seed % (1 << 64), draw])
     return int(order[random.choice(len(chances), p=chances / chances.sum())])
 
 

@@ -56,6 +56,10 @@ def anatomy(config: str, tensors: Mapping[str, TensorRecord], dtype: str = "") -
         ProtocolError: its configuration is none.
     """
     table = config_untrusted(config)
+    heads, kv_heads = _number(table, "num_attention_heads", "n_head"), _number(table, "num_key_value_heads")
+    if heads and kv_heads and heads % kv_heads:  # which transformers notices at the first forward pass
+        text = f"the model's configuration shares {kv_heads} heads of keys and values among {heads} heads of queries"
+        raise ConfigError(text, remedy="use the config.json of these weights: one number is a multiple of the other")
     said = str(table.get("dtype") or table.get("torch_dtype") or "").removeprefix("torch.")
     computed = dtype or _IN_CONFIG.get(said, "fp32")
     weights = {

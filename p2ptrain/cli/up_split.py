@@ -113,8 +113,8 @@ async def stay(cluster: SplitCluster, *, as_json: bool) -> None:
 
 
 async def _start_worker(cluster: SplitCluster, number: int) -> Child:
-    # One stage computes at a time while one text is written, so each may have all cores.
-    threads = max(1, os.cpu_count() or 1)
+    # Several texts are under way at once, and one stage's threads would keep the other stages from the cores.
+    threads = max(1, (os.cpu_count() or 1) // cluster.stages)  # spares compute once a stage is lost
     arguments = ["join", f"127.0.0.1:{cluster.port}", "--state", str(cluster.root), "--slot", str(number)]
     arguments += ["--name", f"worker-{number}", "--threads", str(threads)]
     if cluster.memory:

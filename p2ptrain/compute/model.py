@@ -193,7 +193,8 @@ def build_model(
         config: where the caller already has that of ``model_config(spec, vocab_size)``.
 
     Raises:
-        ConfigError: see ``model_config``; the directory has no readable safetensors.
+        ConfigError: see ``model_config``; the directory has no readable safetensors; the architecture cannot be
+            trained here.
     """
     config = config or model_config(spec, vocab_size)
     if spec.path is not None:
@@ -201,7 +202,13 @@ def build_model(
     else:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            model = cast(PreTrainedModel, _Auto.from_config(config, attn_implementation=ATTENTION, dtype=dtype))
+            try:
+                model = cast(PreTrainedModel, _Auto.from_config(config, attn_implementation=ATTENTION, dtype=dtype))
+            except Exception as error:  # each architecture validates in its own way and with its own exceptions
+                raise ConfigError(
+                    f"a {config.model_type!r} model cannot be built here: {first_line(error)}",
+                    remedy="use another architecture, such as llama, qwen3 or gpt2",
+                ) from error
     model.config.use_cache = False
     model.train()
     return model

@@ -51,6 +51,9 @@ def check_splits(config: PretrainedConfig) -> None:
     Raises:
         ConfigError: a model of this architecture is none that splits.
     """
+    heads, kv_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
+    if heads and kv_heads and heads % kv_heads:  # the small model below has other numbers
+        raise refused(config, f"{heads} heads of queries cannot share {kv_heads} heads of keys and values")
     _checked(config.model_type, config.to_json_string(use_diff=False))
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from p2ptrain.core.activations import ENCODINGS
-from p2ptrain.core.errors import ProtocolError
+from p2ptrain.core.errors import ProtocolError, UserError
 from p2ptrain.core.ids import is_id
 from p2ptrain.core.model_config import config_untrusted
-from p2ptrain.core.serving import PartSpec, Sampling
+from p2ptrain.core.serving import PartSpec, Sampling, check_sampling
 
 MAX_POSITIONS = 1 << 20
 MAX_ACTIVATION_BYTES = 1 << 26
@@ -126,8 +127,8 @@ def load_untrusted(params: Params, *, device: str) -> LoadRequest:
         asked = {"peer": params.get("giver_peer"), "host": params.get("giver_host"), "port": params.get("giver_port")}
         place = place_untrusted(asked)
     path = _text(params, "path", MAX_PATH_CHARS)
-    if "\0" in path:
-        raise ProtocolError("a path with a zero character")
+    if path and not _is_place(path):
+        raise ProtocolError("a part's path is empty, or that of a directory, from the root on")
     return LoadRequest(
         model=_id(params, "model"),
         name=printable(_text(params, "name", MAX_PATH_CHARS)),
@@ -146,11 +147,16 @@ def open_untrusted(params: Params) -> OpenRequest:
     following = params.get("next")
     if (following is None) != (index == stages - 1):
         raise ProtocolError("the last stage has no next one, and every other has")
-    temperature = _real(params, "temperature", 0.0, 1e6)
-    top_p = _real(params, "top_p", 0.0, 1.0)
     sampling = Sampling(
-        temperature, _number(params, "top_k", 0, 1 << 31), top_p, _number(params, "seed", 0, (1 << 63) - 1)
+        _real(params, "temperature", 0.0, 1e6),
+        _number(params, "top_k", 0, 1 << 31),
+        _real(params, "top_p", 0.0, 1.0),
+        _number(params, "seed", -(1 << 63), (1 << 64) - 1),
     )
+    try:
+        check_sampling(sampling)
+    except UserError as error:
+        raise ProtocolError(error.message) from error
     return OpenRequest(
         session=_id(params, "session"),
         part=_id(params, "part"),
@@ -201,8 +207,8 @@ def part_untrusted(params: Params) -> str:
 def path_untrusted(params: Params) -> str:
     """An absolute path of this machine. Raises ``ProtocolError``."""
     path = _text(params, "path", MAX_PATH_CHARS)
-    if not path or "\0" in path:
-        raise ProtocolError("model.open needs the path of a directory")
+    if not _is_place(path):
+        raise ProtocolError("model.open needs the path of a directory, from the root on")
     return path
 
 
@@ -214,6 +220,11 @@ def place_untrusted(item: object) -> Place:
         if texts and type(port) is int and 0 < port < 65536:
             return Place(str(peer), str(host), port)
     raise ProtocolError("a stage to dial is {peer, host, port}")
+
+
+def _is_place(path: str) -> bool:
+    """Whether it names one place, wherever this worker was started."""
+    return os.path.isabs(path) and "\0" not in path
 
 
 def printable(text: str) -> str:

@@ -442,11 +442,11 @@ class Stages:
     # ---------------------------------------------------------------------------------------------------------- giving
 
     async def _open_model(self, client: _Client, path: str) -> dict[str, Any]:
-        if len(client.models) >= MAX_MODELS:
-            raise Refused(RefusalCode.FULL, f"{MAX_MODELS} models are given for this client already")
         async with self._hashing:
+            if len(client.models) >= MAX_MODELS:  # by now: others that it asked for were hashed before
+                raise Refused(RefusalCode.FULL, f"{MAX_MODELS} models are given for this client already")
             model = await self._hasher.submit(partial(open_model, Path(path), self._digests))
-        client.models[model.model] = model
+            client.models[model.model] = model
         return {"model": model.model, "config": model.config, "total": len(model.records)}
 
     async def _give(self, connection: Connection, model: ModelDirectory) -> None:

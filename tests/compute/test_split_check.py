@@ -60,6 +60,7 @@ def test_settings_of_published_models(kind: str, settings: dict[str, Any]) -> No
     [
         ("granite", {"embedding_multiplier": 3.0}, "something else than the whole"),  # scales what comes in
         ("gemma3_text", {}, "cannot be made alone"),
+        ("llama", {"num_attention_heads": 4, "num_key_value_heads": 3, "hidden_size": 64}, "4 heads .* share 3"),
         ("opt", {}, "its list of layers"),
         ("mamba", {}, "num_attention_heads"),
         ("bloom", {}, "scaled_dot_product_attention"),

@@ -37,7 +37,7 @@ from roles.worker.stage_testing import (
     model_at,
     open_params,
 )
-from roles.worker.stages import MAX_TAKERS
+from roles.worker.stages import MAX_MODELS, MAX_TAKERS
 from wire.chain_messages import TensorGone, TensorRequest, TensorsPage, TensorsRequest
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
@@ -802,6 +802,21 @@ def test_the_id_is_of_all_that_decides_what_a_model_computes(model: ModelDirecto
         assert model_id(CONFIG, [other, *records[1:]]) != model.model
     assert model_id(CONFIG + " ", records) != model.model
     assert model_id(CONFIG, records[1:]) != model.model
+
+
+def test_no_more_models_are_given_for_a_client_than_may_be_however_they_are_asked_for(tmp_path: Path) -> None:
+    paths = [write_model(tmp_path / str(number), CONFIG, seed=number) for number in range(MAX_MODELS + 3)]
+
+    async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
+        stage.threads.call_s["model digests"] = 0.5
+        asked = [client.ask("model.open", {"path": str(path)}) for path in paths]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        refused = [each for each in answers if isinstance(each, Refused)]
+        assert [each.code for each in refused] == ["full"] * 3
+        [served] = stage.stages._clients
+        assert len(served.models) == MAX_MODELS
+
+    with_stage(tmp_path, test)
 
 
 def test_directories_that_are_no_models_are_refused(tmp_path: Path) -> None:

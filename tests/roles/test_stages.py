@@ -43,6 +43,7 @@ CONFIG = stand_in_config(layers=6)
 PROMPT = [5, 80, 11, 11, 3]
 GREEDY = Sampling(temperature=0)
 SEEDED = Sampling(temperature=1.5, top_k=40, top_p=0.95, seed=4)
+BELOW_ZERO = Sampling(temperature=1.5, seed=-4)
 
 Network = MemoryNetwork
 Test = Callable[[TestChain, Network], Awaitable[None]]
@@ -100,8 +101,8 @@ def test_a_worker_that_is_held_up_by_a_first_load_loses_nobody(tmp_path: Path, m
     with_chain(tmp_path, model, (0, 2, 6), test)
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED])
-@pytest.mark.parametrize("cuts", [(0, 6), (0, 2, 6), (0, 2, 3, 6)])
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED, BELOW_ZERO])
+@pytest.mark.parametrize("cuts", [(0, 6), (0, 2, 3, 6)])
 def test_a_chain_gives_what_one_part_gives(
     tmp_path: Path, model: ModelDirectory, cuts: tuple[int, ...], sampling: Sampling
 ) -> None:
@@ -583,12 +584,15 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any], str]] = [
     ("session.open", {"part": "none"}, "not loaded here"),
     ("session.open", {"encoding": "fp64"}, "encoding"),
     ("session.open", {"temperature": float("nan")}, "temperature"),
+    ("session.open", {"top_p": 0}, "top_p"),
+    ("session.open", {"seed": 0.5}, "seed"),
     ("session.open", {"silence_s": 0}, "silence_s"),
     ("session.open", {"next": {"peer": "w1", "host": "w1", "port": 0}}, "stage to dial"),
     ("session.resume", {"attempt": 1, "keep": 0, "next": None}, "not open here"),
     ("part.load", {}, "layers"),
     ("part.free", {"part": 7}, "id"),
     ("model.open", {"path": ""}, "path"),
+    ("model.open", {"path": "model"}, "from the root on"),
     ("model.open", {"path": "/nowhere/at/all"}, "no weights"),
     ("model.open", {"path": "/" + "x" * 300}, "cannot read"),
     ("links.measure", {}, "peers"),
