@@ -35,7 +35,7 @@ from p2ptrain.cli.text_options import (
     say_unused,
     stop_strings,
 )
-from p2ptrain.core.serving import Sampling, check_sampling
+from p2ptrain.core.serving import SamplingWish
 
 EXIT_INTERRUPTED = 130
 
@@ -53,9 +53,9 @@ def chat(
     max_new_tokens: Annotated[
         int, typer.Option("--tokens", "-n", metavar="N", min=1, help="An answer has at most so many tokens.")
     ] = 512,
-    temperature: TemperatureOption = 0.8,
-    top_k: TopKOption = 0,
-    top_p: TopPOption = 0.95,
+    temperature: TemperatureOption = None,
+    top_k: TopKOption = None,
+    top_p: TopPOption = None,
     stop: StopOption = [],  # noqa: B006 - Typer copies it
     random_seed: RandomSeedOption = 0,
     device: DeviceOption = "auto",
@@ -69,6 +69,9 @@ def chat(
     as_json: JsonOption = False,
 ) -> None:
     """Talk with a checkpoint.
+
+    Where none of --temperature, --top-k and --top-p is given, the model's generation_config.json decides, as in
+    transformers: the likeliest token each time, unless it says do_sample. What is given goes before what it says.
 
     Where its tokenizer brings a chat template, that writes the turns; else they are written "User: ..." and
     "Assistant: ...". The oldest turns are dropped, and it is said, when they no longer fit the model's context.
@@ -89,8 +92,7 @@ def chat(
     """
     stops = stop_strings(stop)
     wish = split_wish(split, dtype, wire, positions, dry_run=dry_run, stats=stats)
-    sampling = Sampling(temperature, top_k, top_p, random_seed)
-    check_sampling(sampling)
+    sampling = SamplingWish(temperature, top_k, top_p, random_seed)
     check_one("chat", checkpoint, job)
 
     from p2ptrain.cli.sources import Leaving, LocalSource, TokenSource
@@ -117,7 +119,7 @@ def chat(
             form,
             system=system,
             max_new_tokens=max_new_tokens,
-            sampling=sampling,
+            sampling=source.text.sampling(sampling),
             stop=stops,
             quiet=as_json,
         )

@@ -39,7 +39,7 @@ from p2ptrain.cli.text_options import (
     write,
 )
 from p2ptrain.core.errors import UserError
-from p2ptrain.core.serving import Sampling, check_sampling
+from p2ptrain.core.serving import SamplingWish
 
 if TYPE_CHECKING:
     from p2ptrain.compute.generate import GenerateResult
@@ -66,9 +66,9 @@ def generate(
     max_new_tokens: Annotated[
         int, typer.Option("--tokens", "-n", metavar="N", min=1, help="Write at most so many tokens.")
     ] = 200,
-    temperature: TemperatureOption = 0.8,
-    top_k: TopKOption = 0,
-    top_p: TopPOption = 0.95,
+    temperature: TemperatureOption = None,
+    top_k: TopKOption = None,
+    top_p: TopPOption = None,
     stop: StopOption = [],  # noqa: B006 - Typer copies it
     random_seed: RandomSeedOption = 0,
     device: DeviceOption = "auto",
@@ -85,6 +85,9 @@ def generate(
     as_json: JsonOption = False,
 ) -> None:
     """Write text with a checkpoint, as it comes.
+
+    Where none of --temperature, --top-k and --top-p is given, the model's generation_config.json decides, as in
+    transformers: the likeliest token each time, unless it says do_sample. What is given goes before what it says.
 
     With --split the model is computed by workers that joined the seed, some layers each, whole on none of them. The
     files of --checkpoint are this machine's and are given to them; those of --job may lie on any of them. The text
@@ -104,8 +107,7 @@ def generate(
     asked = _prompts(prompt, prompts)
     stops = stop_strings(stop)
     wish = split_wish(split, dtype, wire, positions, dry_run=dry_run, stats=stats, sessions=sessions > 0)
-    sampling = Sampling(temperature, top_k, top_p, random_seed)
-    check_sampling(sampling)
+    sampling = SamplingWish(temperature, top_k, top_p, random_seed)
     if wish is not None:
         check_one("generate", checkpoint, job)
 
@@ -123,14 +125,14 @@ def generate(
 
     model = LocalModel(directory, device=device)
     check_prompts(asked, lambda text: model.text.checked(model.text.prompt_ids(text), max_new_tokens))
-    shown = Shown(quiet=as_json)
+    shown, settled = Shown(quiet=as_json), model.text.sampling(sampling)
     say_unused(model.text)
     results: list[GenerateResult] = []
     try:
         for text in asked:
             shown.begin(text)
             results.append(
-                compute(model, text, max_new_tokens=max_new_tokens, sampling=sampling, stop=stops, on_text=shown.piece)
+                compute(model, text, max_new_tokens=max_new_tokens, sampling=settled, stop=stops, on_text=shown.piece)
             )
             shown.end()
     except BaseException:

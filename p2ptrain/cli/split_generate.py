@@ -18,7 +18,7 @@ from p2ptrain.cli.stopping import stop_on_signals, unless_stopped
 from p2ptrain.cli.text_options import say_unused
 from p2ptrain.compute.text import ModelText
 from p2ptrain.core.errors import P2PTrainError, first_error
-from p2ptrain.core.serving import Sampling
+from p2ptrain.core.serving import SamplingWish
 from roles.chain.client import Chain
 
 
@@ -34,7 +34,7 @@ class Order:
     prompts: list[str]
     is_one: bool
     max_new_tokens: int
-    sampling: Sampling
+    sampling: SamplingWish
     stop: tuple[str, ...]
     sessions: int
     dry_run: bool
@@ -71,6 +71,7 @@ async def _written(wanted: Wanted, order: Order, console: Console) -> bool:
             lengths.append(len(text.checked(text.prompt_ids(prompt), order.max_new_tokens)))
 
         check_prompts(order.prompts, check)
+        text.sampling(order.sampling)  # refused before anything is loaded
         return order.sessions * (max(lengths) + order.max_new_tokens)
 
     async with planned(wanted, needs, console) as plan:
@@ -121,6 +122,7 @@ class Writing:
         self.mendings: list[tuple[str, float]] = []
         self.shown = Shown(quiet=order.as_json)
         self._plan, self._chain, self._order = plan, chain, order
+        self._sampling = plan.text.sampling(order.sampling)
         self._texts: dict[int, Text] = {}
         self._behind: dict[int, str] = {}  # of texts that are not shown yet
         self._showing = 0
@@ -152,7 +154,7 @@ class Writing:
         session = await self._chain.generate(
             ids,
             max_new_tokens=order.max_new_tokens,
-            sampling=order.sampling,
+            sampling=self._sampling,
             stop_ids=writer.end_tokens,
             encoding=encoding,
             prefill_encoding=prefill_encoding,

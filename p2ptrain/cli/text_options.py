@@ -20,11 +20,24 @@ CheckpointOption = Annotated[
     typer.Option("--checkpoint", "-c", metavar="DIR", help="A checkpoint, or a directory to find the newest in."),
 ]
 JobOption = Annotated[str, typer.Option("--job", metavar="JOB", help="Use the newest checkpoint of this job.")]
-TemperatureOption = Annotated[float, typer.Option(metavar="T", min=0.0, help="0: always the likeliest token.")]
-TopKOption = Annotated[int, typer.Option(metavar="K", min=0, help="Choose among the k likeliest tokens; 0: among all.")]
+TemperatureOption = Annotated[
+    float | None,
+    typer.Option(metavar="T", min=0.0, help="0: always the likeliest token. Default: what the model says."),
+]
+TopKOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="K", min=0, help="Draw among the k likeliest tokens; 0: among all. Default: the model's, else 50."
+    ),
+]
 TopPOption = Annotated[
-    float,
-    typer.Option(metavar="P", min=0.0, max=1.0, help="Choose among the likeliest tokens that hold this probability."),
+    float | None,
+    typer.Option(
+        metavar="P",
+        min=0.0,
+        max=1.0,
+        help="Draw among the likeliest tokens that hold this probability. Default: the model's, else 1.",
+    ),
 ]
 RandomSeedOption = Annotated[
     int, typer.Option("--random-seed", metavar="N", min=0, max=2**63 - 1, help="The same seed gives the same text.")

@@ -15,7 +15,7 @@ import tokenizers
 
 from p2ptrain.compute.tokenizer import TOKENIZER_FILES, Tokenizer
 from p2ptrain.core.errors import ConfigError, UserError
-from p2ptrain.core.serving import Sampling, check_sampling
+from p2ptrain.core.serving import Sampling, SamplingWish, check_sampling
 from p2ptrain.core.stop_strings import StopStrings
 
 TEXT_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
@@ -95,10 +95,19 @@ class ModelText:
         ends = self.end_tokens if end_tokens is None else end_tokens
         return TextWriter(self.tokenizer.backend, prompt, stop=stop, end_tokens=ends)
 
+    def sampling(self, wish: SamplingWish) -> Sampling:
+        """How the next token is picked where a person wants that much. Raises ``ConfigError``."""
+        return wish.of(self._said)
+
     def unused_settings(self) -> dict[str, Any]:
         """What the directory's ``generation_config.json`` asks for and nothing here applies, by name."""
         said = self._generation or {}
         return {key: said[key] for key, neutral in _SHAPING.items() if said.get(key) not in (None, neutral)}
+
+    @property
+    def _said(self) -> dict[str, Any]:
+        """Of generation."""
+        return self._config if self._generation is None else self._generation
 
     def _context(self) -> int | None:
         nested = self._config.get("text_config")
@@ -110,7 +119,7 @@ class ModelText:
 
     def _end_tokens(self) -> frozenset[int]:
         """As transformers: those of ``generation_config.json`` where there is one, else of ``config.json``."""
-        said = (self._config if self._generation is None else self._generation).get("eos_token_id")
+        said = self._said.get("eos_token_id")
         return frozenset(item for item in (said if isinstance(said, list) else [said]) if isinstance(item, int))
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
-from p2ptrain.core.errors import UserError
+from p2ptrain.core.errors import ConfigError, UserError
 
 COLDEST = 1e-4
 """Below this temperature the scaled logits overflow and sampling has no distribution: it is the likeliest token."""
@@ -44,6 +46,56 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+
+
+USUAL = Sampling(temperature=1.0, top_k=50, top_p=1.0)
+"""How transformers draws where neither its caller nor the model says."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingWish:
+    """What a person asks for, as of ``Sampling``; None: what the model says. Raises ``UserError``: it cannot be."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        top_p = 1.0 if self.top_p is None else self.top_p
+        check_sampling(Sampling(self.temperature or 0.0, self.top_k or 0, top_p, self.seed))
+
+    def of(self, said: Mapping[str, Any]) -> Sampling:
+        """How tokens are picked of a model whose ``generation_config.json`` is ``said``: as transformers' ``generate``
+        does it, with what was asked for in place of what the model says. Without both it is the likeliest token. Who
+        asks for a temperature above 0, a ``top_k`` or a ``top_p`` wants tokens drawn.
+
+        Raises:
+            ConfigError: it says what cannot be.
+        """
+        given = (self.temperature, self.top_k, self.top_p)
+        draws = said.get("do_sample") is True if given == (None, None, None) else self.temperature != 0
+        if not draws:
+            return Sampling(0.0, seed=self.seed)
+        usual = {"temperature": USUAL.temperature, "top_k": USUAL.top_k, "top_p": USUAL.top_p}
+        temperature, top_k, top_p = (
+            value if value is not None else _number(said, name, usual[name])
+            for value, name in zip(given, usual, strict=True)
+        )
+        return Sampling(float(temperature), int(top_k), float(top_p), self.seed)
+
+
+def _number(said: Mapping[str, Any], name: str, usual: float) -> float:
+    value = usual if said.get(name) is None else said[name]
+    try:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise UserError(f"{name} = {str(value)[:40]} is no number")
+        changed: dict[str, Any] = {name: value}
+        check_sampling(replace(USUAL, **changed))
+    except UserError as error:
+        text = f"the model's generation_config.json says what cannot be: {error.message}"
+        raise ConfigError(text, remedy=f"give --{name.replace('_', '-')}, or mend the file") from error
+    return value
 
 
 def check_sampling(sampling: Sampling) -> None:

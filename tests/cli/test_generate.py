@@ -35,6 +35,7 @@ class StandIn:
             directory=directory,
             prompt_ids=list,
             checked=self.checked,
+            sampling=lambda wish: wish.of({"do_sample": "odd" in directory.parts, "top_p": 0.5}),
             unused_settings=lambda: {"min_p": 0.1} if "odd" in directory.parts else {},
         )
         return SimpleNamespace(directory=directory, device=device, text=text)
@@ -99,9 +100,26 @@ def test_text_is_written_as_it_comes(command: Command, calls: list[dict[str, Any
         "prompt": "def ",
         "device": "auto",
         "max_new_tokens": 8,
-        "sampling": Sampling(temperature=0.0, top_k=0, top_p=0.95, seed=3),
+        "sampling": Sampling(temperature=0.0, seed=3),
         "stop": (),
     }
+
+
+@pytest.mark.parametrize(
+    ("options", "greedy", "odd"),
+    [
+        ((), Sampling(0.0), Sampling(1.0, 50, 0.5)),
+        (("--temperature", "0.7"), Sampling(0.7, 50, 0.5), Sampling(0.7, 50, 0.5)),
+        (("--top-k", "0", "--top-p", "1"), Sampling(1.0, 0, 1.0), Sampling(1.0, 0, 1.0)),
+        (("--temperature", "0", "--top-k", "3"), Sampling(0.0), Sampling(0.0)),
+    ],
+)
+def test_what_the_model_says_counts_where_the_person_says_nothing(
+    command: Command, calls: list[dict[str, Any]], tmp_path: Path, options: tuple[str, ...], greedy: Any, odd: Any
+) -> None:
+    for name, expected in (("plain", greedy), ("odd", odd)):
+        assert command("generate", "x", "-c", str(_checkpoint(tmp_path / name, 1)), *options).code == 0
+        assert calls.pop()["sampling"] == expected
 
 
 def test_the_call_fits_the_real_function(command: Command, calls: list[dict[str, Any]], tmp_path: Path) -> None:

@@ -19,14 +19,14 @@ from p2ptrain.cli.split_stats import Meter, print_split_facts, split_facts
 from p2ptrain.compute.text import ModelText
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import ConnectionLost
-from p2ptrain.core.serving import Sampling
+from p2ptrain.core.serving import Sampling, SamplingWish
 from ring.placement import Peer, Placement, Stage
 from roles.chain.around import Progress, Token, WorkerAt
 
 DEADLINE_S = 10.0
 PLACEMENT = Placement(
     stages=tuple(
-        Stage(Peer(f"id{index}", f"box{index}", 1 << 30, 1e-9), 2 * index, 2 * index + 2, 99, 10, 5, 0.002, 0.001, 0.0)
+        Stage(Peer(f"id{index}", f"box{index}", 1 << 30, 1e-9), 2 * index, 2 * index + 2, 1000, 9, 5, 0.002, 0.001, 0.0)
         for index in range(2)
     ),
     client_hop_s=0.001,
@@ -115,7 +115,7 @@ def order(prompts: list[str], **changes: Any) -> Order:
     settings: dict[str, Any] = {
         "is_one": False,
         "max_new_tokens": 50,
-        "sampling": Sampling(seed=3),
+        "sampling": SamplingWish(temperature=1.0, top_k=0, seed=3),
         "stop": ("END",),
         "sessions": 3,
         "dry_run": False,
