@@ -5,7 +5,7 @@ What a chain costs
 A *stage* is a peer that holds layers [start, stop), a *chain* the stages in order. To decode a token a stage streams
 the weights of its layers once, the last one the norm and the head as well (of an embedding only a row is read)::
 
-    compute_s = overhead_s + byte_s * bytes of those weights
+    compute_s = byte_s * bytes of those weights
 
 A hop from stage to stage carries the activations of one position, a hop from or to the client one token. It takes
 ``latency_s + bytes / bandwidth``, and *occupies* the link for ``bytes / bandwidth`` of that: latency is waited for by
@@ -13,6 +13,9 @@ who waits for this token, but not by the token behind it. So::
 
     token_s      = sum of compute_s + sum of hops, the client's two included       one session, one token after another
     bottleneck_s = max over compute_s and what each hop occupies                   1 / tokens per second, the chain full
+
+That is the memory's bandwidth alone, a lower bound: what starting kernels and the interpreter take, of a small model
+most of the time, is not known before a peer has computed.
 
 A stage must have room for its weights, for its layers' KV cache of the ``positions`` wanted, and, where another stage
 follows, for the activations of as many positions: it keeps what it gave on, to replay it to who takes a lost stage's
@@ -104,14 +107,12 @@ class Peer:
     Attributes:
         memory_bytes: what weights and cache may take there.
         byte_s: seconds to stream one byte of weights while a token is decoded.
-        overhead_s: seconds a token takes there whatever the layers.
     """
 
     id: str
     name: str
     memory_bytes: int
     byte_s: float
-    overhead_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,7 +362,7 @@ def _kept_bytes(wanted: Wanted, stop: int) -> int:
 
 
 def _compute_s(wanted: Wanted, peer: Peer, start: int, stop: int) -> float:
-    return peer.overhead_s + peer.byte_s * wanted.sizes.streamed_bytes(start, stop)
+    return peer.byte_s * wanted.sizes.streamed_bytes(start, stop)
 
 
 def _placement(wanted: Wanted, hops: _Hops, chain: Sequence[tuple[Peer, int, int]], *, exact: bool) -> Placement:
@@ -392,10 +393,7 @@ def _board(wanted: Wanted, peers: Sequence[Peer], hops: _Hops) -> tuple[Board, l
     need_bytes[:-1, -1] += sizes.last_bytes
     need_bytes[0, 1:] += sizes.first_bytes
     need_bytes[0, -1] -= sizes.tied_bytes
-    compute_s = [
-        np.where(need_bytes <= peer.memory_bytes, peer.overhead_s + peer.byte_s * streamed_bytes, np.inf)
-        for peer in peers
-    ]
+    compute_s = [np.where(need_bytes <= peer.memory_bytes, peer.byte_s * streamed_bytes, np.inf) for peer in peers]
     hop_s, occupied_s = np.full((2, len(peers) + 1, len(peers) + 1), np.inf)
     for here, one in enumerate(peers):
         hop_s[-1, here], occupied_s[-1, here] = hops.from_client(one)
@@ -483,7 +481,7 @@ def _refusal(wanted: Wanted, given: Sequence[Peer], reached: Sequence[Peer], sta
 
 def _fits(wanted: Wanted, peers: Sequence[Peer], stages: int | None) -> bool:
     """Whether a chain is found, however slow. What is found by chance only is not looked for: it would take long."""
-    free = [replace(peer, byte_s=0.0, overhead_s=0.0) for peer in peers if (wanted.client, peer.id) not in wanted.apart]
+    free = [replace(peer, byte_s=0.0) for peer in peers if (wanted.client, peer.id) not in wanted.apart]
     board, _ = _board(wanted, free := _looked_at(free), _Hops(wanted, peers))
     counts = _counts(free, stages)
     return is_exact(board, counts) and search(board, counts) is not None

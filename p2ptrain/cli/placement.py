@@ -67,7 +67,7 @@ def print_prediction(placement: Placement) -> None:
     slowest_s = placement.bottleneck_s
     count = len(placement.stages)
     typer.echo(
-        f"{count} stage{'s' if count != 1 else ''}, predicted: {_ms(placement.token_s)} ms a token"
+        f"{count} stage{'s' if count != 1 else ''}, predicted at best: {_ms(placement.token_s)} ms a token"
         f" ({_rate(1 / placement.token_s if placement.token_s else math.inf)} tokens/s) for one session,"
         f" {_rate(placement.tokens_per_s)} tokens/s with the chain full, held up by {_slowest(placement, slowest_s)}"
     )

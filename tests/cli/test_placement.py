@@ -33,7 +33,7 @@ def test_people_see_who_holds_what_and_how_fast_it_will_be(capsys: pytest.Captur
         "PEER    LAYERS  WEIGHTS      CACHE     KEPT    LIMIT     MS  HOP MS  TOKENS/S",
         "laptop  0       2.0 GiB   64.0 MiB  8.0 MiB  4.0 GiB  21.47    2.66        47",
         "desk    1–5     6.0 GiB  320.0 MiB      0 B  8.0 GiB  32.21    0.50        31",
-        "2 stages, predicted: 57.34 ms a token (17 tokens/s) for one session, 31 tokens/s with the chain full,"
+        "2 stages, predicted at best: 57.34 ms a token (17 tokens/s) for one session, 31 tokens/s with the chain full,"
         " held up by desk",
     ]
 
@@ -67,7 +67,7 @@ def test_a_rate_without_bound_is_no_number(capsys: pytest.CaptureFixture[str]) -
     document = placement_map(found)
     assert (document["tokens_per_s"], document["stages"][0]["tokens_per_s"]) == (None, None)
     print_placement(found)
-    assert "1 stage, predicted: 0.00 ms a token (– tokens/s)" in capsys.readouterr().out
+    assert "1 stage, predicted at best: 0.00 ms a token (– tokens/s)" in capsys.readouterr().out
 
 
 def test_the_link_that_holds_everything_up_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,7 +65,7 @@ class Reference:
         streamed = sum(self.wanted.sizes.layers_bytes[start:stop])
         if stop == self.layers:
             streamed += self.wanted.sizes.last_bytes
-        return peer.overhead_s + peer.byte_s * streamed
+        return peer.byte_s * streamed
 
     def costs(self, chain: Chain) -> tuple[float, float]:
         """Bottleneck and time of one token."""
@@ -122,7 +122,6 @@ def problem(rng: random.Random) -> tuple[Wanted, list[Peer]]:
             f"peer {index}",
             int(whole * plenty / size * rng.choice([0.5, 1, 1, 2])),
             rng.choice([1, 2, 4]),
-            rng.choice([0, 0, 64]),
         )
         for index in range(size)
     ]
@@ -363,7 +362,7 @@ def cluster(size: int, layers: int, seed: int, plenty: float = 1.6) -> tuple[Wan
     sizes = ModelSizes((400 << 20,) * layers, (1 << 14,) * layers, 500 << 20, 500 << 20)
     each = sizes.weights_bytes(0, layers) * plenty / size
     peers = [
-        Peer(f"p{index:03}", f"p{index}", int(each * rng.uniform(0.5, 2)), 10 ** rng.uniform(-11, -10), 1e-4)
+        Peer(f"p{index:03}", f"p{index}", int(each * rng.uniform(0.5, 2)), 10 ** rng.uniform(-11, -10))
         for index in range(size)
     ]
     site = {peer.id: rng.randrange(3) for peer in peers} | {CLIENT: 0}
