@@ -450,7 +450,8 @@ def test_a_client_has_one_part_loaded_at_a_time_and_a_worker_few(tmp_path: Path,
                 with pytest.raises(Refused, match="other parts are being loaded") as refused:
                     await client.ask("part.load", load_params(model, 3, 4, 4))
                 assert refused.value.code == "busy"
-                await asyncio.gather(*loading, return_exceptions=True)
+                ends = await asyncio.gather(*loading, return_exceptions=True)
+                assert {each.code for each in ends if isinstance(each, Refused)} == {"giver"}, "one was in its own way"
                 assert (await client.ask("part.load", load_params(model, 3, 4, 4)))["received_bytes"]
             stage.stages.shelf.validate()
 
