@@ -48,6 +48,7 @@ class Order:
 
     root: Path
     keep: int
+    spared: int
     step: int
     meta: Meta
     files: list[FilePlan]
@@ -74,6 +75,7 @@ def send_order(channel: socket.socket, order: Order, descriptor: int) -> None:
     said = {
         "root": str(order.root),
         "keep": order.keep,
+        "spared": order.spared,
         "step": order.step,
         "meta": order.meta,
         "files": files,
@@ -175,7 +177,8 @@ def _carried_out(order: Order, descriptor: int, disk: Disk) -> Mapping[str, obje
     try:
         memory = attached(descriptor, order.memory_bytes)
         blobs = {name: memory[offset : offset + size] for name, (offset, size) in order.places.items()}
-        entry = CheckpointStore(disk, order.root, order.keep).write(order.step, order.files, blobs, order.meta)
+        store = CheckpointStore(disk, order.root, order.keep, spared=order.spared)
+        entry = store.write(order.step, order.files, blobs, order.meta)
     except P2PTrainError as problem:
         return {"error": type(problem).__name__, "message": problem.message, "remedy": problem.remedy}
     return {
@@ -205,8 +208,8 @@ def _receive_order(channel: socket.socket) -> tuple[Order, int] | None:
                 parts.append(BlobRange(*part))
         files.append(FilePlan(name, tuple(parts)))
     places = {name: (offset, size) for name, (offset, size) in said["places"].items()}
-    order = Order(Path(said["root"]), said["keep"], said["step"], said["meta"], files, places, said["memory_bytes"])
-    return order, descriptors[0]
+    root, numbers = Path(said["root"]), (said["keep"], said["spared"], said["step"])
+    return Order(root, *numbers, said["meta"], files, places, said["memory_bytes"]), descriptors[0]
 
 
 def _read(channel: socket.socket, size_bytes: int) -> bytes:

@@ -1,4 +1,9 @@
-"""What happens between two steps: the members compare their states, validate, and whoever is to saves a checkpoint."""
+"""What happens between two steps: the members compare their states, validate, and whoever is to saves a checkpoint.
+
+Of a split model a checkpoint is worth something only where all stages have theirs of the same step. So the members also
+tell one another what they have saved, and whether it is durable by now: where it is not, all go without a new one. So
+no stage is ahead of another, and the newest step that all have saved is kept until all have a newer one.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +24,7 @@ from roles.worker.keeper import state_digest
 from roles.worker.surroundings import Surroundings
 
 _VALIDATION = struct.Struct("!dQ")  # sum of losses in nats, number of targets
+_SAVING = struct.Struct("!q?16s")  # newest durable checkpoint, whether none is being written, the state's digest
 
 
 class BoundaryWork:
@@ -37,16 +43,33 @@ class BoundaryWork:
     ) -> None:
         self._around = around
         self._profile, self._checkpoints = profile, checkpoints
+        self._spared, self._idle, self._all_idle = -1, True, True  # as the members said when they compared last
 
     async def compare(self, engine: Engine, session: RingSession, *, patience_s: float) -> tuple[bytes, ...]:
         """The digests of all members' states, in rank order. Raises as ``RingSession.all_gather``."""
         digest = await self._around.compute.run(lambda: state_digest(engine.state()))
-        digests = await session.all_gather(digest, patience_s=patience_s)
+        if session.view.stages > 1:
+            digests = await self._compare_stages(digest, session, patience_s)
+        else:
+            digests = await session.all_gather(digest, patience_s=patience_s)
         odd = odd_ones_out(digests, session.view.stages)
         if odd and session.rank == 0:
             names = ", ".join(session.view.members[number].name for number in sorted(odd))
             self._around.notify("warning", "drift", f"the state of {names} differs from the others': it is healed")
         return tuple(digests)
+
+    async def _compare_stages(self, digest: bytes, session: RingSession, patience_s: float) -> list[bytes]:
+        saved, view = self._checkpoints, session.view
+        self._idle = saved.idle or not self._saves(view.replica_of(session.rank))
+        told = await session.all_gather(_SAVING.pack(saved.newest, self._idle, digest), patience_s=patience_s)
+        newest, idle, digests = zip(*map(_SAVING.unpack, told), strict=True)
+        self._spared = min(max(newest[stage :: view.stages]) for stage in range(view.stages))
+        self._all_idle = all(idle)
+        return list(digests)
+
+    def _saves(self, replica: int) -> bool:
+        """Whether whoever holds that replica of the model, or a part of it, writes checkpoints."""
+        return replica < self._profile.checkpoint.copies
 
     async def validate(
         self, boundary: Boundary, engine: Engine, strategy: Strategy, session: RingSession, *, patience_s: float
@@ -76,6 +99,9 @@ class BoundaryWork:
             meta: with the state's lineage and squared norm.
             stopping: the ring stands still after this.
         """
-        if boundary.save and replica < self._profile.checkpoint.copies:
-            wait = boundary.last or stopping
-            await self._checkpoints.save(engine, meta, step=boundary.applied, wait=wait)
+        if boundary.save and self._saves(replica):
+            wait, step = boundary.last or stopping, boundary.applied
+            if wait or self._all_idle:
+                await self._checkpoints.save(engine, meta, step=step, wait=wait, spared=self._spared)
+            elif not self._idle:
+                self._checkpoints.go_without(step)

@@ -42,12 +42,28 @@ class Checkpointing:
         for known in await self._keeper.entries():
             self._announce(known)  # the seed may have lost its record, or this worker may be new to it
 
-    async def save(self, engine: Engine, meta: Meta, *, step: int, wait: bool) -> None:
+    @property
+    def newest(self) -> int:
+        """The step of the newest checkpoint that is durable here; -1: there is none."""
+        return self._saved[0]
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is being written: what was saved last is durable, or has failed."""
+        return not self._writing
+
+    def go_without(self, step: int) -> None:
+        """Tell that there is no checkpoint of ``step``, because an older one is still being written here."""
+        text = f"no checkpoint at step {step}: an earlier one is still being written. raise checkpoint.every"
+        self._around.notify("error", "checkpoint-failed", text)
+
+    async def save(self, engine: Engine, meta: Meta, *, step: int, wait: bool, spared: int = -1) -> None:
         """Save the state, which is that of ``step`` and stands still until this returns. A failure is told, not raised.
 
         Args:
             meta: with the state's ``lineage`` and the step's ``square_sum``.
             wait: return when it is durable, or failed, and not before.
+            spared: a step whose checkpoint is kept, however old it is.
         """
         key = step, str(meta["lineage"])
         if wait:
@@ -57,7 +73,7 @@ class Checkpointing:
         # A ring that breaks meanwhile abandons the boundary, not the checkpoint. Whatever changes the state then is
         # called on the compute thread, too, and so after the copying.
         copied = asyncio.Event()
-        saving = self._save(engine, meta, key, copied, urgent=wait)
+        saving = self._save(engine, meta, key, copied, urgent=wait, spared=spared)
         self._writing[key] = self._tasks.create_task(saving, name=f"save {step}")
         await (self._settled() if wait else copied.wait())
 
@@ -67,14 +83,14 @@ class Checkpointing:
             await asyncio.wait(self._writing.values())
 
     async def _save(
-        self, engine: Engine, meta: Meta, key: tuple[int, str], copied: asyncio.Event, *, urgent: bool
+        self, engine: Engine, meta: Meta, key: tuple[int, str], copied: asyncio.Event, *, urgent: bool, spared: int
     ) -> None:
         (step, lineage), square_sum = key, float(meta["square_sum"] or 0.0)
         try:
             with await self._snapshots.take(engine, step=step, lineage=lineage, square_sum=square_sum) as snapshot:
                 plan = await self._around.compute.run(engine.checkpoint_files, step)
                 copied.set()
-                entry = await self._keeper.save(snapshot, plan, meta, urgent=urgent)
+                entry = await self._keeper.save(snapshot, plan, meta, urgent=urgent, spared=spared)
         except P2PTrainError as problem:
             # A full disk must not end the run: the state is in memory, here and at every member.
             text = f"no checkpoint at step {step}: {problem.message}. {problem.remedy}".rstrip(". ")

@@ -7,6 +7,7 @@ checkpoint never has a newer one appear behind it, and nothing of it makes a ste
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -74,9 +75,14 @@ class Keeper:
         square_sum = entry.meta.get("square_sum")
         return entry.step, lineage_of(entry), float(square_sum) if isinstance(square_sum, float) else 0.0, entry
 
-    async def save(self, snapshot: Snapshot, plan: list[FilePlan], meta: Meta, *, urgent: bool) -> CheckpointEntry:
-        """Write the checkpoint of the snapshot's step. Raises ``StorageError``, ``ResourceError``."""
-        return await self._saver.save(snapshot, plan, self._shelf, meta, urgent=urgent)
+    async def save(
+        self, snapshot: Snapshot, plan: list[FilePlan], meta: Meta, *, urgent: bool, spared: int = -1
+    ) -> CheckpointEntry:
+        """Write the checkpoint of the snapshot's step; that of step ``spared`` is kept, however old it is.
+
+        Raises ``StorageError``, ``ResourceError``.
+        """
+        return await self._saver.save(snapshot, plan, replace(self._shelf, spared=spared), meta, urgent=urgent)
 
     async def verify(self, step: int) -> CheckpointEntry:
         """The checkpoint of ``step``, every byte of it compared. Raises ``UserError``, ``StorageError``."""

@@ -20,10 +20,11 @@ from roles.worker.snapshot import Snapshot
 
 @dataclass(frozen=True, slots=True)
 class Shelf:
-    """Where one job's checkpoints stand, and how many are kept."""
+    """Where one job's checkpoints stand, and how many are kept; ``spared``: see ``CheckpointStore``."""
 
     root: Path
     keep: int
+    spared: int = -1
 
 
 class Saver(Protocol):
@@ -76,7 +77,8 @@ class DirectSaver:
     def write(self, snapshot: Snapshot, plan: list[FilePlan], shelf: Shelf, meta: Meta) -> CheckpointEntry:
         """``save``, by a caller who is on the thread."""
         blobs = {blob.name: blob.view for blob in snapshot.blobs}
-        return CheckpointStore(self._disk, shelf.root, shelf.keep).write(snapshot.step, plan, blobs, meta)
+        store = CheckpointStore(self._disk, shelf.root, shelf.keep, spared=shelf.spared)
+        return store.write(snapshot.step, plan, blobs, meta)
 
     async def close(self) -> None:
         """Nothing to end: what is half written is cleared by the next start."""

@@ -123,7 +123,7 @@ class ProcessSaver:
     ) -> CheckpointEntry:
         places = {place.name: (place.offset, place.size_bytes) for place in snapshot.places}
         memory_bytes = snapshot.memory.view.nbytes
-        order = Order(shelf.root, shelf.keep, snapshot.step, meta, plan, places, memory_bytes)
+        order = Order(shelf.root, shelf.keep, shelf.spared, snapshot.step, meta, plan, places, memory_bytes)
         size_bytes = sum(file.size_bytes for file in plan)
         patience_s = SILENCE_S + size_bytes / max(SLOWEST_BYTES_PER_S, self._least_bytes_per_s / SLOWER_THAN_EVER)
         helper = self._ready_helper(urgent)

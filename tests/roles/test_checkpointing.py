@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -35,8 +36,12 @@ class HangingDisk(RealDisk):
     def __init__(self) -> None:
         self.hangs, self.go = threading.Event(), threading.Event()
         self.broken = False
+        self.concerned = re.compile("")
 
     def append_file(self, path: Path, data: bytes | memoryview) -> None:
+        if not self.concerned.search(str(path)):
+            super().append_file(path, data)
+            return
         self.hangs.set()
         assert self.go.wait(30), "the test never let go"
         if self.broken:
@@ -104,6 +109,36 @@ async def test_a_disk_that_is_too_slow_gets_fewer_checkpoints(cluster: HangingCl
     told = [text for level, kind, text in peer.told if kind == "checkpoint-failed" and level == "error"]
     assert len(told) == 4
     assert all("Raise checkpoint.every" in text or "raise checkpoint.every" in text for text in told)
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["hangs", "broken"])
+async def test_stages_never_lose_the_newest_state_that_all_have_saved(cluster: HangingCluster, broken: bool) -> None:
+    """One stage's disk takes nothing more after step 4: the others, who save on, keep what goes with its checkpoint."""
+    cluster.disk.concerned, cluster.disk.broken = re.compile(r"stage-1-of-2.*new-0*([5-9]|[1-9]\d+)-"), broken
+    if broken:
+        cluster.disk.go.set()
+    tables: dict[str, dict[str, Any]] = {
+        "job": {"steps": 10_000, "workers": 2, "strategy": "pipeline"},
+        "batch": {"micro_batches": 2},
+        "pipeline": {"stages": 2},
+        "validation": {"every": 0},
+        "checkpoint": {"every": 1, "keep": 2},
+    }
+    job = await cluster.create(Profile.model_validate(tables))
+    peers = [cluster.join(), cluster.join()]
+    assert await asyncio.to_thread(cluster.disk.hangs.wait, 20)
+    since = (await cluster.job_until(job, lambda item: item["step"] >= 5))["step"]
+    await cluster.job_until(job, lambda item: item["step"] >= since + 100)
+    kept = [{int(path.name[5:]) for path in cluster.root.glob(f"*/jobs/*/stage-{stage}-of-2/checkpoints/step-*")}
+            for stage in (0, 1)]  # fmt: skip
+    assert kept[0] & kept[1], f"no state is whole: {kept}"
+    if not broken:
+        (hangs_at,) = cluster.root.glob("*/jobs/*/stage-1-of-2/checkpoints/.new-*")
+        assert max(kept[0]) <= int(hangs_at.name[5:13]), "none saves on alone"
+    told = [text for peer in peers for _, kind, text in peer.told if kind == "checkpoint-failed"]
+    assert told, "the one whose disk it is says so"
+    await peers[0].die()
+    await peers[1].die()
 
 
 async def test_a_run_does_not_end_for_a_broken_disk(cluster: HangingCluster) -> None:
