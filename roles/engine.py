@@ -171,6 +171,11 @@ class PipelineEngine(StagedEngine, Protocol):
         losses (nats) over its targets, else 0. Raises ``ProtocolError``: ``inputs`` are no activations."""
         ...
 
+    def contributed_square_sum(self, start: int, stop: int) -> float:
+        """As ``partial_square_sum``, of what this member brings to the sum: of what the first and the last stage both
+        have each brings its own gradient, while the whole's norm counts their sum once, on one of them."""
+        ...
+
     def tied_gradient(self) -> npt.NDArray[np.float32] | None:
         """In ``reduce_buffer``, the gradient of what the first and the last stage both have, shape (numel,); None on
         other stages, and where there is nothing of that kind."""

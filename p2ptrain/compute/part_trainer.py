@@ -294,6 +294,10 @@ class PartTrainer(FlatEngine):
             raise ValueError(f"{len(other)} elements of a tied gradient, to {0 if own is None else len(own)}")
         np.add(own, other, out=own)
 
+    def contributed_square_sum(self, start: int, stop: int) -> float:
+        """See ``roles.engine.PipelineEngine``: before the tied gradients are summed, both stages count theirs."""
+        return super().partial_square_sum(start, stop)
+
     def partial_square_sum(self, start: int, stop: int) -> float:
         """As ``Engine``'s; a matrix that the first stage has, too, is counted there."""
         if self._tied is None or self._part.first:

@@ -116,6 +116,9 @@ class PipelineStrategy(StagedStrategy):
         spent = await runner.run(step, self._schedule(count), patience_s=self._patience_s)
         self._unit_s = (spent.forward_s + spent.backward_s) / count
 
+    def _contributed(self, start: int, stop: int) -> float:
+        return self._part.contributed_square_sum(start, stop)
+
     async def _summed(self) -> None:
         gradient = self._part.tied_gradient()
         if gradient is not None:

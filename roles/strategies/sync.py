@@ -35,12 +35,21 @@ from roles.strategies.exchange import Exchange, Piece, codec_of
 class _Outgoing:
     """This member's contribution to one step on its way out, on the compute thread's side.
 
+    Args:
+        measure: the squared norm of what it contributes between two places of the buffer.
+
     Attributes:
         own: squared norm of what was released.
     """
 
-    def __init__(self, engine: Engine, bounds: Sequence[tuple[int, int]], release: Callable[[int], object]) -> None:
-        self._engine, self._bounds, self._release = engine, bounds, release
+    def __init__(
+        self,
+        engine: Engine,
+        measure: Callable[[int, int], float],
+        bounds: Sequence[tuple[int, int]],
+        release: Callable[[int], object],
+    ) -> None:
+        self._engine, self._measure, self._bounds, self._release = engine, measure, bounds, release
         self._stops = [stop for _, stop in bounds]
         self._released = 0
         self.own = 0.0
@@ -48,7 +57,7 @@ class _Outgoing:
     def front_final(self, numel: int) -> None:
         """See ``roles.engine.OnFinal``: measure and release the pieces that are whole now, if there are more."""
         for start, stop in self._bounds[self._released : bisect_right(self._stops, numel)]:
-            self.own += self._engine.partial_square_sum(start, stop)
+            self.own += self._measure(start, stop)
             self._released += 1
             self._release(self._released)
 
@@ -86,7 +95,9 @@ class SyncStrategy:
             self._session, self._pieces = session, self._pieces_for(session)
         exchange = self._exchange = Exchange(session, self._pieces, patience_s=patience_s)
         wake = asyncio.get_running_loop().call_soon_threadsafe
-        outgoing = self._outgoing = _Outgoing(self._engine, self._bounds, lambda count: wake(exchange.release, count))
+        outgoing = self._outgoing = _Outgoing(
+            self._engine, self._contributed, self._bounds, lambda count: wake(exchange.release, count)
+        )
         await self._compute.run(self._engine.begin_step, step)
         await self._fill(step, first, count, outgoing.front_final)
         await self._compute.run(outgoing.finish)
@@ -109,6 +120,10 @@ class SyncStrategy:
         self.exposed_s = self._now() - self._computed_at
         self.communicating_s = exchange.communicating_s
         return await self._compute.run(self._summarize, session.rank, session.size, self._outgoing.own)
+
+    def _contributed(self, start: int, stop: int) -> float:
+        """Squared norm of what this member brings to the sum, between two places of the buffer."""
+        return self._engine.partial_square_sum(start, stop)
 
     async def _summed(self) -> None:
         """The buffer holds the sums of this ring, and is about to be hashed."""

@@ -165,6 +165,16 @@ def test_the_norm_counts_a_tied_matrix_once_however_it_is_cut(text_file: Path) -
         assert total == pytest.approx(expected, rel=1e-9)
 
 
+def test_what_the_last_stage_contributes_to_a_tied_matrix_counts_as_its_own(text_file: Path) -> None:
+    """Else whoever spoils it is not found, and the sum seems to be longer than all that was added up."""
+    pipeline = Pipeline(text_file, (0, 2, 4))
+    pipeline.exchange = lambda: None  # type: ignore[method-assign]
+    pipeline.gradients(0)
+    for stage in pipeline.stages:
+        expected = float((np.asarray(stage.reduce_buffer[:-1], np.float64) ** 2).sum())
+        assert stage.contributed_square_sum(0, len(stage.reduce_buffer)) == pytest.approx(expected, rel=1e-9)
+
+
 def test_replicas_add_up_to_one_process(text_file: Path) -> None:
     """Two replicas of two stages, each with a part of the micro-batches; M is the number of all."""
     whole, loss = reference(text_file, MODEL, 4, step=0)

@@ -229,3 +229,30 @@ def test_what_is_in_flight_is_bounded() -> None:
     assert strategy._schedule(12).in_flight(0) == 2
     assert strategy_with((0.25,), schedule="gpipe")._schedule(12) == gpipe(2, 12)
     assert strategy_with((0.25,), schedule="gpipe", max_in_flight=3)._schedule(12).warm_ups == (2, 2)
+
+
+async def test_a_spoiled_gradient_of_the_tied_matrix_ends_the_job_with_the_reason(tmp_path: Path, text: Path) -> None:
+    """It is the last stage's contribution, though the matrix counts in the first stage's part of the norm."""
+
+    def spoiled(profile: Profile, stage: Any) -> Any:
+        engine: Any = stage_builder(threads=1)(profile, stage)
+        backward = engine.backward
+
+        def spoil(*arguments: Any) -> Any:
+            engine.tied_gradient()[:] = math.nan
+            return backward(*arguments)
+
+        if stage.index == stage.count - 1:
+            engine.backward = spoil
+        return engine
+
+    cluster = Cluster(tmp_path, MemoryNetwork())
+    await cluster.start_seed()
+    try:
+        job = await cluster.create(profile_of(text, 2, 1))
+        for _ in range(2):
+            cluster.join(build_part=spoiled, strategies=strategy_of)
+        failed = await cluster.job_until(job, lambda item: item["state"] == "failed")
+        assert "not finite" in failed["reason"]
+    finally:
+        await cluster.close()
