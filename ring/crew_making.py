@@ -62,13 +62,33 @@ class Making(Places):
         )
 
     def _withdraw_one(self) -> bool:
-        """Rule 4: nobody is there any more who could heal it."""
+        """Rule 4: nobody is there any more who could heal it. Rule 5: what all stages have saved is newer."""
+        if (late := self._outdone()) is not None:
+            self._dissolve(late, "there are newer checkpoints of all stages")
+            return True
         if self._anchored():
             return False
         void = next((crew for crew in self._crews.values() if crew.known and crew.said == NOTHING), None)
         if void is not None:
             self._withdraw(void)
         return void is not None
+
+    def _outdone(self) -> Crew | None:
+        """A crew of a state that is older than what all stages here have saved, where nobody carries on the run's."""
+        least = self._least()
+        crews = [crew for crew in self._crews.values() if crew.known and not crew.in_view and crew.said is not None]
+        return next((crew for crew in crews if crew.said != NOTHING and crew.said and crew.said[0] < least), None)
+
+    def _least(self) -> int:
+        """The step below which nobody need begin, for every stage has a checkpoint of it at somebody who is settled.
+        0: there is none, or the run's state is carried on."""
+        waiting = self.core.phase is Phase.WAITING and self.core.restore is None and self._mustered
+        if not waiting or self.view is None or any(crew.members for crew in self._places()):
+            return 0
+        settled = {key: worker.report for key, worker in self._workers.items() if worker.settled and worker.report}
+        by_stage = self._by_stage(settled)
+        kept = newest_kept([[self._kept(key) for key in stage] for stage in by_stage])
+        return kept if kept <= self.core.known_step else 0  # what is later is of a course that was given up
 
     def _withdraw(self, crew: Crew) -> None:
         if crew.in_view:
@@ -177,7 +197,10 @@ class Making(Places):
         loose = set() if runs else {member for crew in self._void() for member in crew.members}
         reports = {key: report for key in free | loose if (report := self._workers[key].report) is not None}
         by_stage = self._by_stage(reports)
+        least = self._least()
         for state in shared_states(by_stage):
+            if state[0] < least:
+                break  # it goes back to what is newer, see ``_go_back``
             holders = holding(reports, state)
             group = next(in_groups([holders & stage.keys() for stage in by_stage]), None)
             if group is not None:

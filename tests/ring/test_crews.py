@@ -235,6 +235,29 @@ def test_it_waits_for_who_is_away_before_it_goes_back() -> None:
     assert {item.restore_step for item in play.of(co.SendAssign)} == {8}
 
 
+def test_a_crew_of_old_states_does_not_outdo_what_all_stages_have_saved_since() -> None:
+    """Whoever was away for long comes back with an old checkpoint, before those who have the newest."""
+    play = Play()
+    view = play.begun("a", "b")
+    saved = {key: frozenset({4, 8}) for key in "ab"} | {key: frozenset({3}) for key in "cd"}
+    play.tell(co.Saved({}, saved))
+    play.comes("c", "d")
+    play.ready("c", "d", applied=3)
+    play.lost("c", "d")
+    play.tell(co.Progress(10, 1.0))
+    play.lost("a")
+    play.says("b", "broken", 10, generation=view.generation, suspect="a")
+    play.comes("c", "d")
+    play.ready("c", "d", applied=3)
+    assert not play.minted, "somebody may bring more"
+    play.comes("a")
+    play.ready("a", applied=8)
+    assert {(item.peer_id, item.restore_step) for item in play.of(co.SendAssign)} == {(key, 8) for key in "abcd"}
+    play.ready("c", "d", applied=3)
+    play.ready("a", "b", applied=8)
+    assert (play.minted, play.view.step, play.members[:2]) == (True, 8, ["a", "b"])
+
+
 def test_the_stage_of_a_worker_outlives_its_process_and_the_seed() -> None:
     play = Play()
     view = play.begun("a", "b")
