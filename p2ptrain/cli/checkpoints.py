@@ -79,10 +79,21 @@ def gather(
     """
     from p2ptrain.core.checkpoint_parts import choose, parts_below
     from p2ptrain.core.checkpoint_parts import gather as gathered
+    from p2ptrain.core.checkpoints import CheckpointEntry, verify_checkpoint
     from p2ptrain.core.disk import RealDisk
+    from p2ptrain.core.errors import StorageError
 
     disk = RealDisk()
-    entry = gathered(disk, choose(parts_below(disk, places), job=job, step=step), to)
+
+    def is_good(part: CheckpointEntry) -> bool:
+        try:
+            verify_checkpoint(disk, part)
+        except StorageError as problem:
+            typer.echo(f"passed over: {problem.message}", err=True)
+            return False
+        return True
+
+    entry = gathered(disk, choose(parts_below(disk, places), job=job, step=step, is_good=is_good), to)
     if as_json:
         print_json({"path": str(entry.path), "step": entry.step, "size_bytes": entry.size_bytes})
     else:

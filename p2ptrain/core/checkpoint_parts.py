@@ -7,7 +7,7 @@ are the first stage's, so together they are a checkpoint as one process writes i
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -40,29 +40,39 @@ def parts_below(disk: Disk, places: Sequence[Path]) -> list[CheckpointEntry]:
     return list(found.values())
 
 
-def choose(parts: Sequence[CheckpointEntry], *, job: str = "", step: int | None = None) -> list[CheckpointEntry]:
+def choose(
+    parts: Sequence[CheckpointEntry],
+    *,
+    job: str = "",
+    step: int | None = None,
+    is_good: Callable[[CheckpointEntry], bool] = lambda part: True,
+) -> list[CheckpointEntry]:
     """One part of each stage, all of one state: of ``step``, or of the newest that is whole.
 
     Args:
         job: only that job's; empty: of whichever.
+        is_good: of a part, whether it may be taken; asked of those that would be. Another worker may have the same.
 
     Raises:
         UserError: there is none; what is missing is named.
     """
-    states: dict[tuple[int, object], dict[int, CheckpointEntry]] = {}
+    states: dict[tuple[int, object], dict[int, list[CheckpointEntry]]] = {}
     for part in parts:
         index = part.meta.get(STAGE)
         if isinstance(index, int) and step in (None, part.step) and job in ("", part.meta.get("job")):
-            states.setdefault((part.step, part.meta.get(LINEAGE)), {})[index] = part
+            states.setdefault((part.step, part.meta.get(LINEAGE)), {}).setdefault(index, []).append(part)
     for _, found in sorted(states.items(), key=lambda item: item[0][0], reverse=True):
-        count = next(iter(found.values())).meta.get(STAGES)
+        count = next(iter(found.values()))[0].meta.get(STAGES)
         if isinstance(count, int) and set(found) == set(range(count)):
-            return [found[index] for index in range(count)]
+            for index in range(count):
+                found[index] = [part for part in found[index] if is_good(part)][:1]
+            if all(found.values()):
+                return [found[index][0] for index in range(count)]
     which = "" if step is None else f" of step {step}"
     if not states:
         raise UserError(f"no stage's checkpoint{which} lies there", remedy="`p2ptrain checkpoints list` shows them")
     (newest, _), found = max(states.items(), key=lambda item: item[0][0])
-    there = ", ".join(map(str, sorted(found)))
+    there = ", ".join(str(index) for index in sorted(found) if found[index]) or "none"
     raise UserError(
         f"no step has the checkpoints of all stages{which}: of step {newest} there are those of stage {there} alone",
         remedy="copy the others here first: `p2ptrain checkpoints list` shows on which machines they lie",

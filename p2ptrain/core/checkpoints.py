@@ -156,14 +156,8 @@ class CheckpointStore:
         return read_checkpoint(self._disk, path)
 
     def verify(self, entry: CheckpointEntry) -> None:
-        """Compare every file with the manifest, sizes first. Raises ``StorageError`` naming the first that differs."""
-        for name, (size_bytes, _) in entry.files.items():
-            actual = self._disk.size(entry.path / name)
-            if actual != size_bytes:
-                raise StorageError(f"{entry.path / name} has {actual} bytes, {size_bytes} were written")
-        for name, (_, digest) in entry.files.items():
-            if self._disk.hash_file(entry.path / name) != digest:
-                raise StorageError(f"{entry.path / name} differs from what was written (SHA-256)")
+        """See ``verify_checkpoint``."""
+        verify_checkpoint(self._disk, entry)
 
     def delete(self, step: int) -> bool:
         """Remove the checkpoint of ``step``; whether there was one. Raises ``StorageError``."""
@@ -259,6 +253,17 @@ class CheckpointStore:
                 dead = self._root / f"{_DEAD}{secrets.token_hex(8)}"
                 self._disk.rename(path, dead)
                 self._disk.remove_tree(dead)
+
+
+def verify_checkpoint(disk: Disk, entry: CheckpointEntry) -> None:
+    """Compare every file with the manifest, sizes first. Raises ``StorageError`` naming the first that differs."""
+    for name, (size_bytes, _) in entry.files.items():
+        actual = disk.size(entry.path / name)
+        if actual != size_bytes:
+            raise StorageError(f"{entry.path / name} has {actual} bytes, {size_bytes} were written")
+    for name, (_, digest) in entry.files.items():
+        if disk.hash_file(entry.path / name) != digest:
+            raise StorageError(f"{entry.path / name} differs from what was written (SHA-256)")
 
 
 def read_checkpoint(disk: Disk, path: Path) -> CheckpointEntry:

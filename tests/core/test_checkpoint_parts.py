@@ -62,6 +62,24 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     assert parts_below(DISK, [tmp_path / "nowhere"]) == []
 
 
+def test_a_part_that_is_not_good_is_taken_from_another_worker_or_of_an_older_step(tmp_path: Path) -> None:
+    parts = [
+        save(tmp_path / f"{copy}{stage}{step}", stage, step) for copy in "ab" for stage in (0, 1) for step in (4, 8)
+    ]
+    bad = {parts[1].path}
+
+    def is_good(part: CheckpointEntry) -> bool:
+        return part.path not in bad
+
+    assert (parts[1].step, parts[1].meta["stage"]) == (8, 0)
+    chosen = choose(parts, is_good=is_good)
+    assert [(part.step, part.meta["stage"]) for part in chosen] == [(8, 0), (8, 1)]
+    bad |= {part.path for part in parts if part.step == 8 and part.meta["stage"] == 0}
+    assert {part.step for part in choose(parts, is_good=is_good)} == {4}
+    with pytest.raises(UserError, match="of step 8 there are those of stage 1 alone"):
+        choose(parts, step=8, is_good=is_good)
+
+
 def test_a_damaged_part_makes_no_checkpoint(tmp_path: Path) -> None:
     parts = [save(tmp_path / "run", stage, 7) for stage in (0, 1)]
     weights = parts[1].path / "model-1.safetensors"
