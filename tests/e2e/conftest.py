@@ -8,12 +8,13 @@ import os
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.e2e.warm import Forked, Nursery, nursery
 from wire.client import SeedClient
 from wire.transport import TcpNetwork
 
@@ -41,7 +42,7 @@ SMALL = {
 class Process:
     """One running ``p2ptrain``, and every line it said."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process | Forked) -> None:
         self.process = process
         self.lines: list[str] = []
         self.out: list[str] = []  # those of standard output
@@ -98,10 +99,15 @@ class Process:
 
 
 class Machine:
-    """Where processes are started: one state directory, one environment."""
+    """Where processes are started: one state directory, one environment.
 
-    def __init__(self, root: Path) -> None:
+    Attributes:
+        warm: where workers are forked; None: they start cold, as a person starts them.
+    """
+
+    def __init__(self, root: Path, warm: Nursery | None) -> None:
         self.root = root
+        self.warm = warm
         self.processes: list[Process] = []
         self.port = 0
 
@@ -117,18 +123,23 @@ class Machine:
         Args:
             inside: a command that runs another one somewhere, such as ``ip netns exec NAME``.
         """
-        process = await asyncio.create_subprocess_exec(
-            *inside,
-            sys.executable,
-            "-m",
-            "p2ptrain",
-            *arguments,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            cwd=self.root,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"} | environment,
-        )
+        env = os.environ | {"PYTHONUNBUFFERED": "1"} | environment
+        process: asyncio.subprocess.Process | Forked
+        if self.warm is not None and arguments[0] == "join" and not inside:
+            process = await self.warm.start(arguments, self.root, env)
+        else:
+            process = await asyncio.create_subprocess_exec(
+                *inside,
+                sys.executable,
+                "-m",
+                "p2ptrain",
+                *arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                cwd=self.root,
+                env=env,
+            )
         self.processes.append(Process(process))
         return self.processes[-1]
 
@@ -181,9 +192,15 @@ class Machine:
         raise AssertionError("the updates ended")
 
 
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery | None]:
+    with nursery(tmp_path_factory.mktemp("warm") / "socket") as made:
+        yield made
+
+
 @pytest.fixture
-async def machine(tmp_path: Path) -> AsyncIterator[Machine]:
-    made = Machine(tmp_path)
+async def machine(tmp_path: Path, warm: Nursery | None) -> AsyncIterator[Machine]:
+    made = Machine(tmp_path, warm)
     yield made
     for process in made.processes:
         await process.kill()
