@@ -81,7 +81,7 @@ async def test_members_steps_while_a_newcomer_heals(machine: Any) -> None:
 
 @pytest.mark.slow
 async def test_ctrl_c_while_a_newcomer_heals_leaves_no_process(machine: Any) -> None:
-    process = await machine.start("bench", "heal", "--quiet", "8", "--json", "-")
+    process = await machine.start("bench", "heal", "--quiet", "8", "--json", "-", *machine.settings())
     await process.until("heal 1 of 10")
     members = psutil.Process(process.process.pid).children()
     assert len(members) == 3
@@ -229,7 +229,7 @@ async def test_checkpoints_beside_the_steps_around_them(machine: Any) -> None:
 async def test_ctrl_c_between_saves_keeps_what_was_measured(machine: Any) -> None:
     arguments = ("--size", "100K", "--saves", "1000", "--json", "-", "--state", str(machine.root))
     process = await machine.start("bench", "save", *arguments, *machine.settings())
-    await process.until(r"save \d\d of 1000 is durable")
+    await process.until(r"save [2-9] of 1000 is durable")
     peers = await peers_of(process, 5)  # a seed, two workers, their writers
     assert await process.interrupt() == 130
     await all_gone(peers)

@@ -16,7 +16,7 @@ SPLIT = ["--set", "job.strategy=pipeline", "--set", "pipeline.stages=2"]
 
 
 async def test_a_worker_of_two_crews_is_killed_and_a_spare_takes_its_place(machine: Any, tmp_path: Path) -> None:
-    steps = 300
+    steps = 120
     sets = machine.settings(job__steps=steps, job__workers=4)
     await machine.seed(*sets, *SPLIT)
     workers = {name: await machine.join("--name", name) for name in ("one", "two", "three", "four", "five")}

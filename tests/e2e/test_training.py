@@ -46,7 +46,7 @@ def undisturbed(sets: list[str], steps: int) -> list[float]:
 
 
 async def test_workers_join_and_are_killed_in_mid_run_and_the_loss_is_that_of_one_process(machine: Any) -> None:
-    steps = 500
+    steps = 200
     sets = machine.settings(job__steps=steps)
     await machine.seed(*sets)
     first, second = await machine.join("--name", "one"), await machine.join("--name", "two")
@@ -115,13 +115,13 @@ async def test_up_trains_says_how_far_and_leaves_a_directory_that_transformers_o
 
 
 async def test_up_that_was_interrupted_goes_on_where_it_was(machine: Any) -> None:
-    arguments = ["up", "--state", str(machine.root), "--plain", *machine.settings(job__steps=300)]
+    arguments = ["up", "--state", str(machine.root), "--plain", *machine.settings(job__steps=150)]
     first = await machine.start(*arguments)
-    await first.until(r"step +[3-9]\d/300")
+    await first.until(r"step +[3-9]\d/150")
     assert await first.interrupt() == 130, first.text
     second = await machine.start(*arguments)
     await second.until("going on with job")
-    line = await second.until(r"step +(\d+)/300")
+    line = await second.until(r"step +(\d+)/150")
     assert int(line[1]) > 30, "nothing that was saved is done again"
     assert await second.end() == 0, second.text
 

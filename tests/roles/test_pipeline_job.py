@@ -96,7 +96,6 @@ async def rows_of(cluster: Cluster, job: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("stages", "replicas", "tables"),
     [
-        (2, 1, {}),
         (2, 2, {}),
         (2, 1, {"model": {"tie_embeddings": False}, "pipeline": {"stages": 2, "schedule": "gpipe", "cuts": [3]}}),
         (
@@ -141,7 +140,7 @@ async def ended_as_one_process(cluster: Cluster, job: str, profile: Profile) -> 
 @pytest.mark.parametrize("victim", [0, 3])
 async def test_without_a_spare_the_whole_crew_goes_on(cluster: Cluster, text: Path, victim: int) -> None:
     """The other member of the crew that lost one waits; when somebody joins, it takes the place and heals by stage."""
-    steps = 150
+    steps = 90
     profile = profile_of(text, 2, 2, job={"steps": steps})
     job = await cluster.create(profile)
     for _ in range(4):

@@ -13,9 +13,9 @@ import pytest
 from ring.transaction import Phase
 from roles.sim.cluster import Simulation
 from roles.sim.faults import Faults
-from roles.sim.run import STEPS, Verdict, _run, _to_the_end
+from roles.sim.run import Verdict, _run, _to_the_end
 
-MEMBERS, BEFORE = 3, 5
+MEMBERS, BEFORE, STEPS = 3, 5, 12  # so many that who died is a member again before the end
 STEP = {Phase.COMPUTING, Phase.REDUCING, Phase.VOTING, Phase.APPLYING, Phase.BOUNDARY}
 
 
