@@ -153,10 +153,12 @@ class PipelineEngine(StagedEngine, Protocol):
 
     Attributes:
         activation_bytes, gradient_bytes: see ``PartEngine``.
+        layers: it has layers [first, second) of so many as the third says.
     """
 
     activation_bytes: int
     gradient_bytes: int
+    layers: tuple[int, int, int]
 
     def forward(self, step: int, index: int, inputs: Payload | None) -> Payload | None:
         """See ``PartEngine``."""

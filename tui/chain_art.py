@@ -59,7 +59,8 @@ def _title(chain: Chain, width: int) -> Row:
         found.append(Span(f"  {GONE.symbol} {chain.missing} of {_plural(chain.layers, 'layer')} missing", GONE.role))
     kind = " · ".join(sorted({part.dtype for part in parts} - {""}))
     pace = f" · {fmt.count(chain.tokens_per_s)} tok/s"
-    found += [Span(f"  {_plural(chain.layers, 'layer')} · {_plural(chain.sessions, 'session')}", "dim")]
+    use = "in training" if chain.trains else _plural(chain.sessions, "session")
+    found += [Span(f"  {_plural(chain.layers, 'layer')} · {use}", "dim")]
     found += [Span(pace, "accent" if chain.tokens_per_s else "dim")]
     if chain.bubble is not None:
         found.append(Span(f" · bubble {fmt.percent(chain.bubble)}", "dim"))
@@ -138,7 +139,9 @@ def _stage_lines(part: PartInfo, chain: Chain, inner: int) -> list[Row]:
     longest = chain.slowest.compute_ms if chain.slowest else part.compute_ms
     role = SLOWEST.role if chain.slowest is part else "calm"
     pace = f"{fmt.count(part.tokens_per_s)} tok/s"
-    told = (f"{_plural(part.sessions, 'session')} · {pace}", f"{part.sessions} ses · {pace}", pace)
+    told = [f"{_plural(part.sessions, 'session')} · {pace}", f"{part.sessions} ses · {pace}", pace]
+    if chain.trains:
+        told = [f"training · {pace}", pace]
     return [
         [Span(fit(part.peer_name or part.peer, inner), "strong")],
         _memory(part, inner),

@@ -47,7 +47,8 @@ class ChainsPanel(VerticalScroll):
     def show(self, frame: Frame) -> None:
         version = frame.store.versions["parts"]
         if self._found[0] != version:  # peers change far more often
-            self._found = (version, chains_of(frame.store.parts.values()))
+            jobs = {job.id: job.name for job in frame.store.jobs.values()}
+            self._found = (version, chains_of(frame.store.parts.values(), jobs))
         chains = self._found[1]
         set_title(self, f"Chains · {len(chains)}" if chains else "Chains")
         back = ("1: ring and training",) if self.size.width >= ROOMY else ()

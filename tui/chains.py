@@ -10,7 +10,7 @@ chain. Pure.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -38,6 +38,7 @@ class Chain:
         stages: parts and gaps in the order of their layers; each begins where the one before stops.
         beside: parts of the model that are in no chain; those of the model's last chain.
         held: layers of the model that somebody holds, in this chain or out of it.
+        trains: it is the pipeline of a job, whose id ``model`` is.
     """
 
     model: str
@@ -47,6 +48,7 @@ class Chain:
     stages: tuple[PartInfo | Gap, ...]
     beside: tuple[PartInfo, ...]
     held: int
+    trains: bool = False
 
     @property
     def parts(self) -> list[PartInfo]:
@@ -85,15 +87,19 @@ def how_to_split(seed: str) -> str:
     return f"p2ptrain chat DIRECTORY --seed {seed}"
 
 
-def chains_of(parts: Iterable[PartInfo]) -> list[Chain]:
-    """All chains, by the names of their models; the busiest of a model first."""
+def chains_of(parts: Iterable[PartInfo], jobs: Mapping[str, str] | None = None) -> list[Chain]:
+    """All chains, by the names of their models; the busiest of a model first.
+
+    Args:
+        jobs: names of jobs by id: what one of them trains bears its name.
+    """
     models: dict[tuple[str, str, int], list[PartInfo]] = defaultdict(list)
     for part in parts:
-        models[part.name, part.model, part.layers].append(part)
-    return [chain for key in sorted(models) for chain in _chains(*key, models[key])]
+        models[(jobs or {}).get(part.model, part.name), part.model, part.layers].append(part)
+    return [chain for key in sorted(models) for chain in _chains(*key, models[key], key[1] in (jobs or {}))]
 
 
-def _chains(name: str, model: str, layers: int, parts: list[PartInfo]) -> list[Chain]:
+def _chains(name: str, model: str, layers: int, parts: list[PartInfo], trains: bool) -> list[Chain]:
     left = {part.id: part for part in parts}
     held = _union(parts)
     ways: list[tuple[PartInfo | Gap, ...]] = []
@@ -107,7 +113,7 @@ def _chains(name: str, model: str, layers: int, parts: list[PartInfo]) -> list[C
                 del left[stage.id]
     beside = tuple(sorted(left.values(), key=lambda part: (part.start, part.stop, part.peer_name, part.id)))
     return [
-        Chain(model, name, layers, number, stages, beside if number == len(ways) - 1 else (), held)
+        Chain(model, name, layers, number, stages, beside if number == len(ways) - 1 else (), held, trains)
         for number, stages in enumerate(ways)
     ]
 

@@ -110,7 +110,7 @@ class PeerInfo(Record):
         in_bps, out_bps: bits per second over the ring.
         rank: position in its job's ring; None outside one.
         share: micro-batches of the newest step that it computed.
-        stage: the part of a split model that it holds; None where the model is not split.
+        stage, stages: which part of a split model it holds, from 0, of how many; None, and 1, where it holds none.
         next_ms, next_bps: one-way latency and bandwidth to its right neighbour, as they were measured last.
         fetched_bytes, received_bytes, lost_donors: of what it fetched beside the ring (``Report``); 0 where it did not.
     """
@@ -141,6 +141,7 @@ class PeerInfo(Record):
     received_bytes: int = 0
     lost_donors: int = 0
     stage: int | None = None
+    stages: int = 1
 
 
 FINISHED_STATES = frozenset({"done", "cancelled", "failed"})
@@ -272,6 +273,7 @@ class PartInfo(Record):
     ``<peer>/<part>``; the other attributes are those of ``wire.chain_messages.HeldPart``.
 
     Attributes:
+        model: where the part is in training, its job's id.
         peer, peer_name: who holds it.
         compute_ms: that one work takes here; 0 where it is not known.
         busy: share of the last seconds in which it computed, 0 to 1.

@@ -77,6 +77,7 @@ def _list(seed: str, as_json: bool) -> None:
             ",".join(map(str, peer.roles)),
             peer.state,
             "-" if peer.rank is None else str(peer.rank),
+            "-" if peer.stage is None else f"{peer.stage + 1}/{peer.stages}",
             str(peer.step),
             peer.device,
             number(peer.rtt_ms, ".1f"),
@@ -86,8 +87,9 @@ def _list(seed: str, as_json: bool) -> None:
         )
         for peer in found
     ]
-    columns = ("NAME", "ID", "ROLES", "STATE", "RANK", "STEP", "DEVICE", "RTT MS", "TOKENS/S", "MEMORY", "ADDRESS")
-    print_table(columns, rows, right=("RANK", "STEP", "RTT MS", "TOKENS/S", "MEMORY"))
+    figures = ("RANK", "STAGE", "STEP", "RTT MS", "TOKENS/S", "MEMORY")
+    columns = ("NAME", "ID", "ROLES", "STATE", *figures[:3], "DEVICE", *figures[3:], "ADDRESS")
+    print_table(columns, rows, right=figures)
     if not found:
         print_hint(seed)
 

@@ -154,6 +154,7 @@ class PartTrainer(FlatEngine):
         self._step = -1
         self.activation_bytes = activation_bytes(stage.activations, tokens, self._model_part.width)
         self.gradient_bytes = activation_bytes(stage.gradients, tokens, self._model_part.width)
+        self.layers = (self._part.start, self._part.stop, self._part.layers)
         self._tied = self._tied_segment()
         self._files = PartFiles(
             self._flat,

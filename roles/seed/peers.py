@@ -144,10 +144,11 @@ class Link:
         edge: LinkQuality | None = None,
         shares: Sequence[int] = (),
         stage: int | None = None,
+        stages: int = 1,
     ) -> PeerInfo:
         """What people see. ``view``: the running view of its job, None where it is in none; ``edge``: what is known of
         the way to its right neighbour; ``shares``: of the members in the newest step, in rank order; ``stage``: the
-        part of a split model that it holds, which computes what its crew's first stage has for a share."""
+        part of a split model that it holds, of ``stages``, which computes what its crew's first one has for a share."""
         beat, gone = self.beat, self.lost_at is not None
         stats = {name: value for name, value in beat.stats.items() if math.isfinite(value)} if beat and not gone else {}
         rank = view.rank_of(self.id) if view else None
@@ -177,6 +178,7 @@ class Link:
             step=beat.step if beat else 0,
             share=shares[head] if head is not None and head < len(shares) else 0,
             stage=stage,
+            stages=stages if stage is not None else 1,
             next_ms=edge.latency_s * 1e3 if edge else None,
             next_bps=edge.bandwidth_bps if edge else None,
             fetched_bytes=self.fetched.fetched_bytes if self.fetched else 0,

@@ -603,7 +603,8 @@ class Seed:
             view = desk.running_view if desk else None
             rank = view.rank_of(link.id) if view else None
         shares = desk.chronicle.shares(view) if desk and view else ()
-        return link.info(now, view, edge, shares, desk.stage_of(link.id) if desk else None)
+        stage = (desk.stage_of(link.id), desk.stages) if desk else (None, 1)
+        return link.info(now, view, edge, shares, *stage)
 
     def is_queued(self, desk: Desk) -> bool:
         """Whether the workers that it waits for are with another job."""

@@ -34,6 +34,27 @@ class Contribution:
     digests: bytes = b""
 
 
+@dataclass(frozen=True, slots=True)
+class StageLoad:
+    """What one stage of a pipeline had to do in its newest step, for people.
+
+    Attributes:
+        start, stop, layers: it has layers [start, stop) of ``layers``.
+        micro_batch_s: forward and backward of one micro-batch; 0 where it had none.
+        busy: share of the step's passes in which it computed; the rest is its bubble.
+        token_bytes: that a token of the step takes on the hop to the next stage: there, and its gradient back.
+        next: peer id of the next stage; empty on the last one.
+    """
+
+    start: int
+    stop: int
+    layers: int
+    micro_batch_s: float
+    busy: float
+    token_bytes: float
+    next: str
+
+
 class Strategy(Protocol):
     """The three activities of a step. Each is cancelled when the ring breaks; only ``commit`` runs to its end.
 
@@ -76,6 +97,10 @@ class Strategy(Protocol):
     async def validate(self, first: int, count: int) -> tuple[float, int]:
         """Sum of the losses (nats) and number of targets over validation micro-batches [first, first + count): those of
         this member's replica. Of a split model one of the crew has them, and the others have 0."""
+        ...
+
+    def stage_load(self) -> StageLoad | None:
+        """None where there is no pipeline, or it has not taken a step in this view."""
         ...
 
 

@@ -24,7 +24,7 @@ from ring.session import RingSession
 from roles.compute_thread import ComputeThread
 from roles.engine import Engine, PipelineEngine
 from roles.part_engine import Payload
-from roles.strategies import Meet
+from roles.strategies import Meet, StageLoad
 from roles.strategies.stage_runner import StageRunner
 from roles.strategies.staged import StagedStrategy
 
@@ -91,13 +91,16 @@ class PipelineStrategy(StagedStrategy):
         self._chain: Chain | None = None
         self._pair: RingSession | None = None
         self._period_s = math.inf  # of a micro-batch at the slowest stage, in this view
+        self._next = ""  # peer id of the next stage
+        self._load: StageLoad | None = None
 
     async def begin(self, session: RingSession, meet: Meet) -> None:
         self._chain = self._pair = None
-        self._period_s = math.inf
+        self._period_s, self._load = math.inf, None
         await super().begin(session, meet)
         view = session.view
-        crew = view.crew(session.rank)
+        crew, stage = view.crew(session.rank), view.stage_of(session.rank)
+        self._next = crew[stage + 1].peer_id if stage + 1 < len(crew) else ""
         if self._part.tied_gradient() is not None:
             ends = replace(crew[0], first=0, count=0), replace(crew[-1], first=0, count=0)
             self._pair = await meet.ring(replace(view, members=ends, stages=1), Kin.PAIR)
@@ -115,6 +118,18 @@ class PipelineStrategy(StagedStrategy):
         runner = self._runner(_Share(self._part, first, count, front_final))
         spent = await runner.run(step, self._schedule(count), patience_s=self._patience_s)
         self._unit_s = (spent.forward_s + spent.backward_s) / count
+        part = self._part
+        both_ways_bytes = part.activation_bytes + part.gradient_bytes if self._next else 0
+        self._load = StageLoad(
+            *part.layers,
+            micro_batch_s=self._unit_s,
+            busy=1 - min(1.0, spent.waited_s / spent.step_s) if spent.step_s > 0 else 0.0,
+            token_bytes=both_ways_bytes / part.tokens_per_micro_batch,
+            next=self._next,
+        )
+
+    def stage_load(self) -> StageLoad | None:
+        return self._load
 
     def _contributed(self, start: int, stop: int) -> float:
         return self._part.contributed_square_sum(start, stop)

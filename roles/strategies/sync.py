@@ -28,7 +28,7 @@ from ring.collectives import owned_range
 from ring.session import RingSession
 from roles.compute_thread import ComputeThread
 from roles.engine import Applied, Engine
-from roles.strategies import Contribution, Meet
+from roles.strategies import Contribution, Meet, StageLoad
 from roles.strategies.exchange import Exchange, Piece, codec_of
 
 
@@ -138,6 +138,9 @@ class SyncStrategy:
             total, targets = total + part, targets + number
             self._progress()
         return total, targets
+
+    def stage_load(self) -> StageLoad | None:
+        return None
 
     def _pieces_for(self, session: RingSession) -> list[Piece]:
         """The operations of every step in this session."""

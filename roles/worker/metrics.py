@@ -7,7 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ring.view import View
-from roles.engine import Applied
+from roles.engine import Applied, Stage
+from roles.strategies import StageLoad
+from wire.chain_messages import HeldPart
 from wire.messages import Message, StepMetrics
 
 KEPT = 256
@@ -89,6 +91,33 @@ def described(view: View, peer_id: str) -> str:
     return (
         f"generation {view.generation}: rank {rank} of {view.size}, {share} micro-batches a step, "
         f"from step {view.step} ({names})"
+    )
+
+
+def held(job: str, stage: Stage, load: StageLoad, *, dtype: str, state_bytes: int, tokens_per_s: float) -> HeldPart:
+    """A stage that trains, for people, who see it where they see the parts that serve.
+
+    Args:
+        dtype: activations travel in it.
+        state_bytes: parameters, moments and gradients.
+    """
+    return HeldPart(
+        part=f"{job}.{stage.index}",
+        model=job,
+        name=job,
+        start=load.start,
+        stop=load.stop,
+        layers=load.layers,
+        dtype=dtype,
+        weights_bytes=state_bytes,
+        cache_bytes=0,
+        limit_bytes=0,
+        sessions=0,
+        compute_ms=1e3 * load.micro_batch_s,
+        busy=load.busy,
+        tokens_per_s=tokens_per_s,
+        out_position_bytes=load.token_bytes,
+        next=load.next,
     )
 
 

@@ -53,10 +53,11 @@ from roles.worker.forming import Forming
 from roles.worker.heal import Fetched, Follower, Healer
 from roles.worker.keeper import Keeper, state_bytes
 from roles.worker.ledger import Ledger
-from roles.worker.metrics import StepTeller, described
+from roles.worker.metrics import StepTeller, described, held
 from roles.worker.snapshot import Snapshots
 from roles.worker.surroundings import Surroundings
 from roles.worker.timing import StepClock, UnitTime
+from wire.chain_messages import HeldPart
 from wire.connection import Connection
 from wire.messages import CatchUp, Hello, Report
 
@@ -121,6 +122,7 @@ class JobRunner:
         self._ledger = Ledger(job, around.say)
         self._teller = StepTeller(job=job, steps_total=profile.job.steps, say=around.say, on_step=around.on_step)
         self._timing: dict[str, float] = {}
+        self._tokens_per_s = 0.0  # of this member's crew, in the newest step
         self._state_bytes = 0
         self._trouble: Report | None = None  # the last report, for a seed that was away when it was made
 
@@ -213,6 +215,16 @@ class JobRunner:
         """Tell the seed who computed the steps that it did not know of as this view began."""
         if self.core.view is not None:
             self._ledger.tell_beyond(self.core.view.ledger_step)
+
+    def held(self) -> list[HeldPart]:
+        """The stage of a pipeline that trains here, for people."""
+        load = self._strategy.stage_load() if self._strategy is not None and self._engine is not None else None
+        if load is None:
+            return []
+        assert self._engine is not None
+        size_bytes = self._state_bytes + self._engine.reduce_buffer.nbytes
+        tokens_per_s, dtype = self._tokens_per_s, self.profile.pipeline.activations
+        return [held(self.job, self.stage, load, dtype=dtype, state_bytes=size_bytes, tokens_per_s=tokens_per_s)]
 
     async def stand_still(self) -> None:
         """Wait until no step is under way."""
@@ -497,6 +509,8 @@ class JobRunner:
         if timing.get("step_ms"):
             tokens = self.profile.batch.micro_batches * engine.tokens_per_micro_batch
             values["tokens_per_s"] = tokens / timing["step_ms"] * 1e3
+            share = session.view.crew(session.rank)[0].count / self.profile.batch.micro_batches
+            self._tokens_per_s = share * values["tokens_per_s"]
         if val_loss is not None:
             values["val_loss"] = val_loss
         self._teller.tell(applied, session.view, session.rank, values)

@@ -36,7 +36,7 @@ from roles.stage_engine import BuildPart
 from roles.worker.giver import give
 from roles.worker.links import Prober, targets_untrusted, to_result
 from roles.worker.loader import Loader, OnBytes, Progress
-from roles.worker.parts import IDLE_S, Part, Shelf
+from roles.worker.parts import IDLE_S, MAX_PARTS, Part, Shelf
 from roles.worker.receiver import GIVER, Receiver
 from roles.worker.stage_links import DIAL_S, QUIET_S, Line, of_session
 from roles.worker.stage_requests import (
@@ -52,7 +52,7 @@ from roles.worker.stage_requests import (
     session_untrusted,
 )
 from roles.worker.stage_works import UNKNOWN_SESSION, Caller, StageWorks
-from wire.chain_messages import PartsHeld, Work
+from wire.chain_messages import HeldPart, PartsHeld, Work
 from wire.connection import Connection
 from wire.handshake import RefusalCode, dial, local_hello
 from wire.messages import Hello, Message, Refuse, Request, Response
@@ -99,6 +99,7 @@ class StageSurroundings:
         seed_host: dialled where a place names no host.
         say: to the seed.
         shown: the device, for people.
+        training: the stages that train here, which the seed is told of with the parts.
     """
 
     world: World
@@ -110,6 +111,7 @@ class StageSurroundings:
     seed_host: Callable[[], str]
     say: Callable[[Message], None]
     shown: str = ""
+    training: Callable[[], list[HeldPart]] = list
 
 
 @dataclass(eq=False)
@@ -136,7 +138,7 @@ class Stages:
             peer_id=around.peer_id,
             name=around.name,
             seed_host=around.seed_host,
-            on_change=self._changed,
+            on_change=self.changed,
         )
         self._disk = around.world.threads.start("model files")
         self._hasher = around.world.threads.start("model digests")  # for minutes, while others are given what they ask
@@ -230,7 +232,7 @@ class Stages:
                 self.works.close_all_of(client)
                 for part in client.parts:
                     self.shelf.leave(part, client, self._now())
-                self._changed()
+                self.changed()
 
     async def _heard(self, client: _Client, message: Message) -> None:
         match message:
@@ -316,7 +318,7 @@ class Stages:
                 gone = self.shelf.make_room(need_bytes, f"{request.positions} positions of sessions", keep=part)
                 self._hold(client, part)
                 await self.works.unload(gone)
-        self._changed()
+        self.changed()
         engine = part.engine
         return {
             "part": part.id,
@@ -480,10 +482,11 @@ class Stages:
         due = [part.idle_since + IDLE_S - self._now() for part in parts if not part.users]
         return max(0.0, min(due)) if due else None
 
-    def _changed(self) -> None:
+    def changed(self) -> None:
+        """The seed is to be told anew, within a second or so."""
         self._news.set()
 
     def _tell(self) -> None:
         now = self._now()
         held = [self.shelf.told(part, now, self.works.count(part)) for part in self.shelf.parts.values()]
-        self._around.say(PartsHeld(held))
+        self._around.say(PartsHeld([*self._around.training(), *held][:MAX_PARTS]))

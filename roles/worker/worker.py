@@ -196,6 +196,7 @@ class Worker:
             seed_host=lambda: self._link.host,
             say=self._link.send,
             shown=str(self._options.capabilities.get("device", "")),
+            training=lambda: self._runner.held() if self._runner is not None else [],
         )
         return Stages(around, holding)
 
@@ -330,6 +331,8 @@ class Worker:
                 self._runner.tell_ledger()
                 self._runner.release()
                 self._runner = None
+                if self._stages is not None:
+                    self._stages.changed()  # what trained here is gone
             case Request():
                 self._tasks.create_task(self._answer(message), name=f"answer {message.method}")
             case Refuse():
@@ -390,8 +393,13 @@ class Worker:
             build_engine=self._build_engine,
             build_part=self._build_part,
             strategies=self._strategies,
-            on_step=self._on_step,
+            on_step=self._stepped,
         )
+
+    def _stepped(self, applied: int, total: int, values: dict[str, float]) -> None:
+        self._on_step(applied, total, values)
+        if self._stages is not None and self._runner is not None and self._runner.stage.split:
+            self._stages.changed()
 
     async def _answer(self, request: Request) -> None:
         try:

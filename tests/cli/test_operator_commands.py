@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +74,16 @@ def test_peers_for_people(command: Command, fake_seed: Any) -> None:
     assert row.split()[0] == "laptop�[31m"
     for part in ("a1b2", "training", "cpu (2 threads)", "0.4", "12,346", "512.0 MiB / 8.0 GiB", "10.0.0.2:41000"):
         assert part in row
+
+
+def test_who_holds_which_stage_of_a_split_model(command: Command, fake_seed: Any) -> None:
+    held = [PEER, dataclasses.replace(PEER, stage=0, stages=2), dataclasses.replace(PEER, stage=1, stages=2)]
+    fake_seed.answers["peers.list"] = {"peers": [peer.to_map() for peer in held]}
+    header, *rows = command("peers").out.splitlines()
+    at = header.index("STAGE")
+    assert [row[at : at + 5].strip() for row in rows] == ["-", "1/2", "2/2"]
+    told = command("peers", "--json").json["peers"]
+    assert [(peer["stage"], peer["stages"]) for peer in told] == [(None, 1), (0, 2), (1, 2)]
 
 
 def test_peers_for_programs(command: Command, fake_seed: Any) -> None:

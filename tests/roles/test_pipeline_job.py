@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -16,9 +19,11 @@ from p2ptrain.compute.trainer import Trainer
 from ring.schedule import extended, gpipe, one_f_one_b
 from roles.compute_thread import ComputeThread
 from roles.in_process import Cluster, Peer
+from roles.stage_stand_in import StandIns
 from roles.stand_in import StandInEngine
-from roles.strategies import strategy_of
+from roles.strategies import StageLoad, strategy_of
 from roles.strategies.pipeline import PipelineStrategy
+from roles.strategies.stage_runner import StageStep
 from roles.worker.build import engine_builder, stage_builder
 from wire.memory import MemoryNetwork
 
@@ -69,8 +74,8 @@ def one_process(profile: Profile) -> tuple[list[float], dict[int, float]]:
     return losses, held_out
 
 
-def join(cluster: Cluster, slot: int | None = None) -> Peer:
-    return cluster.join(build_part=stage_builder(threads=1), strategies=strategy_of, slot=slot)
+def join(cluster: Cluster, slot: int | None = None, **options: Any) -> Peer:
+    return cluster.join(build_part=stage_builder(threads=1), strategies=strategy_of, slot=slot, **options)
 
 
 def done(item: dict[str, Any]) -> bool:
@@ -195,6 +200,59 @@ async def test_short_activations_learn_nearly_as_well(cluster: Cluster, text: Pa
     seen = [row["loss"] for row in await rows_of(cluster, job)]
     assert seen == pytest.approx(losses, abs=0.05)
     assert seen != pytest.approx(losses, abs=1e-5), "they were short"
+
+
+async def test_people_see_the_stages_that_train_as_long_as_they_do(cluster: Cluster, text: Path) -> None:
+    profile = profile_of(text, 2, 1, job={"steps": 10_000})
+    job = await cluster.create(profile)
+    for _ in range(2):
+        join(cluster, holding=StandIns().holding)
+    item = await cluster.job_until(job, at(5))
+    first, last = await parts_until(cluster, lambda parts: len(parts) == 2)
+    assert [(part["peer"], part["model"], part["start"], part["stop"], part["layers"]) for part in (first, last)] == [
+        (item["members"][0], job, 0, 2, 4),
+        (item["members"][1], job, 2, 4, 4),
+    ]
+    assert (first["next"], last["next"]) == (item["members"][1], "")
+    assert (first["out_position_bytes"], last["out_position_bytes"]) == (2 * 32 * 4, 0), "there, and its gradient back"
+    for part, peer in zip((first, last), await members_of(cluster, job, item), strict=True):
+        engine = peer.engines[-1]
+        assert part["weights_bytes"] == sum(len(blob.view) for blob in engine.state()) + engine.reduce_buffer.nbytes
+        assert 0 < part["busy"] <= 1
+        assert part["compute_ms"] > 0
+        assert part["tokens_per_s"] > 0
+    listed = (await cluster.ask("peers.list"))["peers"]
+    assert sorted((peer["rank"], peer["stage"], peer["stages"]) for peer in listed) == [(0, 0, 2), (1, 1, 2)]
+    await cluster.ask("jobs.cancel", job=job)
+    assert await parts_until(cluster, lambda parts: not parts) == []
+
+
+async def parts_until(cluster: Cluster, fits: Callable[[list[Any]], bool]) -> list[Any]:
+    """What is told of parts, in order of layers, once it fits."""
+    async with cluster.operator() as client:
+        await client.request("subscribe")
+        async for _ in client.updates():
+            parts: list[Any] = (await cluster.ask("parts.list"))["parts"]
+            if fits(parts):
+                return parts
+    raise AssertionError("the updates ended")
+
+
+def test_the_bubble_is_the_share_of_a_step_in_which_nothing_could_be_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = strategy_with((0.25,))
+    part = SimpleNamespace(layers=(0, 3, 8), activation_bytes=600, gradient_bytes=1200, tokens_per_micro_batch=12)
+    spent = StageStep(step_s=2.0, forward_s=0.3, backward_s=0.9, waited_s=0.5)
+    monkeypatch.setattr(strategy, "_part", part)
+    monkeypatch.setattr(strategy, "_next", "b")
+    monkeypatch.setattr(strategy, "_runner", lambda share: SimpleNamespace(run=AsyncMock(return_value=spent)))
+    assert strategy.stage_load() is None
+    asyncio.run(strategy._fill(0, 0, 4, lambda numel: None))
+    assert strategy.stage_load() == StageLoad(0, 3, 8, pytest.approx(0.3), 0.75, 150.0, "b")
+    monkeypatch.setattr(strategy, "_next", "")
+    asyncio.run(strategy._fill(1, 0, 4, lambda numel: None))
+    load = strategy.stage_load()
+    assert load is not None
+    assert load.token_bytes == 0, "nothing leaves the last stage"
 
 
 def strategy_with(round_trips_s: tuple[float, ...], **settings: Any) -> PipelineStrategy:

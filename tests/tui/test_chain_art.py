@@ -55,6 +55,15 @@ def test_a_chain_of_two():
     ]
 
 
+def test_the_pipeline_of_a_job_bears_its_name_and_says_that_it_trains():
+    (training,) = chains_of(chain(2, name="c0ffee", sessions=0).parts, {"m": "tiny"})
+    rows = plain(draw_chain(training, look_of, 76))
+    assert rows[0].startswith("tiny  4 layers · in training · 31.2 tok/s · bubble 25% · bfloat16")
+    assert rows[3] == "│ ████████▓▓······ 5.0/8 GiB │  4 KiB/tok   │ ████████▓▓······ 5.0/8 GiB │"
+    assert rows[6] == "│ training · 31.2 tok/s      │              │ training · 31.2 tok/s      │"
+    assert not chains_of(training.parts, {"another": "tiny"})[0].trains
+
+
 def test_a_small_gap_puts_the_weight_of_a_token_on_the_edge():
     assert plain(draw_chain(chain(3), look_of, 76))[1:] == [
         "╭ 0–1 ○ ──────────────╮   ╭ 2–3 ○ ─── ! slowest ╮   ╭ 4–5 ○ ──────────────╮",
