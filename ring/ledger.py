@@ -213,13 +213,18 @@ class Audit:
         base_step, base_lineage: where the rows begin.
         micro_batches: of a global batch.
         views: all that are known. The oldest may be forgotten: steps before the first one's are not compared with it.
+        stages: of a split model, whose crews' shares stand at their first stages.
 
     Attributes:
         step, lineage: how far it has got.
-        computed: peer id → micro-batches that it computed, as far as views name the members.
+        computed: peer id → micro-batches that it computed, as far as views name the members; in a crew each worker
+            computed its stage of all that the crew did.
     """
 
-    def __init__(self, *, base_step: int, base_lineage: str, micro_batches: int, views: Iterable[Began]) -> None:
+    def __init__(
+        self, *, base_step: int, base_lineage: str, micro_batches: int, views: Iterable[Began], stages: int = 1
+    ) -> None:
+        self._stages = stages
         self.step, self.lineage = base_step, base_lineage
         self.computed: Counter[str] = Counter()
         self._taken_up = False  # the rows since the newest view began are an older one's
@@ -278,8 +283,8 @@ class Audit:
         if len(counts) != len(view.members):
             text = f"step {row.step}: shares of {len(counts)} members, generation {view.generation} has "
             return Fault(row.step, "members", f"{text}{len(view.members)}")
-        for peer_id, count in zip(view.members, counts, strict=True):
-            self.computed[peer_id] += count
+        for rank, peer_id in enumerate(view.members):
+            self.computed[peer_id] += counts[rank - rank % self._stages]
         return None
 
     def _line_taken_up(self, row: LedgerRow, newest: Began) -> Began | None:

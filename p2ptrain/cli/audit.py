@@ -37,7 +37,8 @@ class Verdict:
     Attributes:
         steps: the newest step on record. first: the first one that still has a row of its own.
         epochs, samples: complete ones, and all; 0 where the number of windows is not known.
-        computed: peer id → micro-batches.
+        computed: peer id → micro-batches; of a split model, those of its crew, each of which it computed a stage of.
+        stages: of the model.
         fault: the first one; None where all is well.
     """
 
@@ -49,6 +50,7 @@ class Verdict:
     epochs: int = 0
     samples: int = 0
     computed: dict[str, int] = field(default_factory=dict)
+    stages: int = 1
     fault: Fault | None = None
 
     def to_map(self) -> dict[str, Any]:
@@ -63,6 +65,7 @@ class Verdict:
             "epochs": self.epochs,
             "samples": self.samples,
             "computed": self.computed,
+            "stages": self.stages,
             "fault": fault,
         }
 
@@ -136,12 +139,13 @@ async def _audit_once(
     head, windows = page.head, page.windows
     if head is None:
         return Verdict(1, 0, len(views), "", windows)
-    verdict = Verdict(head.base_step + 1, head.step, len(views), head.lineage, windows)
+    verdict = Verdict(head.base_step + 1, head.step, len(views), head.lineage, windows, stages=profile.stages)
     checks = Audit(
         base_step=head.base_step,
         base_lineage=head.base_lineage,
         micro_batches=profile.batch.micro_batches,
         views=views,
+        stages=profile.stages,
     )
     batch = profile.batch.micro_batches * profile.batch.micro_batch_sequences
     epochs = Epochs(windows=windows, seed=profile.job.seed, batch=batch, step=head.base_step) if windows else None

@@ -57,6 +57,16 @@ def test_a_sound_ledger_for_people(command: Command, answers: dict[str, Any]) ->
     assert outcome.out.splitlines()[-1].split() == ["verdict", "ok"]
 
 
+def test_of_a_split_model_each_worker_is_shown_the_share_of_its_crew(command: Command, answers: dict[str, Any]) -> None:
+    profile = load("tiny", {}, ["job.strategy=pipeline", "pipeline.stages=2", "job.workers=4"]).profile
+    answers["jobs.show"]["spec"] = profile.to_spec()
+    answers["jobs.ledger"]["runs"][0]["counts"] = [5, 0, 3, 0]
+    answers["jobs.views"]["views"][0]["members"] = ["a", "b", "c", "d"]
+    assert "a 62.5 %, b 62.5 %, c 37.5 %, d 37.5 %" in command("jobs", "audit", "tiny").out
+    found = command("jobs", "audit", "tiny", "--json").json
+    assert (found["computed"], found["stages"]) == ({"a": 50, "b": 50, "c": 30, "d": 30}, 2)
+
+
 def test_a_fault_is_named_and_ends_with_one(command: Command, answers: dict[str, Any]) -> None:
     answers["jobs.ledger"]["runs"][0]["counts"] = [5, 2]
     outcome = command("jobs", "audit", "tiny")

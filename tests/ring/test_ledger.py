@@ -213,6 +213,15 @@ def test_a_sound_ledger_passes_and_says_who_computed_how_much():
     assert audit.computed == {"a": 8 + 5 + 4, "b": 8 + 5 + 4, "c": 6}
 
 
+def test_each_worker_of_a_crew_is_due_all_that_its_crew_computed():
+    """Two crews of two stages, whose shares stand at their first stages; then one crew of other workers."""
+    rows = [row(1, 1, (5, 0, 3, 0)), row(2, 1, (2, 0, 6, 0)), row(3, 2, (8, 0))]
+    views = [Began(1, 0, START, ("a", "b", "c", "d")), Began(2, 2, chained(rows[:2]), ("c", "b"))]
+    audit = Audit(base_step=0, base_lineage=START, micro_batches=M, views=views, stages=2)
+    assert [audit.begin(), *map(audit.take, rows)] == [None] * 4
+    assert audit.computed == {"a": 7, "b": 7 + 8, "c": 9 + 8, "d": 9}
+
+
 def test_a_ledger_whose_beginning_was_folded_passes_too():
     assert audited(ROWS[3:], VIEWS, base=3)[1] is None
     assert audited(ROWS[3:], VIEWS[2:], base=3)[1] is None, "its view is forgotten"
