@@ -13,7 +13,7 @@ from dataclasses import replace
 from ring import coordination as co
 from ring.coordination import ENDED, Phase
 from ring.coordinator import Coordinator
-from ring.crewing import Crew, Worker, as_peer, between_crews, contracted, newest_kept
+from ring.crewing import Crew, Worker, as_peer, between_crews, contracted, newest_kept, told_stage
 from ring.formation import holds
 from ring.suspects import Bench, LinkJudge
 from ring.view import View
@@ -160,7 +160,7 @@ class Dealing:
         if restore_step < 0 and self._restoring and self.core.restore is not None:
             restore_step = worker.restored = self.core.restore.step
         worker.report, worker.moving = None, False
-        self.held[worker.peer_id] = worker.stage
+        self.held = told_stage(self.held, worker.peer_id, worker.stage, self._workers)
         if worker.asked and restore_step < 0:
             return  # two answers to one question: the second could be taken for news
         worker.asked = True

@@ -19,6 +19,19 @@ State = tuple[int, str]
 NOTHING: State = (0, "0" * 32)
 """What a crew is said to hold whose workers share no state: nobody's state has that lineage."""
 
+MAX_HELD = 1024
+"""Workers of a job whose stage is remembered, beside those that are here."""
+
+
+def told_stage(held: Mapping[str, int], peer_id: str, stage: int, here: Collection[str]) -> dict[str, int]:
+    """``held`` (worker → the stage that it holds, or held last), and one that was told of its stage. Of those that are
+    not ``here`` only the ones who were told last are kept: a worker that is forgotten is a spare when it comes back."""
+    told = {key: value for key, value in held.items() if key != peer_id} | {peer_id: stage}
+    away = [key for key in told if key not in here and key != peer_id]
+    for key in away[: max(0, len(away) - MAX_HELD)]:
+        del told[key]
+    return told
+
 
 @dataclass(slots=True)
 class Worker:

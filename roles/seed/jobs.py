@@ -19,6 +19,7 @@ from p2ptrain.core.world import Clock
 from ring import coordination as co
 from ring.coordination import ENDED, Phase
 from ring.coordinator import Coordinator
+from ring.crewing import told_stage
 from ring.crews import Crews
 from ring.order import LinkQuality, known_link
 from ring.plan import Wishes
@@ -224,7 +225,7 @@ class Desk:
             case co.SendAssign(peer_id, corpus, restore_step, stage, stages):
                 self._office.survey.drop(peer_id)  # what it reported before counts no more
                 if stages > 1 and self.record.held.get(peer_id) != stage:  # its checkpoints will be of that stage
-                    await self._keep(held=self.record.held | {peer_id: stage})
+                    await self._keep(held=told_stage(self.record.held, peer_id, stage, self.core.peer_ids))
                 self._say(peer_id, Assign(self.id, self.spec, corpus, restore_step, stage, stages))
             case co.SendHold(peer_ids, generation, reason):
                 for peer_id in peer_ids:

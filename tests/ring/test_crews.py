@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ring import coordination as co
-from ring.crewing import newest_kept, shared_states, spares_needed
+from ring.crewing import MAX_HELD, newest_kept, shared_states, spares_needed, told_stage
 from ring.crews import Crews
 from ring.view import View
 from wire.messages import Report
@@ -336,3 +336,15 @@ def test_a_state_is_shared_where_every_stage_applied_it_or_can_redo_it() -> None
     assert shared_states([{"a": applied}, {"b": prepared}]) == [(5, L[5])]
     assert shared_states([{"a": prepared}, {"b": prepared}]) == [(4, L[4])], "nobody applied it"
     assert shared_states([{"a": applied}, {"b": report("ready", 3)}]) == []
+
+
+def test_of_those_who_are_away_the_newest_are_remembered() -> None:
+    held: dict[str, int] = {}
+    for number in range(MAX_HELD + 10):
+        held = told_stage(held, f"p{number}", number % 2, here=["p0", "p3"])
+    assert len(held) == MAX_HELD + 2 + 1, "two who are here, and the one who is just told"
+    assert set(held) == {"p0", "p3", *(f"p{number}" for number in range(9, MAX_HELD + 10))}
+    held = told_stage(held, "p9", 0, here=[])
+    assert held["p9"] == 0, "its stage is another one"
+    assert list(held)[-1] == "p9", "and it is the newest"
+    assert len(held) == MAX_HELD + 1
