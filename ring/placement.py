@@ -44,6 +44,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from p2ptrain.core.errors import ResourceError, UserError
+from p2ptrain.core.units import human_bytes
 from ring.order import Links, known_link
 from ring.placement_search import Board, is_exact, search
 
@@ -304,7 +305,7 @@ def _why_not(
     if need_bytes > peer.memory_bytes:
         mine_bytes = _need_bytes(wanted, start, stop)
         left_bytes = max(0, peer.memory_bytes - need_bytes + mine_bytes)
-        return f"has {_size(left_bytes)} left of the {_size(mine_bytes)} they need"
+        return f"has {human_bytes(left_bytes)} left of the {human_bytes(mine_bytes)} they need"
     if (wanted.client, peer.id) in wanted.apart:
         return "cannot be reached by the client"
     if index and chain[index - 1][0].id not in dead and hops.apart(before := chain[index - 1][0], peer):
@@ -440,14 +441,15 @@ def _refusal(wanted: Wanted, given: Sequence[Peer], reached: Sequence[Peer], sta
     largest_bytes, largest = max((_need_bytes(wanted, index, index + 1), index) for index in range(sizes.layers))
     ends = [" with the embedding"] * (largest == 0 and sizes.first_bytes > 0)
     ends += [" with norm and head"] * (largest == sizes.layers - 1 and sizes.last_bytes > 0)
-    offers = [f"{peer.name} {_size(peer.memory_bytes)}" for peer in reached]
+    offers = [f"{peer.name} {human_bytes(peer.memory_bytes)}" for peer in reached]
     away = [peer.name for peer in given if peer not in reached]
     told = [
-        f"the model needs {_size(need_bytes)} ({_size(weights_bytes)} of weights, {_size(need_bytes - weights_bytes)}"
-        f" of cache for {wanted.positions} positions; layer {largest}{''.join(ends)} alone {_size(largest_bytes)}"
-        + (f"; {_size(sizes.tied_bytes)} more where it is split" if sizes.tied_bytes else "")
-        + (f"; {_size(kept_bytes)} more on each stage but the last, to replay from" if kept_bytes else "")
-        + f"), and {len(reached)} peer{'s offer' if len(reached) != 1 else ' offers'} {_size(offered_bytes)}"
+        f"the model needs {human_bytes(need_bytes)} ({human_bytes(weights_bytes)} of weights, "
+        f"{human_bytes(need_bytes - weights_bytes)} of cache for {wanted.positions} positions; "
+        f"layer {largest}{''.join(ends)} alone {human_bytes(largest_bytes)}"
+        + (f"; {human_bytes(sizes.tied_bytes)} more where it is split" if sizes.tied_bytes else "")
+        + (f"; {human_bytes(kept_bytes)} more on each stage but the last, to replay from" if kept_bytes else "")
+        + f"), and {len(reached)} peer{'s offer' if len(reached) != 1 else ' offers'} {human_bytes(offered_bytes)}"
         + (f": {', '.join([*offers[:_NAMED], *_more(offers)])}" if offers else "")
     ]
     if away:
@@ -469,11 +471,11 @@ def _refusal(wanted: Wanted, given: Sequence[Peer], reached: Sequence[Peer], sta
         do.append("take a dtype of half the size")
     most_bytes = max((peer.memory_bytes for peer in reached), default=0)
     if largest_bytes > most_bytes:
-        do.append(f"start a peer with {_size(largest_bytes)} at least")
+        do.append(f"start a peer with {human_bytes(largest_bytes)} at least")
     elif (
         short_bytes := need_bytes + (sizes.tied_bytes + kept_bytes if need_bytes > most_bytes else 0) - offered_bytes
     ) > 0:
-        do.append(f"start more peers, with {_size(short_bytes)} at least")
+        do.append(f"start more peers, with {human_bytes(short_bytes)} at least")
     else:
         do.append("start another peer, or one with more memory")
     return ResourceError("; ".join(told), remedy=", or ".join(do))
@@ -508,11 +510,3 @@ def _halved(sizes: ModelSizes) -> ModelSizes:
 
 def _more(names: Sequence[str]) -> list[str]:
     return [f"{len(names) - _NAMED} more"] if len(names) > _NAMED else []
-
-
-def _size(size_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size_bytes < 1024:
-            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
-        size_bytes /= 1024
-    return f"{size_bytes:.1f} GiB"

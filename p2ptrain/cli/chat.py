@@ -35,9 +35,8 @@ from p2ptrain.cli.text_options import (
     say_unused,
     stop_strings,
 )
+from p2ptrain.core.errors import EXIT_INTERRUPTED
 from p2ptrain.core.serving import SamplingWish
-
-EXIT_INTERRUPTED = 130
 
 app = new_typer()
 

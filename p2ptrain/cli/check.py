@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from p2ptrain.cli.output import checked, human_bytes, human_time, print_json, printable
+from p2ptrain.cli.output import checked, human_time, print_json, printable
 from p2ptrain.cli.runtime import (
     CONNECT_TIMEOUT_S,
     DEFAULT_SEED,
@@ -30,6 +30,7 @@ from p2ptrain.cli.runtime import (
 )
 from p2ptrain.core.errors import P2PTrainError, Unreachable, UserError
 from p2ptrain.core.ids import new_id
+from p2ptrain.core.units import human_bytes
 
 if TYPE_CHECKING:
     from p2ptrain.cli.access import Access

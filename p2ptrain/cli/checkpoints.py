@@ -8,8 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from p2ptrain.cli.lazy import new_typer
-from p2ptrain.cli.output import checked, confirm, human_bytes, human_time, number, print_json, print_table, printable
+from p2ptrain.cli.output import checked, confirm, human_time, number, print_json, print_table, printable
 from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, YesOption, ask, not_empty
+from p2ptrain.core.units import human_bytes
 
 app = new_typer(help="List, restore and delete checkpoints.")
 

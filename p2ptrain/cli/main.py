@@ -14,10 +14,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from p2ptrain.core.errors import P2PTrainError, StorageError, UserError
+from p2ptrain.core.errors import EXIT_INTERRUPTED, P2PTrainError, StorageError, UserError
 
 DEBUG_VARIABLE = "P2PTRAIN_DEBUG"
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 EXIT_MISTAKE = 70  # EX_SOFTWARE of sysexits.h
 _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up"}
 

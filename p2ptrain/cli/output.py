@@ -47,15 +47,6 @@ def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
         typer.echo(f"{name:<{width}}  {printable(value)}")
 
 
-def human_bytes(size_bytes: float) -> str:
-    """A size with a binary unit: ``3.4 MiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size_bytes < 1024:
-            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
-        size_bytes /= 1024
-    return f"{size_bytes:.1f} TiB"
-
-
 def human_seconds(seconds: float) -> str:
     """A duration in its two largest units: ``2 h 5 min``."""
     whole = int(seconds)

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from p2ptrain.cli.output import checked, human_bytes, print_json, print_table
+from p2ptrain.cli.output import checked, print_json, print_table
 from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, ask
+from p2ptrain.core.units import human_bytes
 
 if TYPE_CHECKING:
     from tui.chains import Chain, Gap

@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 
 from p2ptrain.cli.lazy import new_typer
-from p2ptrain.cli.output import checked, confirm, human_bytes, number, print_json, print_table, printable
+from p2ptrain.cli.output import checked, confirm, number, print_json, print_table, printable
 from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, YesOption, ask, not_empty
+from p2ptrain.core.units import human_bytes
 
 app = new_typer(help="Show who is there, and what each one does; evict one.", invoke_without_command=True)
 

@@ -12,8 +12,7 @@ import typer
 
 from p2ptrain.cli.output import human_seconds, print_json, print_table
 from p2ptrain.cli.runtime import JsonOption
-from p2ptrain.cli.stopping import EXIT_INTERRUPTED
-from p2ptrain.core.errors import UserError
+from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
 
 if TYPE_CHECKING:
     from roles.sim.batch import Summary

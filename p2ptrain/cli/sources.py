@@ -8,6 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +18,19 @@ from p2ptrain.core.serving import Sampling
 
 class Leaving(BaseException):
     """Ctrl+C while a cancelled answer was still being computed: nobody waits for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a model wrote. ``first_s``: until its first token came; ``ended``: ``stop``, ``end``, ``length`` (as of
+    ``TextWriter``) or ``cancelled``."""
+
+    prompt: str
+    text: str
+    tokens: int
+    seconds: float
+    first_s: float
+    ended: str
 
 
 class TokenSource(Protocol):

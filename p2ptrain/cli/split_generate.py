@@ -12,6 +12,7 @@ from p2ptrain.cli.console import Console
 from p2ptrain.cli.generate import Shown, check_prompts
 from p2ptrain.cli.output import print_json
 from p2ptrain.cli.placement import placement_map
+from p2ptrain.cli.sources import Answer
 from p2ptrain.cli.split import LEAVE_S, Planned, Wanted, planned, show_plan, within
 from p2ptrain.cli.split_stats import Meter, print_split_facts, split_facts
 from p2ptrain.cli.stopping import stop_on_signals, unless_stopped
@@ -40,18 +41,6 @@ class Order:
     dry_run: bool
     stats: bool
     as_json: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """As ``compute.generate.GenerateResult``, and how long the first token took."""
-
-    prompt: str
-    text: str
-    tokens: int
-    seconds: float
-    first_s: float
-    ended: str
 
 
 async def generate_split(wanted: Wanted, order: Order) -> None:
@@ -123,12 +112,12 @@ class Writing:
         self.shown = Shown(quiet=order.as_json)
         self._plan, self._chain, self._order = plan, chain, order
         self._sampling = plan.text.sampling(order.sampling)
-        self._texts: dict[int, Text] = {}
+        self._texts: dict[int, Answer] = {}
         self._behind: dict[int, str] = {}  # of texts that are not shown yet
         self._showing = 0
         self._next = 0
 
-    async def run(self) -> list[Text]:
+    async def run(self) -> list[Answer]:
         """All texts, in order. Raises what the first one that failed raised."""
         self.shown.begin(self._order.prompts[0])
         try:
@@ -145,7 +134,7 @@ class Writing:
             self._texts[index] = await self._one(index, self._order.prompts[index])
             self._advance()
 
-    async def _one(self, index: int, prompt: str) -> Text:
+    async def _one(self, index: int, prompt: str) -> Answer:
         order, text = self._order, self._plan.text
         ids = text.prompt_ids(prompt)
         writer = text.writer(ids, stop=order.stop)
@@ -169,7 +158,7 @@ class Writing:
                     break
             self._piece(index, writer.finish())
             self.mendings += session.mendings
-        return Text(prompt, writer.text, writer.tokens, time.perf_counter() - began, first_s, writer.ended)
+        return Answer(prompt, writer.text, writer.tokens, time.perf_counter() - began, first_s, writer.ended)
 
     def _piece(self, index: int, piece: str) -> None:
         if index == self._showing:

@@ -8,8 +8,9 @@ from typing import Any
 
 import typer
 
-from p2ptrain.cli.output import human_bytes, print_table
+from p2ptrain.cli.output import print_table
 from p2ptrain.core.activations import IDS, activation_bytes
+from p2ptrain.core.units import human_bytes
 from roles.chain.around import Token
 from roles.chain.client import Chain
 

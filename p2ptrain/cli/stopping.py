@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 
 from p2ptrain.cli.children import leave_with_parent
 from p2ptrain.cli.console import Console
-
-EXIT_INTERRUPTED = 130
+from p2ptrain.core.errors import EXIT_INTERRUPTED
 
 T = TypeVar("T")
 

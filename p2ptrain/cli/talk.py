@@ -7,14 +7,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from p2ptrain.cli.output import printable
-from p2ptrain.cli.sources import TokenSource
+from p2ptrain.cli.sources import Answer, TokenSource
 from p2ptrain.cli.text_options import write
 from p2ptrain.compute.conversation import ChatFormat, Conversation, written
 from p2ptrain.core.errors import P2PTrainError, StorageError, UserError
@@ -28,18 +28,6 @@ HELP = """\
   /quit        leave, as Ctrl+D does
   Ctrl+C cancels an answer; what was said so far stays. A line that begins with a space is never a command."""
 _PROMPT, _THINKING = "> ", "…"
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """``ended``: ``stop``, ``end``, ``length`` (as of ``TextWriter``) or ``cancelled``."""
-
-    prompt: str
-    text: str
-    tokens: int
-    seconds: float
-    first_s: float
-    ended: str
 
 
 class Talk:

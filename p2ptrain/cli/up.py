@@ -29,7 +29,7 @@ from p2ptrain.cli.runtime import (
 )
 from p2ptrain.cli.split_options import DtypeOption
 from p2ptrain.cli.text_options import CheckpointOption
-from p2ptrain.core.errors import ConnectionLost, JobFailed, P2PTrainError, UserError
+from p2ptrain.core.errors import EXIT_INTERRUPTED, ConnectionLost, JobFailed, P2PTrainError, UserError
 from wire.records import FINISHED_STATES
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def up(
     else:
         _print_summary(summary, plan.root)
     if summary["state"] != "done":
-        raise typer.Exit(130 if summary["state"] == "interrupted" else JobFailed.exit_code)
+        raise typer.Exit(EXIT_INTERRUPTED if summary["state"] == "interrupted" else JobFailed.exit_code)
 
 
 def _stay(

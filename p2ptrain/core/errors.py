@@ -24,6 +24,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+EXIT_INTERRUPTED = 130
+"""Of a command that Ctrl+C ended: 128 + SIGINT, as shells count."""
+
 
 class P2PTrainError(Exception):
     """Root of all expected failures.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from p2ptrain.core.errors import Refused
 from p2ptrain.core.serving import PartSpec
+from p2ptrain.core.units import human_bytes
 from roles.stage_engine import StageEngine
 from wire.chain_messages import HeldPart
 
@@ -145,8 +146,8 @@ class Shelf:
         if left < need_bytes:
             raise Refused(
                 MEMORY,
-                f"{what} need {size_text(need_bytes)}, and {size_text(max(left, 0))} of {size_text(self.limit_bytes)}"
-                " that this worker gives to parts are free",
+                f"{what} need {human_bytes(need_bytes)}, and {human_bytes(max(left, 0))} of "
+                f"{human_bytes(self.limit_bytes)} that this worker gives to parts are free",
                 remedy="ask for fewer positions, split the model further, or start the worker with a larger --memory",
             )
         for part in going:
@@ -207,11 +208,3 @@ class Shelf:
             out_position_bytes=part.out_position_bytes,
             next=part.next,
         )
-
-
-def size_text(size_bytes: int) -> str:
-    """``1.50 GiB``."""
-    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size_bytes >= factor:
-            return f"{size_bytes / factor:.2f} {unit}"
-    return f"{size_bytes} bytes"

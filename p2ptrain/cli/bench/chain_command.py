@@ -7,9 +7,7 @@ from typing import Annotated
 import typer
 
 from p2ptrain.cli.runtime import run
-from p2ptrain.core.errors import UserError
-
-EXIT_INTERRUPTED = 130
+from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
 
 
 def chain(

@@ -11,13 +11,13 @@ import typer
 from p2ptrain.cli.bench.chain_command import chain
 from p2ptrain.cli.lazy import new_typer
 from p2ptrain.cli.runtime import ProfileOption, SetOption, run
-from p2ptrain.core.errors import UserError
+from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
 
 app = new_typer(
     help="Measure this machine: the ring, training steps, pipelines, links and codecs, each beside what it must beat."
 )
 
-EXIT_WRONG, EXIT_INTERRUPTED = 1, 130
+EXIT_WRONG = 1
 ENDLESS_STEPS = 1_000_000  # it trains until enough was seen
 FINE_MICRO_BATCHES = 64
 """So that shares of whole ones follow speeds: of 16, one is a third of what a worker 4 times slower takes."""

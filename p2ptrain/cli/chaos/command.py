@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from p2ptrain.cli.runtime import JsonOption, ProfileOption, SetOption, run
-from p2ptrain.core.errors import UserError
+from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
 
 if TYPE_CHECKING:
     from configs.schema import Profile
 
-EXIT_BROKEN, EXIT_INTERRUPTED = 1, 130
+EXIT_BROKEN = 1
 DURATION = "60s"
 STEPS = 1_000_000  # where nobody says how many: it trains on until the faults are over
 PROFILE = "tiny"

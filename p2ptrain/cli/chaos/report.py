@@ -112,7 +112,8 @@ class Report:
 
     def print(self) -> None:
         """For a person, on standard output."""
-        from p2ptrain.cli.output import human_bytes, human_seconds, print_pairs, print_table, printable
+        from p2ptrain.cli.output import human_seconds, print_pairs, print_table, printable
+        from p2ptrain.core.units import human_bytes
 
         under = f"{len(self.injuries)} faults in {human_seconds(self.seconds)}"
         pairs = [("faults", under if self.complete else f"{under}, interrupted"), ("steps", str(self.steps))]
