@@ -69,6 +69,8 @@ class Reduced(Event):
     unit_us: int = 0
     sent: int = 0
     received: int = 0
+    stage_sent: int = 0
+    stage_received: int = 0
 
 
 @dataclass(frozen=True, slots=True)

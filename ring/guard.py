@@ -71,13 +71,18 @@ class Fault:
     what: str
 
 
-def verdict(tokens: Sequence[Token]) -> Fault | None:
-    """What the tokens of all members, in rank order, say against the step; None: it is to be applied."""
+def verdict(tokens: Sequence[Token], stages: int = 1) -> Fault | None:
+    """What the tokens of all members, in rank order, say against the step; None: it is to be applied. ``stages``: that
+    the model is split into, each with a ring of its own through every so many ranks."""
     size = len(tokens)
     for rank, token in enumerate(tokens):
-        right = (rank + 1) % size
-        if token.sent != tokens[right].received:
-            return Fault("hop", rank, right, f"sent other bytes than arrived at rank {right}")
+        right, alike = (rank + 1) % size, (rank + stages) % size
+        for after, is_same in (
+            (right, token.sent == tokens[right].received),
+            (alike, token.stage_sent == tokens[alike].stage_received),
+        ):
+            if not is_same:
+                return Fault("hop", rank, after, f"sent other bytes than arrived at rank {after}")
     most = Counter(_identity(token) for token in tokens).most_common(1)[0][0]  # the lowest rank's, of equals
     usual = next(token for token in tokens if _identity(token) == most)
     for rank, token in enumerate(tokens):

@@ -12,8 +12,9 @@ from enum import IntFlag
 from p2ptrain.core.errors import ProtocolError
 
 _LINEAGE = re.compile(r"[0-9a-f]{32}")
-# generation, step, flags, unit, part, own, sent, received, digest of the reduced bytes, lineage before the step
-_TOKEN = struct.Struct("!QQIIddQQ16s16s")
+# generation, step, flags, unit, part, own, sent and received, those of the stage's ring, digest of the reduced bytes,
+# lineage before the step
+_TOKEN = struct.Struct("!QQIIddQQQQ16s16s")
 _SUM = struct.Struct("!I")
 TOKEN_BYTES = _TOKEN.size + _SUM.size
 MAX_UNIT_US = 2**32 - 1
@@ -35,7 +36,7 @@ _KNOWN = int(~Flag(0))
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """What a member says of a reduced step before anyone applies it. 92 bytes on the wire.
+    """What a member says of a reduced step before anyone applies it. 108 bytes on the wire.
 
     The last four are a CRC-32 of the others: a token goes over all hops, and one whose ``part`` was spoiled on its way
     to some members would have them clip, and so apply, differently.
@@ -48,6 +49,7 @@ class Token:
         own: squared norm of what this member contributed to the sum. May be NaN.
         sent, received: xxh3-64 of the step's bytes that this member sent to the right and received from the left, where
             they are audited; else 0.
+        stage_sent, stage_received: of a split model, the same of the ring of those who hold this member's stage.
     """
 
     generation: int
@@ -60,6 +62,8 @@ class Token:
     own: float = 0.0
     sent: int = 0
     received: int = 0
+    stage_sent: int = 0
+    stage_received: int = 0
 
     def encode(self) -> bytes:
         body = _TOKEN.pack(
@@ -71,6 +75,8 @@ class Token:
             self.own,
             self.sent,
             self.received,
+            self.stage_sent,
+            self.stage_received,
             self.digest,
             self.lineage,
         )
@@ -84,10 +90,10 @@ class Token:
         body = data[: _TOKEN.size]
         if _SUM.pack(zlib.crc32(body)) != data[_TOKEN.size :]:
             raise ProtocolError("a step token was damaged on its way")
-        generation, step, flags, unit_us, part, own, sent, received, digest, lineage = _TOKEN.unpack(body)
+        generation, step, flags, unit_us, part, own, *sums, digest, lineage = _TOKEN.unpack(body)
         if flags & ~_KNOWN:
             raise ProtocolError(f"a step token with unknown flags {flags:#x}")
-        return cls(generation, step, Flag(flags), part, digest, lineage, unit_us, own, sent, received)
+        return cls(generation, step, Flag(flags), part, digest, lineage, unit_us, own, *sums)
 
 
 def is_lineage(text: str) -> bool:

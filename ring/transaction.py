@@ -365,6 +365,8 @@ class Transaction:
             event.own,
             event.sent,
             event.received,
+            event.stage_sent,
+            event.stage_received,
         )
         return [Vote(self._next_ticket(), token.encode())]
 
@@ -373,7 +375,7 @@ class Transaction:
         tokens = [Token.decode_untrusted(token) for token in encoded]
         if len(tokens) != view.size:
             raise self._invalid(f"{len(tokens)} tokens for {view.size} members")
-        if fault := verdict(tokens):
+        if fault := verdict(tokens, view.stages):
             return self._rejected(fault)
         self._granted = Flag(0)
         for token in tokens:

@@ -468,6 +468,8 @@ class JobRunner:
             unit_us=self._unit.us,
             sent=sent,
             received=received,
+            stage_sent=contribution.stage_hops[0],
+            stage_received=contribution.stage_hops[1],
         )
         self._handle(reduced)
 

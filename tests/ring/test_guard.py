@@ -93,6 +93,25 @@ def test_who_is_named(changed: dict[int, dict[str, object]], cause: str, suspect
     assert word in fault.what
 
 
+def test_of_a_split_model_the_hops_of_the_stages_rings_are_compared_too() -> None:
+    """Four crews of two stages: rank 3 sends to rank 5 in its stage's ring, and to rank 4 in that of all."""
+    tokens = [replace(TOKEN, sent=10 + rank, stage_sent=20 + rank) for rank in range(8)]
+    tokens = [
+        replace(token, received=tokens[rank - 1].sent, stage_received=tokens[rank - 2].stage_sent)
+        for rank, token in enumerate(tokens)
+    ]
+    assert verdict(tokens, stages=2) is None
+    fault = verdict([*tokens[:5], replace(tokens[5], stage_received=0), *tokens[6:]], stages=2)
+    assert fault is not None
+    assert (fault.cause, fault.suspect, fault.beside) == ("hop", 3, 5)
+    fault = verdict([*tokens[:7], replace(tokens[7], stage_sent=0)], stages=2)
+    assert fault is not None
+    assert (fault.suspect, fault.beside) == (7, 1)
+    fault = verdict([*tokens[:4], replace(tokens[4], received=0), *tokens[5:]], stages=2)
+    assert fault is not None
+    assert (fault.suspect, fault.beside) == (3, 4)
+
+
 @given(st.lists(st.sampled_from([b"a", b"b", b"c"]), min_size=1, max_size=7))
 def test_the_odd_ones_are_those_beside_the_most(digests: list[bytes]) -> None:
     odd = odd_ones_out(digests)
