@@ -229,7 +229,7 @@ async def test_people_see_the_stages_that_train_as_long_as_they_do(cluster: Clus
 
 async def parts_until(cluster: Cluster, fits: Callable[[list[Any]], bool]) -> list[Any]:
     """What is told of parts, in order of layers, once it fits."""
-    async with cluster.operator() as client:
+    async with asyncio.timeout(60), cluster.operator() as client:
         await client.request("subscribe")
         async for _ in client.updates():
             parts: list[Any] = (await cluster.ask("parts.list"))["parts"]
