@@ -343,9 +343,10 @@ def test_a_history_in_common_is_not_computed_again() -> None:
 def test_decoding_ends_at_a_stop_token_or_at_its_length() -> None:
     wanted = undisturbed(2, [4, 4], 9)
     decoding = Decoding([], [4, 4], max_new_tokens=9, stop_ids=[wanted[3]])
+    works = decoding.wants(8, 0)
     for place, token in enumerate(wanted[:4]):
-        decoding.wants(8, place)
-        given, _ = decoding.done(place, [token], place + 1)
+        assert [work.prefill for work in works] == [place == 0], "only the prompt is one"
+        given, works = decoding.done(place, [token], place + 1)
         assert given == (token,)
     assert decoding.ended == "stop"
     assert decoding.done(4, [1], 5) == ((), [])
