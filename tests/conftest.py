@@ -1,8 +1,23 @@
-"""Of all tests: drawn inputs have no deadline of their own, which only a busy machine would miss."""
+"""Of all tests: drawn inputs have no deadline of their own, which only a busy machine would miss; and directories of
+tests are in memory where there is room.
+
+What must be durable is flushed, at every step of a seed, and a disk takes milliseconds for that. What is left when a
+machine dies is shown by disks that forget (``tests/core/torn_disk.py``, ``roles/sim``); the real one never does here.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
+from pathlib import Path
+
 from hypothesis import settings
+
+TEMP_ROOT = "PYTEST_DEBUG_TEMPROOT"
+IN_MEMORY, ROOM_BYTES = Path("/dev/shm"), 4 << 30
 
 settings.register_profile("suite", settings.default, deadline=None)
 settings.load_profile("suite")
+
+if TEMP_ROOT not in os.environ and IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free >= ROOM_BYTES:
+    os.environ[TEMP_ROOT] = str(IN_MEMORY)
