@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -176,7 +177,8 @@ async def test_going_back_to_a_step_needs_a_checkpoint_of_every_stage(cluster: C
     await cluster.ask("jobs.pause", job=job)
     paused = await cluster.job_until(job, lambda item: item["state"] == "paused")
     saved = (await cluster.ask("checkpoints.list", job=job))["checkpoints"]
-    step = min(item["step"] for item in saved)
+    holders = Counter(item["step"] for item in saved)
+    step = min(step for step, count in holders.items() if count == 2)  # one may be told of before the other
     chosen = next(item for item in saved if item["step"] == step)
     assert step < paused["step"]
     await cluster.ask("checkpoints.restore", id=chosen["id"])
