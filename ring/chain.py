@@ -32,7 +32,7 @@ from ring.hop import Hop, Payload
 from ring.links import Inbound, Kin
 from ring.liveness import AT_WORK, Neighbour
 from ring.meeting import Meeting
-from ring.schedule import MAX_STAGES, Kind, Schedule
+from ring.schedule import MAX_MICRO_BATCHES, MAX_STAGES, Kind, Schedule
 from ring.view import MAX_STREAMS, View
 from wire.connection import Connection
 from wire.frame import MAX_BULK_BYTES
@@ -65,6 +65,7 @@ class Chain:
     Attributes:
         stage, stages: this member's, counted from 0, and how many there are.
         round_trips_s: of each hop, the same on all stages: activations there and gradients back, without any computing.
+        in_flight: of each stage, the same on all: micro-batches that it has memory for; 0: any number.
         broken: resolves to ``RingBroken`` as soon as the chain can do no more, for whatever reason.
         progress: payloads received and sent so far, and whatever else the owner counts; it goes out with every beat.
         at_work: whether the owner computes, so that this stage holds up others, whatever it waits for itself.
@@ -88,6 +89,7 @@ class Chain:
         self.stage, self.stages = stage, stages
         self.activation_bytes, self.gradient_bytes = activation_bytes, gradient_bytes
         self.round_trips_s: tuple[float, ...] = ()
+        self.in_flight: tuple[int, ...] = (0,) * stages
         self.progress = 0
         self.at_work = False
         self._now = world.clock.now
@@ -130,6 +132,7 @@ class Chain:
         gradient_bytes: int,
         heartbeat_s: float,
         death_s: float,
+        in_flight: int = 0,
         streams: int = 1,
         timeout_s: float,
     ) -> Chain:
@@ -138,6 +141,7 @@ class Chain:
         Args:
             order: peer ids of the stages, first to last, members of ``view``; empty: all members as they stand there.
             activation_bytes, gradient_bytes: of one micro-batch as it travels, the same on every hop.
+            in_flight: micro-batches that this stage has memory for; 0: any number.
             streams: bulk connections to a neighbour, the same on every stage.
 
         Raises:
@@ -171,6 +175,7 @@ class Chain:
             gradient_bytes=gradient_bytes,
             memory=inbound.memory,
         )
+        chain.in_flight = (0,) * stage + (min(in_flight, MAX_MICRO_BATCHES),) + (0,) * (len(order) - 1 - stage)
         try:
             await chain._measure(timeout_s - (world.clock.now() - began))
         except BaseException:  # cancelled, perhaps in the instant when all were there: nobody else knows of the chain
@@ -316,21 +321,23 @@ class Chain:
         self._bonds.give_up(hop.neighbour, DeadlineExceeded(what, remedy="see the other stages' events"))
 
     async def _exchange(self, mine_s: float, patience_s: float) -> None:
-        """All hops' figures to all stages: from the last to the first, which then has them all, and back."""
+        """All stages' figures to all: from the last to the first, which then has them all, and back."""
         if self.stages == 1:
             return
-        known_s = [0.0] * (self.stages - 1)
+        mine = self.in_flight[self.stage]
+        known_s, most = [0.0] * (self.stages - 1), [0] * self.stages
         if self._after is not None:
-            known_s = await self._figures(self._after, _GATHERED, patience_s)
+            known_s, most = await self._figures(self._after, _GATHERED, patience_s)
             known_s[self.stage] = mine_s
+        most[self.stage] = mine
         if self._before is not None:
-            self._before.send(_GATHERED, _packed(known_s))
-            known_s = await self._figures(self._before, _TOLD, patience_s)
+            self._before.send(_GATHERED, _packed([*known_s, *most]))
+            known_s, most = await self._figures(self._before, _TOLD, patience_s)
         if self._after is not None:
-            self._after.send(_TOLD, _packed(known_s))
+            self._after.send(_TOLD, _packed([*known_s, *most]))
         for hop in self._hops:
             await self._wait(hop, hop.all_flushed(), "the kernel to take the round trips", patience_s)
-        self.round_trips_s = tuple(known_s)
+        self.round_trips_s, self.in_flight = tuple(known_s), tuple(most)
 
     async def _ping(self, patience_s: float) -> float:
         """The shortest round trip to the next stage, 0 where there is none."""
@@ -357,11 +364,11 @@ class Chain:
             hop.release(await self._arrival(hop, ping, "its measuring", patience_s))
             hop.send(ping, payload)
 
-    async def _figures(self, hop: Hop, stream: int, patience_s: float) -> list[float]:
-        hop.expect([stream], (self.stages - 1) * _FIGURE.size, ahead=1)
+    async def _figures(self, hop: Hop, stream: int, patience_s: float) -> tuple[list[float], list[int]]:
+        hop.expect([stream], (2 * self.stages - 1) * _FIGURE.size, ahead=1)
         payload = await self._arrival(hop, stream, "the round trips of the other hops", patience_s)
         try:
-            figures = round_trips_untrusted(payload.tobytes(), self.stages - 1)
+            figures = figures_untrusted(payload.tobytes(), self.stages)
         except ProtocolError as error:
             self._bonds.give_up(hop.neighbour, error)
             raise self.failure() from error
@@ -464,11 +471,18 @@ def _packed(seconds: Sequence[float]) -> Payload:
     return np.frombuffer(b"".join(map(_FIGURE.pack, seconds)), np.uint8)
 
 
-def round_trips_untrusted(payload: bytes, hops: int) -> list[float]:
-    """Seconds of each hop, as the stages hand them on. Raises ``ProtocolError`` where they are none."""
-    if len(payload) != hops * _FIGURE.size:
-        raise ProtocolError(f"round trips of {hops} hops in {len(payload)} bytes")
-    figures = [seconds for (seconds,) in _FIGURE.iter_unpack(payload)]
-    if not all(0 <= seconds <= MOST_ROUND_TRIP_S for seconds in figures):
+def figures_untrusted(payload: bytes, stages: int) -> tuple[list[float], list[int]]:
+    """Seconds of each hop, and of each stage how many micro-batches it has memory for, as the stages hand them on.
+
+    Raises:
+        ProtocolError: they are none.
+    """
+    if len(payload) != (2 * stages - 1) * _FIGURE.size:
+        raise ProtocolError(f"figures of {stages} stages in {len(payload)} bytes")
+    figures = [figure for (figure,) in _FIGURE.iter_unpack(payload)]
+    round_trips_s, most = figures[: stages - 1], figures[stages - 1 :]
+    if not all(0 <= seconds <= MOST_ROUND_TRIP_S for seconds in round_trips_s):
         raise ProtocolError("a round trip that cannot be")
-    return figures
+    if not all(0 <= count <= MAX_MICRO_BATCHES and count == int(count) for count in most):
+        raise ProtocolError("a number of micro-batches that cannot be")
+    return round_trips_s, [int(count) for count in most]

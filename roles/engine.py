@@ -154,11 +154,13 @@ class PipelineEngine(StagedEngine, Protocol):
     Attributes:
         activation_bytes, gradient_bytes: see ``PartEngine``.
         layers: it has layers [first, second) of so many as the third says.
+        in_flight: micro-batches between their forward and their backward pass that it has memory for; 0: any number.
     """
 
     activation_bytes: int
     gradient_bytes: int
     layers: tuple[int, int, int]
+    in_flight: int
 
     def forward(self, step: int, index: int, inputs: Payload | None) -> Payload | None:
         """See ``PartEngine``."""

@@ -179,7 +179,7 @@ class Heartbeat(Message):
         loop_lag_ms: by how much the peer's own event loop was late; a peer that lags doubts itself first.
         stats: gauges for people: ``rtt_ms``, ``in_bps``, ``out_bps``, ``tokens_per_s``, ``memory_bytes``,
             ``memory_total_bytes``, ``gpu_load`` (0 to 1, absent where there is none), ``compute_ms``,
-            ``communicate_ms``, ``wait_ms``.
+            ``communicate_ms``, ``wait_ms``; ``compute_flops`` (once it has measured that; 0 where it cannot).
     """
 
     KIND: ClassVar[int] = 16

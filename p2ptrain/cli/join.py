@@ -189,7 +189,7 @@ async def _work(
                 others=tuple(place for place in places if place != (access.host, access.port)),
             ),
             build_engine=engine_builder(device=device, threads=threads),
-            build_part=stage_builder(device=device, threads=threads),
+            build_part=stage_builder(device=device, threads=threads, memory_bytes=memory_bytes),
             warm_up=warm_up,
             notify=lambda level, _, text: console.event(level, text),
             on_step=lambda applied, total, values: console.progress(

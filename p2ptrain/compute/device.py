@@ -118,12 +118,17 @@ def check_memory(need_bytes: int, device: Device, what: str) -> None:
     Raises:
         ResourceError: with both numbers.
     """
-    available = torch.cuda.mem_get_info(device.torch_device)[0] if device.kind == "cuda" else _host_available()
+    available = available_bytes(device)
     if need_bytes > available:
         raise ResourceError(
             f"{what} needs {need_bytes / 2**30:.2f} GiB and {device.label} has {available / 2**30:.2f} GiB free",
             remedy="use a smaller model, micro-batch or corpus, close other programs, or use a larger device",
         )
+
+
+def available_bytes(device: Device) -> int:
+    """That may still be allocated there."""
+    return int(torch.cuda.mem_get_info(device.torch_device)[0]) if device.kind == "cuda" else _host_available()
 
 
 def _host_available() -> int:

@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from p2ptrain.compute.device import HOST, Device, check_memory
 from p2ptrain.core.errors import ConfigError
+from p2ptrain.core.footprint import head_kept_bytes, layer_kept_bytes
 
 transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -166,15 +167,10 @@ def check_training_memory(
 
 
 def kept_bytes(config: PretrainedConfig, tokens: int, *, layers: int, has_head: bool) -> int:
-    """Of a micro-batch, from its forward pass to its backward pass. A lower bound: attention comes on top.
-
-    Per token: what each layer keeps (about 16 times its width, and 3 times that of its feed-forward part), and with the
-    head the logits, their softmax and its gradient.
-    """
-    width: int = config.hidden_size
-    per_layer = 16 * width + 3 * (getattr(config, "intermediate_size", None) or 4 * width)
-    head: int = 3 * config.vocab_size * has_head
-    return 4 * tokens * (head + layers * per_layer)
+    """Of a micro-batch, from its forward pass to its backward pass: see ``core.footprint``. A lower bound."""
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    kept = layers * layer_kept_bytes(tokens, width=config.hidden_size, inner=inner)
+    return kept + (head_kept_bytes(tokens, vocab=config.vocab_size) if has_head else 0)
 
 
 def build_model(

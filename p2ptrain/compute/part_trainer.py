@@ -51,7 +51,14 @@ from p2ptrain.compute.model import ModelSpec, model_config
 from p2ptrain.compute.part_files import PartFiles
 from p2ptrain.compute.sampling import Indices, WindowSampler
 from p2ptrain.compute.split_check import check_splits
-from p2ptrain.compute.stage import PartBuilder, StageSpec, check_part_memory, even_bounds, initial_digest
+from p2ptrain.compute.stage import (
+    PartBuilder,
+    StageSpec,
+    check_part_memory,
+    even_bounds,
+    initial_digest,
+    most_in_flight,
+)
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.errors import ConfigError
@@ -133,6 +140,9 @@ class PartTrainer(FlatEngine):
         check_splits(self._config)
         tokens = micro_batch_sequences * data.sequence_tokens
         check_part_memory(self._config, self._part, stage, device, micro_batch_tokens=tokens)
+        self.in_flight = most_in_flight(
+            self._config, self._part, stage, device, micro_batch_tokens=tokens, most=micro_batches
+        )
         self._seed, self._data, self._validation_batches = seed, data, validation_batches
         self._directory = model.path
         builder = PartBuilder(self._config, self._part, model.path, seed)

@@ -13,14 +13,17 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from p2ptrain.compute.anatomy import Anatomy, Part
-from p2ptrain.compute.device import HOST, Device, check_memory
+from p2ptrain.compute.device import HOST, Device, available_bytes, check_memory
 from p2ptrain.compute.initial import InitialWeights
 from p2ptrain.compute.model import kept_bytes
-from p2ptrain.compute.split import PartAssembly, PartModel, layer_sizes, load_part, part_bytes, read_from
+from p2ptrain.compute.split import LayerSizes, PartAssembly, PartModel, layer_sizes, load_part, part_bytes, read_from
 from p2ptrain.core.activations import ENCODINGS, activation_bytes
 from p2ptrain.core.errors import ConfigError
+from p2ptrain.core.footprint import DEVICE_COPIES, HOST_COPIES, in_flight_that_fit, part_training_bytes
 from p2ptrain.core.tensor_files import TensorTable
 
+FREE_SHARE = 0.8
+"""Of what is free: the rest is for what is not counted, and for others."""
 GRADIENT_ENCODINGS = ("fp32", "bf16")
 
 
@@ -34,7 +37,9 @@ class StageSpec:
         activations: how they travel, a key of ``core.activations.ENCODINGS``.
         gradients: how those by the activations travel, one of ``GRADIENT_ENCODINGS``.
         recompute: see the module.
-        in_flight: micro-batches whose backward pass is still to come, at most; memory is checked for as many.
+        in_flight: micro-batches whose backward pass is still to come, that the schedule asks for at least; memory is
+            checked for as many.
+        memory_bytes: that a person gives to the part; 0: most of what is free.
     """
 
     stage: int
@@ -43,6 +48,7 @@ class StageSpec:
     gradients: str = "fp32"
     recompute: bool = False
     in_flight: int = 1
+    memory_bytes: int = 0
 
     @property
     def parts(self) -> list[Part]:
@@ -117,6 +123,11 @@ def build_training_part(config: PretrainedConfig, part: Part, directory: Path | 
     return built
 
 
+def trained_sizes(config: PretrainedConfig) -> LayerSizes:
+    """Of the weights as they are trained. Raises ``ConfigError``, see ``layer_sizes``."""
+    return layer_sizes(config, torch.float32)
+
+
 def even_bounds(config: PretrainedConfig, stages: int) -> tuple[int, ...]:
     """Bounds (``StageSpec``) of so many parts, the largest of which has as few bytes of weights as can be.
 
@@ -125,7 +136,7 @@ def even_bounds(config: PretrainedConfig, stages: int) -> tuple[int, ...]:
     Raises:
         ConfigError: there are not so many layers, or the architecture does not split.
     """
-    sizes, layers = layer_sizes(config, torch.float32), config.num_hidden_layers
+    sizes, layers = trained_sizes(config), config.num_hidden_layers
     if not 1 <= stages <= layers:
         raise ConfigError(f"{layers} layers do not make {stages} parts", remedy=f"pipeline.stages at most {layers}")
 
@@ -172,26 +183,47 @@ def check_part_memory(
 ) -> int:
     """Refuse a part that cannot be trained here; returns the bytes of its weights.
 
-    Counted as ``model.check_training_memory`` does, and what is kept of all micro-batches in flight: with recomputing,
-    of one, and the inputs of the others.
+    Counted as in ``core.footprint``, on the host as ``model.check_training_memory`` does.
 
     Raises:
         ResourceError: with the numbers.
     """
     weights = part_bytes(config, part, torch.float32)
-    kept = kept_bytes(config, micro_batch_tokens, layers=len(part), has_head=part.last)
-    inputs = 0 if part.first else activation_bytes(stage.activations, micro_batch_tokens, config.hidden_size)
-    kept = kept + stage.in_flight * inputs if stage.recompute else stage.in_flight * kept
+    need = part_training_bytes(
+        weights,
+        kept_bytes(config, micro_batch_tokens, layers=len(part), has_head=part.last),
+        0 if part.first else activation_bytes(stage.activations, micro_batch_tokens, config.hidden_size),
+        in_flight=stage.in_flight,
+        recompute=stage.recompute,
+        on_host=device.kind == "cpu",
+    )
     what = (
         f"training layers {part.start} to {part.stop} ({weights / 4e6:.2f} M parameters) with {stage.in_flight} "
         f"micro-batches of {micro_batch_tokens:,} tokens in flight"
     )
-    if device.kind == "cpu":
-        check_memory(weights * 5 + kept, device, what)
-    else:
-        check_memory(weights * 4 + kept, device, what)
+    check_memory(need, device, what)
+    if device.kind != "cpu":
         check_memory(weights * 2, HOST, what)
     return weights
+
+
+def most_in_flight(
+    config: PretrainedConfig, part: Part, stage: StageSpec, device: Device, *, micro_batch_tokens: int, most: int
+) -> int:
+    """Micro-batches that may be in flight here, so that slow links are hidden as far as there is memory: what the
+    schedule asks for at least, ``most`` at most. Asked for before anything is allocated."""
+    room = FREE_SHARE * available_bytes(device)
+    if stage.memory_bytes:
+        room = min(room, stage.memory_bytes)
+    copies = HOST_COPIES if device.kind == "cpu" else DEVICE_COPIES
+    fit = in_flight_that_fit(
+        int(room) - copies * part_bytes(config, part, torch.float32),
+        kept_bytes(config, micro_batch_tokens, layers=len(part), has_head=part.last),
+        0 if part.first else activation_bytes(stage.activations, micro_batch_tokens, config.hidden_size),
+        recompute=stage.recompute,
+        most=most,
+    )
+    return max(stage.in_flight, fit)
 
 
 def _check_tied(config: PretrainedConfig, part: PartModel, table: TensorTable) -> None:

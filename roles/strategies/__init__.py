@@ -115,7 +115,9 @@ class Meet(Protocol):
         """Of a part of the members: ``view`` is theirs."""
         ...
 
-    async def chain(self, view: View, order: Sequence[str], *, activation_bytes: int, gradient_bytes: int) -> Chain:
+    async def chain(
+        self, view: View, order: Sequence[str], *, activation_bytes: int, gradient_bytes: int, in_flight: int
+    ) -> Chain:
         """See ``Chain.form``."""
         ...
 

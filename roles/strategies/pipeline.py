@@ -5,8 +5,9 @@ the last stage both have the embedding's matrix, the *pair*: the ring of these t
 are summed, after the stage's ring has summed those of the replicas. Two numbers are summed, so both get the same bits.
 
 Schedule. Each step has its own, the same on all stages of a crew, because all derive it from the same figures: the
-chain's round trips, and how long a micro-batch takes the slowest stage, which is told with the digests. Whatever the
-schedule, backwards run in the order of the micro-batches, so it changes no bit of a step's result.
+chain's round trips, how many micro-batches each stage has memory for, and how long a micro-batch takes the slowest
+stage, which is told with the digests. Whatever the schedule, backwards run in the order of the micro-batches, so it
+changes no bit of a step's result.
 """
 
 from __future__ import annotations
@@ -109,6 +110,7 @@ class PipelineStrategy(StagedStrategy):
             [member.peer_id for member in crew],
             activation_bytes=self._part.activation_bytes,
             gradient_bytes=self._part.gradient_bytes,
+            in_flight=self._part.in_flight,
         )
 
     async def _fill(self, step: int, first: int, count: int, front_final: OnFinal) -> None:
@@ -165,7 +167,7 @@ class PipelineStrategy(StagedStrategy):
         chain, most = self._crew_chain, self._max_in_flight
         if self._wanted == GPIPE:
             return Schedule(GPIPE, count, (min(count, most or count) - 1,) * chain.stages)
-        bounds = [most] * chain.stages if most else []
+        bounds = [min(most or count, room or count) for room in chain.in_flight]
         if self._period_s == math.inf:
             return one_f_one_b(chain.stages, count, max_in_flight=bounds)
         return extended(count, chain.round_trips_s, self._period_s, max_in_flight=bounds)

@@ -12,6 +12,7 @@ from typing import Any, cast
 import psutil
 
 from configs.schema import Profile
+from p2ptrain.core.footprint import least_in_flight
 from p2ptrain.core.serving import PartSpec
 from roles.engine import Engine, Stage
 from roles.stage_engine import BuildPart, PartBuilder
@@ -80,8 +81,12 @@ def engine_builder(*, device: str = "", threads: int = 0) -> Callable[[Profile],
     return build
 
 
-def stage_builder(*, device: str = "", threads: int = 0) -> Callable[[Profile, Stage], Engine]:
-    """What makes this worker's part of a job's split model; ``device`` and ``threads`` as of ``engine_builder``."""
+def stage_builder(*, device: str = "", threads: int = 0, memory_bytes: int = 0) -> Callable[[Profile, Stage], Engine]:
+    """What makes this worker's part of a job's split model; ``device`` and ``threads`` as of ``engine_builder``.
+
+    Args:
+        memory_bytes: that the person gives to it; 0: what there is.
+    """
 
     def build(profile: Profile, stage: Stage) -> Engine:
         from p2ptrain.compute.device import pick_device
@@ -97,7 +102,10 @@ def stage_builder(*, device: str = "", threads: int = 0) -> Callable[[Profile, S
                 activations=split.activations,
                 gradients="fp32" if split.activations == "fp32" else "bf16",
                 recompute=split.recompute,
-                in_flight=_in_flight(profile, stage),
+                in_flight=least_in_flight(
+                    split.schedule, profile.batch.micro_batches, stage.count - stage.index, split.max_in_flight
+                ),
+                memory_bytes=memory_bytes,
             ),
             validation_batches=profile.validation.batches,
             device=pick_device(device or profile.device.kind, threads or profile.device.threads),
@@ -107,14 +115,6 @@ def stage_builder(*, device: str = "", threads: int = 0) -> Callable[[Profile, S
         return cast(Engine, trainer)  # a ``PipelineEngine``, of which the two that it lacks are never called
 
     return build
-
-
-def _in_flight(profile: Profile, stage: Stage) -> int:
-    """Micro-batches that the stage must have memory for. Over slow links 1F1B has more in flight where they fit: what
-    they may take is then for ``pipeline.max_in_flight`` to say."""
-    micro_batches, split = profile.batch.micro_batches, profile.pipeline
-    least = micro_batches if split.schedule == "gpipe" else min(stage.count - stage.index, micro_batches)
-    return min(split.max_in_flight, micro_batches) or least
 
 
 def part_builder(*, threads: int = 0) -> BuildPart:
@@ -147,7 +147,13 @@ def holding(*, device: str, threads: int, memory_bytes: int) -> Holding:
 
         return measured(device or "auto")
 
+    def compute_flops() -> float:
+        from p2ptrain.compute.speed import compute_flops as measured
+
+        return measured(device or "auto", threads)
+
     return Holding(
+        compute_flops=compute_flops,
         build_part=part_builder(threads=threads),
         limit_bytes=memory_bytes or int(FREE_SHARE * free_memory_bytes(device)),
         stream_bps=stream_bps,

@@ -58,13 +58,16 @@ class Forming:
         self._joined(session)
         return session
 
-    async def chain(self, view: View, order: Sequence[str], *, activation_bytes: int, gradient_bytes: int) -> Chain:
+    async def chain(
+        self, view: View, order: Sequence[str], *, activation_bytes: int, gradient_bytes: int, in_flight: int
+    ) -> Chain:
         """A chain of some members. Raises as ``Chain.form``."""
         chain = await Chain.form(
             view=view,
             order=order,
             activation_bytes=activation_bytes,
             gradient_bytes=gradient_bytes,
+            in_flight=in_flight,
             **self._usual(view),
         )
         self._joined(chain)

@@ -81,6 +81,7 @@ class Holding:
         device: asked for, as of ``compute.device.pick_device``.
         stream_bps: how fast a matrix-vector pass reads weights here; called once, on the compute thread.
         free_bytes: of the device's memory, now.
+        compute_flops: how fast it multiplies matrices; called once, on the compute thread, when that has warmed up.
     """
 
     build_part: BuildPart
@@ -88,6 +89,7 @@ class Holding:
     stream_bps: Callable[[], float]
     free_bytes: Callable[[], int]
     device: str = "auto"
+    compute_flops: Callable[[], float] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,6 +179,8 @@ class Worker:
         )
 
         self._stages = self._made_stages(holding) if holding is not None else None
+        self._gauge = holding.compute_flops if holding is not None else None
+        self._flops: float | None = None
 
     @property
     def port(self) -> int:
@@ -214,7 +216,7 @@ class Worker:
         self._port = server.address[1]
         try:
             async with self._tasks:
-                warming = self._tasks.create_task(self._compute.run(self._warm_up), name="warm up")
+                warming = self._tasks.create_task(self._warm(), name="warm up")
                 link = self._tasks.create_task(self._link.run(), name="seed link")
                 stopped = self._tasks.create_task(stop.wait(), name="stop")
                 stages = self._tasks.create_task(self._stages.run(), name="stages") if self._stages else None
@@ -238,6 +240,19 @@ class Worker:
                 self._stages.close()
             self._compute.close()
 
+    async def _warm(self) -> None:
+        """Load what a job needs, and see how fast this machine computes: the first stages are given by that."""
+        loading = self._compute.submit(self._warm_up)
+        gauging = self._compute.submit(self._gauge) if self._gauge is not None else None
+        await loading
+        if gauging is None:
+            return
+        try:
+            self._flops = await gauging
+        except P2PTrainError as problem:
+            self._flops = 0.0
+            self._notify("warning", "speed", f"this machine's speed is not known: {problem.message}")
+
     # -------------------------------------------------------------------------------------------------- the seed link
 
     def _hello(self) -> Hello:
@@ -252,6 +267,7 @@ class Worker:
                 "listens": self._options.listen[0],
                 "measures": True,
                 "follows": True,
+                **({"gauges": True} if self._gauge is not None else {}),
             },
             job=self._runner.job if self._runner else "",
             generation=view.generation if view else 0,
@@ -262,6 +278,8 @@ class Worker:
     def _pulse(self) -> Pulse:
         runner, stats = self._runner, self._gauges.machine()
         bytes_in, bytes_out = runner.totals() if runner else (0, 0)
+        if self._flops is not None:
+            stats["compute_flops"] = self._flops
         stats["in_bps"] = 8 * self._gauges.rate("in", bytes_in)
         stats["out_bps"] = 8 * self._gauges.rate("out", bytes_out)
         if self._link.rtt_ms is not None:

@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM
 
 from p2ptrain.compute.data import DataSpec, load_corpus
 from p2ptrain.compute.flat import OptimizerSpec
-from p2ptrain.compute.model import ModelSpec, model_config
+from p2ptrain.compute.model import ModelSpec, kept_bytes, model_config
 from p2ptrain.compute.part_trainer import CorpusFacts, PartTrainer
 from p2ptrain.compute.sampling import WindowSampler
-from p2ptrain.compute.stage import StageSpec, check_part_memory
+from p2ptrain.compute.stage import StageSpec, check_part_memory, most_in_flight
 from p2ptrain.compute.testing import tiny, tiny_trainer
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
@@ -458,3 +458,9 @@ def test_memory_counts_what_is_in_flight(text_file: Path) -> None:
         check_part_memory(*arguments, many, device, micro_batch_tokens=32)
     recomputed = StageSpec(0, (0, 2, 4), in_flight=10**9, recompute=True)
     check_part_memory(*arguments, recomputed, device, micro_batch_tokens=32)  # the first stage keeps nothing for that
+    kept = kept_bytes(stage._config, 32, layers=2, has_head=False)
+    given = 5 * stage._model_part.weights_bytes + 3 * kept + 1
+    for memory_bytes, most, expected in ((given, 8, 3), (given - kept, 8, 2), (1, 8, 2), (given, 2, 2), (0, 8, 8)):
+        spec = StageSpec(0, (0, 2, 4), in_flight=2, memory_bytes=memory_bytes)
+        assert most_in_flight(*arguments, spec, device, micro_batch_tokens=32, most=most) == expected
+    assert stage.in_flight >= 1

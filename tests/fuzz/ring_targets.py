@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from configs.schema import Profile
 from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.ids import is_id
-from ring.chain import round_trips_untrusted
+from ring.chain import figures_untrusted
 from ring.codecs import CODECS, codec_named
 from ring.order import LinkQuality
 from ring.schedule import extended
@@ -273,31 +273,32 @@ LINKS = Target(
     peak_bytes=256 << 10,
 )
 
-# -------------------------------------------------------------------------------------------------------- round trips
-
-_ROUND_TRIPS = st.integers(0, 8).flatmap(
-    lambda hops: st.tuples(
-        mutated(st.lists(st.floats(), min_size=hops, max_size=hops).map(lambda found: struct.pack(f"!{hops}d", *found)))
-        | st.lists(st.floats(0, 10), min_size=hops, max_size=hops).map(lambda found: struct.pack(f"!{hops}d", *found)),
-        st.just(hops),
-    )
-)
+# ------------------------------------------------------------------------------------------------------ chain figures
 
 
-def _check_round_trips(case: tuple[bytes, int]) -> None:
-    payload, hops = case
+@st.composite
+def _packed_figures(draw: st.DrawFn) -> tuple[bytes, int]:
+    stages = draw(st.integers(1, 8))
+    kinds = [*[st.floats(0, 10)] * (stages - 1), *[st.integers(0, 9).map(float)] * stages]
+    likely = st.tuples(*kinds) | st.lists(st.floats(), min_size=len(kinds), max_size=len(kinds))
+    payload = likely.map(lambda found: struct.pack(f"!{len(kinds)}d", *found))
+    return draw(payload | mutated(payload)), stages
+
+
+def _check_figures(case: tuple[bytes, int]) -> None:
+    payload, stages = case
     try:
-        found = round_trips_untrusted(payload, hops)
+        round_trips_s, rooms = figures_untrusted(payload, stages)
     except ProtocolError:
         return
-    assert len(found) == hops
-    assert struct.pack(f"!{hops}d", *found) == payload
-    if hops:
-        extended(4, found, 0.1).validate()  # what they are for
+    assert (len(round_trips_s), len(rooms)) == (stages - 1, stages)
+    assert struct.unpack(f"!{2 * stages - 1}d", payload) == (*round_trips_s, *rooms)
+    if round_trips_s:  # what they are for
+        extended(4, round_trips_s, 0.1, max_in_flight=[min(room or 4, 4) for room in rooms]).validate()
 
 
-ROUND_TRIPS = Target(
-    "round-trips", _ROUND_TRIPS, _check_round_trips, ("ring.chain.round_trips_untrusted",), peak_bytes=256 << 10
+FIGURES = Target(
+    "chain-figures", _packed_figures(), _check_figures, ("ring.chain.figures_untrusted",), peak_bytes=256 << 10
 )
 
 # ----------------------------------------------------------------------------------------------------------- profiles
@@ -342,4 +343,4 @@ PROFILE = Target(
     peak_bytes=4 << 20,
 )
 
-TARGETS = (VIEW, STAGE, TOKEN, CODEC, LINKS, ROUND_TRIPS, PROFILE)
+TARGETS = (VIEW, STAGE, TOKEN, CODEC, LINKS, FIGURES, PROFILE)

@@ -14,7 +14,7 @@ import pytest
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, ProtocolError, Refused
 from p2ptrain.core.world import Network
 from ring import chain as chain_module
-from ring.chain import PATIENCE_PART, Chain, round_trips_untrusted
+from ring.chain import PATIENCE_PART, Chain, figures_untrusted
 from ring.hop import Payload
 from ring.local import HOST, LocalMember, local_chain, local_view, networks_apart
 from ring.schedule import Kind, Schedule, extended, gpipe, one_f_one_b
@@ -226,12 +226,35 @@ async def test_round_trips_are_those_of_the_links_and_known_to_all() -> None:
 
 
 @pytest.mark.parametrize(
-    "payload", [b"", bytes(15), struct.pack("!dd", 1.0, -1.0), struct.pack("!dd", float("nan"), 0), b"\xff" * 16]
+    "payload",
+    [
+        b"",
+        bytes(23),
+        struct.pack("!3d", -1.0, 1.0, 1.0),
+        struct.pack("!3d", float("nan"), 0, 0),
+        struct.pack("!3d", 0.1, 1.5, 0),
+        struct.pack("!3d", 0.1, 0, 65537),
+        struct.pack("!3d", 0.1, 0, float("nan")),
+        b"\xff" * 24,
+    ],
 )
-def test_round_trips_that_are_none(payload: bytes) -> None:
+def test_figures_that_are_none(payload: bytes) -> None:
     with pytest.raises(ProtocolError):
-        round_trips_untrusted(payload, 2)
-    assert round_trips_untrusted(struct.pack("!dd", 0.0, 3600.0), 2) == [0.0, 3600.0]
+        figures_untrusted(payload, 2)
+    assert figures_untrusted(struct.pack("!3d", 3600.0, 0, 65536), 2) == ([3600.0], [0, 65536])
+
+
+async def test_all_stages_learn_what_each_has_memory_for() -> None:
+    network = MemoryNetwork()
+    members = [LocalMember(peer_id, network, seed=at) for at, peer_id in enumerate("abc")]
+    view = local_view({member.peer_id: await member.listen(HOST) for member in members})
+    try:
+        rooms = (7, 0, 2)
+        await asyncio.gather(*(member.form_chain(view, **SIZES, in_flight=room)
+                               for member, room in zip(members, rooms, strict=True)))  # fmt: skip
+        assert [member.chain.in_flight for member in members] == [rooms] * 3
+    finally:
+        await asyncio.gather(*(member.stop() for member in members))
 
 
 async def test_a_stage_that_says_nonsense_of_its_links_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

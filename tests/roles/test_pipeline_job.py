@@ -261,8 +261,10 @@ def strategy_with(round_trips_s: tuple[float, ...], **settings: Any) -> Pipeline
     usual = {"schedule": "1f1b", "max_in_flight": 0, "ahead": 8}
     thread = ComputeThread()
     thread.close()
+    stages = len(round_trips_s) + 1
+    rooms = settings.pop("in_flight", (0,) * stages)
     strategy = PipelineStrategy(engine, thread, lambda: None, **(usual | settings))
-    chain: Any = SimpleNamespace(stages=len(round_trips_s) + 1, round_trips_s=round_trips_s)
+    chain: Any = SimpleNamespace(stages=stages, round_trips_s=round_trips_s, in_flight=rooms)
     strategy._chain = chain
     return strategy
 
@@ -284,6 +286,10 @@ def test_what_is_in_flight_is_bounded() -> None:
     strategy = strategy_with((0.25,), max_in_flight=2)
     strategy._heard([0.01, 0.01])
     assert strategy._schedule(12).in_flight(0) == 2
+    strategy = strategy_with((0.25, 0.25), in_flight=(7, 4, 0))
+    assert strategy._schedule(12).warm_ups == (2, 1, 0)
+    strategy._heard([0.01, 0.01, 0.01])
+    assert strategy._schedule(12).warm_ups == (6, 3, 0), "each stage has memory for so many"
     assert strategy_with((0.25,), schedule="gpipe")._schedule(12) == gpipe(2, 12)
     assert strategy_with((0.25,), schedule="gpipe", max_in_flight=3)._schedule(12).warm_ups == (2, 2)
 
