@@ -43,6 +43,9 @@ Array = npt.NDArray[np.float64]
 Part = tuple[int, int, int]
 """Index of the peer, of the cut where its part starts, and of the one where it stops."""
 
+Levels = Sequence[Sequence[Array]]
+"""What parts cost, of each peer, by the number of stages behind them; the last entry is for more, too."""
+
 EXACT_WORK = 40e6
 """Sums of a pass, about: 8 peers with 256 layers, 10 with 120, 12 with 56, 64 with 128 where they form two stages."""
 SEARCH_WORK = 5e8
@@ -61,11 +64,14 @@ class Board:
     Attributes:
         compute_s: of each peer, (cuts, cuts): a part from cut to cut.
         hop_s, occupied_s: (peers + 1, peers + 1), from and to; the client is the last.
+        deeper_s: as ``compute_s``, of stages that have one stage behind them, two, and so on, as far as that makes a
+            difference: none costs less than one with fewer behind it.
     """
 
     compute_s: Sequence[Array]
     hop_s: Array
     occupied_s: Array
+    deeper_s: Sequence[Sequence[Array]] = ()
 
     @property
     def peers(self) -> int:
@@ -75,15 +81,21 @@ class Board:
     def cuts(self) -> int:
         return len(self.compute_s[0]) if self.compute_s else 0
 
-    def within(self, bottleneck_s: float) -> tuple[list[Array], Array]:
+    @property
+    def levels(self) -> Levels:
+        """What parts cost, by the number of stages behind them."""
+        return [self.compute_s, *self.deeper_s]
+
+    def within(self, bottleneck_s: float) -> tuple[Levels, Array]:
         """What parts and hops take, of those that keep nobody for longer than ``bottleneck_s``."""
-        parts = [np.where(part_s <= bottleneck_s, part_s, np.inf) for part_s in self.compute_s]
-        return parts, np.where(self.occupied_s <= bottleneck_s, self.hop_s, np.inf)
+        levels = [[np.where(part_s <= bottleneck_s, part_s, np.inf) for part_s in level] for level in self.levels]
+        return levels, np.where(self.occupied_s <= bottleneck_s, self.hop_s, np.inf)
 
     def of(self, peers: Sequence[int]) -> Board:
         """The same for some of the peers."""
         rows = np.ix_([*peers, self.peers], [*peers, self.peers])
-        return Board([self.compute_s[peer] for peer in peers], self.hop_s[rows], self.occupied_s[rows])
+        levels = [[level[peer] for peer in peers] for level in self.levels]
+        return Board(levels[0], self.hop_s[rows], self.occupied_s[rows], levels[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +106,19 @@ class Chain:
     exact: bool
 
 
-def search(board: Board, counts: Sequence[int]) -> Chain | None:
-    """The chain of least bottleneck, then of least time, with one of the ``counts`` of stages; None: none was found."""
+def search(board: Board, counts: Sequence[int], *, work: float = SEARCH_WORK) -> Chain | None:
+    """The chain of least bottleneck, then of least time, with one of the ``counts`` of stages; None: none was found.
+
+    Args:
+        work: of moves from each start, where there is no exact search.
+    """
     counts = [count for count in counts if count <= min(board.peers, board.cuts - 1)]
     if not counts:
         return None
     if _work(board.peers, max(counts), board.cuts) <= EXACT_WORK:
         parts = _exact(board, counts)
         return Chain(tuple(parts), exact=True) if parts else None
-    return _by_moves(board, counts)
+    return _by_moves(board, counts, work)
 
 
 def is_exact(board: Board, counts: Sequence[int]) -> bool:
@@ -123,21 +139,27 @@ Table = dict[int, tuple[tuple[int, ...], Array]]
 
 
 def _exact(board: Board, counts: Sequence[int]) -> list[Part]:
-    bottlenecks = _table(board.compute_s, board.occupied_s, max(counts), np.maximum)
+    bottlenecks = _table(board.levels, board.occupied_s, max(counts), np.maximum)
     bottleneck_s, _, _ = _best(bottlenecks, board.occupied_s, counts, np.maximum)
     if bottleneck_s == np.inf:
         return []
     del bottlenecks
-    parts_s, hops_s = board.within(bottleneck_s)
-    table = _table(parts_s, hops_s, max(counts), np.add)
+    levels, hops_s = board.within(bottleneck_s)
+    table = _table(levels, hops_s, max(counts), np.add)
     _, taken, peer = _best(table, hops_s, counts, np.add)
-    return _walked(table, parts_s, hops_s, taken, peer)
+    return _walked(table, levels, hops_s, taken, peer)
 
 
-def _table(parts_s: Sequence[Array], hops_s: Array, most: int, join: Any) -> Table:
+def _at(levels: Levels, behind: int) -> Sequence[Array]:
+    """What parts cost that have so many stages behind them."""
+    return levels[min(behind, len(levels) - 1)]
+
+
+def _table(levels: Levels, hops_s: Array, most: int, join: Any) -> Table:
     """All sets of up to ``most`` peers. ``join``: how a cost and what follows it make one (a ufunc: add or maximum)."""
     table: Table = {}
     for size in range(1, most + 1):
+        parts_s = _at(levels, size - 1)
         for members in combinations(range(len(parts_s)), size):
             taken = sum(1 << peer for peer in members)
             table[taken] = members, np.stack([_begun(table, parts_s, hops_s, taken, peer, join) for peer in members])
@@ -169,15 +191,16 @@ def _best(table: Table, hops_s: Array, counts: Sequence[int], join: Any) -> tupl
     return cost_s, taken, peer
 
 
-def _walked(table: Table, parts_s: Sequence[Array], hops_s: Array, taken: int, peer: int) -> list[Part]:
+def _walked(table: Table, levels: Levels, hops_s: Array, taken: int, peer: int) -> list[Part]:
     parts, start = [], 0
     while taken != 1 << peer:
         members, rest = table[taken ^ 1 << peer]
         then = np.add(rest, hops_s[peer, list(members)][:, None])
-        stop = int(np.add(parts_s[peer][start], then.min(axis=0)).argmin())
+        part_s = _at(levels, len(members))[peer][start]
+        stop = int(np.add(part_s, then.min(axis=0)).argmin())
         parts.append((peer, start, stop))
         taken, peer, start = taken ^ 1 << peer, members[int(then[:, stop].argmin())], stop
-    parts.append((peer, start, len(parts_s[peer]) - 1))
+    parts.append((peer, start, len(levels[0][peer]) - 1))
     return parts
 
 
@@ -209,7 +232,8 @@ class _Moves:
     """The search by moves on a board. Chains have one of ``counts`` stages."""
 
     def __init__(self, board: Board, counts: Sequence[int]) -> None:
-        self._parts_s, self._counts = board.compute_s, frozenset(counts)
+        self._levels, self._counts = board.levels, frozenset(counts)
+        self._parts_s = board.compute_s  # what is found hopeless with these is so however many are behind
         self._hop_s = np.where(np.isinf(board.hop_s), _APART_S, board.hop_s)
         self._occupied_s = np.where(np.isinf(board.occupied_s), _APART_S, board.occupied_s)
         self._hops_s: list[list[float]] = self._hop_s.tolist()
@@ -241,8 +265,8 @@ class _Moves:
         """Of each stage, (cuts,): the best of it and those behind, where it starts at the cut."""
         rows: list[Array] = []
         following = -1
-        for peer in reversed(order):
-            part_s = self._parts_s[peer]
+        for behind, peer in enumerate(reversed(order)):
+            part_s = _at(self._levels, behind)[peer]
             if bottleneck_s < np.inf:
                 part_s = np.where(part_s <= bottleneck_s, part_s, np.inf)
             then = join(part_s, join(rows[-1], hops_s[peer, following])).min(axis=1) if rows else part_s[:, -1]
@@ -252,8 +276,8 @@ class _Moves:
 
     def _walk(self, order: tuple[int, ...], rows: list[Array], bottleneck_s: float) -> tuple[Part, ...]:
         parts, start = [], 0
-        for peer, row in zip(order, rows[1:], strict=False):
-            part_s = self._parts_s[peer][start]
+        for rank, (peer, row) in enumerate(zip(order, rows[1:], strict=False)):
+            part_s = _at(self._levels, len(order) - 1 - rank)[peer][start]
             stop = int(np.where(part_s <= bottleneck_s, part_s + row, np.inf).argmin())
             parts.append((peer, start, stop))
             start = stop
@@ -412,9 +436,9 @@ class _Moves:
         return sorted(range(len(trial.order)), key=lambda rank: ([-cost for cost in cost_s(rank)], rank))
 
 
-def _by_moves(board: Board, counts: Sequence[int]) -> Chain | None:
+def _by_moves(board: Board, counts: Sequence[int], work: float) -> Chain | None:
     moves = _Moves(board, counts)
-    ends = [moves.improved(trial, SEARCH_WORK) for trial in moves.starts()]
+    ends = [moves.improved(trial, work) for trial in moves.starts()]
     best = min(ends, key=_rank)
     chosen = _pool(board, best.order, counts)
     if chosen and (parts := _exact(board.of(chosen), counts)):

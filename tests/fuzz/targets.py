@@ -16,7 +16,8 @@ views, tokens          ``View.from_message_untrusted``, ``Token.decode_untrusted
 codecs                 ``decode`` and ``decode_add`` of each codec
 links                  ``targets_untrusted``, ``measured_untrusted``
 parts-held             ``held_untrusted``
-round-trips            ``round_trips_untrusted``: what the stages of a chain hand on
+model-shapes           ``shape_untrusted``: the model of a job that is to be made
+chain-figures          ``figures_untrusted``: what the stages of a chain hand on
 stages                 the stage that a request to a worker is about
 ledger-rows, -answers  ``Ledger.take_untrusted``, and what an audit reads
 standby-rows           what a standby takes into its store, and the files beside it

@@ -1,0 +1,214 @@
+"""What is to be trained in stages, and what that takes: memory, arithmetic and bytes of each part. Pure.
+
+A model is told by its sizes alone, so that a seed can place it without torch, and without its files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from p2ptrain.core.activations import activation_bytes
+from p2ptrain.core.errors import ProtocolError
+from p2ptrain.core.footprint import (
+    DEVICE_COPIES,
+    GPIPE,
+    HOST_COPIES,
+    head_kept_bytes,
+    in_flight_that_fit,
+    layer_kept_bytes,
+    least_in_flight,
+    part_training_bytes,
+)
+from ring.model_sizes import ModelSizes
+
+MAX_LAYERS = 1024
+_MOST_BYTES = 1 << 50
+_MOST = 1 << 24  # larger than any model's vocabulary or width
+_ELEMENT_BYTES = 4  # of weights, in fp32
+ACHIEVED = 0.65
+"""Part of the speed of a plain matrix product at which a micro-batch is computed: 0.70 was seen at a width of 1,024,
+0.61 at 512 and 0.29 at 128, on one thread of a CPU in fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What a model is, as far as placing its training goes.
+
+    Attributes:
+        sizes: of its weights in fp32, without a cache.
+        width, inner: of a hidden state, and of a feed-forward layer.
+        vocab: tokens.
+    """
+
+    sizes: ModelSizes
+    width: int
+    inner: int
+    vocab: int
+
+    def to_map(self) -> dict[str, Any]:
+        """For a message, or a record."""
+        sizes = self.sizes
+        return {
+            "layers_bytes": list(sizes.layers_bytes),
+            "first_bytes": sizes.first_bytes,
+            "last_bytes": sizes.last_bytes,
+            "tied_bytes": sizes.tied_bytes,
+            "width": self.width,
+            "inner": self.inner,
+            "vocab": self.vocab,
+        }
+
+
+def shape_untrusted(source: object) -> ModelShape:
+    """What ``ModelShape.to_map`` made, from a peer. Raises ``ProtocolError``."""
+    if not isinstance(source, dict):
+        raise ProtocolError("a model's sizes are a map")
+    layers = source.get("layers_bytes")
+    if not isinstance(layers, list) or not 1 <= len(layers) <= MAX_LAYERS:
+        raise ProtocolError(f"a model's sizes are of 1 to {MAX_LAYERS} layers")
+    if not all(type(size) is int and 0 < size <= _MOST_BYTES for size in layers):
+        raise ProtocolError("a layer's size that cannot be")
+    first, last, tied = (_number(source, name, 0, _MOST_BYTES) for name in ("first_bytes", "last_bytes", "tied_bytes"))
+    if tied > min(first, last):
+        raise ProtocolError("what is tied is part of both ends")
+    width, inner, vocab = (_number(source, name, 1, _MOST) for name in ("width", "inner", "vocab"))
+    return ModelShape(ModelSizes(tuple(layers), (0,) * len(layers), first, last, tied), width, inner, vocab)
+
+
+def _number(source: dict[str, Any], name: str, least: int, most: int) -> int:
+    value = source.get(name)
+    if type(value) is not int or not least <= value <= most:
+        raise ProtocolError(f"a model's {name[:32]} is a whole number from {least} to {most}")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Trainee:
+    """A worker that may train a stage.
+
+    Attributes:
+        memory_bytes: that it gives; 0: unknown.
+        flops: multiplications and additions per second that it has measured; 0: unknown.
+        on_host: it computes on a CPU.
+    """
+
+    id: str
+    name: str
+    memory_bytes: int = 0
+    flops: float = 0.0
+    on_host: bool = True
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is to be trained, and how.
+
+    Attributes:
+        stages, crews: p parts, r replicas.
+        tokens, sequence_tokens: of a micro-batch, and of one sequence of it.
+        micro_batches: of a step, of all crews.
+        schedule, activations, recompute, max_in_flight: see ``[pipeline]`` of a profile.
+        cuts: where they are chosen already; else empty.
+    """
+
+    shape: ModelShape
+    stages: int
+    crews: int
+    tokens: int
+    sequence_tokens: int
+    micro_batches: int
+    schedule: str = "1f1b"
+    activations: str = "fp32"
+    recompute: bool = False
+    max_in_flight: int = 0
+    cuts: tuple[int, ...] = ()
+
+    @property
+    def layers(self) -> int:
+        return self.shape.sizes.layers
+
+    @property
+    def workers(self) -> int:
+        return self.stages * self.crews
+
+    @cached_property
+    def activation_bytes(self) -> int:
+        """Of a micro-batch, from stage to stage."""
+        return activation_bytes(self.activations, self.tokens, self.shape.width)
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        """The same, back."""
+        return activation_bytes("fp32" if self.activations == "fp32" else "bf16", self.tokens, self.shape.width)
+
+    @cached_property
+    def layer_kept_bytes(self) -> int:
+        return layer_kept_bytes(self.tokens, width=self.shape.width, inner=self.shape.inner)
+
+    @cached_property
+    def head_kept_bytes(self) -> int:
+        return head_kept_bytes(self.tokens, vocab=self.shape.vocab)
+
+    def in_flight(self, stage: int) -> int:
+        """Micro-batches that it must have memory for."""
+        return least_in_flight(self.schedule, self.micro_batches, self.stages - stage, self.max_in_flight)
+
+    def kept_bytes(self, start: int, stop: int) -> int:
+        """Of one micro-batch."""
+        return (stop - start) * self.layer_kept_bytes + self.head_kept_bytes * (stop == self.layers)
+
+    def need_bytes(self, stage: int, start: int, stop: int, *, on_host: bool = True) -> int:
+        """Memory that stage takes where it has layers [start, stop)."""
+        return part_training_bytes(
+            self.shape.sizes.weights_bytes(start, stop),
+            self.kept_bytes(start, stop),
+            self.activation_bytes if start else 0,
+            in_flight=self.in_flight(stage),
+            recompute=self.recompute,
+            on_host=on_host,
+        )
+
+    def fits(self, trainee: Trainee, stage: int, bounds: Sequence[int]) -> bool:
+        """Whether a worker has the memory for a stage with layers [bounds[stage], bounds[stage + 1])."""
+        need_bytes = self.need_bytes(stage, bounds[stage], bounds[stage + 1], on_host=trainee.on_host)
+        return not trainee.memory_bytes or need_bytes <= trainee.memory_bytes
+
+    def most_in_flight(self, stage: int, start: int, stop: int, trainee: Trainee) -> int:
+        """Micro-batches that it has memory for."""
+        most = min(self.max_in_flight, self.micro_batches) or self.micro_batches
+        if not trainee.memory_bytes:
+            return most
+        copies = HOST_COPIES if trainee.on_host else DEVICE_COPIES
+        return in_flight_that_fit(
+            trainee.memory_bytes - copies * self.shape.sizes.weights_bytes(start, stop),
+            self.kept_bytes(start, stop),
+            self.activation_bytes if start else 0,
+            recompute=self.recompute,
+            most=most,
+        )
+
+    def passes(self, stop: int) -> int:
+        """Forward passes that a micro-batch takes the stage that ends there; see the module."""
+        again = self.recompute and (stop < self.layers or self.schedule == GPIPE)
+        return 4 if again else 3
+
+    def layer_flop(self, layer: int) -> float:
+        """Of a micro-batch's forward pass: two for each weight and token, and attention's own products."""
+        weights = self.shape.sizes.layers_bytes[layer] / _ELEMENT_BYTES
+        return self.tokens * (2 * weights + 4 * self.sequence_tokens * self.shape.width)
+
+    @property
+    def head_flop(self) -> float:
+        return 2.0 * self.tokens * self.shape.vocab * self.shape.width
+
+    def flop(self, start: int, stop: int) -> float:
+        """Of all passes of one micro-batch through layers [start, stop)."""
+        forward = sum(self.layer_flop(layer) for layer in range(start, stop))
+        return self.passes(stop) * (forward + self.head_flop * (stop == self.layers))
+
+    def compute_s(self, start: int, stop: int, flops: float) -> float:
+        """Of one micro-batch, where matrix products have that speed."""
+        return self.flop(start, stop) / (ACHIEVED * flops)

@@ -1,0 +1,280 @@
+"""The placement of split training: against brute force over all chains, its refusals, and what it predicts."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from p2ptrain.core.errors import ProtocolError, ResourceError, UserError
+from ring.model_sizes import ModelSizes
+from ring.order import LinkQuality
+from ring.training_costs import ModelShape, Trainee, Training, shape_untrusted
+from ring.training_placement import TrainingPlan, plan
+
+INSTANCES = 400
+Part = tuple[Trainee, int, int]
+
+
+# ------------------------------------------------------------------------------------------------------- the reference
+
+
+class Reference:
+    """What chains of one crew cost, from the text of the objective alone: no table, no shortcut."""
+
+    def __init__(self, training: Training, trainees: list[Trainee], links: dict[tuple[str, str], LinkQuality]) -> None:
+        self.training, self.trainees, self.links = training, trainees, links
+        known = sorted(trainee.flops for trainee in trainees if trainee.flops)
+        middle = (known[(len(known) - 1) // 2] + known[len(known) // 2]) / 2 if known else 1.0
+        self.speed = {trainee.id: trainee.flops or middle for trainee in trainees}
+
+    def need_bytes(self, index: int, part: Part) -> float:
+        training, (trainee, start, stop) = self.training, part
+        sizes, shape = training.shape.sizes, training.shape
+        last, first = stop == len(sizes.layers_bytes), start == 0
+        weights = sum(sizes.layers_bytes[start:stop]) + sizes.first_bytes * first + sizes.last_bytes * last
+        weights -= sizes.tied_bytes * (first and last)
+        kept = 4 * training.tokens * ((stop - start) * (16 * shape.width + 3 * shape.inner) + 3 * shape.vocab * last)
+        behind = training.stages - 1 - index
+        flying = training.micro_batches if training.schedule == "gpipe" else min(behind + 1, training.micro_batches)
+        if training.max_in_flight:
+            flying = min(training.max_in_flight, training.micro_batches)
+        entering = 0 if first else training.tokens * shape.width * 4  # fp32
+        keeping = kept + flying * entering if training.recompute else flying * kept
+        return weights * (5 if trainee.on_host else 4) + keeping
+
+    def compute_s(self, part: Part) -> float:
+        training, (trainee, start, stop) = self.training, part
+        last = stop == len(training.shape.sizes.layers_bytes)
+        each = [2 * size / 4 + 4 * training.sequence_tokens * training.shape.width
+                for size in training.shape.sizes.layers_bytes[start:stop]]  # fmt: skip
+        forward = training.tokens * (sum(each) + 2 * training.shape.vocab * training.shape.width * last)
+        twice = training.recompute and not (last and training.schedule == "1f1b")
+        return (3 + twice) * forward / (0.65 * self.speed[trainee.id])
+
+    def hop(self, one: str, other: str) -> tuple[float, float]:
+        """Both ways; every link is measured in these instances, or none is."""
+        bytes_one_way = self.training.tokens * self.training.shape.width * 4
+        ways = [self.links.get(pair, LinkQuality(0.0, 1e30)) for pair in ((one, other), (other, one))]
+        times = [8 * bytes_one_way / way.bandwidth_bps for way in ways]
+        return sum(way.latency_s for way in ways) + sum(times), max(times)
+
+    def costs(self, chain: tuple[Part, ...]) -> tuple[float, float]:
+        computes = [self.compute_s(part) for part in chain]
+        hops = [self.hop(one[0].id, other[0].id) for one, other in itertools.pairwise(chain)]
+        return max([*computes, *(busy for _, busy in hops)]), sum(computes) + sum(time for time, _ in hops)
+
+    def chains(self):
+        layers, stages = self.training.layers, self.training.stages
+        for inner in itertools.combinations(range(1, layers), stages - 1):
+            if self.training.cuts and inner != self.training.cuts:
+                continue
+            bounds = (0, *inner, layers)
+            for order in itertools.permutations(self.trainees, stages):
+                chain = tuple(zip(order, bounds, bounds[1:], strict=False))
+                room = (self.need_bytes(index, part) for index, part in enumerate(chain))
+                if all(not part[0].memory_bytes or need <= part[0].memory_bytes
+                       for part, need in zip(chain, room, strict=True)):  # fmt: skip
+                    yield chain
+
+    def best(self) -> tuple[float, float] | None:
+        costs = [self.costs(chain) for chain in self.chains()]
+        if not costs:
+            return None
+        least = min(pace for pace, _ in costs)
+        return least, min(through for pace, through in costs if pace <= least * (1 + 1e-12))
+
+
+def problem(rng: random.Random) -> tuple[Training, list[Trainee], dict[tuple[str, str], LinkQuality]]:
+    """2 to 5 workers of different memory and speed, 4 to 8 layers, every schedule."""
+    size, layers = rng.randint(2, 5), rng.randint(4, 8)
+    end_bytes = rng.choice([0, 4096, 65536])
+    sizes = ModelSizes(
+        tuple(rng.choice([1024, 8192, 65536]) for _ in range(layers)) if rng.random() < 0.5 else (8192,) * layers,
+        (0,) * layers,
+        end_bytes,
+        end_bytes + 64,
+        end_bytes if rng.random() < 0.5 else 0,
+    )
+    shape = ModelShape(sizes, rng.choice([4, 16]), rng.choice([8, 64]), rng.choice([16, 256]))
+    stages = rng.randint(2, min(size, layers))
+    training = Training(
+        shape,
+        stages=stages,
+        crews=1,
+        tokens=rng.choice([8, 64]),
+        sequence_tokens=8,
+        micro_batches=rng.choice([1, 2, 8]),
+        schedule=rng.choice(["1f1b", "1f1b", "gpipe"]),
+        recompute=rng.random() < 0.4,
+        max_in_flight=rng.choice([0, 0, 1, 3]),
+        cuts=tuple(sorted(rng.sample(range(1, layers), stages - 1))) if rng.random() < 0.2 else (),
+    )
+    whole = training.need_bytes(0, 0, layers)
+    plenty = rng.choice([0.4, 0.8, 1.2, 2])
+    trainees = [
+        Trainee(
+            f"w{index}",
+            f"worker {index}",
+            rng.choice([0, 1, 1, 1, 1]) * int(whole * plenty / size * rng.choice([0.5, 1, 2])),
+            rng.choice([0.0, 1e6, 2e6, 4e6]),
+            rng.random() < 0.7,
+        )
+        for index in range(size)
+    ]
+    if rng.random() < 0.5:  # just enough, or just too little, for some part
+        at = rng.randrange(size)
+        start, stage = rng.randrange(layers - 1), rng.randrange(stages)
+        need = training.need_bytes(stage, start * (stage > 0), rng.randint(start + 1, layers), on_host=True)
+        trainees[at] = replace(trainees[at], memory_bytes=need - rng.choice([0, 0, 1]), on_host=True)
+    pairs = list(itertools.permutations([trainee.id for trainee in trainees], 2))
+    links = {pair: LinkQuality(rng.choice([0.001, 0.1]), rng.choice([1e4, 1e6, 1e8])) for pair in pairs}
+    return training, trainees, links if rng.random() < 0.7 else {}
+
+
+def parts_of(found: TrainingPlan) -> tuple[Part, ...]:
+    return tuple((stage.trainees[0], stage.start, stage.stop) for stage in found.stages)
+
+
+@pytest.mark.parametrize("batch", range(4))
+def test_the_best_of_all_chains_is_found(batch):
+    seen: Counter[str] = Counter()
+    for number in range(batch, INSTANCES, 4):
+        rng = random.Random(number)
+        training, trainees, links = problem(rng)
+        reference = Reference(training, trainees, links)
+        best = reference.best()
+        if best is None:
+            seen["none"] += 1
+            with pytest.raises(ResourceError, match="the smallest stage needs"):
+                plan(training, trainees, links)
+            continue
+        found = plan(training, rng.sample(trainees, len(trainees)), links)
+        chain = parts_of(found)
+        assert reference.costs(chain) == pytest.approx(best, rel=1e-9), number
+        bounds = (0, *found.cuts, training.layers)
+        for index, (stage, part) in enumerate(zip(found.stages, chain, strict=True)):
+            assert stage.need_bytes == reference.need_bytes(index, part)
+            assert not part[0].memory_bytes or stage.need_bytes <= part[0].memory_bytes
+            assert training.fits(part[0], index, bounds)
+            if any(trainee.flops for trainee in trainees):
+                assert stage.compute_s == pytest.approx(reference.compute_s(part))
+        seen["some"] += 1
+        seen[training.schedule] += 1
+        seen["recompute"] += training.recompute
+        seen["cuts"] += bool(training.cuts)
+        seen["tight"] += sum(1 for _ in itertools.islice(reference.chains(), 5)) < 5
+    assert min(seen[kind] for kind in ("none", "some", "1f1b", "gpipe", "recompute", "cuts", "tight")) >= 5, seen
+
+
+# ------------------------------------------------------------------------------------------------------ told by example
+
+MIB = 1 << 20
+MODEL = ModelShape(ModelSizes((64 * MIB,) * 12, (0,) * 12, 32 * MIB, 32 * MIB + 4096, 32 * MIB), 1024, 2816, 8192)
+TRAINING = Training(MODEL, stages=2, crews=1, tokens=512, sequence_tokens=512, micro_batches=8)
+
+
+def workers(*told: tuple[int, float]) -> list[Trainee]:
+    return [Trainee(f"w{at}", f"w{at}", memory * MIB, flops) for at, (memory, flops) in enumerate(told)]
+
+
+def test_the_faster_worker_gets_the_more_layers_as_far_as_its_memory_goes():
+    free = plan(TRAINING, workers((0, 1e10), (0, 3e10)))
+    spans = {stage.trainees[0].id: stage.stop - stage.start for stage in free.stages}
+    assert spans == {"w0": 3, "w1": 9}
+    assert free.exact
+    tight = plan(TRAINING, workers((0, 1e10), (3000, 3e10)))
+    assert {stage.trainees[0].id: stage.stop - stage.start for stage in tight.stages} == {"w0": 5, "w1": 7}
+    assert all(not stage.trainees[0].memory_bytes or stage.need_bytes <= 3000 * MIB for stage in tight.stages)
+    assert tight.step_s > free.step_s
+
+
+def test_crews_share_the_cuts_and_each_stage_is_held_by_workers_alike():
+    told = [(0, 1e10), (0, 4e10), (0, 1.1e10), (0, 4.4e10), (0, 1e9)]
+    found = plan(replace(TRAINING, crews=2), workers(*told))
+    held = sorted(tuple(sorted(trainee.id for trainee in stage.trainees)) for stage in found.stages)
+    assert held == [("w0", "w2"), ("w1", "w3")]  # the slowest stays out
+    slowest = {stage.trainees[0].id: stage.compute_s for stage in found.stages}
+    alone = plan(TRAINING, workers(*told[:2]))
+    assert sorted(slowest.values()) == pytest.approx(sorted(stage.compute_s for stage in alone.stages))
+    assert found.cuts == alone.cuts or [stage.trainees[0].id for stage in found.stages] != ["w0", "w1"]
+
+
+def test_where_workers_alike_in_speed_do_not_fit_those_alike_in_memory_do():
+    told = [(6000, 1e10), (900, 1.1e10), (6000, 4e10), (900, 4.4e10)]
+    found = plan(replace(TRAINING, crews=2), workers(*told))
+    held = {tuple(sorted(trainee.id for trainee in stage.trainees)): stage for stage in found.stages}
+    assert set(held) == {("w0", "w2"), ("w1", "w3")}
+    assert held["w1", "w3"].need_bytes <= 900 * MIB
+
+
+def test_the_prediction_is_the_schedules_and_the_sums():
+    links = {("w0", "w1"): LinkQuality(0.2, 1e9), ("w1", "w0"): LinkQuality(0.2, 1e9)}
+    even = workers((0, 1e10), (0, 1e10))
+    near, far = plan(TRAINING, even), plan(TRAINING, even, links)
+    assert near.bubble == pytest.approx(1 - sum(stage.compute_s for stage in near.stages) * 8 / (2 * near.step_s))
+    assert near.bubble > 1 / 9 - 0.02  # (p - 1) / (m + p - 1), and a little for stages that are not quite equal
+    assert far.step_s > near.step_s
+    assert near.tokens_per_s == pytest.approx(8 * 512 / near.step_s)
+    assert far.reduce_s > near.reduce_s == 0  # the matrix that both ends have
+    unknown = plan(TRAINING, workers((0, 0), (0, 0)))
+    assert (unknown.tokens_per_s, unknown.step_s, unknown.stages[0].compute_s) == (None, 0, 0)
+
+
+def test_more_are_in_flight_over_a_slow_link_and_no_more_than_there_is_memory_for():
+    even = workers((0, 1e12), (0, 1e12))
+    links = {pair: LinkQuality(2.0, 1e12) for pair in (("w0", "w1"), ("w1", "w0"))}
+    free = plan(TRAINING, even, links)
+    assert free.stages[0].in_flight == 8
+    need = [stage.need_bytes for stage in free.stages]
+    kept = TRAINING.kept_bytes(free.stages[0].start, free.stages[0].stop)
+    room = [max(need) + kept + 1, max(need) + kept + 1]
+    bounded = plan(TRAINING, [replace(each, memory_bytes=size) for each, size in zip(even, room, strict=True)], links)
+    assert bounded.stages[0].in_flight in (3, 4)
+    assert bounded.step_s > free.step_s
+
+
+def test_a_refusal_tells_what_each_has_what_the_smallest_stage_needs_and_what_would_do():
+    training = replace(TRAINING, tokens=4096, sequence_tokens=512)
+    with pytest.raises(ResourceError) as caught:
+        plan(training, workers((5000, 1e10), (5100, 1e10)))
+    text = caught.value.message
+    assert "w0 4.9 GiB, w1 5.0 GiB" in text
+    assert "the smallest stage needs" in text
+    assert "pipeline.recompute=true" in str(caught.value.remedy)
+    assert plan(replace(training, recompute=True), workers((5000, 1e10), (5100, 1e10)))
+    with pytest.raises(ResourceError, match="layers 0 to 10, 2 micro-batches in flight"):
+        plan(replace(training, cuts=(11,)), workers((5000, 1e10), (5100, 1e10)))
+
+
+def test_what_cannot_be_asked_for_is_refused():
+    with pytest.raises(UserError, match="want 2 workers, and 1 is here"):
+        plan(TRAINING, workers((0, 0)))
+    with pytest.raises(UserError, match="12 layers does not make 13 stages"):
+        plan(replace(TRAINING, stages=13), workers(*[(0, 0)] * 13))
+    with pytest.raises(UserError, match="cuts at"):
+        plan(replace(TRAINING, cuts=(12,)), workers((0, 0), (0, 0)))
+
+
+def test_a_shape_goes_through_a_message_and_back():
+    assert shape_untrusted(MODEL.to_map()) == MODEL
+    for wrong in ({}, [], {**MODEL.to_map(), "width": 0}, {**MODEL.to_map(), "layers_bytes": [1.5]},
+                  {**MODEL.to_map(), "tied_bytes": 64 * MIB}, {**MODEL.to_map(), "layers_bytes": []}):  # fmt: skip
+        with pytest.raises(ProtocolError):
+            shape_untrusted(wrong)
+
+
+def test_sixty_workers_are_placed_in_little_time():
+    rng = random.Random(1)
+    model = replace(MODEL, sizes=ModelSizes((64 * MIB,) * 64, (0,) * 64, MIB, MIB, 0))
+    training = replace(TRAINING, shape=model, stages=12, crews=4)
+    told = workers(*((rng.choice([2000, 4000, 6000]), rng.choice([1e10, 2e10, 4e10])) for _ in range(60)))
+    began = time.process_time()
+    found = plan(training, told)
+    assert time.process_time() - began < 10
+    assert not found.exact
+    assert all(stage.need_bytes <= min(trainee.memory_bytes for trainee in stage.trainees) for stage in found.stages)
