@@ -136,7 +136,7 @@ class Pipeline(Table):
     cuts: list[Annotated[int, Field(ge=1, le=1023)]] = Field(
         default=[],
         max_length=255,
-        description="Layers with which the second and each later part begin; empty: parts of about equal size.",
+        description="Layers with which the second and each later part begin; empty: by memory, speed and links.",
     )
     schedule: Literal["1f1b", "gpipe"] = Field(
         default="1f1b",

@@ -60,6 +60,9 @@ class Peer:
     Attributes:
         follows: it can fetch the state beside a running ring (``CatchUp``).
         workers: a crew stands for so many (``ring.crews``).
+        memory_bytes: that it gives to parts of models; 0 where it does not say.
+        flops: how fast it computes, as it has measured; 0 where that is not known, None where it is going to tell.
+        on_host: it computes on a CPU.
     """
 
     peer_id: str
@@ -68,6 +71,9 @@ class Peer:
     port: int
     follows: bool = False
     workers: int = 1
+    memory_bytes: int = 0
+    flops: float | None = 0.0
+    on_host: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +198,18 @@ class Measured(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class PeerTold(Event):
+    """More is known of a worker than when it was offered."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class Surveyed(Event):
+    """What ``SendSurvey`` asked for is done, as far as it could be."""
+
+
+@dataclass(frozen=True, slots=True)
 class Saved(Event):
     """``newest``: peer id → step of the newest checkpoint that it is known to hold, of all that hold one; ``steps``: of
     all that it holds, where that matters (``ring.crews``)."""
@@ -263,6 +281,21 @@ class SendAssign(Instruction):
     restore_step: int
     stage: int = 0
     stages: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SendSurvey(Instruction):
+    """Have the ways between these workers measured, where they are not known; then say ``Surveyed``."""
+
+    peer_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned(Instruction):
+    """The layers with which the second and each later stage begin, for as long as the job lives: to be made durable
+    before anything that follows is told to anybody."""
+
+    cuts: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

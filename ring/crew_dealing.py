@@ -16,6 +16,7 @@ from ring.coordinator import Coordinator
 from ring.crewing import Crew, Worker, as_peer, between_crews, contracted, newest_kept, told_stage
 from ring.formation import holds
 from ring.suspects import Bench, LinkJudge
+from ring.training_costs import Trainee, Training
 from ring.view import View
 from wire.messages import MemberRecord, Report
 
@@ -32,11 +33,21 @@ class Dealing:
         past: co.Past | None = None,
         held: Mapping[str, int] | None = None,
         steps: Mapping[str, frozenset[int]] | None = None,
+        training: Training | None = None,
         now: float = 0.0,
     ) -> None:
         past = past or co.Past()
         self.job, self.terms, self.stages, self.held = job, terms, stages, dict(held or {})
         self.view = replace(past.view, stages=stages) if past.view is not None else None
+        self.training = training
+        self._planned = training is None or past.view is not None or bool(held)
+        self._plan_due: float | None = None
+        self._tell_due: float | None = None
+        self._survey_due: float | None = None
+        self._surveyed: frozenset[str] = frozenset()  # between whom the ways were measured, or asked for
+        self._asked_for: frozenset[Trainee] = frozenset()  # for whom there is no plan
+        self._unfit = ""  # why
+        self._too_small: set[tuple[str, int]] = set()  # (worker, stage) of which people were told
         self._workers: dict[str, Worker] = {}
         self._crews: dict[str, Crew] = {}
         self._made = 0

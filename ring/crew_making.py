@@ -9,14 +9,14 @@ from collections.abc import Iterable
 
 from ring import coordination as co
 from ring.coordination import BESIDE, ENDED, Phase
-from ring.crew_places import Places
-from ring.crewing import NOTHING, Crew, State, holding, in_groups, newest_kept, report_of, shared_states, spares_needed
+from ring.crew_planning import Planning
+from ring.crewing import NOTHING, Crew, State, holding, in_groups, newest_kept, report_of, shared_states
 
 MOST_ROUNDS = 1000
 """Of settling after one event; more are a defect."""
 
 
-class Making(Places):
+class Making(Planning):
     """Settles what follows from what is known, one thing after the other."""
 
     def _settle(self) -> None:
@@ -45,7 +45,8 @@ class Making(Places):
         self._unheard.clear()
         self._bench.out.clear()
         self._mustered, self._held, self._broke, self._tried, self._back = True, "", False, None, None
-        self._absence = self._stop = self._build = self._short = self._back_due = None
+        self._absence = self._stop = self._build = self._short = self._back_due = self._plan_due = None
+        self._unfit = ""
 
     def _anchored(self) -> bool:
         """Whether there is a whole state that others can be brought to."""
@@ -135,9 +136,11 @@ class Making(Places):
         return states[0] if states else None
 
     def _give_stages(self) -> bool:
-        """Rule 1."""
+        """Rules 1, 7 and 8."""
         if not self._takes_crews():
             return False
+        if not self._planned:
+            return self._plan()
         counts = [0] * self.stages
         for worker in self._workers.values():
             if worker.stage is not None:
@@ -146,20 +149,10 @@ class Making(Places):
         idle = self._idle(counts)
         for key in idle:
             counts[self._workers[key].stage or 0] -= 1
-        needed = spares_needed(counts, len(spares) + len(idle), self.terms.most)
-        for key in list(idle):  # whoever is needed where it is stays there
-            stage = self._workers[key].stage or 0
-            if needed[stage]:
-                needed[stage] -= 1
-                idle.remove(key)
-        free = [*spares, *idle]
-        for stage, number in enumerate(needed):
-            for _ in range(number):
-                worker = self._workers[free.pop(0)]
-                worker.stage, worker.report, worker.restored, worker.asked = stage, None, -1, False
-                worker.fresh = True
-                self._assign(worker)
-        return any(needed)
+        given = self._dealt(counts, spares, idle)
+        for key, stage in given.items():
+            self._give(self._workers[key], stage)
+        return bool(given)
 
     def _idle(self, counts: list[int]) -> list[str]:
         """Workers of a stage that has too many, who hold nothing that anybody could need: they may take another."""

@@ -6,8 +6,10 @@ each stage, *shares* a state where each of them has applied up to it, or can red
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ring.coordination import STANDSTILL, Peer
 from ring.formation import holds
@@ -124,17 +126,91 @@ def newest_kept(by_stage: Sequence[Collection[frozenset[int]]]) -> int:
     return max(frozenset.intersection(*kept))
 
 
-def spares_needed(counts: Sequence[int], spares: int, most: int) -> list[int]:
-    """How many spares to give to each stage, so that there are as many crews as can be, and no spare is given away for
-    nothing.
+def dealt(
+    counts: Sequence[int],
+    pool: Sequence[str],
+    homes: Mapping[str, int | None],
+    most: int,
+    fits: Callable[[str, int], bool],
+    cost: Callable[[str, int], tuple[int, float]],
+) -> dict[str, int]:
+    """Worker → stage, so that there are as many crews as can be, and no worker is given away for nothing.
 
     Args:
-        counts: workers of each stage. most: crews that are wanted.
+        counts: workers of each stage, without ``pool``.
+        pool: who may be given one, the first to be taken first. homes: of those that have one, which they keep where
+            it is needed.
+        most: crews that are wanted.
+        fits: whether a worker has the memory for a stage.
+        cost: of two that fit, the one of less is taken.
     """
-    crews = min(counts)
-    while crews < most and sum(max(crews + 1 - count, 0) for count in counts) <= spares:
-        crews += 1
-    return [max(crews - count, 0) for count in counts]
+    able = {key: frozenset(stage for stage in range(len(counts)) if fits(key, stage)) for key in pool}
+    supply = Counter(able.values())
+    needed = [0] * len(counts)
+    for crews in range(min(counts) + 1, most + 1):
+        wanted = [max(crews - count, 0) for count in counts]
+        if sum(wanted) > len(pool) or not _can_be_filled(wanted, supply):
+            break
+        needed = wanted
+    given: dict[str, int] = {}
+    for stage in range(len(counts)):
+        while needed[stage]:
+
+            def rank(key: str, stage: int = stage) -> tuple[int, tuple[int, float]]:
+                home = homes.get(key)
+                return (0 if home == stage else 2 if home is not None and needed[home] else 1), cost(key, stage)
+
+            needed[stage] -= 1
+            spoilt = {kind for kind in supply if stage in kind and not _can_be_filled(needed, supply - Counter([kind]))}
+            fitting = [key for key in pool if key not in given and stage in able[key] and able[key] not in spoilt]
+            key = min(fitting, key=rank)
+            given[key] = stage
+            supply -= Counter([able[key]])
+    return given
+
+
+def _can_be_filled(wanted: Sequence[int], supply: Mapping[frozenset[int], int]) -> bool:
+    """Whether there are workers enough: a flow of as much as can be, from stages to kinds of workers.
+
+    Args:
+        wanted: of each stage. supply: stages that a worker fits → how many such workers there are.
+    """
+    left = dict(supply)
+    flow: Counter[tuple[int, frozenset[int]]] = Counter()
+    for source, number in enumerate(wanted):
+        while number:
+            path = _path(source, left, flow)
+            if not path:
+                return False
+            # Each stage of the path takes from the kind after it, which it takes from the next stage.
+            taken = [flow[stage, before] for (_, before), (stage, _) in pairwise(path)]
+            moved = min(number, left[path[-1][1]], *taken)
+            for (_, before), (stage, _) in pairwise(path):
+                flow[stage, before] -= moved
+            for stage, kind in path:
+                flow[stage, kind] += moved
+            left[path[-1][1]] -= moved
+            number -= moved
+    return True
+
+
+def _path(
+    source: int, left: Mapping[frozenset[int], int], flow: Mapping[tuple[int, frozenset[int]], int]
+) -> list[tuple[int, frozenset[int]]]:
+    """(stage, kind) by which ``source`` may have another worker; empty where it may not."""
+    paths: deque[list[tuple[int, frozenset[int]]]] = deque([[]])
+    seen: set[frozenset[int]] = set()
+    while paths:
+        path = paths.popleft()
+        stages = [source] if not path else [stage for stage in path[-1][1] if flow[stage, path[-1][1]]]
+        for stage in stages:
+            for kind in left:
+                if stage in kind and kind not in seen:
+                    seen.add(kind)
+                    if left[kind]:
+                        return [*path, (stage, kind)]
+                    paths.append([*path, (stage, kind)])
+    return []
 
 
 def report_of(

@@ -20,6 +20,9 @@ Rules
        is away could bring more, else after patience, for it sets newer checkpoints aside.
     6. What concerns one worker is settled here: its corpus, its failure, its silence while others stand, its deaths
        again and again, its neighbours' doubt.
+    7. Where the model's sizes are known (``training``) the first stages are given to so many at once as the first view
+       wants, and how the model is cut is decided with it (``ring.crew_planning``), for good.
+    8. Later a spare takes a stage that it has the memory for, or none. Who says nothing of it can hold anything.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ class Crews(Making):
         past: as for a coordinator; its view, branch and saved are of workers.
         held: worker → the stage that it held last. steps: worker → the steps of the checkpoints that it is known to
             have.
+        training: what is trained, as far as placing it goes; its cuts where they are chosen already. None: not known.
 
     Attributes:
         held: the same, as it is now; what changes it must be durable before it is told to anybody.
@@ -61,7 +65,7 @@ class Crews(Making):
 
     @property
     def reason(self) -> str:
-        return self.core.reason
+        return self._unfit if self._unfit and self.phase is Phase.WAITING else self.core.reason
 
     @property
     def paused(self) -> bool:
@@ -105,7 +109,8 @@ class Crews(Making):
 
     def next_deadline(self) -> float | None:
         """When to ``handle(Tick())`` at the latest."""
-        own = [self._absence, self._stop, self._build, self._back_due, self.core.next_deadline()]
+        planning = self._plan_due if self._plan_due is not None and self._plan_due > self._now else None
+        own = [self._absence, self._stop, self._build, self._back_due, planning, self.core.next_deadline()]
         return min([*(at for at in own if at is not None), *self._bench.next()], default=None)
 
     def handle(self, event: co.Event, now: float) -> list[co.Instruction]:
@@ -126,6 +131,11 @@ class Crews(Making):
             case co.Measured():
                 self._measured = event
                 self._tell_measured()
+            case co.PeerTold(peer):
+                if worker := self._workers.get(peer.peer_id):
+                    worker.peer = peer
+            case co.Surveyed():
+                self._survey_due = None
             case co.Progress():
                 self._progress(event)
             case co.Restore(step, _, lineage):

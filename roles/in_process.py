@@ -27,6 +27,7 @@ from roles.worker.stages import Holding
 from roles.worker.worker import Worker, WorkerOptions
 from wire.client import SeedClient
 from wire.enrol import enrol
+from wire.messages import Scalar
 from wire.renewal import Member
 from wire.ticket import Ticket, local_ticket_path
 
@@ -152,6 +153,9 @@ class Cluster:
         strategies: Callable[[Profile], Factory] = _of_stand_ins,
     ) -> Peer:
         """Start a worker. ``holding``: for parts of split models, as ``roles.stage_stand_in.StandIns`` has it."""
+        said: dict[str, Scalar] = {"device": "test"}
+        if holding is not None:
+            said["parts_memory_bytes"] = holding.limit_bytes
         identity = claim(RealDisk(), self.root, role="worker", slot=slot, name="")
         engines: list[Engine] = []
 
@@ -168,7 +172,7 @@ class Cluster:
             peer.worker = worker = Worker(
                 self.world(member.network if member else None),
                 identity,
-                WorkerOptions(seed=self.address, listen=(HOST, 0), advertise=("", 0), capabilities={"device": "test"}),
+                WorkerOptions(seed=self.address, listen=(HOST, 0), advertise=("", 0), capabilities=said),
                 build_engine=build_and_keep,
                 warm_up=lambda: None,
                 notify=lambda *notice: peer.heard(*notice),
@@ -201,8 +205,8 @@ class Cluster:
         async with self.operator() as client:
             return await client.request(method, params)
 
-    async def create(self, profile: Profile, name: str = "test") -> str:
-        created = await self.ask("jobs.create", name=name, profile=name, spec=profile.to_spec())
+    async def create(self, profile: Profile, name: str = "test", **more: Any) -> str:
+        created = await self.ask("jobs.create", name=name, profile=name, spec=profile.to_spec(), **more)
         return str(created["job"])
 
     async def job_until(self, job: str, fits: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:

@@ -360,6 +360,7 @@ class StandIns:
         limit_bytes: what the worker gives to parts.
         stream_bps: what it says of its memory.
         free_bytes: what it finds free when a job comes.
+        compute_flops: what it says of its speed; None: nothing.
         options: of ``StandInStage``, for every part.
 
     Attributes:
@@ -367,7 +368,13 @@ class StandIns:
     """
 
     def __init__(
-        self, *, limit_bytes: int = 1 << 30, stream_bps: float = 1e9, free_bytes: int = 1 << 40, **options: Any
+        self,
+        *,
+        limit_bytes: int = 1 << 30,
+        stream_bps: float = 1e9,
+        free_bytes: int = 1 << 40,
+        compute_flops: float | None = None,
+        **options: Any,
     ) -> None:
         self.engines: list[StandInStage] = []
         self._options = options
@@ -376,6 +383,7 @@ class StandIns:
             limit_bytes=limit_bytes,
             stream_bps=lambda: stream_bps,
             free_bytes=lambda: free_bytes,
+            compute_flops=(lambda: compute_flops) if compute_flops is not None else None,
         )
 
     def _build(self, spec: PartSpec, names: tuple[str, ...]) -> StandInBuilder:

@@ -160,6 +160,7 @@ class JobInfo(Record):
             empty where all are.
         streams, codec: how gradients travel in the present view (``ring.view.View``); 0 and empty where there is none.
         stages: parts that the model is split into, each held by another member; 1: it is not.
+        cuts: the layers with which the second and each later part begin; empty where that is left to the workers.
         reason: why it is in this state, for people.
     """
 
@@ -191,6 +192,7 @@ class JobInfo(Record):
     streams: int = 0
     codec: str = ""
     stages: int = 1
+    cuts: list[int] = dataclasses.field(default_factory=list)
 
     def edges(self) -> list[tuple[float | None, float | None]]:
         """Latency in ms and bandwidth in bits per second from each member to its right neighbour, None for unknown; no

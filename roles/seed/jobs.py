@@ -13,8 +13,7 @@ import math
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
-from configs.schema import Profile
-from p2ptrain.core.errors import DeadlineExceeded, ProtocolError
+from p2ptrain.core.errors import DeadlineExceeded
 from p2ptrain.core.world import Clock
 from ring import coordination as co
 from ring.coordination import ENDED, Phase
@@ -22,11 +21,11 @@ from ring.coordinator import Coordinator
 from ring.crewing import told_stage
 from ring.crews import Crews
 from ring.order import LinkQuality, known_link
-from ring.plan import Wishes
 from ring.view import View
 from roles.seed import chronicle
 from roles.seed.links import Survey
 from roles.seed.peers import MAX_WHOLE, Link, announced_to, ring_beats, seen_from, whole
+from roles.seed.specs import cut_spec, device_of, seen_for, stages_of, training_of, wishes_of
 from roles.seed.store import JobRecord, Records, Store
 from roles.seed.updates import Board
 from wire.messages import Assign, CatchUp, Hold, MemberRecord, Message, Release, SaveNow, StepMetrics
@@ -114,6 +113,7 @@ class Desk:
             reread=history.reread,
         )
         self.stages = stages_of(spec)
+        self._device = device_of(spec)
         terms = co.Terms(
             workers=record.workers // self.stages,
             micro_batches=record.micro_batches,
@@ -126,7 +126,16 @@ class Desk:
         )
         now = office.clock.now()
         self.core: Coordinator | Crews = (
-            Crews(record.id, terms, self.stages, past=past, held=record.held, steps=history.steps, now=now)
+            Crews(
+                record.id,
+                terms,
+                self.stages,
+                past=past,
+                held=record.held,
+                steps=history.steps,
+                training=training_of(spec, record.shape, record.cuts),
+                now=now,
+            )
             if self.stages > 1
             else Coordinator(record.id, terms, past=past, now=now)
         )
@@ -143,6 +152,10 @@ class Desk:
     def running_view(self) -> View | None:
         """The view, while it has members."""
         return self.core.view if self.core.phase in (Phase.RUNNING, Phase.STOPPING, Phase.PAUSED) else None
+
+    def peer(self, link: Link) -> co.Peer:
+        """The worker as this job sees it."""
+        return seen_for(self._device, link.peer)
 
     def stage_of(self, peer_id: str) -> int | None:
         """Which part of a split model a worker holds, or held last; None where the model is not split."""
@@ -226,7 +239,12 @@ class Desk:
                 self._office.survey.drop(peer_id)  # what it reported before counts no more
                 if stages > 1 and self.record.held.get(peer_id) != stage:  # its checkpoints will be of that stage
                     await self._keep(held=told_stage(self.record.held, peer_id, stage, self.core.peer_ids))
-                self._say(peer_id, Assign(self.id, self.spec, corpus, restore_step, stage, stages))
+                spec = cut_spec(self.spec, self.record.cuts)
+                self._say(peer_id, Assign(self.id, spec, corpus, restore_step, stage, stages))
+            case co.Planned(cuts):
+                await self._keep(cuts=list(cuts))
+            case co.SendSurvey(peer_ids):
+                self._office.survey.among(peer_ids, lambda: self.post(co.Surveyed()))
             case co.SendHold(peer_ids, generation, reason):
                 for peer_id in peer_ids:
                     self._say(peer_id, Hold(self.id, generation, reason))
@@ -391,6 +409,7 @@ class Desk:
             edge_ms=[edge.latency_s * 1e3 if edge else None for edge in edges] if known else [],
             edge_bps=[edge.bandwidth_bps if edge else None for edge in edges] if known else [],
             stages=self.stages,
+            cuts=list(self.core.training.cuts) if isinstance(self.core, Crews) and self.core.training else [],
             streams=view.streams if view else 0,
             codec=view.codec if view else "",
             started_at=record.started_at,
@@ -400,24 +419,6 @@ class Desk:
             reason="another job has the workers" if queued else self.core.reason,
             **shown,
         )
-
-
-def stages_of(spec: str) -> int:
-    """Into how many parts a job's profile splits the model; a profile of another version: into none."""
-    try:
-        return Profile.from_spec_untrusted(spec).stages
-    except ProtocolError:
-        return 1
-
-
-def wishes_of(spec: str) -> Wishes:
-    """What a job's profile says of its ring; a profile of another version says nothing."""
-    try:
-        profile = Profile.from_spec_untrusted(spec)
-    except ProtocolError:
-        return Wishes()
-    ring, exact = profile.ring, profile.job.exact
-    return Wishes(ring.order, ring.streams, ring.sub_chunk_bytes, "fp32" if exact else ring.codec, ring.error_budget)
 
 
 def _step_s(row: MetricRow) -> float:

@@ -109,6 +109,29 @@ class Survey:
             self._waiting[link.id] = task
         return task is not None
 
+    def among(self, peer_ids: Sequence[str], then: Callable[[], object]) -> None:
+        """Measure the ways between these, each from one side, and call ``then``: after ``START_S`` in any case."""
+        task = None
+        if self._tasks is not None:
+            task = started_in(self._tasks, self._measure_among(peer_ids, then), "measure for a plan")
+        if task is None:
+            then()
+
+    async def measured_among(self, peer_ids: Sequence[str]) -> Links:
+        """What is known of the ways between these, after ``START_S`` of measuring at most."""
+        await self._measure_among(peer_ids, lambda: None)
+        return self.table.known
+
+    async def _measure_among(self, peer_ids: Sequence[str], then: Callable[[], object]) -> None:
+        here = [link for peer_id in sorted(peer_ids) if (link := self._links.get(peer_id)) is not None]
+        asked = []
+        for at, link in enumerate(here):
+            wanted = self._askable(link, [other.id for other in here[at + 1 :]])
+            if wanted:
+                asked.append(self._ask(link, wanted[:MAX_AT_ONCE], START_S))
+        await asyncio.gather(*asked)
+        then()
+
     def drop(self, peer_id: str) -> None:
         """What it said is no longer so: it is gone, or says something else, or was told to begin anew."""
         task = self._waiting.pop(peer_id, None)

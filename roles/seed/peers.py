@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
@@ -40,6 +41,11 @@ TEXT_BYTES = 190
 """Of an event's text: 200 events and what is around them fit a frame of 64 KiB."""
 MAX_WHOLE = 2**53
 """No number that a peer sends is larger, or less than 0: SQLite, msgpack and viewers of any kind hold these."""
+MAX_FLOPS = 10**18
+SPEED = "compute_flops"
+"""In a beat: floating-point operations per second, as the worker has measured."""
+GAUGES = "gauges"
+"""In a greeting: it is going to measure that."""
 _STATES = frozenset(
     ("joining", "idle", "building", "waiting", "healing", "following", "training", "held", "failed", "leaving"),
 )
@@ -56,6 +62,7 @@ class Link:
         last_job: the one that it was on before, here or over a link that broke: what it kept of that comes late.
         fetched: the report by which it followed a ring; None before it did.
         lost_at: monotonic time at which it was lost; None while it is here.
+        told: set once it has said how fast it computes, or is gone.
     """
 
     connection: Connection
@@ -72,6 +79,7 @@ class Link:
     beat: Heartbeat | None = None
     fetched: Report | None = None
     calls: Calls = field(default_factory=Calls)
+    told: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def id(self) -> str:
@@ -95,7 +103,32 @@ class Link:
 
     @property
     def peer(self) -> Peer:
-        return Peer(self.id, self.name, self.host, self.port, self.hello.capabilities.get("follows") is True)
+        said = self.hello.capabilities
+        return Peer(
+            self.id,
+            self.name,
+            self.host,
+            self.port,
+            said.get("follows") is True,
+            memory_bytes=_told(said.get("parts_memory_bytes"), MAX_WHOLE),
+            flops=self.flops,
+            on_host=not str(said.get("device", "")).startswith(("cuda", "mps")),
+        )
+
+    @property
+    def flops(self) -> float | None:
+        """How fast it computes, by its own word; 0 where it does not say, None where it is going to."""
+        told = self.beat.stats.get(SPEED) if self.beat else None
+        if told is None:
+            return None if self.hello.capabilities.get(GAUGES) is True else 0.0
+        return float(_told(told, MAX_FLOPS))
+
+    def beaten(self, beat: Heartbeat) -> bool:
+        """Take in a beat. True where it is the first that tells how fast the worker computes."""
+        known, self.beat = self.flops, beat
+        if self.flops is not None and SPEED in beat.stats:
+            self.told.set()
+        return self.flops != known
 
     def say(self, message: Message) -> None:
         """Send; that the link is gone is noticed by its reader, and told to the job from there."""
@@ -135,6 +168,7 @@ class Link:
 
     def lost(self, now: float) -> None:
         self.lost_at, self.job = now, ""
+        self.told.set()
         self.calls.lost(self.name)
 
     def info(
@@ -269,6 +303,13 @@ def clipped(text: str, limit_bytes: int = TEXT_BYTES) -> str:
     line = " ".join("".join(char if char.isprintable() else " " for char in text[: 4 * limit_bytes]).split())
     raw = line.encode(errors="replace")
     return raw.decode() if len(raw) <= limit_bytes else raw[: limit_bytes - 3].decode(errors="ignore") + "…"
+
+
+def _told(value: object, most: int) -> int:
+    """A figure that a worker gave of itself; 0 for what is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return 0
+    return int(min(max(value, 0), most))
 
 
 def whole(value: float | None) -> int:

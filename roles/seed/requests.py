@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from configs.schema import Profile
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.ids import new_id
 from ring import coordination as co
@@ -17,6 +16,7 @@ from ring.coordination import ENDED, Phase
 from ring.ledger import counts_of_untrusted
 from ring.token import is_lineage
 from roles.seed.peers import NAME_CHARS, clipped
+from roles.seed.planning import checked_profile, checked_shape, planned
 from roles.seed.store import RECOVERIES_KEPT, JobRecord, Records
 from roles.seed.updates import first_that_fit, newest_that_fit
 from wire.connection import Connection
@@ -43,7 +43,7 @@ LEDGER_ROWS = 512
 ANSWER_BYTES = 40 << 10
 """Of the items in an answer, whatever they are; with what is around them it fits a frame."""
 
-_SLOW = frozenset({"checkpoints.restore", "checkpoints.delete"})
+_SLOW = frozenset({"checkpoints.restore", "checkpoints.delete", "jobs.plan"})
 Params = dict[str, Any]
 Result = dict[str, Any]
 
@@ -65,6 +65,7 @@ class Clerk:
             "tickets.rotate": seed.gate.tickets_rotate,
             RENEW: seed.gate.renew,
             "jobs.create": self._jobs_create,
+            "jobs.plan": self._jobs_plan,
             "jobs.list": self._jobs_list,
             "jobs.show": self._jobs_show,
             "jobs.pause": self._jobs_pause,
@@ -195,10 +196,8 @@ class Clerk:
 
     async def _jobs_create(self, params: Params, connection: Connection) -> Result:
         spec = _text(params, "spec", MAX_SPEC_BYTES)
-        try:
-            profile = Profile.from_spec_untrusted(spec)
-        except ProtocolError as problem:
-            raise Refused("bad-spec", problem.message, remedy="make it with p2ptrain jobs create") from problem
+        profile = checked_profile(spec)
+        shape = checked_shape(params, profile)
         record = JobRecord(
             id=new_id(),
             name=_label(params, "name"),
@@ -209,9 +208,17 @@ class Clerk:
             steps_total=profile.job.steps,
             keep=profile.checkpoint.keep,
             created_at=self._seed.world.clock.wall(),
+            shape=shape.to_map() if shape else None,
         )
         await self._seed.create_job(record, spec)
         return {"job": record.id}
+
+    async def _jobs_plan(self, params: Params, connection: Connection) -> Result:
+        profile = checked_profile(_text(params, "spec", MAX_SPEC_BYTES))
+        shape = checked_shape(params, profile)
+        if shape is None:
+            raise Refused("bad-shape", "a plan is made of a split model and its sizes", remedy="give shape")
+        return await planned(profile, shape, self._seed.links, self._seed.survey)
 
     async def _jobs_list(self, params: Params, connection: Connection) -> Result:
         desks = list(self._seed.desks.values())

@@ -344,7 +344,7 @@ class Seed:
         desk = self.desks.get(link.hello.job)
         if desk is not None and desk.live:
             link.job = desk.id
-            desk.post(co.PeerReturned(link.peer, link.hello.generation))
+            desk.post(co.PeerReturned(desk.peer(link), link.hello.generation))
         elif link.hello.job:
             link.last_job = link.hello.job
             link.say(Release(link.hello.job[:64], "the job is over"))
@@ -363,7 +363,8 @@ class Seed:
         desk = self.desks.get(link.job)
         match message:
             case Heartbeat():
-                link.beat = message
+                if link.beaten(message) and desk is not None and desk.stages > 1:
+                    desk.post(co.PeerTold(desk.peer(link)))
                 link.detector.beat(link.heard_at)
                 link.connection.send(HeartbeatAck(message.seq))
                 self.board.touch("peers", link.id)
@@ -476,7 +477,7 @@ class Seed:
             desk = next((desk for desk in self.desks.values() if desk.core.wants(link.id)), None)
             if desk is not None:
                 link.job = desk.id
-                desk.post(co.PeerOffered(link.peer))
+                desk.post(co.PeerOffered(desk.peer(link)))
                 self.board.touch("peers", link.id)
         waiting = [desk for desk in self.desks.values() if desk.core.phase is co.Phase.WAITING]
         if any(desk.core.short for desk in waiting):

@@ -10,6 +10,8 @@ from typing import Any
 from configs.schema import Profile
 from p2ptrain.core.errors import NetworkError, P2PTrainError, StorageError
 from p2ptrain.core.world import LoopClock, World
+from ring.model_sizes import ModelSizes
+from ring.training_costs import ModelShape
 from ring.transaction import Phase
 from roles.engine import WHOLE, Stage
 from roles.identity import claim
@@ -24,12 +26,16 @@ from roles.strategies.staged import StagedStrategy
 from roles.worker.worker import Worker, WorkerOptions
 from wire.client import SeedClient
 from wire.memory import MemoryNetwork
+from wire.messages import Scalar
 
 SEED, PERSON, LISTEN = "seed", "person", "127.0.0.1"
 SEED_PORT = 7700
 STATE = Path("/state")
 EPOCH_S = 1_700_000_000.0
 CALL_S = 0.01
+MEMORY_BYTES = 1 << 40
+SHAPE = ModelShape(ModelSizes((1 << 20,) * 4, (0,) * 4, 1 << 20, 1 << 20), 64, 64, 64)
+"""Of the model that is split, as who creates the job says it."""
 AGAIN_S = 3.0  # how soon a person starts a program again that ended with an error
 
 
@@ -159,7 +165,9 @@ class Machine:
             self.worker = Worker(
                 world,
                 identity,
-                WorkerOptions(seed=(SEED, SEED_PORT), listen=(LISTEN, 0), advertise=("", 0), capabilities={}),
+                WorkerOptions(
+                    seed=(SEED, SEED_PORT), listen=(LISTEN, 0), advertise=("", 0), capabilities=simulation.said
+                ),
                 build_engine=self._build,
                 build_part=self._build,
                 strategies=lambda profile: StagedStrategy if profile.stages > 1 else strategy_of(profile),
@@ -177,6 +185,8 @@ class Machine:
         identity.release()
 
     def _build(self, profile: Profile, stage: Stage = WHOLE) -> SimEngine:
+        if stage.split:
+            self._simulation.observer.cut(self.host, tuple(profile.pipeline.cuts))
         self.engine = SimEngine(profile, self.disk.seen_by(self.process), self._spoil, stage)
         return self.engine
 
@@ -236,6 +246,10 @@ class Simulation:
             host = f"w{index}"
             self.machines[host] = Machine(self, host, CALL_S * self.random.choice((1, 1, 1, 2, 5)))
         self._verbose = verbose
+        # Of every fourth split model the sizes are known, and what each gives: the seed has the ways between them
+        # measured, and cuts it by that.
+        self._is_placed = profile.stages > 1 and number % 4 == 1
+        self.said: dict[str, Scalar] = {"parts_memory_bytes": MEMORY_BYTES} if self._is_placed else {}
         self.job = ""
         self.complaints: list[str] = []
 
@@ -283,7 +297,8 @@ class Simulation:
 
     async def create_job(self) -> None:
         while not self.job:
-            created = await self.ask("jobs.create", name="sim", profile="sim", spec=self.profile.to_spec())
+            more = {"shape": SHAPE.to_map()} if self._is_placed else {}
+            created = await self.ask("jobs.create", name="sim", profile="sim", spec=self.profile.to_spec(), **more)
             self.job = str(created.get("job", ""))
             await asyncio.sleep(0.1)
 

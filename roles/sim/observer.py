@@ -10,7 +10,8 @@
   line;
 - *confirmed*: a checkpoint is of a step that every member of its generation has applied;
 - *ledger*: the seed's rows are of the steps that were committed, and whoever may know of one that lacks has told of it;
-- *durable*: what was noted as saved is there after a kill or a power cut; what is loaded was once committed.
+- *durable*: what was noted as saved is there after a kill or a power cut; what is loaded was once committed;
+- *one cut*: whoever builds a part of a split model, and whenever, is told to cut it in the same places.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ class Observer:
         self._witnesses: dict[str, tuple[Process, int, int]] = {}  # host → its life, and the run of steps it committed
         self._announced: dict[tuple[str, int], int] = {}  # host, stage → newest step announced since it last went back
         self._replicas = 0  # in the newest view
+        self._cuts: tuple[int, ...] | None = None  # of the model, once somebody was told; () is by weights
 
     @property
     def members(self) -> int:
@@ -113,6 +115,11 @@ class Observer:
         if not holds and self.violation is None:
             self.violation = Violation(name, text())
             self.tell(f"VIOLATION {self.violation}")
+
+    def cut(self, who: str, cuts: tuple[int, ...]) -> None:
+        """A worker was told to build a part of the model that is cut there."""
+        known = self._cuts = cuts if self._cuts is None else self._cuts
+        self.check("one cut", cuts == known, lambda: f"{who} was told to cut at {cuts}, and it was {known}")
 
     # ----------------------------------------------------------------------------------------------------- the members
 

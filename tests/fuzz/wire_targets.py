@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import msgpack
 from hypothesis import strategies as st
 
+from p2ptrain.cli.training_plan import prediction
 from p2ptrain.core.errors import ProtocolError, Refused, UserError
 from wire.address import parse_address
 from wire.codec import MESSAGE_TYPES, decode_untrusted, encode
@@ -27,6 +29,7 @@ from wire.frame import (
 )
 from wire.handshake import ENROL, PERMITTED, judge_answer, judge_answerer, judge_caller, judge_hello
 from wire.messages import BULK_KIND, PROTOCOL_VERSION, Hello, Refuse, Welcome
+from wire.plan_records import StagePlanInfo, TrainingPlanInfo
 from wire.records import (
     CheckpointInfo,
     ClusterInfo,
@@ -218,13 +221,19 @@ MESSAGES = Target(
 # ------------------------------------------------------------------------------------------------------------ records
 
 RECORDS: tuple[type[Record], ...] = (
-    ClusterInfo, PeerInfo, JobInfo, MetricRow, EventInfo, CheckpointInfo, RecoveryInfo, PartInfo,
+    ClusterInfo, PeerInfo, JobInfo, MetricRow, EventInfo, CheckpointInfo, RecoveryInfo, PartInfo, StagePlanInfo,
+    TrainingPlanInfo,
 )  # fmt: skip
 _SMALL, _SHARES = st.integers(0, 9), st.floats(0, 1)
 _LIKELY: dict[type[Record], dict[str, st.SearchStrategy[Any]]] = {
     PartInfo: {"start": st.integers(0, 3), "stop": st.integers(4, 6), "layers": st.integers(6, 9), "sessions": _SMALL}
     | dict.fromkeys(("weights_bytes", "cache_bytes", "limit_bytes"), _SMALL)
-    | dict.fromkeys(("compute_ms", "busy", "tokens_per_s", "out_position_bytes"), _SHARES)
+    | dict.fromkeys(("compute_ms", "busy", "tokens_per_s", "out_position_bytes"), _SHARES),
+    StagePlanInfo: {"start": st.integers(0, 3), "stop": st.integers(4, 6)}
+    | dict.fromkeys(("stage", "weights_bytes", "need_bytes", "limit_bytes", "in_flight"), _SMALL)
+    | dict.fromkeys(("compute_s", "hop_s"), _SHARES),
+    TrainingPlanInfo: dict.fromkeys(("stages", "crews", "micro_batches"), _SMALL)
+    | dict.fromkeys(("bubble", "efficiency", "step_s", "reduce_s", "tokens_per_s"), _SHARES),
 }
 
 
@@ -255,6 +264,11 @@ def _check_record(case: tuple[type[Record], Any]) -> None:
         assert 0 <= record.start < record.stop <= record.layers <= 4096
         assert 0 <= record.used_bytes < 2**55
         assert 0 <= record.busy <= 1
+    if isinstance(record, StagePlanInfo):
+        assert 0 <= record.start < record.stop
+        assert all(value is None or math.isfinite(value) for value in (record.compute_s, record.hop_s))
+    if isinstance(record, TrainingPlanInfo):
+        assert prediction(record)
 
 
 RECORD = Target(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from typing import Any
 
 import pytest
 
 from ring import coordination as co
-from ring.crewing import MAX_HELD, newest_kept, shared_states, spares_needed, told_stage
+from ring.crewing import MAX_HELD, dealt, newest_kept, shared_states, told_stage
 from ring.crews import Crews
+from ring.model_sizes import ModelSizes
+from ring.training_costs import ModelShape, Training
 from ring.view import View
 from wire.messages import Report
 
@@ -322,7 +326,10 @@ def test_the_job_fails_where_everybody_failed() -> None:
 def test_spares_are_given_to_stages_that_make_crews_whole(
     counts: list[int], spares: int, most: int, expected: list[int]
 ) -> None:
-    assert spares_needed(counts, spares, most) == expected
+    pool = [f"w{index}" for index in range(spares)]
+    given = dealt(counts, pool, {}, most, lambda key, stage: True, lambda key, stage: (0, 0.0))
+    assert [list(given.values()).count(stage) for stage in range(len(counts))] == expected
+    assert list(given) == pool[: len(given)]
 
 
 def test_the_newest_step_that_all_stages_keep() -> None:
@@ -348,3 +355,179 @@ def test_of_those_who_are_away_the_newest_are_remembered() -> None:
     assert held["p9"] == 0, "its stage is another one"
     assert list(held)[-1] == "p9", "and it is the newest"
     assert len(held) == MAX_HELD + 1
+
+
+# ---------------------------------------------------------------------------------------------------- memory and speed
+
+MIB = 1 << 20
+SHAPE = ModelShape(ModelSizes((8 * MIB,) * 12, (0,) * 12, 4 * MIB, 4 * MIB, 0), 64, 128, 256)
+
+
+def training(crews: int = 1, **more: Any) -> Training:
+    return Training(SHAPE, 2, crews, tokens=64, sequence_tokens=64, micro_batches=4, **more)
+
+
+def seen(peer_id: str, memory_mib: int = 0, flops: float | None = 0.0) -> co.Peer:
+    return co.Peer(peer_id, peer_id, "h", 1, True, memory_bytes=memory_mib * MIB, flops=flops)
+
+
+class Planned(Play):
+    """A job whose model's sizes are known."""
+
+    def __init__(self, crews: int = 1, **more: Any) -> None:
+        super().__init__(crews, training=training(crews, **more))
+
+    def come(self, *peers: co.Peer) -> None:
+        for peer in peers:
+            self.tell(co.PeerOffered(peer))
+
+    @property
+    def assigned(self) -> dict[str, int]:
+        return {item.peer_id: item.stage for item in self.of(co.SendAssign)}
+
+
+def test_stages_are_given_when_speeds_are_told_and_ways_are_measured() -> None:
+    play = Planned()
+    play.come(seen("a", flops=None), seen("b", flops=1e9))
+    assert not play.out
+    assert play.core.next_deadline() == 30.0
+    play.tell(co.PeerTold(seen("a", flops=3e9)))
+    assert [item.peer_ids for item in play.of(co.SendSurvey)] == [("a", "b")]
+    play.tell(co.Surveyed())
+    assert [type(item) for item in play.out] == [co.Planned, co.Emit, co.SendAssign, co.SendAssign]
+    (cuts,) = play.of(co.Planned)
+    assert play.assigned in ({"a": 0, "b": 1}, {"a": 1, "b": 0})
+    mine = 12 - cuts.cuts[0] if play.assigned["a"] else cuts.cuts[0]
+    assert mine == 9, "three times as fast, so three times the layers"
+    assert play.core.training == training(cuts=cuts.cuts)
+    play.ready("a", "b")
+    assert play.minted
+    assert not play.of(co.Planned)
+
+
+def test_who_never_tells_is_waited_for_no_longer_than_that() -> None:
+    play = Planned()
+    play.come(seen("a", flops=None), seen("b", memory_mib=900, flops=1e9))
+    play.tell(co.Tick(), after_s=31)
+    assert play.of(co.SendSurvey)
+    play.tell(co.Tick(), after_s=5)
+    assert set(play.assigned) == {"a", "b"}
+
+
+def test_what_does_not_fit_waits_and_says_so_in_numbers_until_somebody_comes_who_fits() -> None:
+    play = Planned()
+    play.come(seen("a", 300), seen("b", 100))
+    play.tell(co.Surveyed())
+    assert not play.assigned
+    assert "a 300.0 MiB, b 100.0 MiB" in play.core.reason
+    assert [item.kind for item in play.of(co.Emit)] == ["does-not-fit"]
+    play.tell(co.Tick(), after_s=1)
+    assert not play.out, "said once"
+    play.come(seen("c", 290))
+    play.tell(co.Surveyed())
+    assert set(play.assigned) == {"a", "c"}
+    assert "needs" not in play.core.reason
+
+
+def test_cuts_that_are_chosen_already_stay() -> None:
+    play = Planned(cuts=(3,))
+    play.come(seen("a", 160), seen("b", 500))
+    play.tell(co.Surveyed())
+    assert not play.of(co.Planned)
+    assert play.assigned == {"a": 0, "b": 1}
+
+
+def test_two_crews_have_the_same_cuts() -> None:
+    play = Planned(crews=2)
+    play.come(seen("a", flops=1e9), seen("b", flops=3e9), seen("c", flops=1e9), seen("d", flops=3e9))
+    play.tell(co.Surveyed())
+    assert play.assigned["a"] == play.assigned["c"] != play.assigned["b"] == play.assigned["d"]
+    assert len(play.of(co.Planned)) == 1
+
+
+def test_a_spare_takes_the_stage_that_it_has_the_memory_for_and_is_told_why_not() -> None:
+    play = Planned(cuts=(3,))
+    play.come(seen("a", 160), seen("b", 500))
+    play.tell(co.Surveyed())
+    play.ready("a", "b")
+    play.tell(co.Progress(1, 1.0))
+    play.come(seen("d", 20))
+    assert [item.text for item in play.of(co.Emit)] == [
+        "d stays a spare: it gives 20.0 MiB, and stage 0 (layers 0 to 2) takes 142.1 MiB to train"
+    ]
+    play.lost("d")
+    play.come(seen("c", 170))
+    assert not play.of(co.Emit), "it may be of use"
+    play.lost("b")
+    texts = [item.text for item in play.of(co.Emit) if item.kind == "too-small"]
+    assert any("c stays a spare: it gives 170.0 MiB, and stage 1 (layers 3 to 11)" in text for text in texts)
+    assert play.core.stage_of("c") is None
+    play.come(seen("e", 600))
+    assert play.core.stage_of("e") == 1
+    assert play.assigned == {"e": 1}
+
+
+@pytest.mark.parametrize(("flops", "taken"), [((9e9, 1e9), "d"), ((9e9, 2.5e9), "e"), ((1e9, 1.5e9), "e")])
+def test_of_several_spares_the_slowest_that_keeps_the_pace_is_taken(flops: tuple[float, float], taken: str) -> None:
+    play = Planned()
+    thirds = Training(SHAPE, 3, 1, tokens=64, sequence_tokens=64, micro_batches=4, cuts=(4, 8))
+    play.core = Crews("job", co.Terms(workers=1, micro_batches=1), 3, training=thirds)
+    play.come(*(seen(peer_id, flops=2e9) for peer_id in "abc"))
+    play.tell(co.Surveyed())
+    play.ready("a", "b", "c")
+    play.tell(co.Progress(1, 1.0))
+    play.come(seen("d", flops=flops[0]), seen("e", flops=flops[1]))
+    assert (play.core.stage_of("d"), play.core.stage_of("e")) == (None, None)
+    play.lost("b")
+    assert play.core.stage_of(taken) == 1
+    assert list(play.assigned) == [taken]
+
+
+def test_of_too_many_at_a_stage_the_one_goes_that_fits_where_somebody_lacks() -> None:
+    play = Planned()
+    held = {"a": 0, "b": 1, "c": 0, "z": 0}
+    terms = co.Terms(workers=2, micro_batches=4)
+    play.core = Crews("job", terms, 2, training=training(2, cuts=(3,)), held=held)
+    play.come(seen("a", 160), seen("b", 500), seen("c", 170), seen("z", 500))
+    play.ready("a", "b", "c", "z")
+    assert [play.core.stage_of(key) for key in "abcz"] == [0, 1, 0, 1]
+
+
+def test_after_a_restart_the_cuts_are_those_that_were_planned() -> None:
+    play = Planned(cuts=(4,))
+    core = Crews("job", co.Terms(workers=1, micro_batches=4), 2, training=play.core.training, held={"a": 0})
+    play.core = core
+    play.come(seen("a", 900), seen("b", 900))
+    assert not play.of(co.Planned)
+    assert (play.core.stage_of("a"), play.core.stage_of("b")) == (0, 1)
+
+
+def brute_force_crews(counts: list[int], able: list[set[int]], most: int) -> int:
+    """As many crews as any way of giving stages to the pool makes."""
+    best = 0
+    for given in itertools.product(*[[None, *stages] for stages in able]):
+        total = [count + given.count(stage) for stage, count in enumerate(counts)]
+        best = max(best, min(total))
+    return min(best, max(most, min(counts)))
+
+
+def test_as_many_crews_as_can_be_are_dealt() -> None:
+    for number in range(300):
+        rng = random.Random(number)
+        stages, size = rng.randint(2, 3), rng.randint(0, 5)
+        counts = [rng.randint(0, 2) for _ in range(stages)]
+        pool = [f"w{index}" for index in range(size)]
+        able = [{stage for stage in range(stages) if rng.random() < 0.6} for _ in pool]
+        homes = {key: rng.choice(sorted(stages)) for key, stages in zip(pool, able, strict=True)
+                 if stages and rng.random() < 0.3}  # fmt: skip
+        most = rng.randint(1, 4)
+        stages_of = dict(zip(pool, able, strict=True))
+        costs = {(key, stage): (0, rng.random()) for key in pool for stage in range(stages)}
+        given = dealt(
+            counts, pool, homes, most, lambda key, stage, of=stages_of: stage in of[key], lambda *at, of=costs: of[at]
+        )
+        assert all(stage in able[pool.index(key)] for key, stage in given.items())
+        total = [count + list(given.values()).count(stage) for stage, count in enumerate(counts)]
+        assert min(min(total), max(most, min(counts))) == brute_force_crews(counts, able, most), number
+        if given:
+            assert all(total[stage] == min(total) for stage in given.values()), "given away for nothing"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,6 +18,8 @@ from hypothesis.stateful import (
 
 from ring import coordination as co
 from ring.crews import Crews
+from ring.model_sizes import ModelSizes
+from ring.training_costs import ModelShape, Training
 from ring.view import View
 from wire.messages import Report
 
@@ -27,7 +29,13 @@ LAST_STEP = 40
 
 
 def peer_of(peer_id: str) -> co.Peer:
-    return co.Peer(peer_id, peer_id, "h", 1, peer_id != "f")
+    return co.Peer(peer_id, peer_id, "h", 1, peer_id != "f", memory_bytes=MEMORY[peer_id], flops=SPEED[peer_id])
+
+
+SHAPE = ModelShape(ModelSizes((1 << 20,) * 6, (0,) * 6, 1 << 20, 1 << 20, 0), 8, 8, 8)
+MEMORY = {"a": 0, "b": 64 << 20, "c": 48 << 20, "d": 64 << 20, "e": 12 << 20, "f": 2 << 20}
+"""``e`` can hold a small part, ``f`` none, the others any."""
+SPEED = {"a": 1e9, "b": 2e9, "c": 1e9, "d": 4e9, "e": 1e9, "f": 9e9}
 
 
 @dataclass
@@ -115,18 +123,20 @@ class Member:
 
 class Cluster(RuleBasedStateMachine):
     stages = 2
+    training: Training | None = None
 
     @initialize(running=st.sampled_from([0, 2, 3, 4, 4, 5]))
     def begin(self, running: int) -> None:
         self.now = 0.0
-        self.core = Crews("job", TERMS, self.stages)
+        self.core = Crews("job", TERMS, self.stages, training=self.training)
+        self.cuts: tuple[int, ...] = ()  # as they are kept
         self.disks = {peer_id: Disk() for peer_id in PEERS}
         self.members = {peer_id: Member(peer_id, self.disks[peer_id], alive=False) for peer_id in PEERS}
         self.offered: set[str] = set()
         self.linked: set[str] = set()
         self.minted: list[View] = []
         self.heard: dict[str, Report] = {}
-        self.nonce = 0
+        self.nonce = self.surveys = 0
         self.branch: frozenset[str] | None = None
         self.wanted: set[int] = set()  # steps that a person went back to
         for peer_id in PEERS[:running]:
@@ -164,8 +174,15 @@ class Cluster(RuleBasedStateMachine):
                     if member.status in ("held", "done"):
                         member.say(member.status)
                     member.hold = True
+        elif isinstance(item, co.Planned):
+            assert not self.cuts, "cuts never change"
+            assert not self.minted
+            self.cuts = item.cuts
+        elif isinstance(item, co.SendSurvey):
+            self.surveys += 1
         elif isinstance(item, co.SendAssign):
             self.check_restore(item)
+            self.check_memory(item)
             self.assigned(self.members[item.peer_id], item)
         elif isinstance(item, co.SendCatchUp):
             self.catches_up(item)
@@ -178,6 +195,16 @@ class Cluster(RuleBasedStateMachine):
                 member.status, member.view, member.prepared_lineage = "", None, ""
         elif isinstance(item, co.SetState) and item.state in ("done", "cancelled", "failed"):
             self.offered.clear()
+
+    def check_memory(self, item: co.SendAssign) -> None:
+        """No worker is given a part that it has no memory for, and none before the model is cut."""
+        if self.training is None:
+            return
+        assert self.cuts
+        known = replace(self.training, cuts=self.cuts)
+        bounds, peer = (0, *self.cuts, known.layers), peer_of(item.peer_id)
+        need = known.need_bytes(item.stage, bounds[item.stage], bounds[item.stage + 1])
+        assert not peer.memory_bytes or need <= peer.memory_bytes, f"{item.peer_id} has no memory for {item.stage}"
 
     def check_restore(self, item: co.SendAssign) -> None:
         """Of itself it goes back no further than it must: to the newest step that workers here keep as a whole."""
@@ -329,7 +356,14 @@ class Cluster(RuleBasedStateMachine):
             self.offer()
 
     @rule()
+    def survey(self) -> None:
+        if self.surveys:
+            self.surveys -= 1
+            self.tell(co.Surveyed())
+
+    @rule()
     def settle(self) -> None:
+        self.survey()
         for _ in range(3):
             for peer_id in PEERS:
                 self.build(peer_id)
@@ -584,7 +618,9 @@ class Cluster(RuleBasedStateMachine):
             member.sent.clear()
         self.linked.clear()
         self.offered.clear()
-        self.core = Crews("job", TERMS, self.stages, past=past, held=core.held, now=self.now)
+        training = replace(self.training, cuts=self.cuts) if self.training is not None else None
+        self.surveys = 0
+        self.core = Crews("job", TERMS, self.stages, past=past, held=core.held, training=training, now=self.now)
         self.tell_saved()
 
     @invariant()
@@ -622,18 +658,22 @@ class ThreeStages(Cluster):
     stages = 3
 
 
-def replace_lineage(view: View):
-    from dataclasses import replace
+class Sized(Cluster):
+    """The model's sizes are known, so the seed cuts it, and deals stages by memory and speed."""
 
+    training = Training(SHAPE, 2, 1, tokens=8, sequence_tokens=8, micro_batches=2)
+
+
+def replace_lineage(view: View):
     return replace(view, lineage="ab" * 16).to_message()
 
 
-@pytest.mark.parametrize("cluster", [Cluster, ThreeStages])
-def test_random_histories(cluster: type[Cluster]) -> None:
+@pytest.mark.parametrize(("cluster", "examples"), [(Cluster, 100), (ThreeStages, 70), (Sized, 50)])
+def test_random_histories(cluster: type[Cluster], examples: int) -> None:
     run_state_machine_as_test(
         cluster,
         settings=settings(
-            max_examples=100,
+            max_examples=examples,
             stateful_step_count=50,
             suppress_health_check=list(HealthCheck),
             derandomize=True,

@@ -19,7 +19,7 @@ def test_a_fresh_batch_violates_nothing(first: int, stages: int, peers: int) -> 
     summary = run_batch(range(first, first + FRESH), peers=peers, stages=stages)
     told = [f"{v.text}\n  → {replay(v, peers=peers, stages=stages)}" for v in summary.violations]
     assert not told, "\n".join(told)
-    assert all(summary.checks[name] for name in ("same bits", "exactly once", "no fork", "ledger"))
+    assert all(summary.checks[name] for name in ("same bits", "exactly once", "no fork", "ledger", "one cut"))
 
 
 @pytest.mark.slow

@@ -1,0 +1,134 @@
+"""Split jobs whose model's sizes are known: the seed cuts and places them by what workers tell of themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from configs.schema import Profile
+from p2ptrain.core.errors import Refused
+from ring.model_sizes import ModelSizes
+from ring.training_costs import ModelShape
+from roles.engine import Stage
+from roles.in_process import Cluster, Peer
+from roles.seed.peers import Link
+from roles.seed.specs import seen_for
+from roles.stage_stand_in import StandIns
+from roles.stand_in import StandInEngine
+from wire.handshake import local_hello
+from wire.messages import Heartbeat
+
+MIB = 1 << 20
+SHAPE = ModelShape(ModelSizes((8 * MIB,) * 12, (0,) * 12, 4 * MIB, 4 * MIB, 0), 64, 128, 256)
+PROFILE = Profile.model_validate(
+    {
+        "job": {"steps": 6, "workers": 2, "strategy": "pipeline"},
+        "model": {"layers": 12},
+        "batch": {"micro_batches": 4, "micro_batch_sequences": 1},
+        "pipeline": {"stages": 2},
+        "validation": {"every": 0, "batches": 1},
+        "checkpoint": {"every": 3, "copies": 1},
+    }
+)
+
+
+class Crew:
+    """Workers of a cluster that give so much memory and are so fast, and the cuts that they were told."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.cuts: list[list[int]] = []
+
+    async def join(self, memory_mib: int, flops: float | None) -> Peer:
+        def build(profile: Profile, stage: Stage) -> StandInEngine:
+            self.cuts.append(profile.pipeline.cuts)
+            return StandInEngine(profile, stage=stage)
+
+        holding = StandIns(limit_bytes=memory_mib * MIB, compute_flops=flops).holding
+        peer = self.cluster.join(holding=holding, build_part=build)
+        await peer.joined.wait()
+        return peer
+
+
+def done(item: dict[str, Any]) -> bool:
+    return bool(item["state"] == "done")
+
+
+async def test_the_seed_cuts_by_speed_keeps_the_cuts_and_tells_who_stays_a_spare(cluster: Cluster) -> None:
+    crew = Crew(cluster)
+    slow, fast, small = [await crew.join(*told) for told in ((900, 1e9), (900, 3e9), (20, 1e9))]
+    plan = await cluster.ask("jobs.plan", spec=PROFILE.to_spec(), shape=SHAPE.to_map())
+    layers = {stage["peers"][0]: stage["stop"] - stage["start"] for stage in plan["stages"]}
+    assert layers == {slow.identity.peer_id: 3, fast.identity.peer_id: 9}
+    assert plan["plan"]["spares"] == [small.identity.name]
+    assert plan["plan"]["tokens_per_s"] > 0
+    job = await cluster.create(PROFILE, shape=SHAPE.to_map())
+    info = await cluster.job_until(job, lambda item: item["step"] >= 2)
+    (cut,) = info["cuts"]
+    assert cut == plan["stages"][1]["start"]
+    shown = await cluster.ask("jobs.show", job=job)
+    assert shown["spec"] == PROFILE.to_spec(), "the profile stays as it was given"
+    events = (await cluster.ask("events.list"))["events"]
+    assert any(event["kind"] == "too-small" and small.identity.name in event["text"] for event in events)
+    await cluster.restart_seed()
+    info = await cluster.job_until(job, done)
+    assert info["cuts"] == [cut]
+    assert crew.cuts == [[cut], [cut]]
+
+
+async def test_what_does_not_fit_is_refused_with_the_numbers_and_waits_for_who_fits(cluster: Cluster) -> None:
+    crew = Crew(cluster)
+    with pytest.raises(Refused, match="begins with 2 workers, and 0 of them are free"):
+        await cluster.ask("jobs.plan", spec=PROFILE.to_spec(), shape=SHAPE.to_map())
+    await crew.join(300, 1e9)
+    await crew.join(100, 1e9)
+    with pytest.raises(Refused, match="the smallest stage needs") as caught:
+        await cluster.ask("jobs.plan", spec=PROFILE.to_spec(), shape=SHAPE.to_map())
+    assert caught.value.code == "does-not-fit"
+    assert all(given in caught.value.message for given in ("300.0 MiB", "100.0 MiB"))
+    job = await cluster.create(PROFILE, shape=SHAPE.to_map())
+    await cluster.job_until(job, lambda item: "the smallest stage needs" in item["reason"])
+    assert not crew.cuts
+    await crew.join(900, 1e9)
+    await cluster.job_until(job, done)
+    assert len(crew.cuts) == 2
+
+
+async def test_sizes_that_cannot_be_are_refused(cluster: Cluster) -> None:
+    for wrong in ({"width": 1}, "no", {**SHAPE.to_map(), "layers_bytes": [8] * 11}):
+        with pytest.raises(Refused) as caught:
+            await cluster.create(PROFILE, shape=wrong)
+        assert caught.value.code == "bad-shape"
+    with pytest.raises(Refused, match="a plan is made of a split model"):
+        await cluster.ask("jobs.plan", spec=Profile().to_spec())
+
+
+def link_of(beats: list[dict[str, float]], **said: Any) -> Link:
+    hello = local_hello(peer_id="a", name="a", roles=["worker"], purpose="peer", port=1, capabilities=said)
+    nothing: Any = None
+    link = Link(nothing, hello, "h", 1, 0.0, 0.0, 0.0, nothing)
+    for stats in beats:
+        link.beaten(Heartbeat(0, 0, 0, "idle", 0.0, stats))
+    return link
+
+
+def test_what_a_worker_says_of_itself_is_checked() -> None:
+    for wrong in ("much", True, -5, float("nan"), None):
+        assert link_of([], parts_memory_bytes=wrong).peer.memory_bytes == 0
+    assert link_of([], parts_memory_bytes=1 << 70).peer.memory_bytes == 2**53
+    assert link_of([]).flops == 0.0, "it is not going to tell"
+    assert link_of([{}], gauges=True).flops is None
+    assert link_of([{}, {"compute_flops": 2e9}], gauges=True).flops == 2e9
+    for wrong_s in (-1.0, float("inf"), float("nan")):
+        assert link_of([{"compute_flops": wrong_s}], gauges=True).flops == 0.0
+    assert link_of([{"compute_flops": 1.0}]).beaten(Heartbeat(0, 0, 0, "idle", 0.0, {"compute_flops": 2.0}))
+
+
+def test_what_is_said_of_a_gpu_counts_where_it_computes() -> None:
+    peer = link_of([{"compute_flops": 2e9}], device="cuda NVIDIA H100", parts_memory_bytes=5, gauges=True).peer
+    assert (peer.on_host, peer.memory_bytes, peer.flops) == (False, 5, 2e9)
+    assert seen_for("auto", peer) is peer
+    on_cpu = seen_for("cpu", peer)
+    assert (on_cpu.on_host, on_cpu.memory_bytes, on_cpu.flops) == (True, 0, 0.0)
+    assert link_of([], device="cpu (8 cores)").peer.on_host
