@@ -35,6 +35,7 @@ from p2ptrain.cli.runtime import (
 if TYPE_CHECKING:
     from configs.schema import Profile
     from p2ptrain.cli.audit import Verdict
+    from wire.plan_records import StagePlanInfo, TrainingPlanInfo
     from wire.records import JobInfo, RecoveryInfo
 
 app = new_typer(help="Create, show, audit, pause, resume, save, cancel and forget jobs.")
@@ -55,25 +56,95 @@ def create(
             "--name", metavar="NAME", callback=is_name, help="What to call it; the profile's name if not given."
         ),
     ] = "",
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Of a split model: only show who would train which layers, what that takes, and how fast it would be.",
+        ),
+    ] = False,
     seed: SeedOption = DEFAULT_SEED,
     as_json: JsonOption = False,
 ) -> None:
     """Hand a new job to the seed. It starts when enough workers are ready.
 
+    A model that is split (pipeline.stages) is placed on the workers by their memory, speed and links. Where enough of
+    them are there the plan is shown, and the job refused where it does not fit.
+
     \b
     Examples:
       p2ptrain jobs create --profile tiny
       p2ptrain jobs create --profile ./mine.toml --set optimizer.lr=1e-3 --name slower
+      p2ptrain jobs create --set job.strategy=pipeline --set pipeline.stages=2 --dry-run
     """
     from pathlib import Path
 
     from configs.loader import load
+    from p2ptrain.cli.training_shape import wants_plan
 
-    loaded = load(profile, os.environ, sets)
+    loaded = load(profile, os.environ, sets).profile
     label = Path(profile).stem
-    answer = ask(seed, "jobs.create", name=name or label, profile=label, spec=loaded.profile.to_spec())
+    planned = None
+    if dry_run or wants_plan(loaded):
+        from p2ptrain.cli import training_plan as plans
+
+        planned = _planned(seed, loaded, dry_run=dry_run)
+        if dry_run and planned is not None:
+            print_json(plans.to_json(*planned)) if as_json else plans.print_plan(*planned)
+            return
+        if planned is not None and not as_json:
+            typer.echo(plans.short(*planned), err=True)
+    more = _shape_of(loaded)
+    answer = ask(seed, "jobs.create", name=name or label, profile=label, spec=loaded.to_spec(), **more)
     job = checked(answer, "job", str)
-    print_json({"job": job}) if as_json else typer.echo(printable(job))
+    if not as_json:
+        typer.echo(printable(job))
+    elif planned is not None:
+        print_json({"job": job, **plans.to_json(*planned)})
+    else:
+        print_json({"job": job})
+
+
+def _shape_of(profile: Profile) -> dict[str, Any]:
+    from p2ptrain.cli.training_shape import shape_param
+
+    return shape_param(profile)
+
+
+def _planned(seed: str, profile: Profile, *, dry_run: bool) -> tuple[TrainingPlanInfo, list[StagePlanInfo]] | None:
+    """The seed's plan for a split job; None where there is none yet, which is told.
+
+    Raises:
+        Refused: it does not fit. In a dry run also: too few workers are there.
+        UserError, ConfigError, StorageError: in a dry run: there is nothing to plan, or the sizes are not known.
+    """
+    from p2ptrain.cli.training_plan import PLAN_TIMEOUT_S, plan_answer
+    from p2ptrain.cli.training_shape import shape_of, wants_plan
+    from p2ptrain.core.errors import Refused, UserError
+
+    if not wants_plan(profile):
+        raise UserError(
+            "the model of this job is not split: every worker trains all of it, and there is nothing to place",
+            remedy="leave --dry-run out, or set job.strategy=pipeline and pipeline.stages",
+        )
+    if dry_run:
+        known = shape_of(profile)
+        shape = known.to_map() if known is not None else None
+    else:
+        shape = _shape_of(profile).get("shape")
+    if shape is None:
+        text = f"the sizes of the model at {profile.model.path} are not known here"
+        if dry_run:
+            raise UserError(text, remedy="run this where the directory is")
+        typer.echo(f"no plan: {text}; the workers cut the model by its weights", err=True)
+        return None
+    try:
+        return plan_answer(ask(seed, "jobs.plan", timeout_s=PLAN_TIMEOUT_S, spec=profile.to_spec(), shape=shape))
+    except Refused as refusal:
+        if dry_run or refusal.code != "too-few":
+            raise
+        typer.echo(f"no plan yet: {printable(refusal.message)}", err=True)
+        return None
 
 
 @app.command("list")
@@ -169,6 +240,13 @@ def _ring(job: JobInfo) -> str:
     return f"{text}; slowest edge {job.members[slowest]} → {right}: {rate}, {number(latency_ms, '.3g')} ms"
 
 
+def _stages(job: JobInfo) -> str:
+    """How the model is cut."""
+    if not job.cuts:
+        return f"{job.stages}, cut by weights"
+    return f"{job.stages}, beginning with layers {', '.join(map(str, [0, *job.cuts]))}"
+
+
 def _pairs(job: JobInfo) -> list[tuple[str, str]]:
     pairs = [
         ("id", job.id),
@@ -180,6 +258,7 @@ def _pairs(job: JobInfo) -> list[tuple[str, str]]:
             "members",
             f"{len(job.members)} in generation {job.generation}: {' → '.join(map(str, job.members)) or 'none'}",
         ),
+        *([("stages", _stages(job))] if job.stages > 1 else []),
         ("ring", _ring(job)),
         ("loss", f"{number(job.loss)} nats/token (validation {number(job.val_loss)})"),
         ("learning rate", number(job.lr, ".3g")),

@@ -264,7 +264,11 @@ async def _first_job(host: str, port: int, root: Path, profile: str, spec: str, 
             )
         elif not jobs:
             name = Path(profile).stem
-            created = await client.request("jobs.create", {"name": name, "profile": profile, "spec": spec})
+            from configs.schema import Profile
+            from p2ptrain.cli.training_shape import shape_param
+
+            more = shape_param(Profile.from_spec_untrusted(spec), may_build=False)
+            created = await client.request("jobs.create", {"name": name, "profile": profile, "spec": spec, **more})
             console.event("info", f"created job {name} ({created['job']}) from profile {profile}")
 
 

@@ -89,6 +89,10 @@ def up(
         typer.Option("--memory", metavar="SIZE", help="With --split: what each worker may hold of a model, as 2GiB."),
     ] = "",
     dtype: DtypeOption = "",
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Start nothing: show which layers of a split model each worker would train."),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Start a whole cluster on this machine and train: a seed, and workers that form a ring.
@@ -103,6 +107,7 @@ def up(
       p2ptrain up
       p2ptrain up --workers 4 --set job.steps=1000
       p2ptrain up --profile my.toml --state ./run --plain
+      p2ptrain up --workers 2 --set job.strategy=pipeline --set pipeline.stages=2 --dry-run
       p2ptrain up --split 3 --spare 1 --checkpoint ./SmolLM2-135M --memory 400MiB
     """
     from p2ptrain.cli.up_split import check_split
@@ -115,7 +120,13 @@ def up(
     if split is not None and checkpoint is not None:
         _stay(split, spare, checkpoint, memory, dtype, root, port, link, as_json)
         return
+    if dry_run and split is not None:
+        raise UserError("--dry-run is of a training", remedy="see p2ptrain generate --split --dry-run for --split")
     loaded = _profile(profile, sets, workers)
+    if dry_run or loaded.stages > 1:
+        _plan_here(loaded, workers, link or loaded.link.preset, dry_run=dry_run, as_json=as_json)
+        if dry_run:
+            return
     plan = Plan(
         profile_name=profile,
         profile=loaded,
@@ -170,6 +181,38 @@ def _profile(name: str, sets: list[str], workers: int) -> Profile:
         f"{source}: the job begins with {wanted} workers, and {workers} would be started",
         remedy=f"give --workers {wanted}, or --set job.workers={workers}",
     )
+
+
+def _plan_here(profile: Profile, workers: int, link: str, *, dry_run: bool, as_json: bool) -> None:
+    """Refuse a split model that does not fit the memory of this machine, divided; show the plan in a dry run.
+
+    Raises:
+        UserError: a dry run of a model that is not split, or whose sizes are not known.
+        ResourceError: it does not fit, with the numbers.
+    """
+    from p2ptrain.cli.output import print_json
+    from p2ptrain.cli.training_plan import local_plan, print_plan, to_json
+
+    if profile.stages < 2:
+        raise UserError(
+            "the model of this job is not split: every worker trains all of it, and there is nothing to place",
+            remedy="leave --dry-run out, or set job.strategy=pipeline and pipeline.stages",
+        )
+    flops = 0.0
+    if dry_run:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the workers have it
+        from p2ptrain.compute.speed import compute_flops
+
+        cores = os.cpu_count() or 1
+        threads = profile.device.threads or max(1, cores // workers)
+        # Measured alone: workers that have fewer cores than threads between them share them.
+        flops = compute_flops(profile.device.kind, threads) * min(1.0, cores / (threads * workers))
+    each_bytes = part_bytes(profile.device.kind) // workers
+    made = local_plan(profile, workers=workers, memory_bytes=each_bytes, flops=flops, link=link)
+    if made is None and dry_run:
+        raise UserError(f"the sizes of the model at {profile.model.path} are not known: it is not here")
+    if made is not None and dry_run:
+        print_json(to_json(*made)) if as_json else print_plan(*made)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +313,10 @@ async def _job(client: SeedClient, plan: Plan, console: Console) -> str:
                 remedy="give the same settings to go on with it, --new to cancel it, or another --state",
             )
         await client.request("jobs.cancel", {"job": item["id"]})
-    created = await client.request("jobs.create", {"name": name, "profile": plan.profile_name, "spec": spec})
+    from p2ptrain.cli.training_shape import shape_param
+
+    order = {"name": name, "profile": plan.profile_name, "spec": spec, **shape_param(plan.profile)}
+    created = await client.request("jobs.create", order)
     console.event("info", f"created job {name} ({created['job']}) from profile {plan.profile_name}")
     return str(created["job"])
 

@@ -1,0 +1,114 @@
+"""What people and programs are shown of the plan for a split job, before and when it is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from configs.schema import Profile
+from p2ptrain.cli import up
+from p2ptrain.cli.training_plan import local_plan, prediction, short
+from p2ptrain.core.errors import Refused, ResourceError
+from ring.training_costs import shape_untrusted
+
+from .conftest import Command
+
+SPLIT = ("--set", "job.strategy=pipeline", "--set", "pipeline.stages=2")
+PROFILE = Profile.model_validate({"job": {"strategy": "pipeline", "workers": 2}, "pipeline": {"stages": 2}})
+MIB = 1 << 20
+
+
+def answer_of(**told: Any) -> dict[str, Any]:
+    """As a seed with two workers gives it."""
+    made = local_plan(PROFILE, workers=3, memory_bytes=64 * MIB, flops=1e9, **told)
+    assert made is not None
+    info, stages = made
+    return {"plan": info.to_map(), "stages": [stage.to_map() for stage in stages]}
+
+
+def test_a_dry_run_shows_who_trains_what_and_makes_nothing(command: Command, fake_seed: Any) -> None:
+    fake_seed.answers["jobs.plan"] = answer_of(link="wan")
+    outcome = command("jobs", "create", *SPLIT, "--dry-run")
+    assert outcome.code == 0
+    header, first, last, *told = outcome.out.splitlines()
+    assert header.split()[:5] == ["STAGE", "PEER", "LAYERS", "WEIGHTS", "TRAINING"]
+    assert first.split()[:3] == ["0", "worker-1", "0–1"]
+    assert "64.0 MiB" in first
+    assert last.split()[:3] == ["1", "worker-2", "2–3"]
+    assert told[0].startswith("1 crew of 2 stages, 1f1b, 8 micro-batches a step, predicted: ")
+    assert "bubble" in told[0]
+    assert told[1] == "spare: worker-3"
+    ((method, params),) = fake_seed.asked
+    assert method == "jobs.plan"
+    assert shape_untrusted(params["shape"]).sizes.layers == 4
+    shown = command("jobs", "create", *SPLIT, "--dry-run", "--json").json
+    assert shown == fake_seed.answers["jobs.plan"]
+    assert {name for name, _ in fake_seed.asked} == {"jobs.plan"}
+
+
+def test_a_job_that_is_made_is_placed_and_the_plan_is_told_beside(command: Command, fake_seed: Any) -> None:
+    fake_seed.answers |= {"jobs.plan": answer_of(), "jobs.create": {"job": "3f9a"}}
+    outcome = command("jobs", "create", *SPLIT)
+    assert (outcome.code, outcome.out) == (0, "3f9a\n")
+    assert outcome.err.startswith("plan: layers 0–1 worker-1, layers 2–3 worker-2; ")
+    (_, asked), (method, made) = fake_seed.asked
+    assert (method, made["shape"], made["spec"]) == ("jobs.create", asked["shape"], asked["spec"])
+    assert command("jobs", "create", *SPLIT, "--json").json.keys() == {"job", "plan", "stages"}
+
+
+def test_what_does_not_fit_is_refused_and_not_made(command: Command, fake_seed: Any) -> None:
+    fake_seed.answers["jobs.plan"] = Refused("does-not-fit", "w1 has 1 MiB, and needs 2 MiB", remedy="start another")
+    for more in ((), ("--dry-run",)):
+        outcome = command("jobs", "create", *SPLIT, *more)
+        assert (outcome.code, outcome.out) == (4, "")
+        assert outcome.err == "error: w1 has 1 MiB, and needs 2 MiB\n  → start another\n"
+    assert [method for method, _ in fake_seed.asked] == ["jobs.plan"] * 2
+
+
+def test_workers_that_are_not_here_yet_are_no_reason_to_refuse_a_job(command: Command, fake_seed: Any) -> None:
+    fake_seed.answers |= {"jobs.plan": Refused("too-few", "1 of 2 are free"), "jobs.create": {"job": "3f9a"}}
+    outcome = command("jobs", "create", *SPLIT)
+    assert (outcome.code, outcome.out, outcome.err) == (0, "3f9a\n", "no plan yet: 1 of 2 are free\n")
+    assert command("jobs", "create", *SPLIT, "--dry-run").code == 4
+
+
+def test_where_there_is_nothing_to_plan_it_says_so(command: Command, fake_seed: Any) -> None:
+    fake_seed.answers["jobs.create"] = {"job": "3f9a"}
+    outcome = command("jobs", "create", "--dry-run")
+    assert outcome.code == 2
+    assert "not split" in outcome.err
+    away = (*SPLIT, "--set", "model.path=/nowhere")
+    assert "not known here" in command("jobs", "create", *away, "--dry-run").err
+    assert not fake_seed.asked
+    assert command("jobs", "create", *away).err.startswith("no plan: the sizes of the model at /nowhere")
+    assert "shape" not in fake_seed.asked[-1][1]
+
+
+@pytest.mark.parametrize("answer", [{}, {"plan": {}, "stages": []}, {"plan": 1, "stages": 2}])
+def test_a_plan_that_is_none_is_refused(command: Command, fake_seed: Any, answer: dict[str, Any]) -> None:
+    fake_seed.answers["jobs.plan"] = answer
+    assert command("jobs", "create", *SPLIT, "--dry-run").code == 4
+
+
+def test_up_divides_this_machine_and_starts_nothing(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2ptrain.compute.speed.compute_flops", lambda kind, threads: 1e10)
+    monkeypatch.setattr(up, "part_bytes", lambda device: 128 * MIB)
+    shown = command("up", "--workers", "2", *SPLIT, "--dry-run", "--json").json
+    assert [stage["limit_bytes"] for stage in shown["stages"]] == [64 * MIB] * 2
+    assert shown["plan"]["tokens_per_s"] > 0
+    assert command("up", "--dry-run").code == 2
+    monkeypatch.setattr(up, "part_bytes", lambda device: 8 * MIB)
+    for more in (("--dry-run",), ()):
+        outcome = command("up", "--workers", "2", *SPLIT, *more)
+        assert (outcome.code, outcome.out) == (ResourceError.exit_code, "")
+        assert "worker-1 4.0 MiB, worker-2 4.0 MiB" in outcome.err
+
+
+def test_without_speeds_nothing_is_predicted() -> None:
+    made = local_plan(PROFILE, workers=2, memory_bytes=0)
+    assert made is not None
+    assert prediction(made[0]) == [
+        "1 crew of 2 stages, 1f1b: no worker has told how fast it is, so nothing is predicted"
+    ]
+    assert short(*made) == "plan: layers 0–1 worker-1, layers 2–3 worker-2"
