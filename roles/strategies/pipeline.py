@@ -88,6 +88,7 @@ class PipelineStrategy(StagedStrategy):
     ) -> None:
         super().__init__(engine, compute, progress, bucket_bytes)
         self._part = cast(PipelineEngine, engine)
+        self._contributed = self._part.contributed_square_sum
         self._wanted, self._max_in_flight, self._ahead = schedule, max_in_flight, ahead
         self._chain: Chain | None = None
         self._pair: RingSession | None = None
@@ -132,9 +133,6 @@ class PipelineStrategy(StagedStrategy):
 
     def stage_load(self) -> StageLoad | None:
         return self._load
-
-    def _contributed(self, start: int, stop: int) -> float:
-        return self._part.contributed_square_sum(start, stop)
 
     async def _summed(self) -> None:
         gradient = self._part.tied_gradient()

@@ -74,6 +74,9 @@ class SyncStrategy:
         self, engine: Engine, compute: ComputeThread, progress: Callable[[], None], bucket_bytes: int = 0
     ) -> None:
         self._engine = engine
+        # Of what this member brings to the sum. It is the engine's, not a method of this class: what goes out holds it,
+        # and a circle would keep the model in memory after its job.
+        self._contributed = engine.partial_square_sum
         self._compute = compute
         self._progress = progress
         numel, exact_from = engine.reduce_buffer.size, engine.exact_from
@@ -120,10 +123,6 @@ class SyncStrategy:
         self.exposed_s = self._now() - self._computed_at
         self.communicating_s = exchange.communicating_s
         return await self._compute.run(self._summarize, session.rank, session.size, self._outgoing.own)
-
-    def _contributed(self, start: int, stop: int) -> float:
-        """Squared norm of what this member brings to the sum, between two places of the buffer."""
-        return self._engine.partial_square_sum(start, stop)
 
     async def _summed(self) -> None:
         """The buffer holds the sums of this ring, and is about to be hashed."""
