@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -62,12 +63,12 @@ def prediction(info: TrainingPlanInfo) -> list[str]:
     else:
         told = [
             f"{crews}, {info.micro_batches} micro-batches a step, predicted: {number(info.step_s, '.3g')} s a step, "
-            f"{number(info.tokens_per_s, ',.0f')} tokens/s, bubble {100 * info.bubble:.0f} %, efficiency "
-            f"{100 * (info.efficiency or 0):.0f} %"
+            f"{number(info.tokens_per_s, ',.0f')} tokens/s, bubble {100 * info.bubble:.0f} %, the busiest stage works "
+            f"{100 * (info.efficiency or 0):.0f} % of the time"
             + (f", {number(info.reduce_s, '.3g')} s of it to sum gradients" if info.reduce_s else "")
         ]
     if info.spares:
-        told.append(f"spare: {', '.join(map(printable, info.spares))}")
+        told.append(f"more crews of the job, or spares: {', '.join(map(printable, info.spares))}")
     return told
 
 
@@ -102,6 +103,8 @@ def local_plan(
     training = training_of(profile.to_spec(), shape.to_map()) if shape is not None else None
     if training is None:
         return None
+    crews = min(workers // training.stages, training.micro_batches)  # of equals all come into crews that can be made
+    training = replace(training, crews=max(crews, training.crews))
     there = [
         Trainee(f"worker-{number:02}", f"worker-{number}", memory_bytes, flops) for number in range(1, workers + 1)
     ]

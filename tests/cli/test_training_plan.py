@@ -38,7 +38,7 @@ def test_a_dry_run_shows_who_trains_what_and_makes_nothing(command: Command, fak
     assert last.split()[:3] == ["1", "worker-2", "2–3"]
     assert told[0].startswith("1 crew of 2 stages, 1f1b, 8 micro-batches a step, predicted: ")
     assert "bubble" in told[0]
-    assert told[1] == "spare: worker-3"
+    assert told[1] == "more crews of the job, or spares: worker-3"
     ((method, params),) = fake_seed.asked
     assert method == "jobs.plan"
     assert shape_untrusted(params["shape"]).sizes.layers == 4
