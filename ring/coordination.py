@@ -212,10 +212,11 @@ class Surveyed(Event):
 @dataclass(frozen=True, slots=True)
 class Saved(Event):
     """``newest``: peer id → step of the newest checkpoint that it is known to hold, of all that hold one; ``steps``: of
-    all that it holds, where that matters (``ring.crews``)."""
+    all that it holds, where that matters (``ring.crews``); ``wholes``: of those that have all parts of a split model."""
 
     newest: Mapping[str, int] = field(repr=False)
     steps: Mapping[str, frozenset[int]] = field(default_factory=dict, repr=False)
+    wholes: Mapping[str, frozenset[int]] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,13 +275,15 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class SendAssign(Instruction):
-    """``stage``, ``stages``: the part of the model that it is to hold, of how many (``ring.crews``)."""
+    """``stage``, ``stages``: the part of the model that it is to hold, of how many (``ring.crews``); ``holders``: who else
+    has the files of all parts of ``restore_step``."""
 
     peer_id: str
     corpus: str
     restore_step: int
     stage: int = 0
     stages: int = 1
+    holders: tuple[Peer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

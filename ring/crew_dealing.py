@@ -20,6 +20,9 @@ from ring.training_costs import Trainee, Training
 from ring.view import View
 from wire.messages import MemberRecord, Report
 
+MAX_HOLDERS = 8
+"""Of a checkpoint, who are told to a worker that lacks it."""
+
 
 class Dealing:
     """One job's knowledge, and its coordinator. See ``ring.crews.Crews`` for what it is made with."""
@@ -32,7 +35,7 @@ class Dealing:
         *,
         past: co.Past | None = None,
         held: Mapping[str, int] | None = None,
-        steps: Mapping[str, frozenset[int]] | None = None,
+        saved: co.Saved | None = None,
         training: Training | None = None,
         now: float = 0.0,
     ) -> None:
@@ -52,7 +55,8 @@ class Dealing:
         self._crews: dict[str, Crew] = {}
         self._made = 0
         self._branch = None if past.branch is None else set(past.branch)
-        self._steps: Mapping[str, frozenset[int]] = dict(steps or {})
+        self._steps = dict(saved.steps) if saved is not None else {}
+        self._wholes = dict(saved.wholes) if saved is not None else {}
         self._measured = co.Measured({})
         self._corpus = past.corpus
         self._banned: set[str] = set()
@@ -175,7 +179,18 @@ class Dealing:
         if worker.asked and restore_step < 0:
             return  # two answers to one question: the second could be taken for news
         worker.asked = True
-        self._out.append(co.SendAssign(worker.peer_id, self._corpus, restore_step, worker.stage, self.stages))
+        holders = self._holders(worker, restore_step)
+        self._out.append(co.SendAssign(worker.peer_id, self._corpus, restore_step, worker.stage, self.stages, holders))
+
+    def _keeps_later(self, peer_id: str, step: int) -> bool:
+        kept = self._steps.get(peer_id, frozenset()) | self._wholes.get(peer_id, frozenset())
+        return any(each > step for each in kept)
+
+    def _holders(self, worker: Worker, step: int) -> tuple[co.Peer, ...]:
+        """Who else is here and has the whole model's checkpoint of ``step``; each stage is to ask another one first."""
+        found = [key for key in sorted(self._workers) if key != worker.peer_id and step in self._wholes.get(key, ())]
+        turn = (worker.stage or 0) % len(found) if found else 0
+        return tuple(self._workers[key].peer for key in [*found[turn:], *found[:turn]][:MAX_HOLDERS])
 
     def _catch_up(self, crew_id: str, generation: int, donors: list[str]) -> None:
         crew, view = self._crews.get(crew_id), self.view
@@ -251,12 +266,12 @@ class Dealing:
                 worker.healing = False  # a step is committed by all members or by none
         self._tell(event)
 
-    def _saved(self, steps: Mapping[str, frozenset[int]]) -> None:
-        self._steps = steps
+    def _saved(self, steps: Mapping[str, frozenset[int]], wholes: Mapping[str, frozenset[int]]) -> None:
+        self._steps, self._wholes = dict(steps), dict(wholes)
         known: list[list[frozenset[int]]] = [[] for _ in range(self.stages)]
         for key, stage in self.held.items():
             known[stage].append(steps.get(key, frozenset()))
-        newest = newest_kept(known)
+        newest = newest_kept(known, wholes.values())
         self._tell(co.Saved({"": newest} if newest else {}))
 
     def _tell_measured(self) -> None:

@@ -248,18 +248,24 @@ class Making(Planning):
         worker = self._workers[peer_id]
         if worker.stage is None or worker.trains:
             return False
-        return worker.restored >= 0 or worker.returned or self._is_member(peer_id) or bool(self._steps.get(peer_id))
+        kept = self._steps.get(peer_id) or self._wholes.get(peer_id)
+        return worker.restored >= 0 or worker.returned or self._is_member(peer_id) or bool(kept)
 
     def _go_back(self) -> bool:
         """Rule 5, its second half."""
         waiting = self.core.phase is Phase.WAITING and self.core.restore is None and self._mustered
-        if not waiting or self._anchored() or self._awaits_builders() or self._back is not None:
+        if not waiting or self._anchored() or self._awaits_builders():
             return self._stays()
         settled = {key: worker.report for key, worker in self._workers.items() if worker.settled and worker.report}
         by_stage = self._by_stage(settled)
         if not all(by_stage) or self._tried == 0:
             return self._stays()
-        step = newest_kept([[self._kept(key) for key in stage] for stage in by_stage])
+        if self._back is not None:
+            if any(worker.stage is not None and worker.report is None for worker in self._workers.values()):
+                return self._stays()
+            self._back = None  # not every stage has found that step
+        wholes = [self._untried(self._wholes.get(key, frozenset())) for key in self._workers]
+        step = newest_kept([[self._kept(key) for key in stage] for stage in by_stage], wholes)
         at_hand = [crew.said[0] for crew in self._crews.values() if crew.known and crew.said not in (None, NOTHING)]
         if at_hand and step <= max(at_hand):
             return self._stays()
@@ -283,7 +289,9 @@ class Making(Planning):
         return False
 
     def _kept(self, peer_id: str) -> frozenset[int]:
-        steps = self._steps.get(peer_id, frozenset())
+        return self._untried(self._steps.get(peer_id, frozenset()))
+
+    def _untried(self, steps: frozenset[int]) -> frozenset[int]:
         return steps if self._tried is None else frozenset(step for step in steps if step < (self._tried or 0))
 
     def _could_be_more(self, step: int) -> bool:
@@ -293,4 +301,4 @@ class Making(Planning):
         known: list[list[frozenset[int]]] = [[] for _ in range(self.stages)]
         for key, stage in self.held.items():
             known[stage].append(self._kept(key))
-        return newest_kept(known) > step
+        return newest_kept(known, [self._untried(steps) for steps in self._wholes.values()]) > step

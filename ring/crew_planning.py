@@ -85,7 +85,10 @@ class Planning(Places):
         """Have it build that stage, as it holds nothing that anybody needs."""
         worker.stage, worker.report, worker.restored, worker.asked = stage, None, -1, False
         worker.fresh = True
-        self._assign(worker)
+        if self._back is not None and not self._keeps_later(worker.peer_id, self._back):
+            self._go_to(worker, self._back)  # as all others were told
+        else:
+            self._assign(worker)
 
     # ---------------------------------------------------------------------------------------------------- spares, later
 

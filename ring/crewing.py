@@ -116,13 +116,15 @@ def in_groups(by_stage: Sequence[Collection[str]]) -> Iterator[tuple[str, ...]]:
     return zip(*(sorted(stage) for stage in by_stage), strict=False)
 
 
-def newest_kept(by_stage: Sequence[Collection[frozenset[int]]]) -> int:
+def newest_kept(by_stage: Sequence[Collection[frozenset[int]]], wholes: Iterable[frozenset[int]] = ()) -> int:
     """The newest step of which every stage has a checkpoint at somebody; everybody can make the state of step 0.
 
     Args:
         by_stage: the steps of the checkpoints of each worker.
+        wholes: the steps of those of the whole model, of each who has some: any stage takes its part out of one.
     """
-    kept = [frozenset().union(*stage) | {0} for stage in by_stage]
+    anywhere = frozenset({0}).union(*wholes)
+    kept = [anywhere.union(*stage) for stage in by_stage]
     return max(frozenset.intersection(*kept))
 
 

@@ -17,7 +17,8 @@ Rules
        is somebody to heal it, and withdrawn before that one is: no view begins from nothing.
     5. Where no place is filled, crews are made of workers that share what they loaded. Where none can be, the run goes
        back to the newest step of which every stage has a checkpoint at somebody who is here: at once where nobody who
-       is away could bring more, else after patience, for it sets newer checkpoints aside.
+       is away could bring more, else after patience, for it sets newer checkpoints aside. A checkpoint of the whole
+       model counts for every stage, whoever has it: workers that are told to go back are told who they are.
     6. What concerns one worker is settled here: its corpus, its failure, its silence while others stand, its deaths
        again and again, its neighbours' doubt.
     7. Where the model's sizes are known (``training``) the first stages are given to so many at once as the first view
@@ -44,8 +45,7 @@ class Crews(Making):
         terms: of crews: ``workers`` counts crews.
         stages: parts of the model, two or more.
         past: as for a coordinator; its view, branch and saved are of workers.
-        held: worker → the stage that it held last. steps: worker → the steps of the checkpoints that it is known to
-            have.
+        held: worker → the stage that it held last. saved: the checkpoints that workers are known to have.
         training: what is trained, as far as placing it goes; its cuts where they are chosen already. None: not known.
 
     Attributes:
@@ -126,8 +126,8 @@ class Crews(Making):
                 self._reported(peer_id, report)
             case co.PeerLost(peer_id) | co.PeerLeft(peer_id):
                 self._lost(peer_id, left=isinstance(event, co.PeerLeft))
-            case co.Saved(_, steps):
-                self._saved(steps)
+            case co.Saved(_, steps, wholes):
+                self._saved(steps, wholes)
             case co.Measured():
                 self._measured = event
                 self._tell_measured()

@@ -44,6 +44,7 @@ PERMITTED = MappingProxyType(
         "peer": frozenset({"worker"}),
         "ring": frozenset({"worker"}),
         "heal": frozenset({"worker"}),
+        "files": frozenset({"worker"}),
         "operator": frozenset({"operator"}),
         "probe": frozenset({"seed", "worker"}),
         "standby": frozenset({"seed"}),

@@ -11,7 +11,8 @@ Who says what to whom::
     seed   → peer      Seeds                                          (which seeds come after it)
     seed   → standby   Seeds; Rows → RowsTaken; Heartbeat, Leave the other way (see roles.seed.followers)
     member → member    bulk frames only (see ``ring.session``); heal: HealRequest → HealOffer, ChunkRequest → bulk
-                       frame; StepLogged as the donor's ring commits, StepRequest → bulk frame | StepGone; StillHere
+                       frame; StepLogged as the donor's ring commits, StepRequest → bulk frame | StepGone; StillHere;
+                       files: FilesRequest → FilesOffer, TensorRequest → bulk frame | TensorGone (see roles.worker.giver)
 
 A message is encoded as a msgpack map of its fields in the frame's header; the frame's ``kind`` names the class.
 Decoding checks every type and bound (``wire.codec``); an unknown, missing or ill-typed field is a ``ProtocolError``.
@@ -46,7 +47,7 @@ class Hello(Message):
 
     Attributes:
         purpose: ``peer`` (a worker to its seed), ``operator`` (a command line or TUI), ``ring`` (a member to its right
-            neighbour), ``heal`` (to a donor), ``probe`` (only to see whether somebody answers), ``enrol`` (a newcomer
+            neighbour), ``heal`` (to a donor), ``files`` (to who has a stage's checkpoint), ``probe`` (only to see whether somebody answers), ``enrol`` (a newcomer
             to a seed, for a certificate), ``standby`` (a second seed to the one that leads); of split models ``chain``
             (a client to a worker), ``stage`` (a stage to the next one), ``model`` and ``give`` (to take and to give
             tensors; see ``roles.worker.stages``).
@@ -208,6 +209,7 @@ class Assign(Message):
         corpus: SHA-256 of the tokenized corpus that the job began with; empty where no member has named it yet.
         restore_step: the step to go back to from a checkpoint; -1 to use the newest state that any member has.
         stage, stages: which part of the model this worker holds, of how many; (0, 1) where the model is not split.
+        holders: who has all stages' files of ``restore_step``, for a worker that lacks its own.
     """
 
     KIND: ClassVar[int] = 18
@@ -217,6 +219,7 @@ class Assign(Message):
     restore_step: int = -1
     stage: int = 0
     stages: int = 1
+    holders: list[MemberRecord] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,7 +377,11 @@ class EventNotice(Message):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSaved(Message):
-    """A checkpoint is durable on this peer's disk."""
+    """A checkpoint is durable on this peer's disk.
+
+    Attributes:
+        stage, stages: which part's files it has, of how many; (0, 1): the whole model's.
+    """
 
     KIND: ClassVar[int] = 26
     job: str
@@ -383,6 +390,8 @@ class CheckpointSaved(Message):
     digest: str
     size_bytes: int
     val_loss: float | None = None
+    stage: int = 0
+    stages: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -639,6 +648,34 @@ class StepGone(Message):
     KIND: ClassVar[int] = 54
     step: int
     stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class FilesRequest(Message):
+    """Which files has ``stage`` of ``stages`` in ``job``'s checkpoint of ``step``? Answered when they are durable.
+
+    Attributes:
+        lineage: of the state that it is to hold; empty: whichever.
+    """
+
+    KIND: ClassVar[int] = 57
+    job: str
+    step: int
+    lineage: str
+    stage: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class FilesOffer(Message):
+    """The answer: a checkpoint's manifest, which names them and their sums; or why there are none.
+
+    ``TensorRequest``s for ranges of them follow, whose ``model`` is the job.
+    """
+
+    KIND: ClassVar[int] = 58
+    manifest: bytes
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

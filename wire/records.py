@@ -249,7 +249,12 @@ class EventInfo(Record):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo(Record):
-    """One durable checkpoint and where it lies. ``id`` is ``<job>@<step>@<peer>``."""
+    """One durable checkpoint and where it lies. ``id`` is ``<job>@<step>@<peer>``, with ``@whole`` behind it where other
+    checkpoints of the same job are those of stages.
+
+    Attributes:
+        stage: of a split model: the one whose files alone it has; None: it is the whole model's.
+    """
 
     id: str
     job: str
@@ -261,6 +266,7 @@ class CheckpointInfo(Record):
     size_bytes: int
     created_at: float
     val_loss: float | None = None
+    stage: int | None = None
 
 
 MAX_LAYERS = 4096

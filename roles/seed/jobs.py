@@ -29,7 +29,7 @@ from roles.seed.specs import cut_spec, device_of, seen_for, stages_of, training_
 from roles.seed.store import JobRecord, Records, Store
 from roles.seed.updates import Board
 from wire.messages import Assign, CatchUp, Hold, MemberRecord, Message, Release, SaveNow, StepMetrics
-from wire.records import JobInfo, MetricRow
+from wire.records import CheckpointInfo, JobInfo, MetricRow
 
 _METRICS = frozenset(item.name for item in dataclasses.fields(MetricRow)) - {
     "job",
@@ -78,8 +78,7 @@ class History:
     view: View | None = None
     row: MetricRow | None = None
     val_loss: float | None = None
-    saved: dict[str, int] = field(default_factory=dict)
-    steps: dict[str, frozenset[int]] = field(default_factory=dict)
+    saved: co.Saved = field(default_factory=lambda: co.Saved({}))
     written: chronicle.Known = field(default_factory=chronicle.Known)
     reread: bool = False
 
@@ -107,7 +106,7 @@ class Desk:
             view=view,
             corpus=record.corpus,
             known_step=max(view.step if view else 0, history.row.step if history.row else 0),
-            saved=history.saved,
+            saved=dict(history.saved.newest),
             branch=frozenset(record.branch) if record.branch is not None else None,
             step_s=_step_s(history.row) if history.row else 0.0,
             reread=history.reread,
@@ -132,7 +131,7 @@ class Desk:
                 self.stages,
                 past=past,
                 held=record.held,
-                steps=history.steps,
+                saved=history.saved,
                 training=training_of(spec, record.shape, record.cuts),
                 now=now,
             )
@@ -235,12 +234,13 @@ class Desk:
 
     async def _carry_out(self, instruction: co.Instruction) -> None:
         match instruction:
-            case co.SendAssign(peer_id, corpus, restore_step, stage, stages):
+            case co.SendAssign(peer_id, corpus, restore_step, stage, stages, holders):
                 self._office.survey.drop(peer_id)  # what it reported before counts no more
                 if stages > 1 and self.record.held.get(peer_id) != stage:  # its checkpoints will be of that stage
                     await self._keep(held=told_stage(self.record.held, peer_id, stage, self.core.peer_ids))
                 spec = cut_spec(self.spec, self.record.cuts)
-                self._say(peer_id, Assign(self.id, spec, corpus, restore_step, stage, stages))
+                there = self._places_seen_by(peer_id, holders)
+                self._say(peer_id, Assign(self.id, spec, corpus, restore_step, stage, stages, there))
             case co.Planned(cuts):
                 await self._keep(cuts=list(cuts))
             case co.SendSurvey(peer_ids):
@@ -271,6 +271,11 @@ class Desk:
         link = self._office.links.get(peer_id)
         if link is not None and link.job == self.id:
             link.say(message)
+
+    def _places_seen_by(self, peer_id: str, peers: Iterable[co.Peer]) -> list[MemberRecord]:
+        link = self._office.links.get(peer_id)
+        records = [MemberRecord(peer.peer_id, peer.name, peer.host, peer.port, 0, 0, True) for peer in peers]
+        return seen_from(link.host, records) if link is not None else []
 
     def _send_catch_up(self, peer_id: str, generation: int, donors: tuple[MemberRecord, ...]) -> None:
         link = self._office.links.get(peer_id)
@@ -430,11 +435,20 @@ def _last(records: Records, job: str) -> tuple[MetricRow | None, float | None]:
     return next(iter(records.last_metrics(job, 1)), None), records.last_val_loss(job)
 
 
-def history(records: Records, job: str) -> History:
+def history(records: Records, job: str, *, split: bool) -> History:
     """What the store knows of a job beside its record. On the store's thread."""
     row, val_loss = _last(records, job)
-    saved, steps = records.newest_checkpoints(job), records.checkpoint_steps(job)
-    return History(records.last_view(job), row, val_loss, saved, steps, chronicle.known(records, job), reread=True)
+    view, saved = records.last_view(job), saved_of(records.checkpoints_of(job), split=split)
+    return History(view, row, val_loss, saved, chronicle.known(records, job), reread=True)
+
+
+def saved_of(checkpoints: Iterable[CheckpointInfo], *, split: bool) -> co.Saved:
+    """What a job's checkpoints say to its core. Of a ``split`` model: which are of parts, and which are whole."""
+    parts, wholes = {}, {}
+    for item in checkpoints:
+        kept = wholes if split and item.stage is None else parts
+        kept[item.peer_id] = kept.get(item.peer_id, frozenset()) | {item.step}
+    return co.Saved({peer_id: max(steps) for peer_id, steps in parts.items()}, parts, wholes)
 
 
 def _tell(handled: asyncio.Future[bool] | None, result: bool) -> None:

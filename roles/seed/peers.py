@@ -281,6 +281,12 @@ def check_step(message: StepMetrics | CheckpointSaved, steps_total: int) -> None
         raise ProtocolError(f"{type(message).__name__} of step {message.step}, and the job has {steps_total}")
 
 
+def check_part(message: CheckpointSaved, stages: int) -> None:
+    """Raise ``ProtocolError`` where it is of a part that the job's model does not have."""
+    if message.stages not in (1, stages) or message.stage >= message.stages:
+        raise ProtocolError(f"a checkpoint of stage {message.stage} of {message.stages}, and there are {stages}")
+
+
 def checked_report(report: Report, steps_total: int) -> Report:
     """The report with its reason as a line for people. Raises ``ProtocolError`` where it says what cannot be."""
     if report.status not in STATUSES:
@@ -317,10 +323,11 @@ def whole(value: float | None) -> int:
     return int(min(max(value, 0.0), MAX_WHOLE)) if value is not None and math.isfinite(value) else 0
 
 
-def checkpoint_of(link: Link, message: CheckpointSaved, wall: float) -> CheckpointInfo:
-    """What a worker says is durable on its disk."""
+def checkpoint_of(link: Link, message: CheckpointSaved, wall: float, *, split: bool = False) -> CheckpointInfo:
+    """What a worker says is durable on its disk. ``split``: the job's model is."""
+    stage = message.stage if message.stages > 1 else None
     return CheckpointInfo(
-        id=f"{message.job}@{message.step}@{link.id}",
+        id=f"{message.job}@{message.step}@{link.id}{'@whole' if split and stage is None else ''}",
         job=message.job,
         step=message.step,
         path=clipped(message.path, 1024),
@@ -330,6 +337,7 @@ def checkpoint_of(link: Link, message: CheckpointSaved, wall: float) -> Checkpoi
         size_bytes=message.size_bytes,
         created_at=wall,
         val_loss=message.val_loss if message.val_loss is not None and math.isfinite(message.val_loss) else None,
+        stage=stage,
     )
 
 

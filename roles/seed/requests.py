@@ -357,20 +357,19 @@ class Clerk:
     def _check_whole(self, desk: Desk, checkpoint: CheckpointInfo) -> None:
         """Raise ``Refused`` where a split model cannot go back to it, for nobody here has the other stages'."""
         found = [
-            item.peer_id
+            item.stage
             for item in self._seed.checkpoints.values()
             if (item.job, item.step) == (checkpoint.job, checkpoint.step) and item.peer_id in self._seed.links
         ]
-        if desk.stages > 1 and not desk.whole(found):
-            stages = sorted({stage for peer_id in found if (stage := desk.stage_of(peer_id)) is not None})
+        stages = sorted({stage for stage in found if stage is not None})
+        if desk.stages > 1 and None not in found and len(stages) < desk.stages:
             where = f"of {desk.stages} stages only {stages} have a checkpoint at a worker here"
             text = f"step {checkpoint.step} is not here as a whole: {where}"
             raise Refused("holder-away", text, remedy="start the workers that hold the others, or choose another step")
 
     def _stage(self, checkpoint: CheckpointInfo) -> Params:
         desk = self._seed.desks.get(checkpoint.job)
-        stage = desk.stage_of(checkpoint.peer_id) if desk else None
-        return {} if desk is None or stage is None else {"stage": stage, "stages": desk.stages}
+        return {} if desk is None or checkpoint.stage is None else {"stage": checkpoint.stage, "stages": desk.stages}
 
     async def _verified(self, checkpoint: CheckpointInfo) -> str:
         """The lineage of a checkpoint, of which its holder has just read every byte."""

@@ -22,7 +22,7 @@ from ring.view import View
 from roles.background import started_in
 from roles.seed.enrolment import Gate
 from roles.seed.followers import Followers
-from roles.seed.jobs import Desk, History, Office, history
+from roles.seed.jobs import Desk, History, Office, history, saved_of
 from roles.seed.leading import Rivals, others_lead, refused_as_standby, term_and_seats
 from roles.seed.links import Survey
 from roles.seed.options import Beats, Guard, cluster_id
@@ -32,6 +32,7 @@ from roles.seed.peers import (
     Link,
     check_hello,
     check_numbers,
+    check_part,
     check_step,
     checked_report,
     checkpoint_of,
@@ -40,6 +41,7 @@ from roles.seed.peers import (
     say_last,
 )
 from roles.seed.requests import Clerk
+from roles.seed.specs import stages_of
 from roles.seed.store import JobRecord, PeerRecord, Records, Store
 from roles.seed.strangers import Strangers
 from roles.seed.succession import first_generation
@@ -143,7 +145,8 @@ class Seed:
         recent = await store.call(Records.events, seed._last_event_id - RECENT_EVENTS, RECENT_EVENTS)
         seed.recent.extend(recent)
         for record, spec in await store.call(Records.jobs):
-            seed.desks[record.id] = Desk(seed.office, record, spec, await store.call(history, record.id))
+            known = await store.call(history, record.id, split=stages_of(spec) > 1)
+            seed.desks[record.id] = Desk(seed.office, record, spec, known)
         seed.checkpoints = {item.id: item for item in await store.call(Records.checkpoints)}
         return seed
 
@@ -382,6 +385,7 @@ class Seed:
                     await self.store.flush()
             case CheckpointSaved() if message.job in self.desks:
                 check_step(message, self.desks[message.job].record.steps_total)
+                check_part(message, self.desks[message.job].stages)
                 await self._saved(link, message)
             case EventNotice():
                 job = message.job if message.job in self.desks else ""
@@ -498,10 +502,12 @@ class Seed:
     async def _saved(self, link: Link, message: CheckpointSaved) -> None:
         """A checkpoint is durable at ``link``, which keeps as many as the job says, the newest. Noting it holds up
         nothing else that is said over the link: beats behind it would be answered too late where the disk is slow."""
-        info = checkpoint_of(link, message, self.world.clock.wall())
+        split = self.desks[message.job].stages > 1
+        info = checkpoint_of(link, message, self.world.clock.wall(), split=split)
         known = self.checkpoints.get(info.id)
         keep = max(self.desks[info.job].record.keep, 2)
-        mine = [item for item in self.checkpoints.values() if (item.job, item.peer_id) == (info.job, info.peer_id)]
+        alike = info.job, info.peer_id, info.stage is None
+        mine = [item for item in self.checkpoints.values() if (item.job, item.peer_id, item.stage is None) == alike]
         newer = sum(item.step > info.step for item in mine)
         if newer >= keep or (known is not None and known == replace(info, created_at=known.created_at)):
             return  # told again over a new connection: noted already, or deleted since
@@ -541,10 +547,8 @@ class Seed:
     def _tell_newest(self, job: str) -> None:
         """A job knows how far it could go back, or on, from the disks of its workers."""
         if job in self.desks:
-            held = sorted((item.step, item.peer_id) for item in self.checkpoints.values() if item.job == job)
-            newest = {peer_id: step for step, peer_id in held}
-            steps = {peer_id: frozenset(step for step, holder in held if holder == peer_id) for peer_id in newest}
-            self.desks[job].post(co.Saved(newest, steps))
+            held = (item for item in self.checkpoints.values() if item.job == job)
+            self.desks[job].post(saved_of(held, split=self.desks[job].stages > 1))
 
     # ------------------------------------------------------------------------------------------------------------- jobs
 

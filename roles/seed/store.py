@@ -134,6 +134,9 @@ class Records:
                 text = f"{path} was written by another release (schema {version}, not {SCHEMA_VERSION})"
                 raise StorageError(text, remedy="use the release that wrote it, or another --state")
             self._db.executescript(_SCHEMA + f"PRAGMA user_version = {SCHEMA_VERSION};")
+            columns = {row[1] for row in self._db.execute("PRAGMA table_info(checkpoints)")}
+            for name in [name for name in _CHECKPOINT_COLUMNS if name not in columns]:  # of an older release
+                self._db.execute(f"ALTER TABLE checkpoints ADD COLUMN {name}")
             self.feed = feed.Feed(self._db)
         self._path = path
 
@@ -340,19 +343,11 @@ class Records:
             rows = self._db.execute("SELECT * FROM checkpoints ORDER BY created_at, id").fetchall()
             return [CheckpointInfo(*row) for row in rows]
 
-    def newest_checkpoints(self, job: str) -> dict[str, int]:
-        """Peer id → step of the newest that it holds."""
+    def checkpoints_of(self, job: str) -> list[CheckpointInfo]:
+        """Those of a job, in no order."""
         with _translated(self._path):
-            sql = "SELECT peer_id, max(step) FROM checkpoints WHERE job = ? GROUP BY peer_id"
-            return dict(self._db.execute(sql, (job,)))
-
-    def checkpoint_steps(self, job: str) -> dict[str, frozenset[int]]:
-        """Peer id → the steps of those that it holds."""
-        found: dict[str, set[int]] = {}
-        with _translated(self._path):
-            for peer_id, step in self._db.execute("SELECT peer_id, step FROM checkpoints WHERE job = ?", (job,)):
-                found.setdefault(peer_id, set()).add(step)
-        return {peer_id: frozenset(steps) for peer_id, steps in found.items()}
+            rows = self._db.execute("SELECT * FROM checkpoints WHERE job = ?", (job,))
+            return [CheckpointInfo(*row) for row in rows]
 
     # -------------------------------------------------------------------------------------------------------- helpers
 

@@ -531,3 +531,67 @@ def test_as_many_crews_as_can_be_are_dealt() -> None:
         assert min(min(total), max(most, min(counts))) == brute_force_crews(counts, able, most), number
         if given:
             assert all(total[stage] == min(total) for stage in given.values()), "given away for nothing"
+
+
+def far_ahead(steps: dict[str, frozenset[int]], wholes: dict[str, frozenset[int]]) -> Play:
+    """Stage 1 died with its disk beyond what is saved; c, a spare, has built that stage, and holds nothing of it."""
+    play = Play()
+    view = play.begun("a", "b", "c")
+    play.tell(co.Saved({}, steps, wholes))
+    play.tell(co.Progress(25, 1.0))
+    play.lost("b")
+    play.says("a", "broken", 25, generation=view.generation, suspect="b")
+    play.ready("c")
+    play.tell(co.Tick(), 10_000.0)
+    return play
+
+
+def told(play: Play) -> dict[str, tuple[int, int, list[str]]]:
+    """Who is told to load: stage, step, and who has the files."""
+    assigned = play.of(co.SendAssign)
+    return {item.peer_id: (item.stage, item.restore_step, [peer.peer_id for peer in item.holders]) for item in assigned}
+
+
+def test_a_whole_checkpoint_counts_for_a_stage_that_nobody_else_has() -> None:
+    kept = {"a": frozenset({10, 20}), "b": frozenset({10, 20})}
+    assert told(far_ahead(kept, {})) == {"a": (0, 0, []), "c": (1, 0, [])}, "parts alone do not help another stage"
+    play = far_ahead(kept, {"a": frozenset({10, 20}), "b": frozenset({20})})
+    assert told(play) == {"a": (0, 20, []), "c": (1, 20, ["a"])}, "b has one too, but is not here"
+    play.ready("a", "c", applied=20)
+    assert (play.minted, play.members, play.view.step) == (True, ["a", "c"], 20)
+
+
+def test_a_spare_may_be_who_has_the_whole() -> None:
+    play = far_ahead({"a": frozenset({20})}, {"c": frozenset({20}), "z": frozenset({24})})
+    assert told(play) == {"a": (0, 20, ["c"]), "c": (1, 20, [])}
+
+
+def test_where_the_files_did_not_come_the_run_goes_back_further() -> None:
+    play = far_ahead({"a": frozenset({10, 20})}, {"a": frozenset({10, 20})})
+    play.ready("a", applied=20)
+    play.ready("c", applied=0)
+    play.tell(co.Tick(), 10_000.0)
+    assert told(play) == {"a": (0, 10, []), "c": (1, 10, ["a"])}
+    play.ready("a", "c", applied=10)
+    assert play.view.step == 10
+
+
+def test_who_dies_while_it_fetches_is_followed_by_another() -> None:
+    play = far_ahead({"a": frozenset({10, 20})}, {"a": frozenset({10, 20})})
+    play.ready("a", applied=20)
+    play.lost("c")
+    play.comes("d")
+    assert told(play) == {"d": (1, 20, ["a"])}
+    play.ready("d", applied=20)
+    assert (play.members, play.view.step) == (["a", "d"], 20)
+
+
+def test_a_person_may_go_back_to_a_whole() -> None:
+    play = Play()
+    view = play.begun("a", "b", "c")
+    play.tell(co.Saved({}, {}, {"c": frozenset({5})}))
+    play.tell(co.Progress(9, 1.0))
+    play.tell(co.Restore(5, "c", L[5]))
+    play.says("a", "held", 9, generation=view.generation)
+    play.says("b", "held", 9, generation=view.generation)
+    assert told(play) == {"a": (0, 5, ["c"]), "b": (1, 5, ["c"])}

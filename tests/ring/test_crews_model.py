@@ -40,12 +40,17 @@ SPEED = {"a": 1e9, "b": 2e9, "c": 1e9, "d": 4e9, "e": 1e9, "f": 9e9}
 
 @dataclass
 class Disk:
-    """What a worker's disk holds, by stage: (step, lineage), oldest first."""
+    """What a worker's disk holds, by stage: (step, lineage), oldest first; and of the whole model."""
 
     saved: dict[int, list[tuple[int, str]]] = field(default_factory=dict)
+    wholes: list[tuple[int, str]] = field(default_factory=list)
 
     def of(self, stage: int) -> list[tuple[int, str]]:
         return self.saved.setdefault(stage, [(0, "0")])
+
+    def adopt(self, stage: int, state: tuple[int, str]) -> None:
+        """The stage's part of somebody's whole checkpoint."""
+        self.saved[stage] = [*(saved for saved in self.of(stage) if saved[0] < state[0]), state]
 
 
 @dataclass
@@ -59,6 +64,7 @@ class Member:
     stage: int | None = None
     building: bool = False
     restore: int = -1
+    holders: list[Member] = field(default_factory=list, repr=False)
     status: str = ""  # ready, following, training, pending, held, broken, done
     chases: bool = False
     frozen: bool = False
@@ -89,13 +95,18 @@ class Member:
             self.sent.append(co.PeerReported(self.peer_id, report))
 
     def load(self) -> None:
-        """Its newest checkpoint, or that it was told to go back to."""
+        """Its newest checkpoint, or that it was told to go back to, its own or one that others have."""
         assert self.stage is not None
-        known = self.disk.of(self.stage)
+        known, wholes = self.disk.of(self.stage), self.disk.wholes
         if self.restore >= 0:
             known[:] = [saved for saved in known if saved[0] <= self.restore]
+            wholes[:] = [saved for saved in wholes if saved[0] <= self.restore]
+            there = [holder.disk.wholes for holder in self.holders if holder.alive and not holder.frozen]
+            wholes = [whole for those in (wholes, *there) for whole in those if whole[0] == self.restore]
+        if wholes and wholes[0][0] > known[-1][0]:
+            self.disk.adopt(self.stage, max(wholes, key=lambda whole: whole[0]))
         self.restore = -1
-        (self.applied, self.lineage), self.prepared_lineage, self.torn = known[-1], "", False
+        (self.applied, self.lineage), self.prepared_lineage, self.torn = self.disk.of(self.stage)[-1], "", False
         self.building = self.chases = False
         pending = self.view if self.status == "pending" else None
         self.view = None
@@ -218,12 +229,15 @@ class Cluster(RuleBasedStateMachine):
             stage = self.core.held.get(peer_id)
             for state in self.disks[peer_id].of(stage) if stage is not None else ():
                 kept.setdefault(state, set()).add(stage or 0)
+            for state in self.disks[peer_id].wholes if peer_id in self.core.peer_ids else ():
+                kept.setdefault(state, set()).update(range(self.stages))
         return sorted(state for state, stages in kept.items() if len(stages) == self.stages)
 
     def assigned(self, member: Member, item: co.SendAssign) -> None:
         assert item.stages == self.stages
         if not member.reached:
             return
+        member.holders = [self.members[peer.peer_id] for peer in item.holders]
         if member.stage != item.stage:
             self.leave_ring(member)
             member.stage, member.restore, member.building, member.status = item.stage, item.restore_step, True, ""
@@ -507,7 +521,45 @@ class Cluster(RuleBasedStateMachine):
             stage = self.core.held.get(peer_id)
             if stage is not None and len(disk.of(stage)) > 1:
                 steps[peer_id] = frozenset(step for step, _ in disk.of(stage))
-        self.tell(co.Saved({peer_id: max(kept) for peer_id, kept in steps.items()}, steps))
+        wholes = {peer_id: frozenset(step for step, _ in disk.wholes) for peer_id, disk in self.disks.items()}
+        self.tell(co.Saved({peer_id: max(kept) for peer_id, kept in steps.items()}, steps, wholes))
+
+    @rule(peer_id=st.sampled_from(PEERS))
+    def gather(self, peer_id: str) -> None:
+        """It has the parts of a state that workers saved put together."""
+        parts: dict[tuple[int, str], set[int]] = {}
+        for other in PEERS:
+            if self.members[other].reached:
+                for stage, saved in self.disks[other].saved.items():
+                    for state in saved:
+                        parts.setdefault(state, set()).add(stage)
+        there = [state for state, stages in parts.items() if len(stages) == self.stages and state[0] > 0]
+        member = self.members[peer_id]
+        if there and member.reached and not member.building and member.stage is not None:
+            wholes = member.disk.wholes
+            if max(there) not in wholes:
+                wholes[:] = [*(whole for whole in wholes if whole[0] < max(there)[0]), max(there)]
+            self.tell_saved()
+
+    @rule(peer_id=st.sampled_from(PEERS))
+    def lose_the_disk(self, peer_id: str) -> None:
+        self.die(peer_id)
+        self.disks[peer_id] = self.members[peer_id].disk = Disk()
+
+    @rule(lost=st.integers(0, 2), keeper=st.integers(0, 2))
+    def lose_a_stage(self, lost: int, keeper: int) -> None:
+        """All that hold it, and their disks: others may have it on theirs."""
+        members = self.ring()
+        if members and not any(member.torn for member in members):
+            self.save(1)
+            self.gather(members[keeper % self.stages].peer_id)
+            self.step_and_settle(True)
+            for member in list(self.members.values()):
+                if member.stage == lost % self.stages:
+                    self.lose_the_disk(member.peer_id)
+            for _ in range(3):
+                self.settle()
+                self.wait(700.0)
 
     @rule(peer_id=st.sampled_from(PEERS))
     def die(self, peer_id: str) -> None:

@@ -83,7 +83,7 @@ def test_a_forgotten_job_leaves_nothing_behind_but_the_diary(kept: Records) -> N
         kept.add_view(dataclasses.replace(view(1, 0, "a"), job=job), JOB, restored=False, wall=1.0)
         kept.add_rows([dataclasses.replace(row(1), job=job), event(1)], [])
         kept.add_checkpoint(CheckpointInfo(f"{job}@9@p", job, 9, "/c", "p", "p", "d", 5, 1.0))
-    assert (kept.newest_checkpoints("j1"), kept.newest_checkpoints("none")) == ({"p": 9}, {})
+    assert ([item.id for item in kept.checkpoints_of("j1")], kept.checkpoints_of("none")) == (["j1@9@p"], [])
     kept.forget_job("j1")
     assert [job.id for job, _ in kept.jobs()] == ["j2"]
     assert (kept.last_view("j1"), kept.last_metrics("j1", 9)) == (None, [])
@@ -247,3 +247,20 @@ async def test_a_full_queue_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     crowded.append(store.crowded)
     assert crowded == [False, True, False]
     await store.close()
+
+
+def test_a_store_of_an_older_release_is_read_on(tmp_path: Path) -> None:
+    path = tmp_path / "old.sqlite3"
+    old = sqlite3.connect(path)
+    old.execute(
+        "CREATE TABLE checkpoints (id, job, step, path, peer_id, peer_name, digest, size_bytes, created_at, val_loss,"
+        " PRIMARY KEY (id)) WITHOUT ROWID"
+    )
+    old.execute("INSERT INTO checkpoints VALUES ('j1@9@p', 'j1', 9, '/c', 'p', 'p', 'd', 5, 1.0, NULL)")
+    old.execute("PRAGMA user_version = 1")
+    old.commit()
+    old.close()
+    kept = Records(path)
+    kept.add_checkpoint(CheckpointInfo("j1@9@q", "j1", 9, "/c", "q", "q", "d", 5, 2.0, stage=1))
+    assert [(item.peer_id, item.stage) for item in kept.checkpoints()] == [("p", None), ("q", 1)]
+    kept.close()
