@@ -212,7 +212,7 @@ class Surveyed(Event):
 @dataclass(frozen=True, slots=True)
 class Saved(Event):
     """``newest``: peer id → step of the newest checkpoint that it is known to hold, of all that hold one; ``steps``: of
-    all that it holds, where that matters (``ring.crews``); ``wholes``: of those that have all parts of a split model."""
+    all that it holds, where that matters (``ring.crews``); ``wholes``: of those that have all parts of a model."""
 
     newest: Mapping[str, int] = field(repr=False)
     steps: Mapping[str, frozenset[int]] = field(default_factory=dict, repr=False)
@@ -275,8 +275,8 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class SendAssign(Instruction):
-    """``stage``, ``stages``: the part of the model that it is to hold, of how many (``ring.crews``); ``holders``: who else
-    has the files of all parts of ``restore_step``."""
+    """``stage``, ``stages``: the part of the model that it is to hold, of how many (``ring.crews``); ``holders``: who
+    else has the files of all parts of ``restore_step``."""
 
     peer_id: str
     corpus: str

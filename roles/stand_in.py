@@ -21,13 +21,15 @@ from configs.schema import Profile
 from p2ptrain.compute.fixed import UNIT, to_fixed, to_float
 from p2ptrain.core.errors import JobFailed, StorageError
 from p2ptrain.core.training import Applied, Blob, BlobRange, FilePlan
+from p2ptrain.core.weights_index import shard_name
 from roles.engine import WHOLE, OnFinal, Stage
-
-_FILE = "state.bin"
 
 
 class StandInEngine:
     """Minimizes |parameters - target|², where micro-batch i of step s sees a target that is a pure function of both.
+
+    Attributes:
+        state_file: of its checkpoints; each part's has its own name.
 
     Args:
         numel: parameters, of the whole model.
@@ -46,7 +48,8 @@ class StandInEngine:
         on_micro_batch: Callable[[int, int], None] = lambda step, index: None,
         stage: Stage = WHOLE,
     ) -> None:
-        self._whole = numel
+        self._whole, self.stage = numel, stage
+        self.state_file = shard_name("state", stage.index, stage.count, ".bin") if stage.split else "state.bin"
         self._part = slice(numel * stage.index // stage.count, numel * (stage.index + 1) // stage.count)
         numel = self._part.stop - self._part.start
         self._profile = profile
@@ -135,13 +138,14 @@ class StandInEngine:
 
     def checkpoint_files(self, step: int) -> list[FilePlan]:
         whole = tuple(BlobRange(blob.name, 0, blob.view.nbytes) for blob in self.state())
-        notes = json.dumps({"numel": self._parameters.size}).encode()
-        return [FilePlan(_FILE, whole), FilePlan("config.json", (notes,))]
+        notes = json.dumps({"numel": self._whole}).encode()
+        of_all = [] if self.stage.index else [FilePlan("config.json", (notes,))]
+        return [FilePlan(self.state_file, whole), *of_all]
 
     def load(self, directory: Path) -> None:
-        data = (directory / _FILE).read_bytes()
+        data = (directory / self.state_file).read_bytes()
         if len(data) != 2 * self._parameters.nbytes:
-            raise StorageError(f"{directory / _FILE} is of another model")
+            raise StorageError(f"{directory / self.state_file} is of another model")
         values = np.frombuffer(data, np.float32)
         self._parameters[:], self._momentum[:] = np.split(values, 2)
 

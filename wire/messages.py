@@ -12,7 +12,7 @@ Who says what to whom::
     seed   → standby   Seeds; Rows → RowsTaken; Heartbeat, Leave the other way (see roles.seed.followers)
     member → member    bulk frames only (see ``ring.session``); heal: HealRequest → HealOffer, ChunkRequest → bulk
                        frame; StepLogged as the donor's ring commits, StepRequest → bulk frame | StepGone; StillHere;
-                       files: FilesRequest → FilesOffer, TensorRequest → bulk frame | TensorGone (see roles.worker.giver)
+                       files: FilesRequest → FilesOffer, TensorRequest → bulk frame | TensorGone
 
 A message is encoded as a msgpack map of its fields in the frame's header; the frame's ``kind`` names the class.
 Decoding checks every type and bound (``wire.codec``); an unknown, missing or ill-typed field is a ``ProtocolError``.
@@ -47,10 +47,10 @@ class Hello(Message):
 
     Attributes:
         purpose: ``peer`` (a worker to its seed), ``operator`` (a command line or TUI), ``ring`` (a member to its right
-            neighbour), ``heal`` (to a donor), ``files`` (to who has a stage's checkpoint), ``probe`` (only to see whether somebody answers), ``enrol`` (a newcomer
-            to a seed, for a certificate), ``standby`` (a second seed to the one that leads); of split models ``chain``
-            (a client to a worker), ``stage`` (a stage to the next one), ``model`` and ``give`` (to take and to give
-            tensors; see ``roles.worker.stages``).
+            neighbour), ``heal`` (to a donor), ``files`` (to a worker that has a stage's checkpoint), ``probe`` (only to
+            see whether somebody answers), ``enrol`` (a newcomer to a seed, for a certificate), ``standby`` (a second
+            seed to the one that leads); of split models ``chain`` (a client to a worker), ``stage`` (a stage to the
+            next one), ``model`` and ``give`` (to take and to give tensors; see ``roles.worker.stages``).
         job, generation: the view that the caller believes in; empty and 0 where there is none. Of split models the
             session and the index of the stage that is called, or the model.
         port: where this peer listens for other peers, 0 where it does not.

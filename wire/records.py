@@ -249,8 +249,8 @@ class EventInfo(Record):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo(Record):
-    """One durable checkpoint and where it lies. ``id`` is ``<job>@<step>@<peer>``, with ``@whole`` behind it where other
-    checkpoints of the same job are those of stages.
+    """One durable checkpoint and where it lies. ``id`` is ``<job>@<step>@<peer>``, with ``@whole`` behind it where the
+    job's other checkpoints are those of stages.
 
     Attributes:
         stage: of a split model: the one whose files alone it has; None: it is the whole model's.

@@ -7,17 +7,43 @@ are the first stage's, so together they are a checkpoint as one process writes i
 from __future__ import annotations
 
 import mmap
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from p2ptrain.core.checkpoints import MANIFEST, CheckpointEntry, CheckpointStore, read_checkpoint
+from p2ptrain.core.checkpoints import MANIFEST, CheckpointEntry, CheckpointStore, Meta, read_checkpoint
 from p2ptrain.core.disk import Disk
 from p2ptrain.core.errors import StorageError, UserError
 from p2ptrain.core.training import BlobRange, FilePlan
 
 STAGE, STAGES, LINEAGE = "stage", "stages", "lineage"
 """Keys of a part's meta: whose it is, of how many, and of which state of the whole model."""
+
+
+_OF_STAGE = re.compile(r".*-(\d{5})-of-(\d{5})\.\w+")
+
+
+def is_of_stage(name: str, stage: int, stages: int) -> bool:
+    """Whether a file is that stage's: ``model-00002-of-00003.safetensors`` is the second's, what bears no such mark
+    describes the whole model, and is the first stage's."""
+    mark = _OF_STAGE.fullmatch(name)
+    return (int(mark[1]), int(mark[2])) == (stage + 1, stages) if mark is not None else stage == 0
+
+
+def part_of(entry: CheckpointEntry, stage: int, stages: int) -> tuple[Meta, dict[str, tuple[int, str]]]:
+    """Meta and files of one stage, of its own checkpoint or of one of the whole model. Raises ``StorageError``."""
+    if is_part(entry) and (entry.meta.get(STAGE), entry.meta.get(STAGES)) != (stage, stages):
+        raise StorageError(f"{entry.path} is not of stage {stage} of {stages}")
+    files = {name: facts for name, facts in entry.files.items() if is_of_stage(name, stage, stages)}
+    if not files:
+        raise StorageError(f"{entry.path} has no files of stage {stage} of {stages}")
+    return entry.meta | {STAGE: stage, STAGES: stages}, files
+
+
+def of_the_whole(meta: Meta) -> Meta:
+    """What the first stage's meta says, without that it is of a stage."""
+    return {key: value for key, value in meta.items() if key not in (STAGE, STAGES)}
 
 
 def is_part(entry: CheckpointEntry) -> bool:
@@ -93,7 +119,7 @@ def gather(disk: Disk, parts: Sequence[CheckpointEntry], root: Path) -> Checkpoi
     store = CheckpointStore(disk, root, keep=_ALL)
     for part in parts:
         store.verify(part)
-    meta = {key: value for key, value in first.meta.items() if key not in (STAGE, STAGES)}
+    meta = of_the_whole(first.meta)
     with _contents(parts) as blobs:
         files = [
             FilePlan(name, (BlobRange(name, 0, size),)) for part in parts for name, (size, _) in part.files.items()

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from p2ptrain.core.disk import Disk
-from p2ptrain.core.errors import ResourceError, StorageError
+from p2ptrain.core.errors import ProtocolError, ResourceError, StorageError
 from p2ptrain.core.training import BlobRange, FilePlan
 
 MANIFEST = "manifest.json"
@@ -98,23 +98,38 @@ class CheckpointStore:
         """
         if not files:
             raise StorageError(f"the checkpoint of step {step} has no files")
-        self._check_room(sum(file.size_bytes for file in files))
-        temporary = self._root / f"{_NEW}{step:08d}-{secrets.token_hex(4)}"
-        target = self._path(step)
+        draft = self.draft(step, sum(file.size_bytes for file in files))
         try:
-            self._disk.make_dir(temporary)
-            sums = {file.name: self._write_file(temporary / file.name, file, blobs) for file in files}
-            encoded = self._write_manifest(temporary, step, meta, sums)
-            self._disk.sync_dir(temporary)
-            self._publish(temporary, target)
+            for file in files:
+                draft.begin(file.name)
+                for piece in _pieces(file, blobs):
+                    draft.add(piece)
+                draft.end()
+            return self.publish(draft, meta)
         except StorageError:
-            with suppress(StorageError):  # the first problem is the one to tell; the next writer clears what is left
-                self._disk.remove_tree(temporary)
+            draft.discard()
             raise
+
+    def draft(self, step: int, need_bytes: int) -> Draft:
+        """A checkpoint of ``step`` to be, whose files come piece by piece. It is ``publish``ed, or ``discard``ed.
+
+        Raises:
+            ResourceError: less is free than ``need_bytes``.
+            StorageError: nothing can be written.
+        """
+        self._check_room(need_bytes)
+        return Draft(self._disk, self._root / f"{_NEW}{step:08d}-{secrets.token_hex(4)}", step)
+
+    def publish(self, draft: Draft, meta: Meta) -> CheckpointEntry:
+        """Make it the durable checkpoint of its step, then prune older ones. Raises ``StorageError``: it is not."""
+        step, target = draft.step, self._path(draft.step)
+        encoded = self._write_manifest(draft.path, step, meta, draft.sums)
+        self._disk.sync_dir(draft.path)
+        self._publish(draft.path, target)
         with suppress(StorageError):  # it is there; what is one too many goes with the next one
             self._disk.remove_tree(self._aside(target))
             self._prune(step)
-        return _entry(target, step, encoded, meta, sums)
+        return _entry(target, step, encoded, meta, draft.sums)
 
     def entries(self) -> list[CheckpointEntry]:
         """Checkpoints with a readable manifest, newest first. Sizes and sums are not checked: see ``verify``."""
@@ -184,7 +199,7 @@ class CheckpointStore:
     # ------------------------------------------------------------------------------------------------------- inside
 
     def _path(self, step: int) -> Path:
-        return self._root / _name(step)
+        return self._root / step_name(step)
 
     def _directories(self) -> list[tuple[int, Path]]:
         """Step and path of everything that bears a checkpoint's name, newest first."""
@@ -199,20 +214,8 @@ class CheckpointStore:
                 remedy="free some space, keep fewer checkpoints, or choose another place with --state",
             )
 
-    def _write_file(self, path: Path, file: FilePlan, blobs: Mapping[str, memoryview]) -> tuple[int, str]:
-        """Write and flush one file; its size and its sum, taken of what was to be written."""
-        digest = hashlib.sha256()
-        self._disk.write_file(path, b"")
-        for piece in _pieces(file, blobs):
-            digest.update(piece)
-            self._disk.append_file(path, piece)
-        self._disk.sync_file(path)
-        return file.size_bytes, digest.hexdigest()
-
     def _write_manifest(self, directory: Path, step: int, meta: Meta, sums: Mapping[str, tuple[int, str]]) -> bytes:
-        files = {name: {"size_bytes": size, "sha256": digest} for name, (size, digest) in sums.items()}
-        manifest = {"format": 1, "step": step, "meta": meta, "files": files}
-        encoded = json.dumps(manifest, indent=1, sort_keys=True).encode()
+        encoded = manifest_of(step, meta, sums)
         self._disk.write_file(directory / MANIFEST, encoded)
         self._disk.sync_file(directory / MANIFEST)
         return encoded
@@ -266,16 +269,68 @@ def verify_checkpoint(disk: Disk, entry: CheckpointEntry) -> None:
             raise StorageError(f"{entry.path / name} differs from what was written (SHA-256)")
 
 
+class Draft:
+    """The files of a checkpoint that is not there yet, written one after the other. Calls block.
+
+    Attributes:
+        path: the directory that they are in meanwhile.
+        sums: of the files that are complete: name → (size in bytes, SHA-256 hex), of what was to be written.
+    """
+
+    def __init__(self, disk: Disk, path: Path, step: int) -> None:
+        self.path, self.step = path, step
+        self.sums: dict[str, tuple[int, str]] = {}
+        self._disk, self._name = disk, ""
+        self._size, self._digest = 0, hashlib.sha256()
+        disk.make_dir(path)
+
+    def begin(self, name: str) -> None:
+        """What follows is of this file."""
+        self._name, self._size, self._digest = name, 0, hashlib.sha256()
+        self._disk.write_file(self.path / name, b"")
+
+    def add(self, piece: bytes | memoryview) -> None:
+        self._digest.update(piece)
+        self._size += len(piece)
+        self._disk.append_file(self.path / self._name, piece)
+
+    def end(self) -> tuple[int, str]:
+        """The file is complete, and flushed."""
+        self._disk.sync_file(self.path / self._name)
+        self.sums[self._name] = self._size, self._digest.hexdigest()
+        return self.sums[self._name]
+
+    def discard(self) -> None:
+        """Nothing comes of it."""
+        with suppress(StorageError):  # why is the problem to tell; who opens the directory next clears what is left
+            self._disk.remove_tree(self.path)
+
+
+def manifest_of(step: int, meta: Meta, sums: Mapping[str, tuple[int, str]]) -> bytes:
+    """A manifest's text."""
+    files = {name: {"size_bytes": size, "sha256": digest} for name, (size, digest) in sums.items()}
+    return json.dumps({"format": 1, "step": step, "meta": meta, "files": files}, indent=1, sort_keys=True).encode()
+
+
+def manifest_untrusted(encoded: bytes) -> tuple[int, Meta, dict[str, tuple[int, str]]]:
+    """Step, meta and files of a manifest that a peer sent. Raises ``ProtocolError``."""
+    try:
+        return _parse_manifest(encoded, Path("what was sent"))
+    except StorageError as error:
+        raise ProtocolError(error.message) from error
+
+
 def read_checkpoint(disk: Disk, path: Path) -> CheckpointEntry:
     """The entry that the manifest in ``path`` describes. Raises ``StorageError`` where there is no sane one."""
     encoded = disk.read(path / MANIFEST, max_bytes=MAX_MANIFEST_BYTES)
     step, meta, files = _parse_manifest(encoded, path / MANIFEST)
-    if path.name != _name(step):
+    if path.name != step_name(step):
         raise StorageError(f"{path / MANIFEST} is of step {step}, not of {path.name}")
     return _entry(path, step, encoded, meta, files)
 
 
-def _name(step: int) -> str:
+def step_name(step: int) -> str:
+    """Of the directory of that step's checkpoint."""
     return f"step-{step:08d}"
 
 

@@ -27,6 +27,7 @@ class Disk(Protocol):
     """The file operations that the project uses for durable state. Raises ``StorageError``."""
 
     def read(self, path: Path, *, max_bytes: int) -> bytes: ...
+    def read_range(self, path: Path, start: int, stop: int) -> bytes: ...
     def hash_file(self, path: Path) -> str: ...
     def write_file(self, path: Path, data: bytes) -> None: ...
     def append_file(self, path: Path, data: bytes | memoryview) -> None: ...
@@ -61,6 +62,18 @@ class RealDisk:
             return path.read_bytes()
         except OSError as error:
             raise _translated("read", path, error) from error
+
+    def read_range(self, path: Path, start: int, stop: int) -> bytes:
+        """Bytes [start, stop) of the file, refused where it is shorter."""
+        try:
+            with path.open("rb", buffering=0) as file:
+                file.seek(start)
+                data = file.read(stop - start)
+        except OSError as error:
+            raise _translated("read", path, error) from error
+        if len(data) != stop - start:
+            raise StorageError(f"{path} has no bytes {start} to {stop}")
+        return data
 
     def hash_file(self, path: Path) -> str:
         """SHA-256 of the file, hex, read in pieces: the file may be larger than memory."""

@@ -444,7 +444,8 @@ def history(records: Records, job: str, *, split: bool) -> History:
 
 def saved_of(checkpoints: Iterable[CheckpointInfo], *, split: bool) -> co.Saved:
     """What a job's checkpoints say to its core. Of a ``split`` model: which are of parts, and which are whole."""
-    parts, wholes = {}, {}
+    parts: dict[str, frozenset[int]] = {}
+    wholes: dict[str, frozenset[int]] = {}
     for item in checkpoints:
         kept = wholes if split and item.stage is None else parts
         kept[item.peer_id] = kept.get(item.peer_id, frozenset()) | {item.step}

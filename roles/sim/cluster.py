@@ -55,6 +55,7 @@ class Machine:
     Attributes:
         call_s: what one call on a thread of it takes on average.
         announced: step → digest of the newest checkpoint of that step that its worker told of, since it last went back.
+        wholes: the same of those that have all parts of a split model.
         flips: the next reduction ends with a flipped bit in this byte of its buffer; 0: it does not.
         lies: so many steps to come have a contribution of the kind ``lie``.
     """
@@ -70,6 +71,7 @@ class Machine:
         self.engine: SimEngine | None = None
         self.worker: Worker | None = None
         self.announced: dict[int, str] = {}
+        self.wholes: dict[int, str] = {}
         self.flips = self.lies = 0
         self._lied = False  # and is to lie again
         self.lie = ""

@@ -183,6 +183,12 @@ class ProcessDisk:
             raise StorageError(f"{path} is larger than the {max_bytes} bytes it may have")
         return data
 
+    def read_range(self, path: Path, start: int, stop: int) -> bytes:
+        data = self._file(path).data[start:stop]
+        if len(data) != stop - start:
+            raise StorageError(f"{path} has no bytes {start} to {stop}")
+        return data
+
     def hash_file(self, path: Path) -> str:
         return hashlib.sha256(self._file(path).data).hexdigest()
 

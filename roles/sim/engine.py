@@ -18,7 +18,6 @@ from roles.stand_in import StandInEngine
 
 Buffer = npt.NDArray[Any]
 
-STATE_FILE = "state.bin"
 NUMEL = 320
 
 
@@ -31,7 +30,6 @@ class SimEngine(StandInEngine):
 
     def __init__(self, profile: Profile, disk: Disk, spoil: Callable[[Buffer], None], stage: Stage = WHOLE) -> None:
         super().__init__(profile, numel=NUMEL, stage=stage)
-        self.stage = stage
         self._disk = disk
         self._count = np.zeros(1, np.int64)
         self._spoil = spoil
@@ -50,7 +48,7 @@ class SimEngine(StandInEngine):
         return self._parameters
 
     def bits(self) -> bytes:
-        """Digest of the whole state: what ``state.bin`` of a checkpoint of it would have, too."""
+        """Digest of the whole state: what ``state_file`` of a checkpoint of it would have, too."""
         return bits_of(b"".join(bytes(blob.view) for blob in self.state()))
 
     def micro_batch(self, step: int, index: int, on_final: OnFinal | None = None) -> None:
@@ -72,10 +70,10 @@ class SimEngine(StandInEngine):
         self._count[:] = 0
 
     def load(self, directory: Path) -> None:
-        data = memoryview(self._disk.read(directory / STATE_FILE, max_bytes=1 << 20))
+        data = memoryview(self._disk.read(directory / self.state_file, max_bytes=1 << 20))
         blobs = self.state()
         if data.nbytes != sum(blob.view.nbytes for blob in blobs):
-            raise StorageError(f"{directory / STATE_FILE} is of another model")
+            raise StorageError(f"{directory / self.state_file} is of another model")
         for blob in blobs:
             blob.view[:] = data[: blob.view.nbytes]
             data = data[blob.view.nbytes :]

@@ -117,7 +117,7 @@ def _any_stage() -> list[Patch]:
 
 def _too_far_back() -> list[Patch]:
     """Where a part of the newest state is gone, the run begins anew."""
-    return [(crew_making, "newest_kept", lambda original: lambda by_stage: 0)]
+    return [(crew_making, "newest_kept", lambda original: lambda by_stage, wholes=(): 0)]
 
 
 def _own_digest() -> list[Patch]:

@@ -92,7 +92,7 @@ class Observer:
         self._holders: dict[tuple[int, str], set[str]] = {}  # step, lineage → who ever held that state
         self._members: dict[int, set[str]] = {}  # generation → hosts
         self._committed: dict[tuple[int, int], str] = {}  # generation, step → lineage
-        self._manifests: dict[str, tuple[int, str, int]] = {}  # digest of a manifest → step, lineage, stage
+        self._manifests: dict[str, tuple[int, str, frozenset[int]]] = {}  # digest of a manifest → step, lineage, stages
         self._witnesses: dict[str, tuple[Process, int, int]] = {}  # host → its life, and the run of steps it committed
         self._announced: dict[tuple[str, int], int] = {}  # host, stage → newest step announced since it last went back
         self._replicas = 0  # in the newest view
@@ -213,11 +213,13 @@ class Observer:
             self.wanted.clear()
             return
         for step in sorted(step for step, lineage in self.line.lineages.items() if step > view.step):
-            stages = set()
+            stages: set[int] = set()
             for machine in self.here():
-                known = self._manifests.get(machine.announced.get(step, ""))
-                if known is not None and known[1] == self.line.lineages[step] and machine.stage == known[2]:
-                    stages.add(known[2])
+                for kept in (machine.announced, machine.wholes):
+                    known = self._manifests.get(kept.get(step, ""))
+                    useful = known is not None and (kept is machine.wholes or known[2] == {machine.stage})
+                    if known is not None and useful and known[1] == self.line.lineages[step]:
+                        stages |= known[2]
             self.check(
                 "no further back",
                 len(stages) < self._stages,
@@ -248,11 +250,11 @@ class Observer:
 
     # ----------------------------------------------------------------------------------------------------- checkpoints
 
-    def saved(self, machine: Machine, step: int, digest: str, meta: Meta, bits: bytes) -> None:
-        """A manifest is written: from now on there may be such a checkpoint."""
+    def saved(self, machine: Machine, step: int, digest: str, meta: Meta, bits: Sequence[bytes]) -> None:
+        """A manifest is written: from now on there may be such a checkpoint. ``bits``: of its parts."""
         lineage, told = str(meta.get("lineage")), meta.get("stage")
-        stage = told if isinstance(told, int) else 0
-        self._manifests[digest] = (step, lineage, stage)
+        stages = frozenset({told}) if isinstance(told, int) else frozenset(range(self._stages))
+        self._manifests[digest] = (step, lineage, stages)
         generation = meta.get("generation")
         members = self._members.get(generation if isinstance(generation, int) else 0, set())
         behind = members - self._holders.get((step, lineage), set())
@@ -261,25 +263,32 @@ class Observer:
             not behind,
             lambda: f"{machine.host} saved step {step}, which {sorted(behind)} never applied",
         )
-        self._same_bits(f"{machine.host}'s checkpoint", step, lineage, stage, bits)
+        for stage, those in zip(sorted(stages), bits, strict=True):
+            self._same_bits(f"{machine.host}'s checkpoint", step, lineage, stage, those)
 
     def announced(self, machine: Machine, step: int, digest: str) -> None:
         """A member told the seed of a checkpoint, for the first time or again."""
         known = self._manifests.get(digest)
         self.check("loaded was saved", known is not None, lambda: f"{machine.host} announces an unknown checkpoint")
-        if known is None or machine.announced.get(step) == digest:
+        if known is None:
             return
-        machine.announced[step] = digest
-        self.tell(f"{machine.host} announces a checkpoint of step {step} {known[1][:6]}")
-        key = machine.host, known[2]
-        self._announced[key] = max(self._announced.get(key, 0), step)
+        whole = len(known[2]) == self._stages
+        kept = machine.wholes if whole and self._stages > 1 else machine.announced
+        if kept.get(step) == digest:
+            return
+        kept[step] = digest
+        what = "of the whole model " if kept is machine.wholes else ""
+        self.tell(f"{machine.host} announces a checkpoint {what}of step {step} {known[1][:6]}")
+        if kept is machine.announced:
+            key = machine.host, min(known[2])
+            self._announced[key] = max(self._announced.get(key, 0), step)
 
     def recorded(self, step: int, digest: str) -> None:
         """The seed has written down that there is a checkpoint: from now on the job counts on it."""
         known = self._manifests.get(digest)
         if known is not None and self.line.lineages.get(step) == known[1]:
             stages = self.line.saved_stages.setdefault(step, set())
-            stages.add(known[2])
+            stages |= known[2]
             if len(stages) == self._stages:
                 self.line.saved_step = max(self.line.saved_step, step)
 
@@ -293,6 +302,7 @@ class Observer:
         if restore_step >= 0:
             self._announced[key] = step
             machine.announced = {at: digest for at, digest in machine.announced.items() if at <= restore_step}
+            machine.wholes = {at: digest for at, digest in machine.wholes.items() if at <= restore_step}
             back = step if self._stages == 1 else restore_step  # a part of a model may have no checkpoint of that step
             self.line.saved_step = min(self.line.saved_step, back)  # a person wants it so, even if the seed forgets it
             self.line.lineages = {at: lineage for at, lineage in self.line.lineages.items() if at <= back}

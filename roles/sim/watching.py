@@ -16,7 +16,7 @@ from p2ptrain.core.checkpoints import CheckpointStore
 from ring.activities import Followed
 from ring.transaction import Phase, Transaction
 from roles.seed.store import Records
-from roles.sim.engine import STATE_FILE, bits_of
+from roles.sim.engine import bits_of
 from roles.sim.loop import PROCESS
 from roles.strategies.sync import SyncStrategy
 from roles.worker import gauges
@@ -90,8 +90,9 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
             encoded: bytes = original(self, directory, step, meta, sums)
             machine = here()
             if machine is not None:
-                data = self._disk.read(directory / STATE_FILE, max_bytes=1 << 20)
-                observer.saved(machine, step, hashlib.sha256(encoded).hexdigest(), meta, bits_of(data))
+                states = sorted(name for name in sums if name.endswith(".bin"))  # of a whole in parts: by stage
+                bits = [bits_of(self._disk.read(directory / name, max_bytes=1 << 20)) for name in states]
+                observer.saved(machine, step, hashlib.sha256(encoded).hexdigest(), meta, bits)
             return encoded
 
         return call

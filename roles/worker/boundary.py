@@ -22,6 +22,10 @@ from roles.strategies import Strategy
 from roles.worker.checkpointing import Checkpointing
 from roles.worker.keeper import state_digest
 from roles.worker.surroundings import Surroundings
+from roles.worker.wholes import Wholes
+
+ROUND_S = 2.0
+"""So often members tell each other whether they still collect."""
 
 _VALIDATION = struct.Struct("!dQ")  # sum of losses in nats, number of targets
 _SAVING = struct.Struct("!q?16s")  # newest durable checkpoint, whether none is being written, the state's digest
@@ -91,8 +95,8 @@ class BoundaryWork:
         parts = [_VALIDATION.unpack(item) for item in gathered]
         return math.fsum(float(part) for part, _ in parts) / max(1, sum(int(number) for _, number in parts))
 
-    async def keep(self, boundary: Boundary, engine: Engine, replica: int, meta: Meta, *, stopping: bool) -> None:
-        """The checkpoint of a confirmed step, if it is due and this member's to write.
+    async def keep(self, boundary: Boundary, engine: Engine, replica: int, meta: Meta, *, stopping: bool) -> bool:
+        """The checkpoint of a confirmed step, if it is due and this member's to write; whether it was begun.
 
         Args:
             replica: of the model, that this member holds or holds a part of.
@@ -103,5 +107,20 @@ class BoundaryWork:
             wait, step = boundary.last or stopping, boundary.applied
             if wait or self._all_idle:
                 await self._checkpoints.save(engine, meta, step=step, wait=wait, spared=self._spared)
-            elif not self._idle:
+                return True
+            if not self._idle:
                 self._checkpoints.go_without(step)
+        return False
+
+    async def gathered(self, wholes: Wholes, session: RingSession, *, patience_s: float) -> None:
+        """Wait until all members' whole checkpoints are there, or were given up: the job is not done before."""
+        going = True
+        while going:
+            mine = b"\0" if await wholes.settled(ROUND_S) else b"\1"
+            try:
+                going = any(byte != b"\0" for byte in await session.all_gather(mine, patience_s=patience_s))
+            except (NetworkError, PeerError) as problem:  # the others' are their affair: the step itself is safe
+                self._around.notify("warning", "not-gathered", f"the ring broke while files were collected: {problem}")
+                while not await wholes.settled(ROUND_S):
+                    pass
+                return

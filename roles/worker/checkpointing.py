@@ -8,14 +8,18 @@ fewer checkpoints. Where the ring stands still after the step, for good or to le
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from p2ptrain.core.checkpoints import CheckpointEntry, Meta
 from p2ptrain.core.errors import P2PTrainError
-from roles.engine import Engine
+from roles.engine import WHOLE, Engine, Stage
 from roles.worker.keeper import Keeper
 from roles.worker.snapshot import Snapshots
 from roles.worker.surroundings import Surroundings
 from wire.messages import CheckpointSaved
+
+STANDSTILL_S = 30.0
+"""A member that gets nowhere for so long will not save what others wait for."""
 
 
 class Checkpointing:
@@ -23,15 +27,24 @@ class Checkpointing:
 
     Args:
         tasks: a write outlives the ring in which it began: it belongs to this group.
+        stage: whose state it is.
     """
 
     def __init__(
-        self, around: Surroundings, *, job: str, keeper: Keeper, snapshots: Snapshots, tasks: asyncio.TaskGroup
+        self,
+        around: Surroundings,
+        *,
+        job: str,
+        keeper: Keeper,
+        snapshots: Snapshots,
+        tasks: asyncio.TaskGroup,
+        stage: Stage = WHOLE,
     ) -> None:
-        self._around, self._job, self._keeper = around, job, keeper
+        self._around, self._job, self._keeper, self._stage = around, job, keeper, stage
         self._snapshots, self._tasks = snapshots, tasks
         self._saved = (-1, "")  # step and lineage of what is on disk
         self._writing: dict[tuple[int, str], asyncio.Task[None]] = {}
+        self._news = asyncio.Event()
 
     async def resumed(self, entry: CheckpointEntry | None) -> None:
         """The state was loaded, from ``entry`` or as it was at first: tell the seed what there is."""
@@ -40,7 +53,7 @@ class Checkpointing:
             self._saved = (entry.step, str(entry.meta.get("lineage")))
             self._around.notify("info", "checkpoint-loaded", f"resuming from {entry.path} (step {entry.step})")
         for known in await self._keeper.entries():
-            self._announce(known)  # the seed may have lost its record, or this worker may be new to it
+            announce(self._around, self._job, known, self._stage)  # the seed may have lost its record, or not know us
 
     @property
     def newest(self) -> int:
@@ -67,7 +80,7 @@ class Checkpointing:
         """
         key = step, str(meta["lineage"])
         if wait:
-            await self._settled()
+            await self.settled()
         if self._saved == key or key in self._writing:
             return
         # A ring that breaks meanwhile abandons the boundary, not the checkpoint. Whatever changes the state then is
@@ -75,9 +88,34 @@ class Checkpointing:
         copied = asyncio.Event()
         saving = self._save(engine, meta, key, copied, urgent=wait, spared=spared)
         self._writing[key] = self._tasks.create_task(saving, name=f"save {step}")
-        await (self._settled() if wait else copied.wait())
+        self._told()
+        await (self.settled() if wait else copied.wait())
 
-    async def _settled(self) -> None:
+    async def outcome(self, step: int, lineage: str, where: Callable[[], tuple[int, int]]) -> None:
+        """Wait until the state's checkpoint is durable, or there will be none.
+
+        Args:
+            where: the steps applied here, and what grows while this member gets anywhere: one that stands still before
+                that step is not waited for.
+        """
+        key = step, lineage
+        while key != self._saved:
+            applied, progress = where()
+            if key not in self._writing and applied > step:
+                return
+            news = self._news
+            try:
+                async with asyncio.timeout(STANDSTILL_S):
+                    await news.wait()
+            except TimeoutError:
+                if key not in self._writing and where() == (applied, progress):
+                    return
+
+    def _told(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def settled(self) -> None:
         """Nothing is being written any more."""
         if self._writing:
             await asyncio.wait(self._writing.values())
@@ -97,14 +135,17 @@ class Checkpointing:
             self._around.notify("error", "checkpoint-failed", text)
         else:
             self._saved = key
-            self._announce(entry)
+            announce(self._around, self._job, entry, self._stage)
             self._around.notify("info", "checkpoint-saved", f"step {step} saved to {entry.path}")
         finally:
             copied.set()
             del self._writing[key]
+            self._told()
 
-    def _announce(self, entry: CheckpointEntry) -> None:
-        val_loss = entry.meta.get("val_loss")
-        known = float(val_loss) if isinstance(val_loss, float | int) else None
-        path = str(entry.path)
-        self._around.say(CheckpointSaved(self._job, entry.step, path, entry.digest, entry.size_bytes, known))
+
+def announce(around: Surroundings, job: str, entry: CheckpointEntry, stage: Stage = WHOLE) -> None:
+    """Tell the seed of a checkpoint that is durable here. ``stage``: whose files it has."""
+    val_loss = entry.meta.get("val_loss")
+    known = float(val_loss) if isinstance(val_loss, float | int) else None
+    path, index, count = str(entry.path), stage.index, stage.count
+    around.say(CheckpointSaved(job, entry.step, path, entry.digest, entry.size_bytes, known, index, count))

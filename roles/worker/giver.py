@@ -51,20 +51,22 @@ async def give(
                 case TensorsRequest(name):
                     connection.send(TensorsPage(0, [], f"model {name[:40]} is not what is given here"))
                 case TensorRequest(name) if name == model.model:
-                    given_bytes += await _give_range(connection, model, disk, message, silence_s)
+                    read = partial(model.read, name, message.start, message.stop)
+                    given_bytes += await give_range(connection, read, disk, message, silence_s)
                 case _:
                     raise ProtocolError(f"a receiver of tensors sent {type(message).__name__}, or of another model")
     return given_bytes
 
 
-async def _give_range(
-    connection: Connection, model: ModelDirectory, disk: Thread, asked: TensorRequest, silence_s: float
+async def give_range(
+    connection: Connection, read: Callable[[], bytes | bytearray], disk: Thread, asked: TensorRequest, silence_s: float
 ) -> int:
+    """Send what ``read`` gives as the range that was asked for; its bytes. Raises as ``give``."""
     size = asked.stop - asked.start
     if not 0 <= asked.start < asked.stop or size > RANGE_BYTES or not 0 <= asked.stream < 1 << 31:
         raise ProtocolError(f"bytes {asked.start} to {asked.stop} are asked for; {RANGE_BYTES} at a time are given")
     try:
-        data = await disk.submit(partial(model.read, asked.name, asked.start, asked.stop))
+        data = await disk.submit(read)
     except StorageError as problem:
         connection.send(TensorGone(asked.stream, problem.message[:REASON_CHARS]))
         return 0

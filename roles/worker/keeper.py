@@ -6,6 +6,7 @@ checkpoint never has a newer one appear behind it, and nothing of it makes a ste
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TypeVar, cast
 
 import xxhash
 
-from p2ptrain.core.checkpoints import CheckpointEntry, CheckpointStore, Meta
+from p2ptrain.core.checkpoints import CheckpointEntry, CheckpointStore, Draft, Meta
 from p2ptrain.core.disk import Disk
 from p2ptrain.core.errors import StorageError, UserError
 from p2ptrain.core.threads import Thread
@@ -41,9 +42,39 @@ class Keeper:
         self._thread, self._disk, self._saver, self._shelf, self._tell = thread, disk, saver, shelf, tell
         self._opened: CheckpointStore | None = None
 
+    @property
+    def disk(self) -> Disk:
+        """For whoever works on the keeper's thread."""
+        return self._disk
+
     async def entries(self) -> list[CheckpointEntry]:
         """What is there, newest first, not verified. Raises ``StorageError``."""
         return await self._on_disk(CheckpointStore.entries)
+
+    async def go_back(self, step: int) -> None:
+        """Set newer checkpoints than that of ``step`` aside: they are another future's. Raises ``StorageError``."""
+        for path in await self._on_disk(lambda store: store.set_aside_after(step)):
+            self._tell("info", "checkpoint-superseded", f"a newer checkpoint is kept as {path}")
+
+    async def find(self, step: int) -> CheckpointEntry | None:
+        """The checkpoint of ``step``, verified; None where there is none. Raises ``StorageError``: it is damaged."""
+        return await self._on_disk(lambda store: store.find(step))
+
+    async def draft(self, step: int, need_bytes: int) -> Draft:
+        """See ``CheckpointStore.draft``."""
+        return await self._on_disk(lambda store: store.draft(step, need_bytes))
+
+    async def publish(self, draft: Draft, meta: Meta) -> CheckpointEntry:
+        """See ``CheckpointStore.publish``."""
+        return await self._on_disk(lambda store: store.publish(draft, meta))
+
+    def discard(self, draft: Draft) -> None:
+        """Soon: nobody waits for it."""
+        self._thread.submit(draft.discard)
+
+    def at_disk(self, call: Callable[[], T]) -> asyncio.Future[T]:
+        """Have ``call`` done where everything that touches the directory is done."""
+        return self._thread.submit(call)
 
     async def load(
         self, engine: Engine, compute: ComputeThread, *, spec: str, restore_step: int, split: bool = False
@@ -61,15 +92,13 @@ class Keeper:
             StorageError: the directory cannot be read, or holds what is not of this program.
         """
         if restore_step >= 0:
-            for path in await self._on_disk(lambda store: store.set_aside_after(restore_step)):
-                self._tell("info", "checkpoint-superseded", f"a newer checkpoint is kept as {path}")
+            await self.go_back(restore_step)
         damaged: list[tuple[Path, str]] = []
         entry = await self._on_disk(lambda store: store.newest_good(lambda path, why: damaged.append((path, why))))
         for path, problem in damaged:
             text = f"checkpoint {path} is damaged ({problem}); falling back to the one before it"
             self._tell("warning", "checkpoint-damaged", text)
         if entry is None:
-            # Here a part of a split model could be made of other stages' checkpoints, on this disk or elsewhere.
             return 0, first_lineage(spec, await compute.run(_initial_digest, engine, split)), 0.0, None
         await compute.run(engine.load, entry.path)
         square_sum = entry.meta.get("square_sum")
@@ -86,7 +115,7 @@ class Keeper:
 
     async def verify(self, step: int) -> CheckpointEntry:
         """The checkpoint of ``step``, every byte of it compared. Raises ``UserError``, ``StorageError``."""
-        entry = await self._on_disk(lambda store: store.find(step))
+        entry = await self.find(step)
         if entry is None:
             raise UserError(f"there is no checkpoint of step {step} in {self._shelf.root}")
         lineage_of(entry)

@@ -26,6 +26,7 @@ from roles.model_table import RANGE_BYTES, TableTaker, model_id
 from roles.worker.stage_links import QUIET_S, Line
 from wire.chain_messages import TensorGone, TensorRecord, TensorRequest, TensorsPage, TensorsRequest
 from wire.connection import Connection
+from wire.messages import FilesOffer, FilesRequest
 
 AHEAD_BYTES = 32 << 20
 SLOWEST_BYTES_S = 64 << 10
@@ -60,6 +61,7 @@ class Receiver:
         self._model, self._giver = model, giver
         self._line = Line(connection, silence_s)
         self._page: asyncio.Future[TensorsPage] | None = None
+        self._offer: asyncio.Future[FilesOffer] | None = None
         self._streams = 0
         self._left_s = BEHIND_S  # it earns by what it gives, and spends while it is waited for
         self.received_bytes = 0
@@ -131,6 +133,34 @@ class Receiver:
             self.received_bytes += wanted.record.size_bytes
             yield wanted.record, wanted.data
 
+    async def files(self, request: FilesRequest) -> FilesOffer:
+        """What a worker has of a checkpoint, as soon as it is durable there. Raises ``Refused`` as ``table``."""
+        with self._named():
+            self._offer = self._line.pending()
+            self._line.connection.send(request)
+            offer = await self._line.landed(self._offer)
+            if offer.reason:
+                raise ProtocolError(offer.reason[:400])
+        return offer
+
+    async def pieces(self, name: str, size_bytes: int, piece_bytes: int) -> AsyncIterator[bytearray]:
+        """The bytes of a file, in order, one piece on its way at most. Raises ``Refused`` as ``tensors``."""
+        coming = self._piece(name, 0, min(piece_bytes, size_bytes)) if size_bytes else None
+        while coming is not None:
+            data, landing, stop = coming
+            with self._named():
+                await self._line.landed(landing)
+                coming = self._piece(name, stop, min(stop + piece_bytes, size_bytes)) if stop < size_bytes else None
+            self.received_bytes += len(data)
+            yield data
+
+    def _piece(self, name: str, start: int, stop: int) -> tuple[bytearray, asyncio.Future[None], int]:
+        self._streams += 1
+        data = bytearray(stop - start)
+        landing = self._line.post(memoryview(data), stream=self._streams)
+        self._line.connection.send(TensorRequest(self._model, name, start, stop, self._streams))
+        return data, landing, stop
+
     def lied(self, record: TensorRecord) -> Refused:
         """The error that tells that other bytes came than the table says."""
         return self._refusal(f"{record.name[:200]} is not what its table says: the bytes have another digest")
@@ -170,6 +200,8 @@ class Receiver:
                 match message:
                     case TensorsPage() if self._page is not None and not self._page.done():
                         self._page.set_result(message)
+                    case FilesOffer() if self._offer is not None and not self._offer.done():
+                        self._offer.set_result(message)
                     case TensorGone(_, reason):
                         raise ProtocolError(f"it cannot give what it promised: {reason[:400]}")
                     case _:

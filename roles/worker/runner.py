@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ParamSpec
@@ -57,9 +57,10 @@ from roles.worker.metrics import StepTeller, described, held
 from roles.worker.snapshot import Snapshots
 from roles.worker.surroundings import Surroundings
 from roles.worker.timing import StepClock, UnitTime
+from roles.worker.wholes import Wholes, keeps
 from wire.chain_messages import HeldPart
 from wire.connection import Connection
-from wire.messages import CatchUp, Hello, Report
+from wire.messages import CatchUp, Hello, MemberRecord, Report
 
 FIRST_STEP_S = 600.0
 
@@ -79,6 +80,8 @@ class JobRunner:
         keeper: Keeper,
         restore_step: int,
         stage: Stage = WHOLE,
+        whole: Keeper | None = None,
+        holders: Sequence[MemberRecord] = (),
     ) -> None:
         self.job = job
         self.stage = stage
@@ -97,7 +100,7 @@ class JobRunner:
         self._around = around
         self._spec = spec
         self.keeper = keeper
-        self._restore_step = restore_step
+        self._restore_step, self._holders = restore_step, holders
         self._engine: Engine | None = None
         self._strategy: Strategy | None = None
         self._session: RingSession | None = None
@@ -111,7 +114,21 @@ class JobRunner:
         self._released = asyncio.Event()
         self._standing = asyncio.Event()
         self.snapshots = Snapshots(around.compute, around.saver.allocate)
-        self._checkpoints = Checkpointing(around, job=job, keeper=keeper, snapshots=self.snapshots, tasks=self._tasks)
+        self._checkpoints = Checkpointing(
+            around, job=job, keeper=keeper, snapshots=self.snapshots, tasks=self._tasks, stage=stage
+        )
+        self.wholes: Wholes | None = None
+        if whole is not None:
+            self.wholes = Wholes(
+                around,
+                job=job,
+                stage=stage,
+                parts=keeper,
+                keeper=whole,
+                checkpoints=self._checkpoints,
+                where=self._where,
+                did_something=self._did_something,
+            )
         self._between = BoundaryWork(around, profile=profile, checkpoints=self._checkpoints)
         self.donations = Donations(around, self.core, want_snapshot=lambda: self.wish(Flag.SNAPSHOT), stage=stage)
         self._healer = Healer(around, self.core, progress=self._did_something, stage=stage)
@@ -164,9 +181,10 @@ class JobRunner:
         """Hold, save or leave at the next step boundary."""
         self._handle(Wish(flag, generation))
 
-    def restore(self, step: int) -> None:
-        """Go back to the checkpoint of ``step``; where this member has none, to an older one: it will be healed."""
-        self._restore_step = step
+    def restore(self, step: int, holders: Sequence[MemberRecord] = ()) -> None:
+        """Go back to the checkpoint of ``step``; where this member has none, and none of ``holders`` gives it, to an
+        older one: it will be healed."""
+        self._restore_step, self._holders = step, holders
         self._after_following(Unloaded("the job goes back to a checkpoint"))
 
     def called_back(self) -> None:
@@ -231,6 +249,13 @@ class JobRunner:
         while self.core.running:
             self._standing.clear()
             await self._standing.wait()
+
+    async def saved(self, step: int, lineage: str) -> None:
+        """Wait until that state's checkpoint is durable here, or there will be none."""
+        await self._checkpoints.outcome(step, lineage, self._where)
+
+    def _where(self) -> tuple[int, int]:
+        return self.core.applied, self.progress
 
     async def give_state(self, connection: Connection, hello: Hello) -> None:
         """Be a donor, for a member of the current view that heals or for a worker that follows its ring."""
@@ -387,6 +412,10 @@ class JobRunner:
             ring = self.profile.ring
             self._strategy = factory(self._engine, around.compute, self._did_something, ring.bucket_bytes)
         restore_step, self._restore_step = self._restore_step, -1
+        if self.wholes is not None:
+            await self.wholes.stop()
+            await self._checkpoints.settled()
+            await self.wholes.bring(restore_step, self._holders)
         applied, lineage, square_sum, entry = await self.keeper.load(
             self._engine, around.compute, spec=self._spec, restore_step=restore_step, split=self.stage.split
         )
@@ -518,7 +547,11 @@ class JobRunner:
         self._teller.tell(applied, session.view, session.rank, values)
         meta = self._meta(val_loss)
         replica = session.view.replica_of(session.rank)
-        await self._between.keep(instruction, engine, replica, meta, stopping=self.core.stopping)
+        saves = await self._between.keep(instruction, engine, replica, meta, stopping=self.core.stopping)
+        if saves and self.wholes is not None and keeps(session.view, session.rank, self.profile.checkpoint.copies):
+            self.wholes.want(session.view, session.rank, applied, self.core.lineage, self._tasks.create_task)
+        if instruction.last and self.wholes is not None:
+            await self._between.gathered(self.wholes, session, patience_s=patience_s)
         if instruction.snapshot:
             await self.donations.snapshot(engine, self.snapshots)
         self._handle(Finished(instruction.ticket))

@@ -20,10 +20,11 @@ from ring.token import Flag
 from ring.transaction import REASON_CHARS, Phase
 from ring.view import MAX_STAGES, View
 from roles.compute_thread import ComputeThread
-from roles.engine import Engine, Stage
+from roles.engine import WHOLE, Engine, Stage
 from roles.identity import Identity
 from roles.strategies import Factory, strategy_of
 from roles.worker.control import Pulse, SeedLink
+from roles.worker.file_giver import FileGiver, checkpoints_dir
 from roles.worker.gauges import Gauges
 from roles.worker.keeper import Keeper, lineage_of
 from roles.worker.links import Prober, Sink, targets_untrusted, to_result
@@ -56,6 +57,7 @@ from wire.transport_base import told_of
 
 LEAVE_S = 1.2  # how long a leaving worker waits for the step boundary; with closing, Ctrl+C takes less than 2 s
 RENEWAL_S = 10.0  # the seed writes it down first, on a disk that may be busy
+JOBS = "jobs"  # directory of the jobs' checkpoints, in a worker's own
 IDLE_BEATS_S = (0.5, 2.0)  # between neighbours before the seed has said how far apart they are
 # What people are shown (``wire.records.PeerInfo.state``); every other phase is part of training.
 _SHOWN = {
@@ -156,6 +158,7 @@ class Worker:
         self._compute = ComputeThread(world.threads)
         self._disk = world.threads.start("disk")
         self._saver = saver(self._disk, world.disk, self._notify)
+        self._files = FileGiver(world.disk, self._disk, identity.directory / JOBS, self._saving)
         self._gauges = Gauges(world.clock.now)
         self._beats = IDLE_BEATS_S
         self._runner: JobRunner | None = None
@@ -366,7 +369,7 @@ class Worker:
         stage = Stage(message.stage, message.stages)
         if self._runner is not None and (self._runner.job, self._runner.stage) == (message.job, stage):
             if message.restore_step >= 0:
-                self._runner.restore(message.restore_step)
+                self._runner.restore(message.restore_step, message.holders)
             else:
                 self._runner.called_back()
             return
@@ -389,6 +392,8 @@ class Worker:
             keeper=self._keeper(message.job, profile.checkpoint.keep, stage),
             restore_step=message.restore_step,
             stage=stage,
+            whole=self._keeper(message.job, profile.checkpoint.keep, WHOLE) if stage.split else None,
+            holders=message.holders,
         )
         what = f"{stage} of the model" if stage.split else "the model"
         self._notify_person("info", "building", f"building {what} of job {message.job}")
@@ -435,8 +440,7 @@ class Worker:
         if not isinstance(job, str) or not is_id(job) or not isinstance(step, int) or step < 0:
             raise ProtocolError(f"{request.method[:80]} needs job and step")
         stage = _stage_untrusted(request.params)
-        here = self._runner if self._runner and (self._runner.job, self._runner.stage) == (job, stage) else None
-        keeper = here.keeper if here else self._keeper(job, 2, stage)
+        keeper = self._keeper_in_use(job, stage) or self._keeper(job, 2, stage)
         match request.method:
             case "checkpoint.verify":
                 entry = await keeper.verify(step)
@@ -447,11 +451,20 @@ class Worker:
                 return {"deleted": step}
         raise Refused("unknown-method", f"a worker does not know {request.method[:80]!r}")
 
+    def _keeper_in_use(self, job: str, stage: Stage) -> Keeper | None:
+        """That of a job that this worker is on: a second one would clear what the first one has not finished."""
+        runner = self._runner if self._runner is not None and self._runner.job == job else None
+        if runner is None or runner.stage == stage:
+            return runner.keeper if runner is not None else None
+        return runner.wholes.keeper if runner.wholes is not None and stage == WHOLE else None
+
+    async def _saving(self, job: str, stage: Stage, step: int, lineage: str) -> None:
+        """Wait until that state's checkpoint is durable here, or there will be none."""
+        if self._runner is not None and (self._runner.job, self._runner.stage) == (job, stage):
+            await self._runner.saved(step, lineage)
+
     def _keeper(self, job: str, keep: int, stage: Stage) -> Keeper:
-        root = self._identity.directory / "jobs" / job
-        if stage.split:  # a worker that holds another stage of a job one day must not take this one's for it
-            root /= f"stage-{stage.index}-of-{stage.count}"
-        root /= "checkpoints"
+        root = checkpoints_dir(self._identity.directory / JOBS, job, stage)
         return Keeper(self._disk, self._world.disk, self._saver, Shelf(root, keep), self._notify)
 
     def _notify(self, level: str, kind: str, text: str) -> None:
@@ -475,6 +488,8 @@ class Worker:
                     refusal = Refuse(RefusalCode.STALE_GENERATION, "this member is not in that view")
                 elif "worker" not in hello.roles:
                     refusal = Refuse(RefusalCode.ROLE, "only workers are given a state")
+            case "files":
+                refusal = self._files.decide(hello)
             case purpose if self._stages is not None and purpose in PURPOSES:
                 refusal = self._stages.decide(hello)
             case _:
@@ -495,6 +510,8 @@ class Worker:
                 await self._sink.serve(connection, hello)
             case "heal" if self._runner is not None:
                 await self._runner.give_state(connection, hello)
+            case "files":
+                await self._files.serve(connection, hello)
             case purpose if self._stages is not None and purpose in PURPOSES:
                 await self._stages.serve(connection, hello)
 

@@ -1,0 +1,280 @@
+"""A split job's checkpoints of the whole model, and what stages take out of them.
+
+Each stage saves its own files. *Keepers* collect those of all stages of their crew, and so have what one process would
+have written: an ordinary Hugging Face directory. Keeper k of ``checkpoint.copies`` is the member of replica k mod r at
+stage k // r, so that different machines each have a whole. It pulls: it asks each member of its crew, which answers
+when its own save is durable. One state at a time; while it takes its time newer ones take each other's place. Little is
+on its way beside a training ring, whose activations may share the link.
+
+A worker that is to hold a stage takes its files out of a whole: its own, or one that another worker has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from p2ptrain.core.checkpoint_parts import LINEAGE, STAGE, STAGES, is_of_stage, of_the_whole, part_of
+from p2ptrain.core.checkpoints import MANIFEST, CheckpointEntry, Meta, manifest_untrusted
+from p2ptrain.core.errors import P2PTrainError, ProtocolError, StorageError
+from ring.view import View
+from roles.engine import Stage
+from roles.worker.checkpointing import Checkpointing, announce
+from roles.worker.keeper import Keeper
+from roles.worker.receiver import Receiver
+from roles.worker.stage_links import DIAL_S
+from roles.worker.surroundings import Surroundings
+from wire.handshake import dial, local_hello
+from wire.messages import FilesRequest, MemberRecord
+
+BESIDE_BYTES, ALONE_BYTES = 256 << 10, 1 << 20
+"""Of a file that are asked for at a time: beside a ring that trains, and while nothing else goes on."""
+MAX_FILES = 256
+"""Of one stage."""
+MAX_FILE_BYTES = 1 << 48
+
+
+class Where(Protocol):
+    """The steps applied here, and what grows while this member gets anywhere."""
+
+    def __call__(self) -> tuple[int, int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A state that is to be put together, and who saves its parts: by stage."""
+
+    step: int
+    lineage: str
+    crew: tuple[MemberRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One stage's files. ``pieces``: of a file by its name and size."""
+
+    meta: Meta
+    files: dict[str, tuple[int, str]]
+    pieces: Callable[[str, int], AsyncIterator[bytes | bytearray]]
+    whose: str
+
+
+def keeps(view: View, rank: int, copies: int) -> bool:
+    """Whether that member is one of the first ``copies`` keepers."""
+    return view.stage_of(rank) * view.replicas + view.replica_of(rank) < copies
+
+
+class Wholes:
+    """One worker's side of one job.
+
+    Args:
+        parts: the checkpoints of its stage. keeper: those of the whole model.
+        checkpoints: tells when its own part is durable.
+        did_something: called as files come.
+    """
+
+    def __init__(
+        self,
+        around: Surroundings,
+        *,
+        job: str,
+        stage: Stage,
+        parts: Keeper,
+        keeper: Keeper,
+        checkpoints: Checkpointing,
+        where: Where,
+        did_something: Callable[[], None],
+    ) -> None:
+        self._around, self._job, self._stage = around, job, stage
+        self.keeper, self._parts, self._checkpoints = keeper, parts, checkpoints
+        self._where, self._did_something = where, did_something
+        self._next: _Wanted | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._piece_bytes = BESIDE_BYTES
+
+    def want(self, view: View, rank: int, step: int, lineage: str, start: Callable[..., asyncio.Task[None]]) -> None:
+        """Put that state together when its parts are durable; older ones that wait are left out."""
+        self._next = _Wanted(step, lineage, view.crew(rank))
+        if self._task is None or self._task.done():
+            self._task = start(self._work(), name="whole checkpoint")
+
+    async def settled(self, timeout_s: float) -> bool:
+        """Whether nothing is being put together any more, or so within that time. Nothing else goes on meanwhile."""
+        self._piece_bytes = ALONE_BYTES
+        if self._task is not None:
+            await asyncio.wait({self._task}, timeout=timeout_s)
+        return self._task is None or self._task.done()
+
+    async def stop(self) -> None:
+        """Nothing is put together any more, and nothing appears."""
+        task, self._task, self._next = self._task, None, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait({task})
+
+    async def _work(self) -> None:
+        self._piece_bytes = BESIDE_BYTES
+        while (wanted := self._next) is not None:
+            self._next = None
+            try:
+                entry = await self._gathered(wanted)
+            except P2PTrainError as problem:
+                text = f"step {wanted.step} is not put together here: {problem.message}. {problem.remedy}".rstrip(". ")
+                self._around.notify("warning", "not-gathered", f"{text}. Its parts lie where they were saved")
+            else:
+                announce(self._around, self._job, entry)
+                self._around.notify("info", "gathered", f"step {entry.step} is whole in {entry.path}")
+
+    async def _gathered(self, wanted: _Wanted) -> CheckpointEntry:
+        async with AsyncExitStack() as stack:
+            parts: list[_Part] = []
+            for index, member in enumerate(wanted.crew):
+                if index == self._stage.index:
+                    parts.append(await self._own_part(wanted))
+                else:
+                    asked = FilesRequest(self._job, wanted.step, wanted.lineage, index, self._stage.count)
+                    parts.append(await self._offered(stack, member, asked))
+            return await self._written(self.keeper, wanted.step, of_the_whole(parts[0].meta), parts)
+
+    async def _own_part(self, wanted: _Wanted) -> _Part:
+        await self._checkpoints.outcome(wanted.step, wanted.lineage, self._where)
+        for entry in await self._parts.entries():
+            if (entry.step, entry.meta.get(LINEAGE)) == (wanted.step, wanted.lineage):
+                return self._lying(entry)
+        raise StorageError("its own part was not saved")
+
+    def _lying(self, entry: CheckpointEntry) -> _Part:
+        """This stage's part of a checkpoint on this worker's disk."""
+        meta, files = part_of(entry, self._stage.index, self._stage.count)
+        return _Part(meta, files, partial(self._read, entry), str(entry.path))
+
+    async def _read(self, entry: CheckpointEntry, name: str, size_bytes: int) -> AsyncIterator[bytes]:
+        for start in range(0, size_bytes, ALONE_BYTES):
+            stop = min(start + ALONE_BYTES, size_bytes)
+            yield await self._parts.at_disk(partial(self._parts.disk.read_range, entry.path / name, start, stop))
+
+    # ------------------------------------------------------------------------------------------- what others have of it
+
+    async def _offered(self, stack: AsyncExitStack, member: MemberRecord, asked: FilesRequest) -> _Part:
+        """What that member has, while ``stack`` is open. Raises ``P2PTrainError``."""
+        around = self._around
+        hello = local_hello(peer_id=around.peer_id, name=around.name, roles=["worker"], purpose="files", job=self._job)
+        connection, _ = await dial(
+            around.world.network,
+            member.host or around.seed_host,
+            member.port,
+            hello,
+            timeout_s=DIAL_S,
+            expect_peer=member.peer_id,
+            expect_role="worker",
+        )
+        connection.tune_for_bulk()
+        receiver = await stack.enter_async_context(Receiver(connection, self._job, member.name).running())
+        offer = await receiver.files(asked)
+        meta, files = offered_untrusted(offer.manifest, asked)
+
+        def pieces(name: str, size_bytes: int) -> AsyncIterator[bytearray]:
+            return receiver.pieces(name, size_bytes, self._piece_bytes)
+
+        return _Part(meta, files, pieces, member.name)
+
+    async def _written(self, keeper: Keeper, step: int, meta: Meta, parts: Sequence[_Part]) -> CheckpointEntry:
+        """A checkpoint of all files of these, every byte verified. Raises ``P2PTrainError``; nothing is left then."""
+        names = [name for part in parts for name in part.files]
+        if len(set(names)) != len(names):
+            raise StorageError("two stages have files of the same name")
+        draft = await keeper.draft(step, sum(size for part in parts for size, _ in part.files.values()))
+        try:
+            for part in parts:
+                for name, (size_bytes, digest) in part.files.items():
+                    await keeper.at_disk(partial(draft.begin, name))
+                    async for piece in part.pieces(name, size_bytes):
+                        await keeper.at_disk(partial(draft.add, memoryview(piece)))
+                        self._did_something()
+                    if await keeper.at_disk(draft.end) != (size_bytes, digest):
+                        raise StorageError(f"{name} of {part.whose} is not what its manifest says")
+            return await keeper.publish(draft, meta)
+        except BaseException:
+            keeper.discard(draft)
+            raise
+
+    # ----------------------------------------------------------------------------------------- what a stage takes of it
+
+    async def bring(self, restore_step: int, holders: Sequence[MemberRecord]) -> None:
+        """See to it that this stage's own checkpoints have what there is to go on from: that of ``restore_step``, where
+        that is not negative, else the newest that lies here. What cannot be had is told.
+
+        Args:
+            holders: others, who have the whole model's of ``restore_step``.
+
+        Raises:
+            StorageError: this worker's directories cannot be read.
+        """
+        if restore_step >= 0:
+            await self._parts.go_back(restore_step)
+            await self.keeper.go_back(restore_step)
+        mine, wholes = await self._parts.entries(), await self.keeper.entries()
+        for entry in wholes:
+            announce(self._around, self._job, entry)
+        newest = mine[0].step if mine else 0
+        if restore_step < 0:
+            wanted = [entry for entry in wholes if entry.step > newest]
+        elif restore_step == 0 or await self._is_good(restore_step):
+            return
+        else:
+            wanted = [entry for entry in wholes if entry.step == restore_step]
+        for entry in wanted:
+            if await self._taken(str(entry.path), self._from_here(entry)):
+                return
+        for holder in holders if restore_step > 0 else ():
+            if holder.peer_id != self._around.peer_id and await self._taken(
+                holder.name, self._from_there(holder, restore_step)
+            ):
+                return
+
+    async def _is_good(self, step: int) -> bool:
+        try:
+            return await self._parts.find(step) is not None
+        except StorageError:
+            return False  # the one that is taken takes its place
+
+    async def _taken(self, whence: str, take: Coroutine[Any, Any, CheckpointEntry]) -> bool:
+        try:
+            entry = await take
+        except P2PTrainError as problem:
+            text = f"the files of {self._stage} did not come from {whence}: {problem.message}"
+            self._around.notify("warning", "not-taken", text)
+            return False
+        self._around.notify("info", "taken", f"step {entry.step} of {self._stage} is from {whence}")
+        return True
+
+    async def _from_here(self, entry: CheckpointEntry) -> CheckpointEntry:
+        part = self._lying(entry)
+        return await self._written(self._parts, entry.step, part.meta, [part])
+
+    async def _from_there(self, holder: MemberRecord, step: int) -> CheckpointEntry:
+        self._piece_bytes = ALONE_BYTES  # nothing can go on without it
+        asked = FilesRequest(self._job, step, "", self._stage.index, self._stage.count)
+        async with AsyncExitStack() as stack:
+            part = await self._offered(stack, holder, asked)
+            return await self._written(self._parts, step, part.meta, [part])
+
+
+def offered_untrusted(manifest: bytes, asked: FilesRequest) -> tuple[Meta, dict[str, tuple[int, str]]]:
+    """Meta and files of what was asked for, from what a peer sent. Raises ``ProtocolError`` where it is not of that."""
+    step, meta, files = manifest_untrusted(manifest)
+    told = (step, meta.get("job"), meta.get(STAGE), meta.get(STAGES))
+    if told != (asked.step, asked.job, asked.stage, asked.stages):
+        raise ProtocolError(f"the manifest of something else than step {asked.step} of stage {asked.stage}")
+    if asked.lineage not in ("", meta.get(LINEAGE)):
+        raise ProtocolError(f"the manifest of another state of step {asked.step}")
+    if len(files) > MAX_FILES or sum(size for size, _ in files.values()) > MAX_FILE_BYTES:
+        raise ProtocolError("a manifest of more files than a stage can have")
+    strange = [name for name in files if name == MANIFEST or not is_of_stage(name, asked.stage, asked.stages)]
+    if strange:
+        raise ProtocolError(f"{strange[0][:80]!r} is no file of stage {asked.stage}")
+    return meta, files
