@@ -51,7 +51,7 @@ async def give(
                 case TensorsRequest(name):
                     connection.send(TensorsPage(0, [], f"model {name[:40]} is not what is given here"))
                 case TensorRequest(name) if name == model.model:
-                    read = partial(model.read, name, message.start, message.stop)
+                    read = partial(model.read, message.name, message.start, message.stop)
                     given_bytes += await give_range(connection, read, disk, message, silence_s)
                 case _:
                     raise ProtocolError(f"a receiver of tensors sent {type(message).__name__}, or of another model")

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from p2ptrain.core.checkpoints import MANIFEST, MAX_MANIFEST_BYTES, CheckpointStore
 from p2ptrain.core.disk import RealDisk
-from p2ptrain.core.errors import StorageError
+from p2ptrain.core.errors import ProtocolError, StorageError
+from roles.worker.wholes import offered_untrusted
+from wire.messages import FilesRequest
 
 from .engine import Target
 from .strategies import FREE, mostly, mutated
@@ -94,4 +96,42 @@ CHECKPOINT = Target(
     peak_bytes=8 << 20,  # a thousand levels of nesting, until it is refused
 )
 
-TARGETS = (CHECKPOINT,)
+_ASKED = FilesRequest("job1", _STEP, "", 1, 2)
+_META = {"job": "job1", "stage": 1, "stages": 2, "lineage": "ab" * 16}
+_PART_NAMES = ["model-00002-of-00002.safetensors", "model-00001-of-00002.safetensors", "config.json", "manifest.json"]
+_PART = st.fixed_dictionaries(
+    {
+        "format": st.just(1),
+        "step": mostly(st.just(_STEP), FREE),
+        "meta": mostly(st.just(_META), FREE),
+        "files": mostly(
+            st.dictionaries(
+                st.sampled_from(_PART_NAMES),
+                st.fixed_dictionaries({"size_bytes": mostly(st.just(9), FREE), "sha256": st.just(_DIGEST)}),
+                max_size=3,
+            ),
+            FREE,
+        ),
+    }
+)
+
+
+def _check_offer(manifest: bytes) -> None:
+    try:
+        meta, files = offered_untrusted(manifest, _ASKED)
+    except ProtocolError:
+        return
+    assert (meta["job"], meta["stage"], meta["stages"]) == ("job1", 1, 2)
+    assert set(files) == {"model-00002-of-00002.safetensors"}, "a file of another stage"
+    assert all(0 <= size <= 1 << 48 for size, _ in files.values())
+
+
+OFFER = Target(
+    "part-manifests",
+    mutated(_PART.map(lambda manifest: json.dumps(manifest).encode()), most=2) | _ODD | st.binary(max_size=40),
+    _check_offer,
+    ("p2ptrain.core.checkpoints.manifest_untrusted", "roles.worker.wholes.offered_untrusted"),
+    peak_bytes=8 << 20,
+)
+
+TARGETS = (CHECKPOINT, OFFER)

@@ -28,6 +28,7 @@ enrolment              a seed's ``Gate``: enrolment, renewal, requests about tic
 healing                both sides of a heal
 operators-requests     a whole seed, asked anything
 checkpoint-manifests   ``CheckpointStore``
+part-manifests         ``manifest_untrusted``, ``offered_untrusted``
 tensor-headers, -index ``header_entries_untrusted``, ``index_files_untrusted``
 activations            ``decode_untrusted``, ``ids_untrusted``
 model-configs          ``config_untrusted``
