@@ -237,6 +237,18 @@ class Cluster:
                 if len(there) >= writers:
                     return
 
+    async def whole(self, job: str, step: int, keepers: int = 1) -> None:
+        """The same of checkpoints of the whole model, of a split job."""
+        there: set[str] = set()
+        async with asyncio.timeout(DEADLINE_S), self.operator() as client:
+            await client.request("subscribe")
+            async for update in client.updates():
+                items = update.items if update.topic == "checkpoints" else []
+                found = [item for item in items if item["job"] == job and item["stage"] is None]
+                there |= {item["peer_id"] for item in found if item["step"] >= step}
+                if len(there) >= keepers:
+                    return
+
     async def close(self) -> None:
         for peer in self.peers:
             if not peer.task.done():

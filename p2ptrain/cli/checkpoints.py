@@ -45,6 +45,7 @@ def list_checkpoints(
         (
             item.id,
             str(item.step),
+            "whole" if item.stage is None else f"stage {item.stage}",
             number(item.val_loss),
             human_bytes(item.size_bytes),
             human_time(item.created_at),
@@ -53,7 +54,9 @@ def list_checkpoints(
         )
         for item in found
     ]
-    print_table(("ID", "STEP", "VAL LOSS", "SIZE", "CREATED", "ON", "PATH"), rows, right=("STEP", "VAL LOSS", "SIZE"))
+    print_table(
+        ("ID", "STEP", "PART", "VAL LOSS", "SIZE", "CREATED", "ON", "PATH"), rows, right=("STEP", "VAL LOSS", "SIZE")
+    )
     if not found:
         typer.echo("No checkpoints yet: p2ptrain jobs save JOB", err=True)
 
@@ -70,9 +73,10 @@ def gather(
     job: Annotated[str, typer.Option("--job", metavar="ID", help="Only the parts of this job.")] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Make one model of the parts that the workers of a split job have saved.
+    """Make one model of the parts of a split job that lie about.
 
-    The parts are read from this machine: copy those of other machines here first.
+    Workers do so by themselves over the network, while the job runs. This is for parts that were left over: of a job
+    that was stopped in between, or of machines that are gone. They are read from this machine: copy others here first.
 
     \b
     Example:

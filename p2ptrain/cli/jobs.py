@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from configs.schema import Profile
     from p2ptrain.cli.audit import Verdict
     from wire.plan_records import StagePlanInfo, TrainingPlanInfo
-    from wire.records import JobInfo, RecoveryInfo
+    from wire.records import CheckpointInfo, JobInfo, RecoveryInfo
 
 app = new_typer(help="Create, show, audit, pause, resume, save, cancel and forget jobs.")
 
@@ -197,20 +197,29 @@ def show(
       p2ptrain jobs show 3f9a
       p2ptrain jobs show tiny --spec
     """
-    from wire.records import JobInfo
+    from wire.records import CheckpointInfo, JobInfo
 
     answer = ask(seed, "jobs.show", job=job)
     info = JobInfo.from_map_untrusted(checked(answer, "job", dict))
     settings = _settings(answer)
+    kept = checked(ask(seed, "checkpoints.list", job=info.id), "checkpoints", list) if not as_json else []
     if as_json:
         print_json({"job": info.to_map(), "spec": settings})
         return
-    print_pairs(_pairs(info))
+    print_pairs([*_pairs(info), ("checkpoint", _newest([CheckpointInfo.from_map_untrusted(item) for item in kept]))])
     if spec:
         typer.echo()
         print_pairs(
             [(f"{table}.{key}", json.dumps(value)) for table, keys in settings.items() for key, value in keys.items()]
         )
+
+
+def _newest(checkpoints: list[CheckpointInfo]) -> str:
+    """The newest that has the whole model."""
+    newest = max((item for item in checkpoints if item.stage is None), key=lambda item: item.step, default=None)
+    if newest is not None:
+        return f"step {newest.step:,} on {newest.peer_name}: {newest.path}"
+    return f"only of parts, {len(checkpoints)} in all" if checkpoints else "none"
 
 
 def _settings(answer: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -153,7 +153,11 @@ async def _held_by_job(client: SeedClient, job: str) -> list[CheckpointInfo]:
     found = [CheckpointInfo.from_map_untrusted(item) for item in checked(answer, "checkpoints", list)]
     if not found:
         raise UserError(f"job {job} has no checkpoint yet", remedy=f"p2ptrain jobs save {job}")
-    return sorted(found, key=lambda item: -item.step)
+    whole = [item for item in found if item.stage is None]
+    if not whole:
+        text = f"of job {job} nobody has the checkpoints of all stages in one directory yet"
+        raise UserError(text, remedy=f"p2ptrain jobs save {job}, or p2ptrain checkpoints gather where the parts lie")
+    return sorted(whole, key=lambda item: -item.step)
 
 
 async def _model_of_worker(crew: Crew, workers: list[WorkerAt], held: list[CheckpointInfo]) -> Model:

@@ -121,6 +121,7 @@ def newest_of_job(seed: str, job: str) -> Path:
     answer = ask(seed, "checkpoints.list", job=job)
     found = [CheckpointInfo.from_map_untrusted(item) for item in checked(answer, "checkpoints", list)]
     here = [item for item in found if Path(item.path, "config.json").is_file()]
+    here = [item for item in here if item.stage is None] or here  # of a split model: none that is a part
     if here:
         return _whole(Path(max(here, key=lambda item: item.step).path))
     if not found:
@@ -141,6 +142,6 @@ def _whole(directory: Path) -> Path:
         return directory  # of another maker, or damaged: whoever opens it will say so
     if is_part(entry):
         part = f"stage {entry.meta.get(STAGE)} of {entry.meta.get(STAGES)}"
-        remedy = "make one model of all: p2ptrain checkpoints gather DIR --to MODEL"
+        remedy = "`p2ptrain checkpoints list` shows whole ones; or: p2ptrain checkpoints gather DIR --to MODEL"
         raise UserError(f"{directory} holds only a part of a model ({part})", remedy=remedy)
     return directory

@@ -396,7 +396,7 @@ class Watcher:
             saved = (await self._client.request("checkpoints.list", {"job": self._job}))["checkpoints"]
         except P2PTrainError:
             shown, saved = self._last, []
-        newest = max(saved, key=lambda item: item["step"], default=None)
+        newest = max(saved, key=lambda item: (item.get("stage") is None, item["step"]), default=None)
         return {
             "job": self._job,
             "state": "interrupted" if interrupted and shown.get("state") not in FINISHED_STATES else shown.get("state"),
@@ -408,7 +408,7 @@ class Watcher:
             "tokens": shown.get("tokens_total"),
             "seconds": round(time.monotonic() - self._began, 1),
             "checkpoint": newest["path"] if newest else None,
-            "stages": shown.get("stages", 1),
+            "whole": newest is not None and newest.get("stage") is None,
         }
 
 
@@ -430,7 +430,7 @@ def _print_summary(summary: dict[str, Any], root: Path) -> None:
     print_pairs(pairs)
     if not summary["checkpoint"]:
         return
-    if summary["stages"] > 1:
+    if not summary["whole"]:
         model = root / "models" / summary["job"]
         typer.echo(f"\none model of its parts:  p2ptrain checkpoints gather {root} --job {summary['job']} --to {model}")
         typer.echo(f"then try it:  p2ptrain generate 'def ' --checkpoint {model}")

@@ -166,6 +166,7 @@ def test_show_a_job(command: Command, fake_seed: Any) -> None:
     profile = load("tiny", {}, []).profile
     for spec in (profile.to_spec(), profile.model_dump(mode="json")):
         fake_seed.answers["jobs.show"] = {"job": JOB.to_map(), "spec": spec}
+        fake_seed.answers["checkpoints.list"] = {"checkpoints": [CHECKPOINT.to_map()]}
         outcome = command("jobs", "show", "tiny")
         assert outcome.code == 0
         for part in ("running: going well", "100 of 400 (25.0 %)", "a1b2 → c3d4", "compute 70 ms", "2 h 5 min"):

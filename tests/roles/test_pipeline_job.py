@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +14,17 @@ from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from configs.schema import Profile
 from p2ptrain.compute.part_trainer import PartTrainer
 from p2ptrain.compute.trainer import Trainer
+from ring import coordination as co
 from ring.schedule import extended, gpipe, one_f_one_b
 from roles.compute_thread import ComputeThread
 from roles.in_process import Cluster, Peer
+from roles.seed import jobs
 from roles.stage_stand_in import StandIns
 from roles.stand_in import StandInEngine
 from roles.strategies import StageLoad, strategy_of
@@ -55,8 +61,8 @@ def profile_of(text: Path, stages: int, replicas: int, **tables: dict[str, Any])
     return Profile.model_validate(base)
 
 
-def one_process(profile: Profile) -> tuple[list[float], dict[int, float]]:
-    """The losses of ``Trainer``, which has the whole model, and its validation losses by step."""
+def one_process(profile: Profile) -> tuple[list[float], dict[int, float], dict[str, Any]]:
+    """The losses of ``Trainer``, which has the whole model, its validation losses by step, and its weights."""
     whole = profile.model_dump() | {"pipeline": {}, "job": profile.job.model_dump() | {"strategy": "sync"}}
     trainer = engine_builder(threads=1)(Profile.model_validate(whole))
     assert isinstance(trainer, Trainer)
@@ -71,7 +77,7 @@ def one_process(profile: Profile) -> tuple[list[float], dict[int, float]]:
         if (step + 1) % profile.validation.every == 0 or step + 1 == profile.job.steps:
             total, targets = trainer.validate(0, trainer.validation_batches())
             held_out[step + 1] = total / targets
-    return losses, held_out
+    return losses, held_out, dict(trainer._model.state_dict())
 
 
 def join(cluster: Cluster, slot: int | None = None, **options: Any) -> Peer:
@@ -120,7 +126,7 @@ async def test_a_split_model_learns_what_one_process_does(
     job = await cluster.create(profile)
     peers = [join(cluster) for _ in range(stages * replicas)]
     await cluster.job_until(job, done)
-    losses, held_out = one_process(profile)
+    losses, held_out, weights = one_process(profile)
     rows = await rows_of(cluster, job)
     assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-5)
     assert {row["step"]: row["val_loss"] for row in rows if row["val_loss"] is not None} == pytest.approx(
@@ -128,6 +134,12 @@ async def test_a_split_model_learns_what_one_process_does(
     )
     assert losses[-1] < losses[0] - 1
     assert len({state_of(peer) for peer in peers}) == stages, "members of one stage have the same bits"
+    saved = (await cluster.ask("checkpoints.list", job=job))["checkpoints"]
+    whole = next(item for item in saved if item["stage"] is None and item["step"] == profile.job.steps)
+    found = AutoModelForCausalLM.from_pretrained(whole["path"], use_safetensors=True).state_dict()
+    assert found.keys() == weights.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, weights[name], atol=1e-5, rtol=1e-4)
 
 
 async def members_of(cluster: Cluster, job: str, item: dict[str, Any]) -> list[Peer]:
@@ -138,7 +150,7 @@ async def members_of(cluster: Cluster, job: str, item: dict[str, Any]) -> list[P
 
 async def ended_as_one_process(cluster: Cluster, job: str, profile: Profile) -> None:
     await cluster.job_until(job, done)
-    losses, _ = one_process(profile)
+    losses, _, _ = one_process(profile)
     assert [row["loss"] for row in await rows_of(cluster, job)] == pytest.approx(losses, abs=1e-5)
 
 
@@ -177,6 +189,27 @@ async def test_a_restart_of_everything_goes_on_from_the_parts_checkpoints(cluste
     assert any("resuming from" in said for peer in again for _, _, said in peer.told)
 
 
+async def test_a_spare_takes_a_lost_stage_out_of_the_whole_checkpoint_of_another(
+    cluster: Cluster, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk of the lost one is gone with it."""
+    monkeypatch.setattr(jobs.co, "Terms", partial(co.Terms, grace_s=1.0))  # nobody comes back
+    profile = profile_of(text, 2, 1, job={"steps": 60})
+    job = await cluster.create(profile)
+    for _ in range(3):
+        join(cluster)
+    await cluster.whole(job, 20)
+    item = await cluster.job_until(job, at(30))
+    members = await members_of(cluster, job, item)
+    await members[1].die()
+    shutil.rmtree(members[1].identity.directory)
+    await ended_as_one_process(cluster, job, profile)
+    spare = next(peer for peer in cluster.peers if peer not in members)
+    assert [text for _, kind, text in spare.told if kind == "taken"] == [
+        f"step 20 of stage 1 of 2 is from {members[0].identity.name}"
+    ]
+
+
 async def test_certificates_change_nothing(tmp_path: Path, text: Path) -> None:
     profile = profile_of(text, 2, 1, job={"steps": 10})
     cluster = Cluster(tmp_path / "encrypted", MemoryNetwork(), encrypted=True)
@@ -196,7 +229,7 @@ async def test_short_activations_learn_nearly_as_well(cluster: Cluster, text: Pa
     for _ in range(2):
         join(cluster)
     await cluster.job_until(job, done)
-    losses, _ = one_process(profile)
+    losses, _, _ = one_process(profile)
     seen = [row["loss"] for row in await rows_of(cluster, job)]
     assert seen == pytest.approx(losses, abs=0.05)
     assert seen != pytest.approx(losses, abs=1e-5), "they were short"
