@@ -169,7 +169,14 @@ def test_show_a_job(command: Command, fake_seed: Any) -> None:
         fake_seed.answers["checkpoints.list"] = {"checkpoints": [CHECKPOINT.to_map()]}
         outcome = command("jobs", "show", "tiny")
         assert outcome.code == 0
-        for part in ("running: going well", "100 of 400 (25.0 %)", "a1b2 → c3d4", "compute 70 ms", "2 h 5 min"):
+        for part in (
+            f"step 100 on {CHECKPOINT.peer_name}: {CHECKPOINT.path}",
+            "running: going well",
+            "100 of 400 (25.0 %)",
+            "a1b2 → c3d4",
+            "compute 70 ms",
+            "2 h 5 min",
+        ):
             assert part in outcome.out
         assert "optimizer.lr" not in outcome.out
         assert "optimizer.lr" in command("jobs", "show", "tiny", "--spec").out
@@ -181,6 +188,7 @@ def test_show_a_job(command: Command, fake_seed: Any) -> None:
 def test_show_tells_how_the_ring_runs(command: Command, fake_seed: Any) -> None:
     ring = {"members": ["a", "b"], "edge_ms": [0.5, 20.1], "edge_bps": [1e9, 98.3e6], "streams": 2, "codec": "int8"}
     fake_seed.answers["jobs.show"] = {"job": JOB.to_map() | ring, "spec": "{}"}
+    fake_seed.answers["checkpoints.list"] = {"checkpoints": []}
     assert "2 streams, int8; slowest edge b → a: 98.3 Mbit/s, 20.1 ms" in " ".join(
         command("jobs", "show", "x").out.split()
     )
@@ -241,7 +249,7 @@ def test_a_person_is_asked_before_a_job_ends(command: Command, fake_seed: Any) -
 def test_list_checkpoints(command: Command, fake_seed: Any) -> None:
     fake_seed.answers["checkpoints.list"] = {"checkpoints": [CHECKPOINT.to_map()]}
     outcome = command("checkpoints", "list")
-    assert outcome.out.splitlines()[1].split()[:5] == [CHECKPOINT.id, "100", "1.7500", "3.0", "MiB"]
+    assert outcome.out.splitlines()[1].split()[:6] == [CHECKPOINT.id, "100", "whole", "1.7500", "3.0", "MiB"]
     assert command("checkpoints", "list", "--job", "tiny", "--json").json == {"checkpoints": [CHECKPOINT.to_map()]}
     assert fake_seed.asked == [("checkpoints.list", {}), ("checkpoints.list", {"job": "tiny"})]
 
