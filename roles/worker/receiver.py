@@ -50,15 +50,23 @@ class Receiver:
     """One connection to a giver, for one load at a time.
 
     Args:
-        giver: who it is, for people.
+        giver: who it is, for people. what: it gives.
 
     Attributes:
         received_bytes: of tensors.
         turn: held by the load that uses it.
     """
 
-    def __init__(self, connection: Connection, model: str, giver: str, *, silence_s: float = QUIET_S) -> None:
-        self._model, self._giver = model, giver
+    def __init__(
+        self,
+        connection: Connection,
+        model: str,
+        giver: str,
+        *,
+        silence_s: float = QUIET_S,
+        what: str = "the model",
+    ) -> None:
+        self._model, self._giver, self._what = model, giver, what
         self._line = Line(connection, silence_s)
         self._page: asyncio.Future[TensorsPage] | None = None
         self._offer: asyncio.Future[FilesOffer] | None = None
@@ -149,7 +157,7 @@ class Receiver:
         while coming is not None:
             data, landing, stop = coming
             with self._named():
-                await self._line.landed(landing)
+                await self._given(landing, len(data))
                 coming = self._piece(name, stop, min(stop + piece_bytes, size_bytes)) if stop < size_bytes else None
             self.received_bytes += len(data)
             yield data
@@ -217,4 +225,4 @@ class Receiver:
             raise self._refusal(problem.message) from problem
 
     def _refusal(self, text: str) -> Refused:
-        return Refused(GIVER, f"{self._giver}, who gives the model: {text}", remedy="load it from another copy")
+        return Refused(GIVER, f"{self._giver}, who gives {self._what}: {text}", remedy="load it from another copy")

@@ -123,8 +123,8 @@ class Wholes:
             try:
                 entry = await self._gathered(wanted)
             except P2PTrainError as problem:
-                text = f"step {wanted.step} is not put together here: {problem.message}. {problem.remedy}".rstrip(". ")
-                self._around.notify("warning", "not-gathered", f"{text}. Its parts lie where they were saved")
+                text = f"step {wanted.step} is not put together here: {problem.message}"
+                self._around.notify("warning", "not-gathered", f"{text}; its parts lie where they were saved")
             else:
                 announce(self._around, self._job, entry)
                 self._around.notify("info", "gathered", f"step {entry.step} is whole in {entry.path}")
@@ -173,7 +173,8 @@ class Wholes:
             expect_role="worker",
         )
         connection.tune_for_bulk()
-        receiver = await stack.enter_async_context(Receiver(connection, self._job, member.name).running())
+        what = f"the files of stage {asked.stage}"
+        receiver = await stack.enter_async_context(Receiver(connection, self._job, member.name, what=what).running())
         offer = await receiver.files(asked)
         meta, files = offered_untrusted(offer.manifest, asked)
 

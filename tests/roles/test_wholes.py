@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import shutil
+import threading
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from configs.schema import Profile
 from p2ptrain.core.checkpoint_parts import gather, parts_below
 from p2ptrain.core.checkpoints import CheckpointStore, read_checkpoint
 from p2ptrain.core.disk import RealDisk
+from ring import coordination as co
+from ring.view import View
+from roles.engine import Stage
 from roles.in_process import Cluster, Peer
+from roles.stand_in import StandInEngine
+from roles.worker.wholes import keeps
+from wire.memory import MemoryNetwork
+from wire.messages import MemberRecord
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Who is away does not come back, and is not waited for long."""
+    monkeypatch.setattr(co, "Terms", partial(co.Terms, grace_s=0.5))
+    return
 
 
 def profile_of(steps: int = 30, **tables: dict[str, Any]) -> Profile:
@@ -52,3 +72,185 @@ async def test_when_a_job_is_done_every_keeper_has_the_whole_model(cluster: Clus
         entry = read_checkpoint(RealDisk(), Path(item["path"]))
         CheckpointStore(RealDisk(), entry.path.parent, 3).verify(entry)
         assert (entry.files, entry.meta, entry.digest) == (expected.files, expected.meta, expected.digest)
+
+
+def whole_of(peer: Peer, job: str) -> Path:
+    """Where a worker keeps the whole model's checkpoints."""
+    return peer.identity.directory / "jobs" / job / "checkpoints"
+
+
+def undisturbed(profile: Profile) -> bytes:
+    """The parameters that one process ends with."""
+    engine = StandInEngine(profile)
+    engine.load_initial()
+    for step in range(profile.job.steps):
+        engine.begin_step(step)
+        for index in range(profile.batch.micro_batches):
+            engine.micro_batch(step, index)
+        engine.finish_gradients()
+        engine.apply(step, engine.partial_square_sum(0, engine.reduce_buffer.size))
+    return bytes(engine.state()[0].view)
+
+
+async def ended_undisturbed(cluster: Cluster, job: str, profile: Profile) -> None:
+    await cluster.job_until(job, done)
+    engines = [peer.engines[-1] for peer in cluster.peers if not peer.task.done()]
+    by_stage = {engine.stage.index: bytes(engine.state()[0].view) for engine in engines}  # type: ignore[attr-defined]
+    assert b"".join(by_stage[stage] for stage in sorted(by_stage)) == undisturbed(profile)
+
+
+class Gate:
+    """Workers compute up to a step, and no further until they are let on."""
+
+    def __init__(self, step: int) -> None:
+        self._step, self._open = step, threading.Event()
+
+    def on(self) -> None:
+        self._open.set()
+
+    def part(self, profile: Profile, stage: Stage) -> StandInEngine:
+        return StandInEngine(profile, stage=stage, on_micro_batch=self._pass)
+
+    def _pass(self, step: int, index: int) -> None:
+        if step >= self._step:
+            assert self._open.wait(30), "the test never let them on"
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    """At step 25: the checkpoints are those of 10 and 20."""
+    made = Gate(25)
+    yield made
+    made.on()
+
+
+async def running(cluster: Cluster, profile: Profile, gate: Gate, slots: int) -> tuple[str, list[Peer]]:
+    """A job of which every keeper has the whole of step 20: its id, and the members in order of their stages."""
+    job = await cluster.create(profile)
+    for slot in range(1, slots + 1):
+        cluster.join(slot=slot, build_part=gate.part)
+    await cluster.whole(job, 20, profile.checkpoint.copies)
+    item = await cluster.job_until(job, lambda item: len(item["members"]) == 2)
+    known = {peer.identity.peer_id: peer for peer in cluster.peers}
+    return job, [known[peer_id] for peer_id in item["members"]]
+
+
+def slot_of(peer: Peer) -> int:
+    return int(peer.identity.directory.name.rpartition("-")[2])
+
+
+async def lose(peer: Peer) -> None:
+    """Its machine, with the disk."""
+    await peer.die()
+    shutil.rmtree(peer.identity.directory)
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+async def test_a_spare_takes_over_a_stage_that_died_with_its_disk(
+    tmp_path: Path, impatient: None, gate: Gate, encrypted: bool
+) -> None:
+    cluster = Cluster(tmp_path / "cluster", MemoryNetwork(), encrypted=encrypted)
+    await cluster.start_seed()
+    try:
+        profile = profile_of(checkpoint={"copies": 1})
+        job, members = await running(cluster, profile, gate, 3)
+        await lose(members[1])
+        gate.on()
+        spare = next(peer for peer in cluster.peers if peer not in members)
+        await ended_undisturbed(cluster, job, profile)
+        assert said(spare, "taken") == [f"step 20 of stage 1 of 2 is from {members[0].identity.name}"]
+        assert not said(spare, "no-checkpoint")
+    finally:
+        await cluster.close()
+
+
+async def test_files_that_were_changed_are_not_taken(cluster: Cluster, impatient: None, gate: Gate) -> None:
+    """The run goes back further, to a whole that is what it was."""
+    profile = profile_of(checkpoint={"copies": 1})
+    job, members = await running(cluster, profile, gate, 3)
+    state = whole_of(members[0], job) / "step-00000020" / "state-00002-of-00002.bin"
+    data = bytearray(state.read_bytes())
+    data[5] ^= 1
+    state.write_bytes(data)
+    await lose(members[1])
+    gate.on()
+    spare = next(peer for peer in cluster.peers if peer not in members)
+    await ended_undisturbed(cluster, job, profile)
+    assert "is not what its manifest says" in said(spare, "not-taken")[0]
+    assert said(spare, "taken") == [f"step 10 of stage 1 of 2 is from {members[0].identity.name}"]
+    assert not list(spare.identity.directory.rglob(".new-*")), "nothing is left of what was given up"
+
+
+async def test_workers_that_come_back_to_other_stages_need_no_network(
+    cluster: Cluster, impatient: None, gate: Gate
+) -> None:
+    """Both have the whole: each takes the part that it is given now out of its own."""
+    profile = profile_of()
+    job, members = await running(cluster, profile, gate, 2)
+    jobs = [peer.identity.directory / "jobs" for peer in members]
+    for peer in members:
+        await peer.die()
+    jobs[0].rename(jobs[0].with_name("aside"))
+    jobs[1].rename(jobs[0])
+    jobs[0].with_name("aside").rename(jobs[1])
+    gate.on()
+    again = [cluster.join(slot=slot_of(peer)) for peer in members]
+    await ended_undisturbed(cluster, job, profile)
+    for stage, peer in enumerate(again):
+        assert said(peer, "taken") == [f"step 20 of stage {stage} of 2 is from {whole_of(peer, job) / 'step-00000020'}"]
+
+
+async def test_no_room_for_the_whole_is_told_and_ends_nothing(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = RealDisk.free_bytes
+    monkeypatch.setattr(RealDisk, "free_bytes", lambda self, path: free(self, path) if "stage-" in str(path) else 100)
+    profile = profile_of()
+    job = await cluster.create(profile)
+    peers = [cluster.join() for _ in range(2)]
+    await ended_undisturbed(cluster, job, profile)
+    assert not await wholes_of(cluster, job)
+    for peer in peers:
+        assert "step 30 is not put together here: a checkpoint needs" in said(peer, "not-gathered")[-1]
+
+
+async def test_what_a_crash_left_is_cleared_and_what_is_one_too_many_is_deleted(
+    cluster: Cluster, impatient: None, gate: Gate
+) -> None:
+    profile = profile_of(checkpoint={"copies": 1, "keep": 2})
+    job, members = await running(cluster, profile, gate, 2)
+    await members[0].die()
+    half = whole_of(members[0], job) / ".new-00000020-abcd"
+    half.mkdir()
+    (half / "state-00001-of-00002.bin").write_bytes(b"half")
+    gate.on()
+    cluster.join(slot=slot_of(members[0]))
+    await ended_undisturbed(cluster, job, profile)
+    assert sorted(path.name for path in whole_of(members[0], job).iterdir()) == ["step-00000020", "step-00000030"]
+    assert sorted(item["step"] for item in await wholes_of(cluster, job)) == [20, 30]
+
+
+async def test_a_person_may_go_back_to_a_whole_and_delete_one(cluster: Cluster, gate: Gate) -> None:
+    profile = profile_of(checkpoint={"copies": 1})
+    job, members = await running(cluster, profile, gate, 2)
+    gate.on()
+    await cluster.ask("jobs.pause", job=job)
+    await cluster.job_until(job, lambda item: item["state"] in ("paused", "done"))
+    found = {item["step"]: item for item in await wholes_of(cluster, job)}
+    await cluster.ask("checkpoints.delete", id=found[20]["id"])
+    assert not any(path.name == "step-00000020" for path in whole_of(members[0], job).iterdir())
+    await cluster.ask("checkpoints.restore", id=found[10]["id"])
+    await ended_undisturbed(cluster, job, profile)
+
+
+def test_different_machines_keep_the_whole() -> None:
+    def keepers(stages: int, replicas: int, copies: int) -> list[tuple[int, int]]:
+        members = tuple(MemberRecord(str(rank), "", "", 1, 0, 0, True) for rank in range(stages * replicas))
+        view = View("job", 1, 0, "0" * 32, members, stages=stages)
+        return [(view.replica_of(rank), view.stage_of(rank)) for rank in range(view.size) if keeps(view, rank, copies)]
+
+    assert keepers(2, 1, 1) == [(0, 0)]
+    assert keepers(2, 1, 2) == [(0, 0), (0, 1)]
+    assert keepers(2, 2, 2) == [(0, 0), (1, 0)]
+    assert keepers(3, 2, 3) == [(0, 0), (0, 1), (1, 0)]
+    assert len(keepers(2, 2, 99)) == 4
