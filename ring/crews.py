@@ -117,6 +117,8 @@ class Crews(Making):
         """Take in one event; returns what to do, in order. ``now`` is monotonic seconds and never goes back."""
         self._out, self._now = [], now
         self._history.append(f"{now:.3f} {self.core.phase} {event}"[:300])
+        if self._back_due is not None and self._back_due <= now:
+            self._settle()  # first: the coordinator is about to begin from the little that a crew has at hand
         match event:
             case co.PeerOffered(peer):
                 self._offered(peer)

@@ -49,13 +49,13 @@ def sim(
       p2ptrain sim --peers 500 --churn
     """
     from roles.sim.batch import Summary, run_batch
-    from roles.sim.faults import KINDS
+    from roles.sim.faults import KINDS, KINDS_OF_PARTS
     from roles.sim.mutations import MUTATIONS, STAGED
 
     safeguards = MUTATIONS | STAGED if stages > 1 else MUTATIONS
     kinds = tuple(name.strip() for name in faults.split(",") if name.strip())
     for name in kinds:
-        _known("--faults", name, list(KINDS))
+        _known("--faults", name, [*KINDS, *(KINDS_OF_PARTS if stages > 1 else ())])
     if mutation:
         _known("--without", mutation, list(safeguards))
     first = secrets.randbelow(MOST_NUMBER) if seed < 0 else seed

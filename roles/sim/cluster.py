@@ -62,8 +62,8 @@ class Machine:
 
     def __init__(self, simulation: Simulation, host: str, call_s: float) -> None:
         self.host, self.call_s = host, call_s
-        self.disk = MachineDisk(random.Random(simulation.random.getrandbits(64)))  # noqa: S311
-        self.disk.killed = self.kill
+        self._simulation = simulation
+        self.disk = self._new_disk()
         self.process = Process(host)
         self.process.alive = False
         self.task: asyncio.Task[None] | None = None
@@ -75,7 +75,6 @@ class Machine:
         self.flips = self.lies = 0
         self._lied = False  # and is to lie again
         self.lie = ""
-        self._simulation = simulation
 
     @property
     def up(self) -> bool:
@@ -128,6 +127,19 @@ class Machine:
     def power_cut(self) -> None:
         self.kill()
         self.disk.power_cut()
+
+    def lose_disk(self) -> None:
+        """It is gone for good; what starts here next is another worker."""
+        self.kill()
+        self.disk.close()
+        self.disk = self._new_disk()
+        self.announced, self.wholes = {}, {}
+        self._simulation.observer.forget(self.host)
+
+    def _new_disk(self) -> MachineDisk:
+        disk = MachineDisk(random.Random(self._simulation.random.getrandbits(64)))  # noqa: S311
+        disk.killed = self.kill
+        return disk
 
     def leave(self) -> None:
         self.stop.set()

@@ -43,6 +43,8 @@ KINDS = {
     "save": 1,
     "restore": 1,
 }
+KINDS_OF_PARTS = {"lose-disk": 3}
+"""Of a job whose model is split, too: nobody else may have that part of it in memory."""
 PHASES = (
     Phase.FORMING,
     Phase.HEALING,
@@ -100,6 +102,10 @@ class Faults:
                 for victim in several:
                     victim.power_cut()
                 self._later(self._after(rng.uniform(0, 5), lambda: self._start(*several)))
+            case "lose-disk" if len(victims) > 1:
+                self._tell(f"{victims[0].host} is gone with its disk")
+                victims[0].lose_disk()
+                self._later(self._after(rng.choice(LASTS_S), lambda: self._start(victims[0])))
             case "leave" if len(victims) > 1:
                 self._tell(f"{victims[0].host} leaves")
                 victims[0].leave()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from ring import crew_making, transaction
+from ring import crew_dealing, crew_making, transaction
 from ring.decisions import Decisions
 from ring.links import Inbound
 from ring.transaction import Transaction
@@ -120,6 +120,11 @@ def _too_far_back() -> list[Patch]:
     return [(crew_making, "newest_kept", lambda original: lambda by_stage, wholes=(): 0)]
 
 
+def _nobody_gives() -> list[Patch]:
+    """Nobody is told who has the whole model's checkpoint that the run goes back to."""
+    return [(crew_dealing.Dealing, "_holders", lambda original: lambda self, worker, step: ())]
+
+
 def _own_digest() -> list[Patch]:
     """The lineage is made of the first stage's sums alone."""
     return [(staged, "joined_digest", lambda original: lambda digests: digests[:16])]
@@ -133,6 +138,7 @@ def _all_alike() -> list[Patch]:
 STAGED: dict[str, tuple[Callable[[], list[Patch]], tuple[str, ...]]] = {
     "stage": (_any_stage, ("kill", "join", "power-cut", "cut-in-follow")),
     "back": (_too_far_back, ("power-cut", "kill-most", "kill", "save", "join")),
+    "files": (_nobody_gives, ("lose-disk", "save", "join")),
     "joined": (_own_digest, ("bit-flip",)),
     "alike": (_all_alike, ("save", "join")),
 }

@@ -250,6 +250,11 @@ class Observer:
 
     # ----------------------------------------------------------------------------------------------------- checkpoints
 
+    def forget(self, host: str) -> None:
+        """What was on its disk is gone."""
+        self._announced = {key: step for key, step in self._announced.items() if key[0] != host}
+        self._witnesses.pop(host, None)
+
     def saved(self, machine: Machine, step: int, digest: str, meta: Meta, bits: Sequence[bytes]) -> None:
         """A manifest is written: from now on there may be such a checkpoint. ``bits``: of its parts."""
         lineage, told = str(meta.get("lineage")), meta.get("stage")

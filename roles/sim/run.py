@@ -15,7 +15,7 @@ from typing import Any
 from configs.schema import Profile
 from roles.sim.cluster import Simulation
 from roles.sim.engine import undisturbed
-from roles.sim.faults import KINDS, Faults
+from roles.sim.faults import KINDS, KINDS_OF_PARTS, Faults
 from roles.sim.loop import SimLoop
 from roles.sim.mutations import without
 from roles.sim.watching import watched
@@ -93,7 +93,8 @@ def run_schedule(
         mutation: the safeguard to switch off.
         stages: parts that the model is split into; 1: it is not.
     """
-    return _run(number, peers, kinds or list(KINDS), mutation, verbose, _conduct, STEPS, stages)
+    kinds = kinds or list(KINDS if stages == 1 else KINDS | KINDS_OF_PARTS)
+    return _run(number, peers, kinds, mutation, verbose, _conduct, STEPS, stages)
 
 
 def run_churn(number: int, *, peers: int) -> Verdict:
@@ -189,7 +190,7 @@ async def _conduct(simulation: Simulation, faults: Faults, rng: random.Random, k
     ):
         machine.start()
     observer.tell(f"begin with {[machine.host for machine in simulation.live]}")
-    weights = [KINDS[kind] for kind in kinds]
+    weights = [(KINDS | KINDS_OF_PARTS)[kind] for kind in kinds]
     for _ in range(rng.randint(2, MOST_FAULTS)):
         await _wait(simulation, rng.choice((0.0, 0.2, 0.5, 1.0, 3.0)))
         if observer.violation or observer.job_state in ("done", "failed", "cancelled"):

@@ -595,3 +595,18 @@ def test_a_person_may_go_back_to_a_whole() -> None:
     play.says("a", "held", 9, generation=view.generation)
     play.says("b", "held", 9, generation=view.generation)
     assert told(play) == {"a": (0, 5, ["c"]), "b": (1, 5, ["c"])}
+
+
+def test_what_can_be_gone_back_to_counts_for_more_than_what_spares_begin_with() -> None:
+    """Both are waited for as long."""
+    play = Play()
+    view = play.begun("a", "b")
+    play.comes("c", "d")
+    play.ready("c", "d")
+    play.tell(co.Saved({}, {"a": frozenset({8}), "b": frozenset({8})}, {"a": frozenset({8})}))
+    play.tell(co.Progress(9, 1.0))
+    play.lost("b")
+    play.says("a", "broken", 9, generation=view.generation, suspect="b")
+    play.ready("c", "d")
+    play.tell(co.Tick(), after_s=30.0)
+    assert {step for _, step, _ in told(play).values()} == {8}, "c and d share step 0"

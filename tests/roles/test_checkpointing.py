@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import threading
 from collections.abc import AsyncIterator
@@ -21,6 +22,7 @@ from p2ptrain.core.world import Network, World
 from roles.compute_thread import ComputeThread
 from roles.in_process import Cluster
 from roles.stand_in import StandInEngine
+from roles.worker import checkpointing
 from roles.worker.checkpointing import Checkpointing
 from roles.worker.keeper import Keeper
 from roles.worker.saver import DirectSaver, Shelf
@@ -158,6 +160,42 @@ async def test_leaving_does_not_wait_for_a_disk_that_hangs(cluster: HangingClust
     peer = cluster.join()
     assert await asyncio.to_thread(cluster.disk.hangs.wait, 20)
     await peer.leave()  # has its own deadline
+
+
+async def test_who_waits_for_a_save_waits_for_its_end_and_not_for_one_that_will_not_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpointing, "STANDSTILL_S", 0.05)
+    disk, compute = RealThreads().start("disk"), ComputeThread()
+    saver, engine, lineage = DirectSaver(disk, RealDisk()), StandInEngine(Profile()), "0" * 32
+    around: Any = SimpleNamespace(compute=compute, say=lambda message: None, notify=lambda *notice: None)
+    keeper = Keeper(disk, RealDisk(), saver, Shelf(tmp_path, 2), lambda *notice: None)
+    progress = itertools.count()
+    async with asyncio.TaskGroup() as tasks:
+        checkpoints = Checkpointing(
+            around, job="j", keeper=keeper, snapshots=Snapshots(compute, saver.allocate), tasks=tasks
+        )
+        early = asyncio.create_task(checkpoints.outcome(4, lineage, lambda: (3, next(progress))))
+        await asyncio.wait([early], timeout=0.2)
+        assert not early.done(), "this member is on its way there"
+        async with asyncio.timeout(10):
+            await checkpoints.outcome(4, lineage, lambda: (5, next(progress)))  # it came by, and saved nothing
+            await checkpoints.outcome(4, lineage, lambda: (3, 0))  # it stands still before
+            await checkpoints.outcome(4, "1" * 32, lambda: (5, 0))
+        busy = threading.Event()
+        blocked = asyncio.create_task(compute.run(busy.wait, 20))
+        saving = asyncio.create_task(
+            checkpoints.save(engine, {"lineage": lineage, "square_sum": 1.0}, step=4, wait=False)
+        )
+        await asyncio.wait([early], timeout=0.2)
+        assert not early.done(), "it is being saved"
+        busy.set()
+        await asyncio.gather(blocked, saving)
+        async with asyncio.timeout(10):
+            await early
+        assert [entry.step for entry in await keeper.entries()] == [4]
+    disk.close()
+    compute.close()
 
 
 async def test_a_ring_that_breaks_while_the_state_is_copied_costs_no_checkpoint(tmp_path: Path) -> None:

@@ -231,16 +231,40 @@ async def test_what_a_crash_left_is_cleared_and_what_is_one_too_many_is_deleted(
 
 
 async def test_a_person_may_go_back_to_a_whole_and_delete_one(cluster: Cluster, gate: Gate) -> None:
-    profile = profile_of(checkpoint={"copies": 1})
+    profile = profile_of(300, checkpoint={"copies": 1})
     job, members = await running(cluster, profile, gate, 2)
-    gate.on()
-    await cluster.ask("jobs.pause", job=job)
-    await cluster.job_until(job, lambda item: item["state"] in ("paused", "done"))
     found = {item["step"]: item for item in await wholes_of(cluster, job)}
-    await cluster.ask("checkpoints.delete", id=found[20]["id"])
-    assert not any(path.name == "step-00000020" for path in whole_of(members[0], job).iterdir())
     await cluster.ask("checkpoints.restore", id=found[10]["id"])
+    gate.on()
     await ended_undisturbed(cluster, job, profile)
+    found = {item["step"]: item for item in await wholes_of(cluster, job)}
+    await cluster.ask("checkpoints.delete", id=found[300]["id"])
+    kept = {path.name[: len("superseded-step-00000020")] for path in whole_of(members[0], job).iterdir()}
+    assert "superseded-step-00000020" in kept, "what was another future's is apart"
+    assert "step-00000300" not in kept
+
+
+async def test_a_giver_that_lies_is_named_and_nothing_is_left(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = RealDisk.read_range
+    monkeypatch.setattr(
+        RealDisk,
+        "read_range",
+        lambda self, path, start, stop: (
+            bytes(stop - start) if path.name.startswith("state-00002") else read(self, path, start, stop)
+        ),
+    )
+    profile = profile_of(checkpoint={"copies": 1})
+    job = await cluster.create(profile)
+    for _ in range(2):
+        cluster.join()
+    await ended_undisturbed(cluster, job, profile)
+    (keeper,) = [peer for peer in cluster.peers if said(peer, "not-gathered")]
+    (giver,) = [peer for peer in cluster.peers if peer is not keeper]
+    expected = f"state-00002-of-00002.bin of {giver.identity.name} is not what its manifest says"
+    assert expected in said(keeper, "not-gathered")[-1]
+    assert not list(whole_of(keeper, job).iterdir())
 
 
 def test_different_machines_keep_the_whole() -> None:

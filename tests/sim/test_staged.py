@@ -34,6 +34,7 @@ def test_every_kind_of_fault_strikes_and_is_survived(kind: str) -> None:
 FOUND = {
     "stage": (0, "same bits"),
     "back": (39, "no further back"),
+    "files": (14, "no further back"),
     "joined": (22, "undisturbed"),
     "alike": (0, "progress"),
 }
