@@ -197,7 +197,11 @@ class Checkpoint(Table):
         default=3, ge=2, le=1000, description="Newest checkpoints that each writer keeps; older ones are deleted."
     )
     copies: int = Field(
-        default=2, ge=1, le=1024, description="Members that write one (the lowest ranks), each on its own disk."
+        default=2,
+        ge=1,
+        le=1024,
+        description="Members that write one (the lowest ranks), each on its own disk."
+        " Of a split model: replicas whose stages write their parts, and members that collect those of all stages.",
     )
 
 

@@ -152,6 +152,8 @@ class JobRunner:
                 self._start(self._load)
                 await self._released.wait()
                 self.follower.end()
+                if self.wholes is not None:
+                    await self.wholes.stop()  # the next job may need the memory that this one holds meanwhile
                 self._disband("the job was released")
         finally:
             self._disband("this worker ended")
