@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 ROUNDING = 1e-4
 """Of the largest parameter: how far the order of sums may move a run of this length; shown by the undisturbed one."""
 
+MOST_VIEWS = 150
+"""Of a split model's short job: one that needs more begins again and again."""
+
 
 class Violation(AssertionError):
     """An invariant does not hold. ``name`` is its short name."""
@@ -201,6 +204,11 @@ class Observer:
             "nothing saved is taken back",
             view.step >= line.saved_step,
             lambda: f"generation {view.generation} begins at step {view.step}, {line.saved_step} was noted as saved",
+        )
+        self.check(
+            "progress",
+            self._stages == 1 or len(self._members) < MOST_VIEWS,
+            lambda: f"{MOST_VIEWS} views, and the job is at step {view.step}",
         )
         line.generation, self._replicas = view.generation, view.replicas
         self._members[view.generation] = {member.name for member in view.members}
