@@ -48,7 +48,7 @@ class Order:
 
     root: Path
     keep: int
-    spared: int
+    spared: frozenset[int]
     step: int
     meta: Meta
     files: list[FilePlan]
@@ -75,7 +75,7 @@ def send_order(channel: socket.socket, order: Order, descriptor: int) -> None:
     said = {
         "root": str(order.root),
         "keep": order.keep,
-        "spared": order.spared,
+        "spared": sorted(order.spared),
         "step": order.step,
         "meta": order.meta,
         "files": files,
@@ -208,7 +208,7 @@ def _receive_order(channel: socket.socket) -> tuple[Order, int] | None:
                 parts.append(BlobRange(*part))
         files.append(FilePlan(name, tuple(parts)))
     places = {name: (offset, size) for name, (offset, size) in said["places"].items()}
-    root, numbers = Path(said["root"]), (said["keep"], said["spared"], said["step"])
+    root, numbers = Path(said["root"]), (said["keep"], frozenset(said["spared"]), said["step"])
     return Order(root, *numbers, said["meta"], files, places, said["memory_bytes"]), descriptors[0]
 
 

@@ -69,16 +69,19 @@ class CheckpointStore:
 
     Args:
         keep: how many to keep; raised to 2 where it is less.
-        spared: a step whose checkpoint is kept beside them, however old it is; -1: none.
+        spared: see the attribute.
+
+    Attributes:
+        spared: steps whose checkpoints are kept beside the newest, however old they are.
 
     Raises:
         StorageError: ``root`` cannot be made, or what a crash left there cannot be cleared.
     """
 
-    def __init__(self, disk: Disk, root: Path, keep: int, *, spared: int = -1) -> None:
+    def __init__(self, disk: Disk, root: Path, keep: int, *, spared: frozenset[int] = frozenset()) -> None:
         self._disk = disk
         self._root = root
-        self._keep, self._spared = max(keep, MIN_KEEP), spared
+        self._keep, self.spared = max(keep, MIN_KEEP), spared
         disk.make_dir(root)
         self._recover()
 
@@ -234,7 +237,7 @@ class CheckpointStore:
     def _prune(self, written: int) -> None:
         """Keep the newest ``keep`` and, whatever its step, the one just written (a restored run writes older steps)."""
         for step, path in self._directories()[self._keep :]:
-            if step not in (written, self._spared):
+            if step not in self.spared | {written}:
                 self._remove(path)
 
     def _remove(self, path: Path) -> None:

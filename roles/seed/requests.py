@@ -343,7 +343,7 @@ class Clerk:
         if desk is None:
             raise Refused("unknown-job", f"the job {checkpoint.job} of that checkpoint is not known here")
         self._check_whole(desk, checkpoint)
-        lineage = await self._verified(checkpoint)  # before anybody sets newer ones aside
+        lineage = await self._verified_everywhere(desk, checkpoint)  # before anybody sets newer ones aside
         holder = self._holder(checkpoint)
         other = self._seed.desks.get(holder.job)
         if other is not None and other is not desk and self._seed.may_yield(other):
@@ -356,13 +356,8 @@ class Clerk:
 
     def _check_whole(self, desk: Desk, checkpoint: CheckpointInfo) -> None:
         """Raise ``Refused`` where a split model cannot go back to it, for nobody here has the other stages'."""
-        found = [
-            item.stage
-            for item in self._seed.checkpoints.values()
-            if (item.job, item.step) == (checkpoint.job, checkpoint.step) and item.peer_id in self._seed.links
-        ]
-        stages = sorted({stage for stage in found if stage is not None})
-        if desk.stages > 1 and None not in found and len(stages) < desk.stages:
+        if desk.stages > 1 and not _is_whole(found := self._alike_here(checkpoint), desk.stages):
+            stages = sorted({item.stage for item in found if item.stage is not None})
             where = f"of {desk.stages} stages only {stages} have a checkpoint at a worker here"
             text = f"step {checkpoint.step} is not here as a whole: {where}"
             raise Refused("holder-away", text, remedy="start the workers that hold the others, or choose another step")
@@ -370,6 +365,37 @@ class Clerk:
     def _stage(self, checkpoint: CheckpointInfo) -> Params:
         desk = self._seed.desks.get(checkpoint.job)
         return {} if desk is None or checkpoint.stage is None else {"stage": checkpoint.stage, "stages": desk.stages}
+
+    async def _verified_everywhere(self, desk: Desk, checkpoint: CheckpointInfo) -> str:
+        """The lineage of a checkpoint, of which its holder has just read every byte; of a split model, all who are here
+        and hold one of that step, of each stage at least one. They spare it from now on, until they have gone back."""
+        lineage = await self._verified(checkpoint)
+        if desk.stages == 1:
+            return lineage
+        others = [item for item in self._alike_here(checkpoint) if item.id != checkpoint.id]
+        found = await asyncio.gather(*map(self._lineage_or_problem, others))
+        good = [item for item, told in zip(others, found, strict=True) if told == lineage]
+        if not _is_whole([checkpoint, *good], desk.stages):
+            for told in found:
+                if isinstance(told, P2PTrainError):
+                    raise told
+            text = f"what the stages have saved as step {checkpoint.step} is not of one state"
+            raise Refused("damaged", text, remedy="choose another step")
+        return lineage
+
+    async def _lineage_or_problem(self, checkpoint: CheckpointInfo) -> str | P2PTrainError:
+        try:
+            return await self._verified(checkpoint)
+        except P2PTrainError as problem:
+            return problem
+
+    def _alike_here(self, checkpoint: CheckpointInfo) -> list[CheckpointInfo]:
+        """Those of the same step whose holders are connected."""
+        return [
+            item
+            for item in self._seed.checkpoints.values()
+            if (item.job, item.step) == (checkpoint.job, checkpoint.step) and item.peer_id in self._seed.links
+        ]
 
     async def _verified(self, checkpoint: CheckpointInfo) -> str:
         """The lineage of a checkpoint, of which its holder has just read every byte."""
@@ -482,6 +508,12 @@ def _whole(params: Params, name: str, default: int | None, least: int, most: int
     if type(value) is not int or not least <= value <= most:
         raise Refused("bad-parameter", f"{name} must be a whole number from {least} to {most}", remedy=f"change {name}")
     return value
+
+
+def _is_whole(checkpoints: Iterable[CheckpointInfo], stages: int) -> bool:
+    """Whether these have all parts of a split model: one has them all, or there is one for each stage."""
+    found = {item.stage for item in checkpoints}
+    return None in found or len(found) == stages
 
 
 def _wrong_state(desk: Desk, verb: str, why: str, remedy: str = "see p2ptrain jobs show") -> Refused:

@@ -10,6 +10,7 @@
   line;
 - *confirmed*: a checkpoint is of a step that every member of its generation has applied;
 - *ledger*: the seed's rows are of the steps that were committed, and whoever may know of one that lacks has told of it;
+- *verified*: who has verified a checkpoint for the job to go back to still has it when the job does;
 - *durable*: what was noted as saved is there after a kill or a power cut; what is loaded was once committed;
 - *one cut*: whoever builds a part of a split model, and whenever, is told to cut it in the same places.
 """
@@ -78,10 +79,11 @@ class Observer:
     Attributes:
         wanted: steps that a person wanted to go back to.
         here: the machines whose worker is linked to the seed now.
+        stages: as given.
     """
 
     def __init__(self, now: Callable[[], float], expected: list[np.ndarray[Any, Any]], stages: int = 1) -> None:
-        self._now, self._expected, self._stages = now, expected, stages
+        self._now, self._expected, self.stages = now, expected, stages
         self.wanted: set[int] = set()
         self.here: Callable[[], list[Machine]] = list
         self.timeline: list[tuple[float, str]] = []
@@ -98,6 +100,7 @@ class Observer:
         self._manifests: dict[str, tuple[int, str, frozenset[int]]] = {}  # digest of a manifest → step, lineage, stages
         self._witnesses: dict[str, tuple[Process, int, int]] = {}  # host → its life, and the run of steps it committed
         self._announced: dict[tuple[str, int], int] = {}  # host, stage → newest step announced since it last went back
+        self._promised: dict[tuple[str, int], int] = {}  # host, stage → step that it said the job could go back to
         self._replicas = 0  # in the newest view
         self._cuts: tuple[int, ...] | None = None  # of the model, once somebody was told; () is by weights
 
@@ -217,7 +220,7 @@ class Observer:
 
     def _no_further_than_must_be(self, view: View) -> None:
         """A split model that went back by itself did so for want of a later step that is there in all its parts."""
-        if self._stages == 1 or view.step in self.wanted:
+        if self.stages == 1 or view.step in self.wanted:
             self.wanted.clear()
             return
         for step in sorted(step for step, lineage in self.line.lineages.items() if step > view.step):
@@ -230,7 +233,7 @@ class Observer:
                         stages |= known[2]
             self.check(
                 "no further back",
-                len(stages) < self._stages,
+                len(stages) < self.stages,
                 partial("goes back to step {}, and all parts of step {} are here".format, view.step, step),
             )
 
@@ -261,12 +264,13 @@ class Observer:
     def forget(self, host: str) -> None:
         """What was on its disk is gone."""
         self._announced = {key: step for key, step in self._announced.items() if key[0] != host}
+        self._promised = {key: step for key, step in self._promised.items() if key[0] != host}
         self._witnesses.pop(host, None)
 
     def saved(self, machine: Machine, step: int, digest: str, meta: Meta, bits: Sequence[bytes]) -> None:
         """A manifest is written: from now on there may be such a checkpoint. ``bits``: of its parts."""
         lineage, told = str(meta.get("lineage")), meta.get("stage")
-        stages = frozenset({told}) if isinstance(told, int) else frozenset(range(self._stages))
+        stages = frozenset({told}) if isinstance(told, int) else frozenset(range(self.stages))
         self._manifests[digest] = (step, lineage, stages)
         generation = meta.get("generation")
         members = self._members.get(generation if isinstance(generation, int) else 0, set())
@@ -285,8 +289,8 @@ class Observer:
         self.check("loaded was saved", known is not None, lambda: f"{machine.host} announces an unknown checkpoint")
         if known is None:
             return
-        whole = len(known[2]) == self._stages
-        kept = machine.wholes if whole and self._stages > 1 else machine.announced
+        whole = len(known[2]) == self.stages
+        kept = machine.wholes if whole and self.stages > 1 else machine.announced
         if kept.get(step) == digest:
             return
         kept[step] = digest
@@ -302,8 +306,12 @@ class Observer:
         if known is not None and self.line.lineages.get(step) == known[1]:
             stages = self.line.saved_stages.setdefault(step, set())
             stages |= known[2]
-            if len(stages) == self._stages:
+            if len(stages) == self.stages:
                 self.line.saved_step = max(self.line.saved_step, step)
+
+    def promised(self, machine: Machine, stage: int, step: int) -> None:
+        """A worker has verified a checkpoint because the job is to go back to it."""
+        self._promised[machine.host, stage] = step
 
     def loaded(self, machine: Machine, entry: CheckpointEntry | None, restore_step: int) -> None:
         step = entry.step if entry is not None else 0
@@ -313,10 +321,16 @@ class Observer:
             self.check("loaded was saved", known, lambda: f"{machine.host} loads a checkpoint that nobody committed")
         key = machine.host, machine.stage
         if restore_step >= 0:
+            promised = self._promised.pop(key, -1) == restore_step
+            self.check(
+                "verified",
+                not promised or step == restore_step,
+                lambda: f"{machine.host} had verified a checkpoint of step {restore_step}, and finds {step}",
+            )
             self._announced[key] = step
             machine.announced = {at: digest for at, digest in machine.announced.items() if at <= restore_step}
             machine.wholes = {at: digest for at, digest in machine.wholes.items() if at <= restore_step}
-            back = step if self._stages == 1 else restore_step  # a part of a model may have no checkpoint of that step
+            back = step if self.stages == 1 else restore_step  # a part of a model may have no checkpoint of that step
             self.line.saved_step = min(self.line.saved_step, back)  # a person wants it so, even if the seed forgets it
             self.line.lineages = {at: lineage for at, lineage in self.line.lineages.items() if at <= back}
             return

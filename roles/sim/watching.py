@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import random
+import re
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from p2ptrain.core.checkpoints import CheckpointStore
@@ -47,6 +49,11 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
     def here() -> Machine | None:
         process = PROCESS.get()
         return simulation.machines.get(process.host) if process is not None and process.alive else None
+
+    def stage_of(path: Path) -> int | None:
+        """Whose checkpoints lie there; None: those of all stages of a split model."""
+        found = re.search(r"/stage-(\d+)-of-", str(path))
+        return int(found[1]) if found else None if observer.stages > 1 else 0
 
     def handle(original: Any) -> Any:
         def call(self: Transaction, event: Any) -> Any:
@@ -97,6 +104,27 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
 
         return call
 
+    def remove(original: Any) -> Any:
+        def call(self: Any, path: Any) -> None:
+            original(self, path)
+            machine = here()
+            if machine is not None:
+                kept = machine.announced if stage_of(path) is not None else machine.wholes
+                kept.pop(int(path.name.rpartition("-")[2]), None)
+
+        return call
+
+    def verify(original: Any) -> Any:
+        async def call(self: Keeper, step: int) -> Any:
+            found = await original(self, step)
+            machine = here()
+            stage = stage_of(self._shelf.root)
+            if machine is not None and stage is not None:  # what stages take of a whole may find no room
+                observer.promised(machine, stage, step)
+            return found
+
+        return call
+
     def load(original: Any) -> Any:
         async def call(self: Keeper, *rest: Any, restore_step: int, **more: Any) -> Any:
             found = await original(self, *rest, restore_step=restore_step, **more)
@@ -134,7 +162,9 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
             (Records, "save_job", save_job),
             (Records, "add_checkpoint", add_checkpoint),
             (CheckpointStore, "_write_manifest", write_manifest),
+            (CheckpointStore, "_remove", remove),
             (Keeper, "load", load),
+            (Keeper, "verify", verify),
             (SeedLink, "send", send),
             (SyncStrategy, "_summarize", summarize),
             (secrets, "token_hex", lambda original: lambda number=32: names.randbytes(number).hex()),

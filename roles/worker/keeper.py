@@ -16,7 +16,7 @@ import xxhash
 
 from p2ptrain.core.checkpoints import CheckpointEntry, CheckpointStore, Draft, Meta
 from p2ptrain.core.disk import Disk
-from p2ptrain.core.errors import StorageError, UserError
+from p2ptrain.core.errors import P2PTrainError, StorageError, UserError
 from p2ptrain.core.threads import Thread
 from p2ptrain.core.training import FilePlan
 from ring.token import first_lineage, is_lineage
@@ -41,6 +41,7 @@ class Keeper:
     ) -> None:
         self._thread, self._disk, self._saver, self._shelf, self._tell = thread, disk, saver, shelf, tell
         self._opened: CheckpointStore | None = None
+        self._wanted = -1  # the job may go back to it
 
     @property
     def disk(self) -> Disk:
@@ -53,6 +54,7 @@ class Keeper:
 
     async def go_back(self, step: int) -> None:
         """Set newer checkpoints than that of ``step`` aside: they are another future's. Raises ``StorageError``."""
+        self._wanted = -1
         for path in await self._on_disk(lambda store: store.set_aside_after(step)):
             self._tell("info", "checkpoint-superseded", f"a newer checkpoint is kept as {path}")
 
@@ -66,7 +68,12 @@ class Keeper:
 
     async def publish(self, draft: Draft, meta: Meta) -> CheckpointEntry:
         """See ``CheckpointStore.publish``."""
-        return await self._on_disk(lambda store: store.publish(draft, meta))
+
+        def publish(store: CheckpointStore) -> CheckpointEntry:
+            store.spared = self._spared()
+            return store.publish(draft, meta)
+
+        return await self._on_disk(publish)
 
     def discard(self, draft: Draft) -> None:
         """Soon: nobody waits for it."""
@@ -107,18 +114,32 @@ class Keeper:
     async def save(
         self, snapshot: Snapshot, plan: list[FilePlan], meta: Meta, *, urgent: bool, spared: int = -1
     ) -> CheckpointEntry:
-        """Write the checkpoint of the snapshot's step; that of step ``spared`` is kept, however old it is.
+        """Write the checkpoint of the snapshot's step; that of step ``spared`` is kept, however old it is, as is one
+        that was verified.
 
         Raises ``StorageError``, ``ResourceError``.
         """
-        return await self._saver.save(snapshot, plan, replace(self._shelf, spared=spared), meta, urgent=urgent)
+        shelf = replace(self._shelf, spared=self._spared(spared))
+        return await self._saver.save(snapshot, plan, shelf, meta, urgent=urgent)
+
+    def _spared(self, *steps: int) -> frozenset[int]:
+        return frozenset({*steps, self._wanted} - {-1})
 
     async def verify(self, step: int) -> CheckpointEntry:
-        """The checkpoint of ``step``, every byte of it compared. Raises ``UserError``, ``StorageError``."""
-        entry = await self.find(step)
-        if entry is None:
-            raise UserError(f"there is no checkpoint of step {step} in {self._shelf.root}")
-        lineage_of(entry)
+        """The checkpoint of ``step``, every byte of it compared. Raises ``UserError``, ``StorageError``.
+
+        It is asked for because the job is to go back to it. Until then the ring trains on, and may save more than are
+        kept: so it is spared from now on, until one is gone back to.
+        """
+        before, self._wanted = self._wanted, step
+        try:
+            entry = await self.find(step)
+            if entry is None:
+                raise UserError(f"there is no checkpoint of step {step} in {self._shelf.root}")
+            lineage_of(entry)
+        except P2PTrainError:
+            self._wanted = before
+            raise
         return entry
 
     async def delete(self, step: int) -> bool:

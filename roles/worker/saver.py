@@ -24,7 +24,7 @@ class Shelf:
 
     root: Path
     keep: int
-    spared: int = -1
+    spared: frozenset[int] = frozenset()
 
 
 class Saver(Protocol):

@@ -59,11 +59,13 @@ class Desk:
         """As after a restart."""
         return Keeper(self.disk, RealDisk(), self.saver, Shelf(self.root, 2), lambda *n: self.told.append(n))
 
-    async def save(self, engine: StandInEngine, step: int, lineage: object = LINEAGE) -> CheckpointEntry:
+    async def save(
+        self, engine: StandInEngine, step: int, lineage: object = LINEAGE, by: Keeper | None = None
+    ) -> CheckpointEntry:
         snapshot = await self.snapshots.take(engine, step=step, lineage=LINEAGE, square_sum=2.5)
         meta = {"lineage": lineage, "square_sum": 2.5}
         try:
-            return await self.keeper().save(snapshot, engine.checkpoint_files(step), meta, urgent=False)  # type: ignore[arg-type]
+            return await (by or self.keeper()).save(snapshot, engine.checkpoint_files(step), meta, urgent=False)  # type: ignore[arg-type]
         finally:
             snapshot.release()
 
@@ -136,6 +138,24 @@ async def test_verify_finds_what_is_missing_and_what_is_damaged(desk: Desk) -> N
     _flip_bit(entry.path / "state.bin")
     with pytest.raises(StorageError, match="differs"):
         await mine.verify(7)
+
+
+async def test_what_was_verified_is_there_when_the_job_goes_back_to_it(desk: Desk) -> None:
+    """Until its ring stands still it saves on, and each save prunes."""
+    engine, mine = StandInEngine(Profile()), desk.keeper()
+    for step in (5, 6):
+        await desk.save(engine, step, by=mine)
+    await mine.verify(5)
+    with pytest.raises(UserError):
+        await mine.verify(4)
+    for step in (7, 8, 9):
+        await desk.save(engine, step, by=mine)
+    assert [entry.step for entry in await mine.entries()] == [9, 8, 5]
+    applied, *_ = await mine.load(engine, desk.compute, spec="spec", restore_step=5)
+    assert applied == 5
+    for step in (6, 7):
+        await desk.save(engine, step, by=mine)
+    assert [entry.step for entry in await mine.entries()] == [7, 6], "it is like any other then"
 
 
 async def test_delete_and_list(desk: Desk) -> None:

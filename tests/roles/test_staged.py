@@ -6,6 +6,7 @@ import asyncio
 import struct
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, Mock
@@ -177,17 +178,24 @@ async def test_going_back_to_a_step_needs_a_checkpoint_of_every_stage(cluster: C
     await cluster.ask("jobs.pause", job=job)
     paused = await cluster.job_until(job, lambda item: item["state"] == "paused")
     saved = (await cluster.ask("checkpoints.list", job=job))["checkpoints"]
-    holders = Counter(item["step"] for item in saved)
+    holders = Counter(item["step"] for item in saved if item["stage"] is not None)
     step = min(step for step, count in holders.items() if count == 2)  # one may be told of before the other
-    chosen = next(item for item in saved if item["step"] == step)
+    alike = [item for item in saved if item["step"] == step]
+    chosen = next(item for item in alike if item["stage"] == 0)
     assert step < paused["step"]
+    hidden = [Path(item["path"]) for item in alike if item["stage"] != 0]  # that of stage 1, and of the whole model
+    for path in hidden:
+        path.rename(path.with_name("away"))
+    with pytest.raises(Refused, match=f"no checkpoint of step {step} in"):
+        await cluster.ask("checkpoints.restore", id=chosen["id"])
+    for path in hidden:
+        path.with_name("away").rename(path)
     await cluster.ask("checkpoints.restore", id=chosen["id"])
     item = await cluster.job_until(job, lambda item: item["state"] == "running")
     views = (await cluster.ask("jobs.views", job=job, after_generation=0))["views"]
     assert [view["step"] for view in views] == [0, step]
     assert len(item["members"]) == 2
-    other = next(peer for peer in peers if peer.identity.peer_id != chosen["peer_id"])
-    await other.die()
+    await next(peer for peer in peers if peer.identity.peer_id != chosen["peer_id"]).die()
     await cluster.job_until(job, lambda item: item["state"] != "running")  # the seed knows of it
     kept = (await cluster.ask("checkpoints.list", job=job))["checkpoints"]  # newer ones have taken its place
     here = next(item for item in kept if item["peer_id"] == chosen["peer_id"])
