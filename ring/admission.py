@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from ring.view import REDUCED_TO_STATE
+
 FED = 2
 """Newcomers that catch up at a time, for each member: each gives to two, so any crowd is in after few rounds."""
 ASKS = 4
@@ -22,8 +24,6 @@ DONORS = 3
 """To each newcomer; more would only slow down more members' steps."""
 SLOWEST_BYTES_PER_S = 1e6
 """A transfer that gets on more slowly than that is not waited for; members that heal within a ring have as long."""
-REDUCED_TO_STATE = 3
-"""The state holds two moments beside the parameters, each as large as what a step reduces."""
 
 
 @dataclass(slots=True)

@@ -198,6 +198,7 @@ class Decisions:
             sub_chunk_bytes=plan.sub_chunk_bytes,
             codec=plan.codec,
             care=self._steps.care,
+            reduce_bytes=load.total_bytes,
         )
         self._out.append(co.Mint(self.view, went_back, self._course.branch))
         self._say("info", "view", described(self.view, before))

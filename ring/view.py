@@ -13,6 +13,8 @@ from wire.messages import MemberRecord, ViewAnnounced
 LONGEST_SILENCE_S = 86_400.0
 MAX_STREAMS = 16
 MAX_STAGES = 256
+REDUCED_TO_STATE = 3
+"""The state holds two moments beside the parameters, each as large as what a step reduces."""
 MIN_SUB_CHUNK_BYTES, MAX_SUB_CHUNK_BYTES = 8, 64 << 20
 LABEL = "/"
 """Between a job's id, which never has it, and the stage whose ring is meant."""
@@ -48,6 +50,7 @@ class View:
         ledger_step: the seed knows who computed each step up to this one.
         stages: the model is split into so many parts, and rank r holds part r mod ``stages``; 1: each holds all of it.
             The members of one replica, its *crew*, stand beside each other; its share is that of its stage 0.
+        reduce_bytes: of the largest array that a step reduces at any of its stages; 0: not known.
     """
 
     job: str
@@ -64,6 +67,12 @@ class View:
     care: Care = Care.USUAL
     ledger_step: int = 0
     stages: int = 1
+    reduce_bytes: int = 0
+
+    @property
+    def state_bytes(self) -> int:
+        """About so large is the largest state that a member may have to load, fetch or update while others wait."""
+        return REDUCED_TO_STATE * self.reduce_bytes
 
     @property
     def size(self) -> int:
@@ -135,6 +144,7 @@ class View:
             int(self.care),
             self.ledger_step,
             self.stages,
+            self.reduce_bytes,
         )
 
     @classmethod
@@ -161,8 +171,9 @@ class View:
         if not all(0 <= seconds <= LONGEST_SILENCE_S for seconds in beats) or not math.isfinite(message.square_sum):
             raise ProtocolError("a view with times or a norm that cannot be")
         _check_carriage_untrusted(message.streams, message.sub_chunk_bytes, message.codec)
-        if message.care not in set(Care) or message.ledger_step < 0:
-            raise ProtocolError(f"a view of care {message.care}, ledger step {message.ledger_step}")
+        if message.care not in set(Care) or min(message.ledger_step, message.reduce_bytes) < 0:
+            numbers = f"ledger step {message.ledger_step}, {message.reduce_bytes} bytes to reduce"
+            raise ProtocolError(f"a view of care {message.care}, {numbers}")
         return cls(
             message.job,
             message.generation,
@@ -177,6 +188,7 @@ class View:
             care=Care(message.care),
             ledger_step=message.ledger_step,
             stages=message.stages,
+            reduce_bytes=message.reduce_bytes,
         )
 
 

@@ -33,7 +33,7 @@ class Forming:
     """``roles.strategies.Meet``, for one job.
 
     Args:
-        state_bytes: of the state that a neighbour may still be busy with.
+        state_bytes: of this member's state; a neighbour may still be busy with one that is as large, or larger.
         joined: called with what was formed beside a view's ring: it ends with the view's, and the view's with it.
     """
 
@@ -85,5 +85,5 @@ class Forming:
             "heartbeat_s": membership.heartbeat_s or view.heartbeat_s or usual_s[0],
             "death_s": membership.death_s or view.death_s or usual_s[1],
             "streams": view.streams,
-            "timeout_s": FORM_TIMEOUT_S + self._state_bytes() / REDO_BYTES_PER_S,
+            "timeout_s": FORM_TIMEOUT_S + max(self._state_bytes(), view.state_bytes) / REDO_BYTES_PER_S,
         }

@@ -578,10 +578,11 @@ class JobRunner:
         """How long a collective may stand still. Neighbours that beat are alive; this bounds one that is stuck.
 
         Honest reasons to be slow: a member computes (20 times the longest step that the ring was seen to take; nothing
-        is known before the first one), or heals (the whole state at 1 MB/s).
+        is known before the first one), or heals (the whole state at 1 MB/s; of a split model, the largest stage's).
         """
+        view = self.core.view
         usual_s = 20.0 * self.clock.longest_s if self.clock.longest_s else FIRST_STEP_S
-        return 60.0 + usual_s + self._state_bytes / 1e6
+        return 60.0 + usual_s + max(self._state_bytes, view.state_bytes if view else 0) / 1e6
 
     def _rank(self) -> int:
         view = self.core.view

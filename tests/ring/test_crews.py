@@ -107,6 +107,16 @@ def test_a_spare_builds_only_when_a_crew_is_whole_with_it() -> None:
     assert [(item.peer_id, item.stage, item.stages) for item in play.of(co.SendAssign)] == [("a", 0, 2), ("b", 1, 2)]
 
 
+def test_a_view_says_how_large_its_largest_stage_is() -> None:
+    """So the others know how long it may take that one to heal."""
+    play = Play(crews=2)
+    play.comes("a", "b", "c", "d")
+    for key, reduce_bytes in zip("abcd", (10, 4000, 10, 4000), strict=True):
+        play.says(key, "ready", reduce_bytes=reduce_bytes)
+    assert play.minted
+    assert {play.view.reduce_bytes, play.view.stage_ring(0).reduce_bytes} == {4000}
+
+
 def test_what_is_left_of_two_crews_carries_the_state_on_together() -> None:
     play = Play(crews=2)
     view = play.begun("a", "b", "c", "d")

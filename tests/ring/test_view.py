@@ -36,7 +36,7 @@ def test_alone_a_member_is_its_own_neighbour():
 
 
 def test_a_view_survives_its_message():
-    view = dataclasses.replace(make_view("a", "b"), streams=16, sub_chunk_bytes=8, codec="int8")
+    view = dataclasses.replace(make_view("a", "b"), streams=16, sub_chunk_bytes=8, codec="int8", reduce_bytes=9)
     assert View.from_message_untrusted(view.to_message()) == view
 
 
@@ -63,6 +63,7 @@ def member(peer_id: str, first: int, count: int) -> MemberRecord:
         (spoiled(sub_chunk_bytes=-1), "of -1 bytes"),
         (spoiled(sub_chunk_bytes=(64 << 20) + 1), "of 67108865 bytes"),
         (spoiled(codec="zip"), "codec 'zip' is none"),
+        (spoiled(reduce_bytes=-1), "-1 bytes to reduce"),
     ],
 )
 def test_what_is_no_view_is_refused(message, why):

@@ -1,13 +1,17 @@
-"""What a worker tells a seed that was away, by where its transaction stands."""
+"""What a worker tells a seed that was away, by where its transaction stands; and how long it waits for others."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from ring.activities import Broken, Finished, Form, Loaded, Unloaded, ViewArrived
 from ring.testing import ORIGIN, view
 from ring.transaction import Transaction
+from roles.worker.forming import FORM_TIMEOUT_S, Forming
 from roles.worker.runner import JobRunner
 from wire.messages import Report
 
@@ -45,3 +49,21 @@ def test_a_member_that_had_to_load_its_state_anew_carries_nothing_of_the_view_an
     core.handle(Unloaded("it was torn"))
     core.handle(Loaded(0, ORIGIN))
     assert (told(core).status, told(core).generation) == ("ready", 0)
+
+
+def test_a_small_stage_waits_as_long_as_a_large_one_may_take_to_heal() -> None:
+    around: Any = SimpleNamespace(
+        beats=lambda: (0.25, 2.0), world=None, peer_id="a", name="a", seed_host="s", inbound=None
+    )
+    membership: Any = SimpleNamespace(heartbeat_s=0, death_s=0)
+    patience_s, form_s = [], []
+    for own_bytes, most_bytes in ((12e9, 4e9), (12e6, 4e9), (12e6, 0)):
+        here = replace(view(7, ["a", "b"]), reduce_bytes=int(most_bytes))
+        runner: Any = JobRunner.__new__(JobRunner)
+        runner.core, runner.clock = SimpleNamespace(view=here), SimpleNamespace(longest_s=1.0)
+        runner._state_bytes = int(own_bytes)
+        patience_s.append(runner._patience_s())
+        forming = Forming(around, membership, state_bytes=lambda own=own_bytes: int(own), joined=lambda _: None)  # type: ignore[misc]
+        form_s.append(forming._usual(here)["timeout_s"] - FORM_TIMEOUT_S)
+    assert patience_s == [60 + 20 + 12_000, 60 + 20 + 12_000, 60 + 20 + 12]
+    assert form_s == pytest.approx([120, 120, 0.12])
