@@ -181,9 +181,9 @@ async def test_going_back_to_a_step_needs_a_checkpoint_of_every_stage(cluster: C
     holders = Counter(item["step"] for item in saved if item["stage"] is not None)
     step = min(step for step, count in holders.items() if count == 2)  # one may be told of before the other
     alike = [item for item in saved if item["step"] == step]
-    chosen = next(item for item in alike if item["stage"] == 0)
+    chosen = next(item for item in alike if item["stage"] == 1)
     assert step < paused["step"]
-    hidden = [Path(item["path"]) for item in alike if item["stage"] != 0]  # that of stage 1, and of the whole model
+    hidden = [Path(item["path"]) for item in alike if item["stage"] != 1]  # of stage 0, and of the whole model
     for path in hidden:
         path.rename(path.with_name("away"))
     with pytest.raises(Refused, match=f"no checkpoint of step {step} in"):
