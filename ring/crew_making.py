@@ -77,19 +77,34 @@ class Making(Planning):
     def _outdone(self) -> Crew | None:
         """A crew of a state that is older than what all stages here have saved, where nobody carries on the run's."""
         least = self._least()
-        crews = [crew for crew in self._crews.values() if crew.known and not crew.in_view and crew.said is not None]
-        return next((crew for crew in crews if crew.said != NOTHING and crew.said and crew.said[0] < least), None)
+        return next((crew for crew in self._loaded() if crew.said and crew.said[0] < least), None)
 
     def _least(self) -> int:
         """The step below which nobody need begin, for every stage has a checkpoint of it at somebody who is settled.
-        0: there is none, or the run's state is carried on."""
+        0: there is none, or the run's state is carried on, or a crew has loaded that one or a later one."""
         waiting = self.core.phase is Phase.WAITING and self.core.restore is None and self._mustered
         if not waiting or self.view is None or any(crew.members for crew in self._places()):
             return 0
-        settled = {key: worker.report for key, worker in self._workers.items() if worker.settled and worker.report}
+        settled = {
+            key: worker.report
+            for key, worker in self._workers.items()
+            if worker.settled and worker.report and self._is_own((key,))
+        }
         by_stage = self._by_stage(settled)
-        kept = newest_kept([[self._kept(key) for key in stage] for stage in by_stage])
+        wholes = [self._untried(self._wholes.get(key, frozenset())) for key in settled]
+        kept = newest_kept([[self._kept(key) for key in stage] for stage in by_stage], wholes)
+        if any(self._is_own(crew.members) and crew.said and crew.said[0] >= kept for crew in self._loaded()):
+            return 0
         return kept if kept <= self.core.known_step else 0  # what is later is of a course that was given up
+
+    def _loaded(self) -> list[Crew]:
+        """Crews beside the view that hold a state, and said which."""
+        crews = [crew for crew in self._crews.values() if crew.known and not crew.in_view]
+        return [crew for crew in crews if crew.said not in (None, NOTHING)]
+
+    def _is_own(self, members: Iterable[str]) -> bool:
+        """Whether these workers' checkpoints are of this run, and not of a course that it gave up."""
+        return self._branch is None or self._branch.issuperset(members)
 
     def _withdraw(self, crew: Crew) -> None:
         if crew.in_view:
@@ -229,7 +244,7 @@ class Making(Planning):
         self._crews[crew.crew_id] = crew
         for member in group:
             self._workers[member].crew = crew.crew_id
-        own = not void and (self._branch is None or self._branch.issuperset(group))
+        own = not void and self._is_own(group)
         peer = self._peer_of(crew)
         self._tell(co.PeerOffered(peer, own))
         self._tell_measured()

@@ -272,6 +272,25 @@ def test_a_crew_of_old_states_does_not_outdo_what_all_stages_have_saved_since() 
     assert (play.minted, play.view.step, play.members[:2]) == (True, 8, ["a", "b"])
 
 
+@pytest.mark.parametrize("order", ["abcd", "cdab", "acbd"])
+def test_crews_of_an_older_and_of_a_newer_state_wait_together_for_who_has_more(order: str) -> None:
+    play = Play()
+    view = play.begun("e", "f")
+    play.tell(co.Saved({}, {key: frozenset({4}) for key in "ab"} | {key: frozenset({4, 8}) for key in "cd"}))
+    play.comes(*"abcd")
+    play.ready(*"abcd")
+    play.tell(co.Progress(12, 1.0))
+    play.lost(*"abcd", "e")
+    play.says("f", "broken", 12, generation=view.generation, suspect="e")
+    play.comes(*"abcd")
+    for key in order:
+        play.ready(key, applied=4 if key in "ab" else 8)
+    assert not play.minted, "somebody may have step 12"
+    play.tell(co.Tick(), 700.0)
+    assert (play.minted, play.view.step) == (True, 8)
+    assert {*"abcd"} <= set(play.members)
+
+
 def test_the_stage_of_a_worker_outlives_its_process_and_the_seed() -> None:
     play = Play()
     view = play.begun("a", "b")
