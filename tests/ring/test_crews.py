@@ -291,6 +291,35 @@ def test_crews_of_an_older_and_of_a_newer_state_wait_together_for_who_has_more(o
     assert {*"abcd"} <= set(play.members)
 
 
+@pytest.mark.parametrize("good", ["cd", "c"])
+@pytest.mark.parametrize("order", ["abcd", "cdab", "acbd"])
+def test_what_was_saved_of_a_course_that_was_given_up_outdoes_nothing(order: str, good: str) -> None:
+    """A person went back while two were away: their later checkpoints are not the run's any more, be they good or
+    damaged."""
+    play = Play(crews=2)
+    view = play.begun(*"abef")
+    play.tell(co.Saved({}, {key: frozenset({4}) for key in "abef"} | {key: frozenset({8}) for key in "cd"}))
+    play.tell(co.Restore(4, "", L[4]))
+    for key in "abef":
+        play.says(key, "held", 9, generation=view.generation)
+    play.ready(*"abef", applied=4)
+    play.lost("a", "b")
+    for key in "ef":
+        play.says(key, "broken", 6, generation=play.view.generation, suspect="a")
+    assert (play.minted, play.members, play.view.step) == (True, ["e", "f"], 6)
+    play.tell(co.Progress(12, 1.0))
+    play.lost("e")
+    play.says("f", "broken", 12, generation=play.view.generation, suspect="e")
+    play.comes(*"abcd")
+    for key in order:
+        applied = 4 if key in "ab" else 8 if key in good else 0
+        play.says(key, "ready", applied, lineage="8" * 32 if applied == 8 else L[applied])
+        assert not [item for item in play.of(co.SendAssign) if item.restore_step >= 0]
+    assert not play.minted, "somebody may have step 12"
+    play.tell(co.Tick(), 700.0)
+    assert (play.minted, play.view.step, play.view.lineage) == (True, 4, L[4])
+
+
 def test_the_stage_of_a_worker_outlives_its_process_and_the_seed() -> None:
     play = Play()
     view = play.begun("a", "b")
