@@ -210,7 +210,7 @@ class Observer:
         )
         self.check(
             "progress",
-            self._stages == 1 or len(self._members) < MOST_VIEWS,
+            self.stages == 1 or len(self._members) < MOST_VIEWS,
             lambda: f"{MOST_VIEWS} views, and the job is at step {view.step}",
         )
         line.generation, self._replicas = view.generation, view.replicas

@@ -310,6 +310,7 @@ def test_what_was_saved_of_a_course_that_was_given_up_outdoes_nothing(order: str
     play.tell(co.Progress(12, 1.0))
     play.lost("e")
     play.says("f", "broken", 12, generation=play.view.generation, suspect="e")
+    play.lost("f")
     play.comes(*"abcd")
     for key in order:
         applied = 4 if key in "ab" else 8 if key in good else 0
