@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from p2ptrain.core.errors import DeadlineExceeded
@@ -18,7 +18,7 @@ from p2ptrain.core.world import Clock
 from ring import coordination as co
 from ring.coordination import ENDED, Phase
 from ring.coordinator import Coordinator
-from ring.crewing import told_stage
+from ring.crewing import newest_kept, told_stage
 from ring.crews import Crews
 from ring.order import LinkQuality, known_link
 from ring.view import View
@@ -450,6 +450,12 @@ def saved_of(checkpoints: Iterable[CheckpointInfo], *, split: bool) -> co.Saved:
         kept = wholes if split and item.stage is None else parts
         kept[item.peer_id] = kept.get(item.peer_id, frozenset()) | {item.step}
     return co.Saved({peer_id: max(steps) for peer_id, steps in parts.items()}, parts, wholes)
+
+
+def newest_of_all_stages(checkpoints: Collection[CheckpointInfo], stages: int) -> int:
+    """The newest step of which every stage of a split model has a checkpoint somewhere; 0: there is none."""
+    by_stage = [[frozenset({item.step for item in checkpoints if item.stage == stage})] for stage in range(stages)]
+    return newest_kept(by_stage, [frozenset({item.step for item in checkpoints if item.stage is None})])
 
 
 def _tell(handled: asyncio.Future[bool] | None, result: bool) -> None:

@@ -22,7 +22,7 @@ from ring.view import View
 from roles.background import started_in
 from roles.seed.enrolment import Gate
 from roles.seed.followers import Followers
-from roles.seed.jobs import Desk, History, Office, history, saved_of
+from roles.seed.jobs import Desk, History, Office, history, newest_of_all_stages, saved_of
 from roles.seed.leading import Rivals, others_lead, refused_as_standby, term_and_seats
 from roles.seed.links import Survey
 from roles.seed.options import Beats, Guard, cluster_id
@@ -437,6 +437,8 @@ class Seed:
             link.fetched = report
             self.board.touch("peers", link.id)
         await desk.told_windows(report.windows)
+        if report.status == "ready":
+            await self._loaded(link, desk, report.applied)
 
         def let_in() -> None:
             if self.links.get(link.id) is link and link.job == desk.id:
@@ -500,8 +502,9 @@ class Seed:
         return desk.whole(peer_id for peer_id in at_step if f"{desk.id}@{step}@{peer_id}" in self.checkpoints)
 
     async def _saved(self, link: Link, message: CheckpointSaved) -> None:
-        """A checkpoint is durable at ``link``, which keeps as many as the job says, the newest. Noting it holds up
-        nothing else that is said over the link: beats behind it would be answered too late where the disk is slow."""
+        """A checkpoint is durable at ``link``, which keeps as many as the job says, the newest, and that of a split model
+        which is the newest of all stages. Noting it holds up nothing else that is said over the link: beats behind it
+        would be answered too late where the disk is slow."""
         split = self.desks[message.job].stages > 1
         info = checkpoint_of(link, message, self.world.clock.wall(), split=split)
         known = self.checkpoints.get(info.id)
@@ -514,7 +517,8 @@ class Seed:
         mine = sorted([item for item in mine if item.id != info.id] + [info], key=lambda item: -item.step)
         await self._noting.acquire()
         self.checkpoints[info.id] = info
-        dropped = [item.id for item in mine[keep:]]
+        spared = newest_of_all_stages(self._of(info.job), self.desks[info.job].stages) if split else 0
+        dropped = [item.id for item in mine[keep:] if item.step != spared]
         for item_id in dropped:
             self.checkpoints.pop(item_id, None)
         self.board.touch("checkpoints", info.id, *dropped)
@@ -534,6 +538,11 @@ class Seed:
         later = [item for item in self.checkpoints.values() if item.job == view.job and item.step > view.step]
         await self.drop_checkpoints([item.id for item in later if item.peer_id in members])
 
+    async def _loaded(self, link: Link, desk: Desk, applied: int) -> None:
+        """It holds the newest state that it could load, or more: what it has of later steps is gone, or damaged."""
+        later = [item for item in self._of(desk.id) if item.peer_id == link.id and item.step > applied]
+        await self.drop_checkpoints([item.id for item in later if desk.stages == 1 or item.stage is not None])
+
     async def drop_checkpoints(self, ids: list[str]) -> None:
         """They are no longer there."""
         if ids:
@@ -547,8 +556,10 @@ class Seed:
     def _tell_newest(self, job: str) -> None:
         """A job knows how far it could go back, or on, from the disks of its workers."""
         if job in self.desks:
-            held = (item for item in self.checkpoints.values() if item.job == job)
-            self.desks[job].post(saved_of(held, split=self.desks[job].stages > 1))
+            self.desks[job].post(saved_of(self._of(job), split=self.desks[job].stages > 1))
+
+    def _of(self, job: str) -> list[CheckpointInfo]:
+        return [item for item in self.checkpoints.values() if item.job == job]
 
     # ------------------------------------------------------------------------------------------------------------- jobs
 

@@ -134,6 +134,9 @@ async def test_stages_never_lose_the_newest_state_that_all_have_saved(cluster: H
     kept = [{int(path.name[5:]) for path in cluster.root.glob(f"*/jobs/*/stage-{stage}-of-2/checkpoints/step-*")}
             for stage in (0, 1)]  # fmt: skip
     assert kept[0] & kept[1], f"no state is whole: {kept}"
+    listed = (await cluster.ask("checkpoints.list", job=job))["checkpoints"]
+    known = [{item["step"] for item in listed if item["stage"] == stage} for stage in (0, 1)]
+    assert known[0] & known[1], f"the seed knows of none that is whole: {known}"
     if not broken:
         (hangs_at,) = cluster.root.glob("*/jobs/*/stage-1-of-2/checkpoints/.new-*")
         assert max(kept[0]) <= int(hangs_at.name[5:13]), "none saves on alone"

@@ -637,6 +637,21 @@ async def test_checkpoints_are_listed_as_their_holder_keeps_them_and_deleted_the
     assert [item["step"] for item in (await bench.ask("checkpoints.list"))["checkpoints"]] == [30]
 
 
+async def test_checkpoints_that_their_holder_could_not_load_are_listed_no_more(bench: Bench) -> None:
+    a, b = await bench.ring("a", "b")
+    for step in (10, 20):
+        for worker in (a, b):
+            worker.say(CheckpointSaved(worker.job, step, f"/c/{step}", "d", 5))
+    await a.beaten()
+    await b.beaten()
+    a.connection.abort()
+    again = await bench.worker("a")
+    await again.assigned(10)
+    await again.beaten()
+    listed = (await bench.ask("checkpoints.list", job="first"))["checkpoints"]
+    assert {(item["peer_id"], item["step"]) for item in listed} == {("a", 10), ("b", 10), ("b", 20)}
+
+
 async def test_checkpoints_that_are_told_again_cost_the_disk_nothing(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
