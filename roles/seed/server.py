@@ -502,9 +502,9 @@ class Seed:
         return desk.whole(peer_id for peer_id in at_step if f"{desk.id}@{step}@{peer_id}" in self.checkpoints)
 
     async def _saved(self, link: Link, message: CheckpointSaved) -> None:
-        """A checkpoint is durable at ``link``, which keeps as many as the job says, the newest, and that of a split model
-        which is the newest of all stages. Noting it holds up nothing else that is said over the link: beats behind it
-        would be answered too late where the disk is slow."""
+        """A checkpoint is durable at ``link``, which keeps as many as the job says, the newest, and the newest that all
+        stages of a split model have. Noting it holds up nothing else that is said over the link: beats behind it would
+        be answered too late where the disk is slow."""
         split = self.desks[message.job].stages > 1
         info = checkpoint_of(link, message, self.world.clock.wall(), split=split)
         known = self.checkpoints.get(info.id)
