@@ -35,12 +35,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 
 from p2ptrain.core.errors import ResourceError, UserError
-from p2ptrain.core.footprint import DEVICE_COPIES, GPIPE, HOST_COPIES
+from p2ptrain.core.footprint import DEVICE_COPIES, GPIPE, HOST_COPIES, part_training_bytes
 from p2ptrain.core.units import human_bytes
 from ring.order import Links, known_link
 from ring.placement import MOST_CUTS, MOST_PEERS
@@ -53,6 +53,7 @@ SEARCH_WORK = 3e7
 SIMULATED = 256
 """Micro-batches of which a step is simulated; each further one takes as long as the slowest stage or hop."""
 _NAMED = 8  # workers that a refusal tells of, one by one
+_TRIED = 4  # searches for what would fit instead: the seed answers nobody meanwhile
 
 
 # ---------------------------------------------------------------------------------------------------------- the result
@@ -248,11 +249,13 @@ def _board(training: Training, groups: Sequence[Group], ways: _Ways, typical: fl
     flop *= np.array([training.passes(int(stop)) for stop in at])[None, :]
     copies_of = {True: HOST_COPIES, False: DEVICE_COPIES}
     levels: list[list[Array]] = []
-    for behind in range(training.stages):
-        flying = training.in_flight(training.stages - 1 - behind)
+    # The last level is for more behind it, too; workers alike share their arrays, which are what a board's memory is.
+    for flying in sorted({training.in_flight(stage) for stage in range(training.stages)}):
         keeping = kept + flying * inputs if training.recompute else flying * kept
         needs = {on_host: copies * weights + keeping for on_host, copies in copies_of.items()}
-        levels.append([_costs_of(group, needs, flop, upper, typical) for group in groups])
+        alike = {_kind(group, typical): group for group in groups}
+        costs_of = {kind: _costs_of(group, needs, flop, upper, typical) for kind, group in alike.items()}
+        levels.append([costs_of[_kind(group, typical)] for group in groups])
     hop_s, occupied_s = np.full((2, len(groups) + 1, len(groups) + 1), np.inf)
     hop_s[-1, :-1] = hop_s[:-1, -1] = occupied_s[-1, :-1] = occupied_s[:-1, -1] = 0.0
     for here, ones in enumerate(groups):
@@ -260,6 +263,12 @@ def _board(training: Training, groups: Sequence[Group], ways: _Ways, typical: fl
             if here != there:
                 hop_s[here, there], occupied_s[here, there] = _hop(ways, ones, others)
     return Board(levels[0], hop_s, occupied_s, levels[1:]), cuts
+
+
+def _kind(group: Group, typical: float) -> tuple[float, frozenset[tuple[int, bool]]]:
+    """What its costs follow from."""
+    speed = min(trainee.flops or typical for trainee in group)
+    return speed, frozenset((trainee.memory_bytes, trainee.on_host) for trainee in group)
 
 
 def _costs_of(group: Group, needs: Mapping[bool, Array], flop: Array, upper: Array, typical: float) -> Array:
@@ -397,7 +406,8 @@ def _refusal(training: Training, there: Sequence[Trainee]) -> ResourceError:
         f"{_told(training, largest, 'the largest' if training.cuts else 'an end')}, all stages of a crew together "
         f"about {human_bytes(_whole_need(training))}, and there are {', '.join(offers)}"
     )
-    do = [text for text, other in _others(training) if _fits_somehow(other, there)]
+    likely = (item for item in _others(training) if len(there) >= item[1].workers and _may_fit(item[1], there))
+    do = [text for text, other in islice(likely, _TRIED) if _fits_somehow(other, there)]
     return ResourceError(told, remedy=", or ".join([*do[:3], "start workers with more memory"]))
 
 
@@ -449,9 +459,41 @@ def _others(training: Training) -> Iterator[tuple[str, Training]]:
             yield f"set pipeline.stages={stages}", replace(training, stages=stages, crews=training.workers // stages)
 
 
+def _may_fit(training: Training, there: Sequence[Trainee]) -> bool:
+    """Whether it is worth a search, told in no time: whether the largest workers would hold all layers, and one of
+    them each end, if each of their stages were one that needs least."""
+    largest = sorted(there, key=_room)[-training.workers :]
+    if not all(any(_holds(training, each, stage, 0) for each in largest) for stage in (0, training.stages - 1)):
+        return False
+    return sum(_most_layers(training, each) for each in largest) >= training.layers * training.crews
+
+
+def _most_layers(training: Training, trainee: Trainee) -> int:
+    least, most = 0, training.layers - training.stages + 1
+    while least < most:
+        middle = (least + most + 1) // 2
+        least, most = (middle, most) if _holds(training, trainee, None, middle) else (least, middle - 1)
+    return least
+
+
+def _holds(training: Training, trainee: Trainee, stage: int | None, layers: int) -> bool:
+    """Whether it has memory for so many layers of the least; and what the first, or the last, stage has besides."""
+    if not trainee.memory_bytes:
+        return True
+    sizes, last = training.shape.sizes, training.stages - 1
+    ends_bytes = {0: sizes.first_bytes, last: sizes.last_bytes}.get(stage, 0) if stage is not None else 0
+    need_bytes = part_training_bytes(
+        layers * min(sizes.layers_bytes) + ends_bytes,
+        layers * training.layer_kept_bytes + training.head_kept_bytes * (stage == last),
+        0,
+        in_flight=training.in_flight(last),
+        recompute=training.recompute,
+        on_host=trainee.on_host,
+    )
+    return need_bytes <= trainee.memory_bytes
+
+
 def _fits_somehow(training: Training, there: Sequence[Trainee]) -> bool:
     free = [replace(trainee, flops=0.0) for trainee in there]
-    if len(free) < training.workers:
-        return False
     ways = _Ways(training, {}, [trainee.id for trainee in free])
     return _best(training, free, ways, 1e6) is not None

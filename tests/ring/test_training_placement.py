@@ -278,3 +278,30 @@ def test_sixty_workers_are_placed_in_little_time():
     assert time.process_time() - began < 10
     assert not found.exact
     assert all(stage.need_bytes <= min(trainee.memory_bytes for trainee in stage.trainees) for stage in found.stages)
+
+
+def test_a_refusal_does_not_hold_up_the_seed_whatever_it_looks_for_a_remedy_in() -> None:
+    """By the searches that it makes, since the seed answers nobody meanwhile; of what cannot fit there is none."""
+    shape = ModelShape(ModelSizes((10**8,) * 32, (0,) * 32, 10**8, 10**8, 0), 1024, 4096, 32_000)
+    wide = Training(shape, stages=4, crews=4, tokens=4096, sequence_tokens=512, micro_batches=64)
+    searches: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ring.training_placement.search", lambda *_, **__: searches.append(1))
+        for memory_bytes, most in ((10**6, 2), (2 * 10**9, 2 * 5)):
+            searches.clear()
+            with pytest.raises(ResourceError):
+                plan(wide, [Trainee(f"{number:03}", "w", memory_bytes, 1e10) for number in range(128)])
+            assert len(searches) <= most
+
+
+def test_what_alike_workers_cost_is_held_once() -> None:
+    """Each array is of (layers + 1)^2 numbers: 128 alike workers as 128 stages took 2.1 GB of the seed's memory."""
+    shape = ModelShape(ModelSizes((10**6,) * 128, (0,) * 128, 10**6, 10**6, 0), 64, 64, 256)
+    deep = Training(shape, stages=128, crews=1, tokens=64, sequence_tokens=64, micro_batches=64)
+    boards = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ring.training_placement.search", lambda board, *_, **__: boards.append(board))
+        with pytest.raises(ResourceError):
+            plan(deep, [Trainee(f"{number:03}", "w", 10**12, 1e10) for number in range(128)])
+    arrays = {id(array) for level in boards[0].levels for array in level}
+    assert (len(boards[0].levels), len(arrays)) == (64, 64)
