@@ -18,9 +18,10 @@ from p2ptrain.compute.initial import InitialWeights
 from p2ptrain.compute.model import kept_bytes
 from p2ptrain.compute.split import LayerSizes, PartAssembly, PartModel, layer_sizes, load_part, part_bytes, read_from
 from p2ptrain.core.activations import ENCODINGS, activation_bytes
-from p2ptrain.core.errors import ConfigError
+from p2ptrain.core.errors import ConfigError, ResourceError
 from p2ptrain.core.footprint import DEVICE_COPIES, HOST_COPIES, in_flight_that_fit, part_training_bytes
 from p2ptrain.core.tensor_files import TensorTable
+from p2ptrain.core.units import human_bytes
 
 FREE_SHARE = 0.8
 """Of what is free: the rest is for what is not counted, and for others."""
@@ -201,6 +202,11 @@ def check_part_memory(
         f"training layers {part.start} to {part.stop} ({weights / 4e6:.2f} M parameters) with {stage.in_flight} "
         f"micro-batches of {micro_batch_tokens:,} tokens in flight"
     )
+    if stage.memory_bytes and need > stage.memory_bytes:  # placed by other sizes than it has, or by none
+        raise ResourceError(
+            f"{what} needs about {human_bytes(need)}, and this worker gives {human_bytes(stage.memory_bytes)}",
+            remedy="give it more (--memory), smaller parts (pipeline.cuts, pipeline.stages) or pipeline.recompute=true",
+        )
     check_memory(need, device, what)
     if device.kind != "cpu":
         check_memory(weights * 2, HOST, what)

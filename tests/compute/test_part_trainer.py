@@ -7,6 +7,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -456,6 +457,10 @@ def test_memory_counts_what_is_in_flight(text_file: Path) -> None:
     assert check_part_memory(*arguments, few, device, micro_batch_tokens=32) == stage._model_part.weights_bytes
     with pytest.raises(ResourceError, match="1000000000 micro-batches of 32 tokens in flight"):
         check_part_memory(*arguments, many, device, micro_batch_tokens=32)
+    need = 5 * stage._model_part.weights_bytes + kept_bytes(stage._config, 32, layers=2, has_head=False)
+    check_part_memory(*arguments, replace(few, memory_bytes=need), device, micro_batch_tokens=32)
+    with pytest.raises(ResourceError, match="this worker gives"):  # whatever the machine has beside that
+        check_part_memory(*arguments, replace(few, memory_bytes=need - 1), device, micro_batch_tokens=32)
     recomputed = StageSpec(0, (0, 2, 4), in_flight=10**9, recompute=True)
     check_part_memory(*arguments, recomputed, device, micro_batch_tokens=32)  # the first stage keeps nothing for that
     kept = kept_bytes(stage._config, 32, layers=2, has_head=False)
