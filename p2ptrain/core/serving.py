@@ -48,6 +48,8 @@ class Sampling:
     seed: int = 0
 
 
+_MOST_SAID = 2**31
+"""Of a number in a model's file."""
 USUAL = Sampling(temperature=1.0, top_k=50, top_p=1.0)
 """How transformers draws where neither its caller nor the model says."""
 
@@ -88,8 +90,11 @@ class SamplingWish:
 def _number(said: Mapping[str, Any], name: str, usual: float) -> float:
     value = usual if said.get(name) is None else said[name]
     try:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UserError(f"{name} = {str(value)[:40]} is no number")
+        whole = name == "top_k"
+        if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+            raise UserError(f"{name} = {str(value)[:40]} is no {'whole ' * whole}number")
+        if abs(value) > _MOST_SAID:
+            raise UserError(f"{name} = {str(value)[:40]} is too large")
         changed: dict[str, Any] = {name: value}
         check_sampling(replace(USUAL, **changed))
     except UserError as error:

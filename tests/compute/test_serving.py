@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -48,3 +49,10 @@ def test_what_cannot_be_names_who_said_it(said: dict[str, Any]) -> None:
     if not isinstance(value, str | bool):
         with pytest.raises(UserError, match=name):
             SamplingWish(**said)
+
+
+@pytest.mark.parametrize("said", ['{"top_k": 1e999}', '{"top_k": 2.5}', '{"temperature": 1%s}', '{"top_k": 1%s}'])
+def test_numbers_of_a_file_that_no_machine_has_are_refused(said: str) -> None:
+    numbers = json.loads(said.replace("%s", 400 * "0"))
+    with pytest.raises(ConfigError, match=r"generation_config\.json says what cannot be"):
+        SamplingWish().of({"do_sample": True, **numbers})
