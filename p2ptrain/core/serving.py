@@ -48,8 +48,8 @@ class Sampling:
     seed: int = 0
 
 
-_MOST_SAID = 2**31
-"""Of a number in a model's file."""
+MOST_TOP_K = 2**31
+"""As a number, it travels to the last stage."""
 USUAL = Sampling(temperature=1.0, top_k=50, top_p=1.0)
 """How transformers draws where neither its caller nor the model says."""
 
@@ -93,7 +93,7 @@ def _number(said: Mapping[str, Any], name: str, usual: float) -> float:
         whole = name == "top_k"
         if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
             raise UserError(f"{name} = {str(value)[:40]} is no {'whole ' * whole}number")
-        if abs(value) > _MOST_SAID:
+        if abs(value) > MOST_TOP_K:
             raise UserError(f"{name} = {str(value)[:40]} is too large")
         changed: dict[str, Any] = {name: value}
         check_sampling(replace(USUAL, **changed))
@@ -109,6 +109,8 @@ def check_sampling(sampling: Sampling) -> None:
         raise UserError(f"temperature = {sampling.temperature} cannot be", remedy="use 0 (the likeliest token) or more")
     if sampling.top_k < 0:
         raise UserError(f"top_k = {sampling.top_k} is negative", remedy="use 0 for all tokens")
+    if sampling.top_k > MOST_TOP_K:
+        raise UserError(f"top_k is more than {MOST_TOP_K}, and no model has as many", remedy="use 0 for all tokens")
     if not 0 < sampling.top_p <= 1:
         raise UserError(f"top_p = {sampling.top_p} is not above 0 and at most 1", remedy="use 1 for all tokens")
     if not -(2**63) <= sampling.seed < 2**64:

@@ -56,3 +56,9 @@ def test_numbers_of_a_file_that_no_machine_has_are_refused(said: str) -> None:
     numbers = json.loads(said.replace("%s", 400 * "0"))
     with pytest.raises(ConfigError, match=r"generation_config\.json says what cannot be"):
         SamplingWish().of({"do_sample": True, **numbers})
+
+
+def test_more_tokens_than_a_message_can_tell_of_are_refused_at_once() -> None:
+    assert SamplingWish(top_k=2**31).of({}).top_k == 2**31
+    with pytest.raises(UserError, match="top_k is more than"):
+        SamplingWish(top_k=10**23)
