@@ -33,6 +33,7 @@ from p2ptrain.core.training import BlobRange, FilePlan
 
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 20
+MAX_INTEGER = 1 << 63
 WRITE_BYTES = 4 << 20
 """At most so much in one call: between two calls a writer may be told to stop."""
 MIN_KEEP = 2
@@ -373,13 +374,18 @@ def _parse_manifest(encoded: bytes, path: Path) -> tuple[int, Meta, dict[str, tu
         type(step) is int
         and step >= 0
         and isinstance(meta, dict)
-        and all(value is None or isinstance(value, str | int | float) for value in meta.values())
+        and all(_sane_value(value) for value in meta.values())
         and bool(files)
         and all(_sane_file(name, size, digest) for name, (size, digest) in files.items())
     )
     if not sane:
         raise StorageError(f"{path} is not a checkpoint's manifest (ill-typed)")
     return step, meta, files
+
+
+def _sane_value(value: object) -> bool:
+    """JSON has whole numbers of any length: one that no float can be made of would end whoever makes one."""
+    return value is None or isinstance(value, str | float) or (isinstance(value, int) and abs(value) < MAX_INTEGER)
 
 
 def _sane_file(name: str, size: object, digest: object) -> bool:

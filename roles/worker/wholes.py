@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from p2ptrain.core.checkpoint_parts import LINEAGE, STAGE, STAGES, is_of_stage, of_the_whole, part_of
 from p2ptrain.core.checkpoints import MANIFEST, CheckpointEntry, Meta, manifest_untrusted
 from p2ptrain.core.errors import P2PTrainError, ProtocolError, StorageError
+from ring.token import is_lineage
 from ring.view import View
 from roles.engine import Stage
 from roles.worker.checkpointing import Checkpointing, announce
@@ -271,7 +272,10 @@ def offered_untrusted(manifest: bytes, asked: FilesRequest) -> tuple[Meta, dict[
     told = (step, meta.get("job"), meta.get(STAGE), meta.get(STAGES))
     if told != (asked.step, asked.job, asked.stage, asked.stages):
         raise ProtocolError(f"the manifest of something else than step {asked.step} of stage {asked.stage}")
-    if asked.lineage not in ("", meta.get(LINEAGE)):
+    lineage = meta.get(LINEAGE)
+    if not isinstance(lineage, str) or not is_lineage(lineage):
+        raise ProtocolError("a manifest that does not say which state it is of")
+    if asked.lineage not in ("", lineage):
         raise ProtocolError(f"the manifest of another state of step {asked.step}")
     if len(files) > MAX_FILES or sum(size for size, _ in files.values()) > MAX_FILE_BYTES:
         raise ProtocolError("a manifest of more files than a stage can have")

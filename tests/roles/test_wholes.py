@@ -13,16 +13,18 @@ import pytest
 
 from configs.schema import Profile
 from p2ptrain.core.checkpoint_parts import gather, parts_below
-from p2ptrain.core.checkpoints import CheckpointStore, read_checkpoint
+from p2ptrain.core.checkpoints import CheckpointStore, Meta, manifest_of, read_checkpoint
 from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.errors import ProtocolError
 from ring import coordination as co
 from ring.view import View
 from roles.engine import Stage
 from roles.in_process import Cluster, Peer
 from roles.stand_in import StandInEngine
-from roles.worker.wholes import keeps
+from roles.worker import file_giver
+from roles.worker.wholes import keeps, offered_untrusted
 from wire.memory import MemoryNetwork
-from wire.messages import MemberRecord
+from wire.messages import FilesRequest, MemberRecord
 
 
 @pytest.fixture
@@ -265,6 +267,33 @@ async def test_a_giver_that_lies_is_named_and_nothing_is_left(
     expected = f"state-00002-of-00002.bin of {giver.identity.name} is not what its manifest says"
     assert expected in said(keeper, "not-gathered")[-1]
     assert not list(whole_of(keeper, job).iterdir())
+
+
+async def test_a_number_beyond_any_in_a_manifest_costs_that_whole_and_no_worker(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is written down, were it taken: whoever starts again would die of it again."""
+    monkeypatch.setattr(
+        file_giver, "manifest_of", lambda step, meta, files: manifest_of(step, meta | {"val_loss": 10**400}, files)
+    )
+    profile = profile_of()
+    job = await cluster.create(profile)
+    peers = [cluster.join() for _ in range(2)]
+    await ended_undisturbed(cluster, job, profile)
+    for peer in peers:
+        assert "is not a checkpoint's manifest" in said(peer, "not-gathered")[-1]
+        assert not list(whole_of(peer, job).iterdir())
+
+
+@pytest.mark.parametrize("lineage", [None, 7, "", "that of a friend"])
+def test_a_holder_that_does_not_say_which_state_it_gives_is_not_believed(lineage: str | int | None) -> None:
+    """Such a checkpoint could not be loaded, and would be the newest there is each time."""
+    files = {"model-00002-of-00002.safetensors": (9, "0" * 64)}
+    meta: Meta = {"job": "job1", "stage": 1, "stages": 2, "lineage": "ab" * 16}
+    asked = FilesRequest("job1", 20, "", 1, 2)
+    assert offered_untrusted(manifest_of(20, meta, files), asked) == (meta, files)
+    with pytest.raises(ProtocolError, match="does not say which state"):
+        offered_untrusted(manifest_of(20, meta | {"lineage": lineage}, files), asked)
 
 
 def test_different_machines_keep_the_whole() -> None:
