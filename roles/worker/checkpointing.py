@@ -43,6 +43,7 @@ class Checkpointing:
         self._around, self._job, self._keeper, self._stage = around, job, keeper, stage
         self._snapshots, self._tasks = snapshots, tasks
         self._saved = (-1, "")  # step and lineage of what is on disk
+        self._failed = (-1, "")  # of what was to be saved last, where that failed
         self._writing: dict[tuple[int, str], asyncio.Task[None]] = {}
         self._news = asyncio.Event()
 
@@ -101,7 +102,7 @@ class Checkpointing:
         key = step, lineage
         while key != self._saved:
             applied, progress = where()
-            if key not in self._writing and applied > step:
+            if key not in self._writing and (applied > step or key == self._failed):
                 return
             news = self._news
             try:
@@ -133,6 +134,7 @@ class Checkpointing:
             # A full disk must not end the run: the state is in memory, here and at every member.
             text = f"no checkpoint at step {step}: {problem.message}. {problem.remedy}".rstrip(". ")
             self._around.notify("error", "checkpoint-failed", text)
+            self._failed = key
         else:
             self._saved = key
             announce(self._around, self._job, entry, self._stage)

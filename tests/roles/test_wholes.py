@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import threading
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from ring.view import View
 from roles.engine import Stage
 from roles.in_process import Cluster, Peer
 from roles.stand_in import StandInEngine
-from roles.worker import file_giver
+from roles.worker import checkpointing, file_giver
 from roles.worker.wholes import keeps, offered_untrusted
 from wire.memory import MemoryNetwork
 from wire.messages import FilesRequest, MemberRecord
@@ -214,6 +215,20 @@ async def test_no_room_for_the_whole_is_told_and_ends_nothing(
     assert not await wholes_of(cluster, job)
     for peer in peers:
         assert "step 30 is not put together here: a checkpoint needs" in said(peer, "not-gathered")[-1]
+
+
+async def test_nobody_waits_for_a_part_of_the_last_step_that_could_not_be_saved(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = RealDisk.free_bytes
+    monkeypatch.setattr(RealDisk, "free_bytes", lambda self, path: 100 if "stage-1" in str(path) else free(self, path))
+    profile = profile_of()
+    job = await cluster.create(profile)
+    peers = [cluster.join() for _ in range(2)]
+    async with asyncio.timeout(checkpointing.STANDSTILL_S / 2):
+        await ended_undisturbed(cluster, job, profile)
+    for peer in peers:
+        assert "step 30 is not put together here" in said(peer, "not-gathered")[-1]
 
 
 async def test_what_a_crash_left_is_cleared_and_what_is_one_too_many_is_deleted(
