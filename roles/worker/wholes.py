@@ -25,6 +25,7 @@ from ring.token import is_lineage
 from ring.view import View
 from roles.engine import Stage
 from roles.worker.checkpointing import Checkpointing, announce
+from roles.worker.heal import TELL_EVERY_S
 from roles.worker.keeper import Keeper
 from roles.worker.receiver import Receiver
 from roles.worker.stage_links import DIAL_S
@@ -189,7 +190,9 @@ class Wholes:
         names = [name for part in parts for name in part.files]
         if len(set(names)) != len(names):
             raise StorageError("two stages have files of the same name")
-        draft = await keeper.draft(step, sum(size for part in parts for size, _ in part.files.values()))
+        around, had_bytes, need_bytes = self._around, 0, sum(size for part in parts for size, _ in part.files.values())
+        draft = await keeper.draft(step, need_bytes)
+        told_at = around.world.clock.now()
         try:
             for part in parts:
                 for name, (size_bytes, digest) in part.files.items():
@@ -197,6 +200,11 @@ class Wholes:
                     async for piece in part.pieces(name, size_bytes):
                         await keeper.at_disk(partial(draft.add, memoryview(piece)))
                         self._did_something()
+                        had_bytes += len(piece)
+                        if around.world.clock.now() - told_at >= TELL_EVERY_S:
+                            told_at = around.world.clock.now()
+                            text = f"collected {had_bytes / 1e6:.1f} of {need_bytes / 1e6:.1f} MB of step {step}"
+                            around.notify("info", "gathering", text)
                     if await keeper.at_disk(draft.end) != (size_bytes, digest):
                         raise StorageError(f"{name} of {part.whose} is not what its manifest says")
             return await keeper.publish(draft, meta)

@@ -22,7 +22,7 @@ from ring.view import View
 from roles.engine import Stage
 from roles.in_process import Cluster, Peer
 from roles.stand_in import StandInEngine
-from roles.worker import checkpointing, file_giver
+from roles.worker import checkpointing, file_giver, wholes
 from roles.worker.wholes import keeps, offered_untrusted
 from wire.memory import MemoryNetwork
 from wire.messages import FilesRequest, MemberRecord
@@ -229,6 +229,16 @@ async def test_nobody_waits_for_a_part_of_the_last_step_that_could_not_be_saved(
         await ended_undisturbed(cluster, job, profile)
     for peer in peers:
         assert "step 30 is not put together here" in said(peer, "not-gathered")[-1]
+
+
+async def test_a_long_collecting_tells_how_far_it_is(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wholes, "TELL_EVERY_S", 0.0)
+    job = await cluster.create(profile_of())
+    peers = [cluster.join() for _ in range(2)]
+    await cluster.job_until(job, done)
+    for peer in peers:
+        size = next(item["size_bytes"] for item in await wholes_of(cluster, job) if item["step"] == 30)
+        assert said(peer, "gathering")[-1] == f"collected {size / 1e6:.1f} of {size / 1e6:.1f} MB of step 30"
 
 
 async def test_what_a_crash_left_is_cleared_and_what_is_one_too_many_is_deleted(
