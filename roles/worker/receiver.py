@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -151,14 +151,18 @@ class Receiver:
                 raise ProtocolError(offer.reason[:400])
         return offer
 
-    async def pieces(self, name: str, size_bytes: int, piece_bytes: int) -> AsyncIterator[bytearray]:
-        """The bytes of a file, in order, one piece on its way at most. Raises ``Refused`` as ``tensors``."""
-        coming = self._piece(name, 0, min(piece_bytes, size_bytes)) if size_bytes else None
+    async def pieces(self, name: str, size_bytes: int, piece_bytes: Callable[[], int]) -> AsyncIterator[bytearray]:
+        """The bytes of a file, in order, one piece on its way at most. Raises ``Refused`` as ``tensors``.
+
+        Args:
+            piece_bytes: of the next one.
+        """
+        coming = self._piece(name, 0, min(piece_bytes(), size_bytes)) if size_bytes else None
         while coming is not None:
             data, landing, stop = coming
             with self._named():
                 await self._given(landing, len(data))
-                coming = self._piece(name, stop, min(stop + piece_bytes, size_bytes)) if stop < size_bytes else None
+                coming = self._piece(name, stop, min(stop + piece_bytes(), size_bytes)) if stop < size_bytes else None
             self.received_bytes += len(data)
             yield data
 

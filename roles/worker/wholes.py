@@ -101,6 +101,7 @@ class Wholes:
     def want(self, view: View, rank: int, step: int, lineage: str, start: Callable[..., asyncio.Task[None]]) -> None:
         """Put that state together when its parts are durable; older ones that wait are left out."""
         self._next = _Wanted(step, lineage, view.crew(rank))
+        self._piece_bytes = BESIDE_BYTES
         if self._task is None or self._task.done():
             self._task = start(self._work(), name="whole checkpoint")
 
@@ -119,7 +120,6 @@ class Wholes:
             await asyncio.wait({task})
 
     async def _work(self) -> None:
-        self._piece_bytes = BESIDE_BYTES
         while (wanted := self._next) is not None:
             self._next = None
             try:
@@ -181,7 +181,7 @@ class Wholes:
         meta, files = offered_untrusted(offer.manifest, asked)
 
         def pieces(name: str, size_bytes: int) -> AsyncIterator[bytearray]:
-            return receiver.pieces(name, size_bytes, self._piece_bytes)
+            return receiver.pieces(name, size_bytes, lambda: self._piece_bytes)
 
         return _Part(meta, files, pieces, member.name)
 

@@ -23,6 +23,7 @@ from roles.engine import Stage
 from roles.in_process import Cluster, Peer
 from roles.stand_in import StandInEngine
 from roles.worker import checkpointing, file_giver, wholes
+from roles.worker.file_giver import CheckpointFiles
 from roles.worker.wholes import keeps, offered_untrusted
 from wire.memory import MemoryNetwork
 from wire.messages import FilesRequest, MemberRecord
@@ -239,6 +240,25 @@ async def test_a_long_collecting_tells_how_far_it_is(cluster: Cluster, monkeypat
     for peer in peers:
         size = next(item["size_bytes"] for item in await wholes_of(cluster, job) if item["step"] == 30)
         assert said(peer, "gathering")[-1] == f"collected {size / 1e6:.1f} of {size / 1e6:.1f} MB of step 30"
+
+
+async def test_where_nothing_else_goes_on_more_is_on_its_way(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only checkpoint is that of the last step: no step suffers from its bytes."""
+    monkeypatch.setattr(wholes, "BESIDE_BYTES", 50)
+    given: list[int] = []
+
+    def give(self: CheckpointFiles, name: str, start: int, stop: int) -> bytes:
+        given.append(stop - start)
+        return read(self, name, start, stop)
+
+    read = CheckpointFiles.read
+    monkeypatch.setattr(CheckpointFiles, "read", give)
+    job = await cluster.create(profile_of(checkpoint={"every": 30}))
+    peers = [cluster.join() for _ in range(2)]
+    await cluster.job_until(job, done)
+    assert all(said(peer, "gathered") for peer in peers)
+    assert given
+    assert 50 not in given
 
 
 async def test_what_a_crash_left_is_cleared_and_what_is_one_too_many_is_deleted(
