@@ -39,6 +39,8 @@ from p2ptrain.compute.flat import FlatAdamW, FlatModel, OptimizerSpec, square_su
 from p2ptrain.core.errors import ConfigError, JobFailed, P2PTrainError, ResourceError, StorageError
 from p2ptrain.core.training import Applied, Blob
 
+MAX_NOTES_BYTES = 1 << 20
+"""What a checkpoint's training file may take: it may have come from another worker."""
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
 
 
@@ -188,6 +190,8 @@ class FlatEngine:
         """
         moments = {name: array for name, array in self._state_arrays().items() if name != PARAMETERS}
         try:
+            if (directory / training_file).stat().st_size > MAX_NOTES_BYTES:
+                raise ValueError(f"{training_file} is too large")
             notes = json.loads((directory / training_file).read_bytes())
             places = self._flat.segments
             if notes["layout"] != self._flat.layout:
@@ -200,7 +204,7 @@ class FlatEngine:
             with safe_open(directory / optimizer_file, "pt") as file:
                 loaded = {name: file.get_tensor(name) for name in moments}
             source = weights()
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
             raise StorageError(f"cannot read the checkpoint {directory}: {error}") from error
         except StorageError:
             raise
