@@ -13,7 +13,7 @@ from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.errors import ProtocolError, Refused
 from p2ptrain.core.serving import PartSpec
 from roles.stage_stand_in import WIDTH, decode_hidden, encode, stand_in_config, stand_in_part
-from roles.worker.parts import IDLE_S, MAX_PARTS, WINDOW_S, Pace, Part, Shelf, size_text
+from roles.worker.parts import IDLE_S, MAX_PARTS, WINDOW_S, Pace, Part, Shelf
 from roles.worker.stage_session import QUEUED_BYTES, QUEUED_FROM_STAGE, WORK_POSITIONS, History, StageSession, Terms
 from roles.worker.turns import Turns
 from wire.chain_messages import Work
@@ -257,10 +257,3 @@ def test_rates_are_of_the_last_seconds() -> None:
     assert pace.rates(20.0) == (0.0, 0.0)
     assert pace.quiet
     assert pace.compute_s == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize(
-    ("size_bytes", "text"), [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.50 KiB"), (3 << 29, "1.50 GiB")]
-)
-def test_sizes_for_people(size_bytes: int, text: str) -> None:
-    assert size_text(size_bytes) == text
