@@ -94,12 +94,15 @@ def described(view: View, peer_id: str) -> str:
     )
 
 
-def held(job: str, stage: Stage, load: StageLoad, *, dtype: str, state_bytes: int, tokens_per_s: float) -> HeldPart:
+def held(
+    job: str, stage: Stage, load: StageLoad, *, dtype: str, state_bytes: int, limit_bytes: int, tokens_per_s: float
+) -> HeldPart:
     """A stage that trains, for people, who see it where they see the parts that serve.
 
     Args:
         dtype: activations travel in it.
         state_bytes: parameters, moments and gradients.
+        limit_bytes: what this worker gives to parts.
     """
     return HeldPart(
         part=f"{job}.{stage.index}",
@@ -111,7 +114,7 @@ def held(job: str, stage: Stage, load: StageLoad, *, dtype: str, state_bytes: in
         dtype=dtype,
         weights_bytes=state_bytes,
         cache_bytes=0,
-        limit_bytes=0,
+        limit_bytes=limit_bytes,
         sessions=0,
         compute_ms=1e3 * load.micro_batch_s,
         busy=load.busy,

@@ -236,15 +236,24 @@ class JobRunner:
         if self.core.view is not None:
             self._ledger.tell_beyond(self.core.view.ledger_step)
 
-    def held(self) -> list[HeldPart]:
-        """The stage of a pipeline that trains here, for people."""
+    def held(self, limit_bytes: int) -> list[HeldPart]:
+        """The stage of a pipeline that trains here, for people, who see it beside what this worker gives to parts."""
         load = self._strategy.stage_load() if self._strategy is not None and self._engine is not None else None
         if load is None:
             return []
         assert self._engine is not None
         size_bytes = self._state_bytes + self._engine.reduce_buffer.nbytes
-        tokens_per_s, dtype = self._tokens_per_s, self.profile.pipeline.activations
-        return [held(self.job, self.stage, load, dtype=dtype, state_bytes=size_bytes, tokens_per_s=tokens_per_s)]
+        return [
+            held(
+                self.job,
+                self.stage,
+                load,
+                dtype=self.profile.pipeline.activations,
+                state_bytes=size_bytes,
+                limit_bytes=limit_bytes,
+                tokens_per_s=self._tokens_per_s,
+            )
+        ]
 
     async def stand_still(self) -> None:
         """Wait until no step is under way."""

@@ -201,7 +201,7 @@ class Worker:
             seed_host=lambda: self._link.host,
             say=self._link.send,
             shown=str(self._options.capabilities.get("device", "")),
-            training=lambda: self._runner.held() if self._runner is not None else [],
+            training=lambda: self._runner.held(holding.limit_bytes) if self._runner is not None else [],
         )
         return Stages(around, holding)
 

@@ -251,6 +251,7 @@ async def test_people_see_the_stages_that_train_as_long_as_they_do(cluster: Clus
     for part, peer in zip((first, last), await members_of(cluster, job, item), strict=True):
         engine = peer.engines[-1]
         assert part["weights_bytes"] == sum(len(blob.view) for blob in engine.state()) + engine.reduce_buffer.nbytes
+        assert part["limit_bytes"] == 1 << 30
         assert 0 < part["busy"] <= 1
         assert part["compute_ms"] > 0
         assert part["tokens_per_s"] > 0
