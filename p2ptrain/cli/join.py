@@ -97,6 +97,7 @@ def join(
       p2ptrain join 192.168.1.20,192.168.1.21
     """
     from p2ptrain.cli.access import read_targets
+    from p2ptrain.cli.main import told
     from p2ptrain.cli.sizes import size_of
 
     # Workers on one machine share its cores. OpenMP's threads spin while they wait, by default, and so take them from
@@ -107,10 +108,16 @@ def join(
     memory_bytes = size_of(memory) if memory else 0
     _check_device(device)
     root = (state or default_state_dir()).absolute()  # checkpoints are told to people elsewhere by their paths
-    run(_work(targets, name, root, slot, host, port, advertised, device, threads, memory_bytes, link, with_parent))
+    try:
+        run(_work(targets, name, root, slot, host, port, advertised, device, threads, memory_bytes, link, with_parent))
+        code = 0
+    except Exception as error:  # noqa: BLE001 - told as the entry point tells it
+        code = told(error)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # a kernel may still run on the compute thread; the interpreter's own shutdown would wait for it
+    # A kernel may still run on the compute thread. The interpreter's own shutdown would wait for it, or end the thread
+    # within it, which aborts the process.
+    os._exit(code)
 
 
 def _check_device(kind: str) -> None:

@@ -33,10 +33,8 @@ def main(args: Sequence[str] | None = None) -> None:
         code = app(args=None if args is None else list(args), prog_name="p2ptrain", standalone_mode=False)
     except KeyboardInterrupt:  # before Typer watches for it
         code = EXIT_INTERRUPTED
-    except Exception as error:  # the last edge: a person sees a line, never a traceback
-        if os.environ.get(DEBUG_VARIABLE, "") not in ("", "0"):
-            raise
-        code = _print_error(error)
+    except Exception as error:  # the last edge: a person sees a line, never a traceback  # noqa: BLE001
+        code = told(error)
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -50,7 +48,10 @@ def _open_missing_streams() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - until the process ends
 
 
-def _print_error(error: Exception) -> int:
+def told(error: Exception) -> int:
+    """Tell a person what happened and what to do; the exit code. In debugging it is raised again."""
+    if os.environ.get(DEBUG_VARIABLE, "") not in ("", "0"):
+        raise error
     import typer
 
     from p2ptrain.cli.output import printable

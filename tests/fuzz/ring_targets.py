@@ -38,8 +38,8 @@ LINEAGE = "ab" * 16
 def _announced(draw: st.DrawFn) -> ViewAnnounced:
     """Often a possible view: shares that follow one another, distinct members."""
     members: list[MemberRecord] = []
-    for index in range(draw(st.integers(0, 4))):
-        first = sum(member.count for member in members) if draw(st.integers(0, 9)) else draw(WHOLE)
+    for index in range(draw(st.sampled_from([1, 1, 2, 2, 3, 4, 0]))):
+        first = sum(member.count for member in members) if draw(st.integers(0, 29)) else draw(WHOLE)
         likely = {
             "peer_id": st.just(f"p{index}"),
             "port": st.integers(1, 65535),
@@ -61,7 +61,9 @@ def _announced(draw: st.DrawFn) -> ViewAnnounced:
             streams=st.integers(0, 17),
             sub_chunk_bytes=st.sampled_from([0, 7, 8, 64 << 20, (64 << 20) + 1]),
             codec=st.sampled_from(sorted(CODEC_NAMES)),
-            stages=st.sampled_from([0, 1, 1, 2, 3, 257]),
+            stages=st.sampled_from([1, 1, 1, 1, 0, 2, 3, 257]),
+            ledger_step=st.integers(0, 9),
+            reduce_bytes=st.integers(0, 1 << 40),
         )
     )
 
