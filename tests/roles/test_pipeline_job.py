@@ -291,7 +291,8 @@ def test_the_bubble_is_the_share_of_a_step_in_which_nothing_could_be_computed(mo
 
 def strategy_with(round_trips_s: tuple[float, ...], **settings: Any) -> PipelineStrategy:
     """One that stands in a chain of so many hops."""
-    engine = StandInEngine(Profile())
+    engine: Any = StandInEngine(Profile())
+    engine.contributed_square_sum = engine.partial_square_sum
     usual = {"schedule": "1f1b", "max_in_flight": 0, "ahead": 8}
     thread = ComputeThread()
     thread.close()

@@ -584,7 +584,7 @@ def test_a_part_that_does_not_fit_is_refused_with_the_numbers(tmp_path: Path, mo
 
     async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
         async with giving(network.at("client"), "w0", model):
-            with pytest.raises(Refused, match=r"need 6\.47 KiB.*6\.45 KiB of 6\.45 KiB") as refused:
+            with pytest.raises(Refused, match=r"need 6\.5 KiB.*6\.4 KiB of 6\.4 KiB") as refused:
                 await client.ask("part.load", load_params(model, 0, 4, 4, positions=0))
             assert refused.value.code == "memory"
             assert "--memory" in refused.value.remedy
