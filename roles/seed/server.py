@@ -539,9 +539,12 @@ class Seed:
         await self.drop_checkpoints([item.id for item in later if item.peer_id in members])
 
     async def _loaded(self, link: Link, desk: Desk, applied: int) -> None:
-        """It holds the newest state that it could load, or more: what it has of later steps is gone, or damaged."""
+        """A stage holds the newest state that it could load, or more: what it has of later steps is gone, or damaged.
+
+        Of a model that is not split it stays known until a view begins: the job waits by it for who still builds.
+        """
         later = [item for item in self._of(desk.id) if item.peer_id == link.id and item.step > applied]
-        await self.drop_checkpoints([item.id for item in later if desk.stages == 1 or item.stage is not None])
+        await self.drop_checkpoints([item.id for item in later if item.stage is not None])
 
     async def drop_checkpoints(self, ids: list[str]) -> None:
         """They are no longer there."""
