@@ -1,4 +1,4 @@
-"""Messages to msgpack maps and back, checked against the annotations of ``wire.messages``.
+"""Messages to msgpack maps (or lists) and back, checked against the annotations of ``wire.messages``.
 
 The annotations are the schema: each is compiled once into a check of the decoded value's exact type. Whatever a peer
 sends, ``decode_untrusted`` returns a message whose every field has the annotated type, or raises ``ProtocolError``.
@@ -16,7 +16,7 @@ from typing import Any
 import msgpack
 
 from p2ptrain.core.errors import ProtocolError
-from wire import chain_messages, messages
+from wire import chain_messages, generate_messages, messages, speculation_messages
 from wire.frame import CONTROL_FRAME_BYTES, LAST_HANDSHAKE_KIND
 from wire.messages import PROTOCOL_VERSION, Hello, Message, Welcome
 
@@ -29,7 +29,7 @@ MAX_DEPTH = 8
 
 MESSAGE_TYPES: dict[int, type[Message]] = {
     item.KIND: item
-    for module in (messages, chain_messages)
+    for module in (messages, chain_messages, speculation_messages, generate_messages)
     for item in vars(module).values()
     if isinstance(item, type) and issubclass(item, Message) and item is not Message
 }
@@ -46,7 +46,9 @@ def encode(message: Message) -> bytes:
     Raises:
         ValueError, TypeError: a field does not have the type or the size that its annotation allows.
     """
-    body: bytes = msgpack.packb(_fields_of(message), use_bin_type=True, default=_fields_of)
+    fields = _fields_of(message)
+    source = fields if message.KEYED else list(fields.values())
+    body: bytes = msgpack.packb(source, use_bin_type=True, default=_fields_of)
     try:
         decode_untrusted(message.KIND, body)
     except ProtocolError as error:
@@ -80,12 +82,22 @@ def decode_untrusted(kind: int, body: bytes | bytearray | memoryview) -> Message
     if cls is None:
         raise ProtocolError(f"a message of unknown kind {kind}")
     source = _unpack_untrusted(body, handshake=kind <= LAST_HANDSHAKE_KIND)
+    if not cls.KEYED:
+        source = _named_untrusted(cls, source)
     if not isinstance(source, dict):
         raise ProtocolError(f"{cls.__name__} is not a map")
     if cls in (Hello, Welcome) and type(version := source.get("version")) is int and version != PROTOCOL_VERSION:
         return _foreign(cls, version, source.get("software"))
     message: Message = _message_check(kind)(source)
     return message
+
+
+def _named_untrusted(cls: type[Message], source: object) -> dict[str, Any]:
+    named: Any = cls
+    names = _names_of(named)
+    if not isinstance(source, list) or len(source) != len(names):
+        raise ProtocolError(f"{cls.__name__} is not a list of {len(names)} values")
+    return dict(zip(names, source, strict=True))
 
 
 def _unpack_untrusted(body: bytes | bytearray | memoryview, *, handshake: bool) -> object:

@@ -14,7 +14,9 @@ Who says what to whom::
                        frame; StepLogged as the donor's ring commits, StepRequest → bulk frame | StepGone; StillHere;
                        files: FilesRequest → FilesOffer, TensorRequest → bulk frame | TensorGone
 
-A message is encoded as a msgpack map of its fields in the frame's header; the frame's ``kind`` names the class.
+A message is encoded as a msgpack map of its fields in the frame's header; the frame's ``kind`` names the class. (Those
+of split models, of speculation and of who asks for text are in ``wire.chain_messages``, ``wire.speculation_messages``
+and ``wire.generate_messages``.)
 Decoding checks every type and bound (``wire.codec``); an unknown, missing or ill-typed field is a ``ProtocolError``.
 """
 
@@ -23,7 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_TERM = 1 << 13
 """Terms of leading seeds are less: a generation of term t is above t << 40, and every number here below 2**53."""
 
@@ -33,9 +35,13 @@ Scalar = str | int | float | bool | None
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Base of all messages. ``KIND`` is the frame kind, unique per class; 1 to 15 belong to the handshake."""
+    """Base of all messages. ``KIND`` is the frame kind, unique per class; 1 to 15 belong to the handshake.
+
+    Of messages that come by the thousand, ``KEYED`` is false: they are lists of their fields' values, in order.
+    """
 
     KIND: ClassVar[int]
+    KEYED: ClassVar[bool] = True
 
 
 # ---------------------------------------------------------------------------------------------------------- handshake

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.core.errors import ProtocolError
-from wire import chain_messages, messages
+from wire import chain_messages, generate_messages, messages, speculation_messages
 from wire.codec import (
     MAX_DEPTH,
     MAX_HANDSHAKE_ITEMS,
@@ -41,6 +41,7 @@ from wire.messages import (
     Update,
     Welcome,
 )
+from wire.speculation_messages import Drafts
 
 TEXT = st.text(max_size=12)
 FLOATS = st.floats(allow_nan=False)
@@ -114,10 +115,12 @@ HELLO = {
 
 
 def test_every_message_class_has_its_own_kind():
-    items = [item for module in (messages, chain_messages) for item in vars(module).values()]
+    modules = (messages, chain_messages, speculation_messages, generate_messages)
+    items = [item for module in modules for item in vars(module).values()]
     classes = {item for item in items if isinstance(item, type) and issubclass(item, Message)}
     assert len(MESSAGE_TYPES) == len(classes) - 1 > 20
-    assert max(MESSAGE_TYPES) < BULK_KIND
+    assert max(MESSAGE_TYPES) < 256
+    assert BULK_KIND not in MESSAGE_TYPES
 
 
 @given(MESSAGES)
@@ -265,8 +268,8 @@ def test_free_form_values_that_json_does_not_know(value: bytes, what: str):
 
 
 def test_a_kind_that_does_not_exist():
-    with pytest.raises(ProtocolError, match="unknown kind 60"):
-        decode_untrusted(60, packed())
+    with pytest.raises(ProtocolError, match="unknown kind 99"):
+        decode_untrusted(99, packed())
 
 
 def request(params: Any) -> Message:
@@ -356,3 +359,16 @@ def test_mutated_messages_decode_or_raise_protocol_error(message: Message, data:
 def test_a_message_of_another_kind_raises_nothing_but_protocol_error(message: Message, other: Message):
     with suppress(ProtocolError):
         decode_untrusted(other.KIND, encode(message))
+
+
+def test_what_comes_by_the_thousand_is_a_list_of_its_values():
+    drafts = Drafts(1000, b"\x01\x00\x00\x00" * 4)
+    body = encode(drafts)
+    assert len(body) == 1 + 3 + 2 + 16
+    assert decode_untrusted(Drafts.KIND, body) == drafts
+
+
+@pytest.mark.parametrize("source", [{"position": 1, "tokens": b""}, [1], [1, b"", 2], [b"", 1], 7])
+def test_a_list_that_is_not_that_of_the_fields(source: Any):
+    with pytest.raises(ProtocolError, match="Drafts"):
+        decode_untrusted(Drafts.KIND, msgpack.packb(source))

@@ -1,0 +1,1 @@
+"""The role that guesses ahead for verifiers."""

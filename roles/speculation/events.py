@@ -1,0 +1,136 @@
+"""What goes into the cores of speculation, and what they want done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# ---------------------------------------------------------------------------------------- into ``verifying.Verifying``
+
+
+@dataclass(frozen=True, slots=True)
+class PassDone:
+    """The pass that was asked for by ``Run``: its picks, and how long the model computed."""
+
+    tokens: tuple[int, ...]
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterReady:
+    """A drafter has taken in the ids so far. ``latency_s``: one way; ``step_s``: of a draft, 0 where not known."""
+
+    drafter: int
+    latency_s: float
+    step_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterLost:
+    """It is gone, or refuses to go on."""
+
+    drafter: int
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """A drafter's one-way latency, measured again."""
+
+    drafter: int
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """Tokens from a drafter: unchecked numbers of the line that began with verdict ``epoch``."""
+
+    drafter: int
+    epoch: int
+    position: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """No more is wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """``next_deadline`` has come."""
+
+
+# ------------------------------------------------------------------------------------------ into ``drafting.Drafting``
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A verdict; as of ``wire.speculation_messages.Verdict``, with its number."""
+
+    number: int
+    start: int
+    tokens: tuple[int, ...]
+    depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunDone:
+    """The picks of the ``Run`` that was asked for."""
+
+    tokens: tuple[int, ...]
+
+
+# ------------------------------------------------------------------------------------------------------- out of either
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Cut the model's history to ``keep`` positions, take ``ids`` more, and pick for the last ``picks`` of them.
+
+    One at a time: the next one is asked for when this one is done. ``draw``: number of the first pick's draw.
+    """
+
+    keep: int
+    ids: tuple[int, ...]
+    picks: int
+    draw: int
+    prefill: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Verifying: a verdict to a drafter."""
+
+    drafter: int
+    number: int
+    start: int
+    tokens: tuple[int, ...]
+    depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class Give:
+    """Verifying: new tokens of the text, in order."""
+
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Verifying: no more come: ``length``, ``stop`` or ``cancelled``."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Drafting: drafts to the verifier."""
+
+    epoch: int
+    position: int
+    tokens: tuple[int, ...]
+
+
+VerifierEvent = PassDone | DrafterReady | DrafterLost | Latency | Drafted | Cancel | Tick
+VerifierInstruction = Run | Tell | Give | Finished
+DrafterEvent = Told | RunDone
+DrafterInstruction = Run | Send

@@ -1,0 +1,1 @@
+"""The role that owns a model and writes with it, the sooner with drafters."""

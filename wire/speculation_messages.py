@@ -1,0 +1,144 @@
+"""Messages between a verifier and its drafters, and of both to the seed, as those of ``wire.messages``.
+
+::
+
+    verifier → drafter   (purpose ``draft``)   DraftOpen, then one bulk frame → DraftReady | DraftRefused
+    drafter → verifier   Drafts, its header's generation the epoch
+    verifier → drafter   Verdict, its header's generation the verdict's number; DraftClose
+    drafter → verifier   DraftRefused, also when a session cannot go on
+    both ways when idle  StillHere
+    seed → verifier      DraftersHere
+    either → seed        Serving
+
+A session is the ``stream`` of its frames' headers: the verifier numbers them from 1 on each connection. So a token
+costs little more than its id: ``Drafts`` and ``Verdict`` are lists of values, without the names of their fields.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from wire.messages import Message
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOpen(Message):
+    """Draft ahead of what follows; the bulk frame behind it has the ids so far (int32, little-endian).
+
+    Attributes:
+        count: ids in it. prompt: so many of them are the prompt's: the pick at position ``prompt`` has draw 0.
+        positions: that the session may grow to.
+        vocab_size, tokenizer: of the verifier's model: ids must mean the same. ``tokenizer`` is a digest.
+        temperature, top_k, top_p, seed: as of ``p2ptrain.core.serving.Sampling``.
+        depth: positions beyond what is verified that may be drafted.
+        silence_s: after which each side gives the other up; each says something four times as often.
+    """
+
+    KIND: ClassVar[int] = 59
+    count: int
+    prompt: int
+    positions: int
+    vocab_size: int
+    tokenizer: str
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    depth: int
+    silence_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class DraftReady(Message):
+    """The ids so far are taken in, and drafts follow. ``step_ms``: that a draft takes; 0 where it is not known."""
+
+    KIND: ClassVar[int] = 60
+    step_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRefused(Message):
+    """The session is not, or no longer, drafted for. ``code``, ``reason``, ``remedy``: as of ``Refuse``."""
+
+    KIND: ClassVar[int] = 61
+    code: str
+    reason: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts(Message):
+    """Drafted ``tokens`` (int32, little-endian) from ``position`` of the session on."""
+
+    KIND: ClassVar[int] = 62
+    KEYED: ClassVar[bool] = False
+    position: int
+    tokens: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict(Message):
+    """What is verified: up to ``start`` what this drafter drafted or was told, then ``tokens`` (int32, little-endian).
+
+    Attributes:
+        depth: as of ``DraftOpen``, from now on; 0: a pause.
+    """
+
+    KIND: ClassVar[int] = 63
+    KEYED: ClassVar[bool] = False
+    start: int
+    tokens: bytes
+    depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftClose(Message):
+    """The session is over."""
+
+    KIND: ClassVar[int] = 65
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterAt(Message):
+    """A drafter and where it listens. ``model``: for people; ``tokenizer``: the digest."""
+
+    KIND: ClassVar[int] = 66
+    peer_id: str
+    name: str
+    host: str
+    port: int
+    model: str
+    vocab_size: int
+    tokenizer: str
+
+
+@dataclass(frozen=True, slots=True)
+class DraftersHere(Message):
+    """Seed to verifier: all drafters that are there now."""
+
+    KIND: ClassVar[int] = 67
+    drafters: list[DrafterAt]
+
+
+@dataclass(frozen=True, slots=True)
+class Serving(Message):
+    """Verifier or drafter to seed: what it serves, when that changes, and once a second while it works.
+
+    Attributes:
+        model: its name, for people. context: positions at most; 0: not known. tokenizer: a digest.
+        http: address of the endpoint, where there is one.
+        sessions: open now.
+        stats: figures of the last seconds and totals, by name (tokens_per_s, alpha, accepted_length, ...).
+        drafters: of a verifier: peer ids of those in use.
+    """
+
+    KIND: ClassVar[int] = 68
+    model: str
+    vocab_size: int
+    context: int
+    tokenizer: str
+    http: str
+    sessions: int
+    stats: dict[str, float] = field(default_factory=dict)
+    drafters: list[str] = field(default_factory=list)
