@@ -652,6 +652,42 @@ async def test_what_one_holder_could_not_load_stays_known_while_another_may_brin
     assert {(item["peer_id"], item["step"]) for item in listed} == {("a", 10), ("a", 20), ("b", 10), ("b", 20)}
 
 
+async def test_a_stage_that_one_holder_could_not_load_is_listed_no_more(bench: Bench) -> None:
+    """A split job would wait for it, or go back to it, in vain. The whole model's stays: other stages are in it too."""
+    split = Profile.model_validate(
+        {"job": {"workers": 2, "steps": 100, "strategy": "pipeline"}, "pipeline": {"stages": 2}}
+    )
+    await bench.ask("jobs.create", name="first", profile="tiny", spec=split.to_spec())
+    a, b = [await bench.worker(peer_id) for peer_id in ("a", "b")]
+    stages = {worker.id: (await worker.assigned()).stage for worker in (a, b)}
+    for worker in (a, b):
+        await worker.viewed()
+    for step in (10, 20):
+        for worker in (a, b):
+            worker.say(CheckpointSaved(worker.job, step, f"/c/{step}", "d", 5, stage=stages[worker.id], stages=2))
+        a.say(CheckpointSaved(a.job, step, f"/w/{step}", "d", 9))
+    await a.beaten()
+    await b.beaten()
+    a.connection.abort()
+    again = await bench.worker("a")
+    assert (await again.assigned(10)).stage == stages["a"]
+    await again.beaten()
+    listed = (await bench.ask("checkpoints.list", job="first"))["checkpoints"]
+    mine, its = stages["a"], stages["b"]
+    assert {(item["peer_id"], item["step"], item["stage"]) for item in listed} == {
+        ("a", 10, mine),
+        ("a", 10, None),
+        ("a", 20, None),
+        ("b", 10, its),
+        ("b", 20, its),
+    }
+    await bench.end()
+    await bench.start()
+    assert {item["id"] for item in (await bench.ask("checkpoints.list", job="first"))["checkpoints"]} == {
+        item["id"] for item in listed
+    }, "nor by the seed's next process"
+
+
 async def test_checkpoints_that_are_told_again_cost_the_disk_nothing(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
