@@ -11,7 +11,7 @@ from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError
 from p2ptrain.core.world import World
 from roles.worker.stage_requests import LONGEST_SILENCE_S, Place
 from wire.chain_messages import CHAIN_STREAM, Work
-from wire.connection import Connection
+from wire.connection import Connection, Received
 from wire.handshake import dial, local_hello
 from wire.messages import Hello, Message, StillHere
 
@@ -84,19 +84,23 @@ class Line:
 
     async def receive(self) -> Message:
         """The next message that says something. Raises as ``messages``, and ``ConnectionLost``."""
+        return (await self.frame()).message
+
+    async def frame(self) -> Received:
+        """``receive``, with what stands in the frame's header."""
         since = self._now()
         while True:
             patience_s = self._patience_s(since)
             due = self._now() + patience_s
             try:
-                message = (await self.connection.receive(timeout_s=patience_s)).message
+                received = await self.connection.receive(timeout_s=patience_s)
             except DeadlineExceeded:
                 if self.connection.close_cause is not None:  # it ended, and for another silence, perhaps
                     raise
                 since = self._judged(since, due)
                 continue
-            if not isinstance(message, StillHere):
-                return message
+            if not isinstance(received.message, StillHere):
+                return received
 
     async def bulk(self, size_bytes: int, *, stream: int) -> bytearray:
         """The bulk frame that was announced: ``size_bytes`` have been checked, and are allocated here.
