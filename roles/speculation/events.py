@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# ------------------------------------------------------------------------------------------------- into both of them
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """The session begins: the first ``Run`` comes out."""
+
+
 # ---------------------------------------------------------------------------------------- into ``verifying.Verifying``
 
 
@@ -17,9 +25,15 @@ class PassDone:
 
 @dataclass(frozen=True, slots=True)
 class DrafterReady:
-    """A drafter has taken in the ids so far. ``latency_s``: one way; ``step_s``: of a draft, 0 where not known."""
+    """A drafter has taken in the ids that it was opened with, in a new session.
+
+    Attributes:
+        known: how many ids those were: the first of ``Verifying.history`` as it was then.
+        latency_s: one way. step_s: of a draft; 0 where it is not known.
+    """
 
     drafter: int
+    known: int
     latency_s: float
     step_s: float = 0.0
 
@@ -74,7 +88,7 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class RunDone:
-    """The picks of the ``Run`` that was asked for."""
+    """The picks of the ``Run`` that was asked for. A look-up may give more than one, or none if it knows none."""
 
     tokens: tuple[int, ...]
 
@@ -108,6 +122,14 @@ class Tell:
 
 
 @dataclass(frozen=True, slots=True)
+class Drop:
+    """Verifying: this drafter says what none says that is right. It is forgotten; its session is to be closed."""
+
+    drafter: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Give:
     """Verifying: new tokens of the text, in order."""
 
@@ -130,7 +152,7 @@ class Send:
     tokens: tuple[int, ...]
 
 
-VerifierEvent = PassDone | DrafterReady | DrafterLost | Latency | Drafted | Cancel | Tick
-VerifierInstruction = Run | Tell | Give | Finished
-DrafterEvent = Told | RunDone
+VerifierEvent = Began | PassDone | DrafterReady | DrafterLost | Latency | Drafted | Cancel | Tick
+VerifierInstruction = Run | Tell | Drop | Give | Finished
+DrafterEvent = Began | Told | RunDone
 DrafterInstruction = Run | Send

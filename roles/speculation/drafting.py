@@ -1,0 +1,150 @@
+"""The core of a drafter: one session. It drafts behind what is verified, and is told by verdicts what that is.
+
+What it has of the session's tokens is ``verified`` and, behind that, its *line*: what it drafted. A verdict that agrees
+with the line, or tells what lies beyond it, leaves the line's *epoch* as it is. One that contradicts it cuts it there,
+and its number is the new epoch. So both sides know which drafts stand on what, whatever was under way meanwhile.
+
+The pick of a run stands on all tokens that the run saw. If one of these was cut off while it ran, the pick is nothing
+worth, and what the model holds is right only up to the cut: the next run's ``keep`` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from p2ptrain.core.errors import ProtocolError
+from roles.speculation.events import Began, DrafterEvent, DrafterInstruction, Run, RunDone, Send, Told
+
+CHUNK = 2048
+"""Positions in one run, at most."""
+GROUP = 2
+"""Drafts that are sent together, but for the first of an epoch: a message costs more than a token."""
+
+
+class Drafting:
+    """One session of a drafter.
+
+    Args:
+        ids: tokens so far.
+        prompt: how many of the session's tokens are the prompt: the pick at this position has draw 0.
+        positions: that the session may grow to.
+        depth: drafts beyond what is verified, at most.
+
+    Attributes:
+        epoch: of the line. number: of the last verdict.
+        ready: the ids from the opening are taken in.
+    """
+
+    def __init__(self, ids: Sequence[int], *, prompt: int, positions: int, depth: int) -> None:
+        if not 0 < prompt <= len(ids) <= positions:
+            raise ProtocolError("a session with no prompt, or with more tokens than it may have")
+        self.epoch = 0
+        self.number = 0
+        self.ready = False
+        self._prompt = prompt
+        self._positions = positions
+        self._depth = depth
+        self._ids = list(ids)  # verified, then the line
+        self._verified = len(ids)
+        self._opened = len(ids)
+        self._sent = len(ids)  # positions that the verifier has or will have without our saying more
+        self._held = 0  # positions that the model holds, and that are right
+        self._reach = 0  # positions that the model will hold after the run under way
+        self._running = False
+        self._fresh = True  # nothing of this epoch was sent
+
+    @property
+    def verified(self) -> tuple[int, ...]:
+        """What both sides share."""
+        return tuple(self._ids[: self._verified])
+
+    def handle(self, event: DrafterEvent, now: float) -> list[DrafterInstruction]:
+        """Take an event; what is to be done.
+
+        Raises:
+            ProtocolError: a verdict that no correct verifier says.
+        """
+        match event:
+            case Began():
+                pass
+            case Told():
+                self._told(event)
+            case RunDone(tokens):
+                self._done(tokens)
+        sends = self._sends()
+        return [*sends, *self._runs()]
+
+    def next_deadline(self) -> float | None:
+        """It never waits for a time."""
+        return None
+
+    # ------------------------------------------------------------------------------------------------------ verdicts
+
+    def _told(self, verdict: Told) -> None:
+        start, end = verdict.start, verdict.start + len(verdict.tokens)
+        if verdict.number != self.number + 1:
+            raise ProtocolError(f"verdict {verdict.number} after verdict {self.number}")
+        if not self._verified <= start <= len(self._ids):
+            raise ProtocolError(f"a verdict from position {start}, with {self._verified} to {len(self._ids)} known")
+        if end > self._positions:
+            raise ProtocolError(f"a verdict up to position {end} of a session of {self._positions}")
+        self.number = verdict.number
+        self._depth = verdict.depth
+        cut = next(
+            (at for at, token in enumerate(verdict.tokens, start) if at < len(self._ids) and self._ids[at] != token),
+            None,
+        )
+        if cut is not None:
+            del self._ids[cut:]
+            self.epoch = verdict.number
+            self._fresh = True
+            self._held = min(self._held, cut)
+            self._reach = min(self._reach, cut)
+            self._sent = min(self._sent, cut)
+        self._ids += verdict.tokens[len(self._ids) - start :]
+        self._verified = end
+        self._sent = max(self._sent, end)
+
+    # ---------------------------------------------------------------------------------------------------------- runs
+
+    def _runs(self) -> list[DrafterInstruction]:
+        size = len(self._ids)
+        if self._running or self._held == size:  # (nothing new since a look-up found nothing)
+            return []
+        if self.ready and (size >= min(self._verified + self._depth, self._positions)):
+            return []
+        stop = min(self._held + CHUNK, size)
+        picks = int(stop == size)
+        self._running = True
+        self._reach = stop
+        ids = tuple(self._ids[self._held : stop])
+        draw = size - self._prompt if picks else 0
+        return [Run(self._held, ids, picks, draw, prefill=not self.ready)]
+
+    def _done(self, tokens: Sequence[int]) -> None:
+        if not self._running:
+            return
+        self._running = False
+        self._held = self._reach  # less than was asked for, if tokens that the run saw were cut off meanwhile
+        self.ready = self.ready or self._held >= self._opened
+        if self._held == len(self._ids):
+            stop = min(max(self._verified + self._depth, self._held + 1), self._positions)
+            self._ids += tokens[: stop - self._held]
+
+    def _sends(self) -> list[DrafterInstruction]:
+        stop = min(len(self._ids), self._verified + self._depth)
+        ready = stop - self._sent
+        last = stop >= min(self._verified + self._depth, self._positions)
+        if ready < 1 or (ready < GROUP and not self._fresh and not last):
+            return []
+        send = Send(self.epoch, self._sent, tuple(self._ids[self._sent : stop]))
+        self._sent = stop
+        self._fresh = False
+        return [send]
+
+    def validate(self) -> None:
+        """Raises ``AssertionError`` where what must always hold does not."""
+        assert self._prompt <= self._verified <= len(self._ids) <= self._positions
+        assert self._verified <= self._sent <= len(self._ids)
+        assert self._held <= len(self._ids)
+        assert self.epoch <= self.number

@@ -1,0 +1,273 @@
+"""Whatever drafters say, and whenever, the text is that of plain decoding."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+from zlib import crc32
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from roles.speculation.drafting import Drafting
+from roles.speculation.events import (
+    Began,
+    Drafted,
+    DrafterLost,
+    DrafterReady,
+    Drop,
+    Finished,
+    Give,
+    Latency,
+    PassDone,
+    Run,
+    RunDone,
+    Send,
+    Tell,
+    Tick,
+    Told,
+)
+from roles.speculation.verifying import Verifying
+
+VOCAB = 7
+STOP_ID = 6
+
+
+def target(prefix: tuple[int, ...]) -> int:
+    """The model to write with: any function of the prefix."""
+    return crc32(bytes(prefix)) % VOCAB
+
+
+def guess(prefix: tuple[int, ...], alpha: float, seed: int) -> int:
+    """A small model, which agrees so often."""
+    dice = crc32(bytes((seed + 100, *prefix)))
+    return target(prefix) if dice % 1000 < alpha * 1000 else dice // 1000 % VOCAB
+
+
+def plain(prompt: tuple[int, ...], length: int, stop_ids: frozenset[int]) -> list[int]:
+    text: list[int] = []
+    while len(text) < length and not (text and text[-1] in stop_ids):
+        text.append(target((*prompt, *text)))
+    return text
+
+
+class Model:
+    """What a shell has: a history that runs cut and extend."""
+
+    def __init__(self) -> None:
+        self.history: list[int] = []
+
+    def run(self, run: Run) -> list[tuple[int, ...]]:
+        """The prefixes that picks are asked for."""
+        assert 0 < len(run.ids) <= 2048, run
+        assert run.keep <= len(self.history), run
+        del self.history[run.keep :]
+        self.history += run.ids
+        stop = len(self.history)
+        return [tuple(self.history[:end]) for end in range(stop - run.picks + 1, stop + 1)]
+
+
+@dataclass
+class Drafter:
+    """A drafter and the wires to and from it; ``core`` is None where only nonsense comes from it."""
+
+    core: Drafting | None
+    alpha: float
+    seed: int
+    many: bool
+    model: Model = field(default_factory=Model)
+    running: Run | None = None
+    inbox: deque[Told] = field(default_factory=deque)
+    outbox: deque[Drafted | DrafterReady] = field(default_factory=deque)
+    opened: bool = False
+    known: int = 0
+
+
+class Speculation(RuleBasedStateMachine):
+    """A verifier with drafters that are good, bad, lost, or talk nonsense. Everything may take any time."""
+
+    @initialize(
+        length=st.integers(1, 40),
+        prompt=st.integers(1, 3).flatmap(lambda size: st.tuples(*[st.integers(0, VOCAB - 1)] * size)),
+        stop=st.booleans(),
+        cached=st.integers(0, 2),
+    )
+    def begin(self, length: int, prompt: tuple[int, ...], stop: bool, cached: int) -> None:
+        stop_ids = frozenset({STOP_ID}) if stop else frozenset[int]()
+        self.prompt, self.length = prompt, length
+        self.expected = plain(prompt, length, stop_ids)
+        self.core = Verifying(prompt, max_new_tokens=length, stop_ids=stop_ids, vocab_size=VOCAB, cached=cached)
+        self.model = Model()
+        self.model.history = list(prompt[: min(cached, len(prompt) - 1)])
+        self.running: Run | None = None
+        self.drafters: dict[int, Drafter] = {}
+        self.given: list[int] = []
+        self.ended = ""
+        self.now = 0.0
+        self.numbers: dict[int, int] = {}
+        self.take(Began())
+
+    def take(self, event: Any) -> None:
+        self.now += 0.01
+        for item in self.core.handle(event, self.now):
+            match item:
+                case Run():
+                    assert self.running is None
+                    assert not self.ended
+                    self.running = item
+                case Tell(drafter, number, start, tokens, depth):
+                    assert number == self.numbers.get(drafter, 0) + 1
+                    self.numbers[drafter] = number
+                    self.drafters[drafter].inbox.append(Told(number, start, tokens, depth))
+                case Drop(drafter):
+                    assert self.drafters[drafter].core is None, item
+                    del self.drafters[drafter]
+                case Give(tokens):
+                    self.given += tokens
+                case Finished(reason):
+                    self.ended = reason
+        self.core.validate()
+
+    # ---------------------------------------------------------------------------------------------------- the target
+
+    @precondition(lambda self: self.running is not None)
+    @rule()
+    def computes(self) -> None:
+        run, self.running = self.running, None
+        assert run is not None
+        assert run.draw == len(self.given)
+        self.take(PassDone(tuple(target(prefix) for prefix in self.model.run(run)), 0.05))
+
+    # --------------------------------------------------------------------------------------------------- the drafters
+
+    @rule(alpha=st.sampled_from([0.0, 0.5, 0.9, 1.0]), seed=st.integers(0, 3), many=st.booleans(), again=st.booleans())
+    def joins(self, alpha: float, seed: int, many: bool, again: bool) -> None:
+        if len(self.drafters) >= 3:
+            return
+        number = next(n for n in range(100) if n not in self.drafters) if again else len(self.numbers) + 50
+        history = self.core.history
+        core = Drafting(history, prompt=len(self.prompt), positions=100, depth=self.core.opening_depth)
+        self.drafters[number] = drafter = Drafter(core, alpha, seed, many, known=len(history))
+        self.numbers[number] = 0
+        self.drafts(number, drafter, Began())
+
+    @rule()
+    def joins_in_nonsense(self) -> None:
+        number = 1000 + len(self.numbers)
+        self.drafters[number] = Drafter(None, 0.0, 0, many=False)
+        self.numbers[number] = 0
+        self.take(DrafterReady(number, len(self.core.history), 0.01))
+
+    def drafts(self, number: int, drafter: Drafter, event: Any) -> None:
+        assert drafter.core is not None
+        for item in drafter.core.handle(event, self.now):
+            match item:
+                case Run():
+                    assert drafter.running is None
+                    drafter.running = item
+                case Send(epoch, position, tokens):
+                    drafter.outbox.append(Drafted(number, epoch, position, tokens))
+        drafter.core.validate()
+        if drafter.core.ready and not drafter.opened:
+            drafter.opened = True
+            drafter.outbox.appendleft(DrafterReady(number, drafter.known, 0.01))
+
+    def some(self, data: Any) -> tuple[int, Drafter] | None:
+        real = [(number, drafter) for number, drafter in self.drafters.items() if drafter.core is not None]
+        return data.draw(st.sampled_from(real)) if real else None
+
+    @rule(data=st.data())
+    def drafter_computes(self, data: Any) -> None:
+        if (found := self.some(data)) and (run := found[1].running):
+            number, drafter = found
+            drafter.running = None
+            picks: list[int] = []
+            for prefix in drafter.model.run(run):
+                picks = [guess(prefix, drafter.alpha, drafter.seed)]
+                if drafter.many:  # as a look-up: none, or three at once
+                    count = (0, 1, 3)[crc32(bytes(prefix)) // 8 % 3]
+                    while len(picks) < count:
+                        picks.append(guess((*prefix, *picks), drafter.alpha, drafter.seed))
+                    picks = picks[:count]
+            self.drafts(number, drafter, RunDone(tuple(picks)))
+
+    @rule(data=st.data())
+    def drafter_hears(self, data: Any) -> None:
+        if (found := self.some(data)) and found[1].inbox:
+            self.drafts(found[0], found[1], found[1].inbox.popleft())
+
+    @rule(data=st.data())
+    def verifier_hears(self, data: Any) -> None:
+        if (found := self.some(data)) and found[1].outbox:
+            self.take(found[1].outbox.popleft())
+
+    @rule(data=st.data())
+    def drafter_dies(self, data: Any) -> None:
+        if self.drafters:
+            number = data.draw(st.sampled_from(sorted(self.drafters)))
+            del self.drafters[number]
+            self.take(DrafterLost(number))
+
+    @rule(
+        data=st.data(),
+        epoch=st.integers(-1, 5),
+        offset=st.integers(-4, 20),
+        tokens=st.lists(st.integers(-1, VOCAB), max_size=12),
+    )
+    def nonsense(self, data: Any, epoch: int, offset: int, tokens: list[int]) -> None:
+        if fools := [number for number, drafter in self.drafters.items() if drafter.core is None]:
+            position = len(self.core.history) + offset
+            self.take(Drafted(data.draw(st.sampled_from(fools)), epoch, position, tuple(tokens)))
+
+    @rule(number=st.integers(0, 3), latency=st.floats(0, 1))
+    def measured(self, number: int, latency: float) -> None:
+        self.take(Latency(number, latency))
+
+    @precondition(lambda self: not self.ended and self.core.next_deadline() is not None)
+    @rule()
+    def ticks(self) -> None:
+        deadline = self.core.next_deadline()
+        assert deadline is not None
+        self.now = max(self.now, deadline)
+        self.take(Tick())
+
+    # ------------------------------------------------------------------------------------------------------ what holds
+
+    @invariant()
+    def text_is_that_of_plain_decoding(self) -> None:
+        assert self.given == self.expected[: len(self.given)] == list(self.core.tokens)
+        assert bool(self.ended) == (len(self.given) == len(self.expected))
+        assert self.ended or self.running or self.core.next_deadline() is not None
+
+    def teardown(self) -> None:
+        """All that is under way arrives: then both sides agree, and the text goes on to its end."""
+        if not hasattr(self, "core"):
+            return
+        for number, drafter in self.drafters.items():
+            while drafter.core and (drafter.inbox or drafter.outbox or drafter.running):
+                if drafter.inbox:
+                    self.drafts(number, drafter, drafter.inbox.popleft())
+                elif drafter.outbox:
+                    self.take(drafter.outbox.popleft())
+                elif drafter.running:
+                    run, drafter.running = drafter.running, None
+                    self.drafts(number, drafter, RunDone(tuple(target(p) for p in drafter.model.run(run))))
+            if drafter.core and not self.ended:
+                line = self.core.line(number)
+                assert line.told == len(drafter.core.verified)
+                assert line.number == drafter.core.number
+                assert drafter.core.verified == self.core.history[: line.told]
+                fresh = drafter.core.epoch > line.epoch  # it was cut, and has not drafted since
+                assert fresh or (line.epoch == drafter.core.epoch and not line.dead)
+        while not self.ended:
+            if self.running:
+                self.computes()
+            else:
+                self.ticks()
+        assert self.given == self.expected
+
+
+Speculation.TestCase.settings = settings(max_examples=60, stateful_step_count=80)
+TestExact = Speculation.TestCase
