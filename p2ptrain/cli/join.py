@@ -165,10 +165,10 @@ async def _work(
     from p2ptrain.core.errors import Refused
     from p2ptrain.core.world import real_world
     from roles.identity import claim
+    from roles.known_seeds import begun, clusters_in
     from roles.worker.build import capabilities, engine_builder, holding, stage_builder, warm_up
     from roles.worker.saver_process import saver_of_this_system
-    from roles.worker.seeds import begun
-    from roles.worker.worker import Worker, WorkerOptions, clusters_in
+    from roles.worker.worker import Worker, WorkerOptions
     from wire.emulate import EmulatedNetwork
     from wire.handshake import RefusalCode
     from wire.shaper import preset_named

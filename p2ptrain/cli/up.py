@@ -277,8 +277,8 @@ async def start_seed(plan: Plan) -> Child:
 
 def part_bytes(device: str) -> int:
     """What the workers of this machine may give to parts of split models, all together."""
+    from roles.gauges import free_memory_bytes
     from roles.worker.build import FREE_SHARE
-    from roles.worker.gauges import free_memory_bytes
 
     return int(FREE_SHARE * free_memory_bytes(device))
 

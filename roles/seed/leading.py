@@ -3,7 +3,7 @@
 Before it leads, a seed asks all seeds that it ever knew (the seats in its store) whether one of them leads in a higher
 term; while it leads it asks those that do not follow it again and again, so that two sides learn of one another soon
 after they meet. It believes a seed only: over TLS its certificate says so. A worker that has seen a higher term is not
-let in, and is a reason to ask at once; it refuses this seed itself (``roles.worker.control``).
+let in, and is a reason to ask at once; it refuses this seed itself (``roles.seed_link``).
 """
 
 from __future__ import annotations

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 from p2ptrain.core.checkpoints import CheckpointStore
 from ring.activities import Followed
 from ring.transaction import Phase, Transaction
+from roles import gauges
 from roles.seed.store import Records
+from roles.seed_link import SeedLink
 from roles.sim.engine import bits_of
 from roles.sim.loop import PROCESS
 from roles.strategies.sync import SyncStrategy
-from roles.worker import gauges
-from roles.worker.control import SeedLink
 from roles.worker.keeper import Keeper
 from wire.messages import CheckpointSaved
 

@@ -15,8 +15,8 @@ from configs.schema import Profile
 from p2ptrain.core.footprint import least_in_flight
 from p2ptrain.core.serving import PartSpec
 from roles.engine import Engine, Stage
+from roles.gauges import free_memory_bytes, gpu_name
 from roles.stage_engine import BuildPart, PartBuilder
-from roles.worker.gauges import free_memory_bytes, gpu_name
 from roles.worker.stages import Holding
 from wire.messages import Scalar
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from configs.schema import Profile
-from p2ptrain.core.disk import Disk, write_atomic
-from p2ptrain.core.errors import JobFailed, P2PTrainError, ProtocolError, Refused, StorageError, first_error
+from p2ptrain.core.disk import Disk
+from p2ptrain.core.errors import JobFailed, P2PTrainError, ProtocolError, Refused, first_error
 from p2ptrain.core.ids import is_id
 from p2ptrain.core.threads import Thread
 from p2ptrain.core.world import World
@@ -21,16 +19,17 @@ from ring.transaction import REASON_CHARS, Phase
 from ring.view import MAX_STAGES, View
 from roles.compute_thread import ComputeThread
 from roles.engine import WHOLE, Engine, Stage
+from roles.gauges import Gauges
 from roles.identity import Identity
+from roles.known_seeds import Known, begun, clusters_in
+from roles.membership import keep_seeds, stay_a_member
+from roles.seed_link import Pulse, SeedLink
 from roles.strategies import Factory, strategy_of
-from roles.worker.control import Pulse, SeedLink
 from roles.worker.file_giver import FileGiver, checkpoints_dir
-from roles.worker.gauges import Gauges
 from roles.worker.keeper import Keeper, lineage_of
 from roles.worker.links import Prober, Sink, targets_untrusted, to_result
 from roles.worker.runner import JobRunner
 from roles.worker.saver import DirectSaver, Saver, Shelf
-from roles.worker.seeds import FILE_NAME, MAX_FILE_BYTES, Known, begun, kept, text_of
 from roles.worker.stages import PURPOSES, Holding, Stages, StageSurroundings
 from roles.worker.surroundings import Notify, Surroundings
 from wire.connection import Connection
@@ -52,11 +51,10 @@ from wire.messages import (
     ViewAnnounced,
     Welcome,
 )
-from wire.renewal import LOOK_S, Member
+from wire.renewal import Member
 from wire.transport_base import told_of
 
 LEAVE_S = 1.2  # how long a leaving worker waits for the step boundary; with closing, Ctrl+C takes less than 2 s
-RENEWAL_S = 10.0  # the seed writes it down first, on a disk that may be busy
 JOBS = "jobs"  # directory of the jobs' checkpoints, in a worker's own
 IDLE_BEATS_S = (0.5, 2.0)  # between neighbours before the seed has said how far apart they are
 # What people are shown (``wire.records.PeerInfo.state``); every other phase is part of training.
@@ -87,16 +85,6 @@ class WorkerOptions:
     advertise: tuple[str, int]
     capabilities: dict[str, Scalar]
     others: tuple[tuple[str, int], ...] = ()
-
-
-def clusters_in(disk: Disk, directory: Path) -> list[Known]:
-    """The seeds that a worker with this directory has met. Raises ``StorageError``."""
-    if FILE_NAME not in disk.list_dir(directory):
-        return []
-    try:
-        return kept(disk.read(directory / FILE_NAME, max_bytes=MAX_FILE_BYTES))
-    except ProtocolError:  # damaged: it is written anew when the seed that the person named is met
-        return []
 
 
 def no_parts(profile: Profile, stage: Stage) -> Engine:
@@ -294,15 +282,6 @@ class Worker:
         state = "following" if runner.follower.active else _SHOWN.get(runner.core.phase, "training")
         return Pulse(runner.progress, runner.core.applied, "leaving" if self._leaving else state, stats)
 
-    async def _stay_a_member(self, member: Member) -> None:
-        """Renew the certificate in time, while the control link is up. There are hours to try again."""
-        while True:
-            try:
-                await member.keep_fresh(partial(self._link.ask, timeout_s=RENEWAL_S))
-            except P2PTrainError as problem:
-                self._notify("warning", "certificate", f"the certificate is not renewed yet: {problem.message}")
-                await asyncio.sleep(LOOK_S)
-
     def _cancel_renewal(self) -> None:
         if self._renewing is not None:
             self._renewing.cancel()
@@ -311,7 +290,8 @@ class Worker:
     def _seed_up(self, welcome: Welcome) -> None:
         self._beats = (welcome.heartbeat_s, welcome.death_s)
         if self._member is not None:
-            self._renewing = self._tasks.create_task(self._stay_a_member(self._member), name="certificate")
+            staying = stay_a_member(self._member, self._link, self._notify)
+            self._renewing = self._tasks.create_task(staying, name="certificate")
         self._notify_person("info", "joined", f"joined {welcome.name} ({welcome.cluster_id})")
         if self._stages is not None:
             self._stages.seed_up()
@@ -321,14 +301,15 @@ class Worker:
     def _keep_seeds(self, known: Known) -> None:
         """So that this worker finds its cluster when it is started again, whoever leads then."""
         self._prober.seed_host = self._link.host
-        data, path = text_of(known, self._clusters), self._identity.directory / FILE_NAME
-        self._tasks.create_task(self._write(path, data), name="keep seeds")
-
-    async def _write(self, path: Path, data: bytes) -> None:
-        try:
-            await self._disk.submit(partial(write_atomic, self._world.disk, path, data))
-        except StorageError as problem:
-            self._notify("warning", "seeds", f"where the seeds are is not kept: {problem.message}")
+        keeping = keep_seeds(
+            known,
+            self._clusters,
+            self._identity.directory,
+            disk=self._world.disk,
+            thread=self._disk,
+            notify=self._notify,
+        )
+        self._tasks.create_task(keeping, name="keep seeds")
 
     def _seed_down(self, problem: P2PTrainError) -> None:
         self._cancel_renewal()

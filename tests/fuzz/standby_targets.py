@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from p2ptrain.core.disk import Disk
 from p2ptrain.core.errors import ProtocolError
+from roles.known_seeds import MAX_SEEDS, Known
 from roles.seed import feed
 from roles.seed.feed import Change, changes_untrusted, packed, tables, take_untrusted
 from roles.seed.standby import _files_untrusted
 from roles.seed.store import Records
-from roles.worker.seeds import MAX_SEEDS, Known
 
 from .engine import Target
 from .strategies import PACKABLE, mostly, mutated
@@ -102,7 +102,7 @@ SEEDS = Target(
         st.booleans(),
     ),
     _check_seeds,
-    ("roles.worker.seeds.addresses_untrusted",),
+    ("roles.known_seeds.addresses_untrusted",),
     peak_bytes=256 << 10,
 )
 TARGETS = (ROWS, SEEDS)

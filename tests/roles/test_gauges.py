@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from roles.worker.gauges import SMOOTHING_S, Gauges
+from roles.gauges import SMOOTHING_S, Gauges
 
 
 def test_a_steady_flow_is_shown_as_what_it_is_however_often_it_is_looked_at() -> None:

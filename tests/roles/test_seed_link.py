@@ -14,8 +14,8 @@ import pytest
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError, Refused, Unreachable
 from p2ptrain.core.world import LoopClock, World
-from roles.worker.control import RESENT_SAVES, Pulse, SeedLink
-from roles.worker.seeds import Known
+from roles.known_seeds import Known
+from roles.seed_link import RESENT_SAVES, Pulse, SeedLink
 from wire.connection import Connection
 from wire.handshake import RefusalCode, Server, local_hello, local_welcome, serve
 from wire.memory import MemoryNetwork

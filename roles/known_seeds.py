@@ -1,6 +1,6 @@
-"""The seeds of a cluster, as one worker knows them: where they are, and the highest term that one of them led in.
+"""The seeds of a cluster, as one member knows them: where they are, and the highest term that one of them led in.
 
-A worker learns of them from the seed that leads, and keeps them on its disk: so one that is started again with the
+A member learns of them from the seed that leads, and keeps them on its disk: so one that is started again with the
 address of a seed that is gone finds the one that leads now. Whoever has seen a term takes orders in no lower one.
 """
 
@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from p2ptrain.core.disk import Disk
 from p2ptrain.core.errors import ProtocolError, UserError
 from p2ptrain.core.ids import is_id
 from wire.address import parse_address
@@ -86,6 +88,16 @@ def kept(data: bytes) -> list[Known]:
         if not 0 <= known.term < MAX_TERM or not 0 < len(known.seeds) <= MAX_SEEDS:
             raise ProtocolError("this is no list of seeds: a cluster that is none")
     return found[:MAX_CLUSTERS]
+
+
+def clusters_in(disk: Disk, directory: Path) -> list[Known]:
+    """The seeds that a member with this directory has met. Raises ``StorageError``."""
+    if FILE_NAME not in disk.list_dir(directory):
+        return []
+    try:
+        return kept(disk.read(directory / FILE_NAME, max_bytes=MAX_FILE_BYTES))
+    except ProtocolError:  # damaged: it is written anew when the seed that the person named is met
+        return []
 
 
 def text_of(known: Known, others: Iterable[Known]) -> bytes:

@@ -1,6 +1,6 @@
 """The control link of a worker to its seed: registers, beats, and finds the seed again after either side was away.
 
-Where several seeds are known (``roles.worker.seeds``), it tries them in turn, beginning with the one that led last. A
+Where several seeds are known (``roles.known_seeds``), it tries them in turn, beginning with the one that led last. A
 standby refuses it and says who leads; a seed that leads in a lower term than another that was met before is left alone.
 
 Training never waits for this link. What must not be lost while it is down (metrics of committed steps, checkpoints,
@@ -18,7 +18,7 @@ from typing import Any
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.world import World
-from roles.worker.seeds import Known
+from roles.known_seeds import Known
 from wire.calls import Calls
 from wire.connection import Connection
 from wire.handshake import RefusalCode, dial
