@@ -6,7 +6,7 @@ hears from the seed. When the seed is lost all of that goes on; the link is look
 
 ::
 
-    async def program(member: Member) -> None:
+    async def program(member: ServingMember) -> None:
         model = await load()                               # callers are asked to wait meanwhile
         member.answer("draft", serve_drafts)
         member.serves(lambda: Serving(...))                # from now on verifiers are told of it
@@ -29,10 +29,11 @@ from roles.identity import Identity
 from roles.known_seeds import Known, begun, clusters_in
 from roles.membership import Notify, keep_seeds, stay_a_member
 from roles.seed_link import Pulse, SeedLink
-from wire import renewal
+
 from wire.connection import Connection
 from wire.handshake import RefusalCode, local_hello, local_welcome, serve
 from wire.messages import EventNotice, Hello, Message, Refuse, Request, Response, Scalar, Welcome
+from wire.renewal import Member
 from wire.speculation_messages import DrafterAt, DraftersHere, Serving
 from wire.transport_base import is_loopback, told_of
 
@@ -74,7 +75,7 @@ def _anybody(hello: Hello) -> Refuse | None:
     return None
 
 
-class Member:
+class ServingMember:
     """See the module's docstring.
 
     Args:
@@ -95,9 +96,9 @@ class Member:
         identity: Identity,
         options: MemberOptions,
         *,
-        program: Callable[[Member], Awaitable[None]],
+        program: Callable[[ServingMember], Awaitable[None]],
         notify: Notify,
-        membership: renewal.Member | None = None,
+        membership: Member | None = None,
     ) -> None:
         self.world, self.identity, self.role = world, identity, options.role
         self.drafters: tuple[DrafterAt, ...] = ()
