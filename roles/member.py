@@ -29,7 +29,6 @@ from roles.identity import Identity
 from roles.known_seeds import Known, begun, clusters_in
 from roles.membership import Notify, keep_seeds, stay_a_member
 from roles.seed_link import Pulse, SeedLink
-
 from wire.connection import Connection
 from wire.handshake import RefusalCode, local_hello, local_welcome, serve
 from wire.messages import EventNotice, Hello, Message, Refuse, Request, Response, Scalar, Welcome

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ssl
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -331,12 +331,12 @@ class Credentials:
 
 
 def granted_untrusted(
-    certificate_der: bytes, *, peer_id: str, role: str, key_pem: bytes, ca_pem: bytes, directory: Path
+    certificate_der: bytes, *, peer_id: str, roles: Collection[str], key_pem: bytes, ca_pem: bytes, directory: Path
 ) -> Credentials:
     """Credentials of what a seed granted, not saved yet.
 
     Raises:
-        ProtocolError: it is not a certificate under ``ca_pem`` for our key, peer id and role.
+        ProtocolError: it is not a certificate under ``ca_pem`` for our key, peer id and these roles.
     """
     certificate_of_untrusted(certificate_der)
     granted = Credentials(directory, ca_pem, pem_of(certificate_der), key_pem)
@@ -345,7 +345,7 @@ def granted_untrusted(
     except _DAMAGED as error:
         raise ProtocolError(f"the seed granted a certificate that is of no use: {error}") from error
     identity = granted.identity
-    if identity.peer_id != peer_id or identity.roles != {role}:
+    if identity.peer_id != peer_id or identity.roles != frozenset(roles):
         raise ProtocolError(f"the seed granted a certificate of another peer or role: {identity.peer_id}")
     return granted
 

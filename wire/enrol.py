@@ -53,7 +53,7 @@ from wire.messages import (
     EnrolRequest,
     Refuse,
 )
-from wire.ticket import NONCE_BYTES, Ticket, proof
+from wire.ticket import GRANTS, KIND_OF, NONCE_BYTES, Ticket, proof
 from wire.tls import TlsDialler
 
 RENEW = "credentials.renew"
@@ -86,7 +86,12 @@ async def enrol(
         text = f"the seed at {ticket.host}:{ticket.port} did not enrol this peer within {timeout_s:g} s"
         raise DeadlineExceeded(text, remedy="it may be overloaded; try again") from None
     granted = granted_untrusted(
-        certificate_der, peer_id=peer_id, role=ticket.role, key_pem=key_pem, ca_pem=pem_of(ca_der), directory=directory
+        certificate_der,
+        peer_id=peer_id,
+        roles=GRANTS[ticket.role],
+        key_pem=key_pem,
+        ca_pem=pem_of(ca_der),
+        directory=directory,
     )
     granted.save(disk)  # of a newcomer nobody expects a sign of life yet
     return granted
@@ -105,11 +110,11 @@ async def renew(credentials: Credentials, ask: Ask, *, disk: Disk) -> Credential
     identity = credentials.identity
     key_pem, csr_der = new_key_and_request(identity.peer_id)
     result = await ask(RENEW, {"csr": base64.b64encode(csr_der).decode()})
-    (role,) = identity.roles
+    roles = frozenset[str]().union(*(GRANTS[KIND_OF[role]] for role in identity.roles if role in KIND_OF))
     granted = granted_untrusted(
         _certificate_untrusted(result),
         peer_id=identity.peer_id,
-        role=role,
+        roles=roles,  # those of its ticket, which may be more than an earlier release of the seed has granted
         key_pem=key_pem,
         ca_pem=credentials.ca_pem,
         directory=credentials.directory,

@@ -41,20 +41,24 @@ ENROL = "enrol"
 """Purpose of who has no certificate yet."""
 PERMITTED = MappingProxyType(
     {
-        "peer": frozenset({"worker"}),
+        "peer": frozenset({"worker", "verifier", "drafter"}),
         "ring": frozenset({"worker"}),
         "heal": frozenset({"worker"}),
         "files": frozenset({"worker"}),
         "operator": frozenset({"operator"}),
         "probe": frozenset({"seed", "worker"}),
         "standby": frozenset({"seed"}),
-        "chain": frozenset({"operator"}),
+        "chain": frozenset({"operator", "verifier"}),
         "stage": frozenset({"worker"}),
-        "model": frozenset({"worker", "operator"}),
-        "give": frozenset({"operator"}),
+        "model": frozenset({"worker", "operator", "verifier"}),
+        "give": frozenset({"operator", "verifier"}),
+        "draft": frozenset({"verifier"}),
+        "generate": frozenset({"operator"}),
     }
 )
-"""Purpose → roles, of which a certificate must name one. What is not here is permitted to nobody over TLS."""
+"""Purpose → roles, of which a certificate must name one, and the caller too where it names any of its own: a machine
+that may be a worker, a verifier and a drafter does as one of them what that one may. What is not here is permitted to
+nobody over TLS."""
 
 
 class RefusalCode(StrEnum):
@@ -185,8 +189,13 @@ def judge_caller(hello: Hello, identity: PeerIdentity | None) -> Refuse | None:
         claim = ", ".join(hello.roles)[:64]
         text = f"it says that it is {claim!r}, and its certificate is for {_named(identity.roles)}"
         return Refuse(RefusalCode.NOT_PERMITTED, text, "ask for a ticket of the right kind: p2ptrain ticket new")
-    if not identity.roles & PERMITTED.get(hello.purpose, frozenset()):
+    permitted = PERMITTED.get(hello.purpose, frozenset())
+    if not identity.roles & permitted:
         text = f"its certificate is for {_named(identity.roles)}, which does not permit {hello.purpose[:40]!r}"
+        return Refuse(RefusalCode.NOT_PERMITTED, text, "ask for a ticket of the right kind: p2ptrain ticket new")
+    if hello.roles and permitted.isdisjoint(hello.roles):
+        claim = _named(frozenset(hello.roles))[:128]
+        text = f"{hello.purpose!r} is for {_named(permitted)}, and it says that it is {claim}"
         return Refuse(RefusalCode.NOT_PERMITTED, text, "ask for a ticket of the right kind: p2ptrain ticket new")
     return None
 

@@ -52,11 +52,12 @@ class Hello(Message):
     """First frame of whoever dials.
 
     Attributes:
-        purpose: ``peer`` (a worker to its seed), ``operator`` (a command line or TUI), ``ring`` (a member to its right
-            neighbour), ``heal`` (to a donor), ``files`` (to a worker that has a stage's checkpoint), ``probe`` (only to
-            see whether somebody answers), ``enrol`` (a newcomer to a seed, for a certificate), ``standby`` (a second
-            seed to the one that leads); of split models ``chain`` (a client to a worker), ``stage`` (a stage to the
-            next one), ``model`` and ``give`` (to take and to give tensors; see ``roles.worker.stages``).
+        purpose: ``peer`` (a worker, verifier or drafter to its seed), ``operator`` (a command line or TUI), ``ring`` (a
+            member to its right neighbour), ``heal`` (to a donor), ``files`` (to a worker that has a stage's
+            checkpoint), ``probe`` (only to see whether somebody answers), ``enrol`` (a newcomer to a seed, for a
+            certificate), ``standby`` (a second seed to the one that leads); of split models ``chain`` (a client to a
+            worker), ``stage`` (a stage to the next one), ``model`` and ``give`` (to take and to give tensors; see
+            ``roles.worker.stages``); ``generate`` (a client to a verifier), ``draft`` (a verifier to a drafter).
         job, generation: the view that the caller believes in; empty and 0 where there is none. Of split models the
             session and the index of the stage that is called, or the model.
         port: where this peer listens for other peers, 0 where it does not.

@@ -37,8 +37,9 @@ ADDRESS_FILE = "seed"  # beside the credentials: the address that they lead to
 MAX_TARGET_BYTES = 4096
 MENDED_BY_A_TICKET = frozenset({"ticket-revoked", "ticket-unknown", "certificate-expired", "certificate-untrusted"})
 """Why a seed may honour a certificate no longer, and yet take a new ticket."""
-_A = {"worker": "a worker", "operator": "an operator", "seed": "a standby"}
+_A = {"worker": "a worker, verifier or drafter", "operator": "an operator", "seed": "a standby"}
 _DOES = {"worker": "joins", "operator": "watches and controls", "seed": "follows a seed"}
+"""Of kinds of tickets, both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +76,23 @@ class Caller:
     """Who wants to reach a seed.
 
     Attributes:
-        role: ``worker``, ``operator`` or ``seed``.
+        role: ``worker``, ``verifier``, ``drafter``, ``operator`` or ``seed``.
         store: where credentials of this caller are kept.
         states: state directories in which a seed on this machine may have left tickets.
-        peer_id: of a worker; an operator is a new peer with each ticket.
+        peer_id: of who joins; an operator is a new peer with each ticket.
     """
 
     role: str
     store: Path
     states: Sequence[Path]
     peer_id: str = ""
+
+    @property
+    def kind(self) -> str:
+        """Of the ticket that it takes."""
+        from wire.ticket import KIND_OF
+
+        return KIND_OF[self.role]
 
 
 Target: TypeAlias = "Ticket | tuple[str, int]"
@@ -191,8 +199,8 @@ async def _by_ticket(ticket: Ticket, caller: Caller, base: Network, *, afresh: b
     from p2ptrain.core.disk import RealDisk
     from wire.enrol import enrol
 
-    if ticket.role != caller.role:
-        text = f"this is the ticket of {_A[ticket.role]}, and only that of {_A[caller.role]} {_DOES[caller.role]}"
+    if ticket.role != caller.kind:
+        text = f"this is the ticket of {_A[ticket.role]}, and only that of {_A[caller.kind]} {_DOES[caller.kind]}"
         raise UserError(text, remedy=_advice(caller, own=False))
     kept = None if afresh else _kept(caller, lambda item: item.pin == ticket.pin)
     if kept is not None:
@@ -258,6 +266,8 @@ def _kept(caller: Caller, fits: Callable[[_Kept], bool]) -> _Kept | None:
         identity = credentials.identity
         if identity.not_after <= time.time():
             disk.remove_tree(directory)
+        if caller.role not in identity.roles:
+            continue  # of an earlier release, or of another role: a ticket gives what this one may be
         if identity.not_after - SKEW_S <= time.time() or caller.peer_id not in ("", identity.peer_id):
             continue  # the seed's clock may be ahead
         item = _Kept(credentials, hashlib.sha256(der_of(credentials.ca_pem)).digest(), address)

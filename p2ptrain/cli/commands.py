@@ -18,7 +18,7 @@ class Commands(LazyGroup):
     entries: ClassVar[tuple[Entry, ...]] = (
         Entry("up", "p2ptrain.cli.up:up", "Start a whole cluster on this machine and train.", _RUN),
         Entry("seed", "p2ptrain.cli.seed:seed", "Start a seed: the place where workers meet.", _RUN),
-        Entry("join", "p2ptrain.cli.join:join", "Start a worker that joins a seed.", _RUN),
+        Entry("join", "p2ptrain.cli.join:app", "Join a seed: as a worker, or to write text.", _RUN),
         Entry("tui", "p2ptrain.cli.tui:tui", "Watch a cluster full-screen.", _WATCH),
         Entry("peers", "p2ptrain.cli.peers:app", "Who is there, and what each one does; evict one.", _WATCH),
         Entry("parts", "p2ptrain.cli.parts:parts", "Who holds which layers of which split models.", _WATCH),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from p2ptrain.cli.console import step_line
+from p2ptrain.cli.lazy import new_typer
 from p2ptrain.cli.runtime import (
     DEFAULT_SEED,
     SEED_HELP,
@@ -17,23 +19,43 @@ from p2ptrain.cli.runtime import (
     STATE_DEFAULT,
     default_state_dir,
     is_name,
+    is_text,
     run,
 )
-from wire.transport_base import is_loopback
+from p2ptrain.cli.split_options import WithBareSplit
 
 if TYPE_CHECKING:
-    from wire.ticket import Ticket
+    from p2ptrain.cli.joining import Found, Here, Joining, ServeWish
+    from roles.worker.worker import Worker
 
-EVERYWHERE = "0.0.0.0"  # noqa: S104 - members on other machines must reach this one
+ROLES = ("worker", "verifier", "drafter")
+LOOK_UP = "ngram"
+"""The model of a drafter that has none: it drafts what followed the same words before."""
+
+app = new_typer()
 
 
+@app.command("join", cls=WithBareSplit)
 def join(
     address: Annotated[str, typer.Argument(envvar=SEED_VARIABLE, metavar="SEED", help=SEED_HELP)] = DEFAULT_SEED,
-    name: Annotated[
+    role: Annotated[
         str,
         typer.Option(
-            "--name", metavar="NAME", callback=is_name, help="What to call this worker; default: the machine's name."
+            "--role", metavar="ROLE", help="worker: trains, and holds parts; verifier: writes text; drafter: drafts it."
         ),
+    ] = "worker",
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            metavar="DIR",
+            callback=is_text,
+            help="Of a verifier or drafter: a checkpoint, or where to find the newest; of a drafter ngram, too.",
+        ),
+    ] = "",
+    name: Annotated[
+        str,
+        typer.Option("--name", metavar="NAME", callback=is_name, help="What to call this machine; default: its name."),
     ] = "",
     state: Annotated[
         Path | None, typer.Option("--state", metavar="DIR", help=f"Where checkpoints are kept. {STATE_DEFAULT}")
@@ -47,7 +69,7 @@ def join(
     host: Annotated[
         str,
         typer.Option(
-            "--host", metavar="ADDRESS", help="Listen here for other workers; default: where the seed can reach it."
+            "--host", metavar="ADDRESS", help="Listen here for other members; default: where the seed can reach it."
         ),
     ] = "",
     port: Annotated[
@@ -72,9 +94,29 @@ def join(
         typer.Option(
             "--memory",
             metavar="SIZE",
-            help="What parts of split models may take here, such as 4GiB; default: 80 % of what the device has free.",
+            help="What models and their parts may take here, such as 4GiB; default: 80 % of what the device has free.",
         ),
     ] = "",
+    split: Annotated[
+        int | None,
+        typer.Option(
+            "--split",
+            metavar="[N]",
+            min=0,
+            help="Of a verifier: N workers of the seed compute its model; no number: as many as are fastest.",
+        ),
+    ] = None,
+    http: Annotated[
+        str, typer.Option("--http", metavar="HOST:PORT", help="Of a verifier: answer the OpenAI API there.")
+    ] = "",
+    api_keys: Annotated[
+        Path | None,
+        typer.Option("--api-key-file", metavar="FILE", help="Of a verifier: the keys that its HTTP takes, one a line."),
+    ] = None,
+    sessions: Annotated[
+        int,
+        typer.Option("--sessions", metavar="N", min=0, help="Of a verifier or drafter: texts at a time; 0: as usual."),
+    ] = 0,
     with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
     link: Annotated[
         str,
@@ -85,7 +127,10 @@ def join(
         ),
     ] = "",
 ) -> None:
-    """Start a worker that joins a seed and trains what the seed gives it. Ctrl+C leaves after the step under way.
+    """Join a seed: as a worker, which trains what the seed gives it, or to write text. Ctrl+C leaves.
+
+    A worker leaves after the step under way. A verifier owns a model and writes with it, for `generate`, `chat` and
+    programs (--http); drafters run ahead of it with a small model, so that it writes faster: its text stays the same.
 
     On the seed's machine no ticket is needed; on another one the seed's ticket, and later its address will do.
 
@@ -95,21 +140,56 @@ def join(
       p2ptrain join 192.168.1.20:7337/AbC…
       p2ptrain join @ticket.txt --name laptop --device cpu --threads 4 --memory 4GiB
       p2ptrain join 192.168.1.20,192.168.1.21
+      p2ptrain join 192.168.1.20 --role verifier --model models/large --http 127.0.0.1:8000
+      p2ptrain join 192.168.1.20 --role verifier --model models/large --split
+      p2ptrain join 192.168.1.20 --role drafter --model models/small --threads 2
+      p2ptrain join 192.168.1.20 --role drafter --model ngram
     """
     from p2ptrain.cli.access import read_targets
-    from p2ptrain.cli.main import told
+    from p2ptrain.cli.joining import Joining, ServeWish, served
     from p2ptrain.cli.sizes import size_of
 
     # Workers on one machine share its cores. OpenMP's threads spin while they wait, by default, and so take them from
     # one another: a step was seen to take ten times as long. It must be said before torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    _check_role(role)
     targets = read_targets(address)
-    advertised = _advertised(advertise)
-    memory_bytes = size_of(memory) if memory else 0
     _check_device(device)
-    root = (state or default_state_dir()).absolute()  # checkpoints are told to people elsewhere by their paths
+    joining = Joining(
+        role=role,
+        targets=targets,
+        name=name,
+        root=(state or default_state_dir()).absolute(),  # checkpoints are told to people elsewhere by their paths
+        slot=slot,
+        host=host,
+        port=port,
+        advertise=_host_and_port("--advertise", advertise, "the address that others shall dial") or ("", 0),
+        device=device,
+        threads=threads,
+        memory_bytes=size_of(memory) if memory else 0,
+        link=link,
+        with_parent=with_parent,
+    )
+    wish = ServeWish(
+        role=role,
+        model=None,
+        device=device,
+        threads=threads,
+        memory_bytes=joining.memory_bytes,
+        sessions=sessions,
+        split=split,
+        http=_host_and_port("--http", http, "where programs on this machine, or others, shall reach it"),
+        api_keys=api_keys,
+    )
+    wish = _checked(wish, model)
+    _to_the_end(_work(joining) if role == "worker" else served(joining, wish))
+
+
+def _to_the_end(main: Coroutine[Any, Any, None]) -> None:
+    from p2ptrain.cli.main import told
+
     try:
-        run(_work(targets, name, root, slot, host, port, advertised, device, threads, memory_bytes, link, with_parent))
+        run(main)
         code = 0
     except Exception as error:  # noqa: BLE001 - told as the entry point tells it
         code = told(error)
@@ -118,6 +198,53 @@ def join(
     # A kernel may still run on the compute thread. The interpreter's own shutdown would wait for it, or end the thread
     # within it, which aborts the process.
     os._exit(code)
+
+
+def _check_role(role: str) -> None:
+    import difflib
+
+    from p2ptrain.core.errors import UserError
+
+    if role in ROLES:
+        return
+    near = difflib.get_close_matches(role, ROLES, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    seed = "; a standby is `p2ptrain seed --standby`" if role in ("seed", "standby") else ""
+    raise UserError(f"--role {role} is none", remedy=f"{hint}use {', '.join(ROLES)}{seed}")
+
+
+def _checked(wish: ServeWish, model: str) -> ServeWish:
+    """The wish with the model that is meant. Raises ``UserError`` where it cannot be."""
+    from dataclasses import replace
+
+    from p2ptrain.cli.text_options import newest_in
+    from p2ptrain.core.errors import UserError
+
+    role = wish.role
+    of_both = {"--model": bool(model), "--sessions": bool(wish.sessions)}
+    of_verifiers = {
+        "--split": wish.split is not None,
+        "--http": wish.http is not None,
+        "--api-key-file": wish.api_keys is not None,
+    }
+    given = of_verifiers if role == "drafter" else of_both | of_verifiers if role == "worker" else {}
+    if extra := next((option for option, is_given in given.items() if is_given), None):
+        meant = "verifier" if extra in of_verifiers else "drafter, or verifier"
+        raise UserError(f"{extra} is not for a {role}", remedy=f"add --role {meant}, or leave it out")
+    if role == "worker":
+        return wish
+    if wish.api_keys is not None and wish.http is None:
+        raise UserError("--api-key-file is for an HTTP endpoint", remedy="add --http HOST:PORT, or leave it out")
+    if wish.api_keys is not None and not wish.api_keys.is_file():
+        raise UserError(f"--api-key-file {wish.api_keys} is no file", remedy="name a file with one key a line")
+    if not model:
+        also = f", or --model {LOOK_UP}, which needs none" if role == "drafter" else ""
+        raise UserError(f"a {role} needs a model", remedy=f"name its directory with --model{also}")
+    if model == LOOK_UP:
+        if role != "drafter":
+            raise UserError(f"--model {LOOK_UP} is for drafters", remedy="name the directory of a model")
+        return wish
+    return replace(wish, model=newest_in(Path(model)))
 
 
 def _check_device(kind: str) -> None:
@@ -131,108 +258,49 @@ def _check_device(kind: str) -> None:
         raise UserError(f"--device {kind} is not a device", remedy="use auto, cpu, cuda, cuda:1, ... or mps")
 
 
-def _advertised(text: str) -> tuple[str, int]:
+def _host_and_port(option: str, text: str, meaning: str) -> tuple[str, int] | None:
     from p2ptrain.core.errors import UserError
     from wire.client import parse_address
 
     if not text:
-        return ("", 0)
+        return None
     host, port = parse_address(text, default_port=1)
     if port != parse_address(text, default_port=2)[1]:
-        raise UserError(
-            f"--advertise {text} names no port", remedy="write HOST:PORT, the address that others shall dial"
-        )
+        raise UserError(f"{option} {text} names no port", remedy=f"write HOST:PORT, {meaning}")
     return host, port
 
 
-async def _work(
-    targets: list[Ticket | tuple[str, int]],
-    name: str,
-    root: Path,
-    slot: int | None,
-    host: str,
-    port: int,
-    advertise: tuple[str, int],
-    device: str,
-    threads: int,
-    memory_bytes: int,
-    link: str,
-    with_parent: bool,
-) -> None:
-    from p2ptrain.cli.access import MENDED_BY_A_TICKET, Access, Caller, reach_one, shown_address
-    from p2ptrain.cli.stopping import stoppable, unless_stopped
-    from p2ptrain.core.disk import RealDisk
-    from p2ptrain.core.errors import Refused
+async def _work(joining: Joining) -> None:
+    from p2ptrain.cli.joining import stay
     from p2ptrain.core.world import real_world
-    from roles.identity import claim
-    from roles.known_seeds import begun, clusters_in
     from roles.worker.build import capabilities, engine_builder, holding, stage_builder, warm_up
     from roles.worker.saver_process import saver_of_this_system
     from roles.worker.worker import Worker, WorkerOptions
-    from wire.emulate import EmulatedNetwork
-    from wire.handshake import RefusalCode
-    from wire.shaper import preset_named
-    from wire.transport import TcpNetwork
 
-    console, stop = stoppable(with_parent=with_parent)
-    tcp = TcpNetwork()
-    base = EmulatedNetwork(tcp, preset_named(link), os.getpid()) if link else tcp
-    identity = claim(RealDisk(), root, role="worker", name=name, slot=slot)
-
+    device, threads, memory_bytes = joining.device, joining.threads, joining.memory_bytes
     parts = holding(device=device, threads=threads, memory_bytes=memory_bytes)
-    places = [target if isinstance(target, tuple) else (target.host, target.port) for target in targets]
-    # Where another seed leads since this worker was here, it knows it.
-    known = [place for place in begun(places, clusters_in(RealDisk(), identity.directory)).seeds if place not in places]
 
-    def worker(access: Access, listen: tuple[str, int]) -> Worker:
+    def worker(here: Here, found: Found) -> Worker:
         return Worker(
-            real_world(access.network),
-            identity,
+            real_world(found.access.network),
+            here.identity,
             WorkerOptions(
-                seed=(access.host, access.port),
-                listen=listen,
-                advertise=advertise,
+                seed=(found.access.host, found.access.port),
+                listen=found.listen,
+                advertise=joining.advertise,
                 capabilities={**capabilities(device), "parts_memory_bytes": parts.limit_bytes},
-                others=tuple(place for place in places if place != (access.host, access.port)),
+                others=found.others,
             ),
             build_engine=engine_builder(device=device, threads=threads),
             build_part=stage_builder(device=device, threads=threads, memory_bytes=memory_bytes),
             warm_up=warm_up,
-            notify=lambda level, _, text: console.event(level, text),
-            on_step=lambda applied, total, values: console.progress(
+            notify=here.notify,
+            on_step=lambda applied, total, values: here.console.progress(
                 step_line(applied, total, values), last=applied == total
             ),
             saver=saver_of_this_system,
-            member=access.member,
+            member=found.access.member,
             holding=parts,
         )
 
-    console.event("info", f"worker {identity.name} ({identity.peer_id}) joins {', '.join(map(shown_address, targets))}")
-    caller = Caller("worker", identity.directory / "credentials", [root, default_state_dir()], identity.peer_id)
-    listen_host, afresh = host, False
-    try:
-        while True:
-            access = await unless_stopped(stop, reach_one([*targets, *known], caller, base, afresh=afresh))
-            if access is None:
-                break
-            try:
-                await worker(access, (listen_host or _usual_host(access.host), port)).run(stop)
-                break
-            except Refused as refusal:
-                if refusal.code == RefusalCode.LOOPBACK_ONLY and not listen_host:
-                    console.event("info", "workers of other machines join this seed: listening on all addresses")
-                    listen_host = EVERYWHERE
-                elif refusal.code in MENDED_BY_A_TICKET and access.member is not None and not afresh:
-                    console.event("info", f"{refusal.message}; joining afresh")
-                    afresh = True
-                else:
-                    raise
-    finally:
-        console.finish()
-        identity.release()
-    console.event("info", "left")
-
-
-def _usual_host(seed: str) -> str:
-    """Where to listen when nobody said: other members must reach us, and are elsewhere where the seed is."""
-    return "127.0.0.1" if is_loopback(seed) else EVERYWHERE
+    await stay(joining, worker)

@@ -1,4 +1,4 @@
-"""Where an operator stands that uses a split model, and the values that the package's parts share."""
+"""Where an operator, or a verifier, stands that uses a split model, and the values that the package's parts share."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class Around:
         state: a directory for digests of model files; None: they are not kept.
         notify: told of what happens to the chain.
         silence_s: after which a peer that says nothing counts as dead; grows with the longest round trip.
+        role: that it calls workers as: ``operator`` or ``verifier``.
     """
 
     world: World
@@ -36,6 +37,7 @@ class Around:
     state: Path | None = None
     notify: Notify = lambda level, kind, text: None
     silence_s: float = NEAR_SILENCE_S
+    role: str = "operator"
 
 
 @dataclass(frozen=True, slots=True)

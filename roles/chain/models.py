@@ -96,7 +96,7 @@ class Gives:
         """Give to ``worker`` inside. Raises as ``wire.handshake.dial``."""
         around = self._around
         hello = local_hello(
-            peer_id=around.peer_id, name=around.name, roles=["operator"], purpose="give", job=self._source.model
+            peer_id=around.peer_id, name=around.name, roles=[around.role], purpose="give", job=self._source.model
         )
         host = worker.dialled(around.seed_host)
         connection, _ = await dial(
@@ -146,7 +146,7 @@ async def _receiving(around: Around, model: Model) -> AsyncIterator[Receiver]:
     if model.giver is None:
         raise UserError(f"nobody gives {model.name}", remedy="name its directory")
     worker = model.giver
-    hello = local_hello(peer_id=around.peer_id, name=around.name, roles=["operator"], purpose="model", job=model.id)
+    hello = local_hello(peer_id=around.peer_id, name=around.name, roles=[around.role], purpose="model", job=model.id)
     connection, _ = await dial(
         around.world.network,
         worker.dialled(around.seed_host),

@@ -83,7 +83,7 @@ class Peer:
     @classmethod
     async def dial(cls, around: Around, worker: WorkerAt, *, timeout_s: float) -> Self:
         """Raises as ``wire.handshake.dial``."""
-        hello = local_hello(peer_id=around.peer_id, name=around.name, roles=["operator"], purpose="chain")
+        hello = local_hello(peer_id=around.peer_id, name=around.name, roles=[around.role], purpose="chain")
         connection, welcome = await dial(
             around.world.network,
             worker.dialled(around.seed_host),

@@ -166,7 +166,9 @@ async def test_a_certificate_that_ends_soon_is_not_relied_on(
 
 
 async def test_the_ticket_of_the_other_role_is_refused_with_the_way_to_the_right_one(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="this is the ticket of a worker, and only that of an operator") as refusal:
+    with pytest.raises(
+        UserError, match="this is the ticket of a worker, verifier or drafter, and only that of an operator"
+    ) as refusal:
         await reach(SAMPLE, caller(tmp_path, "operator"), TcpNetwork())
     assert "ticket new --operator" in refusal.value.remedy
 

@@ -174,7 +174,7 @@ def _check_granted(case: tuple[bytes, dict[str, Any]]) -> None:
     made, key_pem, _, _ = _granted()
     try:
         found = granted_untrusted(
-            der, peer_id="a1", role="worker", key_pem=key_pem, ca_pem=made.ca_pem, directory=Path("nowhere")
+            der, peer_id="a1", roles={"worker"}, key_pem=key_pem, ca_pem=made.ca_pem, directory=Path("nowhere")
         )
     except ProtocolError:
         pass

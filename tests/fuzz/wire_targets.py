@@ -41,7 +41,7 @@ from wire.records import (
     Record,
     RecoveryInfo,
 )
-from wire.ticket import ROLES, Ticket, is_ticket
+from wire.ticket import KIND_OF, ROLES, Ticket, is_ticket
 from wire.transport_base import format_address
 
 from .engine import Target
@@ -292,7 +292,7 @@ _HELLO = made(
 _IDENTITY = st.none() | st.builds(
     PeerIdentity,
     _IDS,
-    st.frozensets(st.sampled_from(["worker", "operator", "seed"]) | _IDS),
+    st.frozensets(st.sampled_from([*KIND_OF]) | _IDS),
     st.floats(),
     st.integers(),
 )
@@ -312,7 +312,9 @@ def _check_handshake(case: tuple[Hello, PeerIdentity | None, Any, str, str]) -> 
     if refuse is None and hello.purpose != ENROL:
         assert identity is not None
         assert hello.peer_id == identity.peer_id
-        assert identity.roles & PERMITTED[hello.purpose]
+        permitted = PERMITTED[hello.purpose]
+        assert identity.roles & permitted
+        assert not hello.roles or permitted & set(hello.roles)
     _tells(judge_answerer(identity, peer_id=peer_id, role=role))
     try:
         welcome = judge_answer(answer, "seed:7337")

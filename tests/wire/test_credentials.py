@@ -6,6 +6,7 @@ import os
 import ssl
 import stat
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -251,15 +252,19 @@ def test_none_are_there(tmp_path: Path) -> None:
 
 
 def test_a_granted_certificate_is_checked(tmp_path: Path) -> None:
-    def granted(der: bytes, *, peer_id: str = "p1", role: str = "worker", key_pem: bytes = KEY_PEM) -> Credentials:
+    def granted(
+        der: bytes, *, peer_id: str = "p1", roles: Collection[str] = ("worker",), key_pem: bytes = KEY_PEM
+    ) -> Credentials:
         ca_pem = run().ca_pem
-        return granted_untrusted(der, peer_id=peer_id, role=role, key_pem=key_pem, ca_pem=ca_pem, directory=tmp_path)
+        return granted_untrusted(der, peer_id=peer_id, roles=roles, key_pem=key_pem, ca_pem=ca_pem, directory=tmp_path)
 
     good = run().sign(CSR, roles=("worker",))
     assert granted(good).identity.peer_id == "p1"
     for wrong in (
         {"peer_id": "p2"},
-        {"role": "operator"},
+        {"roles": {"operator"}},
+        {"roles": {"worker", "operator"}},
+        {"roles": set()},
         {"key_pem": new_key_and_request("p1")[0]},
     ):
         with pytest.raises(ProtocolError, match="the seed granted"):

@@ -1,0 +1,124 @@
+"""``p2ptrain join``: what its options may say for each role, before anything is dialled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from p2ptrain.cli import join as command_of
+from p2ptrain.cli import joining
+from p2ptrain.cli.joining import Joining, ServeWish
+
+Command = Callable[..., Any]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    return directory
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Joining, ServeWish | None]]:
+    """What a command would have begun."""
+    found: list[tuple[Joining, ServeWish | None]] = []
+
+    async def served(of: Joining, wish: ServeWish) -> None:
+        found.append((of, wish))
+
+    async def work(of: Joining) -> None:
+        found.append((of, None))
+
+    def to_the_end(main: Any) -> None:
+        command_of.run(main)
+
+    monkeypatch.setattr(joining, "served", served)
+    monkeypatch.setattr(command_of, "_work", work)
+    monkeypatch.setattr(command_of, "_to_the_end", to_the_end)
+    return found
+
+
+def test_a_worker_is_what_nobody_names(command: Command, begun: list[tuple[Joining, ServeWish | None]]) -> None:
+    assert command("join").code == 0
+    ((of, wish),) = begun
+    assert (of.role, of.targets, of.advertise, wish) == ("worker", [("127.0.0.1", 7337)], ("", 0), None)
+
+
+def test_a_verifier_and_its_options(
+    command: Command, begun: list[tuple[Joining, ServeWish | None]], model: Path, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
+    outcome = command(
+        "join", "10.0.0.7", "--role", "verifier", "--model", model, "--split", "--http", "127.0.0.1:8000",
+        "--api-key-file", keys, "--sessions", "3", "--device", "cpu", "--threads", "2", "--memory", "1G",
+        "--name", "big", "--advertise", "10.0.0.8:99", "--link", "20ms", "--slot", "4",
+    )  # fmt: skip
+    assert (outcome.code, outcome.err) == (0, "")
+    ((of, wish),) = begun
+    assert wish == ServeWish("verifier", model, "cpu", 2, 1 << 30, 3, 0, ("127.0.0.1", 8000), keys)
+    assert (of.targets, of.name, of.advertise, of.link, of.slot) == (
+        [("10.0.0.7", 7337)],
+        "big",
+        ("10.0.0.8", 99),
+        "20ms",
+        4,
+    )
+    command("join", "--role", "verifier", "--model", model, "--split", "2", "--http", "[::1]:8000")
+    assert begun[-1][1] == ServeWish("verifier", model, split=2, http=("::1", 8000))
+
+
+def test_a_drafter_with_and_without_a_model(
+    command: Command, begun: list[tuple[Joining, ServeWish | None]], model: Path
+) -> None:
+    command("join", "--role", "drafter", "--model", model.parent / "model")
+    command("join", "--role", "drafter", "--model", "ngram", "--sessions", "2")
+    assert [wish for _, wish in begun] == [ServeWish("drafter", model), ServeWish("drafter", None, sessions=2)]
+
+
+def test_the_newest_checkpoint_of_a_directory_is_taken(
+    command: Command, begun: list[tuple[Joining, ServeWish | None]], tmp_path: Path
+) -> None:
+    for step in (2, 10):
+        directory = tmp_path / "job" / f"step-{step}"
+        directory.mkdir(parents=True)
+        (directory / "manifest.json").write_text("{}")
+    command("join", "--role", "drafter", "--model", tmp_path)
+    assert [wish.model.name for _, wish in begun if wish and wish.model] == ["step-10"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem", "remedy"),
+    [
+        (["--role", "verifyer"], "--role verifyer is none", "did you mean verifier? use worker, verifier, drafter"),
+        (["--role", "seed"], "--role seed is none", "p2ptrain seed --standby"),
+        (["--role", "operator"], "--role operator is none", "use worker, verifier, drafter"),
+        (["--role", "verifier"], "a verifier needs a model", "--model"),
+        (["--role", "drafter"], "a drafter needs a model", "--model ngram, which needs none"),
+        (["--role", "verifier", "--model", "ngram"], "--model ngram is for drafters", "directory"),
+        (["--role", "drafter", "--model", "nowhere"], "nowhere is not a directory", "checkpoints list"),
+        (["--model", "x"], "--model is not for a worker", "--role drafter, or verifier"),
+        (["--sessions", "2"], "--sessions is not for a worker", "--role drafter, or verifier"),
+        (["--http", "127.0.0.1:8000"], "--http is not for a worker", "--role verifier"),
+        (["--split"], "--split is not for a worker", "--role verifier"),
+        (["--role", "drafter", "--model", "ngram", "--split", "2"], "--split is not for a drafter", "--role verifier"),
+        (["--role", "drafter", "--model", "ngram", "--api-key-file", "x"], "is not for a drafter", "--role verifier"),
+        (["--role", "verifier", "--model", "x", "--http", "127.0.0.1"], "names no port", "HOST:PORT"),
+        (["--role", "verifier", "--model", "x", "--api-key-file", "x"], "is for an HTTP endpoint", "--http"),
+        (
+            ["--role", "verifier", "--model", "x", "--http", "127.0.0.1:80", "--api-key-file", "none"],
+            "--api-key-file none is no file",
+            "one key a line",
+        ),
+    ],
+)
+def test_nonsense_is_told_with_a_remedy(command: Command, arguments: list[str], problem: str, remedy: str) -> None:
+    outcome = command("join", *arguments)
+    assert outcome.code == 2
+    assert problem in outcome.err
+    assert remedy in outcome.err
