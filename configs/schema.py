@@ -155,6 +155,24 @@ class Pipeline(Table):
     )
 
 
+class Drafter(Table):
+    """A smaller model, which `p2ptrain up` trains in a job of its own, on the same text, and then lets draft for the
+    model. What is not said here is as in the model's job."""
+
+    layers: int = Field(
+        default=0,
+        ge=0,
+        le=1024,
+        description="Number of its transformer blocks, a fraction of model.layers; 0: no drafter.",
+    )
+    hidden_size: int = Field(default=64, ge=8, le=65536, description="Its width; a multiple of its heads.")
+    heads: int = Field(default=4, ge=1, le=1024, description="Its attention heads; a multiple of its kv_heads.")
+    kv_heads: int = Field(default=4, ge=1, le=1024, description="Its heads of keys and values.")
+    intermediate_size: int = Field(default=172, ge=8, le=2**20, description="Width of its feed-forward layer.")
+    steps: int = Field(default=0, ge=0, le=10**9, description="Optimizer steps of its run; 0: job.steps.")
+    lr: float = Field(default=0.0, ge=0, le=10, description="Its highest learning rate; 0: optimizer.lr.")
+
+
 class Optimizer(Table):
     """AdamW, with a linear warm-up and then a cosine decay of the learning rate."""
 
@@ -317,6 +335,7 @@ class Profile(Table):
     guard: Guard = Guard()
     link: Link = Link()
     membership: Membership = Membership()
+    drafter: Drafter = Drafter()
 
     @model_validator(mode="after")
     def _cross_check(self) -> Profile:
@@ -328,6 +347,7 @@ class Profile(Table):
         self._check_beats()
         self._check_pipeline()
         self._check_exact()
+        self._check_drafter()
         return self
 
     def _check_exact(self) -> None:
@@ -382,6 +402,17 @@ class Profile(Table):
             problem = f"{_said(self, *keys)}: the last part would have no layer"
             raise Conflict(*keys, problem=problem, remedy=f"the last cut at most {self.model.layers - 1}")
 
+    def _check_drafter(self) -> None:
+        if not self.drafter.layers:
+            return
+        if self.model.path:
+            keys = ("drafter.layers", "model.path")
+            problem = f"{_said(self, *keys)}: a drafter is a new model of bytes, and knows other tokens than that one"
+            raise Conflict(*keys, problem=problem, remedy="drafter.layers = 0, or a new model")
+        self._check_at_most("drafter.layers", "model.layers", why=": it would draft no sooner than the model writes")
+        self._check_divides("drafter.hidden_size", "drafter.heads")
+        self._check_divides("drafter.heads", "drafter.kv_heads")
+
     def _check_divides(self, key: str, by_key: str) -> None:
         value, by = self.value(key), self.value(by_key)
         if value % by:
@@ -412,9 +443,28 @@ class Profile(Table):
         table, _, name = key.partition(".")
         return getattr(getattr(self, table), name)
 
+    def alone(self) -> Profile:
+        """The profile without the drafter: what the job of the model itself is."""
+        return self.model_copy(update={"drafter": Drafter()})
+
+    def of_drafter(self) -> Profile:
+        """The profile of the drafter's own job, where ``drafter.layers`` says that there is one. It is never split."""
+        own = self.drafter
+        sizes = {
+            name: getattr(own, name) for name in ("layers", "hidden_size", "heads", "kv_heads", "intermediate_size")
+        }
+        job = {"steps": own.steps or self.job.steps, "workers": min(self.job.workers, self.batch.micro_batches)}
+        tables = {
+            "job": self.job.model_copy(update={"strategy": "sync", **job}),
+            "model": self.model.model_copy(update=sizes),
+            "pipeline": Pipeline(),
+            "optimizer": self.optimizer.model_copy(update={"lr": own.lr or self.optimizer.lr}),
+        }
+        return self.alone().model_copy(update=tables)
+
     def to_spec(self) -> str:
-        """The profile as JSON, at most ``SPEC_LIMIT_BYTES`` long: what a job carries to its workers."""
-        return self.model_dump_json()
+        """What a job carries to its workers: JSON, at most ``SPEC_LIMIT_BYTES`` long. A drafter is another job."""
+        return self.alone().model_dump_json()
 
     @classmethod
     def from_spec_untrusted(cls, text: str) -> Profile:

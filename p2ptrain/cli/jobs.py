@@ -63,6 +63,10 @@ def create(
             help="Of a split model: only show who would train which layers, what that takes, and how fast it would be.",
         ),
     ] = False,
+    drafter: Annotated[
+        bool,
+        typer.Option("--drafter", help="The job of the profile's [drafter] instead: the smaller model of a pair."),
+    ] = False,
     seed: SeedOption = DEFAULT_SEED,
     as_json: JsonOption = False,
 ) -> None:
@@ -76,14 +80,16 @@ def create(
       p2ptrain jobs create --profile tiny
       p2ptrain jobs create --profile ./mine.toml --set optimizer.lr=1e-3 --name slower
       p2ptrain jobs create --set job.strategy=pipeline --set pipeline.stages=2 --dry-run
+      p2ptrain jobs create --profile pair && p2ptrain jobs create --profile pair --drafter
     """
     from pathlib import Path
 
     from configs.loader import load
     from p2ptrain.cli.training_shape import wants_plan
 
-    loaded = load(profile, os.environ, sets).profile
     label = Path(profile).stem
+    loaded, other = _one_of_pair(load(profile, os.environ, sets).profile, label, drafter=drafter)
+    name = name or (f"{label}-drafter" if drafter else label)
     planned = None
     if dry_run or wants_plan(loaded):
         from p2ptrain.cli import training_plan as plans
@@ -95,14 +101,34 @@ def create(
         if planned is not None and not as_json:
             typer.echo(plans.short(*planned), err=True)
     more = _shape_of(loaded)
-    answer = ask(seed, "jobs.create", name=name or label, profile=label, spec=loaded.to_spec(), **more)
+    answer = ask(seed, "jobs.create", name=name, profile=label, spec=loaded.to_spec(), **more)
     job = checked(answer, "job", str)
+    if other and not as_json:
+        typer.echo(other, err=True)
     if not as_json:
         typer.echo(printable(job))
     elif planned is not None:
         print_json({"job": job, **plans.to_json(*planned)})
     else:
         print_json({"job": job})
+
+
+def _one_of_pair(profile: Profile, label: str, *, drafter: bool) -> tuple[Profile, str]:
+    """What the job is of, and what is to be said of the other model of a pair: empty where there is none.
+
+    Raises:
+        UserError: a drafter is asked for, of which the profile does not say.
+    """
+    from p2ptrain.core.errors import UserError
+
+    if drafter:
+        if not profile.drafter.layers:
+            remedy = "set drafter.layers and its sizes; `p2ptrain profiles show pair` has an example"
+            raise UserError(f"the profile {label} says of no drafter: drafter.layers = 0", remedy=remedy)
+        return profile.of_drafter(), ""
+    if not profile.drafter.layers:
+        return profile, ""
+    return profile.alone(), "only the model's own job is created; that of its drafter: the same with --drafter"
 
 
 def _shape_of(profile: Profile) -> dict[str, Any]:

@@ -248,7 +248,11 @@ def _spec(profile: str, sets: list[str]) -> str:
 
     from configs.loader import load
 
-    return load(profile, os.environ, sets).profile.to_spec()
+    loaded = load(profile, os.environ, sets).profile
+    if loaded.drafter.layers:
+        more = f"p2ptrain jobs create --profile {profile} --drafter"
+        typer.echo(f"--job {profile} is of the model alone; for that of its drafter: {more}", err=True)
+    return loaded.to_spec()
 
 
 async def _first_job(host: str, port: int, root: Path, profile: str, spec: str, console: Console) -> None:

@@ -146,6 +146,24 @@ def test_create_from_a_file_takes_its_name(command: Command, fake_seed: Any, tmp
     assert [params["name"] for _, params in fake_seed.asked] == ["mine", "other"]
 
 
+def test_create_of_a_pair_makes_the_job_of_one_of_them(command: Command, fake_seed: Any) -> None:
+    fake_seed.answers["jobs.create"] = {"job": JOB.id}
+    both = load("pair", {}, []).profile
+    outcome = command("jobs", "create", "--profile", "pair")
+    assert (outcome.code, outcome.out) == (0, f"{JOB.id}\n")
+    assert "the same with --drafter" in outcome.err
+    assert command("jobs", "create", "--profile", "pair", "--drafter").err == ""
+    assert command("jobs", "create", "--profile", "pair", "--drafter", "--name", "small").code == 0
+    sent = [(params["name"], Profile.from_spec_untrusted(params["spec"])) for _, params in fake_seed.asked]
+    assert sent == [("pair", both.alone()), ("pair-drafter", both.of_drafter()), ("small", both.of_drafter())]
+
+
+def test_there_is_no_drafter_of_a_profile_that_says_of_none(command: Command, fake_seed: Any) -> None:
+    outcome = command("jobs", "create", "--profile", "tiny", "--drafter")
+    assert (outcome.code, fake_seed.asked) == (2, [])
+    assert outcome.err.startswith("error: the profile tiny says of no drafter: drafter.layers = 0\n  → set drafter.")
+
+
 def test_create_with_a_bad_profile_asks_nobody(command: Command, fake_seed: Any) -> None:
     outcome = command("jobs", "create", "--set", "optimizer.lr=fast")
     assert (outcome.code, outcome.out) == (2, "")

@@ -13,9 +13,9 @@ TINY_STEPS = load("tiny", {}, []).profile.job.steps
 LR_KEYS = "[optimizer] has lr, min_lr_ratio, warmup_steps, weight_decay, beta1, beta2, eps, clip_norm"
 TABLES = (
     "the tables are job, model, data, batch, pipeline, optimizer, validation, checkpoint, device, ring, guard, link, "
-    "membership"
+    "membership, drafter"
 )
-SHIPPED = "these ship: example, small, tiny, wan"
+SHIPPED = "these ship: example, pair, small, tiny, wan"
 
 
 def _file(tmp_path: Path, text: str) -> str:
@@ -259,7 +259,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     missing = tmp_path / "none.toml"
     assert _refusal(str(missing)) == (
         f"cannot read the profile {missing}: No such file or directory",
-        "check the path, or name a profile that ships: example, small, tiny, wan",
+        "check the path, or name a profile that ships: example, pair, small, tiny, wan",
     )
     directory = tmp_path / "directory.toml"
     directory.mkdir()

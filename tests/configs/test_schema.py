@@ -33,11 +33,11 @@ def test_example_holds_every_default() -> None:
     assert set(loaded.sources.values()) == {"profile example"}
 
 
-@pytest.mark.parametrize("name", ["example", "small", "tiny", "wan"])
+@pytest.mark.parametrize("name", ["example", "pair", "small", "tiny", "wan"])
 def test_every_shipped_profile_loads_and_says_what_it_is_for(name: str) -> None:
     assert name in shipped()
     profile = load(name, {}, []).profile
-    assert Profile.from_spec_untrusted(profile.to_spec()) == profile
+    assert Profile.from_spec_untrusted(profile.to_spec()) == profile.alone()
     assert describe(shipped()[name])
 
 
@@ -126,4 +126,46 @@ def test_a_split_that_cannot_be_is_refused(job: dict[str, Any], pipeline: dict[s
         job = {"strategy": "pipeline", **job}
     with pytest.raises(ValidationError) as caught:
         Profile.model_validate({"job": job, "pipeline": pipeline})
+    assert said in str(caught.value)
+
+
+PAIR = {"layers": 1, "hidden_size": 32, "heads": 2, "kv_heads": 1, "intermediate_size": 48}
+
+
+def test_a_drafter_is_a_job_of_its_own() -> None:
+    profile = Profile.model_validate({"job": {"steps": 70}, "drafter": {**PAIR, "steps": 90, "lr": 0.5}})
+    own = profile.of_drafter()
+    assert Profile.model_validate(own.model_dump()) == own
+    assert own.model.model_dump() == profile.model.model_dump() | PAIR
+    assert (own.job.steps, own.optimizer.lr, own.drafter.layers) == (90, 0.5, 0)
+    assert (own.data, own.batch, own.checkpoint, own.job.seed) == (
+        profile.data, profile.batch, profile.checkpoint, profile.job.seed
+    )  # fmt: skip
+    assert profile.to_spec() == profile.alone().to_spec() == Profile.model_validate({"job": {"steps": 70}}).to_spec()
+
+
+def test_what_is_not_said_of_a_drafter_is_as_of_the_model() -> None:
+    own = Profile.model_validate({"job": {"steps": 70}, "drafter": PAIR}).of_drafter()
+    assert (own.job.steps, own.optimizer.lr) == (70, Profile().optimizer.lr)
+
+
+def test_the_drafter_of_a_split_model_is_trained_whole() -> None:
+    split = {"job": {"strategy": "pipeline", "workers": 8}, "pipeline": {"stages": 4}, "batch": {"micro_batches": 2}}
+    own = Profile.model_validate({**split, "drafter": PAIR}).of_drafter()
+    assert Profile.model_validate(own.model_dump()) == own
+    assert (own.job.strategy, own.stages, own.job.workers) == ("sync", 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        ({"drafter": {**PAIR, "layers": 5}}, "drafter.layers = 5 is more than model.layers = 4"),
+        ({"drafter": {**PAIR, "hidden_size": 33}}, "drafter.hidden_size = 33 is not a multiple of drafter.heads = 2"),
+        ({"drafter": {**PAIR, "kv_heads": 3}}, "drafter.heads = 2 is not a multiple of drafter.kv_heads = 3"),
+        ({"drafter": PAIR, "model": {"path": "x"}}, "drafter.layers = 1, model.path = 'x': a drafter is a new model"),
+    ],
+)
+def test_a_drafter_that_cannot_be_is_refused(tables: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Profile.model_validate(tables)
     assert said in str(caught.value)

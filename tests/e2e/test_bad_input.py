@@ -99,10 +99,13 @@ async def nobody() -> int:
 
 MINE = 'base = "tiny"\n\n[optimizer]\nlearning_rate = 1e-3\n'
 OPTIMIZER = "[optimizer] has lr, min_lr_ratio, warmup_steps, weight_decay, beta1, beta2, eps, clip_norm"
-TABLES = "job, model, data, batch, pipeline, optimizer, validation, checkpoint, device, ring, guard, link, membership"
+TABLES = (
+    "job, model, data, batch, pipeline, optimizer, validation, checkpoint, device, ring, guard, link, membership, "
+    "drafter"
+)
 LR = "optimizer.lr: Highest learning rate, reached after the warm-up."
 STEPS = "job.steps: Optimizer steps of the whole run."
-SHIPPED = "example, small, tiny, wan"
+SHIPPED = "example, pair, small, tiny, wan"
 WRONG: list[tuple[str, str, str]] = [
     (f"--profile {name}", cause, remedy)
     for name, cause, remedy in (
