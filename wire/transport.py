@@ -74,18 +74,26 @@ class TcpNetwork:
 
         An empty host is every IPv4 interface; ``"::"`` is every interface wherever the system lets one socket do both.
         """
-        check_port(port, least=0)
-        try:
-            places = await _resolve(host, port, passive=True)
-            family, address = min(places, key=lambda place: place[0] != socket.AF_INET)
-            sock = self._bound(family, address)
-        except (OSError, UnicodeError) as error:
-            raise cannot_listen(host, port, error) from error
+        sock = await self.bound(host, port)
         loop = asyncio.get_running_loop()
         if can_watch(loop):
             return SocketListener(loop, sock, factory, backlog=BACKLOG)
         server = await loop.create_server(factory, sock=sock, backlog=BACKLOG)
         return _TcpListener(server, sock.getsockname()[:2])
+
+    async def bound(self, host: str, port: int, *, option: str = "--port") -> socket.socket:
+        """A socket that listens there, for another protocol than the peers'; as ``listen``.
+
+        Args:
+            option: of the command line, by which another port is chosen.
+        """
+        check_port(port, least=0)
+        try:
+            places = await _resolve(host, port, passive=True)
+            family, address = min(places, key=lambda place: place[0] != socket.AF_INET)
+            return self._bound(family, address)
+        except (OSError, UnicodeError) as error:
+            raise cannot_listen(host, port, error, option=option) from error
 
     async def _dial(self, family: int, address: Any, factory: ProtocolFactory) -> None:
         loop = asyncio.get_running_loop()

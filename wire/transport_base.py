@@ -62,15 +62,15 @@ def unreachable(host: str, port: int, error: Exception, timeout_s: float) -> Unr
     return Unreachable(f"cannot reach {format_address(host, port)}: {cause}", remedy=remedy)
 
 
-def cannot_listen(host: str, port: int, error: Exception) -> UserError:
+def cannot_listen(host: str, port: int, error: Exception, *, option: str = "--port") -> UserError:
     cause, remedy = str(getattr(error, "strerror", None) or error), ""
     code = getattr(error, "errno", None)
     if isinstance(error, (socket.gaierror, UnicodeError)):
         cause, remedy = "the host name is not known", "use 0.0.0.0 for every interface, or an address of this machine"
     elif code == errno.EADDRINUSE:
-        cause, remedy = f"port {port} is in use", "stop the program that has it, or choose another port with --port"
+        cause, remedy = f"port {port} is in use", f"stop the program that has it, or choose another port with {option}"
     elif code == errno.EACCES:
-        cause, remedy = f"port {port} is not permitted", "choose a port above 1023 with --port"
+        cause, remedy = f"port {port} is not permitted", f"choose a port above 1023 with {option}"
     elif code == errno.EADDRNOTAVAIL:
         cause = "it is not an address of this machine"
         remedy = "use 0.0.0.0 for every interface, or an address of this machine"

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from p2ptrain.compute.text import ModelText
-from p2ptrain.core.errors import ConfigError, UserError
+from p2ptrain.core.errors import ConfigError, TooLong, UserError
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 _PLAIN_NAMES = {USER: "User:", ASSISTANT: "Assistant:"}
@@ -128,7 +128,7 @@ class Conversation:
                 return ids, min(answer_tokens, context - len(ids)), self._first - before
             if self._first + 1 >= len(self.turns):
                 self._first = before
-                raise UserError(
+                raise TooLong(
                     f"the question has {len(ids)} tokens, the model's context is {context}, and {room} are kept for "
                     "the answer",
                     remedy="ask a shorter one",

@@ -14,7 +14,7 @@ from typing import Any
 import tokenizers
 
 from p2ptrain.compute.tokenizer import TOKENIZER_FILES, Tokenizer
-from p2ptrain.core.errors import ConfigError, UserError
+from p2ptrain.core.errors import ConfigError, TooLong, UserError
 from p2ptrain.core.serving import Sampling, SamplingWish, check_sampling
 from p2ptrain.core.stop_strings import StopStrings
 
@@ -81,7 +81,7 @@ class ModelText:
         if not ids:
             raise UserError("the prompt is empty", remedy="give the model something to go on with")
         if self.context is not None and len(ids) + max_new_tokens > self.context:
-            raise UserError(
+            raise TooLong(
                 f"{len(ids)} tokens of prompt and {max_new_tokens} new ones are more than the context of "
                 f"{self.context}",
                 remedy=f"ask for at most {max(0, self.context - len(ids))} new tokens, or shorten the prompt",

@@ -2,7 +2,8 @@
 
     P2PTrainError
     ├── UserError          you: an argument, a file, a state that was asked for and cannot be
-    │   └── ConfigError      a profile: carries the file, the key, and what would be right
+    │   ├── ConfigError      a profile: carries the file, the key, and what would be right
+    │   └── TooLong          a text and what is to follow it have no room in the model's context
     ├── PeerError          the other side
     │   ├── ProtocolError    it sent bytes that no correct peer sends
     │   └── Refused          it said no, with a typed reason and a remedy
@@ -61,6 +62,10 @@ class UserError(P2PTrainError):
 
 class ConfigError(UserError):
     """A profile, a setting or an override is wrong."""
+
+
+class TooLong(UserError):
+    """The text, with what is to be written behind it, is longer than the model's context."""
 
 
 class PeerError(P2PTrainError):

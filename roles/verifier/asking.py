@@ -86,7 +86,8 @@ class TextService(Protocol):
         """Begin.
 
         Raises:
-            UserError: what is asked for cannot be: too long, empty, out of range.
+            TooLong: prompt and new tokens are more than the context.
+            UserError: what is asked for cannot be: empty, out of range.
             Refused: it is too busy; ``remedy`` says what to do.
             P2PTrainError: the model cannot.
         """

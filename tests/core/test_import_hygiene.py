@@ -10,9 +10,11 @@ import pytest
 
 HEAVY = {"torch", "transformers", "tokenizers", "safetensors"}
 SCREEN = {"textual"}
+WEB = {"starlette", "uvicorn"}
 LIGHT = (
     HEAVY
     | SCREEN
+    | WEB
     | {"numpy", "pydantic", "rich", "msgpack", "xxhash", "psutil", "asyncio", "uvloop", "wire", "configs"}
 )
 
@@ -46,12 +48,12 @@ def loaded_by(code: str) -> set[str]:
     [
         ("command('--help')", LIGHT),
         ("command('--version')", LIGHT),
-        ("command('seed', '--help')", HEAVY | SCREEN),
-        ("command('join', '--help')", HEAVY | SCREEN),
-        ("command('up', '--help')", HEAVY | SCREEN),
-        ("command('tui', '--help')", HEAVY | SCREEN),
-        ("command('generate', '--help')", HEAVY | SCREEN),
-        ("command('chat', '--help')", HEAVY | SCREEN),
+        ("command('seed', '--help')", HEAVY | SCREEN | WEB),
+        ("command('join', '--help')", HEAVY | SCREEN | WEB),
+        ("command('up', '--help')", HEAVY | SCREEN | WEB),
+        ("command('tui', '--help')", HEAVY | SCREEN | WEB),
+        ("command('generate', '--help')", HEAVY | SCREEN | WEB),
+        ("command('chat', '--help')", HEAVY | SCREEN | WEB),
         ("import p2ptrain.compute.text, p2ptrain.compute.conversation", HEAVY - {"tokenizers"} | SCREEN),
         ("command('jobs', 'create', '--help')", HEAVY | SCREEN),
         ("command('profiles', 'show', 'tiny')", HEAVY | SCREEN),
@@ -61,8 +63,10 @@ def loaded_by(code: str) -> set[str]:
         ("import wire.client, wire.transport, wire.emulate", HEAVY | SCREEN | {"pydantic", "rich"}),
         ("command('bench', '--help')", HEAVY | SCREEN | {"numpy", "rich", "wire", "uvloop"}),
         ("import ring.collectives, ring.coordinator, ring.session", HEAVY | SCREEN | {"pydantic", "rich"}),
-        ("import roles.seed", HEAVY | SCREEN),
-        ("import tui.app", HEAVY),
+        ("import roles.seed", HEAVY | SCREEN | WEB),
+        ("import tui.app", HEAVY | WEB),
+        ("import roles.verifier.asking", HEAVY | SCREEN | WEB | {"pydantic"}),
+        ("import roles.verifier.http", HEAVY | SCREEN),
     ],
 )
 def test_what_is_not_loaded(code: str, forbidden: set[str]) -> None:
@@ -72,3 +76,4 @@ def test_what_is_not_loaded(code: str, forbidden: set[str]) -> None:
 def test_the_check_can_fail() -> None:
     assert loaded_by("import tui.app") >= SCREEN
     assert "pydantic" in loaded_by("import configs.loader")
+    assert loaded_by("import roles.verifier.http") >= WEB

@@ -1,0 +1,350 @@
+"""OpenAI's HTTP interface over a ``TextService``: what is answered to which request, and to whom nothing is.
+
+An ASGI application. A text is written while its client is there: when the connection ends, whatever is under way for it
+is cancelled, and its ``Writing`` closed at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import random
+import secrets
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from p2ptrain.core.errors import P2PTrainError
+from p2ptrain.core.world import Clock
+from roles.background import Background
+from roles.verifier.asking import TextService, Wish, Writing
+from roles.verifier.http_answers import DONE, Answer, Usage, event, fingerprint, finish_reason, model_card
+from roles.verifier.http_problems import HEADERS, RETRY_AFTER_S, Problem, json_response, problem_of
+from roles.verifier.http_requests import Request, read_chat, read_completion
+from wire.address import parse_address
+from wire.transport_base import is_loopback
+
+MOST_BODY_BYTES = 4 << 20
+"""Of a request: a prompt of a million tokens."""
+BODY_S = 60.0
+"""Within which a body is here, once its headers are."""
+DRAIN_S = 5.0
+"""How long a body that is too large is thrown away, so that its sender comes to read why."""
+STOPPING = "stopping"
+_HEALTH = "/health"
+
+
+class HttpApp:
+    """The application.
+
+    Args:
+        key: what clients must show; None: nothing.
+        local: only programs of this machine reach it. Then, without a key, requests are refused that a browser sends
+            for a page from elsewhere.
+        random: seeds for clients that name none.
+    """
+
+    def __init__(
+        self, service: TextService, *, key: str | None, local: bool, clock: Clock, random: random.Random
+    ) -> None:
+        self._service, self._clock, self._random = service, clock, random
+        self._key = None if key is None else _digest(key.encode())
+        self._pages_refused = local and key is None
+        self._stopping = asyncio.Event()
+        self._closing = Background()
+        routes = [
+            Route(_HEALTH, self._health, methods=["GET"]),
+            Route("/v1/models", self._models, methods=["GET"]),
+            Route("/v1/models/{model:path}", self._one_model, methods=["GET"]),
+            Route("/v1/completions", self._completions, methods=["POST"]),
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+        ]
+        handlers: dict[Any, Any] = {
+            Problem: _told,
+            P2PTrainError: _told,
+            HTTPException: _not_routed,
+            ClientDisconnect: _gone,
+            Exception: _told,
+        }
+        self._app = Starlette(routes=routes, exception_handlers=handlers)
+        self._app.router.redirect_slashes = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http"
+        try:
+            self._let_in(HttpRequest(scope))
+            await self._app(scope, receive, send)
+        except Problem as problem:
+            await problem.response()(scope, receive, send)
+        except Exception as error:  # noqa: BLE001 - a mistake, which the client was told of as one
+            _tell(error)
+
+    def stop(self) -> None:
+        """End all texts under way: their clients are told. Take no more."""
+        self._stopping.set()
+
+    async def settle(self, *, timeout_s: float) -> None:
+        """Wait for writings that still close."""
+        await self._closing.settle(timeout_s=timeout_s)
+        await self._closing.stop()
+
+    # who may ask
+
+    def _let_in(self, request: HttpRequest) -> None:
+        """Raises ``Problem`` for who may not ask."""
+        if self._stopping.is_set():
+            raise _stops()
+        if self._pages_refused:
+            self._refuse_pages(request)
+        if self._key is None or request.url.path == _HEALTH:
+            return
+        scheme, _, shown = request.headers.get("authorization", "").partition(" ")
+        if not shown:
+            raise Problem(
+                401,
+                "an API key is wanted: send it as Authorization: Bearer KEY",
+                code="missing_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+        # Digests are of one length, and tell nothing of how much of a key was right.
+        right = hmac.compare_digest(_digest(shown.strip().encode("latin-1", "replace")), self._key)
+        if scheme.lower() != "bearer" or not right:
+            raise Problem(401, "that is not the API key of this endpoint", code="invalid_api_key")
+
+    def _refuse_pages(self, request: HttpRequest) -> None:
+        """A page from anywhere may make its reader's browser send requests to this machine (with its ``Origin``), and
+        call this machine by a name of its own, to read the answers (``Host``: DNS rebinding). Programs do neither."""
+        remedy = "give the endpoint an API key if that is meant to be"
+        if not _names_loopback(request.headers.get("host", "")):
+            raise Problem(403, f"Host names another machine than this one: {remedy}", code="host_refused")
+        origin = request.headers.get("origin")
+        if origin is not None and not _names_loopback(origin.partition("://")[2]):
+            raise Problem(403, f"pages from elsewhere may not ask here: {remedy}", code="origin_refused")
+
+    # what may be asked
+
+    async def _health(self, request: HttpRequest) -> Response:
+        return json_response({"status": "ok"})
+
+    async def _models(self, request: HttpRequest) -> Response:
+        return json_response({"object": "list", "data": [model_card(self._service)]})
+
+    async def _one_model(self, request: HttpRequest) -> Response:
+        self._check_model(request.path_params["model"])
+        return json_response(model_card(self._service))
+
+    async def _completions(self, request: HttpRequest) -> _Reply:
+        return self._reply(read_completion(await self._body(request), self._seed), chat=False)
+
+    async def _chat(self, request: HttpRequest) -> _Reply:
+        return self._reply(read_chat(await self._body(request), self._seed), chat=True)
+
+    def _reply(self, asked: Request, *, chat: bool) -> _Reply:
+        self._check_model(asked.model)
+        answer = Answer(
+            ident=f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",
+            created=int(self._clock.wall()),
+            model=self._service.model,
+            fingerprint=fingerprint(self._service),
+            chat=chat,
+            usage_in_stream=asked.include_usage,
+        )
+        return _Reply(self, asked, answer)
+
+    def _check_model(self, name: str) -> None:
+        if name != self._service.model:
+            here = f"there is no such model here, only {self._service.model}"
+            raise Problem(404, here, code="model_not_found", param="model")
+
+    def _seed(self) -> int:
+        return self._random.getrandbits(63)
+
+    async def _body(self, request: HttpRequest) -> bytes:
+        """Raises ``Problem``: it is too large, or too slow."""
+        large = Problem(
+            413,
+            f"a body may have {MOST_BODY_BYTES >> 20} MiB: send less",
+            code="request_too_large",
+            headers={"connection": "close"},
+        )
+        said = request.headers.get("content-length", "")
+        if "expect" in request.headers and said.isdecimal() and int(said) > MOST_BODY_BYTES:
+            raise large  # it asked before it sends, and need not
+        body, chunks = bytearray(), request.stream()
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for chunk in chunks:
+                    body += chunk
+                    if len(body) > MOST_BODY_BYTES:
+                        break
+        except TimeoutError:
+            late = "the body did not come in time"
+            raise Problem(408, late, code="request_timeout", headers={"connection": "close"}) from None
+        if len(body) <= MOST_BODY_BYTES:
+            return bytes(body)
+        body.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_S):
+                async for _ in chunks:
+                    pass
+        raise large
+
+    # while it is written
+
+    async def begin(self, wish: Wish) -> Writing:
+        return await self._service.write(wish)
+
+    async def close(self, writing: Writing) -> None:
+        """To its end, also where the caller is cancelled."""
+        await asyncio.wait({self._closing.start(writing.close(), "close a writing")})
+
+    async def while_wanted(self, receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+        """``work``, cancelled where its client leaves. Raises what it raises, and ``Problem`` where all is to end."""
+        task = asyncio.create_task(work, name="write a text")
+        left = asyncio.create_task(_left(receive), name="wait for a client to leave")
+        stopping = asyncio.create_task(self._stopping.wait(), name="wait for the end of all")
+        tasks: set[asyncio.Task[Any]] = {task, left, stopping}
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in tasks:
+                one.cancel()
+            await asyncio.wait(tasks)
+        if not task.cancelled():
+            task.result()
+        elif stopping.done() and not stopping.cancelled():
+            raise _stops()
+
+
+class _Reply:
+    """The answer to one request, an ASGI application: a client may leave at any point of it."""
+
+    def __init__(self, app: HttpApp, asked: Request, answer: Answer) -> None:
+        self._app, self._asked, self._answer = app, asked, answer
+        self._began = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = self._streamed(send) if self._asked.stream else self._whole(scope, receive, send)
+        try:
+            await self._app.while_wanted(receive, work)
+        except Exception as error:
+            if not self._began:
+                raise
+            if not isinstance(error, P2PTrainError | Problem):
+                _tell(error)
+            # No [DONE]: the text is not whole.
+            await _send(send, event(problem_of(error).as_json()), more=False)
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        texts: list[tuple[str, str]] = []
+        usage, headers = Usage(), dict[str, str]()
+        for wish in self._asked.wishes:
+            writing = await self._app.begin(wish)
+            try:
+                headers |= _left_out(writing)
+                usage.prompt += writing.prompt_tokens
+                pieces: list[str] = []
+                async for piece in writing:
+                    pieces.append(piece.text)
+                    usage.new += len(piece.tokens)
+                texts.append(("".join(pieces), _reason(writing)))
+            finally:
+                await self._app.close(writing)
+        self._began = True
+        await json_response(self._answer.whole(texts, usage), headers=headers)(scope, receive, send)
+
+    async def _streamed(self, send: Send) -> None:
+        usage = Usage()
+        for index, wish in enumerate(self._asked.wishes):
+            writing = await self._app.begin(wish)
+            try:
+                if not self._began:  # only now is it known that there will be something to stream
+                    self._began = True
+                    await _send_head(send, _left_out(writing))
+                usage.prompt += writing.prompt_tokens
+                await _send(send, self._answer.first(index))
+                async for piece in writing:
+                    usage.new += len(piece.tokens)
+                    if piece.text:
+                        await _send(send, self._answer.piece(index, piece.text))
+                reason = _reason(writing)
+            finally:
+                await self._app.close(writing)
+            await _send(send, self._answer.last(index, reason))
+        if self._asked.include_usage:
+            await _send(send, self._answer.usage(usage))
+        await _send(send, DONE, more=False)
+
+
+def _reason(writing: Writing) -> str:
+    """Why it ended. Raises ``Problem``: not by itself."""
+    reason = finish_reason(writing.ended)
+    if reason is None:
+        raise _stops()
+    return reason
+
+
+def _left_out(writing: Writing) -> dict[str, str]:
+    return {"p2ptrain-turns-left-out": str(writing.left_out)} if writing.left_out else {}
+
+
+async def _send_head(send: Send, more_headers: dict[str, str]) -> None:
+    # Proxies that would collect events until there are many are told not to.
+    headers = HEADERS | {"content-type": "text/event-stream; charset=utf-8", "x-accel-buffering": "no"} | more_headers
+    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": 200, "headers": encoded})
+
+
+async def _send(send: Send, said: bytes, *, more: bool = True) -> None:
+    if said or not more:
+        await send({"type": "http.response.body", "body": said, "more_body": more})
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _told(request: HttpRequest, error: Exception) -> Response:
+    return problem_of(error).response()
+
+
+async def _gone(request: HttpRequest, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody hears it
+
+
+async def _not_routed(request: HttpRequest, error: HTTPException) -> Response:
+    code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code, "")
+    asked = f"{request.method} {request.url.path}"[:100]
+    return Problem(error.status_code, f"there is no {asked} here", code=code, headers=error.headers).response()
+
+
+def _stops() -> Problem:
+    again = {"retry-after": str(RETRY_AFTER_S), "connection": "close"}
+    return Problem(503, "this endpoint stops: ask again later", code=STOPPING, headers=again)
+
+
+def _tell(error: Exception) -> None:
+    """To whoever runs this, as of a task that failed."""
+    loop = asyncio.get_running_loop()
+    loop.call_exception_handler({"message": "an HTTP request failed", "exception": error})
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _names_loopback(host: str) -> bool:
+    """Whether ``host``, with or without a port, is this machine as only it can call itself."""
+    with suppress(P2PTrainError):
+        return is_loopback(parse_address(host.lower())[0])
+    return False

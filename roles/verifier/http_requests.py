@@ -1,0 +1,260 @@
+"""What a program may ask for over HTTP: the bodies of OpenAI's requests, as far as they mean something here.
+
+Three kinds of parameters: those that are obeyed are fields; those that change nothing about the text are ignored
+(``IGNORED``); all others are refused with the reason, but for values that ask for nothing (``NOT_OBEYED``). To leave
+out silently what would have changed the text would be worse than to refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainValidator, ValidationError
+from pydantic_core import PydanticCustomError
+
+from p2ptrain.core.serving import MOST_TOP_K, SamplingWish
+from roles.verifier.asking import Said, Wish
+from roles.verifier.http_problems import Problem
+
+MOST_PROMPTS = 16
+"""Of one request: they are written one after the other."""
+MOST_MESSAGES = 4096
+MOST_STOPS, MOST_STOP_CHARS = 4, 512
+_SHOWN_CHARS = 64
+
+IGNORED = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+        "parallel_tool_calls",
+        "prediction",
+        "reasoning_effort",
+        "verbosity",
+    }
+)
+"""Parameters that are about OpenAI's house or are hints: without them it is the same text."""
+_PICKED = "a token is picked by temperature, top_k and top_p alone"
+_TEXT_ONLY = "text is all that is written"
+_NO_TOOLS = "this model is given no tools"
+NOT_OBEYED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "n": ((1,), "one text a prompt is written; ask again, with another seed"),
+    "best_of": ((1,), "one text a prompt is written; ask again, with another seed"),
+    "echo": ((False,), "the prompt is not repeated"),
+    "suffix": (("",), "text is written behind the prompt, not into a gap"),
+    "logprobs": ((False,), "probabilities are not told"),
+    "top_logprobs": ((), "probabilities are not told"),
+    "presence_penalty": ((0, 0.0), _PICKED),
+    "frequency_penalty": ((0, 0.0), _PICKED),
+    "repetition_penalty": ((1, 1.0), _PICKED),
+    "min_p": ((0, 0.0), _PICKED),
+    "logit_bias": (({},), _PICKED),
+    "tools": (([],), _NO_TOOLS),
+    "tool_choice": (("none", "auto"), _NO_TOOLS),
+    "functions": (([],), _NO_TOOLS),
+    "function_call": (("none", "auto"), _NO_TOOLS),
+    "response_format": (({"type": "text"},), "the form of the text is not forced"),
+    "modalities": ((["text"],), _TEXT_ONLY),
+    "audio": ((), _TEXT_ONLY),
+    "web_search_options": ((), "nothing is looked up"),
+}
+"""Parameters that would change the text: values of them that ask for nothing, and why others are refused."""
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One that can be obeyed.
+
+    Attributes:
+        model: whose text is wanted.
+        wishes: one for each text, in order.
+        include_usage: the last event of a stream says how many tokens it were.
+    """
+
+    model: str
+    wishes: tuple[Wish, ...]
+    stream: bool
+    include_usage: bool
+
+
+def read_completion(body: bytes, draw_seed: Callable[[], int]) -> Request:
+    """What the body of ``POST /v1/completions`` asks for. Raises ``Problem``.
+
+    Args:
+        draw_seed: a seed for who names none.
+    """
+    given = _read(_Completion, body)
+    return _request(given, tuple({"prompt": prompt} for prompt in given.prompt), draw_seed)
+
+
+def read_chat(body: bytes, draw_seed: Callable[[], int]) -> Request:
+    """What the body of ``POST /v1/chat/completions`` asks for; as ``read_completion``."""
+    given = _read(_Chat, body)
+    for index, message in enumerate(given.messages):
+        for name, value in (message.model_extra or {}).items():
+            if name != "name" and value not in (None, []):  # an answer of before may have empty fields of other kinds
+                raise _refused(f"messages.{index}.{_shown(name)}", _TEXT_ONLY)
+    if given.messages[-1].role != "user":
+        raise _wrong("messages", "the last message must be a user's: the next one is written")
+    turns = tuple(Said(message.role, message.content) for message in given.messages)
+    return _request(given, ({"turns": turns},), draw_seed)
+
+
+def _custom(text: str) -> PydanticCustomError:
+    return PydanticCustomError("refused", "{text}", {"text": text})
+
+
+def _prompts(value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
+        if len(value) > MOST_PROMPTS:
+            raise _custom(f"{len(value)} prompts; one request may have {MOST_PROMPTS}")
+        return tuple(value)
+    if isinstance(value, list) and value and all(isinstance(item, int | list) for item in value):
+        raise _custom("token ids are not taken: give the prompt as text, or a list of texts")
+    raise _custom("must be a text or a list of texts")
+
+
+def _stops(value: object) -> tuple[str, ...]:
+    stops = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise _custom("must be a text or a list of texts")
+    if len(stops) > MOST_STOPS or not all(0 < len(stop) <= MOST_STOP_CHARS for stop in stops):
+        raise _custom(f"at most {MOST_STOPS} texts of 1 to {MOST_STOP_CHARS} characters")
+    return tuple(stops)
+
+
+def _role(value: object) -> str:
+    if value in ("tool", "function"):
+        raise _custom(_NO_TOOLS)
+    if not isinstance(value, str) or value not in _ROLES:
+        raise _custom("must be system, developer, user or assistant")
+    return _ROLES[value]
+
+
+def _content(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise _custom("must be a text or a list of parts that are text")
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise _custom('each part must be {"type": "text", "text": "..."}: this model reads text only')
+    return "\n".join(part["text"] for part in value)
+
+
+class _Given(BaseModel):
+    """What the body may say. No silent conversions; what is no field is looked at by ``_check_others``."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class _StreamOptions(_Given):
+    include_usage: bool | None = None
+
+
+class _Message(_Given):
+    role: Annotated[str, PlainValidator(_role)]
+    content: Annotated[str, PlainValidator(_content)]
+
+
+class _Body(_Given):
+    model: str = Field(min_length=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=0, le=MOST_TOP_K)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    stop: Annotated[tuple[str, ...], PlainValidator(_stops)] = ()
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    speculate: Literal["auto", "off"] = "auto"
+
+
+_SomeBody = TypeVar("_SomeBody", bound=_Body)
+
+
+class _Completion(_Body):
+    prompt: Annotated[tuple[str, ...], PlainValidator(_prompts)]
+
+
+class _Chat(_Body):
+    messages: Annotated[list[_Message], Field(min_length=1, max_length=MOST_MESSAGES), FailFast()]
+
+
+def _read(schema: type[_SomeBody], body: bytes) -> _SomeBody:
+    try:
+        given = schema.model_validate_json(body)
+    except ValidationError as error:
+        # Of a list only its first mistake is told, so these are few.
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        if first["type"] == "json_invalid":
+            raise Problem(400, f"the body is no JSON: {first['msg']}", code="invalid_json") from None
+        if first["type"] == "missing":
+            raise Problem(400, f"{where} is missing", code="missing_required_parameter", param=where) from None
+        raise _wrong(where, first["msg"]) from None
+    for name, value in (given.model_extra or {}).items():
+        _check_other(name, value)
+    return given
+
+
+def _check_other(name: str, value: object) -> None:
+    if name in IGNORED:
+        return
+    if name not in NOT_OBEYED:
+        named = _shown(name)
+        raise Problem(400, f"there is no parameter {named}: leave it out", code="unknown_parameter", param=named)
+    if value is None:
+        return
+    harmless, why = NOT_OBEYED[name]
+    if not any(type(value) is type(one) and value == one for one in harmless):
+        raise _refused(name, why)
+
+
+def _request(given: _Body, asked: tuple[dict[str, Any], ...], draw_seed: Callable[[], int]) -> Request:
+    named = {most for most in (given.max_tokens, given.max_completion_tokens) if most is not None}
+    if len(named) > 1:
+        raise _wrong("max_tokens", "max_completion_tokens is its new name, and says something else")
+    if given.stream_options is not None and not given.stream:
+        raise _wrong("stream_options", "only of use where stream is true")
+    sampling = SamplingWish(
+        temperature=given.temperature,
+        top_k=given.top_k,
+        top_p=given.top_p,
+        seed=draw_seed() if given.seed is None else given.seed,
+    )
+    wishes = tuple(
+        Wish(
+            **text,
+            max_new_tokens=max(named) if named else None,
+            sampling=sampling,
+            stop=given.stop,
+            speculate=given.speculate,
+        )
+        for text in asked
+    )
+    usage = given.stream_options is not None and bool(given.stream_options.include_usage)
+    return Request(given.model, wishes, stream=bool(given.stream), include_usage=usage)
+
+
+def _wrong(param: str, message: str) -> Problem:
+    return Problem(400, f"{param}: {message}" if param else message, code="invalid_value", param=param)
+
+
+def _refused(param: str, why: str) -> Problem:
+    return Problem(400, f"{param} is not obeyed here: {why}", code="unsupported_parameter", param=param)
+
+
+def _shown(name: str) -> str:
+    return name if len(name) <= _SHOWN_CHARS else name[:_SHOWN_CHARS] + "…"

@@ -1,0 +1,100 @@
+"""A text service that writes what a test says, when it says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from roles.verifier.asking import Piece, Wish
+
+MODEL = "org/tiny-model"
+
+
+class ScriptedWriting:
+    """Pieces of a text, each with one token for each of its letters.
+
+    Args:
+        held_at: before this piece it waits until ``go`` is set.
+        fails: raised where the text would end.
+
+    Attributes:
+        waits: it has come to ``held_at``.
+        closed: by whoever asked for it.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[str] = ("Hello", ", ", "world"),
+        *,
+        ends: str = "end",
+        prompt_tokens: int = 3,
+        left_out: int = 0,
+        held_at: int | None = None,
+        fails: Exception | None = None,
+    ) -> None:
+        self.prompt_tokens, self.left_out, self.ended = prompt_tokens, left_out, ""
+        self._pieces, self._ends, self._held_at, self._fails = pieces, ends, held_at, fails
+        self.go, self.waits, self.closed = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.given = 0
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        for index, text in enumerate([*self._pieces, None]):
+            if index == self._held_at:
+                self.waits.set()
+                await self.go.wait()
+            if text is not None:
+                yield Piece(text, tuple(range(len(text))))
+                self.given += 1
+        if self._fails is not None:
+            raise self._fails
+        self.ended = self._ends
+
+    def stats(self) -> dict[str, Any]:
+        return {}
+
+    async def close(self) -> None:
+        await asyncio.sleep(0)
+        self.closed.set()
+
+
+Script = Callable[[Wish], ScriptedWriting]
+
+
+class ScriptedService:
+    """Remembers what it was asked for, and what it began to write.
+
+    Attributes:
+        script: what is written to whom; it may raise instead.
+        full: while it is clear, who asks waits.
+    """
+
+    context = 100
+    created = 1_700_000_000
+
+    def __init__(self) -> None:
+        self.model = MODEL
+        self.room = asyncio.Event()
+        self.asks = asyncio.Event()
+        self.gave_up = asyncio.Event()
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        self.wishes: list[Wish] = []
+        self.writings: list[ScriptedWriting] = []
+        self.script: Script = lambda wish: ScriptedWriting()
+        self.room.set()
+        self.asks.clear()
+        self.gave_up.clear()
+
+    async def write(self, wish: Wish) -> ScriptedWriting:
+        self.wishes.append(wish)
+        self.asks.set()
+        try:
+            await self.room.wait()
+        except asyncio.CancelledError:
+            self.gave_up.set()
+            raise
+        writing = self.script(wish)
+        self.writings.append(writing)
+        return writing

@@ -1,0 +1,255 @@
+"""The HTTP endpoint, as OpenAI's own client sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+
+from p2ptrain.core.errors import NetworkError, Refused, ResourceError, TooLong, UserError
+from roles.verifier.asking import Said, Wish
+
+from .conftest import PATIENCE_S, Endpoint
+from .scripted import MODEL, ScriptedWriting
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+HI: list[Any] = [{"role": "user", "content": "Hi"}]
+
+
+async def test_models(endpoint: Endpoint) -> None:
+    listed = await endpoint.client.models.list()
+    assert [(model.id, model.created, model.object) for model in listed.data] == [(MODEL, 1_700_000_000, "model")]
+    one = await endpoint.client.models.retrieve(MODEL)
+    assert one.id == MODEL
+    assert one.model_extra is not None
+    assert one.model_extra["context_length"] == 100
+    with pytest.raises(openai.NotFoundError, match="no such model here, only org/tiny-model"):
+        await endpoint.client.models.retrieve("gpt-4")
+
+
+async def test_a_completion(endpoint: Endpoint) -> None:
+    made = await endpoint.client.completions.create(model=MODEL, prompt="Say")
+    assert (made.object, made.model) == ("text_completion", MODEL)
+    assert made.id.startswith("cmpl-")
+    assert [(choice.index, choice.text, choice.finish_reason) for choice in made.choices] == [
+        (0, "Hello, world", "stop")
+    ]
+    assert made.usage is not None
+    assert (made.usage.prompt_tokens, made.usage.completion_tokens, made.usage.total_tokens) == (3, 12, 15)
+    other = await endpoint.client.completions.create(model=MODEL, prompt="Say")
+    assert other.id != made.id
+    assert other.system_fingerprint == made.system_fingerprint
+    first, second = endpoint.service.wishes
+    assert (first.prompt, first.turns, first.max_new_tokens, first.stop) == ("Say", (), None, ())
+    assert (first.sampling.temperature, first.sampling.top_k, first.sampling.top_p) == (None, None, None)
+    assert first.sampling.seed != second.sampling.seed  # nobody named one
+
+
+async def test_a_chat(endpoint: Endpoint) -> None:
+    messages: list[Any] = [
+        {"role": "developer", "content": "Be kind"},
+        {"role": "user", "content": [{"type": "text", "text": "One"}, {"type": "text", "text": "Two"}]},
+        {"role": "assistant", "content": "Three", "refusal": None, "annotations": []},
+        {"role": "user", "content": "Four", "name": "Ada"},
+    ]
+    endpoint.service.script = lambda wish: ScriptedWriting(ends="length", left_out=2)
+    raw = await endpoint.client.chat.completions.with_raw_response.create(model=MODEL, messages=messages)
+    made = raw.parse()
+    assert (made.object, made.choices[0].finish_reason) == ("chat.completion", "length")
+    assert (made.choices[0].message.role, made.choices[0].message.content) == ("assistant", "Hello, world")
+    assert raw.headers["p2ptrain-turns-left-out"] == "2"
+    turns = (Said("system", "Be kind"), Said("user", "One\nTwo"), Said("assistant", "Three"), Said("user", "Four"))
+    assert endpoint.service.wishes[0].turns == turns
+
+
+async def test_what_is_obeyed(endpoint: Endpoint) -> None:
+    extra = {"top_k": 7, "speculate": "off"}
+    asked: dict[str, Any] = {"model": MODEL, "temperature": 0.5, "top_p": 0.9, "seed": 2**63 - 1, "stop": ["a", "b"]}
+    await endpoint.client.chat.completions.create(
+        messages=HI, max_completion_tokens=9, extra_body=extra, user="me", n=1, tools=[], frequency_penalty=0, **asked
+    )
+    await endpoint.client.completions.create(prompt="x", max_tokens=9, extra_body=extra, best_of=1, echo=False, **asked)
+    for wish in endpoint.service.wishes:
+        sampling = wish.sampling
+        assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0.5, 0.9, 7, 2**63 - 1)
+        assert (wish.max_new_tokens, wish.stop, wish.speculate) == (9, ("a", "b"), "off")
+    await endpoint.client.completions.create(model=MODEL, prompt="x", stop="END", seed=-5)
+    assert endpoint.service.wishes[-1].stop == ("END",)
+    assert endpoint.service.wishes[-1].sampling.seed == -5
+
+
+async def test_a_completion_comes_piece_by_piece(endpoint: Endpoint) -> None:
+    endpoint.service.script = lambda wish: ScriptedWriting(["one", "", "two"], held_at=1)
+    stream = await endpoint.client.completions.create(model=MODEL, prompt="x", stream=True)
+    events = aiter(stream)
+    assert (await anext(events)).choices[0].text == "one"
+    endpoint.service.writings[0].go.set()  # the first piece was here before the second was written
+    rest = [event async for event in events]
+    assert [(event.choices[0].text, event.choices[0].finish_reason) for event in rest] == [("two", None), ("", "stop")]
+    assert [event.usage for event in rest] == [None, None]
+
+
+async def test_a_chat_comes_piece_by_piece(endpoint: Endpoint) -> None:
+    stream = await endpoint.client.chat.completions.create(
+        model=MODEL, messages=HI, stream=True, stream_options={"include_usage": True}
+    )
+    *events, last = [event async for event in stream]
+    deltas = [(event.choices[0].delta.role, event.choices[0].delta.content) for event in events]
+    assert deltas == [("assistant", ""), (None, "Hello"), (None, ", "), (None, "world"), (None, None)]
+    assert [event.choices[0].finish_reason for event in events] == [None] * 4 + ["stop"]
+    assert {event.object for event in events} == {"chat.completion.chunk"}
+    assert {event.id for event in [*events, last]} == {last.id}
+    assert last.choices == []
+    assert last.usage is not None
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (3, 12)
+
+
+async def test_several_prompts_are_written_one_after_the_other(endpoint: Endpoint) -> None:
+    endpoint.service.script = lambda wish: ScriptedWriting([wish.prompt, "!"], prompt_tokens=len(wish.prompt))
+    made = await endpoint.client.completions.create(model=MODEL, prompt=["a", "bb"], seed=4)
+    assert [(choice.index, choice.text) for choice in made.choices] == [(0, "a!"), (1, "bb!")]
+    assert made.usage is not None
+    assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (3, 5)
+    assert [wish.sampling.seed for wish in endpoint.service.wishes] == [4, 4]
+    stream = await endpoint.client.completions.create(
+        model=MODEL, prompt=["a", "bb"], stream=True, stream_options={"include_usage": True}
+    )
+    *events, last = [event async for event in stream]
+    said = [(event.choices[0].index, event.choices[0].text) for event in events]
+    assert said == [(0, "a"), (0, "!"), (0, ""), (1, "bb"), (1, "!"), (1, "")]
+    assert last.usage is not None
+    assert last.usage.total_tokens == 8
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_any_letters_arrive(endpoint: Endpoint, stream: bool) -> None:
+    pieces = ["é", "漢字", "🎉", "\u2028", "\r\n\ndata: [DONE]\n\n", '"\\', "\x00\x85", "\ud83d"]
+    endpoint.service.script = lambda wish: ScriptedWriting(pieces)
+    if stream:
+        events = await endpoint.client.completions.create(model=MODEL, prompt="¿🎉?", stream=True)
+        text = "".join([event.choices[0].text async for event in events])
+    else:
+        text = (await endpoint.client.completions.create(model=MODEL, prompt="¿🎉?")).choices[0].text
+    assert text == "".join(pieces)
+    assert endpoint.service.wishes[0].prompt == "¿🎉?"
+
+
+@pytest.mark.parametrize("held_at", [0, 2])
+async def test_who_leaves_a_stream_ends_it(endpoint: Endpoint, held_at: int) -> None:
+    endpoint.service.script = lambda wish: ScriptedWriting(held_at=held_at)
+    stream = await endpoint.client.chat.completions.create(model=MODEL, messages=HI, stream=True)
+    [writing] = endpoint.service.writings
+    async with asyncio.timeout(PATIENCE_S):
+        await writing.waits.wait()
+        assert not writing.closed.is_set()
+        await stream.close()
+        await writing.closed.wait()
+    assert writing.given == held_at
+
+
+async def test_who_leaves_without_a_stream_ends_it(endpoint: Endpoint) -> None:
+    endpoint.service.script = lambda wish: ScriptedWriting(held_at=1)
+    asking = asyncio.create_task(endpoint.client.completions.create(model=MODEL, prompt="x"))
+    async with asyncio.timeout(PATIENCE_S):
+        await endpoint.service.asks.wait()
+        await endpoint.service.writings[0].waits.wait()
+        asking.cancel()
+        await endpoint.service.writings[0].closed.wait()
+
+
+async def test_who_leaves_the_queue_waits_there_no_more(endpoint: Endpoint) -> None:
+    endpoint.service.room.clear()
+    asking = asyncio.create_task(endpoint.client.completions.create(model=MODEL, prompt="x", stream=True))
+    async with asyncio.timeout(PATIENCE_S):
+        await endpoint.service.asks.wait()
+        asking.cancel()
+        await endpoint.service.gave_up.wait()
+    assert endpoint.service.writings == []
+
+
+ERRORS: list[tuple[Exception, type[openai.APIStatusError], str, str]] = [
+    (
+        TooLong("too long", remedy="shorten it"),
+        openai.BadRequestError,
+        "context_length_exceeded",
+        "too long: shorten it",
+    ),
+    (UserError("the prompt is empty"), openai.BadRequestError, "invalid_value", "the prompt is empty"),
+    (Refused("busy", "too busy"), openai.InternalServerError, "overloaded", "too busy"),
+    (ResourceError("no memory"), openai.InternalServerError, "overloaded", "no memory"),
+    (NetworkError("a stage is away"), openai.InternalServerError, "model_unreachable", "a stage is away"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("error", "kind", "code", "message"), ERRORS)
+async def test_what_cannot_begin(
+    endpoint: Endpoint, stream: bool, error: Exception, kind: type[openai.APIStatusError], code: str, message: str
+) -> None:
+    def script(wish: Wish) -> ScriptedWriting:
+        raise error
+
+    endpoint.service.script = script
+    with pytest.raises(kind) as caught:
+        await endpoint.client.completions.create(model=MODEL, prompt="x", stream=stream)
+    assert isinstance(caught.value.body, dict)
+    assert (caught.value.code, caught.value.body["message"]) == (code, message)
+    assert caught.value.status_code == (400 if kind is openai.BadRequestError else 503)
+    assert ("retry-after" in caught.value.response.headers) == (caught.value.status_code == 503)
+
+
+async def test_a_failure_amid_a_stream_ends_it(endpoint: Endpoint) -> None:
+    endpoint.service.script = lambda wish: ScriptedWriting(fails=NetworkError("a stage is away", remedy="wait"))
+    stream = await endpoint.client.chat.completions.create(model=MODEL, messages=HI, stream=True)
+    events = aiter(stream)
+    text = [(await anext(events)).choices[0].delta.content for _ in range(4)]
+    assert text == ["", "Hello", ", ", "world"]
+    with pytest.raises(openai.APIError, match="a stage is away: wait"):
+        await anext(events)
+
+
+@pytest.mark.parametrize("fails", [NetworkError("a stage is away"), None])
+async def test_a_failure_before_the_answer_is_one_of_http(endpoint: Endpoint, fails: Exception | None) -> None:
+    endpoint.service.script = lambda wish: ScriptedWriting(fails=fails, ends="cancelled")
+    with pytest.raises(openai.InternalServerError) as caught:
+        await endpoint.client.completions.create(model=MODEL, prompt="x")
+    assert caught.value.status_code == 503
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_mistake_shows_nothing_of_this_program(endpoint: Endpoint, stream: bool) -> None:
+    endpoint.service.script = lambda wish: ScriptedWriting(fails=ValueError("secret"))
+
+    async def ask() -> None:
+        made: Any = await endpoint.client.completions.create(model=MODEL, prompt="x", stream=stream)
+        assert [event async for event in made] == []
+
+    with pytest.raises(openai.APIError, match="a mistake in this program") as caught:
+        await ask()
+    assert "secret" not in str(caught.value.body)
+    [mistake] = endpoint.mistakes  # but whoever runs it is told
+    assert str(mistake["exception"]) == "secret"
+    endpoint.mistakes.clear()
+
+
+async def test_many_streams_at_once(endpoint: Endpoint) -> None:
+    many = 20
+    endpoint.service.script = lambda wish: ScriptedWriting([wish.prompt, " and ", wish.prompt], held_at=1)
+
+    async def read(number: int) -> str:
+        stream = await endpoint.client.completions.create(model=MODEL, prompt=str(number), stream=True)
+        return "".join([event.choices[0].text async for event in stream])
+
+    async def let_go() -> None:
+        while len(endpoint.service.writings) < many:
+            endpoint.service.asks.clear()
+            await endpoint.service.asks.wait()
+        for writing in endpoint.service.writings:  # all are under way together
+            writing.go.set()
+
+    async with asyncio.timeout(PATIENCE_S):
+        *texts, _ = await asyncio.gather(*map(read, range(many)), let_go())
+    assert texts == [f"{number} and {number}" for number in range(many)]
