@@ -61,7 +61,7 @@ class Peer:
 
     async def leave(self) -> None:
         self.stop.set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(DEADLINE_S):
             await self.task
         self.identity.release()
 
@@ -136,7 +136,7 @@ class Cluster:
     async def stop_seed(self) -> None:
         assert self._seed is not None
         self._seed_stop.set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(DEADLINE_S):
             await self._seed
 
     async def restart_seed(self) -> None:
@@ -210,44 +210,67 @@ class Cluster:
         return str(created["job"])
 
     async def job_until(self, job: str, fits: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """The job's record as soon as it fits; follows the seed's updates, and fails after a deadline."""
+        """The job's record as soon as it fits. Fails as ``_until``."""
         last: dict[str, Any] = {}
+
+        def heard(topic: str, items: list[dict[str, Any]]) -> bool:
+            nonlocal last
+            for item in items:
+                if topic == "jobs" and item["id"] == job:
+                    last = item
+                    if fits(item):
+                        return True
+            return False
+
         try:
-            async with asyncio.timeout(DEADLINE_S), self.operator() as client:
-                await client.request("subscribe")
-                async for update in client.updates():
-                    for item in update.items if update.topic == "jobs" else []:
-                        if item["id"] == job:
-                            last = item
-                            if fits(item):
-                                return item
+            await self._until(job, heard)
         except TimeoutError:
             told = {peer.identity.name: peer.told[-12:] for peer in self.peers}
             raise AssertionError(f"the job never got there: {last}; {told}") from None
-        raise AssertionError("the updates ended")
+        return last
 
     async def saved(self, job: str, step: int, writers: int) -> None:
         """Wait until so many peers have told of a checkpoint of ``step`` or later: they keep the newest only."""
-        there: set[str] = set()
-        async with asyncio.timeout(DEADLINE_S), self.operator() as client:
-            await client.request("subscribe")
-            async for update in client.updates():
-                items = update.items if update.topic == "checkpoints" else []
-                there |= {item["peer_id"] for item in items if item["job"] == job and item["step"] >= step}
-                if len(there) >= writers:
-                    return
+        await self._until(job, self._told_by(job, writers, lambda item: item["step"] >= step))
 
     async def whole(self, job: str, step: int, keepers: int = 1) -> None:
         """The same of checkpoints of the whole model, of a split job."""
+        await self._until(job, self._told_by(job, keepers, lambda item: item["stage"] is None and item["step"] >= step))
+
+    @staticmethod
+    def _told_by(
+        job: str, peers: int, fits: Callable[[dict[str, Any]], bool]
+    ) -> Callable[[str, list[dict[str, Any]]], bool]:
         there: set[str] = set()
-        async with asyncio.timeout(DEADLINE_S), self.operator() as client:
+
+        def heard(topic: str, items: list[dict[str, Any]]) -> bool:
+            if topic == "checkpoints":
+                there.update(item["peer_id"] for item in items if item["job"] == job and fits(item))
+            return len(there) >= peers
+
+        return heard
+
+    async def _until(self, job: str, heard: Callable[[str, list[dict[str, Any]]], bool]) -> None:
+        """Until ``heard`` says so of an update of the seed's, a topic and its items.
+
+        Raises:
+            TimeoutError: meanwhile the job came to no new step for ``DEADLINE_S``. A busy machine may take longer than
+                that for all of a job, so it is no measure of one.
+        """
+        clock, step = asyncio.get_running_loop().time, -1
+        async with asyncio.timeout(DEADLINE_S) as patience, self.operator() as client:
             await client.request("subscribe")
             async for update in client.updates():
-                items = update.items if update.topic == "checkpoints" else []
-                found = [item for item in items if item["job"] == job and item["stage"] is None]
-                there |= {item["peer_id"] for item in found if item["step"] >= step}
-                if len(there) >= keepers:
+                items = list(update.items)
+                if heard(update.topic, items):
                     return
+                newest = max(
+                    (item["step"] for item in items if update.topic == "jobs" and item["id"] == job), default=-1
+                )
+                if newest > step:
+                    step = newest
+                    patience.reschedule(clock() + DEADLINE_S)
+        raise AssertionError("the updates ended")
 
     async def close(self) -> None:
         for peer in self.peers:
