@@ -17,6 +17,8 @@ from p2ptrain.core.errors import ProtocolError, UserError
 from p2ptrain.core.serving import PartSpec, Ran, Sampling
 
 LONGEST = 4
+AHEAD = 8
+"""Guesses at a time: they cost next to nothing, and to ask for each by itself would."""
 SHORTEST = 2
 """A single token that came before says little of what follows: such guesses are mostly wrong, and cost a check each."""
 
@@ -83,6 +85,15 @@ class NgramIndex:
                 return self.ids[before + 1]
         return None
 
+    def guesses(self, most: int) -> tuple[int, ...]:
+        """What may follow, one after the other, up to where nothing is known."""
+        size = len(self.ids)
+        while len(self.ids) < size + most and (token := self.guess()) is not None:
+            self.push(token)
+        made = tuple(self.ids[size:])
+        self.cut(size)
+        return made
+
     def validate(self) -> None:
         """Invariants, for tests."""
         assert len(self._before) == len(self.ids)
@@ -93,13 +104,16 @@ class NgramIndex:
 class NgramEngine:
     """A ``roles.stage_engine.StageEngine`` that looks up what other engines compute. It may be called on any thread.
 
-    Where it has no guess ``run`` gives no token though one was to be picked: nothing is drafted then.
+    Where one token is to be picked ``run`` gives ``ahead`` of them, one after the other; fewer or none where it knows no
+    more.
 
     Args:
         vocab_size: token ids are below it.
     """
 
-    def __init__(self, vocab_size: int, *, longest: int = LONGEST, shortest: int = SHORTEST) -> None:
+    def __init__(
+        self, vocab_size: int, *, longest: int = LONGEST, shortest: int = SHORTEST, ahead: int = AHEAD
+    ) -> None:
         self.spec = PartSpec("", 0, 1, 1)
         self.width = 0
         self.vocab_size = vocab_size
@@ -108,6 +122,7 @@ class NgramEngine:
         self.cache_position_bytes = 512 * (longest + 1 - shortest)  # tuples and entries of dicts: by a rough count
         self.device = "look-up"
         self._lengths = (longest, shortest)
+        self._ahead = ahead
         self._sessions: dict[str, tuple[int, NgramIndex]] = {}
 
     def open(self, session: str, *, positions: int, sampling: Sampling) -> None:
@@ -129,7 +144,7 @@ class NgramEngine:
         picks: int,
         draw: int,
     ) -> Ran:
-        """As of ``StageEngine``, but that the pick may be missing, and that only the last position can have one."""
+        """As of ``StageEngine``, but that it may give none or several for the pick, of which there is one at most."""
         positions, index = self._sessions[session]
         if not 0 <= picks <= min(count, 1):
             raise ProtocolError(f"{picks} tokens are to be looked up of {count} positions, and one is the most")
@@ -144,8 +159,7 @@ class NgramEngine:
             raise ProtocolError(f"a token id is none of the {self.vocab_size} that there are")
         index.cut(keep)
         index.extend(ids)
-        guess = index.guess() if picks else None
-        return Ran(memoryview(b""), () if guess is None else (guess,))
+        return Ran(memoryview(b""), index.guesses(self._ahead) if picks else ())
 
     def close(self, session: str) -> None:
         """As of ``StageEngine``."""

@@ -35,8 +35,10 @@ def test_it_finds_what_a_search_finds_whatever_was_cut_before(
         index.cut(keep)
         index.extend(new)
         ids = ids[:keep] + new
+        made = index.guesses(3)
         index.validate()
         assert index.ids == ids
+        assert list(made[:1]) == [each for each in (searched(ids, shortest + more, shortest),) if each is not None]
         assert index.guess() == searched(ids, shortest + more, shortest)
 
 
@@ -74,13 +76,13 @@ def ran(engine: StageEngine, keep: int, ids: list[int], picks: int = 1) -> tuple
 
 
 def test_the_engine_copies_what_came_and_says_where_it_knows_nothing() -> None:
-    engine = NgramEngine(100)
+    engine = NgramEngine(100, ahead=3)
     engine.open("s", positions=20, sampling=Sampling())
     assert ran(engine, 0, [5, 6, 7, 8, 9, 5], 0) == ()
-    assert ran(engine, 6, [6]) == (7,)
-    assert ran(engine, 7, [7]) == (8,)
+    assert ran(engine, 6, [6]) == (7, 8, 9)
+    assert ran(engine, 7, [7]) == (8, 9, 5)
     assert ran(engine, 7, [1]) == ()
-    assert ran(engine, 5, [7, 8]) == (9,)
+    assert ran(engine, 5, [7, 8]) == (9, 7, 8)
     engine.close("s")
     engine.close("s")
     engine.open("s", positions=20, sampling=Sampling())
@@ -97,7 +99,7 @@ def test_the_engine_refuses_what_no_engine_takes(keep: int, ids: list[int], pick
     ran(engine, 0, [1, 2, 3], 0)
     with pytest.raises(ProtocolError):
         ran(engine, keep, ids, picks)
-    assert ran(engine, 3, [1, 2]) == (3,)  # nothing is changed by it
+    assert ran(engine, 3, [1, 2]) == (3, 1, 2, 3, 1, 2, 3, 1)  # nothing is changed by it
     with pytest.raises(UserError) as error:
         engine.open("s", positions=1, sampling=Sampling())
     assert isinstance(error.value, P2PTrainError)

@@ -1,0 +1,113 @@
+"""What drafters and verifiers say to each other, as it comes off the wire: checked, and in the words of the cores.
+
+Only numbers are looked at. Whether drafts and verdicts fit what was said before is for the cores to see.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from p2ptrain.core.activations import ID_BYTES, decode_ids
+from p2ptrain.core.errors import ProtocolError, Refused, UserError
+from p2ptrain.core.serving import Sampling, check_sampling
+from roles.speculation.events import Told
+from roles.worker.stage_requests import LONGEST_SILENCE_S, MAX_POSITIONS, SHORTEST_SILENCE_S, printable
+from wire.speculation_messages import DraftOpen, DraftReady, DraftRefused, Drafts, Verdict
+
+MAX_DEPTH = 256
+"""Drafts beyond what is verified: what a fast drafter makes during a round trip around the world, and more."""
+MAX_NUMBER = 1 << 53
+MAX_VOCAB = 1 << 31
+DIGEST_CHARS = 128
+MAX_STEP_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """A ``DraftOpen``. ``ids_bytes``: of the bulk frame behind it."""
+
+    count: int
+    prompt: int
+    positions: int
+    vocab_size: int
+    tokenizer: str
+    sampling: Sampling
+    depth: int
+    silence_s: float
+
+    @property
+    def ids_bytes(self) -> int:
+        return ID_BYTES * self.count
+
+
+def opening_untrusted(message: DraftOpen) -> Opening:
+    """Raises ``ProtocolError``: no correct verifier opens a session like this."""
+    if not 0 < message.prompt <= message.count <= message.positions <= MAX_POSITIONS:
+        raise ProtocolError(
+            f"a session with {message.count} ids, {message.prompt} of them its prompt's, of {message.positions} at most"
+        )
+    if not 0 < message.vocab_size <= MAX_VOCAB or len(message.tokenizer) > DIGEST_CHARS:
+        raise ProtocolError("a session of a model that cannot be: by the size of its vocabulary, or its tokenizer")
+    _check_depth_untrusted(message.depth)
+    if not SHORTEST_SILENCE_S <= message.silence_s <= LONGEST_SILENCE_S:
+        raise ProtocolError(f"a session in which silence is allowed for {message.silence_s:g} s")
+    sampling = Sampling(message.temperature, message.top_k, message.top_p, message.seed)
+    try:
+        check_sampling(sampling)
+    except UserError as error:
+        raise ProtocolError(error.message) from error
+    return Opening(
+        message.count,
+        message.prompt,
+        message.positions,
+        message.vocab_size,
+        message.tokenizer,
+        sampling,
+        message.depth,
+        message.silence_s,
+    )
+
+
+def ids_untrusted(data: bytes | bytearray, *, vocab_size: int) -> tuple[int, ...]:
+    """Token ids as they travel. Raises ``ProtocolError``: they are none of a vocabulary of that size."""
+    if len(data) % ID_BYTES:
+        raise ProtocolError(f"{len(data)} bytes are no whole token ids")
+    ids = decode_ids(bytes(data))
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise ProtocolError(f"a token id is none of the {vocab_size} that there are")
+    return ids
+
+
+def told_untrusted(message: Verdict, number: int, *, vocab_size: int) -> Told:
+    """Raises ``ProtocolError``: no correct verifier says this. ``number``: of the verdict, from its header."""
+    if not 0 < number <= MAX_NUMBER or not 0 <= message.start <= MAX_POSITIONS:
+        raise ProtocolError(f"verdict {number} from position {message.start}")
+    _check_depth_untrusted(message.depth)
+    return Told(number, message.start, ids_untrusted(message.tokens, vocab_size=vocab_size), message.depth)
+
+
+def drafts_untrusted(message: Drafts, epoch: int, *, vocab_size: int) -> tuple[int, ...]:
+    """The tokens. Raises ``ProtocolError``: no correct drafter sends this. ``epoch``: from the header."""
+    if not 0 <= epoch <= MAX_NUMBER or not 0 <= message.position <= MAX_POSITIONS:
+        raise ProtocolError(f"drafts of epoch {epoch} from position {message.position}")
+    if not 0 < len(message.tokens) <= ID_BYTES * MAX_DEPTH:
+        raise ProtocolError(f"drafts of {len(message.tokens)} bytes")
+    return ids_untrusted(message.tokens, vocab_size=vocab_size)
+
+
+def step_untrusted(message: DraftReady) -> float:
+    """Seconds that a draft takes; 0 where it is not known. Raises ``ProtocolError``."""
+    if not (math.isfinite(message.step_ms) and 0 <= message.step_ms <= 1e3 * MAX_STEP_S):
+        raise ProtocolError(f"a draft that takes {message.step_ms:g} ms")
+    return message.step_ms / 1e3
+
+
+def refused_untrusted(message: DraftRefused) -> Refused:
+    """What a drafter says when it does not draft, fit to be shown. Never raises."""
+    return Refused(printable(message.code), printable(message.reason), remedy=printable(message.remedy))
+
+
+def _check_depth_untrusted(depth: int) -> None:
+    if not 0 <= depth <= MAX_DEPTH:
+        raise ProtocolError(f"{depth} positions are to be drafted; {MAX_DEPTH} are the most")
