@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from p2ptrain.core.errors import ProtocolError
-from roles.speculation.events import Began, DrafterEvent, DrafterInstruction, Run, RunDone, Send, Told
+from roles.speculation.events import Began, DrafterEvent, DrafterInstruction, Run, RunDone, RunDropped, Send, Told
 
 CHUNK = 2048
 """Positions in one run, at most."""
@@ -71,6 +71,8 @@ class Drafting:
                 self._told(event)
             case RunDone(tokens):
                 self._done(tokens)
+            case RunDropped():
+                self._running = False
         sends = self._sends()
         return [*sends, *self._runs()]
 

@@ -93,6 +93,11 @@ class RunDone:
     tokens: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class RunDropped:
+    """The ``Run`` that was asked for never began: what is to be run is asked for anew."""
+
+
 # ------------------------------------------------------------------------------------------------------- out of either
 
 
@@ -154,5 +159,5 @@ class Send:
 
 VerifierEvent = Began | PassDone | DrafterReady | DrafterLost | Latency | Drafted | Cancel | Tick
 VerifierInstruction = Run | Tell | Drop | Give | Finished
-DrafterEvent = Began | Told | RunDone
+DrafterEvent = Began | Told | RunDone | RunDropped
 DrafterInstruction = Run | Send

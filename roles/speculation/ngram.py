@@ -104,8 +104,7 @@ class NgramIndex:
 class NgramEngine:
     """A ``roles.stage_engine.StageEngine`` that looks up what other engines compute. It may be called on any thread.
 
-    Where one token is to be picked ``run`` gives ``ahead`` of them, one after the other; fewer or none where it knows no
-    more.
+    Where one token is to be picked ``run`` gives ``ahead`` of them, one after the other; fewer where it knows no more.
 
     Args:
         vocab_size: token ids are below it.

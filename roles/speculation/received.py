@@ -21,6 +21,8 @@ MAX_NUMBER = 1 << 53
 MAX_VOCAB = 1 << 31
 DIGEST_CHARS = 128
 MAX_STEP_S = 3600.0
+OTHER_TOKENIZER, TOO_LONG, FULL, ENGINE = "other-tokenizer", "too-long", "full", "engine"
+"""Codes of ``DraftRefused``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,10 @@ class Drafting(Protocol):
         more, which its ``DrafterLost`` tells, or has told."""
         ...
 
+    def drop(self, drafter: int, reason: str) -> None:
+        """This drafter said what none says that is right. It loses its place here and in all other sessions."""
+        ...
+
     def facts(self) -> list[DrafterFacts]:
         """Of every drafter that became ready in this session, those that were lost since too; also after ``close``."""
         ...
@@ -76,6 +80,7 @@ class DrafterSource(Protocol):
         prompt: int,
         positions: int,
         sampling: Sampling,
+        depth: int,
         on_event: Callable[[DraftingEvent], None],
     ) -> Drafting:
         """Have all drafters take in what a session begins with, and tell when each is ready. Does not wait for any.
@@ -85,6 +90,7 @@ class DrafterSource(Protocol):
                 told what was verified since by its first verdict.
             prompt: the pick at this position has draw 0.
             positions: that the session may grow to.
+            depth: drafts beyond what is verified, until a verdict says otherwise.
         """
         ...
 

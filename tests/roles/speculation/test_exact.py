@@ -24,6 +24,7 @@ from roles.speculation.events import (
     PassDone,
     Run,
     RunDone,
+    RunDropped,
     Send,
     Tell,
     Tick,
@@ -192,6 +193,13 @@ class Speculation(RuleBasedStateMachine):
                         picks.append(guess((*prefix, *picks), drafter.alpha, drafter.seed))
                     picks = picks[:count]
             self.drafts(number, drafter, RunDone(tuple(picks)))
+
+    @rule(data=st.data())
+    def drafter_is_asked_anew(self, data: Any) -> None:
+        """Another session's turn came first: what is to be run is asked for when there is more to go by."""
+        if (found := self.some(data)) and found[1].running:
+            found[1].running = None
+            self.drafts(*found, RunDropped())
 
     @rule(data=st.data())
     def drafter_hears(self, data: Any) -> None:

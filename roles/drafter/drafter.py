@@ -1,0 +1,338 @@
+"""The drafter: whole small models, or look-ups, that guess ahead for the sessions of verifiers.
+
+Verifiers dial (purpose ``draft``), one connection each for all of their sessions, and number these: the ``stream`` of
+a frame. A session begins with all ids so far. From then on its core (``roles.speculation.drafting``) says what the
+engine runs next, and what is sent; verdicts go into it as soon as they come.
+
+One engine computes for all, one step at a time, in turns. What a session wants computed is looked at anew when its turn
+comes: a verdict that cuts a line never waits for more than the one step under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+
+from p2ptrain.core.activations import IDS, encode_ids
+from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, ProtocolError, Refused
+from p2ptrain.core.world import World
+from roles.background import Background
+from roles.compute_thread import ComputeThread
+from roles.drafter.gauge import Gauge
+from roles.speculation.drafting import Drafting
+from roles.speculation.events import Began, DrafterEvent, Run, RunDone, RunDropped, Send, Told
+from roles.speculation.received import (
+    ENGINE,
+    FULL,
+    OTHER_TOKENIZER,
+    TOO_LONG,
+    Opening,
+    ids_untrusted,
+    opening_untrusted,
+    told_untrusted,
+)
+from roles.stage_engine import Ran, StageEngine
+from roles.worker.stage_links import QUIET_S, Line
+from roles.worker.turns import Turns
+from wire.connection import Connection, Received
+from wire.handshake import RefusalCode
+from wire.messages import Hello, Message, Refuse, Request, Response
+from wire.speculation_messages import DraftClose, DraftOpen, DraftReady, DraftRefused, Drafts, Verdict
+
+PURPOSES = frozenset({"draft"})
+MAX_CALLERS = 64
+MAX_SESSIONS = 32
+SHARED_PIECE = 256
+"""Positions of a prompt that are taken in at a time where other sessions wait for their next draft."""
+REASON_CHARS = 400
+LONGER = "draft with a model of a longer context, or with ngram"
+
+
+@dataclass(frozen=True, slots=True)
+class Serves:
+    """What a drafter drafts with.
+
+    Attributes:
+        model: its name, for people. context: positions that it knows; 0: any number.
+        tokenizer: a digest; of a look-up empty: it takes any ids.
+        limit_bytes: of all sessions' caches together; 0: no limit.
+    """
+
+    engine: StageEngine
+    model: str
+    context: int = 0
+    tokenizer: str = ""
+    limit_bytes: int = 0
+
+
+@dataclass(eq=False)
+class _Caller:
+    """A verifier's connection. ``last``: the highest number of a session that it opened."""
+
+    line: Line
+    name: str
+    sessions: dict[int, _Session] = field(default_factory=dict)
+    last: int = 0
+
+    def say(self, message: Message, *, generation: int = 0, stream: int = 0) -> None:
+        with suppress(ConnectionLost):  # then its end is on its way, and with it the end of its sessions
+            self.line.connection.send(message, generation=generation, stream=stream)
+
+
+@dataclass(eq=False)
+class _Session:
+    """One session.
+
+    Attributes:
+        name: with the engine. positions: that it may have there. verified: of them, by the last verdict.
+        wanted: what the core wants run; None while it wants nothing.
+        taken: positions of ``wanted`` that were run already, in pieces. running: a piece is under way.
+        opened: the engine knows it. ready: the verifier was told that the ids so far are taken in.
+    """
+
+    name: str
+    stream: int
+    caller: _Caller
+    core: Drafting
+    opening: Opening
+    positions: int
+    verified: int
+    wanted: Run | None = None
+    taken: int = 0
+    running: bool = False
+    opened: bool = False
+    ready: bool = False
+    closed: bool = False
+
+
+class Drafter:
+    """See the module's docstring.
+
+    Attributes:
+        gauge: what it does, in figures.
+    """
+
+    def __init__(
+        self, world: World, compute: ComputeThread, serves: Serves, *, most_sessions: int = MAX_SESSIONS
+    ) -> None:
+        self.serves = serves
+        self.gauge = Gauge()
+        self._engine = serves.engine
+        self._now = world.clock.now
+        self._compute = compute
+        self._most_sessions = most_sessions
+        self._callers: set[_Caller] = set()
+        self._sessions: set[_Session] = set()
+        self._turns: Turns[_Session] = Turns()
+        self._wake = asyncio.Event()
+        self._names = count(1)
+        self._background = Background()
+
+    @property
+    def sessions(self) -> int:
+        """Open now."""
+        return len(self._sessions)
+
+    # ----------------------------------------------------------------------------------------------------- connections
+
+    def decide(self, hello: Hello) -> Refuse | None:
+        """Whether a caller of purpose ``draft`` is served; None: yes."""
+        if len(self._callers) >= MAX_CALLERS:
+            return Refuse(RefusalCode.FULL, f"{MAX_CALLERS} verifiers are served already", "start another drafter")
+        return None
+
+    async def serve(self, connection: Connection, hello: Hello) -> None:
+        """Draft for one verifier, until its connection ends. Raises ``ProtocolError``, ``Refused``: for cause."""
+        caller = _Caller(Line(connection, QUIET_S), hello.name)
+        self._callers.add(caller)
+        try:
+            async with caller.line.alive():
+                while True:
+                    await self._heard(caller, await caller.line.frame())
+        except NetworkError:
+            return  # it is gone, in its own way
+        finally:
+            self._callers.discard(caller)
+            for session in list(caller.sessions.values()):
+                self._close(session)
+
+    async def _heard(self, caller: _Caller, received: Received) -> None:
+        stream = received.stream
+        match received.message:
+            case DraftOpen() as message:
+                await self._open_untrusted(caller, stream, message)
+            case Verdict() as verdict:
+                session = self._find_untrusted(caller, stream)
+                if session is not None:
+                    vocab_size = session.opening.vocab_size
+                    self._told_untrusted(session, told_untrusted(verdict, received.generation, vocab_size=vocab_size))
+            case DraftClose():
+                session = self._find_untrusted(caller, stream)
+                if session is not None:
+                    self._close(session)
+            case Request(id=number, method="probe.clock"):
+                caller.say(Response(number, {}))
+            case message:
+                raise ProtocolError(f"a verifier sent {type(message).__name__}")
+
+    def _find_untrusted(self, caller: _Caller, stream: int) -> _Session | None:
+        """None where it is over: what was on its way then. Raises ``ProtocolError``: there never was one."""
+        if not 0 < stream <= caller.last:
+            raise ProtocolError(f"session {stream} was not opened")
+        return caller.sessions.get(stream)
+
+    async def _open_untrusted(self, caller: _Caller, stream: int, message: DraftOpen) -> None:
+        """Raises ``ProtocolError``: no correct verifier opens a session like this. ``NetworkError``: its ids did not
+        come."""
+        opening = opening_untrusted(message)
+        if stream <= caller.last:
+            raise ProtocolError(f"session {stream} after session {caller.last}")
+        caller.last = stream
+        data = await caller.line.bulk(opening.ids_bytes, stream=stream)
+        ids = ids_untrusted(data, vocab_size=opening.vocab_size)
+        try:
+            positions = self._admitted(opening)
+        except Refused as refused:
+            self._refuse(caller, stream, refused)
+            return
+        core = Drafting(ids, prompt=opening.prompt, positions=opening.positions, depth=opening.depth)
+        name = f"draft-{next(self._names)}"
+        session = _Session(name, stream, caller, core, opening, positions, verified=opening.count)
+        caller.sessions[stream] = session
+        caller.line.silence_s = min(caller.line.silence_s, opening.silence_s)
+        self._sessions.add(session)
+        self._feed(session, Began())
+
+    def _admitted(self, opening: Opening) -> int:
+        """Positions that the session may have here. Raises ``Refused``."""
+        serves, engine = self.serves, self._engine
+        if serves.tokenizer and (opening.tokenizer, opening.vocab_size) != (serves.tokenizer, engine.vocab_size):
+            what = f"a vocabulary of {engine.vocab_size}" if opening.vocab_size != engine.vocab_size else "other tokens"
+            text = f"{serves.model} has another tokenizer ({what}; the verifier's has {opening.vocab_size})"
+            raise Refused(OTHER_TOKENIZER, text, remedy="draft with a model of the same family, or with ngram")
+        positions = min(opening.positions, serves.context or opening.positions)
+        if positions <= opening.count:
+            text = f"{opening.count} tokens, and {serves.model} knows {serves.context} positions"
+            raise Refused(TOO_LONG, text, remedy=LONGER)
+        if len(self._sessions) >= self._most_sessions:
+            raise Refused(
+                FULL, f"{self._most_sessions} sessions are drafted for already", remedy="start another drafter"
+            )
+        held = sum(session.positions for session in self._sessions)
+        if serves.limit_bytes and (held + positions) * engine.cache_position_bytes > serves.limit_bytes:
+            text = f"no memory for {positions} positions more beside {held}"
+            raise Refused(FULL, text, remedy="start another drafter, or give this one more memory: --memory")
+        return positions
+
+    def _refuse(self, caller: _Caller, stream: int, problem: P2PTrainError) -> None:
+        code = problem.code if isinstance(problem, Refused) else ENGINE
+        caller.say(DraftRefused(code, problem.message[:REASON_CHARS], problem.remedy[:REASON_CHARS]), stream=stream)
+
+    def _close(self, session: _Session) -> None:
+        """Forget a session. What is computed for it now is dropped."""
+        if session.closed:
+            return
+        session.closed = True
+        self._sessions.discard(session)
+        session.caller.sessions.pop(session.stream, None)
+        self._turns.drop(session)
+        self._background.start(_ended(self._compute.submit(self._engine.close, session.name)), "close session")
+
+    # -------------------------------------------------------------------------------------------------------- the core
+
+    def _told_untrusted(self, session: _Session, told: Told) -> None:
+        """Raises ``ProtocolError``: a verdict that no correct verifier says."""
+        queued = session.wanted is not None and not session.running and not session.taken
+        epoch, right = session.core.epoch, told.start - session.verified
+        self._feed(session, told)
+        self.gauge.judged(right, session.core.epoch != epoch)
+        session.verified = told.start + len(told.tokens)
+        if queued:  # what is to be run depends on what was heard: a run that has not begun is asked for anew
+            session.wanted = None
+            self._feed(session, RunDropped())
+            if session.wanted is None:
+                self._turns.drop(session)
+
+    def _feed(self, session: _Session, event: DrafterEvent) -> None:
+        """Raises ``ProtocolError`` as the core."""
+        instructions = session.core.handle(event, self._now())
+        if session.core.ready and not session.ready:
+            session.ready = True
+            session.caller.say(DraftReady(1e3 * self.gauge.step_s), stream=session.stream)
+        for instruction in instructions:
+            match instruction:
+                case Run():
+                    session.wanted, session.taken = instruction, 0
+                    self._turns.add(session)
+                    self._wake.set()
+                case Send(epoch, position, tokens):
+                    self.gauge.drafted(self._now(), len(tokens))
+                    drafts = Drafts(position, encode_ids(tokens))
+                    session.caller.say(drafts, generation=epoch, stream=session.stream)
+
+    async def run(self) -> None:
+        """Compute what there is to compute, until cancelled."""
+        while True:
+            session = self._turns.take(lambda each: True)
+            if session is None:
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            await self._step(session)
+
+    async def _step(self, session: _Session) -> None:
+        """Run what a session wants, or a piece of it."""
+        run = session.wanted
+        assert run is not None
+        left = len(run.ids) - session.taken
+        piece = left if len(self._sessions) == 1 else min(left, SHARED_PIECE)
+        session.running = True
+        try:
+            ran = await self._compute_piece(session, run, piece, last=piece == left)
+        except P2PTrainError as problem:
+            if not session.closed:
+                self._refuse(session.caller, session.stream, problem)
+                self._close(session)
+            return
+        finally:
+            session.running = False
+        if session.closed:
+            return
+        session.taken += piece
+        if piece < left:
+            self._turns.add(session)
+            return
+        session.wanted = None
+        self._feed(session, RunDone(ran.tokens))
+
+    async def _compute_piece(self, session: _Session, run: Run, piece: int, *, last: bool) -> Ran:
+        """Raises ``P2PTrainError``: the engine cannot, or the session is too long for it."""
+        keep = run.keep + session.taken
+        if keep + piece > session.positions:
+            text = f"{keep + piece} tokens, and {self.serves.model} knows {self.serves.context} positions"
+            raise Refused(TOO_LONG, text, remedy=LONGER)
+        began = self._now()
+        if not session.opened:
+            session.opened = True
+            sampling = session.opening.sampling
+            await self._compute.run(self._engine.open, session.name, positions=session.positions, sampling=sampling)
+        ran = await self._compute.run(
+            self._engine.run,
+            session.name,
+            keep=keep,
+            payload=memoryview(encode_ids(run.ids[session.taken : session.taken + piece])),
+            count=piece,
+            encoding=IDS,
+            out_encoding=IDS,
+            picks=run.picks if last else 0,
+            draw=run.draw,
+        )
+        now = self._now()
+        self.gauge.ran(now, now - began, positions=piece)
+        return ran
+
+
+async def _ended(call: asyncio.Future[None]) -> None:
+    await call

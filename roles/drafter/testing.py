@@ -1,0 +1,221 @@
+"""Drafters without a seed, and a verifier's session without a service around it, for tests. Virtual time will do."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from zlib import crc32
+
+from p2ptrain.core.activations import IDS, encode_ids
+from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.errors import P2PTrainError
+from p2ptrain.core.serving import Ran, Sampling
+from p2ptrain.core.world import LoopClock, Network, World
+from roles.chain.around import Around
+from roles.compute_thread import ComputeThread
+from roles.drafter.drafter import Drafter, Serves
+from roles.speculation.events import Began, Drop, Finished, Give, PassDone, Run, Tell, Tick, VerifierEvent
+from roles.speculation.stats import Stats
+from roles.speculation.verifying import Verifying
+from roles.stage_engine import StageEngine
+from roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part
+from roles.verifier.drafting_source import DrafterFacts, DrafterSource
+from roles.worker.stage_testing import LoopThreads
+from wire.connection import Connection
+from wire.handshake import Server, local_welcome, serve
+from wire.messages import Hello, Refuse, Welcome
+from wire.speculation_messages import DrafterAt
+
+PORT = 4000
+VOCAB = 97
+LAYERS = 3
+CONFIG = stand_in_config(layers=LAYERS, vocab_size=VOCAB)
+TOKENIZER = "tokenizer-a"
+
+
+class Wobbly:
+    """A stand-in of the verifier's own model that is wrong now and then: by chance, but the same each time.
+
+    Args:
+        alpha: how often it is right.
+        pick: what it says instead, from (position, right token); None: something by chance.
+    """
+
+    def __init__(
+        self, alpha: float, *, seed: int = 1, pick: Callable[[int, int], int] | None = None, **options: Any
+    ) -> None:
+        self._whole = whole(**options)
+        self._alpha, self._seed, self._pick = alpha, seed, pick
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
+
+    def run(self, session: str, **how: Any) -> Ran:
+        """As of ``StageEngine``."""
+        ran = self._whole.run(session, **how)
+        stop = how["keep"] + how["count"]
+        first = stop - len(ran.tokens)
+        return Ran(ran.payload, tuple(self._said(first + at, token) for at, token in enumerate(ran.tokens)))
+
+    def _said(self, position: int, right: int) -> int:
+        dice = crc32(b"%d %d %d" % (self._seed, position, right))
+        if dice % 1000 < 1000 * self._alpha:
+            return right
+        return dice // 1000 % VOCAB if self._pick is None else self._pick(position, right)
+
+
+def whole(*, config: str = CONFIG, seed: int = 1, **options: Any) -> StandInStage:
+    """A whole model without torch. Options as of ``StandInStage``."""
+    return stand_in_part(config, 0, LAYERS, seed=seed, **options)
+
+
+@dataclass
+class DrafterHost:
+    """One drafter. It goes by its host's name and listens on ``PORT``.
+
+    Attributes:
+        step_s: that each of its engine's runs takes.
+    """
+
+    name: str
+    network: Network
+    serves: Serves
+    step_s: float = 0.005
+    options: dict[str, Any] = field(default_factory=dict)
+    problems: list[P2PTrainError] = field(default_factory=list)
+
+    @property
+    def at(self) -> DrafterAt:
+        """As the seed tells of it."""
+        vocab_size = self.serves.engine.vocab_size if self.serves.tokenizer else 0
+        return DrafterAt(self.name, self.name, self.name, PORT, self.serves.model, vocab_size, self.serves.tokenizer)
+
+    async def start(self) -> None:
+        """Listen. It may be started again after ``stop``."""
+        threads = LoopThreads()
+        threads.call_s["compute"] = self.step_s
+        world = World(LoopClock(), self.network, RealDisk(), random.Random(1), threads)  # noqa: S311 - jitter
+        self.drafter = Drafter(world, ComputeThread(threads), self.serves, **self.options)
+        self._run = asyncio.create_task(self.drafter.run(), name=self.name)
+        self.server: Server = await serve(
+            self.network,
+            "0.0.0.0",  # noqa: S104 - under its own name
+            PORT,
+            decide=self._decide,
+            serve=self.drafter.serve,
+            on_problem=lambda problem, _: self.problems.append(problem),
+        )
+
+    async def _decide(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
+        return self.drafter.decide(hello) or local_welcome(peer_id=self.name, name=self.name, wall=0.0)
+
+    async def stop(self) -> None:
+        """End, as a process does: connections close."""
+        self._run.cancel()
+        result = await asyncio.gather(self._run, return_exceptions=True)
+        await self.server.close()
+        await asyncio.sleep(1)  # virtual: what is still being computed ends
+        assert not self.drafter.sessions
+        unexpected = [item for item in result if not isinstance(item, asyncio.CancelledError)]
+        assert not unexpected, unexpected
+
+
+def model_serves(engine: Any, *, tokenizer: str = TOKENIZER, **more: Any) -> Serves:
+    """What a drafter with this engine serves."""
+    return Serves(engine, "a small model", tokenizer=tokenizer, **more)
+
+
+@asynccontextmanager
+async def drafter_hosts(hosts: Sequence[DrafterHost]) -> AsyncIterator[Sequence[DrafterHost]]:
+    """Drafters that run inside."""
+    for host in hosts:
+        await host.start()
+    try:
+        yield hosts
+    finally:
+        for host in hosts:
+            await host.stop()
+
+
+def around_of(network: Network, notify: Callable[[str, str, str], None] = lambda *notice: None) -> Around:
+    """Where a verifier stands."""
+    world = World(LoopClock(), network, RealDisk(), random.Random(2), LoopThreads())  # noqa: S311 - jitter
+    return Around(world, "verifier", "verifier", "seed", notify=notify)
+
+
+@dataclass
+class Written:
+    """What a session gave, when it ended (in the loop's time), and how it came about."""
+
+    tokens: list[int]
+    ended_at: float
+    stats: Stats
+    facts: list[DrafterFacts]
+
+
+async def write(
+    source: DrafterSource,
+    prompt: Sequence[int],
+    tokens: int,
+    sampling: Sampling,
+    *,
+    pass_s: float = 0.05,
+    row_s: float = 0.0,
+) -> Written:
+    """A session of a verifier, as its shell runs it, with a target that takes ``pass_s`` and ``row_s`` more a draft."""
+    loop = asyncio.get_running_loop()
+    target: StageEngine = whole()
+    target.open("s", positions=len(prompt) + tokens, sampling=sampling)
+    core = Verifying(prompt, max_new_tokens=tokens, vocab_size=VOCAB)
+    events: asyncio.Queue[VerifierEvent] = asyncio.Queue()
+    drafting = source.open(
+        prompt,
+        prompt=len(prompt),
+        positions=len(prompt) + tokens,
+        sampling=sampling,
+        depth=core.opening_depth,
+        on_event=events.put_nowait,
+    )
+    made: list[int] = []
+
+    def passed(run: Run, took_s: float) -> None:
+        payload = memoryview(encode_ids(run.ids))
+        ran = target.run(
+            "s",
+            keep=run.keep,
+            payload=payload,
+            count=len(run.ids),
+            encoding=IDS,
+            out_encoding=IDS,
+            picks=run.picks,
+            draw=run.draw,
+        )
+        events.put_nowait(PassDone(ran.tokens, took_s))
+
+    events.put_nowait(Began())
+    while not core.ended:
+        due_at = core.next_deadline()
+        try:
+            async with asyncio.timeout_at(due_at):
+                event = await events.get()
+        except TimeoutError:
+            event = Tick()
+        for item in core.handle(event, loop.time()):
+            match item:
+                case Run():
+                    took_s = pass_s + row_s * (len(item.ids) - 1)
+                    loop.call_later(took_s, passed, item, took_s)
+                case Tell():
+                    drafting.tell(item)
+                case Drop(drafter, reason):
+                    drafting.drop(drafter, reason)
+                case Give(tokens=new):
+                    made += new
+                case Finished():
+                    drafting.close()
+        core.validate()
+    return Written(made, loop.time(), core.stats, drafting.facts())

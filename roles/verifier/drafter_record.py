@@ -1,0 +1,93 @@
+"""How often a drafter is right, by what the verdicts of its sessions say of its drafts. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from roles.speculation.events import Tell
+from roles.speculation.received import MAX_DEPTH
+
+PRIOR, PRIOR_WEIGHT = 0.6, 4.0
+"""Acceptance before anything is known, and for how many drafts that stands."""
+MEMORY = 0.99
+"""What counted drafts weigh when one more is counted: the last hundred decide."""
+USUAL_STEP_S = 0.005
+HOPELESS, HOPELESS_AFTER = 0.1, 32
+
+
+class DraftRecord:
+    """Of one drafter, whatever the session.
+
+    Attributes:
+        latency_s: one way. step_s: of a draft; 0 where it is not known.
+        counted: drafts that were judged, in all.
+    """
+
+    def __init__(self) -> None:
+        self.latency_s = self.step_s = 0.0
+        self.counted = 0
+        self._right = self._weight = 0.0
+
+    @property
+    def alpha(self) -> float:
+        """Acceptance: how likely its next draft is right where those before are."""
+        return (self._right + PRIOR * PRIOR_WEIGHT) / (self._weight + PRIOR_WEIGHT)
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether what it drafts is known to be of no use."""
+        return self.counted >= HOPELESS_AFTER and self.alpha < HOPELESS
+
+    def count(self, right: int, *, wrong: bool) -> None:
+        """So many drafts were right, and then one was wrong, or the verdict ended."""
+        for hit in [True] * right + [False] * wrong:
+            self._right = MEMORY * self._right + hit
+            self._weight = MEMORY * self._weight + 1
+            self.counted += 1
+
+    def cost_s(self, sessions: int) -> float:
+        """Seconds that a right token costs, roughly, beside so many other sessions: its own draft and those that were
+        thrown away, and a round trip where the line was broken. The less, the better the drafter."""
+        alpha = max(self.alpha, 0.01)
+        return (1 + sessions) * (self.step_s or USUAL_STEP_S) / alpha + 2 * self.latency_s * (1 - alpha)
+
+
+class SeatRecord:
+    """The same of one session at one drafter: what it drafted, until a verdict is told of it.
+
+    Args:
+        told: positions that the drafter knows.
+    """
+
+    def __init__(self, told: int) -> None:
+        self._told = told
+        self._epoch = 0
+        self._dead = False  # the line was contradicted: drafts of this epoch count no more
+        self._drafts: dict[int, int] = {}  # position → token, of the line, not told of
+
+    def drafted(self, epoch: int, position: int, tokens: Sequence[int]) -> None:
+        """Drafts came. Whether they fit is for the session to see: what does not is of no account."""
+        if epoch < self._epoch or (epoch == self._epoch and self._dead):
+            return
+        if epoch > self._epoch:
+            self._epoch, self._dead = epoch, False
+            self._drafts.clear()
+        if len(self._drafts) + len(tokens) <= 2 * MAX_DEPTH:
+            self._drafts.update(enumerate(tokens, position))
+
+    def judged(self, tell: Tell) -> tuple[int, bool]:
+        """A verdict is told: how many drafts it finds right, and whether it then finds one wrong."""
+        right, wrong = 0, False
+        for position in range(self._told, tell.start):
+            right += position in self._drafts
+        for position, token in enumerate(tell.tokens, tell.start):
+            if (draft := self._drafts.get(position)) is None:
+                continue
+            if draft != token:
+                wrong = True
+                break
+            right += 1
+        self._told = tell.start + len(tell.tokens)
+        self._drafts = {} if wrong else {at: token for at, token in self._drafts.items() if at >= self._told}
+        self._dead = self._dead or wrong
+        return right, wrong

@@ -1,0 +1,161 @@
+"""Drafters and verifiers over emulated links, with engines that notice whatever goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from p2ptrain.core.serving import Sampling
+from roles.drafter.drafter import Serves
+from roles.drafter.testing import (
+    CONFIG,
+    TOKENIZER,
+    VOCAB,
+    DrafterHost,
+    Wobbly,
+    around_of,
+    drafter_hosts,
+    model_serves,
+    write,
+)
+from roles.speculation.ngram import NgramEngine
+from roles.stage_stand_in import tokens_of
+from roles.verifier.drafter_link import Tokens
+from roles.verifier.drafters import Drafters
+from wire.emulate import EmulatedNetwork
+from wire.memory import MemoryNetwork
+from wire.shaper import LinkPreset
+from wire.virtual import run_virtual
+
+PROMPT = [5, 80, 11, 11, 3]
+SEEDED = Sampling(temperature=1.5, top_k=40, top_p=0.95, seed=4)
+GREEDY = Sampling(temperature=0)
+TOKENS = Tokens(VOCAB, TOKENIZER)
+
+
+class Scene:
+    """A verifier and its drafters on one network, each link with the same weather."""
+
+    def __init__(
+        self, *, one_way_ms: float = 0.0, jitter_ms: float = 0.0, look_up: bool = False, seats: int = 2
+    ) -> None:
+        self.memory = MemoryNetwork()
+        self.preset = LinkPreset("test", one_way_ms, jitter_ms)
+        self.told: list[tuple[str, str, str]] = []
+        self.drafters = Drafters(
+            around_of(self.at("verifier"), lambda *notice: self.told.append(notice)),
+            TOKENS,
+            look_up=look_up,
+            seats=seats,
+        )
+
+    def at(self, host: str) -> Any:
+        network = self.memory.at(host)
+        return EmulatedNetwork(network, self.preset, len(host)) if self.preset.delay_ms else network
+
+    def host(self, name: str, engine: Any, *, step_s: float = 0.005, **more: Any) -> DrafterHost:
+        return DrafterHost(name, self.at(name), model_serves(engine, **more), step_s)
+
+    @asynccontextmanager
+    async def running(self, *hosts: DrafterHost, wait_s: float = 5.0) -> Any:
+        async with drafter_hosts(hosts):
+            self.drafters.here([host.at for host in hosts])
+            await asyncio.sleep(wait_s)  # virtual
+            yield
+            await self.drafters.close()
+
+
+def expected(prompt: list[int], tokens: int, sampling: Sampling) -> list[int]:
+    return tokens_of(CONFIG, prompt, tokens, sampling)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED])
+@pytest.mark.parametrize("one_way_ms", [0.0, 40.0])
+def test_the_text_is_that_of_plain_decoding_and_comes_sooner(sampling: Sampling, one_way_ms: float) -> None:
+    async def main() -> None:
+        scene = Scene(one_way_ms=one_way_ms)
+        async with scene.running(scene.host("d1", Wobbly(0.9))):
+            began = asyncio.get_running_loop().time()
+            written = await write(scene.drafters, PROMPT, 100, sampling)
+            assert written.tokens == expected(PROMPT, 100, sampling)
+            assert written.stats.accepted > 40
+            assert written.ended_at - began < 0.8 * 100 * 0.05
+            (facts,) = written.facts
+            assert abs(facts.latency_s - one_way_ms / 1e3) < 0.002
+            assert 0 < facts.bytes_in + facts.bytes_out < 24 * 100
+
+    run_virtual(main())
+
+
+def test_a_drafter_drafts_for_many_sessions_at_a_time_and_none_waits_for_all() -> None:
+    prompts = [[number + 1, 7, 7 * number] for number in range(6)]
+
+    async def main() -> None:
+        scene = Scene(one_way_ms=5)
+        async with scene.running(scene.host("d1", Wobbly(0.95), step_s=0.002)):
+            written = await asyncio.gather(*(write(scene.drafters, prompt, 40, SEEDED) for prompt in prompts))
+            assert [each.tokens for each in written] == [expected(prompt, 40, SEEDED) for prompt in prompts]
+            assert all(each.stats.accepted > 10 for each in written)
+
+    run_virtual(main())
+
+
+def test_a_look_up_in_the_process_and_one_far_away() -> None:
+    prompt = [*range(20), *range(10)]
+
+    async def main() -> None:
+        scene = Scene(one_way_ms=5, look_up=True)
+        far = DrafterHost("d1", scene.at("d1"), Serves(NgramEngine(1 << 31), "n-gram look-up"))
+        async with scene.running(far):
+            written = await write(scene.drafters, prompt, 60, GREEDY)
+            assert written.tokens == expected(prompt, 60, GREEDY)
+            assert [(facts.drafter, facts.peer_id) for facts in written.facts] == [(1, ""), (2, "d1")]
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_drafters_that_die_and_come_back_change_nothing(seed: int) -> None:
+    dice = random.Random(seed)
+
+    async def main() -> None:
+        scene = Scene(one_way_ms=dice.choice([1.0, 30.0]), jitter_ms=20, look_up=dice.random() < 0.3)
+        names = [f"d{number}" for number in range(dice.randint(1, 3))]
+        hosts = {name: scene.host(name, Wobbly(dice.choice([0.0, 0.6, 0.9, 1.0]), seed=seed)) for name in names}
+
+        async def churn() -> None:
+            while True:
+                await asyncio.sleep(dice.uniform(0.05, 0.6))
+                name = dice.choice(names)
+                match dice.randint(0, 2):
+                    case 0:
+                        scene.memory.crash(name)
+                        await asyncio.sleep(dice.uniform(0, 1))
+                        await hosts[name].stop()
+                        await hosts[name].start()
+                    case 1:
+                        scene.memory.cut("verifier", name)
+                        await asyncio.sleep(dice.uniform(0, 1))
+                        scene.memory.mend("verifier", name)
+                    case 2:
+                        scene.memory.silence("verifier", name)
+                        await asyncio.sleep(dice.uniform(0, 4))
+                        scene.memory.mend("verifier", name)
+
+        async with scene.running(*hosts.values(), wait_s=0.2):
+            churning = asyncio.create_task(churn())
+            sampling = dice.choice([GREEDY, SEEDED])
+            prompts = [[number + 1, seed] for number in range(2)]
+            written = await asyncio.gather(*(write(scene.drafters, prompt, 120, sampling) for prompt in prompts))
+            churning.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await churning
+            assert [each.tokens for each in written] == [expected(prompt, 120, sampling) for prompt in prompts]
+            for name in names:
+                scene.memory.mend("verifier", name)
+
+    run_virtual(main())
