@@ -33,7 +33,7 @@ def main(args: Sequence[str] | None = None) -> None:
         code = app(args=None if args is None else list(args), prog_name="p2ptrain", standalone_mode=False)
     except KeyboardInterrupt:  # before Typer watches for it
         code = EXIT_INTERRUPTED
-    except Exception as error:  # the last edge: a person sees a line, never a traceback  # noqa: BLE001
+    except Exception as error:  # noqa: BLE001 - the last edge: a person sees a line, never a traceback
         code = told(error)
     sys.exit(code if isinstance(code, int) else 0)
 
@@ -73,9 +73,8 @@ def _translated(error: Exception) -> P2PTrainError:
 
     if isinstance(error, typer.Abort):  # a question that was answered with no
         return UserError("nothing was done")
-    usage = getattr(
-        error, "format_message", None
-    )  # what Typer raises for wrong arguments, whichever parser it stands on
+    # What Typer raises for wrong arguments, whichever parser it stands on.
+    usage = getattr(error, "format_message", None)
     if callable(usage):
         context = getattr(error, "ctx", None)
         path = context.command_path if context is not None else "p2ptrain"

@@ -12,8 +12,8 @@ from p2ptrain.core.world import World
 from roles.worker.stage_requests import LONGEST_SILENCE_S, Place
 from wire.chain_messages import CHAIN_STREAM, Work
 from wire.connection import Connection, Received
-from wire.handshake import dial, local_hello
-from wire.messages import Hello, Message, StillHere
+from wire.handshake import Dialler, dial, local_hello
+from wire.messages import Hello, Message, StillHere, Welcome
 
 BEATS = 4
 """In a silence: so often each side says something."""
@@ -29,6 +29,13 @@ LINK_UNSENT_BYTES = 4 << 20
 """Bytes to the next stage that may wait unsent; beyond, the session that they are of computes no further."""
 
 T = TypeVar("T")
+
+
+async def dial_worker(network: Dialler, host: str, port: int, peer_id: str, hello: Hello) -> tuple[Connection, Welcome]:
+    """Reach that worker, which gives or takes much. Raises as ``wire.handshake.dial``."""
+    made, welcome = await dial(network, host, port, hello, timeout_s=DIAL_S, expect_peer=peer_id, expect_role="worker")
+    made.tune_for_bulk()
+    return made, welcome
 
 
 class Line:
@@ -238,16 +245,7 @@ class NextStage:
         hello = local_hello(
             peer_id=peer_id, name=name, roles=["worker"], purpose="stage", job=session, generation=index
         )
-        connection, _ = await dial(
-            world.network,
-            place.host or seed_host,
-            place.port,
-            hello,
-            timeout_s=DIAL_S,
-            expect_peer=place.peer,
-            expect_role="worker",
-        )
-        connection.tune_for_bulk()
+        connection, _ = await dial_worker(world.network, place.host or seed_host, place.port, place.peer, hello)
         return cls(place, Line(connection, silence_s), on_lost=on_lost, on_room=on_room)
 
     @property

@@ -38,7 +38,7 @@ from roles.worker.links import Prober, targets_untrusted, to_result
 from roles.worker.loader import Loader, OnBytes, Progress
 from roles.worker.parts import IDLE_S, MAX_PARTS, Part, Shelf
 from roles.worker.receiver import GIVER, Receiver
-from roles.worker.stage_links import DIAL_S, QUIET_S, Line, of_session
+from roles.worker.stage_links import QUIET_S, Line, dial_worker, of_session
 from roles.worker.stage_requests import (
     LoadRequest,
     Place,
@@ -54,7 +54,7 @@ from roles.worker.stage_requests import (
 from roles.worker.stage_works import UNKNOWN_SESSION, Caller, StageWorks
 from wire.chain_messages import HeldPart, PartsHeld, Work
 from wire.connection import Connection
-from wire.handshake import RefusalCode, dial, local_hello
+from wire.handshake import RefusalCode, local_hello
 from wire.messages import Hello, Message, Refuse, Request, Response
 
 PURPOSES = frozenset({"chain", "stage", "model", "give"})
@@ -399,19 +399,11 @@ class Stages:
         me = self._around
         hello = local_hello(peer_id=me.peer_id, name=me.name, roles=["worker"], purpose="model", job=model)
         try:
-            connection, welcome = await dial(
-                self._world.network,
-                place.host or me.seed_host(),
-                place.port,
-                hello,
-                timeout_s=DIAL_S,
-                expect_peer=place.peer,
-                expect_role="worker",
-            )
+            host = place.host or me.seed_host()
+            connection, welcome = await dial_worker(self._world.network, host, place.port, place.peer, hello)
         except P2PTrainError as problem:
             text = f"who gives the model was not reached: {problem.message}"
             raise Refused(GIVER, text, remedy=problem.remedy or "load it from another copy") from problem
-        connection.tune_for_bulk()
         return Receiver(connection, model, printable(welcome.name))
 
     async def _giver_of(self, client: _Client, model: str, tried: Collection[Receiver]) -> Receiver:

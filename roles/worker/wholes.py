@@ -28,9 +28,9 @@ from roles.worker.checkpointing import Checkpointing, announce
 from roles.worker.heal import TELL_EVERY_S
 from roles.worker.keeper import Keeper
 from roles.worker.receiver import Receiver
-from roles.worker.stage_links import DIAL_S
+from roles.worker.stage_links import dial_worker
 from roles.worker.surroundings import Surroundings
-from wire.handshake import dial, local_hello
+from wire.handshake import local_hello
 from wire.messages import FilesRequest, MemberRecord
 
 BESIDE_BYTES, ALONE_BYTES = 256 << 10, 1 << 20
@@ -165,16 +165,8 @@ class Wholes:
         """What that member has, while ``stack`` is open. Raises ``P2PTrainError``."""
         around = self._around
         hello = local_hello(peer_id=around.peer_id, name=around.name, roles=["worker"], purpose="files", job=self._job)
-        connection, _ = await dial(
-            around.world.network,
-            member.host or around.seed_host,
-            member.port,
-            hello,
-            timeout_s=DIAL_S,
-            expect_peer=member.peer_id,
-            expect_role="worker",
-        )
-        connection.tune_for_bulk()
+        host = member.host or around.seed_host
+        connection, _ = await dial_worker(around.world.network, host, member.port, member.peer_id, hello)
         what = f"the files of stage {asked.stage}"
         receiver = await stack.enter_async_context(Receiver(connection, self._job, member.name, what=what).running())
         offer = await receiver.files(asked)
