@@ -78,9 +78,21 @@ def per_layer_lists(config: PretrainedConfig) -> dict[str, list[Any]]:
     }
 
 
-def refused(config: PretrainedConfig, why: str) -> ConfigError:
-    """The refusal to split a model of this architecture."""
-    return ConfigError(f"a {config.model_type!r} model cannot be split: {why}", remedy=_REMEDY)
+class NotSplit(ConfigError):
+    """The refusal to split a model of this architecture.
+
+    Attributes:
+        why: of it, without its name.
+    """
+
+    def __init__(self, config: PretrainedConfig, why: str) -> None:
+        super().__init__(f"a {config.model_type!r} model cannot be split: {why}", remedy=_REMEDY)
+        self.why = why
+
+
+def refused(config: PretrainedConfig, why: str) -> NotSplit:
+    """A model of this architecture cannot be split."""
+    return NotSplit(config, why)
 
 
 class Anatomy:

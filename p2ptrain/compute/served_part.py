@@ -124,7 +124,11 @@ def _cache_position_bytes(config: PretrainedConfig, part: Part, dtype: torch.dty
 
 
 class ServedPart:
-    """See the module's text, and ``roles.stage_engine.StageEngine`` for what the attributes mean."""
+    """See the module's text, and ``roles.stage_engine.StageEngine`` for what the attributes mean.
+
+    Attributes:
+        context: as of ``PartModel``.
+    """
 
     def __init__(self, spec: PartSpec, model: PartModel, dtype: torch.dtype, device: Device) -> None:
         self.spec = spec
@@ -133,6 +137,7 @@ class ServedPart:
         self.weights_bytes = model.weights_bytes
         self.cache_position_bytes = _cache_position_bytes(model.config, model.part, dtype)
         self.device = device.label
+        self.context = model.context
         self._model, self._dtype, self._place = model, dtype, device
         self._sessions: dict[str, _Session] = {}
 

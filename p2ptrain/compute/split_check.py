@@ -51,36 +51,50 @@ def check_splits(config: PretrainedConfig) -> None:
     Raises:
         ConfigError: a model of this architecture is none that splits.
     """
+    _check(config, in_parts=True)
+
+
+def check_whole(config: PretrainedConfig) -> None:
+    """As ``check_splits``, with one part that has all layers: what it computes, and that positions can be taken back.
+
+    Raises:
+        ConfigError: a model of this architecture cannot be computed as a part, not even as a single one.
+    """
+    _check(config, in_parts=False)
+
+
+def _check(config: PretrainedConfig, *, in_parts: bool) -> None:
     heads, kv_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
     if heads and kv_heads and heads % kv_heads:  # the small model below has other numbers
         raise refused(config, f"{heads} heads of queries cannot share {kv_heads} heads of keys and values")
-    _checked(config.model_type, config.to_json_string(use_diff=False))
+    _checked(config.model_type, config.to_json_string(use_diff=False), in_parts)
 
 
 @functools.lru_cache(maxsize=64)
-def _checked(model_type: str, text: str) -> None:
+def _checked(model_type: str, text: str, in_parts: bool) -> None:
     config = AutoConfig.for_model(**json.loads(text) | {"model_type": model_type})
     try:
         tiny = _tiny(config)
         if sum(weight.numel() for weight in Anatomy(tiny, torch.float32).model.parameters()) > _MOST_PARAMETERS:
             raise refused(config, "with so wide heads or so long a table of positions it cannot be tried first")
         with one_thread():  # more gain nothing from tensors as small, and wait for each other on a busy machine
-            same = _same(tiny)
+            same = _same(tiny, in_parts=in_parts)
     except ConfigError:
         raise
     except Exception as error:  # whatever the architecture needs that is not known here
         raise refused(config, first_line(error)) from error
     if not same:
-        raise refused(config, "its parts together compute something else than the whole")
+        who = "its parts together compute" if in_parts else "the whole as one part computes"
+        raise refused(config, f"{who} something else than the whole")
 
 
-def _same(config: PretrainedConfig) -> bool:
+def _same(config: PretrainedConfig, *, in_parts: bool) -> bool:
     whole = _random_model(config)
     weights = whole.state_dict()
     layers = config.num_hidden_layers
     parts = [
         build_part(config, Part(start, stop, layers), weights.__getitem__, weights)
-        for start, stop in pairwise([0, 1, layers - 1, layers])
+        for start, stop in pairwise([0, 1, layers - 1, layers] if in_parts else [0, layers])
     ]
     ids = torch.arange(2 * 18).view(2, 18) * 7 % config.vocab_size
     batch = torch.arange(ids.shape[1])

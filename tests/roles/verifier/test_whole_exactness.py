@@ -1,0 +1,81 @@
+"""A whole target against transformers' ``generate`` of the same files: token for token, whatever drafts were tried."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from p2ptrain.core.serving import Sampling
+from p2ptrain.core.world import LoopClock
+from roles.compute_thread import ComputeThread
+from roles.verifier.whole_target import WholeTarget, load_whole_target
+from tests.compute.families import VOCAB, make
+
+from .by_hand import decoded
+
+PROMPT = [(7 * index * index) % VOCAB for index in range(9)]
+TOKENS = 24
+SAMPLINGS = [
+    Sampling(temperature=0),
+    Sampling(temperature=1.0, seed=1),
+    Sampling(temperature=0.8, top_k=50, seed=2),
+    Sampling(temperature=1.3, top_k=40, top_p=0.9, seed=3),
+    Sampling(temperature=0.9, top_p=0.7, seed=4),
+]
+
+
+def generated(whole: Any, sampling: Sampling) -> list[int]:
+    x = torch.tensor([PROMPT])
+    shape = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    drawn: dict[str, Any] = {"do_sample": True, **shape} if sampling.temperature else {"do_sample": False}
+    with torch.random.fork_rng(devices=[]), torch.inference_mode():
+        torch.manual_seed(sampling.seed)
+        out = whole.generate(
+            x, attention_mask=torch.ones_like(x), max_new_tokens=TOKENS, pad_token_id=0, use_cache=True, **drawn
+        )
+    return [int(token) for token in out[0, len(PROMPT) :]]
+
+
+@pytest.fixture(params=["llama-tied", "qwen2", "gpt2", "mistral-window"])
+async def loaded(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[tuple[Any, WholeTarget]]:
+    whole = make(request.param, tmp_path)
+    heard: list[tuple[int, int]] = []
+    target = await load_whole_target(
+        tmp_path, ComputeThread(), LoopClock(), device="cpu", on_bytes=lambda *both: heard.append(both)
+    )
+    assert heard[-1][0] == heard[-1][1]
+    assert (target.context, target.vocab_size, target.label) == (128, VOCAB, tmp_path.name)
+    yield whole, target
+    await target.close()
+
+
+async def test_the_tokens_are_those_of_generate(loaded: tuple[Any, WholeTarget]) -> None:
+    whole, target = loaded
+    for sampling in SAMPLINGS:
+        wanted = generated(whole, sampling)
+        accepted = 0
+        for drafts, right in ((0, 0.0), (4, 0.7), (16, 0.9), (8, 0.0)):
+            session = await target.open(positions=64, sampling=sampling)
+            told = await decoded(
+                session, PROMPT, wanted, drafts=drafts, right=right, vocab_size=VOCAB, chunk=4 + drafts, seed=drafts
+            )
+            await session.close()
+            assert told.tokens == wanted, (sampling, drafts)
+            accepted += told.accepted
+        assert accepted > 10
+
+
+@pytest.mark.parametrize("loaded", ["mistral-window"], indirect=True)
+async def test_a_session_goes_on_with_what_it_has(loaded: tuple[Any, WholeTarget]) -> None:
+    """As a chat's next turn does: the history is cut to what both have, and draws begin anew."""
+    whole, target = loaded
+    sampling = SAMPLINGS[2]
+    wanted = generated(whole, sampling)
+    session = await target.open(positions=64, sampling=sampling)
+    await decoded(session, [*PROMPT[:6], 1, 2, 3], [5] * 6, drafts=3, right=0.0, vocab_size=VOCAB)
+    told = await decoded(session, PROMPT, wanted, drafts=4, kept=6, vocab_size=VOCAB)
+    assert told.tokens == wanted

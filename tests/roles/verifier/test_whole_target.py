@@ -1,0 +1,228 @@
+"""A whole model's sessions: whose turn it is, how many there may be, and what is left of those that end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from p2ptrain.core.errors import ConfigError, P2PTrainError, ProtocolError, Refused, UserError
+from p2ptrain.core.serving import Sampling
+from p2ptrain.core.world import LoopClock
+from roles.compute_thread import ComputeThread
+from roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part, tokens_of
+from roles.verifier.target import Target, TargetSession
+from roles.verifier.whole_target import WholeTarget, load_whole_target
+from roles.worker.stage_testing import LoopThreads
+from wire.virtual import run_virtual
+
+from .by_hand import decoded
+
+CONFIG = stand_in_config(layers=3, context=200)
+GREEDY, SAMPLED = Sampling(temperature=0), Sampling(temperature=1.5, top_k=40, top_p=0.95, seed=4)
+PROMPT = [5, 80, 11, 11, 3]
+PASS_S = 0.5
+
+
+@asynccontextmanager
+async def target_of(engine: StandInStage, **options: Any) -> AsyncIterator[WholeTarget]:
+    threads = LoopThreads()
+    threads.call_s["compute"] = PASS_S
+    target = WholeTarget(engine, ComputeThread(threads), LoopClock(), label="stand-in", context=200, **options)
+    try:
+        yield target
+    finally:
+        await target.close()
+        assert not engine.sessions
+        assert (target.facts()["sessions"], target.facts()["cache_bytes"]) == (0, 0)
+
+
+def engine_of(**options: Any) -> StandInStage:
+    return stand_in_part(CONFIG, 0, 3, **options)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+@pytest.mark.parametrize("drafts", [0, 1, 4, 16])
+def test_the_tokens_are_those_of_plain_decoding(sampling: Sampling, drafts: int) -> None:
+    async def main() -> None:
+        wanted = tokens_of(CONFIG, PROMPT, 40, sampling)
+        async with target_of(engine_of()) as target:
+            assert (target.vocab_size, target.context, target.label) == (97, 200, "stand-in")
+            for seed in range(5):
+                session = await target.open(positions=60, sampling=sampling)
+                told = await decoded(session, PROMPT, wanted, drafts=drafts, seed=seed, chunk=2)
+                assert told.tokens == wanted
+                assert told.passes + told.accepted == 39
+                assert bool(told.accepted) == bool(drafts)
+                await session.close()
+
+    run_virtual(main())
+
+
+def test_sessions_take_turns_in_order_and_only_their_own_time_counts() -> None:
+    async def main() -> None:
+        ran: list[str] = []
+        async with target_of(engine_of(on_run=lambda name, keep, count: ran.append(name))) as target:
+            sessions = [await target.open(positions=60, sampling=GREEDY) for _ in range(3)]
+
+            async def three_passes(session: TargetSession) -> list[float]:
+                passed = [
+                    await session.run(keep=each, ids=[each], picks=1, draw=each, prefill=False) for each in range(3)
+                ]
+                return [each.took_s for each in passed]
+
+            times = await asyncio.gather(*(three_passes(session) for session in sessions))
+            assert times == [[pytest.approx(PASS_S)] * 3] * 3
+            assert len(set(ran[:3])) == 3
+            assert ran == ran[:3] * 3
+
+    run_virtual(main())
+
+
+def test_a_pass_that_nobody_waits_for_any_more_is_not_counted_to_the_next() -> None:
+    async def main() -> None:
+        async with target_of(engine_of()) as target:
+            one, other = [await target.open(positions=60, sampling=GREEDY) for _ in range(2)]
+            left = asyncio.create_task(one.run(keep=0, ids=[1], picks=1, draw=0, prefill=False))
+            await asyncio.sleep(PASS_S / 5)
+            left.cancel()
+            passed = await other.run(keep=0, ids=[1], picks=1, draw=0, prefill=False)
+            assert passed.took_s == pytest.approx(PASS_S)
+            with pytest.raises(asyncio.CancelledError):
+                await left
+            with pytest.raises(RuntimeError):  # it is only to be closed
+                await one.run(keep=1, ids=[1], picks=1, draw=0, prefill=False)
+            await one.close()
+            assert (await other.run(keep=1, ids=[1], picks=1, draw=1, prefill=False)).tokens
+
+    run_virtual(main())
+
+
+def test_closed_while_a_pass_is_under_way() -> None:
+    async def main() -> None:
+        engine = engine_of()
+        async with target_of(engine) as target:
+            session = await target.open(positions=60, sampling=GREEDY)
+            running = asyncio.create_task(session.run(keep=0, ids=[1], picks=1, draw=0, prefill=False))
+            await asyncio.sleep(PASS_S / 5)
+            await asyncio.gather(session.close(), session.close())
+            assert running.done(), "the cache is let go behind it"
+            assert not engine.sessions
+            with pytest.raises(RuntimeError):
+                await session.run(keep=1, ids=[1], picks=1, draw=1, prefill=False)
+
+    run_virtual(main())
+
+
+def test_an_opening_that_is_cancelled_leaves_nothing() -> None:
+    async def main() -> None:
+        engine = engine_of()
+        for after_s in (0.0, PASS_S / 2, PASS_S * 1.5):
+            async with target_of(engine) as target:
+                first = asyncio.create_task(target.open(positions=60, sampling=GREEDY))
+                opening = asyncio.create_task(target.open(positions=60, sampling=GREEDY))
+                await asyncio.sleep(after_s)
+                opening.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await opening
+                await first
+                assert (len(engine.sessions), target.facts()["sessions"]) == (1, 1)
+
+    run_virtual(main())
+
+
+def test_a_pass_that_fails_ends_its_session_and_no_other() -> None:
+    def on_run(name: str, keep: int, count: int) -> None:
+        if count == 3:
+            raise MemoryError("no room")
+
+    async def main() -> None:
+        async with target_of(engine_of(on_run=on_run)) as target:
+            one, other = [await target.open(positions=60, sampling=GREEDY) for _ in range(2)]
+            with pytest.raises(P2PTrainError, match="no room"):
+                await one.run(keep=0, ids=[1, 2, 3], picks=1, draw=0, prefill=False)
+            with pytest.raises(ProtocolError, match="are to be kept"):
+                await other.run(keep=7, ids=[1], picks=1, draw=0, prefill=False)
+            await one.close()
+            third = await target.open(positions=60, sampling=GREEDY)
+            assert (await third.run(keep=0, ids=[1], picks=1, draw=0, prefill=False)).tokens
+
+    run_virtual(main())
+
+
+def refused(kind: type[P2PTrainError], words: str) -> Any:
+    return pytest.raises(kind, match=words)
+
+
+def test_sessions_and_their_memory_are_bounded() -> None:
+    async def main() -> None:
+        engine = engine_of()
+        position_bytes = engine.cache_position_bytes
+        async with target_of(engine, max_sessions=2, cache_bytes=100 * position_bytes) as target:
+            with refused(UserError, "context of 200") as caught:
+                await target.open(positions=201, sampling=GREEDY)
+            assert "200" in caught.value.remedy
+            with refused(UserError, "sessions may take") as caught:
+                await target.open(positions=101, sampling=GREEDY)
+            assert "100 positions" in caught.value.remedy
+            with refused(UserError, "0 positions"):
+                await target.open(positions=0, sampling=GREEDY)
+            one = await target.open(positions=60, sampling=GREEDY)
+            assert target.facts()["cache_bytes"] == 60 * position_bytes
+            with refused(Refused, "leave too little") as caught:
+                await target.open(positions=41, sampling=GREEDY)
+            assert caught.value.remedy
+            await target.open(positions=40, sampling=GREEDY)
+            with refused(Refused, "2 sessions are open"):
+                await target.open(positions=1, sampling=GREEDY)
+            await one.close()
+            await target.open(positions=60, sampling=GREEDY)
+        with refused(Refused, "being let go"):
+            await target.open(positions=1, sampling=GREEDY)
+
+    run_virtual(main())
+
+
+def test_it_is_a_target() -> None:
+    async def main() -> None:
+        async with target_of(engine_of()) as target:
+            as_protocol: Target = target
+            assert as_protocol.facts()["kind"] == "whole"
+            assert as_protocol.facts()["layers"] == 3
+
+    run_virtual(main())
+
+
+async def test_what_is_no_model_is_told_and_the_thread_lives(tmp_path: Path) -> None:
+    compute = ComputeThread()
+    with pytest.raises(ConfigError, match=r"there is no .*config\.json") as caught:
+        await load_whole_target(tmp_path, compute, LoopClock())
+    assert caught.value.remedy
+    assert await compute.run(lambda: 3) == 3
+    compute.close()
+
+
+async def test_loading_that_is_cancelled_ends_at_the_next_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def load_whole(directory: Path, *, device: str, dtype: str, on_bytes: Callable[[int, int], None]) -> None:
+        loop.call_soon_threadsafe(asked.set)
+        while True:
+            on_bytes(1, 2)
+
+    monkeypatch.setattr("p2ptrain.compute.whole_part.load_whole", load_whole)
+    compute = ComputeThread()
+    loading = asyncio.create_task(load_whole_target(tmp_path, compute, LoopClock()))
+    await asked.wait()
+    loading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await loading
+    assert await compute.run(lambda: 3) == 3  # it is free again
+    compute.close()
