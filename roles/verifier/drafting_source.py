@@ -97,3 +97,34 @@ class DrafterSource(Protocol):
     def names(self) -> list[str]:
         """Peer ids of the drafters that can be asked now, for the seed."""
         ...
+
+
+class NoDrafters:
+    """The verifier by itself: a ``DrafterSource`` and its ``Drafting``."""
+
+    def open(
+        self,
+        ids: Sequence[int],
+        *,
+        prompt: int,
+        positions: int,
+        sampling: Sampling,
+        depth: int,
+        on_event: Callable[[DraftingEvent], None],
+    ) -> NoDrafters:
+        return self
+
+    def tell(self, tell: Tell) -> None:
+        """Nobody is there to hear it."""
+
+    def drop(self, drafter: int, reason: str) -> None:
+        """As ``tell``."""
+
+    def facts(self) -> list[DrafterFacts]:
+        return []
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def names(self) -> list[str]:
+        return []

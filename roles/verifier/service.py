@@ -1,0 +1,308 @@
+"""Texts from a model and its drafters, for whoever asks: over the wire, or over HTTP.
+
+So many are written at a time; others wait, and are told when that would take too long. A conversation's next question
+begins with what the model has computed for the one before: that is kept for a while, and is not computed again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from p2ptrain.compute.conversation import ASSISTANT, SYSTEM, USER, ChatFormat, Conversation, Turn
+from p2ptrain.compute.text import ModelText, TextWriter
+from p2ptrain.core.errors import P2PTrainError, Refused, ResourceError, UserError
+from p2ptrain.core.serving import Sampling
+from p2ptrain.core.world import World
+from roles.speculation.stats import Stats
+from roles.verifier.asking import Wish
+from roles.verifier.drafting_source import DrafterSource, NoDrafters
+from roles.verifier.kept import Kept, KeptSession
+from roles.verifier.places import BUSY, LONGEST_WAIT_S, Places
+from roles.verifier.session import TextSession
+from roles.verifier.stats import Rate, speculation_map, summed
+from roles.verifier.target import Target
+
+CONVERSATION_POSITIONS = 4096
+"""Of a conversation's session, at least, where the model knows as many: the next question fits, too."""
+_ROLES = (SYSTEM, USER, ASSISTANT)
+_FIRST_GUESS_S = 30.0
+"""That a text takes, before any was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceOptions:
+    """What a person chose.
+
+    Attributes:
+        sessions: texts written at a time. waiting: more of them that wait.
+        positions: that one may have, prompt included; 0: as many as the model knows.
+        kept: conversations whose computed part is kept for the next question. kept_s: for so long.
+    """
+
+    sessions: int = 4
+    waiting: int = 32
+    positions: int = 0
+    kept: int = 2
+    kept_s: float = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A wish, as token ids and numbers. ``grows``: it is a conversation, and goes on."""
+
+    ids: list[int]
+    max_new_tokens: int
+    left_out: int
+    writer: TextWriter
+    sampling: Sampling
+    grows: bool
+
+
+@dataclass(slots=True)
+class _Running:
+    """A text under way: since when, in what, and what it may become."""
+
+    began_at: float
+    opened: KeptSession
+    max_new_tokens: int
+    came_before: int = 0  # tokens that the rate has seen
+
+
+class VerifierService:
+    """A ``TextService``.
+
+    Args:
+        text: the model's text side; its context becomes what a session may have here.
+        model: its name, for people and programs. created: Unix seconds, of its files.
+
+    Attributes:
+        kept: what is computed and may be used again.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        target: Target,
+        text: ModelText,
+        *,
+        model: str,
+        created: int,
+        drafters: DrafterSource | None = None,
+        options: ServiceOptions | None = None,
+    ) -> None:
+        self.model, self.created = model, created
+        self._options = options or ServiceOptions()
+        known = [each for each in (text.context, target.context, self._options.positions) if each]
+        self.context: int | None = min(known, default=None)
+        text.context = self.context
+        self._target, self._text, self._form = target, text, ChatFormat(text)
+        self._drafters = drafters or NoDrafters()
+        self._now = world.clock.now
+        self._thread = world.threads.start("text")  # a long prompt takes a second to become ids
+        self._places = Places(self._options.sessions, self._options.waiting, self._expected_s)
+        self.kept = Kept(self._options.kept, self._options.kept_s)
+        self._running: dict[TextSession, _Running] = {}
+        self._ended = asyncio.Event()
+        self._rate = Rate()
+        self._total = Stats()
+        self._usual_s = _FIRST_GUESS_S
+        self._preparing = 0
+        self._closed = False
+
+    async def write(self, wish: Wish) -> TextSession:
+        """As ``TextService.write``."""
+        if wish.speculate not in ("auto", "off"):
+            raise UserError(f"speculate = {wish.speculate!r} is neither auto nor off")
+        prepared = await self._as_ids(wish)
+        await self._places.enter()
+        try:
+            if self._closed:
+                raise Refused(BUSY, "the verifier is leaving", remedy="use another one")
+            opened, cached = await self._opened(prepared)
+            try:
+                return self._begun(prepared, opened, cached, wish.speculate == "auto")
+            except BaseException:
+                self.kept.let_go(opened.session)
+                raise
+        except BaseException:
+            self._places.leave()
+            raise
+
+    def figures(self) -> dict[str, float]:
+        """How it fares, by name."""
+        now = self._now()
+        running = list(self._running)
+        for session in running:
+            self._note(session, now)
+        said = speculation_map(summed([self._total, *(session.core.stats for session in running)]))
+        figures = {
+            "tokens_per_s": self._rate.per_s(now),
+            "tokens": float(self._total.tokens + sum(session.core.stats.tokens for session in running)),
+            "waiting": float(self._places.waiting),
+        }
+        return figures | {name: value for name in ("alpha", "accepted_length") if (value := said[name]) is not None}
+
+    @property
+    def sessions(self) -> int:
+        """Texts that are being written."""
+        return len(self._running)
+
+    def drafters_in_use(self) -> list[str]:
+        """Peer ids of drafters that are there and have a part in a text that is being written."""
+        used = set[str]().union(*(session.peer_ids for session in self._running)) if self._running else set[str]()
+        return sorted(used.intersection(self._drafters.names()))
+
+    def facts(self) -> dict[str, Any]:
+        """Of the model behind it."""
+        return self._target.facts()
+
+    async def close(self) -> None:
+        """End all texts. The target stays. Never raises."""
+        self._closed = True
+        if self._running:
+            await asyncio.gather(*(session.close() for session in list(self._running)))
+        await self.kept.close()
+        self._thread.close()
+
+    # ------------------------------------------------------------------------------------------------------- beginning
+
+    async def _as_ids(self, wish: Wish) -> Prepared:
+        """Raises ``UserError``; ``Refused`` where too many prompts wait for the one thread that does this."""
+        if self._preparing > self._options.waiting:
+            text = f"the verifier is busy: {self._preparing} prompts are being read"
+            raise Refused(BUSY, text, remedy="try again in a few seconds")
+        self._preparing += 1
+        try:
+            return await self._thread.submit(partial(self._prepared, wish))
+        finally:
+            self._preparing -= 1
+
+    def _prepared(self, wish: Wish) -> Prepared:
+        """On the text thread. Raises ``UserError``."""
+        text, form = self._text, self._form
+        sampling = text.sampling(wish.sampling)
+        if wish.max_new_tokens is not None and wish.max_new_tokens < 1:
+            raise UserError(f"{wish.max_new_tokens} new tokens are none", remedy="ask for at least one")
+        if not wish.turns:
+            ids = text.prompt_ids(wish.prompt)
+            most = self._most(len(ids)) if wish.max_new_tokens is None else wish.max_new_tokens
+            text.checked(ids, most)
+            return Prepared(ids, most, 0, text.writer(ids, stop=wish.stop), sampling, grows=False)
+        if wish.prompt:
+            raise UserError("a prompt and a conversation", remedy="ask for one of them")
+        ids, most, left_out = _conversation(wish).fit(form, self.context, wish.max_new_tokens or self._most(0))
+        ends = text.end_tokens | form.end_tokens
+        writer = text.writer(ids, stop=(*form.stop, *wish.stop), end_tokens=ends)
+        return Prepared(ids, most, left_out, writer, sampling, grows=True)
+
+    def _most(self, taken: int) -> int:
+        """New tokens that there is room for; one at least, so that who asks hears what is too long."""
+        return max(1, (self.context or CONVERSATION_POSITIONS + taken) - taken)
+
+    async def _opened(self, prepared: Prepared) -> tuple[KeptSession, int]:
+        """A session of the target, and how much of the prompt it has. Where others take the memory it waits for them.
+
+        Raises:
+            P2PTrainError: as ``Target.open``.
+        """
+        ids, needs = prepared.ids, len(prepared.ids) + prepared.max_new_tokens
+        if (found := self.kept.take(ids, positions=needs, sampling=prepared.sampling)) is not None:
+            return found
+        room = needs
+        if prepared.grows:
+            room = max(needs, min(self.context or CONVERSATION_POSITIONS, CONVERSATION_POSITIONS))
+        due = self._now() + min(2 * self._expected_s(1), LONGEST_WAIT_S)
+        while True:
+            try:
+                session = await self._target.open(positions=room, sampling=prepared.sampling)
+            except (ResourceError, Refused) as problem:
+                if isinstance(problem, Refused) and problem.code != BUSY:
+                    raise
+                if room > needs:
+                    room = needs
+                elif not await self.kept.drop_oldest():
+                    await self._one_ended(due, problem)
+            else:
+                return KeptSession(session, room, prepared.sampling), 0
+
+    async def _one_ended(self, due: float, problem: P2PTrainError) -> None:
+        """Wait until a text ends, for its memory. Raises ``problem`` where none is being written, and ``Refused`` where
+        it takes too long."""
+        if not self._running:
+            raise problem
+        self._ended.clear()
+        try:
+            async with asyncio.timeout(max(0.0, due - self._now())):
+                await self._ended.wait()
+        except TimeoutError:
+            text = f"the verifier is busy: {len(self._running)} texts take its memory"
+            raise Refused(BUSY, text, remedy="try again later, or ask for fewer tokens") from problem
+
+    def _begun(self, prepared: Prepared, opened: KeptSession, cached: int, speculate: bool) -> TextSession:
+        session = TextSession(
+            opened.session,
+            prepared.writer,
+            prepared.ids,
+            cached=cached,
+            max_new_tokens=prepared.max_new_tokens,
+            vocab_size=self._target.vocab_size,
+            left_out=prepared.left_out,
+            now=self._now,
+            on_end=self._on_end,
+        )
+        drafters = self._drafters if speculate else NoDrafters()
+        self._running[session] = _Running(self._now(), opened, prepared.max_new_tokens)
+        try:
+            session.begin(drafters, positions=opened.positions, sampling=opened.sampling)
+        except BaseException:
+            del self._running[session]
+            raise
+        return session
+
+    def _on_end(self, session: TextSession, clean: bool) -> None:
+        now = self._now()
+        self._note(session, now)
+        running = self._running.pop(session)
+        self._total.add(session.core.stats)
+        self._usual_s += (now - running.began_at - self._usual_s) / 4
+        self._places.leave()
+        self._ended.set()
+        if clean and not self._closed:
+            self.kept.keep(replace(running.opened, ids=tuple(session.core.history[:-1])))
+        else:
+            self.kept.let_go(running.opened.session)
+
+    def _note(self, session: TextSession, now: float) -> None:
+        running = self._running[session]
+        came = session.core.stats.tokens
+        self._rate.add(came - running.came_before, now)
+        running.came_before = came
+
+    def _expected_s(self, places: int) -> float:
+        """Until so many places have become free, as far as is known."""
+        now = self._now()
+        left = list[float]()
+        for session, running in self._running.items():
+            made = session.core.stats.tokens
+            spent_s = now - running.began_at
+            left.append(spent_s * (running.max_new_tokens / made - 1) if made else self._usual_s)
+        if not left:
+            return self._usual_s
+        rounds, place = divmod(places - 1, len(left))
+        return min(sorted(left)[place] + rounds * self._usual_s, LONGEST_WAIT_S)
+
+
+def _conversation(wish: Wish) -> Conversation:
+    """Raises ``UserError``."""
+    turns = [Turn(turn.role, turn.content) for turn in wish.turns]
+    for turn in turns:
+        if turn.role not in _ROLES:
+            raise UserError(f"a turn of {turn.role[:40]!r}", remedy=f"roles are {', '.join(_ROLES)}")
+    if turns[-1].role == ASSISTANT:
+        raise UserError("the last turn is the assistant's own", remedy="end with what it is to answer")
+    made = Conversation(turns[0].text if turns[0].role == SYSTEM else "")
+    made.turns += turns[len(made.turns) :]
+    return made

@@ -1,0 +1,252 @@
+"""One text under way: carries out what the session's core wants, and gives pieces of text out as they come.
+
+The core says what the target is to compute; one pass at a time is under way. Events of drafters reach the core at once.
+Where nobody takes the pieces, the next pass waits: a slow reader holds back its own text, and no memory grows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from p2ptrain.compute.text import TextWriter
+from p2ptrain.core.errors import DeadlineExceeded, JobFailed, P2PTrainError
+from p2ptrain.core.serving import Sampling
+from roles.background import Background
+from roles.speculation import events as ev
+from roles.speculation.verifying import Verifying
+from roles.verifier.asking import Piece
+from roles.verifier.drafting_source import DrafterSource, Drafting
+from roles.verifier.stats import WritingStats
+from roles.verifier.target import TargetSession
+
+MOST_PIECES = 64
+"""That may wait for who reads them."""
+READER_S = 120.0
+"""Who takes nothing for so long does not read any more."""
+PATIENCE_S = 2.0
+"""For a pass under way when no more is wanted: when it ended, its session can be used again."""
+
+
+class TextSession:
+    """A ``Writing``; see there.
+
+    Args:
+        prompt: its ids. cached: the first so many of them the target's session has already.
+        on_end: called once, when nothing is computed any more: whether the target's session can be used again.
+
+    Attributes:
+        core: for who asks how far it is.
+    """
+
+    def __init__(
+        self,
+        target: TargetSession,
+        writer: TextWriter,
+        prompt: Sequence[int],
+        *,
+        cached: int,
+        max_new_tokens: int,
+        vocab_size: int,
+        left_out: int,
+        now: Callable[[], float],
+        on_end: Callable[[TextSession, bool], None],
+    ) -> None:
+        self.prompt_tokens, self.left_out, self.ended = len(prompt), left_out, ""
+        self.core = Verifying(
+            prompt, max_new_tokens=max_new_tokens, stop_ids=writer.end_tokens, vocab_size=vocab_size, cached=cached
+        )
+        self._target, self._writer, self._now, self._on_end = target, writer, now, on_end
+        self._stats = WritingStats(self.core.stats, began_at=now(), prompt_tokens=len(prompt), cached_tokens=cached)
+        self._drafting: Drafting | None = None
+        self._pieces: deque[Piece] = deque()
+        self._pending: deque[ev.VerifierEvent] = deque()
+        self._handling = False
+        self._run: ev.Run | None = None
+        self._news, self._taken, self._asked = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._error: P2PTrainError | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks = Background()
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self, drafters: DrafterSource, *, positions: int, sampling: Sampling) -> None:
+        """Compute from now on. ``positions``: that the session may grow to."""
+        assert self._task is None
+        self._drafting = drafters.open(
+            self.core.history,
+            prompt=self.prompt_tokens,
+            positions=positions,
+            sampling=sampling,
+            depth=self.core.opening_depth,
+            on_event=self.event,
+        )
+        self._task = self._tasks.start(self._compute(), "text")
+        self.event(ev.Began())
+
+    # ----------------------------------------------------------------------------------------------------- for readers
+
+    def __aiter__(self) -> AsyncIterator[Piece]:
+        return self
+
+    async def __anext__(self) -> Piece:
+        while not self._pieces:
+            if self._error is not None:
+                raise self._error
+            if self.ended:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()  # each pass has its deadline
+        self._taken.set()
+        return self._pieces.popleft()
+
+    def stats(self) -> dict[str, Any]:
+        return self._stats.as_map(self._now(), self._drafting.facts() if self._drafting is not None else [])
+
+    @property
+    def peer_ids(self) -> set[str]:
+        """Of the drafters that have had a part in it."""
+        facts = self._drafting.facts() if self._drafting is not None else []
+        return {each.peer_id for each in facts if each.peer_id}
+
+    async def close(self) -> None:
+        task = self._task
+        if task is None or task.done():
+            return
+        self._pieces.clear()
+        self.event(ev.Cancel())
+        self._taken.set()
+        impatient = asyncio.get_running_loop().call_later(PATIENCE_S, task.cancel)
+        task.add_done_callback(lambda _: impatient.cancel())
+        await asyncio.wait({task})
+
+    # -------------------------------------------------------------------------------------------------------- the core
+
+    def event(self, event: ev.VerifierEvent) -> None:
+        """Tell the core, and do what it wants. After the end nothing is done."""
+        self._pending.append(event)
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            while self._pending:
+                for instruction in self.core.handle(self._pending.popleft(), self._now()):
+                    self._carry_out(instruction)
+        except Exception as mistake:  # of this program: nobody shall wait for what it was to do  # noqa: BLE001
+            self._fail(_failed(mistake))
+        finally:
+            self._handling = False
+        self._set_timer()
+
+    def _carry_out(self, instruction: ev.VerifierInstruction) -> None:
+        assert self._drafting is not None
+        match instruction:
+            case ev.Run():
+                self._run = instruction
+                self._asked.set()
+            case ev.Tell():
+                self._drafting.tell(instruction)
+            case ev.Drop(drafter, reason):
+                self._drafting.drop(drafter, reason)
+            case ev.Give(tokens):
+                self._give(tokens)
+            case ev.Finished(reason):
+                self._finish(reason)
+
+    def _give(self, tokens: Sequence[int]) -> None:
+        text, taken = "", 0
+        for token in tokens:
+            if self._writer.ended:
+                break
+            text += self._writer.take(token)
+            taken += 1
+        self._stats.given(taken, self._now())
+        self._pieces.append(Piece(text, tuple(tokens[:taken])))
+        self._news.set()
+        if self._writer.ended == "stop":
+            self._pending.append(ev.Cancel())  # a stop string: the core knows ids only
+
+    def _finish(self, reason: str) -> None:
+        if rest := self._writer.finish():
+            self._pieces.append(Piece(rest, ()))
+        ended = {"stop": "end"}.get(reason, reason)
+        self.ended = "stop" if self._writer.ended == "stop" else ended
+        self._stats.ended(self._now())
+        self._news.set()
+        self._asked.set()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due = self.core.next_deadline()
+        if due is not None and not self._over:
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, due - self._now()), self.event, ev.Tick())
+
+    # ------------------------------------------------------------------------------------------------------ the target
+
+    @property
+    def _over(self) -> bool:
+        return bool(self.ended) or self._error is not None
+
+    async def _compute(self) -> None:
+        """Pass after pass, until the end."""
+        clean = False
+        try:
+            while (run := await self._next_run()) is not None:
+                passed = await self._target.run(
+                    keep=run.keep, ids=run.ids, picks=run.picks, draw=run.draw, prefill=run.prefill
+                )
+                self.event(ev.PassDone(passed.tokens, passed.took_s))
+            clean = self._error is None
+        except P2PTrainError as error:
+            self._fail(error)
+        except Exception as mistake:  # of this program: the reader is to hear of it  # noqa: BLE001
+            self._fail(_failed(mistake))
+        finally:
+            self.ended = self.ended or ("" if self._error is not None else "cancelled")
+            if self._timer is not None:
+                self._timer.cancel()
+            if self._drafting is not None:
+                self._drafting.close()
+            self._news.set()
+            self._on_end(self, clean and bool(self.core.tokens))
+
+    async def _next_run(self) -> ev.Run | None:
+        """What is to be computed, as soon as there is room for what comes of it; None where nothing is any more.
+
+        Raises:
+            DeadlineExceeded: nobody reads.
+        """
+        while not self._over:
+            if self._run is None:
+                self._asked.clear()
+                await self._asked.wait()  # the core ends it: it always has a pass to ask for, or a deadline
+            elif len(self._pieces) >= MOST_PIECES:
+                await self._some_taken()
+            else:
+                run, self._run = self._run, None
+                return run
+        return None
+
+    async def _some_taken(self) -> None:
+        self._taken.clear()
+        try:
+            async with asyncio.timeout(READER_S):
+                await self._taken.wait()
+        except TimeoutError:
+            raise DeadlineExceeded(f"nobody took any of the text for {READER_S:g} s") from None
+
+    def _fail(self, error: P2PTrainError) -> None:
+        self._error = self._error or error
+        self._stats.ended(self._now())
+        self._news.set()
+        self._asked.set()
+
+
+def _failed(mistake: Exception) -> JobFailed:
+    context = {"message": "a text failed", "exception": mistake}
+    asyncio.get_running_loop().call_exception_handler(context)
+    text = f"the verifier failed over this text: {type(mistake).__name__}: {mistake}"
+    return JobFailed(text, remedy="this is a mistake in p2ptrain; the verifier's terminal tells more")

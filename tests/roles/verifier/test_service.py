@@ -1,0 +1,413 @@
+"""A verifier's texts: those of the model alone, whoever drafts; who waits, who is refused, and what is let go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, Refused, ResourceError, UserError
+from p2ptrain.core.serving import Sampling, SamplingWish
+from roles.verifier import session as session_module
+from roles.verifier.asking import Said, Wish
+from roles.verifier.places import BUSY
+from roles.verifier.service import VerifierService
+from roles.verifier.session import MOST_PIECES, READER_S, TextSession
+from wire.virtual import run_virtual
+
+from .scene import ScriptedDrafters, ScriptedTarget, failing_at, reference, service, text_of
+
+PROMPT = "def f(x):"
+
+
+async def read(session: TextSession, tokens: list[int] | None = None) -> tuple[str, list[int]]:
+    text, tokens = "", list[int]() if tokens is None else tokens
+    async for piece in session:
+        text += piece.text
+        tokens += piece.tokens
+    return text, tokens
+
+
+def wish(tokens: int | None = 40, **more: Any) -> Wish:
+    return Wish(prompt=more.pop("prompt", PROMPT), max_new_tokens=tokens, **more)
+
+
+def within(work: Coroutine[Any, Any, None]) -> None:
+    """Run it on virtual time; what hangs fails."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(3600):
+            await work
+
+    run_virtual(bounded())
+
+
+async def settled(serving: VerifierService, target: ScriptedTarget) -> None:
+    """Nothing is open any more once the service is closed."""
+    await serving.close()
+    assert not target.open_now
+    assert serving.sessions == 0
+
+
+@pytest.mark.parametrize("sampling", [SamplingWish(), SamplingWish(temperature=0.9, seed=11)])
+@pytest.mark.parametrize(
+    "drafters",
+    [
+        None,
+        ScriptedDrafters(),
+        ScriptedDrafters(count=2, wrong_every=3),
+        ScriptedDrafters(wrong_every=1),
+        ScriptedDrafters(lost_after=7),
+        ScriptedDrafters(nonsense=(256,)),
+        ScriptedDrafters(nonsense=(-1,)),
+    ],
+)
+def test_the_text_is_the_models_own(tmp_path: Path, sampling: SamplingWish, drafters: ScriptedDrafters | None) -> None:
+    async def scene() -> None:
+        target = ScriptedTarget()
+        serving = service(tmp_path, target, drafters)
+        writing = await serving.write(wish(sampling=sampling))
+        text, tokens = await read(writing)
+        drawn = Sampling(0.9, 50, 1.0, 11) if sampling.temperature else Sampling(0.0)
+        expected = reference(PROMPT, 40, drawn)
+        assert tuple(tokens) == expected
+        assert text == text_of(expected)
+        assert writing.ended == "length"
+        said = writing.stats()
+        assert said["tokens"] == 40
+        assert said["prompt_tokens"] == writing.prompt_tokens == len(PROMPT)
+        await settled(serving, target)
+        if drafters is not None:
+            assert drafters.opened == drafters.closed
+
+    within(scene())
+
+
+def test_drafts_make_it_faster_and_the_figures_say_so(tmp_path: Path) -> None:
+    async def scene() -> None:
+        target = ScriptedTarget()
+        serving = service(tmp_path, target, ScriptedDrafters())
+        plain = await serving.write(wish(speculate="off"))
+        await read(plain)
+        drafted = await serving.write(wish(speculate="auto", prompt=PROMPT))
+        await read(drafted)
+        alone, sooner = plain.stats(), drafted.stats()
+        assert alone["drafters"] == []
+        assert alone["alpha"] is None
+        assert alone["passes"] == 39
+        assert sooner["seconds"] < 0.6 * alone["seconds"]
+        assert sooner["passes"] < 20
+        assert sooner["alpha"] == 1.0
+        assert sooner["accepted_length"] > 2
+        assert sooner["bytes_per_token"] == 30 / 40
+        assert sooner["drafters"][0]["name"] == "d1"
+        assert alone["verify_ms"] == pytest.approx(50, rel=0.01)
+        assert serving.figures()["tokens"] == 80
+        await settled(serving, target)
+
+    within(scene())
+
+
+def test_a_stop_string_ends_it_and_nothing_of_it_is_given(tmp_path: Path) -> None:
+    whole = text_of(reference(PROMPT, 40))
+    stop = next(whole[at : at + 2] for at in range(12, 38) if "\ufffd" not in whole[at : at + 2])
+
+    async def scene() -> None:
+        target = ScriptedTarget()
+        serving = service(tmp_path, target, ScriptedDrafters())
+        writing = await serving.write(wish(stop=(stop,)))
+        text, tokens = await read(writing)
+        assert text == whole[: whole.index(stop)]
+        assert writing.ended == "stop"
+        assert tuple(tokens) == reference(PROMPT, 40)[: len(tokens)]
+        await settled(serving, target)
+
+    within(scene())
+
+
+def test_what_a_person_asks_for_and_cannot_be(tmp_path: Path) -> None:
+    async def scene() -> None:
+        target = ScriptedTarget()
+        serving = service(tmp_path, target, positions=100)
+        assert serving.context == 100
+        for wrong in (
+            wish(prompt=""),
+            wish(92),
+            wish(0),
+            wish(prompt="x" * 200),
+            wish(speculate="maybe"),
+            wish(stop=("",)),
+            Wish(turns=(Said("judge", "hm"),)),
+            Wish(turns=(Said("user", "a"), Said("assistant", "b"))),
+            Wish(prompt="a", turns=(Said("user", "a"),)),
+            Wish(turns=(Said("user", "a" * 200),)),
+        ):
+            with pytest.raises(UserError):
+                await serving.write(wrong)
+        writing = await serving.write(wish(None))
+        _, tokens = await read(writing)
+        assert len(tokens) == 100 - len(PROMPT)
+        await settled(serving, target)
+
+    within(scene())
+
+
+def test_the_oldest_turns_of_a_conversation_are_left_out(tmp_path: Path) -> None:
+    async def scene() -> None:
+        target = ScriptedTarget()
+        serving = service(tmp_path, target, positions=120)
+        turns = (
+            Said("system", "be brief"),
+            Said("user", "a" * 40),
+            Said("assistant", "b" * 30),
+            Said("user", "and now?"),
+        )
+        writing = await serving.write(Wish(turns=turns, max_new_tokens=20))
+        await read(writing)
+        assert writing.left_out == 2
+        asked = bytes(token for _, ids, _ in target.runs for token in ids)
+        assert asked.startswith(b"be brief\n\nUser: and now?\nAssistant:")
+        await settled(serving, target)
+
+    within(scene())
+
+
+def test_a_conversation_goes_on_from_what_is_computed(tmp_path: Path) -> None:
+    async def scene() -> None:
+        target = ScriptedTarget()
+        serving = service(tmp_path, target, ScriptedDrafters())
+        asked = (Said("user", "what is a ring of machines, and what is a chain of them?"),)
+        text, _ = await read(await serving.write(Wish(turns=asked, max_new_tokens=20)))
+        before = len(target.runs)
+        turns = (*asked, Said("assistant", text.strip()), Said("user", "and now?"))
+        second = await serving.write(Wish(turns=turns, max_new_tokens=20))
+        _, tokens = await read(second)
+        whole = f"User: {turns[0].content}\nAssistant: {turns[1].content}\nUser: and now?\nAssistant:"
+        assert tuple(tokens) == reference(whole, 20)[: len(tokens)]
+        assert target.opened == 1
+        keep, ids, _ = target.runs[before]
+        assert keep >= len(f"User: {turns[0].content}\nAssistant:")
+        assert keep + len(ids) == len(whole.encode())
+        assert second.stats()["cached_tokens"] == keep
+        # Another way of drawing has nothing in common with it.
+        other = await serving.write(Wish(turns=turns, max_new_tokens=5, sampling=SamplingWish(temperature=1.0)))
+        await read(other)
+        assert other.stats()["cached_tokens"] == 0
+        await settled(serving, target)
+
+    within(scene())
+
+
+def test_what_is_kept_goes_for_memory_and_after_a_while(tmp_path: Path) -> None:
+    async def scene() -> None:
+        target = ScriptedTarget(room=80)
+        serving = service(tmp_path, target, kept_s=60.0)
+        await read(await serving.write(wish(40)))
+        assert len(target.open_now) == len(serving.kept) == 1
+        await read(await serving.write(wish(40, prompt="another one")))  # there is no room for both
+        assert len(target.open_now) == 1
+        await asyncio.sleep(61)
+        assert not target.open_now
+        await settled(serving, target)
+
+    within(scene())
+
+
+def test_who_waits_and_who_is_refused(tmp_path: Path) -> None:
+    async def scene() -> None:
+        target = ScriptedTarget()
+        serving = service(tmp_path, target, sessions=2, waiting=1)
+        first, second = await serving.write(wish()), await serving.write(wish())
+        third = asyncio.create_task(serving.write(wish()))
+        await asyncio.sleep(0.5)
+        assert not third.done()
+        with pytest.raises(Refused) as busy:
+            await serving.write(wish())
+        assert busy.value.code == BUSY
+        assert "try again in" in busy.value.remedy
+        assert serving.figures()["waiting"] == 1
+        await asyncio.gather(read(first), read(second))
+        assert (await read(await third))[1] == list(reference(PROMPT, 40))
+        await settled(serving, target)
+
+    within(scene())
+
+
+def test_nobody_waits_for_ever(tmp_path: Path) -> None:
+    async def scene() -> None:
+        held = asyncio.Event()
+        target = ScriptedTarget(before=lambda count: held.wait() if count > 3 else None)
+        serving = service(tmp_path, target, sessions=1)
+        first = await serving.write(wish())
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(Refused, match="no place became free"):
+            await serving.write(wish())
+        assert asyncio.get_running_loop().time() - began <= 60
+        held.set()
+        await read(first)
+        await settled(serving, target)
+
+    within(scene())
+
+
+def test_who_gives_up_waiting_leaves_the_queue(tmp_path: Path) -> None:
+    async def scene() -> None:
+        target = ScriptedTarget()
+        serving = service(tmp_path, target, sessions=1)
+        first = await serving.write(wish())
+        second, third = (asyncio.create_task(serving.write(wish())) for _ in range(2))
+        await asyncio.sleep(0.1)
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
+        await read(first)
+        await read(await third)
+        assert serving.figures()["waiting"] == 0
+        await settled(serving, target)
+
+    within(scene())
+
+
+def test_memory_that_others_have_is_waited_for(tmp_path: Path) -> None:
+    async def scene() -> None:
+        target = ScriptedTarget(room=60)
+        serving = service(tmp_path, target, kept=0)
+        first = await serving.write(wish())
+        second = asyncio.create_task(serving.write(wish()))
+        await asyncio.sleep(0.3)
+        assert not second.done()
+        await read(first)
+        await read(await second)
+        with pytest.raises(ResourceError):
+            await serving.write(wish(500))
+        await settled(serving, target)
+
+    within(scene())
+
+
+@pytest.mark.parametrize("when", ["prefill", "writing", "unread"])
+def test_closing_ends_it_soon(tmp_path: Path, when: str) -> None:
+    async def scene() -> None:
+        target = ScriptedTarget()
+        drafters = ScriptedDrafters()
+        serving = service(tmp_path, target, drafters, kept=0)
+        writing = await serving.write(wish(500))
+        await asyncio.sleep({"prefill": 0.01, "writing": 0.5, "unread": 100.0}[when])
+        began = asyncio.get_running_loop().time()
+        await writing.close()
+        assert asyncio.get_running_loop().time() - began <= 0.05
+        assert writing.ended == "cancelled"
+        passes = len(target.runs)
+        await asyncio.sleep(10)
+        assert len(target.runs) == passes
+        assert not target.open_now
+        await writing.close()
+        assert drafters.closed == 1
+        await settled(serving, target)
+
+    within(scene())
+
+
+def test_a_pass_that_does_not_end_is_given_up(tmp_path: Path) -> None:
+    async def scene() -> None:
+        target = ScriptedTarget(before=lambda count: asyncio.Event().wait() if count == 2 else None)
+        serving = service(tmp_path, target)
+        writing = await serving.write(wish())
+        await asyncio.sleep(1)
+        await writing.close()
+        await asyncio.sleep(1)
+        assert not target.open_now
+        assert not len(serving.kept)
+        await settled(serving, target)
+
+    within(scene())
+
+
+def test_a_slow_reader_holds_back_its_own_text(tmp_path: Path) -> None:
+    async def scene() -> None:
+        target = ScriptedTarget()
+        serving = service(tmp_path, target)
+        slow, other = await serving.write(wish(200)), await serving.write(wish(200))
+        assert len((await read(other))[1]) == 200
+        assert slow.core.stats.tokens <= MOST_PIECES + 1
+        text, tokens = await read(slow)
+        assert tuple(tokens) == reference(PROMPT, 200)
+        assert text == text_of(tokens)
+        await settled(serving, target)
+
+    within(scene())
+
+
+def test_who_reads_no_more_loses_the_text(tmp_path: Path) -> None:
+    async def scene() -> None:
+        target = ScriptedTarget()
+        serving = service(tmp_path, target)
+        writing = await serving.write(wish(200))
+        await asyncio.sleep(READER_S + 10)
+        assert serving.sessions == 0
+        with pytest.raises(DeadlineExceeded):
+            await read(writing)
+        await settled(serving, target)
+
+    within(scene())
+
+
+def test_a_model_that_fails_fails_the_text_after_what_came(tmp_path: Path) -> None:
+    async def scene() -> None:
+        target = ScriptedTarget(before=failing_at(7, ConnectionLost("a stage is gone", remedy="start another")))
+        drafters = ScriptedDrafters(wrong_every=1)
+        serving = service(tmp_path, target, drafters)
+        writing = await serving.write(wish())
+        got = list[int]()
+        with pytest.raises(ConnectionLost, match="a stage is gone"):
+            await read(writing, got)
+        assert tuple(got) == reference(PROMPT, 40)[: len(got)]
+        assert got
+        await writing.close()
+        assert drafters.closed == 1
+        target.before = lambda count: None
+        assert (await read(await serving.write(wish())))[1] == list(reference(PROMPT, 40))
+        await settled(serving, target)
+
+    within(scene())
+
+
+def test_a_mistake_of_this_program_ends_the_text_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(session_module.Verifying):
+        def handle(self, event: Any, now: float) -> Any:
+            if self.stats.tokens > 5:
+                raise RuntimeError("on purpose")
+            return super().handle(event, now)
+
+    monkeypatch.setattr(session_module, "Verifying", Broken)
+    told: list[dict[str, Any]] = []
+
+    async def scene() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+        target = ScriptedTarget()
+        serving = service(tmp_path, target, ScriptedDrafters())
+        writing = await serving.write(wish())
+        with pytest.raises(P2PTrainError, match="on purpose"):
+            await read(writing)
+        await asyncio.sleep(1)
+        await settled(serving, target)
+
+    within(scene())
+    assert told
+
+
+def test_a_service_that_closes_ends_what_runs_and_lets_nobody_in(tmp_path: Path) -> None:
+    async def scene() -> None:
+        target = ScriptedTarget()
+        serving = service(tmp_path, target, sessions=1)
+        writing = await serving.write(wish(500))
+        waiting = asyncio.create_task(serving.write(wish()))
+        await asyncio.sleep(0.2)
+        await settled(serving, target)
+        assert writing.ended == "cancelled"
+        with pytest.raises(Refused, match="leaving"):
+            await waiting
+
+    within(scene())
