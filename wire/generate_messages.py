@@ -2,7 +2,7 @@
 
 ::
 
-    client → verifier    Ask, then one bulk frame (JSON: the prompt, or a conversation's turns) → Asked | AskRefused
+    client → verifier    Ask, then one bulk frame (UTF-8: the prompt, or what the turns say) → Asked | AskRefused
     verifier → client    Piece, as text comes; in the end Written, or AskRefused
     client → verifier    Stop: no more is wanted
     both ways when idle  StillHere
@@ -23,7 +23,7 @@ class Ask(Message):
     """Go on from the prompt in the bulk frame behind it.
 
     Attributes:
-        size_bytes: of that frame.
+        sizes: bytes of each text in that frame. roles: whose turn each of them is; empty: there is one, a prompt.
         max_new_tokens: 0: as many as the model's context has room for.
         temperature, top_k, top_p: None: what the model says.
         stop: the text ends before the first of these.
@@ -31,7 +31,8 @@ class Ask(Message):
     """
 
     KIND: ClassVar[int] = 69
-    size_bytes: int
+    sizes: list[int]
+    roles: list[str]
     max_new_tokens: int
     temperature: float | None
     top_k: int | None

@@ -110,7 +110,8 @@ def of(hint: Any) -> st.SearchStrategy[Any]:
 
 def made(kind: Any, **likely: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     """Instances of a dataclass; ``likely`` are values for some fields, which are drawn nearly always."""
-    hints = {name: hint for name, hint in typing.get_type_hints(kind).items() if name != "KIND"}
+    known = typing.get_type_hints(kind)
+    hints = {item.name: known[item.name] for item in dataclasses.fields(kind)}
     values = {name: mostly(likely[name], of(hint)) if name in likely else of(hint) for name, hint in hints.items()}
     return st.builds(kind, **values)
 

@@ -39,6 +39,9 @@ tensor-digests         ``cached_untrusted``
 stages                 two whole workers, told anything by a client and by a stage
 chain-answers, -works  what workers answer to the client of a chain, and say of its works
 chain-clients          a whole client, told anything by the stages of its session
+questions, verifiers   what a verifier is asked, and who a seed says is one
+verifier-clients       a whole client, told anything by its verifier
+verifier-refusals      why a verifier writes no more
 =====================  ==================================================================================
 """
 
@@ -60,6 +63,7 @@ from . import (
     ring_targets,
     stage_targets,
     standby_targets,
+    verifier_targets,
     wire_targets,
 )
 from .engine import SUFFIX, Target
@@ -79,6 +83,7 @@ TARGETS: tuple[Target, ...] = (
     *compute_targets.TARGETS,
     *stage_targets.TARGETS,
     *chain_targets.TARGETS,
+    *verifier_targets.TARGETS,
 )
 
 

@@ -1,0 +1,50 @@
+"""Failures as they travel from a verifier to its client, and whose fault they are there."""
+
+from __future__ import annotations
+
+from p2ptrain.core.errors import (
+    ConfigError,
+    JobFailed,
+    NetworkError,
+    P2PTrainError,
+    ProtocolError,
+    Refused,
+    ResourceError,
+    StorageError,
+    UserError,
+)
+from wire.generate_messages import AskRefused
+
+_CODES: dict[str, type[P2PTrainError]] = {
+    "wrong-wish": UserError,
+    "wrong-settings": ConfigError,
+    "no-memory": ResourceError,
+    "damaged": StorageError,
+    "lost-a-stage": NetworkError,
+    "failed": JobFailed,
+    "protocol-error": ProtocolError,
+}
+"""The most particular class comes last of those that an error is one of."""
+_CHARS = 400
+
+
+def refused(error: P2PTrainError) -> AskRefused:
+    """What the client is told of ``error``."""
+    code = error.code if isinstance(error, Refused) else "failed"
+    for name, kind in _CODES.items():
+        if isinstance(error, kind):
+            code = name
+    return AskRefused(code[:_CHARS], error.message[:_CHARS], error.remedy[:_CHARS])
+
+
+def error_untrusted(message: AskRefused, who: str) -> P2PTrainError:
+    """What a verifier said, as the error that a person is shown. Never raises."""
+    text, remedy = f"{who}: {_printable(message.reason)}", _printable(message.remedy)
+    kind = _CODES.get(message.code)
+    if kind is None or kind is ProtocolError:
+        return Refused(_printable(message.code), text, remedy=remedy)
+    return kind(text, remedy=remedy)
+
+
+def _printable(text: str) -> str:
+    return "".join(each if each.isprintable() else "?" for each in text)[:_CHARS]

@@ -1,0 +1,191 @@
+"""Verifiers and their clients: questions, what is answered to them, and who a seed says is there."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from hypothesis import strategies as st
+
+from p2ptrain.core.errors import P2PTrainError, ProtocolError
+from roles.stage_stand_in import stand_in_config
+from roles.verifier.asking import Wish
+from roles.verifier.client import VerifierClient, verifiers_untrusted
+from roles.verifier.door import MOST_BYTES, MOST_STOPS, MOST_TURNS, size_untrusted, wish_untrusted
+from roles.verifier.refusals import error_untrusted
+from wire import generate_messages as wire
+from wire.connection import Connection
+from wire.handshake import local_welcome, serve
+from wire.memory import MemoryNetwork
+from wire.messages import Hello, Message, StillHere, Welcome
+from wire.virtual import run_virtual
+
+from .engine import Target
+from .strategies import FREE, REAL, TEXT, WHOLE, made, mostly
+
+PORT = 5000
+CONFIG = stand_in_config(layers=1, vocab_size=256, context=64, rows=1)
+
+# ----------------------------------------------------------------------------------------------------------- questions
+
+_FEW = mostly(st.integers(0, 9), WHOLE)
+_ASK = made(
+    wire.Ask,
+    sizes=st.lists(_FEW, min_size=1, max_size=3) | st.lists(st.just(MOST_BYTES // 2), max_size=3) | st.just([0] * 4000),
+    roles=st.just([]) | st.lists(st.sampled_from(["user", "assistant", "system", "x" * 99]), max_size=3),
+    max_new_tokens=_FEW,
+    temperature=st.none() | mostly(st.sampled_from([0.0, 0.7]), REAL),
+    top_k=st.none() | _FEW,
+    top_p=st.none() | mostly(st.just(1.0), REAL),
+    seed=_FEW,
+    stop=st.lists(TEXT, max_size=2) | st.just(["x"] * 17),
+    speculate=mostly(st.sampled_from(["auto", "off"]), TEXT),
+)
+
+
+def _check_question(case: tuple[wire.Ask, bytes]) -> None:
+    ask, filler = case
+    try:
+        size_bytes = size_untrusted(ask)
+        assert 0 <= size_bytes <= MOST_BYTES
+        data = (filler * (size_bytes // max(1, len(filler)) + 1))[:size_bytes].ljust(size_bytes, b" ")
+        wish = wish_untrusted(ask, data)
+    except ProtocolError:
+        return
+    assert isinstance(wish, Wish)
+    assert len(wish.turns) <= MOST_TURNS
+    assert len(wish.stop) <= MOST_STOPS
+    assert not (wish.prompt and wish.turns)
+
+
+QUESTIONS = Target(
+    "questions",
+    st.tuples(_ASK, st.binary(max_size=8) | st.just("é€😀".encode())),
+    _check_question,
+    ("roles.verifier.door.size_untrusted", "roles.verifier.door.wish_untrusted"),
+    peak_bytes=40 << 20,  # a question of 4 MiB, its letters four bytes each, and cut once
+)
+
+# ------------------------------------------------------------------------------------------- who a seed says is there
+
+_THERE = {
+    "peer_id": "v1",
+    "name": "big one",
+    "role": "verifier",
+    "host": "there",
+    "port": PORT,
+    "model": "m",
+    "context": 64,
+    "sessions": 0,
+    "drafters": [],
+}
+
+
+@st.composite
+def _serving(draw: st.DrawFn) -> dict[str, Any]:
+    items = [dict(_THERE) for _ in range(draw(st.integers(0, 3)))]
+    for item in items:
+        if draw(st.booleans()):
+            item[draw(st.sampled_from(sorted(item)))] = draw(FREE | WHOLE | REAL | st.just("x" * 5000))
+    return {"serving": draw(mostly(st.just([*items, draw(FREE)]), FREE))}
+
+
+def _check_serving(answer: dict[str, Any]) -> None:
+    try:
+        found = verifiers_untrusted(answer)
+    except ProtocolError:
+        return
+    assert all(0 < item.port < 65536 and isinstance(item.dialled("seed"), str) for item in found)
+
+
+SERVING = Target(
+    "verifiers",
+    _serving(),
+    _check_serving,
+    ("roles.verifier.client.verifiers_untrusted", "roles.verifier.client._verifier_untrusted"),
+    peak_bytes=64 << 10,
+)
+
+# --------------------------------------------------------------------------------------------------------- both of them
+
+_STREAM = st.sampled_from([1, 1, 1, 2, 0, 7])
+_BEGUN = st.sampled_from([[], [(wire.Asked(3, 0), 1)], [(wire.Asked(3, 0), 1)]])
+_ANSWERS = st.lists(
+    st.tuples(
+        made(wire.Asked, prompt_tokens=st.just(3), left_out=st.just(0))
+        | made(wire.Piece, tokens=mostly(st.just(bytes(4)), st.binary(max_size=9)))
+        | made(wire.Written, ended=mostly(st.sampled_from(["stop", "end", "length", "cancelled"]), TEXT))
+        | made(wire.AskRefused, code=mostly(st.sampled_from(["busy", "wrong-wish", "protocol-error"]), TEXT))
+        | made(wire.Ask)
+        | st.just(StillHere()),
+        _STREAM,
+    ),
+    max_size=6,
+)
+
+
+async def _answered(said: list[tuple[Message, int]]) -> None:
+    """A client whose verifier says anything: its text ends, or an error tells why it does not."""
+    wrong: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: wrong.append(context))
+    network = MemoryNetwork()
+
+    async def decide(hello: Hello, connection: Connection) -> Welcome:
+        return local_welcome(peer_id="v1", name="odd", wall=0.0)
+
+    async def odd(connection: Connection, hello: Hello) -> None:
+        await connection.expect(wire.Ask, timeout_s=5)
+        data = bytearray(3)
+        connection.post(memoryview(data), generation=0, stream=1, done=lambda: None)
+        for message, stream in said:
+            try:
+                connection.send(message, stream=stream)
+            except (ValueError, TypeError):  # no message of ours, and so never on the wire
+                continue
+        await connection.flush(timeout_s=5)
+
+    server = await serve(network, "there", PORT, decide=decide, serve=odd, on_problem=lambda problem, _: None)
+    (at,) = verifiers_untrusted({"serving": [_THERE]})
+    client = await VerifierClient.dial(network, at, seed_host="", peer_id="c", name="c")
+    try:
+        async with asyncio.timeout(900):
+            text = await client.ask(Wish(prompt="abc"))
+            async for piece in text:
+                assert all(token >= 0 for token in piece.tokens)
+            assert text.ended
+    except P2PTrainError:
+        pass  # as it should be told
+    finally:
+        await client.close()
+        await server.close()
+    assert not wrong, wrong
+
+
+CLIENTS = Target(
+    "verifier-clients",
+    st.tuples(_BEGUN, _ANSWERS).map(lambda both: [*both[0], *both[1]]),
+    lambda case: run_virtual(_answered(case)),
+    (
+        "roles.verifier.client.VerifierClient._take_untrusted",
+        "roles.verifier.client.Text.take_untrusted",
+        "roles.verifier.client.Text._take_piece_untrusted",
+    ),
+    peak_bytes=8 << 20,
+    weight=60,
+)
+
+
+def _check_refusal(message: wire.AskRefused) -> None:
+    error = error_untrusted(message, "it")
+    assert isinstance(error, P2PTrainError)
+    assert (error.message + error.remedy).isprintable()
+
+
+REFUSALS = Target(
+    "verifier-refusals",
+    made(wire.AskRefused, code=mostly(st.sampled_from(["busy", "wrong-wish", "protocol-error"]), TEXT)),
+    _check_refusal,
+    ("roles.verifier.refusals.error_untrusted",),
+    peak_bytes=64 << 10,
+)
+TARGETS = (QUESTIONS, SERVING, CLIENTS, REFUSALS)

@@ -1,0 +1,441 @@
+"""A verifier over the wire: its clients get their texts, and what they do harms nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from p2ptrain.core.errors import (
+    ConnectionLost,
+    NetworkError,
+    P2PTrainError,
+    ProtocolError,
+    Refused,
+    ResourceError,
+    UserError,
+)
+from p2ptrain.core.serving import Sampling, SamplingWish
+from roles.verifier import door as door_module
+from roles.verifier.asking import Said, Wish
+from roles.verifier.client import Text, VerifierAt, VerifierClient, question, verifiers_untrusted
+from roles.verifier.door import MOST_ASKED, MOST_BYTES, Door
+from roles.verifier.refusals import error_untrusted, refused
+from roles.verifier.service import VerifierService
+from roles.worker.stage_links import Line
+from wire import generate_messages as wire
+from wire.connection import Connection
+from wire.handshake import dial, local_hello, local_welcome, serve
+from wire.memory import MemoryNetwork
+from wire.messages import Hello, Message, Request, Welcome
+from wire.virtual import run_virtual
+
+from .scene import ScriptedDrafters, ScriptedTarget, failing_at, reference, service, text_of
+
+PROMPT = "def f(x):"
+ID = "0" * 32
+PORT = 5000
+AT = VerifierAt(ID, "big one", "verifier", PORT, "stand-in", 600, 0, 0)
+
+
+@dataclass
+class Scene:
+    network: MemoryNetwork
+    target: ScriptedTarget
+    service: VerifierService
+    problems: list[P2PTrainError] = field(default_factory=list)
+
+    async def client(self, host: str = "client") -> VerifierClient:
+        return await VerifierClient.dial(self.network.at(host), AT, seed_host="seed", peer_id="1" * 32, name=host)
+
+    async def raw(self) -> Connection:
+        """A connection that says what a test says."""
+        hello = local_hello(peer_id="2" * 32, name="odd", roles=["operator"], purpose="generate")
+        connection, _ = await dial(self.network.at("odd"), "verifier", PORT, hello, timeout_s=5)
+        return connection
+
+
+@asynccontextmanager
+async def verifier(directory: Path, **options: Any) -> AsyncIterator[Scene]:
+    network = MemoryNetwork(pipe_bytes=4096)
+    target = options.pop("target", None) or ScriptedTarget()
+    made = service(directory, target, options.pop("drafters", None), network=network, **options)
+    scene, at_door = Scene(network, target, made), Door(made)
+
+    async def decide(hello: Hello, connection: Connection) -> Welcome:
+        return local_welcome(peer_id=ID, name="big one", wall=0.0)
+
+    server = await serve(
+        network.at("verifier"),
+        "0.0.0.0",
+        PORT,
+        decide=decide,
+        serve=at_door.serve,
+        on_problem=lambda problem, _: scene.problems.append(problem),
+    )
+    try:
+        yield scene
+    finally:
+        await server.close()
+        await made.close()
+    assert not target.open_now
+    assert made.sessions == 0
+
+
+def within(work: Coroutine[Any, Any, None]) -> None:
+    wrong: list[dict[str, Any]] = []
+
+    async def bounded() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: wrong.append(context))
+        async with asyncio.timeout(3600):
+            await work
+
+    run_virtual(bounded())
+    assert not wrong, wrong
+
+
+async def read(text: Text) -> tuple[str, tuple[int, ...]]:
+    said, tokens = "", tuple[int, ...]()
+    async for piece in text:
+        said += piece.text
+        tokens += piece.tokens
+    return said, tokens
+
+
+def wish(tokens: int | None = 40, **more: Any) -> Wish:
+    return Wish(prompt=more.pop("prompt", PROMPT), max_new_tokens=tokens, **more)
+
+
+def test_a_text_and_how_it_came_about(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with verifier(tmp_path, drafters=ScriptedDrafters()) as there:
+            client = await there.client()
+            text = await client.ask(wish(sampling=SamplingWish(temperature=0.8, seed=3)))
+            assert text.prompt_tokens == len(PROMPT)
+            said, tokens = await read(text)
+            assert tokens == reference(PROMPT, 40, Sampling(0.8, 50, 1.0, 3))
+            assert said == text_of(tokens)
+            assert text.ended == "length"
+            assert text.stats()["tokens"] == 40
+            assert text.stats()["drafters"][0]["peer_id"] == "drafter-1"
+            await client.close()
+
+    within(scene())
+
+
+def test_several_questions_of_one_client_and_of_others(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with verifier(tmp_path, sessions=3) as there:
+            one, other = await there.client("one"), await there.client("other")
+            prompts = ["a", "bb", "ccc", "dddd", "eeeee"]
+            texts = await asyncio.gather(
+                *(_read_of((one, other)[index % 2], wish(prompt=prompt)) for index, prompt in enumerate(prompts))
+            )
+            assert [tokens for _, tokens in texts] == [reference(prompt, 40) for prompt in prompts]
+            await one.close()
+            await other.close()
+
+    within(scene())
+
+
+async def _read_of(client: VerifierClient, wanted: Wish) -> tuple[str, tuple[int, ...]]:
+    return await read(await client.ask(wanted))
+
+
+def test_a_conversation(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with verifier(tmp_path, positions=120) as there:
+            client = await there.client()
+            turns = (Said("user", "é" * 30), Said("assistant", "b" * 30), Said("user", "and now?"))
+            text = await client.ask(Wish(turns=turns, max_new_tokens=20))
+            await read(text)
+            assert text.left_out == 2
+            asked = bytes(token for _, ids, _ in there.target.runs for token in ids)
+            assert asked.startswith(b"User: and now?\nAssistant:")
+            await client.close()
+
+    within(scene())
+
+
+def test_no_more_is_wanted(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with verifier(tmp_path, sessions=1) as there:
+            client = await there.client()
+            text = await client.ask(wish(500))
+            async for _ in text:
+                text.cancel()
+            assert text.ended == "cancelled"
+            assert 0 < text.stats()["tokens"] < 10
+            # One that waits for its turn, and one that nobody reads.
+            first = await client.ask(wish(400))
+            waiting = asyncio.create_task(client.ask(wish()))
+            await asyncio.sleep(1)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            await first.close()
+            assert (await _read_of(client, wish()))[1] == reference(PROMPT, 40)
+            await client.close()
+
+    within(scene())
+
+
+@pytest.mark.parametrize("how", ["close", "abort", "silence"])
+def test_a_client_that_goes_takes_its_texts_with_it(tmp_path: Path, how: str) -> None:
+    async def scene() -> None:
+        drafters = ScriptedDrafters()
+        slow = ScriptedTarget(pass_s=0.5)
+        async with verifier(tmp_path, target=slow, drafters=drafters, sessions=2, kept=0) as there:
+            client = await there.client()
+            for _ in range(2):
+                await client.ask(wish(580))
+            waiting = asyncio.create_task(client.ask(wish()))
+            await asyncio.sleep(0.3)
+            match how:
+                case "close":
+                    await client.close()
+                case "abort":
+                    client._connection.abort()
+                case "silence":
+                    there.network.silence("client", "verifier")
+            await asyncio.sleep(30)
+            assert there.service.sessions == 0
+            assert drafters.closed == 2
+            assert not there.target.open_now
+            with pytest.raises(NetworkError, match="lost"):
+                await waiting
+            await client.close()
+
+    within(scene())
+
+
+def test_a_slow_reader_gets_all_of_it_and_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door_module, "UNSENT_BYTES", 256)
+
+    async def scene() -> None:
+        async with verifier(tmp_path) as there:
+            slow, other = await there.raw(), await there.client()
+            ask, data = question(wish(400))
+            slow.send(ask, stream=1)
+            slow.send_bulk(memoryview(data), generation=0, stream=1)
+            tokens, line = b"", Line(slow)
+            async with line.alive():  # it says so, and reads nothing yet
+                assert (await _read_of(other, wish(300)))[1] == reference(PROMPT, 300)
+                assert len(there.target.runs) < 600
+                while not isinstance(message := await line.receive(), wire.Written):
+                    if isinstance(message, wire.Piece):
+                        tokens += message.tokens
+            assert len(tokens) == 4 * 400
+            await other.close()
+
+    within(scene())
+
+
+def test_who_takes_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door_module, "UNSENT_BYTES", 64)
+
+    async def scene() -> None:
+        async with verifier(tmp_path, target=ScriptedTarget(pass_s=0.001)) as there:
+            stuck = await there.raw()
+            for stream in range(1, 5):
+                ask, data = question(wish(580))
+                stuck.send(ask, stream=stream)
+                stuck.send_bulk(memoryview(data), generation=0, stream=stream)
+            for _ in range(100):  # it says that it lives, and reads nothing
+                await asyncio.sleep(2)
+                if stuck.closed.is_set():
+                    break
+                stuck.send(wire.Stop(), stream=99)
+            assert stuck.closed.is_set()
+            assert there.service.sessions == 0
+            stuck.abort()
+
+    within(scene())
+
+
+def test_what_a_verifier_refuses_comes_as_what_it_is(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with verifier(tmp_path, positions=100, sessions=1, waiting=0) as there:
+            client = await there.client()
+            for wrong, kind in (
+                (wish(prompt=""), UserError),
+                (wish(400), UserError),
+                (Wish(turns=(Said("judge", "no"),)), UserError),
+                (wish(prompt="x" * (MOST_BYTES + 1)), UserError),
+            ):
+                with pytest.raises(kind):
+                    await client.ask(wrong)
+            text = await client.ask(wish(90))
+            with pytest.raises(Refused, match="big one: the verifier is busy"):
+                await client.ask(wish())
+            await text.close()
+            await client.close()
+
+    within(scene())
+
+
+def test_a_model_that_fails_in_mid_text(tmp_path: Path) -> None:
+    async def scene() -> None:
+        problem = ResourceError("the device is out of memory", remedy="wait")
+        async with verifier(tmp_path, target=ScriptedTarget(before=failing_at(5, problem))) as there:
+            client = await there.client()
+            text = await client.ask(wish())
+            with pytest.raises(ResourceError, match="big one: the device is out of memory") as raised:
+                await read(text)
+            assert raised.value.remedy == "wait"
+            assert text.count == 5
+            assert not client.lost
+            await client.close()
+
+    within(scene())
+
+
+def test_a_verifier_that_is_lost_in_mid_text(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with verifier(tmp_path) as there:
+            client = await there.client()
+            text = await client.ask(wish(500))
+            for _ in range(11):
+                await anext(text)
+            there.network.cut("client", "verifier")
+            with pytest.raises(NetworkError, match=r"lost in the middle of a text: .*; 11 tokens"):
+                await anext(text)
+            assert client.lost
+            with pytest.raises(NetworkError):
+                await client.ask(wish())
+            await client.close()
+
+    within(scene())
+
+
+def _bulk(stream: int, data: bytes) -> Callable[[Connection], None]:
+    return lambda connection: connection.send_bulk(memoryview(data), generation=0, stream=stream)
+
+
+def _says(message: Message, stream: int = 1) -> Callable[[Connection], None]:
+    return lambda connection: connection.send(message, stream=stream)
+
+
+def _ask(**changed: Any) -> wire.Ask:
+    plain: dict[str, Any] = {
+        "sizes": [1],
+        "roles": [],
+        "max_new_tokens": 5,
+        "temperature": None,
+        "top_k": None,
+        "top_p": None,
+        "seed": 0,
+        "stop": [],
+        "speculate": "auto",
+    }
+    return wire.Ask(**(plain | changed))
+
+
+@pytest.mark.parametrize(
+    "acts",
+    [
+        [_says(Request(1, "peers.list", {}))],
+        [_says(wire.Asked(1, 0))],
+        [_says(_ask(sizes=[MOST_BYTES + 1]))],
+        [_says(_ask(sizes=[-1, 5], roles=["user", "user"]))],
+        [_says(_ask(sizes=[]))],
+        [_says(_ask(sizes=[1, 1]))],
+        [_says(_ask(sizes=[1], roles=["user", "user"]))],
+        [_says(_ask(sizes=[2])), _bulk(1, b"\xff\xfe")],
+        [_says(_ask(sizes=[2])), _bulk(1, b"abc")],
+        [_says(_ask(temperature=-1.0)), _bulk(1, b"a")],
+        [_says(_ask(temperature=float("nan"))), _bulk(1, b"a")],
+        [_says(_ask(stop=["x"] * 17)), _bulk(1, b"a")],
+        [_says(_ask(stop=[""])), _bulk(1, b"a")],
+        [_says(_ask(max_new_tokens=-1)), _bulk(1, b"a")],
+        [_says(_ask(speculate="no")), _bulk(1, b"a")],
+        [_says(_ask(max_new_tokens=500)), _bulk(1, b"a"), _says(_ask()), _bulk(1, b"a")],
+    ],
+)
+def test_nonsense_ends_the_connection_that_it_came_by(tmp_path: Path, acts: list[Callable[[Connection], None]]) -> None:
+    async def scene() -> None:
+        async with verifier(tmp_path) as there:
+            client, odd = await there.client(), await there.raw()
+            text = await client.ask(wish())
+            for act in acts:
+                act(odd)
+            async with asyncio.timeout(20):
+                await odd.closed.wait()
+            await asyncio.sleep(3)
+            assert isinstance(there.problems[-1], ProtocolError)
+            assert (await read(text))[1] == reference(PROMPT, 40)
+            await client.close()
+            odd.abort()
+
+    within(scene())
+
+
+def test_a_bulk_frame_that_nobody_announced_is_not_taken(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with verifier(tmp_path) as there:
+            odd = await there.raw()
+            odd.send_bulk(memoryview(bytes(1 << 20)), generation=0, stream=7)
+            await asyncio.sleep(30)
+            assert odd.closed.is_set()
+            odd.abort()
+
+    within(scene())
+
+
+def test_no_more_questions_than_can_be_kept_track_of(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with verifier(tmp_path, waiting=100) as there:
+            client = await there.client()
+            tasks = [asyncio.create_task(client.ask(wish())) for _ in range(MOST_ASKED + 1)]
+            with pytest.raises(Refused, match="questions of yours"):
+                await tasks[-1]
+            texts = [await read(await task) for task in tasks[:-1]]
+            assert all(tokens == reference(PROMPT, 40) for _, tokens in texts)
+            await client.close()
+
+    within(scene())
+
+
+def test_failures_are_the_same_on_both_sides() -> None:
+    for error in (
+        UserError("a", remedy="b"),
+        ResourceError("a"),
+        ConnectionLost("a"),
+        Refused("busy", "a", remedy="b"),
+        P2PTrainError("a"),
+    ):
+        told = error_untrusted(refused(error), "big one")
+        assert told.exit_code == error.exit_code or type(error) is P2PTrainError
+        assert told.message == "big one: a"
+        assert told.remedy == error.remedy
+    odd = error_untrusted(wire.AskRefused("x" * 9000, "\x1b[2J" + "y" * 9000, ""), "it")
+    assert "\x1b" not in odd.message
+    assert len(odd.message) < 500
+
+
+def test_verifiers_that_a_seed_tells_of() -> None:
+    item = {
+        "peer_id": ID,
+        "name": "big one",
+        "role": "verifier",
+        "host": "",
+        "port": PORT,
+        "model": "m",
+        "context": 0,
+        "sessions": 1,
+        "drafters": ["a"],
+    }
+    (found,) = verifiers_untrusted({"serving": [item, {"role": "drafter"}]})
+    assert found.dialled("seed") == "seed"
+    assert found.drafters == 1
+    assert VerifierAt(ID, "x", "127.0.0.1", 1, "", 0, 0, 0).dialled("127.0.0.1") == "127.0.0.1"
+    assert VerifierAt(ID, "x", "127.0.0.1", 1, "", 0, 0, 0).dialled("far") == "far"
+    for changed in ({"port": 0}, {"port": True}, {"peer_id": "../x"}, {"name": None}, {"host": "x" * 5000}):
+        with pytest.raises(ProtocolError):
+            verifiers_untrusted({"serving": [item | changed]})
+    with pytest.raises(ProtocolError):
+        verifiers_untrusted({})
