@@ -102,7 +102,7 @@ async def serving_http(
         app.stop()
         await server.shutdown(sockets=[sock])
         for connection in list(server.server_state.connections):
-            connection.transport.abort()
+            connection.transport.abort()  # of clients that do not read how it ended
         await app.settle(timeout_s=STOP_S)
 
 
@@ -132,7 +132,7 @@ def read_key(path: Path, warn: Callable[[str], None]) -> str:
 
 
 class _Connection(H11Protocol):
-    """uvicorn's, with the deadlines that it lacks. Only what its constructor takes, and asyncio calls, is relied on.
+    """uvicorn's, with the deadlines that it lacks. Relied on: what its constructor takes, and what asyncio calls.
 
     A request is under way from the end of its headers to the end of its answer.
     """
@@ -145,6 +145,7 @@ class _Connection(H11Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state | {"connection": self}, _loop)
+        self._all = server_state.connections
         self._under_way = 0
         self._whole = False  # the request under way is here with its body
         self._refused = False
@@ -152,8 +153,9 @@ class _Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._abort = transport.abort
         self._wait(HEADERS_S)
-        if len(self.connections) > MOST_CONNECTIONS:
+        if len(self._all) > MOST_CONNECTIONS:
             self._refused = True
             transport.write(_FULL)
             transport.close()
@@ -185,14 +187,14 @@ class _Connection(H11Protocol):
 
     def ends(self) -> None:
         self._under_way -= 1
-        if not self._under_way and self in self.connections:
+        if not self._under_way and self in self._all:
             self._wait(KEEP_ALIVE_S + HEADERS_S)
 
     def abort(self) -> None:
-        self.transport.abort()
+        self._abort()
 
     def _wait(self, time_s: float) -> None:
-        self._patience = self.loop.call_later(time_s, self.abort)
+        self._patience = asyncio.get_running_loop().call_later(time_s, self.abort)
 
 
 def _timed(app: ASGIApp) -> ASGIApp:
@@ -215,6 +217,7 @@ def _timed(app: ASGIApp) -> ASGIApp:
                     await send(message)
             except TimeoutError:
                 connection.abort()
+                raise asyncio.CancelledError from None  # nobody is there any more: no error, and nothing to answer
 
         connection.begins()
         try:

@@ -50,7 +50,7 @@ NOT_OBEYED: dict[str, tuple[tuple[Any, ...], str]] = {
     "echo": ((False,), "the prompt is not repeated"),
     "suffix": (("",), "text is written behind the prompt, not into a gap"),
     "logprobs": ((False,), "probabilities are not told"),
-    "top_logprobs": ((), "probabilities are not told"),
+    "top_logprobs": ((0,), "probabilities are not told"),
     "presence_penalty": ((0, 0.0), _PICKED),
     "frequency_penalty": ((0, 0.0), _PICKED),
     "repetition_penalty": ((1, 1.0), _PICKED),

@@ -1,0 +1,442 @@
+"""The HTTP endpoint and clients that mean no good, or do not know better."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+
+import openai
+import pytest
+import pytest_asyncio
+
+from p2ptrain.core.errors import UserError
+from p2ptrain.core.world import real_world
+from roles.verifier import http, http_app
+from roles.verifier.http import serving_http
+from wire.memory import MemoryNetwork
+
+from .conftest import PATIENCE_S, Endpoint, request
+from .scripted import MODEL, ScriptedService, ScriptedWriting
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+KEY = "correct-horse-battery-staple"
+ASK = json.dumps({"model": MODEL, "prompt": "x"}).encode()
+STREAM = json.dumps({"model": MODEL, "prompt": "x", "stream": True}).encode()
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+WORLD = real_world(MemoryNetwork())
+
+
+def code_of(body: bytes) -> str:
+    code = json.loads(body)["error"]["code"]
+    assert isinstance(code, str)
+    return code
+
+
+async def hung_up(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with suppress(ConnectionError):  # cut off before
+        await writer.wait_closed()
+
+
+def posted(body: bytes) -> bytes:
+    return request("POST", COMPLETIONS, f"Content-Length: {len(body)}") + body
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def guarded() -> AsyncIterator[Endpoint]:
+    """Everywhere, with a key."""
+    service = ScriptedService()
+    async with serving_http(service, "0.0.0.0", 0, KEY, world=WORLD) as (_, port):
+        url = f"http://127.0.0.1:{port}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=PATIENCE_S) as client:
+            yield Endpoint(service, "127.0.0.1", port, client, [])
+
+
+async def test_only_who_has_the_key_may_ask(guarded: Endpoint) -> None:
+    assert (await guarded.client.completions.create(model=MODEL, prompt="x")).choices[0].text == "Hello, world"
+    for wrong in ("wrong", KEY[:-1], KEY + "x"):
+        with pytest.raises(openai.AuthenticationError) as caught:
+            await guarded.client.models.list(extra_headers={"Authorization": f"Bearer {wrong}"})
+        assert KEY not in str(caught.value.body)
+        assert caught.value.code == "invalid_api_key"
+
+
+@pytest.mark.parametrize(
+    "shown",
+    ["", f"Authorization: Basic {KEY}", f"Authorization: {KEY}", "Authorization: Bearer", "Authorization: Bearer é"],
+)
+async def test_the_key_is_shown_as_bearer(guarded: Endpoint, shown: str) -> None:
+    # Nobody without it has his body read: this one never comes.
+    head = request("POST", COMPLETIONS, "Content-Length: 1000", *([shown] if shown else []))
+    status, headers, body = await guarded.raw(head)
+    assert status == 401
+    assert code_of(body) in ("missing_api_key", "invalid_api_key")
+    assert headers["content-type"] == "application/json"
+
+
+async def test_what_needs_no_key(guarded: Endpoint) -> None:
+    status, _, body = await guarded.raw(request("GET", "/health", "Origin: https://evil.example", host="evil.example"))
+    assert (status, json.loads(body)) == (200, {"status": "ok"})
+    # With a key a page from elsewhere may try: it has none.
+    with_key = request("GET", "/v1/models", f"Authorization: bearer {KEY}", host="model.example.org")
+    assert (await guarded.raw(with_key))[0] == 200
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8000", "127.0.0.1:9", "127.8.8.8", "[::1]:8000"])
+@pytest.mark.parametrize("origin", ["", "Origin: http://localhost:3000", "Origin: https://[::1]"])
+async def test_programs_of_this_machine_may_ask(endpoint: Endpoint, host: str, origin: str) -> None:
+    assert (await endpoint.raw(request("GET", "/v1/models", *([origin] if origin else []), host=host)))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "origin"),
+    [
+        ("evil.example", ""),
+        ("127.0.0.1.evil.example:80", ""),
+        ("192.168.1.20", ""),
+        ("", ""),
+        ("user@localhost", ""),
+        ("127.0.0.1", "Origin: https://evil.example"),
+        ("127.0.0.1", "Origin: null"),
+        ("127.0.0.1", "Origin:"),
+        ("127.0.0.1", "Origin: https://localhost.evil.example"),
+        ("127.0.0.1", "Origin: https://evil.example#://localhost"),
+    ],
+)
+async def test_pages_from_elsewhere_may_not_ask(endpoint: Endpoint, host: str, origin: str) -> None:
+    headers = [f"Content-Length: {len(ASK)}", *([origin] if origin else [])]
+    status, answer_headers, body = await endpoint.raw(request("POST", COMPLETIONS, *headers, host=host) + ASK)
+    assert (status, code_of(body)) == (403, "origin_refused" if origin else "host_refused")
+    assert not any(name.startswith("access-control") for name in answer_headers)
+    assert endpoint.service.wishes == []
+
+
+async def test_elsewhere_it_does_not_begin_without_a_key() -> None:
+    with pytest.raises(UserError, match="needs a key") as caught:
+        async with serving_http(ScriptedService(), "0.0.0.0", 0, world=WORLD):
+            pass
+    assert "--api-key-file" in caught.value.remedy
+
+
+async def test_a_port_in_use_is_told(endpoint: Endpoint) -> None:
+    with pytest.raises(UserError, match=f"port {endpoint.port} is in use") as caught:
+        async with serving_http(ScriptedService(), "127.0.0.1", endpoint.port, world=WORLD):
+            pass
+    assert "--http" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/", 404, "unknown_url"),
+        ("GET", "/v1/models/", 404, "model_not_found"),
+        ("GET", "/v1/models/../../etc/passwd", 404, "model_not_found"),
+        ("GET", "/v1/models/%ff%00%e2", 404, "model_not_found"),
+        ("GET", "/v1/completions/", 404, "unknown_url"),
+        ("GET", "http://evil.example/v1/models", 404, "unknown_url"),
+        ("GET", COMPLETIONS, 405, "method_not_allowed"),
+        ("PUT", CHAT, 405, "method_not_allowed"),
+        ("OPTIONS", CHAT, 405, "method_not_allowed"),
+        ("TRACE", "/v1/models", 405, "method_not_allowed"),
+        ("POST", "/v1/embeddings", 404, "unknown_url"),
+    ],
+)
+async def test_what_there_is_not(endpoint: Endpoint, method: str, path: str, status: int, code: str) -> None:
+    given_status, headers, body = await endpoint.raw(request(method, path))
+    assert (given_status, code_of(body)) == (status, code)
+    assert ("allow" in headers) == (status == 405)
+
+
+MESSAGE = {"role": "user", "content": "Hi"}
+WRONG: list[tuple[str, dict[str, object], str, str]] = [
+    (COMPLETIONS, {"model": "gpt-4"}, "model_not_found", "model"),
+    (COMPLETIONS, {"model": None}, "invalid_value", "model"),
+    (COMPLETIONS, {"prompt": [1, 2]}, "invalid_value", "prompt"),
+    (COMPLETIONS, {"prompt": [[1], [2]]}, "invalid_value", "prompt"),
+    (COMPLETIONS, {"prompt": []}, "invalid_value", "prompt"),
+    (COMPLETIONS, {"prompt": ["x"] * 17}, "invalid_value", "prompt"),
+    (COMPLETIONS, {"prompt": {"a": "b"}}, "invalid_value", "prompt"),
+    (COMPLETIONS, {"max_tokens": 0}, "invalid_value", "max_tokens"),
+    (COMPLETIONS, {"max_tokens": "5"}, "invalid_value", "max_tokens"),
+    (COMPLETIONS, {"max_tokens": True}, "invalid_value", "max_tokens"),
+    (COMPLETIONS, {"max_tokens": 5, "max_completion_tokens": 6}, "invalid_value", "max_tokens"),
+    (COMPLETIONS, {"temperature": -0.1}, "invalid_value", "temperature"),
+    (COMPLETIONS, {"top_p": 0}, "invalid_value", "top_p"),
+    (COMPLETIONS, {"top_p": 1.1}, "invalid_value", "top_p"),
+    (COMPLETIONS, {"top_k": -1}, "invalid_value", "top_k"),
+    (COMPLETIONS, {"seed": 2**63}, "invalid_value", "seed"),
+    (COMPLETIONS, {"seed": 0.5}, "invalid_value", "seed"),
+    (COMPLETIONS, {"stop": ["a"] * 5}, "invalid_value", "stop"),
+    (COMPLETIONS, {"stop": ""}, "invalid_value", "stop"),
+    (COMPLETIONS, {"stop": "x" * 513}, "invalid_value", "stop"),
+    (COMPLETIONS, {"stop": [None]}, "invalid_value", "stop"),
+    (COMPLETIONS, {"stream": "yes"}, "invalid_value", "stream"),
+    (COMPLETIONS, {"stream_options": {"include_usage": True}}, "invalid_value", "stream_options"),
+    (
+        COMPLETIONS,
+        {"stream": True, "stream_options": {"include_usage": 1}},
+        "invalid_value",
+        "stream_options.include_usage",
+    ),
+    (COMPLETIONS, {"speculate": "maybe"}, "invalid_value", "speculate"),
+    (COMPLETIONS, {"n": 2}, "unsupported_parameter", "n"),
+    (COMPLETIONS, {"n": True}, "unsupported_parameter", "n"),
+    (COMPLETIONS, {"logprobs": 0}, "unsupported_parameter", "logprobs"),
+    (COMPLETIONS, {"echo": True}, "unsupported_parameter", "echo"),
+    (COMPLETIONS, {"suffix": "x"}, "unsupported_parameter", "suffix"),
+    (COMPLETIONS, {"presence_penalty": 0.1}, "unsupported_parameter", "presence_penalty"),
+    (COMPLETIONS, {"temprature": 1}, "unknown_parameter", "temprature"),
+    (COMPLETIONS, {"messages": [MESSAGE]}, "unknown_parameter", "messages"),
+    (CHAT, {"messages": []}, "invalid_value", "messages"),
+    (CHAT, {"messages": "Hi"}, "invalid_value", "messages"),
+    (CHAT, {"messages": [1] * 5000}, "invalid_value", "messages.0"),
+    (CHAT, {"messages": [MESSAGE] * 4097}, "invalid_value", "messages"),
+    (CHAT, {"messages": [{"role": "user"}]}, "missing_required_parameter", "messages.0.content"),
+    (CHAT, {"messages": [{"role": "user", "content": None}]}, "invalid_value", "messages.0.content"),
+    (CHAT, {"messages": [{"role": "boss", "content": "x"}]}, "invalid_value", "messages.0.role"),
+    (CHAT, {"messages": [{"role": ["user"], "content": "x"}]}, "invalid_value", "messages.0.role"),
+    (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "invalid_value", "messages.0.role"),
+    (CHAT, {"messages": [MESSAGE, {"role": "assistant", "content": "x"}]}, "invalid_value", "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "invalid_value", "messages.0.content"),
+    (CHAT, {"messages": [MESSAGE | {"tool_calls": [{}]}]}, "unsupported_parameter", "messages.0.tool_calls"),
+    (CHAT, {"tools": [{"type": "function"}]}, "unsupported_parameter", "tools"),
+    (CHAT, {"response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format"),
+    (CHAT, {"x" * 100: 1}, "unknown_parameter", "x" * 64 + "…"),
+]
+
+
+@pytest.mark.parametrize(("path", "changed", "code", "param"), WRONG)
+async def test_a_request_that_cannot_be_obeyed(
+    endpoint: Endpoint, path: str, changed: dict[str, object], code: str, param: str
+) -> None:
+    usual: dict[str, object] = {"messages": [MESSAGE]} if path == CHAT else {"prompt": "x"}
+    status, _, body = await endpoint.post(path, json.dumps({"model": MODEL} | usual | changed).encode())
+    error = json.loads(body)["error"]
+    assert (status, error["code"], error["param"]) == (404 if code == "model_not_found" else 400, code, param)
+    assert error["type"] == "invalid_request_error"
+    assert len(error["message"]) < 300
+    assert endpoint.service.wishes == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'"x"',
+        b"\xff\xfe",
+        b'{"model": "\\ud800", "prompt": "x"}',
+        b'{"model": "org/tiny-model", "prompt": "x", "seed": 1' + b"0" * 5000 + b"}",
+        b'{"model": "org/tiny-model", "prompt": "x", "temperature": NaN}',
+        b'{"model": "org/tiny-model", "prompt": "x", "temperature": 1e999}',
+        b'{"model": "org/tiny-model", "prompt": ' + b"[" * 100_000,
+        b'{"a":' * 100_000,
+    ],
+)
+async def test_a_body_that_is_no_request(endpoint: Endpoint, body: bytes) -> None:
+    for path in (COMPLETIONS, CHAT):
+        status, _, answer = await endpoint.post(path, body)
+        assert status == 400
+        assert len(answer) < 500
+    assert endpoint.service.wishes == []
+
+
+async def test_a_huge_body_is_not_kept(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_app, "MOST_BODY_BYTES", 100_000)
+    status, headers, body = await endpoint.post(COMPLETIONS, b" " * 1_000_000)
+    assert (status, code_of(body), headers["connection"]) == (413, "request_too_large", "close")
+    chunk = b"8000\r\n" + b" " * 0x8000 + b"\r\n"
+    head = request("POST", COMPLETIONS, "Transfer-Encoding: chunked")
+    assert (await endpoint.raw(head + chunk * 20 + b"0\r\n\r\n"))[0] == 413
+    assert (await endpoint.post(COMPLETIONS, ASK + b" " * (100_000 - len(ASK))))[0] == 200
+    # Who asks before it sends is told at once; one that goes on for ever is cut off.
+    assert (await endpoint.raw(request("POST", COMPLETIONS, "Content-Length: 9999999", "Expect: 100-continue")))[
+        0
+    ] == 413
+    monkeypatch.setattr(http_app, "DRAIN_S", 0.0)
+    assert (await endpoint.raw(request("POST", COMPLETIONS, "Content-Length: 9999999") + b" " * 200_000))[0] == 413
+
+
+async def test_who_asks_before_it_sends_may_send(endpoint: Endpoint) -> None:
+    reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+    async with asyncio.timeout(PATIENCE_S):
+        writer.write(request("POST", COMPLETIONS, f"Content-Length: {len(ASK)}", "Expect: 100-continue"))
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(ASK)
+        assert b"Hello, world" in await reader.read()
+        await hung_up(writer)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/9.9\r\nConnection: close\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc",
+        b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"x: y\r\n" * 4000 + b"Connection: close\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1" + b"0" * 5000 + b"\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: gzip\r\n\r\n",
+        b"G\xc3\x89T / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    ],
+)
+async def test_what_is_no_http(endpoint: Endpoint, sent: bytes) -> None:
+    status, _, _ = await endpoint.raw(sent)
+    assert 400 <= status < 500 or status == 501
+
+
+async def test_an_upgrade_is_not_taken(endpoint: Endpoint) -> None:
+    wanted = ["Upgrade: websocket", "Connection: upgrade", "Sec-WebSocket-Key: eA==", "Sec-WebSocket-Version: 13"]
+    assert (await endpoint.raw(request("GET", "/health", *wanted)))[0] == 200
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /v1/models HTTP/1.1\r\nHost: loc"])
+async def test_who_says_nothing_is_cut_off(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    monkeypatch.setattr(http, "HEADERS_S", 0.0)
+    reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+    async with asyncio.timeout(PATIENCE_S):
+        writer.write(sent)
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await reader.readexactly(1)
+        await hung_up(writer)
+
+
+async def test_who_goes_on_saying_nothing_is_cut_off(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+    async with asyncio.timeout(PATIENCE_S):
+        monkeypatch.setattr(http, "HEADERS_S", 0.0)
+        monkeypatch.setattr(http, "KEEP_ALIVE_S", 0.0)
+        writer.write(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\nno more than this")
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 404")
+        await reader.read()
+        await hung_up(writer)
+
+
+async def test_a_body_that_does_not_come(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_app, "BODY_S", 0.0)
+    status, _, body = await endpoint.raw(request("POST", COMPLETIONS, "Content-Length: 5"))
+    assert (status, code_of(body)) == (408, "request_timeout")
+
+
+async def test_who_does_not_read_is_cut_off(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "SEND_S", 0.0)
+    endpoint.service.script = lambda wish: ScriptedWriting(["x" * (1 << 20)] * 64)
+    _, writer = await asyncio.open_connection(endpoint.host, endpoint.port, limit=1)
+    async with asyncio.timeout(PATIENCE_S):
+        writer.write(posted(STREAM))
+        await endpoint.service.asks.wait()
+        [writing] = endpoint.service.writings
+        await writing.closed.wait()
+    assert writing.given < 64
+    await hung_up(writer)
+
+
+async def test_who_asks_on_before_the_answer_is_cut_off(endpoint: Endpoint) -> None:
+    endpoint.service.script = lambda wish: ScriptedWriting(held_at=1)
+    reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+    async with asyncio.timeout(PATIENCE_S):
+        writer.write(posted(STREAM))
+        await reader.readuntil(b"Hello")
+        writer.write(posted(STREAM))
+        await endpoint.service.writings[0].closed.wait()
+        await hung_up(writer)
+
+
+async def test_requests_that_come_together_are_answered_in_turn(endpoint: Endpoint) -> None:
+    again = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(ASK)}\r\n\r\n".encode() + ASK
+    reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+    async with asyncio.timeout(PATIENCE_S):
+        writer.write(again * 3 + posted(ASK))
+        assert (await reader.read()).count(b"Hello, world") == 4
+        await hung_up(writer)
+
+
+async def test_a_connection_is_used_again(endpoint: Endpoint) -> None:
+    again = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(ASK)}\r\n\r\n".encode() + ASK
+    reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+    async with asyncio.timeout(PATIENCE_S):
+        for _ in range(20):  # as soon as the answer is here, whatever else is done about it there
+            writer.write(again)
+            assert (await reader.readuntil(b"}}")).startswith(b"HTTP/1.1 200")
+        await hung_up(writer)
+
+
+async def test_connections_are_bounded(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoint.service.script = lambda wish: ScriptedWriting(held_at=1)
+    reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+    async with asyncio.timeout(PATIENCE_S):
+        writer.write(posted(STREAM))
+        await reader.readuntil(b"Hello")
+        monkeypatch.setattr(http, "MOST_CONNECTIONS", 1)
+        status, headers, body = await endpoint.raw(request("GET", "/health"))
+        assert (status, code_of(body), headers["retry-after"]) == (503, "overloaded", "2")
+        await hung_up(writer)
+        await endpoint.service.writings[0].closed.wait()
+
+
+async def test_nothing_is_logged(endpoint: Endpoint, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        await endpoint.raw(request("GET", f"/v1/models?{KEY}", f"Authorization: Bearer {KEY}"))
+        await endpoint.raw(b"no http\r\n\r\n")
+    assert [record for record in caplog.records if record.name.startswith("uvicorn")] == []
+
+
+async def under_way(service: ScriptedService) -> tuple[bytes, bytes]:
+    """What two clients hear, one of them of a stream, when the endpoint ends while it writes for them."""
+    service.script = lambda wish: ScriptedWriting(held_at=1)
+    interrupt = signal.getsignal(signal.SIGINT)
+    async with asyncio.timeout(PATIENCE_S):
+        async with serving_http(service, "127.0.0.1", 0, world=WORLD) as (host, port):
+            assert signal.getsignal(signal.SIGINT) is interrupt  # Ctrl+C belongs to whoever runs the process
+            idle = await asyncio.open_connection(host, port)
+            streamed, whole = await asyncio.open_connection(host, port), await asyncio.open_connection(host, port)
+            streamed[1].write(posted(STREAM))
+            await streamed[0].readuntil(b"Hello")
+            whole[1].write(posted(ASK))
+            while len(service.writings) < 2:
+                service.asks.clear()
+                await service.asks.wait()
+            await service.writings[1].waits.wait()
+        assert all(writing.closed.is_set() for writing in service.writings)
+        assert await idle[0].read() == b""
+        heard = await streamed[0].read(), await whole[0].read()
+        for _, writer in (idle, streamed, whole):
+            await hung_up(writer)
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(host, port)
+    return heard
+
+
+async def test_the_end_is_told_to_all() -> None:
+    streamed, whole = await under_way(ScriptedService())
+    assert b'"code":"stopping"' in streamed
+    assert b"[DONE]" not in streamed
+    assert whole.startswith(b"HTTP/1.1 503")
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="nobody counts open files")
+async def test_no_file_is_left_open() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        await under_way(ScriptedService())
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+async def test_a_name_is_listened_on() -> None:
+    async with serving_http(ScriptedService(), "localhost", 0, world=WORLD) as (host, port):
+        assert host == "127.0.0.1"
+        with socket.create_connection((host, port), PATIENCE_S):
+            pass
