@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from p2ptrain.cli.children import Child, end_all, start_seed_process, until_it_listens
-from p2ptrain.cli.console import Console, step_line
 from p2ptrain.cli.runtime import (
     DEFAULT_PORT,
     STATE_DEFAULT,
@@ -29,14 +27,11 @@ from p2ptrain.cli.runtime import (
 )
 from p2ptrain.cli.split_options import DtypeOption
 from p2ptrain.cli.text_options import CheckpointOption
-from p2ptrain.core.errors import EXIT_INTERRUPTED, ConnectionLost, JobFailed, P2PTrainError, UserError
-from wire.records import FINISHED_STATES
+from p2ptrain.cli.up_jobs import Watcher, job_for, unfinished
+from p2ptrain.core.errors import EXIT_INTERRUPTED, JobFailed, UserError
 
 if TYPE_CHECKING:
     from configs.schema import Profile
-    from wire.client import SeedClient
-
-DEATH_KNOWN_S = 2.0  # from the end of a child's connections to the end of its process
 
 
 def up(
@@ -55,7 +50,10 @@ def up(
     ] = 0,
     sets: SetOption = [],  # noqa: B006 - Typer copies it
     new: Annotated[
-        bool, typer.Option("--new", help="Begin afresh: cancel an unfinished job of other settings.")
+        bool,
+        typer.Option(
+            "--new", help="Begin afresh: cancel an unfinished job of other settings; train a pair that is trained."
+        ),
     ] = False,
     plain: Annotated[
         bool, typer.Option("--plain", help="Plain progress lines instead of the full-screen view.")
@@ -89,6 +87,12 @@ def up(
         typer.Option("--memory", metavar="SIZE", help="With --split: what each worker may hold of a model, as 2GiB."),
     ] = "",
     dtype: DtypeOption = "",
+    http: Annotated[
+        str,
+        typer.Option(
+            "--http", metavar="HOST:PORT", help="With a profile of a pair: the verifier answers the OpenAI API there."
+        ),
+    ] = "",
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Start nothing: show which layers of a split model each worker would train."),
@@ -99,6 +103,9 @@ def up(
 
     An unfinished job in the same --state is taken up where it was. Ctrl+C stops everything; nothing is lost.
 
+    A profile with a [drafter], such as pair, trains two models and then serves them: `p2ptrain generate` and
+    `p2ptrain chat` write with the larger one, for which the smaller one drafts. The next start serves at once.
+
     With --split the workers hold a model instead, some layers each, and `p2ptrain generate --split` and
     `p2ptrain chat --split` use it from another terminal.
 
@@ -107,14 +114,18 @@ def up(
       p2ptrain up
       p2ptrain up --workers 4 --set job.steps=1000
       p2ptrain up --profile my.toml --state ./run --plain
+      p2ptrain up --profile pair --http 127.0.0.1:8000
       p2ptrain up --workers 2 --set job.strategy=pipeline --set pipeline.stages=2 --dry-run
       p2ptrain up --split 3 --spare 1 --checkpoint ./SmolLM2-135M --memory 400MiB
     """
+    from p2ptrain.cli.up_pair import check_http
     from p2ptrain.cli.up_split import check_split
     from wire.shaper import preset_named
 
     if link:
         preset_named(link)  # refused here: each worker would only end
+    if split is not None and http:
+        raise UserError("--http is answered by a verifier, and --split starts none", remedy="leave one of them out")
     check_split(split, checkpoint, spare=spare > 0, memory=bool(memory), dtype=bool(dtype))
     root = (state or default_state_dir() / "up").absolute()
     if split is not None and checkpoint is not None:
@@ -123,6 +134,7 @@ def up(
     if dry_run and split is not None:
         raise UserError("--dry-run is of a training", remedy="see p2ptrain generate --split --dry-run for --split")
     loaded = _profile(profile, sets, workers)
+    check_http(http, loaded)
     if dry_run or loaded.stages > 1:
         _plan_here(loaded, workers, link or loaded.link.preset, dry_run=dry_run, as_json=as_json)
         if dry_run:
@@ -137,13 +149,31 @@ def up(
         link=link or loaded.link.preset,
     )
     full_screen = not plain and not as_json and at_terminal()
+    if loaded.drafter.layers:
+        _pair(plan, http, full_screen=full_screen, as_json=as_json)
+        return
     summary = run(_cluster(plan, full_screen=full_screen), children=True)
     if as_json:
         typer.echo(json.dumps(summary, indent=2))
     else:
         _print_summary(summary, plan.root)
-    if summary["state"] != "done":
-        raise typer.Exit(EXIT_INTERRUPTED if summary["state"] == "interrupted" else JobFailed.exit_code)
+    _leave(summary["state"])
+
+
+def _pair(plan: Plan, http: str, *, full_screen: bool, as_json: bool) -> None:
+    from p2ptrain.cli.output import print_json
+    from p2ptrain.cli.up_pair import pair, print_outcome
+
+    outcome = run(pair(plan, http, full_screen=full_screen, as_json=as_json), children=True)
+    if outcome is not None:
+        print_json(outcome) if as_json else print_outcome(outcome)
+        _leave(outcome["state"])
+
+
+def _leave(state: str) -> None:
+    """With the exit code that says how it ended."""
+    if state != "done":
+        raise typer.Exit(EXIT_INTERRUPTED if state == "interrupted" else JobFailed.exit_code)
 
 
 def _stay(
@@ -236,19 +266,17 @@ async def _cluster(plan: Plan, *, full_screen: bool) -> dict[str, Any]:
         seed = await start_seed(plan)
         children.append(seed)
         client = await SeedClient.connect(TcpNetwork(), "127.0.0.1", plan.port, name=operator_name())
-        job = await _job(client, plan, console)
+        found = await unfinished(client, [plan.profile.to_spec()], plan.root, cancel=plan.new)
+        job = await job_for(client, Path(plan.profile_name).stem, plan.profile_name, plan.profile, found, console)
         for number in range(1, plan.workers + 1):
             children.append(await start_worker(plan, number))
-        console.event(
-            "info",
-            f"{plan.workers} worker{'s start' if plan.workers > 1 else ' starts'}; logs are in {plan.root / 'logs'}",
-        )
-        watcher = Watcher(client, job, children, console, quiet=full_screen)
+        console.event("info", workers_start(plan))
+        watcher = Watcher(client, {job: ""}, children, console, quiet=full_screen)
         watching = asyncio.create_task(watcher.run(), name="watch")
         stopping = asyncio.create_task(stop.wait(), name="stop")
         try:
             if full_screen:
-                await _show(plan.port)
+                await show(plan.port)
                 console.event("info", "the view is closed; training goes on here. Ctrl+C stops everything")
                 watcher.quiet = False
             await asyncio.wait({watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -260,12 +288,18 @@ async def _cluster(plan: Plan, *, full_screen: bool) -> dict[str, Any]:
             console.finish()
         interrupted = stop.is_set()
         await end_all(children[1:])  # before the seed, so that it hears what they saved on leaving
-        summary = await watcher.summary(interrupted=interrupted)
+        summary = await watcher.summary(job, interrupted=interrupted)
         await client.close()
         return summary
     finally:
         await end_all(children[1:])
         await end_all(children[:1])
+
+
+def workers_start(plan: Plan) -> str:
+    """What is said when they do."""
+    said = f"worker{'s start' if plan.workers > 1 else ' starts'}"
+    return f"{plan.workers} {said}; logs are in {plan.root / 'logs'}"
 
 
 async def start_seed(plan: Plan) -> Child:
@@ -294,126 +328,12 @@ async def start_worker(plan: Plan, number: int) -> Child:
     return await Child.start(f"worker-{number}", arguments, plan.root / "logs" / f"worker-{number}.log")
 
 
-async def _job(client: SeedClient, plan: Plan, console: Console) -> str:
-    """The job to work on: the unfinished one of the same settings, else a new one."""
-    spec = plan.profile.to_spec()
-    name = Path(plan.profile_name).stem
-    for item in (await client.request("jobs.list"))["jobs"]:
-        if item["state"] in FINISHED_STATES:
-            continue
-        shown = await client.request("jobs.show", {"job": item["id"]})
-        if shown["spec"] == spec:
-            console.event("info", f"going on with job {item['name']} ({item['id']}) from its last checkpoint")
-            if item["state"] == "paused":
-                await client.request("jobs.resume", {"job": item["id"]})
-            return str(item["id"])
-        if not plan.new:
-            raise UserError(
-                f"{plan.root} holds an unfinished job {item['name']} ({item['id']}) of other settings",
-                remedy="give the same settings to go on with it, --new to cancel it, or another --state",
-            )
-        await client.request("jobs.cancel", {"job": item["id"]})
-    from p2ptrain.cli.training_shape import shape_param
-
-    order = {"name": name, "profile": plan.profile_name, "spec": spec, **shape_param(plan.profile)}
-    created = await client.request("jobs.create", order)
-    console.event("info", f"created job {name} ({created['job']}) from profile {plan.profile_name}")
-    return str(created["job"])
-
-
-async def _show(port: int) -> None:
+async def show(port: int) -> None:
     from tui.app import P2PTrainApp
     from tui.source import PlainWay, SeedSource
     from wire.transport import TcpNetwork
 
     await P2PTrainApp(SeedSource(PlainWay(TcpNetwork(), "127.0.0.1", port), f"127.0.0.1:{port}")).run_async()
-
-
-class Watcher:
-    """Follows one job through the seed's updates until it is finished, and says how far it is."""
-
-    def __init__(self, client: SeedClient, job: str, children: list[Child], console: Console, *, quiet: bool) -> None:
-        self.quiet = quiet
-        self._client, self._job, self._children, self._console = client, job, children, console
-        self._began = time.monotonic()
-        self._last: dict[str, Any] = {}
-        self._told = -1  # the newest step that was told; before that, the step where this start found the job
-
-    async def run(self) -> None:
-        """Until the job is finished. Raises ``JobFailed`` when the processes that do it are gone."""
-        self._told = int((await self._client.request("jobs.show", {"job": self._job}))["job"]["step"])
-        await self._client.request("subscribe")
-        reaper = asyncio.create_task(self._all_gone(), name="reaper")
-        following = asyncio.create_task(self._follow(), name="follow")
-        try:
-            await asyncio.wait({reaper, following}, return_when=asyncio.FIRST_COMPLETED)
-            if following.done() and following.exception() is None:
-                return
-            # A seed that dies closes its connections first. That it died, and why, says more.
-            await asyncio.wait({reaper}, timeout=DEATH_KNOWN_S)
-            (reaper if reaper.done() else following).result()
-        finally:
-            reaper.cancel()
-            following.cancel()
-
-    async def _follow(self) -> None:
-        async for update in self._client.updates():
-            for item in update.items:
-                if update.topic == "jobs" and item.get("id") == self._job:
-                    self._last = item
-                    if item.get("state") in FINISHED_STATES:
-                        return
-                elif update.topic == "metrics" and item.get("job") == self._job and int(item["step"]) > self._told:
-                    self._tell(item)
-                elif update.topic == "events" and item.get("level") != "info" and not self.quiet:
-                    self._console.event(str(item.get("level")), str(item.get("text")))
-        raise ConnectionLost("the seed ended")
-
-    def _tell(self, row: dict[str, Any]) -> None:
-        self._told = int(row["step"])
-        known = {key: value for key, value in row.items() if isinstance(value, int | float)}
-        if not self.quiet:
-            total = int(self._last.get("steps_total", 0))
-            self._console.progress(step_line(self._told, total, known), last="val_loss" in known)
-
-    async def _all_gone(self) -> None:
-        """Ends, with the reason, when the seed or the last worker is gone."""
-        seed, *workers = self._children
-        await asyncio.wait(
-            {
-                asyncio.create_task(seed.process.wait()),
-                asyncio.create_task(_all_of(workers)),
-            },
-            return_when=asyncio.FIRST_COMPLETED,
-        )
-        gone = seed if not seed.alive else workers[-1]
-        raise gone.failed(f"{gone.name} ended")
-
-    async def summary(self, *, interrupted: bool) -> dict[str, Any]:
-        """What came of it, for people and programs."""
-        try:
-            shown = (await self._client.request("jobs.show", {"job": self._job}))["job"]
-            saved = (await self._client.request("checkpoints.list", {"job": self._job}))["checkpoints"]
-        except P2PTrainError:
-            shown, saved = self._last, []
-        newest = max(saved, key=lambda item: (item.get("stage") is None, item["step"]), default=None)
-        return {
-            "job": self._job,
-            "state": "interrupted" if interrupted and shown.get("state") not in FINISHED_STATES else shown.get("state"),
-            "reason": shown.get("reason", ""),
-            "step": shown.get("step"),
-            "steps": shown.get("steps_total"),
-            "loss": shown.get("loss"),
-            "val_loss": shown.get("val_loss"),
-            "tokens": shown.get("tokens_total"),
-            "seconds": round(time.monotonic() - self._began, 1),
-            "checkpoint": newest["path"] if newest else None,
-            "whole": newest is not None and newest.get("stage") is None,
-        }
-
-
-async def _all_of(children: list[Child]) -> None:
-    await asyncio.gather(*(child.process.wait() for child in children))
 
 
 def _print_summary(summary: dict[str, Any], root: Path) -> None:

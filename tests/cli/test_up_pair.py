@@ -1,0 +1,249 @@
+"""``p2ptrain up`` with a pair: the real seed and workers, in this process; models are stand-ins; nobody serves them."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from configs.schema import Optimizer, Profile
+from p2ptrain.cli import up_pair
+from p2ptrain.cli.children import Child
+from p2ptrain.cli.console import Console
+from p2ptrain.cli.up import Plan
+from p2ptrain.core.errors import JobFailed, P2PTrainError, UserError
+from roles.engine import Engine
+from roles.in_process import Cluster
+from roles.stand_in import StandInEngine
+from wire.transport import TcpNetwork
+
+DRAFTER_STEPS, STEPS = 20, 200
+PROFILE = Profile.model_validate(
+    {
+        "job": {"steps": STEPS, "workers": 1},
+        "batch": {"micro_batches": 2},
+        "checkpoint": {"every": 50},
+        "drafter": {"layers": 1, "steps": DRAFTER_STEPS},
+    }
+)
+DEADLINE_S = 30.0
+
+
+class Process:
+    """What a child is of a process. ``leave``: what it does when its standard input is closed."""
+
+    def __init__(self, leave: Callable[[], Any] = lambda: asyncio.sleep(0)) -> None:
+        self.returncode: int | None = None
+        self.stdin = SimpleNamespace(close=self._asked)
+        self._leave, self._over, self._leaving = leave, asyncio.Event(), list[asyncio.Task[None]]()
+
+    def _asked(self) -> None:
+        if not self._leaving and self.returncode is None:
+            self._leaving.append(asyncio.create_task(self._end()))
+
+    async def _end(self) -> None:
+        await self._leave()
+        self.die(0)
+
+    def die(self, code: int) -> None:
+        self.returncode = code
+        self._over.set()
+
+    async def wait(self) -> int:
+        await self._over.wait()
+        assert self.returncode is not None
+        return self.returncode
+
+
+@dataclass
+class Machine:
+    """Where a pair is started.
+
+    Attributes:
+        servers: the arguments and the process of each child that is to serve.
+        told: what was printed as JSON.
+    """
+
+    root: Path
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    serving: asyncio.Event = field(default_factory=asyncio.Event)
+    servers: dict[str, tuple[list[str], Process]] = field(default_factory=dict)
+    build: Callable[[Profile], Engine] = StandInEngine
+    cluster: Cluster | None = None
+    started: int = 0
+    told: list[dict[str, Any]] = field(default_factory=list)
+
+    async def start_seed(self, plan: Plan) -> Child:
+        self.cluster = Cluster(plan.root, TcpNetwork())
+        await self.cluster.start_seed(plan.port)
+        return self._child("seed", Process(self.cluster.close))
+
+    async def start_worker(self, plan: Plan, number: int) -> Child:
+        assert self.cluster is not None
+        self.started += 1
+        peer = self.cluster.join(self.build, slot=number)
+        return self._child(f"worker-{number}", Process(peer.leave))
+
+    async def start(self, name: str, arguments: list[str], log: Path) -> Child:
+        self.servers[name] = (arguments, Process())
+        return self._child(name, self.servers[name][1])
+
+    def _child(self, name: str, process: Any) -> Child:
+        return Child(name, process, self.root / f"{name}.log", 0)
+
+    async def up(self, port: int, *, new: bool = False, http: str = "", profile: Profile = PROFILE) -> Any:
+        """One ``p2ptrain up``, to its end."""
+        self.stop, self.serving, self.servers, self.started = asyncio.Event(), asyncio.Event(), {}, 0
+        plan = Plan("pair", profile, 1, self.root, port, new, "")
+        async with asyncio.timeout(DEADLINE_S):
+            return await up_pair.pair(plan, http, full_screen=False, as_json=True)
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+async def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Machine]:
+    made = Machine(tmp_path)
+
+    async def served(client: Any) -> None:
+        return
+
+    def tell(document: dict[str, Any]) -> None:
+        made.told.append(document)
+        made.serving.set()
+
+    monkeypatch.setattr(up_pair, "start_seed", made.start_seed)
+    monkeypatch.setattr(up_pair, "start_worker", made.start_worker)
+    monkeypatch.setattr(up_pair.Child, "start", made.start)
+    monkeypatch.setattr(up_pair, "_both_serve", served)
+    monkeypatch.setattr(up_pair, "print_json", tell)
+    monkeypatch.setattr("p2ptrain.cli.stopping.stoppable", lambda: (Console(), made.stop))
+    yield made
+    if made.cluster is not None:
+        await made.cluster.close()
+
+
+async def served(machine: Machine, port: int, **options: Any) -> dict[str, Any]:
+    """Start it, wait until it serves, and press Ctrl+C; what it said."""
+    running = asyncio.create_task(machine.up(port, **options))
+    await asyncio.sleep(0)  # it has cleared what was of the last one
+    await asyncio.wait({running, asyncio.create_task(machine.serving.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    if running.done():
+        running.result()
+    machine.stop.set()
+    assert await running is None
+    return machine.told.pop()
+
+
+async def test_both_are_trained_then_served_and_the_next_start_serves_at_once(machine: Machine, free_port: int) -> None:
+    first = await served(machine, free_port, http="127.0.0.1:8000")
+    assert machine.started == 1
+    assert (first["state"], first["drafter"]["step"], first["verifier"]["step"]) == ("serving", DRAFTER_STEPS, STEPS)
+    for role, (arguments, process) in machine.servers.items():
+        assert arguments[arguments.index("--role") + 1] == role
+        assert Path(arguments[arguments.index("--model") + 1]) == Path(first[role]["checkpoint"])
+        assert ("--http" in arguments) == (role == "verifier")
+        assert process.returncode == 0, "it was ended"
+    second = await served(machine, free_port)
+    assert machine.started == 0, "there is nothing to train"
+    for role in ("drafter", "verifier"):
+        assert second[role] | {"seconds": 0} == first[role] | {"seconds": 0}
+    shutil.rmtree(first["drafter"]["checkpoint"])
+    third = await served(machine, free_port)
+    assert third["drafter"]["job"] != first["drafter"]["job"], "a model that is gone is trained again"
+    assert third["verifier"]["job"] == first["verifier"]["job"]
+    fourth = await served(machine, free_port, new=True)
+    assert fourth["verifier"]["job"] != first["verifier"]["job"]
+
+
+async def test_an_interrupted_one_goes_on_where_it_was(
+    machine: Machine, free_port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop = asyncio.get_running_loop()
+
+    class Stopping(StandInEngine):
+        """Presses Ctrl+C in the middle of the longer job."""
+
+        def __init__(self, profile: Profile) -> None:
+            super().__init__(profile)
+            self._steps = profile.job.steps
+
+        def begin_step(self, step: int) -> None:
+            if (self._steps, step) == (STEPS, 60):
+                loop.call_soon_threadsafe(machine.stop.set)
+            super().begin_step(step)
+
+    machine.build = Stopping
+    outcome = await machine.up(free_port)
+    assert outcome["state"] == outcome["verifier"]["state"] == "interrupted"
+    assert outcome["drafter"]["state"] == "done"
+    assert 60 <= outcome["verifier"]["step"] < STEPS, "else the rest shows nothing"
+    assert not machine.servers
+    machine.build = StandInEngine
+    shown = capsys.readouterr().err
+    assert "drafter   step" in shown
+    with pytest.raises(UserError, match=r"unfinished job pair .* of other settings"):
+        await machine.up(free_port, profile=PROFILE.model_copy(update={"optimizer": Optimizer(lr=0.5)}))
+    last = await served(machine, free_port)
+    assert last["verifier"]["job"] == outcome["verifier"]["job"]
+    assert last["drafter"]["checkpoint"] == outcome["drafter"]["checkpoint"]
+
+
+async def test_who_serves_and_ends_is_named_with_its_last_words(machine: Machine, free_port: int) -> None:
+    running = asyncio.create_task(machine.up(free_port))
+    await asyncio.sleep(0)
+    await machine.serving.wait()
+    machine.servers["drafter"][1].die(5)
+    await asyncio.sleep(0)
+    assert not running.done(), "the verifier goes on alone"
+    (machine.root / "verifier.log").write_text("error: no memory\n  → buy some\n")
+    machine.servers["verifier"][1].die(6)
+    with pytest.raises(JobFailed, match="the verifier ended: no memory") as caught:
+        await running
+    assert caught.value.remedy.startswith("buy some; its log is ")
+
+
+async def test_a_job_that_is_cancelled_ends_it(machine: Machine, free_port: int) -> None:
+    class Cancelling(StandInEngine):
+        def begin_step(self, step: int) -> None:
+            if step == 5:
+                asyncio.run_coroutine_threadsafe(cancel(), loop).result()
+            super().begin_step(step)
+
+    async def cancel() -> None:
+        assert machine.cluster is not None
+        await machine.cluster.ask("jobs.cancel", job="pair-drafter")
+
+    loop = asyncio.get_running_loop()
+    machine.build = Cancelling
+    outcome = await machine.up(free_port)
+    assert (outcome["state"], outcome["drafter"]["state"]) == ("cancelled", "cancelled")
+    assert outcome["verifier"]["state"] == "interrupted"
+    assert not machine.servers
+    up_pair.print_outcome(outcome)
+
+
+async def test_a_model_that_is_not_whole_is_not_served() -> None:
+    with pytest.raises(JobFailed, match="left no checkpoint of the whole model"):
+        up_pair._check_whole("verifier", {"job": "x", "checkpoint": "/there", "whole": False})
+
+
+@pytest.mark.parametrize(
+    ("http", "layers", "problem"),
+    [("127.0.0.1:80", 0, "trains none"), ("127.0.0.1", 1, "names no port"), ("::x::", 1, "address")],
+)
+def test_http_that_cannot_be_is_refused(http: str, layers: int, problem: str) -> None:
+    with pytest.raises(P2PTrainError, match=problem):
+        up_pair.check_http(http, Profile.model_validate({"drafter": {"layers": layers}}))
