@@ -51,7 +51,18 @@ def make(family: str, directory: Path, *, dtype: torch.dtype = torch.float32, **
         model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     randomize(model)
     model.to(dtype).save_pretrained(directory, max_shard_size=shard)
+    return opened(directory, dtype)
+
+
+def opened(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The whole model as transformers opens it, in evaluation mode, with its weights where an allocator puts them.
+
+    Its own are mapped from the file, at any address; and on some processors the kernels for one row round otherwise
+    where a matrix does not begin on a boundary of 64 bytes. The same bits come of the same arithmetic only.
+    """
     whole: Any = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="sdpa", dtype=dtype)
+    for parameter in whole.parameters():
+        parameter.data = parameter.data.clone()
     return whole.eval()
 
 

@@ -29,7 +29,7 @@ from p2ptrain.compute.split import (
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.tensor_files import TensorTable
 
-from .families import FAMILIES, VOCAB, chars_read, config_of, cut_at, load_parts, make
+from .families import FAMILIES, VOCAB, chars_read, config_of, cut_at, load_parts, make, opened
 
 LLAMA_LAYER = [
     *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
@@ -176,16 +176,9 @@ def test_weights_are_converted_to_the_computing_dtype(tmp_path: Path) -> None:
     for number, dtype in enumerate((torch.bfloat16, torch.float16)):
         directory = tmp_path / str(number)
         make("llama", directory, dtype=dtype)
-        whole = load_whole(directory)
+        whole = opened(directory)
         chain = Chain(whole, load_parts(directory, 3))
         chain.check(tokens(9))
-
-
-def load_whole(directory: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    whole: Any = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="sdpa", dtype=torch.float32)
-    return whole.eval()
 
 
 def test_logits_of_the_last_positions_only(saved: Callable[[str], Saved]) -> None:
@@ -221,7 +214,7 @@ def test_files_that_hold_both_of_two_tied_matrices(saved: Callable[[str], Saved]
     embedding = weights["model.embed_tokens.weight"]
     for head in (embedding.clone(), embedding + 1):
         save_file({**weights, "lm_head.weight": head}, tmp_path / "model.safetensors")
-        whole = load_whole(tmp_path)
+        whole = opened(tmp_path)
         for cuts in ((), (3,)):
             parts = load_parts(tmp_path, *cuts)
             Chain(whole, parts).check(tokens(9))
