@@ -150,25 +150,40 @@ class Chain:
             UserError: the prompt is empty, or has ids that the model does not know, or is too long.
             P2PTrainError: a stage refuses, or is lost without a spare.
         """
-        if self._closed:
-            raise UserError("this chain is closed", remedy="load another one")
         self.check_ids(ids)
-        encoding = encoding or self.encoding
-        terms = Terms(
-            positions or len(ids) + max_new_tokens,
-            sampling,
-            encoding,
-            prefill_encoding or encoding,
-            self._silence_s(),
-        )
-        session = GenerationSession(self, terms)
-        self._sessions.add(session)
+        session = self._session(positions or len(ids) + max_new_tokens, sampling, encoding, prefill_encoding)
         try:
             session.go_on(ids, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
             await session.opened()
         except BaseException:
             await session.close()
             raise
+        return session
+
+    async def open(
+        self, *, positions: int, sampling: Sampling, encoding: str = "", prefill_encoding: str = ""
+    ) -> GenerationSession:
+        """Open a session over all stages, for ``GenerationSession.run``. Arguments as of ``generate``.
+
+        Raises:
+            UserError: the chain is closed.
+            P2PTrainError: a stage refuses, or is lost without a spare.
+        """
+        session = self._session(positions, sampling, encoding, prefill_encoding)
+        try:
+            await session.opened()
+        except BaseException:
+            await session.close()
+            raise
+        return session
+
+    def _session(self, positions: int, sampling: Sampling, encoding: str, prefill_encoding: str) -> GenerationSession:
+        if self._closed:
+            raise UserError("this chain is closed", remedy="load another one")
+        encoding = encoding or self.encoding
+        terms = Terms(positions, sampling, encoding, prefill_encoding or encoding, self._silence_s())
+        session = GenerationSession(self, terms)
+        self._sessions.add(session)
         return session
 
     async def close(self) -> None:

@@ -23,7 +23,7 @@ from p2ptrain.core.serving import Sampling
 from roles.background import Background
 from roles.chain import events as ev
 from roles.chain.around import Token
-from roles.chain.decode import Decoding
+from roles.chain.decode import Decoding, DecodingCore, Driven
 from roles.chain.session import Session
 from roles.chain.works import CHUNK
 from wire.chain_messages import ChainBroken, Picked, Took, Work
@@ -57,7 +57,7 @@ class Terms:
 class GenerationSession:
     """Tokens as they come: an async iterator. Lost stages are replaced meanwhile, and the same tokens come.
 
-    Made by ``Chain.generate``.
+    Made by ``Chain.generate``; or by ``Chain.open``, for who says itself what is computed (``run``).
 
     Attributes:
         id: of the session.
@@ -73,7 +73,8 @@ class GenerationSession:
         self._now = chain.around.world.clock.now
         alike = terms.encoding == terms.prefill_encoding
         self._core = Session(chain.seat_numbers(), self._now(), alike=alike)
-        self._decoding: Decoding | None = None
+        self._decoding: DecodingCore | None = None
+        self._answered: ev.Done | None = None
         self._began_at = self._now()
         self._pending: deque[ev.Event] = deque()
         self._handling = False
@@ -143,11 +144,32 @@ class GenerationSession:
                 f"{len(ids)} positions and {max_new_tokens} new tokens, and the session is for {self._terms.positions}"
             )
             raise UserError(text, remedy="open it for more positions, or ask for fewer tokens")
-        self.cancel()
-        self._decoding = Decoding(self._core.works.ids, ids, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
-        self.prompt_s, self._began_at = 0.0, self._now()
-        self._submit_more()
-        self._set_timer()
+        self._begin(Decoding(self._core.works.ids, ids, max_new_tokens=max_new_tokens, stop_ids=stop_ids))
+
+    async def run(self, work: ev.Submit) -> ev.Done:
+        """Have one work computed, in place of a generation; the next one when this is answered. However many stages are
+        lost meanwhile, its picks are the same. Where it is cancelled the session is only to be closed.
+
+        Raises:
+            UserError: ids are none of the model's, or more than the session was opened for.
+            ValueError: it cannot be: ``keep`` beyond the history, too many ids, more picks than ids.
+            NetworkError: a stage was lost and cannot be replaced.
+        """
+        self._chain.check_ids(work.ids)
+        if work.keep + len(work.ids) > self._terms.positions:
+            text = f"{work.keep + len(work.ids)} positions, and the session is for {self._terms.positions}"
+            raise UserError(text, remedy="open it for more positions")
+        if self._closed:
+            raise ConnectionLost("this session is closed", remedy="open another one")
+        if self._error is not None:
+            raise self._failure()
+        driven = Driven(work)
+        self._begin(driven)
+        async for _ in self:
+            pass
+        if driven.ended != "answered" or self._answered is None:
+            raise ConnectionLost("this session was closed meanwhile", remedy="open another one")
+        return self._answered
 
     async def close(self) -> None:
         """Close the session at every stage. Never raises; ``async with`` does it."""
@@ -219,6 +241,13 @@ class GenerationSession:
 
     # ------------------------------------------------------------------------------------------------------ internals
 
+    def _begin(self, decoding: DecodingCore) -> None:
+        self.cancel()
+        self._decoding = decoding
+        self.prompt_s, self._began_at = 0.0, self._now()
+        self._submit_more()
+        self._set_timer()
+
     def _sender_untrusted(self, peer: Peer, message: ChainBroken) -> int | None:
         """The stage that speaks; None where ``peer`` holds none any more. Raises ``ProtocolError``."""
         held = self._chain.held_by(peer)
@@ -260,6 +289,7 @@ class GenerationSession:
         decoding = self._decoding
         if decoding is None:
             return
+        self._answered = done
         number = len(decoding.tokens)
         given, works = decoding.done(done.index, done.tokens, self._core.works.submitted)
         for offset, token in enumerate(given):
@@ -361,7 +391,8 @@ class GenerationSession:
     def _failure(self) -> NetworkError:
         assert self._error is not None
         made = len(self.tokens)
-        text = f"the chain broke after {made} new tokens and cannot be mended: {self._error.message}"
+        after = f" after {made} new tokens" if made else ""
+        text = f"the chain broke{after} and cannot be mended: {self._error.message}"
         failure = NetworkError(text, remedy=self._error.remedy or "start another worker: p2ptrain join; then try again")
         failure.__cause__ = self._error
         return failure

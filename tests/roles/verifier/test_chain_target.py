@@ -1,0 +1,221 @@
+"""A split model as a target: the tokens of plain decoding, whatever drafts are tried and whichever stage dies."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from p2ptrain.core.errors import NetworkError, P2PTrainError, Refused, UserError
+from p2ptrain.core.serving import Sampling
+from roles.chain.client import Chain
+from roles.stage_stand_in import tokens_of
+from roles.verifier.chain_target import ChainTarget
+from roles.verifier.target import Passed, Target, TargetSession
+from tests.roles.chain.scene import CONFIG, Scene, play
+
+from .by_hand import decoded
+
+GREEDY, SAMPLED = Sampling(temperature=0), Sampling(temperature=1.5, top_k=40, top_p=0.95, seed=4)
+PROMPT = [5, 80, 11, 11, 3]
+NEAR_S, COMPUTE_S = 0.0005, 0.01
+
+
+def target_of(chain: Chain, **options: int) -> ChainTarget:
+    return ChainTarget(chain, label="stand-in", context=6000, **options)
+
+
+def slowly(scene: Scene) -> None:
+    for worker in scene.workers.values():
+        worker.threads.call_s["compute"] = COMPUTE_S
+
+
+class Disturbed:
+    """A session, of which something happens within each pass.
+
+    Args:
+        happens: in pass number n, so many seconds after it began, a worker dies.
+    """
+
+    def __init__(self, session: TargetSession, scene: Scene, happens: dict[int, tuple[float, str]]) -> None:
+        self._session, self._scene, self._happens = session, scene, happens
+        self._passes = 0
+
+    async def run(self, *, keep: int, ids: Sequence[int], picks: int, draw: int, prefill: bool) -> Passed:
+        number, self._passes = self._passes, self._passes + 1
+        running = asyncio.create_task(self._session.run(keep=keep, ids=ids, picks=picks, draw=draw, prefill=prefill))
+        if number in self._happens:
+            after_s, victim = self._happens[number]
+            await asyncio.sleep(after_s)
+            assert not running.done()
+            self._scene.kill(victim)
+        return await running
+
+    async def close(self) -> None:
+        await self._session.close()
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_the_tokens_are_those_of_plain_decoding(tmp_path: Path, sampling: Sampling, stages: int) -> None:
+    async def test(scene: Scene) -> None:
+        slowly(scene)
+        wanted = tokens_of(CONFIG, PROMPT, 30, sampling)
+        async with scene.chain(stages=stages) as chain:
+            target: Target = target_of(chain)
+            assert (target.vocab_size, target.context, target.label) == (97, 6000, "stand-in")
+            for drafts in (0, 1, 4, 16):
+                session = await target.open(positions=60, sampling=sampling)
+                assert target.facts()["sessions"] == 1
+                told = await decoded(session, PROMPT, wanted, drafts=drafts, seed=drafts, chunk=2)
+                assert told.tokens == wanted
+                assert bool(told.accepted) == bool(drafts)
+                await session.close()
+            facts = target.facts()
+            assert (facts["kind"], facts["layers"], facts["sessions"]) == ("split", 6, 0)
+            assert [stage["name"] for stage in facts["stages"]] == [f"w{index}" for index in range(stages)]
+        await asyncio.sleep(1)  # virtual: what was told of their ends arrives
+        assert set(scene.sessions().values()) == {0}
+
+    play(tmp_path, test, delay_s=lambda source, target: NEAR_S)
+
+
+@pytest.mark.parametrize("victim", ["w0", "w1", "w2"])
+@pytest.mark.parametrize("after_s", [0.0, 0.005, 0.015, 0.025])
+def test_a_stage_dies_while_drafts_are_verified(tmp_path: Path, victim: str, after_s: float) -> None:
+    """Before it has the work, within it, and when it has given it on."""
+
+    async def test(scene: Scene) -> None:
+        slowly(scene)
+        wanted = tokens_of(CONFIG, PROMPT, 30, SAMPLED)
+        async with scene.chain() as chain:
+            session = await target_of(chain).open(positions=60, sampling=SAMPLED)
+            disturbed = Disturbed(session, scene, {4: (after_s, victim)})
+            told = await decoded(disturbed, PROMPT, wanted, drafts=6, right=0.8, seed=3)
+            assert told.tokens == wanted
+            assert told.passes >= 5
+            assert len(session.mendings) == 1
+            assert victim in session.mendings[0][0]
+
+    play(tmp_path, test, delay_s=lambda source, target: NEAR_S)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_stages_die_in_many_passes(tmp_path: Path, seed: int) -> None:
+    async def test(scene: Scene) -> None:
+        slowly(scene)
+        rng = random.Random(seed)
+        wanted = tokens_of(CONFIG, PROMPT, 40, SAMPLED)
+        names = ["w0", "w1", "w2", "w3", "w4"]
+        rng.shuffle(names)
+        happens = {pass_: (rng.random() * 0.03, names.pop()) for pass_ in rng.sample(range(1, 8), 4)}
+        async with scene.chain() as chain:
+            session = await target_of(chain).open(positions=60, sampling=SAMPLED)
+            disturbed = Disturbed(session, scene, happens)
+            told = await decoded(disturbed, PROMPT, wanted, drafts=6, right=0.7, seed=seed, chunk=3)
+            assert told.tokens == wanted
+
+    names = tuple(f"w{index}" for index in range(7))
+    play(tmp_path, test, names=names, delay_s=lambda source, target: NEAR_S)
+
+
+def test_several_sessions_are_in_the_chain_at_once(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        slowly(scene)
+        wanted = tokens_of(CONFIG, PROMPT, 12, SAMPLED)
+        now = asyncio.get_running_loop().time
+        async with scene.chain() as chain:
+            target = target_of(chain, max_sessions=3)
+
+            async def one() -> float:
+                session = await target.open(positions=60, sampling=SAMPLED)
+                began = now()
+                assert (await decoded(session, PROMPT, wanted, drafts=0)).tokens == wanted
+                took_s = now() - began
+                await session.close()
+                return took_s
+
+            alone_s = await one()
+            together_s = max(await asyncio.gather(one(), one(), one()))
+            assert together_s < 1.5 * alone_s
+
+    play(tmp_path, test, delay_s=lambda source, target: NEAR_S)
+
+
+def test_what_cannot_be(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        async with scene.chain() as chain:
+            target = target_of(chain, max_sessions=1)
+            for positions, words in ((6001, "context of 6000"), (0, "0 positions")):
+                with pytest.raises(UserError, match=words):
+                    await target.open(positions=positions, sampling=GREEDY)
+            session = await target.open(positions=10, sampling=GREEDY)
+            with pytest.raises(Refused, match="1 sessions are open"):
+                await target.open(positions=10, sampling=GREEDY)
+            await session.close()
+            for arguments, kind in (
+                ({"keep": 0, "ids": [97], "picks": 1}, UserError),
+                ({"keep": 0, "ids": [], "picks": 0}, UserError),
+                ({"keep": 8, "ids": [1, 2, 3], "picks": 1}, UserError),
+                ({"keep": 1, "ids": [1], "picks": 1}, ValueError),
+                ({"keep": 0, "ids": [1], "picks": 2}, ValueError),
+            ):
+                session = await target.open(positions=10, sampling=GREEDY)
+                with pytest.raises(kind):
+                    await session.run(**arguments, draw=0, prefill=False)  # type: ignore[arg-type]
+                with pytest.raises(RuntimeError):
+                    await session.run(keep=0, ids=[1], picks=1, draw=0, prefill=False)
+                await session.close()
+            await target.close()
+            with pytest.raises(UserError, match="closed"):
+                await target.open(positions=10, sampling=GREEDY)
+
+    play(tmp_path, test)
+
+
+def test_a_session_that_is_closed_within_a_pass(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        slowly(scene)
+        async with scene.chain() as chain:
+            target = target_of(chain)
+            session = await target.open(positions=10, sampling=GREEDY)
+            running = asyncio.create_task(session.run(keep=0, ids=[1, 2], picks=2, draw=0, prefill=False))
+            await asyncio.sleep(COMPUTE_S)
+            await session.close()
+            with pytest.raises(P2PTrainError, match="closed"):
+                await running
+            with pytest.raises(RuntimeError):
+                await session.run(keep=0, ids=[1], picks=1, draw=0, prefill=False)
+            other = await target.open(positions=10, sampling=GREEDY)
+            cancelled = asyncio.create_task(other.run(keep=0, ids=[1, 2], picks=2, draw=0, prefill=False))
+            await asyncio.sleep(COMPUTE_S)
+            cancelled.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await cancelled
+            await other.close()
+        await asyncio.sleep(1)  # virtual: what was told of their ends arrives
+        assert set(scene.sessions().values()) == {0}
+
+    play(tmp_path, test, delay_s=lambda source, target: NEAR_S)
+
+
+def test_nobody_is_left_to_take_a_stage(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        slowly(scene)
+        async with scene.chain() as chain:
+            session = await target_of(chain).open(positions=60, sampling=GREEDY)
+            disturbed = Disturbed(session, scene, {2: (0.015, "w1")})
+            with pytest.raises(NetworkError, match="the chain broke and cannot be mended") as caught:
+                await decoded(disturbed, PROMPT, tokens_of(CONFIG, PROMPT, 30, GREEDY), drafts=6, seed=3)
+            assert "p2ptrain join" in caught.value.remedy
+
+    play(
+        tmp_path,
+        test,
+        names=("w0", "w1", "w2"),
+        delay_s=lambda source, target: NEAR_S,
+        limit_bytes=58_000,  # for one part and its sessions, not for two
+    )
