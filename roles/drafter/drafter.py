@@ -44,6 +44,8 @@ from wire.speculation_messages import DraftClose, DraftOpen, DraftReady, DraftRe
 PURPOSES = frozenset({"draft"})
 MAX_CALLERS = 64
 MAX_SESSIONS = 32
+BEAT_S = 0.5
+"""A verifier hears from this drafter so often, before it has said what silence means to it."""
 SHARED_PIECE = 256
 """Positions of a prompt that are taken in at a time where other sessions wait for their next draft."""
 REASON_CHARS = 400
@@ -145,7 +147,7 @@ class Drafter:
 
     async def serve(self, connection: Connection, hello: Hello) -> None:
         """Draft for one verifier, until its connection ends. Raises ``ProtocolError``, ``Refused``: for cause."""
-        caller = _Caller(Line(connection, QUIET_S), hello.name)
+        caller = _Caller(Line(connection, QUIET_S, beat_s=BEAT_S), hello.name)
         self._callers.add(caller)
         try:
             async with caller.line.alive():
@@ -190,6 +192,7 @@ class Drafter:
         if stream <= caller.last:
             raise ProtocolError(f"session {stream} after session {caller.last}")
         caller.last = stream
+        caller.line.silence_s = min(caller.line.silence_s, opening.silence_s)
         data = await caller.line.bulk(opening.ids_bytes, stream=stream)
         ids = ids_untrusted(data, vocab_size=opening.vocab_size)
         try:
@@ -201,7 +204,6 @@ class Drafter:
         name = f"draft-{next(self._names)}"
         session = _Session(name, stream, caller, core, opening, positions, verified=opening.count)
         caller.sessions[stream] = session
-        caller.line.silence_s = min(caller.line.silence_s, opening.silence_s)
         self._sessions.add(session)
         self._feed(session, Began())
 

@@ -24,11 +24,12 @@ from roles.speculation.verifying import Verifying
 from roles.stage_engine import StageEngine
 from roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part
 from roles.verifier.drafting_source import DrafterFacts, DrafterSource
+from roles.worker.stage_links import Line
 from roles.worker.stage_testing import LoopThreads
 from wire.connection import Connection
 from wire.handshake import Server, local_welcome, serve
-from wire.messages import Hello, Refuse, Welcome
-from wire.speculation_messages import DrafterAt
+from wire.messages import Hello, Refuse, Request, Response, Welcome
+from wire.speculation_messages import DrafterAt, DraftOpen, DraftReady, Verdict
 
 PORT = 4000
 VOCAB = 97
@@ -124,18 +125,77 @@ class DrafterHost:
         assert not unexpected, unexpected
 
 
+@dataclass
+class Liar:
+    """What answers where a drafter should be: it takes sessions in, and says what it is told to say.
+
+    Args:
+        says: from the session's stream, the verdict (None: the session was opened), its number and the connection.
+
+    Attributes:
+        verdicts: that came. openings: likewise.
+    """
+
+    name: str
+    network: Network
+    says: Callable[[int, Verdict | None, int, Connection], None]
+    verdicts: int = 0
+    openings: int = 0
+    problems: list[P2PTrainError] = field(default_factory=list)
+
+    @property
+    def at(self) -> DrafterAt:
+        """As the seed tells of it."""
+        return DrafterAt(self.name, self.name, self.name, PORT, "a lying model", VOCAB, TOKENIZER)
+
+    async def start(self) -> None:
+        """Listen."""
+        self.server: Server = await serve(
+            self.network,
+            "0.0.0.0",  # noqa: S104 - under its own name
+            PORT,
+            decide=self._decide,
+            serve=self._serve,
+            on_problem=lambda problem, _: self.problems.append(problem),
+        )
+
+    async def _decide(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
+        return local_welcome(peer_id=self.name, name=self.name, wall=0.0)
+
+    async def _serve(self, connection: Connection, hello: Hello) -> None:
+        line = Line(connection, 600.0)
+        async with line.alive():
+            while True:
+                frame = await line.frame()
+                match frame.message:
+                    case DraftOpen() as opening:
+                        await line.bulk(4 * opening.count, stream=frame.stream)
+                        self.openings += 1
+                        connection.send(DraftReady(5.0), stream=frame.stream)
+                        self.says(frame.stream, None, 0, connection)
+                    case Verdict() as verdict:
+                        self.verdicts += 1
+                        self.says(frame.stream, verdict, frame.generation, connection)
+                    case Request(id=number):
+                        connection.send(Response(number, {}))
+
+    async def stop(self) -> None:
+        """End."""
+        await self.server.close()
+
+
 def model_serves(engine: Any, *, tokenizer: str = TOKENIZER, **more: Any) -> Serves:
     """What a drafter with this engine serves."""
     return Serves(engine, "a small model", tokenizer=tokenizer, **more)
 
 
 @asynccontextmanager
-async def drafter_hosts(hosts: Sequence[DrafterHost]) -> AsyncIterator[Sequence[DrafterHost]]:
+async def drafter_hosts(hosts: Sequence[DrafterHost | Liar]) -> AsyncIterator[None]:
     """Drafters that run inside."""
     for host in hosts:
         await host.start()
     try:
-        yield hosts
+        yield
     finally:
         for host in hosts:
             await host.stop()

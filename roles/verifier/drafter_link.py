@@ -192,7 +192,7 @@ class DrafterLink:
             expect_peer=at.peer_id,
             expect_role="drafter",
         )
-        line = self._line = Line(connection, QUIET_S)
+        line = self._line = Line(connection, QUIET_S, beat_s=around.silence_s / 4)
         self._struck = None
         self._last_stream = 0
         self._refused_until = 0.0
@@ -344,7 +344,7 @@ class DrafterLink:
             case Drafts() if not seat.ready:
                 raise ProtocolError("it drafts for a session before it is ready")
             case Drafts(position):
-                seat.record.drafted(received.generation, position, tokens)
+                self.record.count(0, wrong=seat.record.drafted(received.generation, position, tokens))
                 seat.on_drafted(seat, Drafted(seat.drafter, received.generation, position, tokens))
             case DraftRefused():
                 refused = refused_untrusted(message)

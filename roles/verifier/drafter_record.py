@@ -65,15 +65,22 @@ class SeatRecord:
         self._dead = False  # the line was contradicted: drafts of this epoch count no more
         self._drafts: dict[int, int] = {}  # position → token, of the line, not told of
 
-    def drafted(self, epoch: int, position: int, tokens: Sequence[int]) -> None:
-        """Drafts came. Whether they fit is for the session to see: what does not is of no account."""
+    def drafted(self, epoch: int, position: int, tokens: Sequence[int]) -> bool:
+        """Drafts came. Whether they fit is for the session to see: what does not is of no account.
+
+        Returns:
+            Whether a line was taken back of which no verdict has found anything wrong: what was wrong with it came
+            after the verdict that said so, or the drafter drafts now this, now that.
+        """
         if epoch < self._epoch or (epoch == self._epoch and self._dead):
-            return
+            return False
+        taken_back = epoch > self._epoch and bool(self._drafts)
         if epoch > self._epoch:
             self._epoch, self._dead = epoch, False
             self._drafts.clear()
         if len(self._drafts) + len(tokens) <= 2 * MAX_DEPTH:
             self._drafts.update(enumerate(tokens, position))
+        return taken_back
 
     def judged(self, tell: Tell) -> tuple[int, bool]:
         """A verdict is told: how many drafts it finds right, and whether it then finds one wrong."""

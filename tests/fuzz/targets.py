@@ -42,6 +42,9 @@ chain-clients          a whole client, told anything by the stages of its sessio
 questions, verifiers   what a verifier is asked, and who a seed says is one
 verifier-clients       a whole client, told anything by its verifier
 verifier-refusals      why a verifier writes no more
+draft-words            what drafters and verifiers say to each other
+drafters               a whole drafter, told anything by a verifier
+drafter-links          a whole verifier's session, told anything by a drafter
 =====================  ==================================================================================
 """
 
@@ -61,6 +64,7 @@ from . import (
     model_targets,
     part_targets,
     ring_targets,
+    speculation_targets,
     stage_targets,
     standby_targets,
     verifier_targets,
@@ -84,6 +88,7 @@ TARGETS: tuple[Target, ...] = (
     *stage_targets.TARGETS,
     *chain_targets.TARGETS,
     *verifier_targets.TARGETS,
+    *speculation_targets.TARGETS,
 )
 
 

@@ -1,0 +1,236 @@
+"""Drafters and verifiers: what they say to each other, and both sides whole, told anything by the other one."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from hypothesis import strategies as st
+
+from p2ptrain.core.activations import ID_BYTES, encode_ids
+from p2ptrain.core.errors import P2PTrainError, ProtocolError
+from p2ptrain.core.serving import Sampling
+from roles.drafter.testing import (
+    CONFIG,
+    PORT,
+    TOKENIZER,
+    VOCAB,
+    DrafterHost,
+    Liar,
+    Wobbly,
+    around_of,
+    drafter_hosts,
+    model_serves,
+    write,
+)
+from roles.speculation.received import (
+    MAX_DEPTH,
+    drafts_untrusted,
+    ids_untrusted,
+    opening_untrusted,
+    refused_untrusted,
+    step_untrusted,
+    told_untrusted,
+)
+from roles.stage_stand_in import tokens_of
+from roles.verifier.drafter_link import Tokens
+from roles.verifier.drafters import Drafters
+from roles.worker.stage_requests import MAX_POSITIONS
+from wire.connection import Connection
+from wire.handshake import dial, local_hello
+from wire.memory import MemoryNetwork
+from wire.messages import Message, Request
+from wire.speculation_messages import DraftClose, DraftOpen, DraftReady, DraftRefused, Drafts, Verdict
+from wire.virtual import run_virtual
+
+from .engine import Target
+from .strategies import WHOLE, made, mutated
+
+PROMPT = [5, 80, 11]
+GREEDY = Sampling(temperature=0)
+
+_SMALL = st.integers(-1, 12)
+_IDS = st.lists(st.integers(-1, VOCAB), max_size=6).map(lambda ids: b"".join(encode_ids([each]) for each in ids))
+_BYTES = _IDS | mutated(_IDS)
+_OPENING = DraftOpen(3, 3, 40, VOCAB, TOKENIZER, 1.0, 0, 1.0, 0, 8, 2.0)
+_OPENINGS = made(
+    DraftOpen,
+    count=st.integers(0, 6),
+    prompt=st.integers(0, 6),
+    positions=st.integers(0, 64),
+    vocab_size=st.sampled_from([VOCAB, VOCAB, VOCAB, 0, 96]),
+    tokenizer=st.sampled_from([TOKENIZER, TOKENIZER, ""]),
+    temperature=st.sampled_from([0.0, 1.0]),
+    top_k=st.integers(0, 5),
+    top_p=st.sampled_from([1.0, 0.9]),
+    seed=st.integers(0, 9),
+    depth=st.integers(0, 20),
+    silence_s=st.sampled_from([0.5, 2.0]),
+)
+_DRAFTS = made(Drafts, position=st.integers(0, 20), tokens=_BYTES)
+_VERDICTS = made(Verdict, start=st.integers(0, 20), tokens=_BYTES, depth=st.integers(0, 20))
+_REFUSALS = made(DraftRefused)
+_NUMBERS = st.integers(0, 5) | WHOLE.filter(lambda number: 0 <= number < 1 << 64)
+
+
+def _check_words(case: tuple[Message, int]) -> None:
+    message, number = case
+    try:
+        match message:
+            case DraftOpen():
+                opening = opening_untrusted(message)
+                assert 0 < opening.prompt <= opening.count <= opening.positions <= MAX_POSITIONS
+                assert opening.ids_bytes <= ID_BYTES * MAX_POSITIONS
+            case Drafts():
+                tokens = drafts_untrusted(message, number, vocab_size=VOCAB)
+                assert 0 < len(tokens) <= MAX_DEPTH
+                assert all(0 <= token < VOCAB for token in tokens)
+            case Verdict():
+                told = told_untrusted(message, number, vocab_size=VOCAB)
+                assert ids_untrusted(message.tokens, vocab_size=VOCAB) == told.tokens
+                assert 0 <= told.depth <= MAX_DEPTH
+            case DraftReady():
+                assert 0 <= step_untrusted(message) < 1e5
+            case DraftRefused():
+                refused = refused_untrusted(message)
+                assert (refused.code + refused.message + refused.remedy).isprintable()
+    except ProtocolError:
+        return
+
+
+WORDS = Target(
+    "draft-words",
+    st.tuples(_OPENINGS | _DRAFTS | _VERDICTS | made(DraftReady) | _REFUSALS, _NUMBERS),
+    _check_words,
+    (
+        "roles.speculation.received.opening_untrusted",
+        "roles.speculation.received.drafts_untrusted",
+        "roles.speculation.received.told_untrusted",
+        "roles.speculation.received.ids_untrusted",
+        "roles.speculation.received.step_untrusted",
+        "roles.speculation.received.refused_untrusted",
+        "roles.speculation.received._check_depth_untrusted",
+    ),
+    peak_bytes=256 << 10,
+    weight=60,
+)
+
+# ----------------------------------------------------------------------------------------------------- a whole drafter
+
+
+@cache
+def _expected(tokens: int) -> list[int]:
+    return tokens_of(CONFIG, PROMPT, tokens, GREEDY)
+
+
+def _say(connection: Connection, said: list[tuple[Message, int, int, bytes]]) -> None:
+    for message, generation, stream, payload in said:
+        try:
+            connection.send(message, generation=generation, stream=stream)
+            if payload:
+                connection.send_bulk(memoryview(payload), generation=0, stream=stream)
+        except (P2PTrainError, ValueError, TypeError):  # no message of ours, and so never on the wire
+            continue
+
+
+async def _asked(said: list[tuple[Message, int, int, bytes]]) -> None:
+    """A hostile verifier beside an honest one, whose text must come, and sooner, all the same."""
+    wrong: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: wrong.append(context))
+    network = MemoryNetwork()
+    host = DrafterHost("d", network.at("d"), model_serves(Wobbly(1.0)))
+    source = Drafters(around_of(network.at("v")), Tokens(VOCAB, TOKENIZER), look_up=False)
+    async with drafter_hosts([host]):
+        hello = local_hello(peer_id="liar", name="liar", roles=["verifier"], purpose="draft")
+        connection, _ = await dial(network.at("liar"), "d", PORT, hello, timeout_s=5)
+        connection.send(_OPENING, stream=1)
+        connection.send_bulk(memoryview(encode_ids(PROMPT)), generation=0, stream=1)
+        _say(connection, said)
+        source.here([host.at])
+        await asyncio.sleep(1)
+        written = await write(source, PROMPT, 16, GREEDY)
+        connection.abort()
+        await source.close()
+    assert written.tokens == _expected(16)
+    assert written.stats.accepted
+    assert not wrong, wrong
+
+
+_STREAMS = st.sampled_from([1, 1, 1, 2, 2, 3, 0])
+_AS_VERIFIER = st.tuples(
+    _VERDICTS | _OPENINGS | st.just(DraftClose()) | st.just(Request(1, "probe.clock", {})) | _DRAFTS,
+    st.sampled_from([1, 1, 2, 0]),
+    _STREAMS,
+    st.sampled_from([b"", b"", encode_ids(PROMPT), bytes(16)]),
+) | st.tuples(st.just(_OPENING), st.just(0), _STREAMS, st.just(encode_ids(PROMPT)))
+
+DRAFTER = Target(
+    "drafters",
+    st.lists(_AS_VERIFIER, max_size=6),
+    lambda said: run_virtual(_asked(said)),
+    (
+        "roles.drafter.drafter.Drafter._open_untrusted",
+        "roles.drafter.drafter.Drafter._find_untrusted",
+        "roles.drafter.drafter.Drafter._told_untrusted",
+    ),
+    peak_bytes=16 << 20,
+    weight=8,
+)
+
+# ----------------------------------------------------------------------------------------------- a verifier's links
+
+
+async def _drafted(said: list[list[tuple[Message, int, int]]]) -> None:
+    """A hostile drafter beside an honest one: the text is that of plain decoding."""
+    wrong: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: wrong.append(context))
+    network = MemoryNetwork()
+    words = iter(said)
+
+    def says(stream: int, verdict: Verdict | None, number: int, connection: Connection) -> None:
+        at = len(PROMPT) if verdict is None else verdict.start + len(verdict.tokens) // ID_BYTES
+        for message, epoch, offset in next(words, []):
+            if isinstance(message, Drafts):  # where drafts are due, give or take a few
+                message = replace(message, position=at + message.position)
+            try:
+                connection.send(message, generation=max(0, number + epoch), stream=max(0, stream + offset))
+            except (P2PTrainError, ValueError, TypeError):
+                continue
+
+    liar = Liar("liar", network.at("liar"), says)
+    host = DrafterHost("d", network.at("d"), model_serves(Wobbly(0.8)))
+    source = Drafters(around_of(network.at("v")), Tokens(VOCAB, TOKENIZER))
+    async with drafter_hosts([liar, host]):
+        source.here([liar.at, host.at])
+        await asyncio.sleep(1)
+        written = await write(source, PROMPT, 16, GREEDY)
+        await source.close()
+    assert written.tokens == _expected(16)
+    assert not wrong, wrong
+
+
+_AS_DRAFTER = st.tuples(
+    made(Drafts, position=_SMALL.map(lambda at: max(at - 8, -1)), tokens=_BYTES)
+    | made(DraftReady)
+    | _REFUSALS
+    | _VERDICTS
+    | st.just(Drafts(0, encode_ids([1, 2]))),
+    st.sampled_from([0, 0, 0, -1, 1]),
+    st.sampled_from([0, 0, 0, 0, 1, -1]),
+)
+
+LINKS = Target(
+    "drafter-links",
+    st.lists(st.lists(_AS_DRAFTER, max_size=2), max_size=6),
+    lambda said: run_virtual(_drafted(said)),
+    (
+        "roles.verifier.drafter_link.DrafterLink._take_untrusted",
+        "roles.speculation.lines.Line.receive_untrusted",
+    ),
+    peak_bytes=16 << 20,
+    weight=8,
+)
+
+TARGETS = (WORDS, DRAFTER, LINKS)

@@ -1,0 +1,477 @@
+"""Drafters that lie, and verifiers that ask for what cannot be: no text changes, and nobody else is hurt."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from p2ptrain.core.activations import encode_ids
+from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, ResourceError
+from p2ptrain.core.serving import Ran, Sampling
+from roles.drafter.drafter import MAX_CALLERS, Serves
+from roles.drafter.testing import (
+    CONFIG,
+    PORT,
+    TOKENIZER,
+    VOCAB,
+    DrafterHost,
+    Liar,
+    Wobbly,
+    around_of,
+    drafter_hosts,
+    model_serves,
+    write,
+)
+from roles.speculation.ngram import NgramEngine
+from roles.stage_stand_in import tokens_of
+from roles.verifier.drafter_link import Tokens
+from roles.verifier.drafters import Drafters
+from roles.worker.stage_links import Line
+from wire.connection import Connection
+from wire.handshake import dial, local_hello
+from wire.memory import MemoryNetwork
+from wire.messages import Message
+from wire.speculation_messages import DraftClose, DraftOpen, DraftReady, DraftRefused, Drafts, Verdict
+from wire.virtual import run_virtual
+
+PROMPT = [5, 80, 11, 11, 3]
+GREEDY = Sampling(temperature=0)
+EXPECTED = tokens_of(CONFIG, PROMPT, 120, GREEDY)
+Says = Callable[[int, Verdict | None, int, Connection], None]
+
+
+def drafts(connection: Connection, stream: int, epoch: int, position: int, tokens: list[int]) -> None:
+    connection.send(Drafts(position, encode_ids(tokens)), generation=epoch, stream=stream)
+
+
+def behind(verdict: Verdict | None) -> int:
+    return len(PROMPT) if verdict is None else verdict.start + len(verdict.tokens) // 4
+
+
+def says_by_chance(seed: int) -> Says:
+    """Drafts in order, as the rules want them, of tokens by chance."""
+    dice = random.Random(seed)
+
+    def says(stream: int, verdict: Verdict | None, number: int, connection: Connection) -> None:
+        drafts(connection, stream, number, behind(verdict), [dice.randrange(VOCAB) for _ in range(4)])
+
+    return says
+
+
+def says_one_token(stream: int, verdict: Verdict | None, number: int, connection: Connection) -> None:
+    drafts(connection, stream, number, behind(verdict), [7, 7, 7])
+
+
+def says_what_is_wrong(stream: int, verdict: Verdict | None, number: int, connection: Connection) -> None:
+    """It knows the text, and says another one: right, then wrong."""
+    at = behind(verdict) - len(PROMPT)
+    right = EXPECTED[at : at + 1]
+    drafts(
+        connection,
+        stream,
+        number,
+        behind(verdict),
+        [*right, *((token + 1) % VOCAB for token in EXPECTED[at + 1 : at + 4])],
+    )
+
+
+@pytest.mark.parametrize("says", [says_by_chance(1), says_by_chance(2), says_one_token, says_what_is_wrong])
+def test_a_drafter_that_drafts_badly_loses_its_place_to_another(says: Says) -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        liar = Liar("bad", network.at("bad"), says)
+        good = DrafterHost("good", network.at("good"), model_serves(Wobbly(0.9)))
+        source = Drafters(around_of(network.at("verifier")), Tokens(VOCAB, TOKENIZER), seats=1, look_up=False)
+        async with drafter_hosts([liar, good]):
+            source.here([liar.at])
+            await asyncio.sleep(1)
+            first = await write(source, PROMPT, 120, GREEDY)
+            assert first.tokens == EXPECTED
+            source.here([liar.at, good.at])
+            await asyncio.sleep(1)
+            for _ in range(2):
+                written = await write(source, PROMPT, 120, GREEDY)
+                assert written.tokens == EXPECTED
+            assert written.stats.accepted > 60
+            assert written.facts[-1].peer_id == "good"
+            await source.close()
+
+    run_virtual(main())
+
+
+def garbage(message: Message, *, generation: int = 0, offset: int = 0) -> Says:
+    """Says this message once the session runs; its stream is ``offset`` beside the session's."""
+
+    def says(stream: int, verdict: Verdict | None, number: int, connection: Connection) -> None:
+        if verdict is None:
+            connection.send(message, generation=generation, stream=stream + offset)
+
+    return says
+
+
+def late_garbage(stream: int, verdict: Verdict | None, number: int, connection: Connection) -> None:
+    if verdict is not None:
+        drafts(connection, stream, number, behind(verdict) + 2, [1])  # a hole
+
+
+LIES = {
+    "another epoch": garbage(Drafts(len(PROMPT), encode_ids([1])), generation=3),
+    "no epoch": garbage(Drafts(len(PROMPT), encode_ids([1])), generation=1 << 60),
+    "far ahead": garbage(Drafts(len(PROMPT) + 90, encode_ids([1]))),
+    "too many": garbage(Drafts(len(PROMPT), encode_ids([1] * 100))),
+    "far too many": garbage(Drafts(len(PROMPT), encode_ids([1] * 4000))),
+    "before the prompt": garbage(Drafts(-1, encode_ids([1]))),
+    "no token": garbage(Drafts(len(PROMPT), b"")),
+    "half a token": garbage(Drafts(len(PROMPT), b"abc")),
+    "no such token": garbage(Drafts(len(PROMPT), encode_ids([VOCAB]))),
+    "a negative token": garbage(Drafts(len(PROMPT), encode_ids([-1]))),
+    "another session": garbage(Drafts(len(PROMPT), encode_ids([1])), offset=5),
+    "no session": garbage(Drafts(len(PROMPT), encode_ids([1])), offset=-1),
+    "ready twice": garbage(DraftReady(1.0)),
+    "a step of no length": garbage(DraftReady(float("nan"))),
+    "a verifier's word": garbage(Verdict(0, b"", 1)),
+    "a hole": late_garbage,
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_drafter_that_says_what_cannot_be_is_struck_out_and_people_hear_of_it_once(lie: str) -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        liar = Liar("bad", network.at("bad"), LIES[lie])
+        good = DrafterHost("good", network.at("good"), model_serves(Wobbly(0.9)))
+        told: list[tuple[str, str, str]] = []
+        around = around_of(network.at("verifier"), lambda *notice: told.append(notice))
+        source = Drafters(around, Tokens(VOCAB, TOKENIZER), look_up=False)
+        async with drafter_hosts([liar, good]):
+            source.here([liar.at, good.at])
+            await asyncio.sleep(1)
+            assert source.names() == ["bad", "good"]
+            written = await write(source, PROMPT, 40, GREEDY)
+            assert written.tokens == EXPECTED[:40]
+            assert written.stats.accepted > 20
+            assert source.names() == ["good"]
+            await asyncio.sleep(40)
+            assert source.names() == ["good"], "it was dialled again at once"
+            warnings = [text for level, _, text in told if level == "warning"]
+            assert len(warnings) == 1
+            assert "bad" in warnings[0]
+            await asyncio.sleep(45)
+            assert source.names() == ["bad", "good"], "it has its chance again, long after"
+            await source.close()
+
+    run_virtual(main())
+
+
+def test_a_drafter_that_is_silent_is_lost_in_seconds() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        good = DrafterHost("good", network.at("good"), model_serves(Wobbly(1.0)))
+        source = Drafters(around_of(network.at("verifier")), Tokens(VOCAB, TOKENIZER), look_up=False)
+        async with drafter_hosts([good]):
+            source.here([good.at])
+            await asyncio.sleep(1)
+            writing = asyncio.create_task(write(source, PROMPT, 120, GREEDY))
+            await asyncio.sleep(0.5)
+            network.silence("verifier", "good")
+            await asyncio.sleep(3)
+            assert source.names() == []
+            assert not good.drafter.sessions
+            assert (await writing).tokens == EXPECTED
+            network.mend("verifier", "good")
+            await asyncio.sleep(60)
+            assert source.names() == ["good"]
+            await source.close()
+
+    run_virtual(main())
+
+
+# ------------------------------------------------------------------------------------------------- hostile verifiers
+
+OPENING = DraftOpen(5, 5, 64, VOCAB, TOKENIZER, 1.0, 0, 1.0, 0, 8, 2.0)
+IDS = encode_ids(PROMPT)
+
+
+class Verifier:
+    """A verifier's connection that says what it is told to say."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.line = Line(connection)
+        self.connection = connection
+
+    def open(self, message: DraftOpen = OPENING, data: bytes = IDS, *, stream: int = 1) -> None:
+        self.connection.send(message, stream=stream)
+        if data:
+            self.connection.send_bulk(memoryview(data), generation=0, stream=stream)
+
+    async def told_off(self) -> None:
+        """Listen until the connection ends, which is for cause."""
+        with pytest.raises(P2PTrainError) as ended:
+            await self._until_the_end()
+        assert not isinstance(ended.value, DeadlineExceeded)
+
+    async def _until_the_end(self) -> None:
+        while True:
+            await self.next()
+
+    async def next(self) -> tuple[int, Message]:
+        frame = await self.line.frame()
+        return frame.stream, frame.message
+
+
+@asynccontextmanager
+async def verifier_of(network: Any, host: str = "d", name: str = "v") -> AsyncIterator[Verifier]:
+    hello = local_hello(peer_id=name, name=name, roles=["verifier"], purpose="draft")
+    connection, _ = await dial(network.at(name), host, PORT, hello, timeout_s=5)
+    verifier = Verifier(connection)
+    try:
+        async with verifier.line.alive():
+            yield verifier
+    finally:
+        connection.abort()
+
+
+def with_drafter(test: Callable[[MemoryNetwork, DrafterHost], Any], engine: Any = None, **options: Any) -> None:
+    """Run a test beside which an honest session drafts to its end."""
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        serves = options.pop("serves", None) or model_serves(engine or Wobbly(1.0))
+        host = DrafterHost("d", network.at("d"), serves, options=options)
+        source = Drafters(around_of(network.at("honest")), Tokens(VOCAB, TOKENIZER), look_up=False)
+        async with drafter_hosts([host]):
+            source.here([host.at])
+            await asyncio.sleep(1)
+            writing = asyncio.create_task(write(source, PROMPT, 60, GREEDY))
+            await test(network, host)
+            written = await writing
+            assert written.tokens == EXPECTED[:60]
+            assert written.stats.accepted > 30
+            await source.close()
+
+    run_virtual(main())
+
+
+BAD_OPENINGS = {
+    "no ids": replace(OPENING, count=0),
+    "a negative count": replace(OPENING, count=-1),
+    "more ids than positions": replace(OPENING, count=65),
+    "a huge count": replace(OPENING, count=1 << 40, positions=1 << 40),
+    "many positions": replace(OPENING, positions=1 << 21),
+    "no prompt": replace(OPENING, prompt=0),
+    "a prompt beyond the ids": replace(OPENING, prompt=6),
+    "no vocabulary": replace(OPENING, vocab_size=0),
+    "a huge vocabulary": replace(OPENING, vocab_size=1 << 40),
+    "a long digest": replace(OPENING, tokenizer="x" * 1000),
+    "great depth": replace(OPENING, depth=100_000),
+    "a temperature that is none": replace(OPENING, temperature=float("nan")),
+    "a negative top_k": replace(OPENING, top_k=-1),
+    "a top_p beyond all": replace(OPENING, top_p=2.0),
+    "no patience": replace(OPENING, silence_s=0.0),
+    "endless patience": replace(OPENING, silence_s=float("inf")),
+}
+
+
+@pytest.mark.parametrize("name", BAD_OPENINGS)
+def test_an_opening_that_cannot_be_ends_the_connection(name: str) -> None:
+    async def test(network: MemoryNetwork, host: DrafterHost) -> None:
+        async with verifier_of(network) as verifier:
+            verifier.open(BAD_OPENINGS[name], b"")
+            await verifier.told_off()
+        await asyncio.sleep(0.01)  # virtual: it is told of the end in another turn of the loop
+        assert host.drafter.sessions == 1
+
+    with_drafter(test)
+
+
+def says(message: Message, *, stream: int = 1, generation: int = 1) -> Callable[[Verifier], None]:
+    return lambda verifier: verifier.connection.send(message, stream=stream, generation=generation)
+
+
+BAD_WORDS = {
+    "a token out of range": lambda verifier: verifier.open(data=encode_ids([1, 2, 3, 4, VOCAB]), stream=2),
+    "a negative token": lambda verifier: verifier.open(data=encode_ids([1, 2, 3, 4, -1]), stream=2),
+    "the same number again": lambda verifier: verifier.open(stream=1),
+    "no number": lambda verifier: verifier.open(stream=0),
+    "fewer ids than it says": lambda verifier: verifier.open(data=IDS[4:], stream=2),
+    "a verdict of no session": says(Verdict(5, encode_ids([1]), 8), stream=9),
+    "a closing of no session": says(DraftClose(), stream=9),
+    "a verdict of another number": says(Verdict(5, encode_ids([1]), 8), generation=2),
+    "a verdict from nowhere": says(Verdict(60, encode_ids([1]), 8)),
+    "a verdict from before": says(Verdict(1, encode_ids([1]), 8)),
+    "a verdict beyond the end": says(Verdict(5, encode_ids([1] * 70), 8)),
+    "a verdict of no token": says(Verdict(5, encode_ids([VOCAB]), 8)),
+    "a verdict of great depth": says(Verdict(5, encode_ids([1]), 1 << 30)),
+    "half a token": says(Verdict(5, b"abc", 8)),
+    "a drafter's word": says(DraftReady(1.0)),
+}
+
+
+@pytest.mark.parametrize("name", BAD_WORDS)
+def test_what_no_verifier_says_ends_the_connection_and_its_sessions(name: str) -> None:
+    async def test(network: MemoryNetwork, host: DrafterHost) -> None:
+        async with verifier_of(network) as verifier:
+            verifier.open(replace(OPENING, depth=0))
+            assert isinstance((await verifier.next())[1], DraftReady)
+            assert host.drafter.sessions == 2
+            BAD_WORDS[name](verifier)
+            await verifier.told_off()
+        await asyncio.sleep(0.01)  # virtual: it is told of the end in another turn of the loop
+        assert host.drafter.sessions == 1
+
+    with_drafter(test)
+
+
+def refusal(opening: DraftOpen, expected_code: str, text: str, **options: Any) -> None:
+    async def test(network: MemoryNetwork, host: DrafterHost) -> None:
+        async with verifier_of(network) as verifier:
+            verifier.open(opening)
+            stream, message = await verifier.next()
+            assert isinstance(message, DraftRefused)
+            assert (stream, message.code) == (1, expected_code)
+            assert text in message.reason
+            assert message.remedy
+
+    with_drafter(test, **options)
+
+
+def test_what_cannot_be_drafted_for_is_refused_by_name() -> None:
+    refusal(replace(OPENING, tokenizer="another"), "other-tokenizer", "another tokenizer")
+    refusal(replace(OPENING, vocab_size=VOCAB + 1), "other-tokenizer", f"a vocabulary of {VOCAB}")
+    refusal(OPENING, "full", "1 sessions", most_sessions=1)
+    refusal(OPENING, "full", "memory", serves=model_serves(Wobbly(1.0), limit_bytes=70 * 4 * 8 * 3))
+
+
+def test_a_session_longer_than_the_drafters_context_is_drafted_for_up_to_it() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        host = DrafterHost("d", network.at("d"), model_serves(Wobbly(1.0), context=40))
+        told: list[str] = []
+        around = around_of(network.at("honest"), lambda level, kind, text: told.append(text))
+        source = Drafters(around, Tokens(VOCAB, TOKENIZER), look_up=False)
+        async with drafter_hosts([host]):
+            source.here([host.at])
+            await asyncio.sleep(1)
+            written = await write(source, PROMPT, 120, GREEDY)
+            assert written.tokens == EXPECTED
+            assert written.stats.accepted > 15
+            assert not host.drafter.sessions
+            assert any("knows 40 positions" in text for text in told)
+            assert source.names() == ["d"]
+            assert (await write(source, PROMPT, 30, GREEDY)).stats.accepted > 15
+            long = await write(source, PROMPT * 9, 10, GREEDY)
+            assert long.tokens == tokens_of(CONFIG, PROMPT * 9, 10, GREEDY)
+            assert not long.facts
+            await source.close()
+
+    run_virtual(main())
+
+
+def test_an_engine_that_fails_ends_that_session_with_its_reason() -> None:
+    class Failing(Wobbly):
+        def run(self, session: str, **how: Any) -> Ran:
+            if how["count"] == 4:
+                raise ResourceError("the device has no memory left", remedy="use a smaller model")
+            return super().run(session, **how)
+
+    async def test(network: MemoryNetwork, host: DrafterHost) -> None:
+        async with verifier_of(network) as verifier:
+            verifier.open(replace(OPENING, count=4, prompt=4), IDS[4:])
+            assert (await verifier.next())[1] == DraftRefused(
+                "engine", "the device has no memory left", "use a smaller model"
+            )
+            assert host.drafter.sessions == 1
+            verifier.connection.send(Verdict(4, encode_ids([1]), 8), generation=1, stream=1)  # was on its way
+            verifier.open(stream=2)
+            assert (await verifier.next())[0] == 2
+
+    with_drafter(test, Failing(1.0))
+
+
+def test_callers_and_their_sessions_are_bounded() -> None:
+    async def test(network: MemoryNetwork, host: DrafterHost) -> None:
+        hello = local_hello(peer_id="v", name="v", roles=["verifier"], purpose="draft")
+        dialled = [await dial(network.at("v"), "d", PORT, hello, timeout_s=5) for _ in range(MAX_CALLERS - 1)]
+        with pytest.raises(P2PTrainError, match=f"{MAX_CALLERS} verifiers"):
+            await dial(network.at("v"), "d", PORT, hello, timeout_s=5)
+        for connection, _ in dialled:
+            connection.abort()
+        await asyncio.sleep(0.01)
+        async with verifier_of(network) as verifier:
+            for stream in range(1, 9):
+                verifier.open(replace(OPENING, depth=0), stream=stream)
+            answers = [(await verifier.next())[1] for _ in range(8)]
+            assert sum(isinstance(answer, DraftReady) for answer in answers) == 4
+            assert sum(isinstance(answer, DraftRefused) for answer in answers) == 4
+
+    with_drafter(test, most_sessions=5)
+
+
+def test_a_verdict_that_cuts_the_line_waits_for_no_more_than_the_step_under_way() -> None:
+    """Another session's long prompt comes in pieces meanwhile."""
+    runs: list[tuple[str, int]] = []
+
+    class Noting(Wobbly):
+        def run(self, session: str, **how: Any) -> Ran:
+            runs.append((session, how["count"]))
+            return super().run(session, **how)
+
+    async def test(network: MemoryNetwork, host: DrafterHost) -> None:
+        async with verifier_of(network) as verifier:
+            verifier.open()
+            while not isinstance((await verifier.next())[1], Drafts):
+                pass
+            ids = encode_ids([number % VOCAB for number in range(3000)])
+            verifier.open(replace(OPENING, count=3000, prompt=3000, positions=3500), ids, stream=2)
+            runs.clear()
+            verifier.connection.send(Verdict(5, encode_ids([0, 1, 2]), 8), generation=1, stream=1)
+            await asyncio.sleep(0.5)
+            mine = [at for at, (_, count) in enumerate(runs) if count == 3]
+            assert mine
+            assert mine[0] <= 3, runs[:8]
+            assert max(count for _, count in runs) <= 256
+
+    with_drafter(test, Noting(1.0))
+
+
+def test_a_look_up_takes_any_tokenizer() -> None:
+    async def test(network: MemoryNetwork, host: DrafterHost) -> None:
+        async with verifier_of(network) as verifier:
+            verifier.open(replace(OPENING, tokenizer="another", vocab_size=1000), encode_ids([1, 2, 999, 1, 2]))
+            assert isinstance((await verifier.next())[1], DraftReady)
+            assert (await verifier.next())[1] == Drafts(5, encode_ids([999, 1, 2, 999, 1, 2, 999, 1]))
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        host = DrafterHost("d", network.at("d"), Serves(NgramEngine(1 << 31), "n-gram look-up"))
+        async with drafter_hosts([host]):
+            await test(network, host)
+
+    run_virtual(main())
+
+
+def test_a_drafter_of_another_tokenizer_is_told_of_once() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        honest = DrafterHost("d", network.at("d"), model_serves(Wobbly(1.0), tokenizer="another"))
+        lying = DrafterHost("e", network.at("e"), model_serves(Wobbly(1.0), tokenizer="another"))
+        told: list[str] = []
+        around = around_of(network.at("v"), lambda level, kind, text: told.append(text) if level == "warning" else None)
+        source = Drafters(around, Tokens(VOCAB, TOKENIZER), look_up=False)
+        async with drafter_hosts([honest, lying]):
+            for _ in range(3):
+                source.here([honest.at, replace(lying.at, tokenizer=TOKENIZER)])
+                await asyncio.sleep(30)
+                assert (await write(source, PROMPT, 60, GREEDY)).tokens == EXPECTED[:60]
+            assert len(told) == 2
+            assert all("another tokenizer" in text for text in told)
+            assert source.names() == []
+            await source.close()
+
+    run_virtual(main())
