@@ -34,6 +34,9 @@ from wire.transport_base import is_loopback
 
 MOST_CONNECTIONS = 256
 MOST_HEADER_BYTES = 16 << 10
+SLICE_BYTES = MOST_HEADER_BYTES + 1
+"""Of what comes is looked at in one turn of the loop: bytes can be such that each costs microseconds, and a socket
+hands over 256 KiB. It is more than headers may be, so it holds whole ones, or too large ones."""
 HEADERS_S = 10.0
 """Within which a connection's first request is here, and the rest of a request's headers."""
 KEEP_ALIVE_S = 15
@@ -149,11 +152,12 @@ class _Connection(H11Protocol):
         self._under_way = 0
         self._whole = False  # the request under way is here with its body
         self._refused = False
+        self._held = b""  # came, and is not looked at before somebody wants it
         self._patience: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._abort = transport.abort
+        self._socket = transport
         self._wait(HEADERS_S)
         if len(self._all) > MOST_CONNECTIONS:
             self._refused = True
@@ -167,7 +171,22 @@ class _Connection(H11Protocol):
             # Who asks on before it was answered would stop the reading, and so could leave without being noticed.
             self.abort()
             return
+        if self._held:
+            self._held += data
+            return
+        super().data_received(data[:SLICE_BYTES])
+        if len(data) > SLICE_BYTES and not self._socket.is_closing():
+            self._held = data[SLICE_BYTES:]
+            self._socket.pause_reading()
+
+    def goes_on(self) -> None:
+        """More of the request is wanted."""
+        if not self._held or self._socket.is_closing():
+            return
+        data, self._held = self._held[:SLICE_BYTES], self._held[SLICE_BYTES:]
         super().data_received(data)
+        if not self._held and not self._socket.is_closing():
+            self._socket.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._patience is not None:
@@ -187,11 +206,13 @@ class _Connection(H11Protocol):
 
     def ends(self) -> None:
         self._under_way -= 1
+        if self._held:
+            self._socket.close()  # nobody wanted it, so this request was answered without
         if not self._under_way and self in self._all:
             self._wait(KEEP_ALIVE_S + HEADERS_S)
 
     def abort(self) -> None:
-        self._abort()
+        self._socket.abort()
 
     def _wait(self, time_s: float) -> None:
         self._patience = asyncio.get_running_loop().call_later(time_s, self.abort)
@@ -204,6 +225,7 @@ def _timed(app: ASGIApp) -> ASGIApp:
         connection: _Connection = scope["state"]["connection"]
 
         async def heard() -> Message:
+            connection.goes_on()
             message = await receive()
             if message["type"] == "http.request" and not message.get("more_body", False):
                 connection.is_whole()

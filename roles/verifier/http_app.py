@@ -33,8 +33,9 @@ from roles.verifier.http_requests import Request, read_chat, read_completion
 from wire.address import parse_address
 from wire.transport_base import is_loopback
 
-MOST_BODY_BYTES = 4 << 20
-"""Of a request: a prompt of a million tokens."""
+MOST_BODY_BYTES = 2 << 20
+"""Of a request: a prompt of half a million tokens. JSON of so many bytes keeps the loop for a quarter of a second, if
+its author means harm."""
 BODY_S = 60.0
 """Within which a body is here, once its headers are."""
 DRAIN_S = 5.0
@@ -126,8 +127,7 @@ class HttpApp:
         remedy = "give the endpoint an API key if that is meant to be"
         if not _names_loopback(request.headers.get("host", "")):
             raise Problem(403, f"Host names another machine than this one: {remedy}", code="host_refused")
-        origin = request.headers.get("origin")
-        if origin is not None and not _names_loopback(origin.partition("://")[2]):
+        if not all(_names_loopback(origin.partition("://")[2]) for origin in request.headers.getlist("origin")):
             raise Problem(403, f"pages from elsewhere may not ask here: {remedy}", code="origin_refused")
 
     # what may be asked
@@ -169,13 +169,16 @@ class HttpApp:
         return self._random.getrandbits(63)
 
     async def _body(self, request: HttpRequest) -> bytes:
-        """Raises ``Problem``: it is too large, or too slow."""
+        """Raises ``Problem``: it is too large, too slow, or comes in chunks."""
         large = Problem(
             413,
             f"a body may have {MOST_BODY_BYTES >> 20} MiB: send less",
             code="request_too_large",
             headers={"connection": "close"},
         )
+        if "transfer-encoding" in request.headers:  # in chunks of a byte each a body costs seconds
+            text = "send the body whole, with its Content-Length"
+            raise Problem(411, text, code="length_required", headers={"connection": "close"})
         said = request.headers.get("content-length", "")
         if "expect" in request.headers and said.isdecimal() and int(said) > MOST_BODY_BYTES:
             raise large  # it asked before it sends, and need not
