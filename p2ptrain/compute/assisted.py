@@ -1,0 +1,168 @@
+"""The rival of speculative decoding over a network: transformers' assisted generation, both models in one process.
+
+And what can be said of a pair without any network: how often the drafter draws what the verifier draws, which decides
+what drafts are worth.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig as _GenerationConfig
+
+from p2ptrain.compute.device import check_memory, pick_device
+from p2ptrain.compute.model import ModelSpec, load_model, model_config, parameter_count
+from p2ptrain.compute.picking import Picker
+from p2ptrain.compute.text import ModelText
+from p2ptrain.core.errors import ConfigError
+from p2ptrain.core.serving import COLDEST, Sampling
+
+GenerationConfig: Any = _GenerationConfig  # its annotations are partial
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """New tokens, without the prompt, and how long they took, the prompt's own pass included."""
+
+    tokens: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How well a drafter foresees a verifier's text, over some texts.
+
+    Attributes:
+        positions: new tokens of the verifier that were looked at.
+        alike: those that the drafter would have drawn too: same draw, same tokens before it.
+        passes: that the verifier would have needed with drafts of ``depth`` tokens, all there at once.
+    """
+
+    positions: int
+    alike: int
+    passes: int
+    depth: int
+
+    @property
+    def alpha(self) -> float:
+        """Share of the drafts that are right where all before them are."""
+        return self.alike / max(1, self.positions)
+
+    @property
+    def tokens_a_pass(self) -> float:
+        return self.positions / max(1, self.passes)
+
+
+class AssistedPair:
+    """Two models on one device, and transformers' ``generate`` with one, or with both.
+
+    Args:
+        verifier, drafter: directories with models of the same tokenizer.
+        threads: of CPU kernels; 0 leaves them as they are.
+
+    Attributes:
+        text: the verifier's text side.
+
+    Raises:
+        UserError: there is no such device.
+        ConfigError: a directory holds no model, or they do not know the same tokens.
+        ResourceError: they do not fit into memory.
+    """
+
+    def __init__(self, verifier: Path, drafter: Path, *, device: str = "auto", threads: int = 0) -> None:
+        self._place = pick_device(device, threads)
+        self.text, own = ModelText(verifier), ModelText(drafter)
+        if self.text.tokenizer.vocab_size != own.tokenizer.vocab_size:
+            sizes = f"{self.text.tokenizer.vocab_size} and {own.tokenizer.vocab_size} tokens"
+            remedy = "take two models of one family, or train a pair: p2ptrain up --profile pair"
+            raise ConfigError(f"{verifier} and {drafter} know other tokens: {sizes}", remedy=remedy)
+        self._verifier = self._loaded(verifier, self.text)
+        self._drafter = self._loaded(drafter, own)
+
+    def _loaded(self, directory: Path, text: ModelText) -> Any:
+        config = model_config(ModelSpec(path=directory), text.tokenizer.vocab_size)
+        check_memory(parameter_count(config) * 4, self._place, f"the model in {directory}")
+        model: Any = load_model(directory, config=config)
+        model.generation_config = GenerationConfig()  # as ``generate.LocalModel`` has it
+        return model.to(self._place.torch_device).eval()
+
+    def plain(self, ids: Sequence[int], max_new_tokens: int, sampling: Sampling) -> Written:
+        """The verifier by itself."""
+        return self._written(self._verifier, ids, max_new_tokens, sampling)
+
+    def drafter_alone(self, ids: Sequence[int], max_new_tokens: int, sampling: Sampling) -> Written:
+        """The drafter by itself: what a draft costs."""
+        return self._written(self._drafter, ids, max_new_tokens, sampling)
+
+    def assisted(self, ids: Sequence[int], max_new_tokens: int, sampling: Sampling, *, depth: int = 0) -> Written:
+        """Both, as transformers has it: greedily the same tokens as ``plain``, sampled other ones of equal probability.
+
+        Args:
+            depth: drafts a pass, always; 0: transformers' own choice, which follows the drafter's confidence.
+        """
+        # Both settings are read of the assistant; 0 switches off that a drafter in doubt stops before.
+        own = {"num_assistant_tokens": depth, "num_assistant_tokens_schedule": "constant"} if depth else {}
+        sure = {"assistant_confidence_threshold": 0.0} if depth else {}
+        self._drafter.generation_config = GenerationConfig(**own, **sure)
+        try:
+            return self._written(self._verifier, ids, max_new_tokens, sampling, assistant_model=self._drafter)
+        finally:
+            self._drafter.generation_config = GenerationConfig()
+
+    def agreement(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling, *, depth: int = 8
+    ) -> Agreement:
+        """How often both pick the same with the same draw behind the same text, which is the verifier's own.
+
+        A draft counts only where all before it were right, so the verifier's text is all that the drafter need see.
+        """
+        positions = alike = passes = 0
+        for ids in prompts:
+            text = self.plain(ids, max_new_tokens, sampling).tokens
+            row = torch.tensor([[*ids, *text[:-1]]], dtype=torch.int64, device=self._place.torch_device)
+            with torch.inference_mode():
+                logits = self._drafter(input_ids=row).logits[0, len(ids) - 1 :]
+            drafts = Picker(sampling).pick(logits, 0)
+            right = [draft == token for draft, token in zip(drafts, text, strict=True)]
+            positions, alike = positions + len(right), alike + sum(right)
+            passes += passes_with(right, depth)
+        return Agreement(positions, alike, passes, depth)
+
+    def _written(self, model: Any, ids: Sequence[int], max_new_tokens: int, sampling: Sampling, **more: Any) -> Written:
+        sampled = sampling.temperature > COLDEST
+        shape = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+        settings = GenerationConfig(
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=max_new_tokens,
+            do_sample=sampled,
+            use_cache=True,
+            pad_token_id=0,
+            **(shape if sampled else {}),
+        )
+        place = self._place.torch_device
+        prompt = torch.tensor([list(ids)], dtype=torch.int64, device=place)
+        mask = torch.ones_like(prompt)
+        with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []), torch.inference_mode():
+            torch.manual_seed(sampling.seed)
+            started = time.perf_counter()
+            made = model.generate(prompt, attention_mask=mask, generation_config=settings, **more)
+            tokens = tuple(made[0, len(ids) :].tolist())  # waits for a device
+            return Written(tokens, time.perf_counter() - started)
+
+
+def passes_with(right: Sequence[bool], depth: int) -> int:
+    """Passes for a text whose drafts are right or wrong as ``right`` says, each checking up to ``depth`` of them.
+
+    Every pass gives what is right of its drafts and one token more, the verifier's own.
+    """
+    passes = at = 0
+    while at < len(right):
+        drafts = right[at : at + depth]
+        at += (drafts.index(False) if False in drafts else len(drafts)) + 1
+        passes += 1
+    return passes

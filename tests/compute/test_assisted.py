@@ -1,0 +1,76 @@
+"""transformers' assisted generation, and how well a drafter foresees a verifier."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from p2ptrain.compute.assisted import AssistedPair, passes_with
+from p2ptrain.compute.model import build_model
+from p2ptrain.compute.testing import tiny
+from p2ptrain.compute.tokenizer import Tokenizer
+from p2ptrain.core.errors import ConfigError
+from p2ptrain.core.serving import Sampling
+
+GREEDY = Sampling(temperature=0.0)
+SAMPLED = Sampling(temperature=1.0, top_k=0, top_p=1.0, seed=5)
+PROMPTS = [list(b"def main"), list(b"import ")]
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model, and one that is like it by half."""
+    root = tmp_path_factory.mktemp("pair")
+    for name, noise in (("verifier", 0.0), ("drafter", 0.02)):
+        model = build_model(tiny(layers=2), 256, seed=1)
+        generator = torch.Generator().manual_seed(2)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(noise * torch.randn(parameter.shape, generator=generator))
+        model.save_pretrained(root / name)
+        Tokenizer.of_bytes().save(root / name)
+    return root / "verifier", root / "drafter"
+
+
+def test_assisted_generation_writes_the_same_greedily(models: tuple[Path, Path]) -> None:
+    pair = AssistedPair(*models, device="cpu", threads=1)
+    for depth in (0, 4):
+        for ids in PROMPTS:
+            plain, assisted = pair.plain(ids, TOKENS, GREEDY), pair.assisted(ids, TOKENS, GREEDY, depth=depth)
+            assert plain.tokens == assisted.tokens
+            assert len(plain.tokens) == TOKENS
+    assert len(pair.drafter_alone(PROMPTS[0], TOKENS, SAMPLED).tokens) == TOKENS
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+def test_what_a_drafter_foresees(models: tuple[Path, Path], sampling: Sampling) -> None:
+    verifier, drafter = models
+    itself = AssistedPair(verifier, verifier, device="cpu").agreement(PROMPTS, TOKENS, sampling, depth=5)
+    assert (itself.positions, itself.alpha, itself.passes) == (2 * TOKENS, 1.0, 2 * TOKENS // 6)
+    found = AssistedPair(verifier, drafter, device="cpu").agreement(PROMPTS, TOKENS, sampling, depth=5)
+    assert 0.1 < found.alpha < 1.0
+    assert 1.0 < found.tokens_a_pass < 6.0
+
+
+def test_models_of_other_tokens_are_no_pair(models: tuple[Path, Path], tmp_path: Path) -> None:
+    from tokenizers import Tokenizer as Fast
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{number}": number for number in range(9)}
+    PreTrainedTokenizerFast(tokenizer_object=Fast(WordLevel(words, unk_token="w0"))).save_pretrained(tmp_path)
+    build_model(tiny(), 9, seed=1).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="know other tokens: 256 and 9 tokens"):
+        AssistedPair(models[0], tmp_path)
+
+
+def test_a_pass_gives_what_is_right_and_one_token_more() -> None:
+    right = [True, True, False, True, True, True, True, True]
+    assert passes_with(right, 0) == len(right), "one token a pass"
+    assert passes_with(right, 4) == 2  # 2 + 1, 4 + 1
+    assert passes_with(right, 1) == 5  # 1 + 1, 0 + 1, 1 + 1, 1 + 1, 1
+    assert passes_with([False] * 3, 8) == 3
+    assert passes_with([], 8) == 0
