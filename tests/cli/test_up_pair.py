@@ -79,6 +79,7 @@ class Machine:
     cluster: Cluster | None = None
     started: int = 0
     told: list[dict[str, Any]] = field(default_factory=list)
+    full_screen: bool = False
 
     async def start_seed(self, plan: Plan) -> Child:
         self.cluster = Cluster(plan.root, TcpNetwork())
@@ -103,7 +104,7 @@ class Machine:
         self.stop, self.serving, self.servers, self.started = asyncio.Event(), asyncio.Event(), {}, 0
         plan = Plan("pair", profile, 1, self.root, port, new, "")
         async with asyncio.timeout(DEADLINE_S):
-            return await up_pair.pair(plan, http, full_screen=False, as_json=True)
+            return await up_pair.pair(plan, http, full_screen=self.full_screen, as_json=True)
 
 
 @pytest.fixture
@@ -215,6 +216,30 @@ async def test_who_serves_and_ends_is_named_with_its_last_words(machine: Machine
     assert caught.value.remedy.startswith("buy some; its log is ")
 
 
+async def test_behind_a_view_nothing_is_said_until_it_is_closed(
+    machine: Machine, free_port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serving = asyncio.Event()
+    shown: list[str] = []
+
+    async def both(client: Any) -> None:
+        serving.set()
+
+    async def show(port: int) -> None:
+        assert port == free_port
+        capsys.readouterr()
+        await serving.wait()
+        shown.append(capsys.readouterr().err)
+        assert not machine.told
+
+    monkeypatch.setattr(up_pair, "_both_serve", both)
+    monkeypatch.setattr(up_pair, "show", show)
+    machine.full_screen = True
+    assert (await served(machine, free_port))["state"] == "serving"
+    assert shown == [""]
+    assert "both are trained" in capsys.readouterr().err
+
+
 async def test_a_job_that_is_cancelled_ends_it(machine: Machine, free_port: int) -> None:
     class Cancelling(StandInEngine):
         def begin_step(self, step: int) -> None:
@@ -247,3 +272,10 @@ async def test_a_model_that_is_not_whole_is_not_served() -> None:
 def test_http_that_cannot_be_is_refused(http: str, layers: int, problem: str) -> None:
     with pytest.raises(P2PTrainError, match=problem):
         up_pair.check_http(http, Profile.model_validate({"drafter": {"layers": layers}}))
+
+
+@pytest.mark.parametrize("more", [(), ("--split", "2", "--checkpoint", "."), ("--profile", "pair", "--http", "here")])
+def test_up_starts_nothing_where_nobody_would_answer(command: Any, more: tuple[str, ...]) -> None:
+    outcome = command("up", "--http", "127.0.0.1:8000", *more)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "--http" in outcome.err
