@@ -45,7 +45,8 @@ def claim(disk: Disk, root: Path, *, role: str, name: str = "", slot: int | None
         if lock is not None:
             peer_id = _peer_id(disk, directory / "peer-id")
             host = socket.gethostname().split(".")[0] or "peer"
-            return Identity(peer_id, name or f"{host}-{number}", directory, lock)
+            usual = f"{host}-{number}" if role == "worker" else f"{host}-{role}-{number}"
+            return Identity(peer_id, name or usual, directory, lock)
     if slot is not None:
         raise UserError(
             f"{role}-{slot} in {root} is in use by another process", remedy="stop it, or use another --state"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ from p2ptrain.core.ids import new_id
 from p2ptrain.core.world import LoopClock, Network, World
 from roles.engine import Engine, Stage
 from roles.identity import Identity, claim
+from roles.member import MemberOptions, ServingMember
 from roles.seed import Encryption, run_seed
 from roles.stand_in import StandInEngine
 from roles.strategies import Factory, strategy_of
@@ -37,7 +38,7 @@ HOST = "127.0.0.1"
 
 @dataclass
 class Peer:
-    """A worker of the cluster and what it did."""
+    """A worker of the cluster, or a member of another role, and what it did."""
 
     identity: Identity
     stop: asyncio.Event
@@ -46,6 +47,7 @@ class Peer:
     steps: dict[int, dict[str, float]] = field(default_factory=dict)
     told: list[tuple[str, str, str]] = field(default_factory=list)
     worker: Worker | None = None
+    member: ServingMember | None = None
     joined: asyncio.Event = field(default_factory=asyncio.Event)
 
     def heard(self, level: str, kind: str, text: str) -> None:
@@ -57,7 +59,8 @@ class Peer:
     @property
     def address(self) -> tuple[str, int]:
         """Where others dial it, once it has joined."""
-        return HOST, self.worker.port if self.worker is not None else 0
+        running = self.worker or self.member
+        return HOST, running.port if running is not None else 0
 
     async def leave(self) -> None:
         self.stop.set()
@@ -102,14 +105,12 @@ class Cluster:
         """What an encrypted seed has left for programs of its machine."""
         return Ticket.parse_untrusted(local_ticket_path(self.root, role).read_text())
 
-    async def member(self, ticket: Ticket, peer_id: str = "") -> Member:
+    async def member(self, ticket: Ticket, peer_id: str = "", network: Network | None = None) -> Member:
         """A peer that has just enrolled. Raises as ``wire.enrol.enrol``."""
-        peer_id = peer_id or new_id()
+        peer_id, network = peer_id or new_id(), network or self.network
         directory = self.root / "members" / peer_id
-        made = await enrol(
-            self.network, ticket, peer_id=peer_id, directory=directory, disk=RealDisk(), timeout_s=DEADLINE_S
-        )
-        return Member(self.network, made, RealDisk(), LoopClock())
+        made = await enrol(network, ticket, peer_id=peer_id, directory=directory, disk=RealDisk(), timeout_s=DEADLINE_S)
+        return Member(network, made, RealDisk(), LoopClock())
 
     async def start_seed(self, port: int = 0) -> None:
         ready: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
@@ -186,6 +187,35 @@ class Cluster:
 
         stop = asyncio.Event()
         peer = Peer(identity, stop, asyncio.create_task(work()), engines)
+        self.peers.append(peer)
+        return peer
+
+    def serve(
+        self,
+        role: str,
+        program: Callable[[ServingMember], Awaitable[None]],
+        *,
+        slot: int | None = None,
+        network: Network | None = None,
+    ) -> Peer:
+        """Start a verifier or a drafter that runs ``program``. ``network``: to begin with, of one that is elsewhere."""
+        identity = claim(RealDisk(), self.root, role=role, slot=slot, name="")
+
+        async def attend() -> None:
+            base = network or self.network
+            membership = await self.member(self.ticket(role), identity.peer_id, base) if self.encrypted else None
+            peer.member = member = ServingMember(
+                self.world(membership.network if membership else base),
+                identity,
+                MemberOptions(role, self.address, (HOST, 0), ("", 0), {"device": "test"}),
+                program=program,
+                notify=lambda *notice: peer.heard(*notice),
+                membership=membership,
+            )
+            await member.run(stop)
+
+        stop = asyncio.Event()
+        peer = Peer(identity, stop, asyncio.create_task(attend()), [])
         self.peers.append(peer)
         return peer
 

@@ -33,13 +33,11 @@ from wire.connection import Connection
 from wire.handshake import RefusalCode, local_hello, local_welcome, serve
 from wire.messages import EventNotice, Hello, Message, Refuse, Request, Response, Scalar, Welcome
 from wire.renewal import Member
-from wire.speculation_messages import DrafterAt, DraftersHere, Serving
+from wire.speculation_messages import MAX_DRAFTERS, DrafterAt, DraftersHere, Serving
 from wire.transport_base import is_loopback, told_of
 
 PURPOSES = {"verifier": ("generate",), "drafter": ("draft",)}
 """Role → what its members are dialled for."""
-MAX_DRAFTERS = 64
-"""That a verifier is told of."""
 TELL_S = 1.0
 """Between two looks at what is served, while nobody says that it changed."""
 TELL_AT_MOST_S = 0.1

@@ -106,13 +106,15 @@ class PeerInfo(Record):
 
     Attributes:
         state: ``joining``, ``idle``, ``building``, ``waiting``, ``following``, ``healing``, ``training``, ``held``,
-            ``failed``, ``leaving``, ``away`` (only its link to the seed is lost: its ring may run), ``lost``.
+            ``failed``, ``leaving``, ``away`` (only its link to the seed is lost: its ring may run), ``lost``;
+            ``serving``: a verifier or a drafter at work.
         in_bps, out_bps: bits per second over the ring.
         rank: position in its job's ring; None outside one.
         share: micro-batches of the newest step that it computed.
         stage, stages: which part of a split model it holds, from 0, of how many; None, and 1, where it holds none.
         next_ms, next_bps: one-way latency and bandwidth to its right neighbour, as they were measured last.
         fetched_bytes, received_bytes, lost_donors: of what it fetched beside the ring (``Report``); 0 where it did not.
+        model, sessions: of a verifier or a drafter: which one it serves, and how many sessions it has open.
     """
 
     id: str
@@ -142,6 +144,8 @@ class PeerInfo(Record):
     lost_donors: int = 0
     stage: int | None = None
     stages: int = 1
+    model: str = ""
+    sessions: int = 0
 
 
 FINISHED_STATES = frozenset({"done", "cancelled", "failed"})
@@ -323,6 +327,44 @@ class PartInfo(Record):
     def used_bytes(self) -> int:
         """What it takes of ``limit_bytes``."""
         return self.weights_bytes + self.cache_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ServingInfo(Record):
+    """What a verifier or a drafter serves. ``id`` is the peer's; the other attributes are those of
+    ``wire.speculation_messages.Serving``.
+
+    Attributes:
+        role: ``verifier`` or ``drafter``.
+        host, port: where it is dialled, as the seed sees it: a loopback address means the seed's machine.
+    """
+
+    id: str
+    name: str
+    role: str
+    host: str
+    port: int
+    model: str
+    vocab_size: int = 0
+    context: int = 0
+    tokenizer: str = ""
+    http: str = ""
+    sessions: int = 0
+    stats: dict[str, float] = dataclasses.field(default_factory=dict)
+    drafters: list[str] = dataclasses.field(default_factory=list)
+
+    def check(self) -> None:
+        """Raise ``ProtocolError`` where its place or its figures cannot be."""
+        if not 0 < self.port < 65536:
+            raise ProtocolError(f"a {self.role[:40]} at port {self.port}")
+        if not all(isinstance(name, str) and _is_figure(value) for name, value in self.stats.items()):
+            raise ProtocolError("something is served with a figure that is none")
+        if min(self.vocab_size, self.context, self.sessions) < 0:
+            raise ProtocolError("something is served whose sizes are less than nothing")
+
+
+def _is_figure(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_FIGURE
 
 
 _PART_FIGURES = (

@@ -21,6 +21,9 @@ from typing import ClassVar
 
 from wire.messages import Message
 
+MAX_DRAFTERS = 64
+"""That a verifier is told of, and that it uses: with long names they fill a frame."""
+
 
 @dataclass(frozen=True, slots=True)
 class DraftOpen(Message):

@@ -1,4 +1,4 @@
-"""One worker, as the seed knows it: its control link, its last beat, and the requests that wait for its answer."""
+"""One peer, as the seed knows it: its control link, its last beat, and the requests that wait for its answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError
 from p2ptrain.core.ids import is_id
 from p2ptrain.core.world import Clock
 from ring.coordination import STATUSES, Peer
@@ -31,7 +31,7 @@ from wire.messages import (
     StepMetrics,
     ViewAnnounced,
 )
-from wire.records import CheckpointInfo, PeerInfo
+from wire.records import CheckpointInfo, PeerInfo, ServingInfo
 from wire.transport_base import format_address, is_loopback
 
 NAME_CHARS = 64
@@ -47,14 +47,26 @@ SPEED = "compute_flops"
 GAUGES = "gauges"
 """In a greeting: it is going to measure that."""
 _STATES = frozenset(
-    ("joining", "idle", "building", "waiting", "healing", "following", "training", "held", "failed", "leaving"),
+    (
+        "joining",
+        "idle",
+        "building",
+        "waiting",
+        "healing",
+        "following",
+        "training",
+        "held",
+        "failed",
+        "leaving",
+        "serving",
+    ),
 )
 """What a worker may call its own state (``Heartbeat.state``)."""
 
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """A registered worker and its connection.
+    """A registered peer and its connection.
 
     Attributes:
         host, port: where other peers reach it.
@@ -63,6 +75,7 @@ class Link:
         fetched: the report by which it followed a ring; None before it did.
         lost_at: monotonic time at which it was lost; None while it is here.
         told: set once it has said how fast it computes, or is gone.
+        serving: of a verifier or a drafter, what it serves; None before it said so.
     """
 
     connection: Connection
@@ -80,10 +93,20 @@ class Link:
     fetched: Report | None = None
     calls: Calls = field(default_factory=Calls)
     told: asyncio.Event = field(default_factory=asyncio.Event)
+    serving: ServingInfo | None = None
 
     @property
     def id(self) -> str:
         return self.hello.peer_id
+
+    @property
+    def role(self) -> str:
+        return self.hello.roles[0]
+
+    @property
+    def trains(self) -> bool:
+        """Whether it is given to jobs."""
+        return self.role == "worker"
 
     def let_go(self) -> None:
         """It is free."""
@@ -218,6 +241,8 @@ class Link:
             fetched_bytes=self.fetched.fetched_bytes if self.fetched else 0,
             received_bytes=self.fetched.received_bytes if self.fetched else 0,
             lost_donors=self.fetched.lost_donors if self.fetched else 0,
+            model=self.serving.model if self.serving else "",
+            sessions=self.serving.sessions if self.serving else 0,
         )
 
 
@@ -257,14 +282,12 @@ def _without_loopback(member: MemberRecord) -> MemberRecord:
 
 
 def check_hello(hello: Hello) -> None:
-    """Raise ``Refused`` or ``ProtocolError`` where a worker's introduction cannot be worked with."""
+    """Raise ``ProtocolError`` where a peer's introduction cannot be worked with."""
     check_numbers(hello)
     if not is_id(hello.peer_id):
         raise ProtocolError("the peer id is none")
     if not 0 < hello.port < 65536 or len(hello.host) > 255:
-        raise ProtocolError(f"a worker must listen on a port of its own, {hello.port} is none")
-    if "worker" not in hello.roles:
-        raise Refused("role", "a peer of a seed is a worker", remedy="join with p2ptrain join")
+        raise ProtocolError(f"a peer must listen on a port of its own, {hello.port} is none")
 
 
 def check_numbers(message: Message) -> None:

@@ -66,9 +66,10 @@ async def planned(profile: Profile, shape: ModelShape, links: Mapping[str, Link]
     spec = profile.to_spec()
     training, device = training_of(spec, shape.to_map()), device_of(spec)
     assert training is not None
-    free = [link for link in links.values() if not link.job]
+    workers = [link for link in links.values() if link.trains]
+    free = [link for link in workers if not link.job]
     if len(free) < training.workers:
-        busy = f", {len(links) - len(free)} more work for other jobs" if len(links) > len(free) else ""
+        busy = f", {len(workers) - len(free)} more work for other jobs" if len(workers) > len(free) else ""
         text = f"the job begins with {training.workers} workers, and {len(free)} of them are free{busy}"
         raise Refused("too-few", text, remedy="start more: p2ptrain join; or set job.workers to what there is")
     with suppress(TimeoutError):

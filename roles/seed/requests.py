@@ -59,6 +59,7 @@ class Clerk:
             "peers.list": self._peers_list,
             "peers.evict": self._peers_evict,
             "parts.list": self._parts_list,
+            "serving.list": self._serving_list,
             "tickets.new": seed.gate.tickets_new,
             "tickets.list": seed.gate.tickets_list,
             "tickets.revoke": self._tickets_revoke,
@@ -143,8 +144,9 @@ class Clerk:
             feed.touch("cluster", [""])
             feed.touch("peers", [info.id for info in seed.peer_infos()])
             feed.touch("jobs", seed.desks)
-            feed.touch("checkpoints", seed.checkpoints)
+            feed.touch("checkpoints", seed.checkpoints.known)
             feed.touch("parts", [part.id for part in seed.parts.infos()])
+            feed.touch("serving", [info.id for info in seed.services.infos()])
             feed.add(seed.recent)
             shown = [desk.id for desk in seed.desks.values() if desk.live] or list(seed.desks)[-1:]
             for job in shown[:4]:
@@ -164,6 +166,10 @@ class Clerk:
     async def _parts_list(self, params: Params, connection: Connection) -> Result:
         infos = self._seed.parts.infos()
         return {"parts": first_that_fit((info.to_map() for info in infos), ANSWER_BYTES), "total": len(infos)}
+
+    async def _serving_list(self, params: Params, connection: Connection) -> Result:
+        infos = self._seed.services.infos()
+        return {"serving": first_that_fit((info.to_map() for info in infos), ANSWER_BYTES), "total": len(infos)}
 
     async def _peers_evict(self, params: Params, connection: Connection) -> Result:
         peer_id, name = self._peer(params)
@@ -334,7 +340,7 @@ class Clerk:
 
     async def _checkpoints_list(self, params: Params, connection: Connection) -> Result:
         job = self._desk(params).id if "job" in params else ""
-        found = [item for item in self._seed.checkpoints.values() if item.job == job or not job]
+        found = [item for item in self._seed.checkpoints.known.values() if item.job == job or not job]
         return {"checkpoints": newest_that_fit(item.to_map() for item in found), "total": len(found)}
 
     async def _checkpoints_restore(self, params: Params, connection: Connection) -> Result:
@@ -393,7 +399,7 @@ class Clerk:
         """Those of the same step whose holders are connected."""
         return [
             item
-            for item in self._seed.checkpoints.values()
+            for item in self._seed.checkpoints.known.values()
             if (item.job, item.step) == (checkpoint.job, checkpoint.step) and item.peer_id in self._seed.links
         ]
 
@@ -415,7 +421,7 @@ class Clerk:
             if problem.code != "not-here":
                 raise
             was_there = False  # somebody removed it there
-        await self._seed.drop_checkpoints([checkpoint.id])
+        await self._seed.checkpoints.drop([checkpoint.id])
         return {"deleted": checkpoint.id, "was_there": was_there}
 
     def _holder(self, checkpoint: CheckpointInfo) -> Link:
@@ -427,9 +433,9 @@ class Clerk:
 
     def _checkpoint(self, params: Params) -> CheckpointInfo:
         text = _text(params, "id", 256)
-        found = self._seed.checkpoints.get(text)
+        found = self._seed.checkpoints.known.get(text)
         if found is None:
-            hint = _did_you_mean(text, self._seed.checkpoints)
+            hint = _did_you_mean(text, self._seed.checkpoints.known)
             what = f"there is no checkpoint {clipped(text, 120)!r}{hint}"
             raise Refused("unknown-checkpoint", what, remedy="see p2ptrain checkpoints list")
         return found

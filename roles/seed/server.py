@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Collection
-from dataclasses import replace
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -18,11 +17,11 @@ from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.world import World
 from ring import coordination as co
 from ring.detector import FailureDetector, Memory
-from ring.view import View
 from roles.background import started_in
+from roles.seed.catalogue import Catalogue
 from roles.seed.enrolment import Gate
 from roles.seed.followers import Followers
-from roles.seed.jobs import Desk, History, Office, history, newest_of_all_stages, saved_of
+from roles.seed.jobs import Desk, History, Office, history
 from roles.seed.leading import Rivals, others_lead, refused_as_standby, term_and_seats
 from roles.seed.links import Survey
 from roles.seed.options import Beats, Guard, cluster_id
@@ -35,12 +34,12 @@ from roles.seed.peers import (
     check_part,
     check_step,
     checked_report,
-    checkpoint_of,
     clipped,
     say,
     say_last,
 )
 from roles.seed.requests import Clerk
+from roles.seed.serving import ASKED_BY_VERIFIERS, Services, check_role
 from roles.seed.specs import stages_of
 from roles.seed.store import JobRecord, PeerRecord, Records, Store
 from roles.seed.strangers import Strangers
@@ -67,7 +66,8 @@ from wire.messages import (
     StepMetrics,
     Welcome,
 )
-from wire.records import CheckpointInfo, ClusterInfo, EventInfo, PeerInfo
+from wire.records import ClusterInfo, EventInfo, PeerInfo
+from wire.speculation_messages import Serving
 from wire.transport_base import format_address, is_loopback, told_of
 
 DIAL_BACK_S = 3.0
@@ -75,8 +75,6 @@ LOST_SHOWN_S = 60.0
 """How long a lost worker stays in the list, as lost."""
 MAX_PEERS = 1024
 MAX_OPERATORS = 64
-MAX_NOTING = 64
-"""Checkpoints that are being noted at a time; whoever tells of more waits."""
 MAX_KINDS_CHARS = 24
 RECENT_EVENTS = 100
 AGE_S = 1.0
@@ -94,7 +92,7 @@ class Seed:
         self.board = Board(self.render)
         self.links: dict[str, Link] = {}
         self.desks: dict[str, Desk] = {}  # oldest first
-        self.checkpoints: dict[str, CheckpointInfo] = {}
+        self.checkpoints = Catalogue(world.clock, store, self.board, self.desks)
         self.recent: deque[EventInfo] = deque(maxlen=RECENT_EVENTS)
         self._cluster_id, self._name, self._beats = cluster_id, name, beats
         self._started_at = world.clock.wall()
@@ -106,7 +104,6 @@ class Seed:
         self._memory = Memory()
         self._strangers = Strangers()
         self._tasks: asyncio.TaskGroup | None = None
-        self._noting = asyncio.Semaphore(MAX_NOTING)
         self._stopping = False
         self.gate = Gate(guard.authority, world.clock, guard.ticket_host, self.note)
         self.followers = Followers(
@@ -121,6 +118,7 @@ class Seed:
         self.rivals = Rivals(term)
         self._clerk = Clerk(self)
         self.parts = Holdings(partial(self.board.touch, "parts"))
+        self.services = Services(self.links, self._served)
         self.survey = Survey(world.clock, self.links, self._measured_links)
         self.office = Office(
             world.clock,
@@ -129,7 +127,7 @@ class Seed:
             self.links,
             self.note,
             self._assign_free,
-            self._went_back,
+            self.checkpoints.went_back,
             self.survey,
             self.ledger_step,
             first_generation(term),
@@ -147,13 +145,14 @@ class Seed:
         for record, spec in await store.call(Records.jobs):
             known = await store.call(history, record.id, split=stages_of(spec) > 1)
             seed.desks[record.id] = Desk(seed.office, record, spec, known)
-        seed.checkpoints = {item.id: item for item in await store.call(Records.checkpoints)}
+        await seed.checkpoints.load()
         return seed
 
     def start(self, tasks: asyncio.TaskGroup, address: tuple[str, int]) -> None:
         """Run the jobs and the housekeeping in ``tasks``."""
         self._tasks = tasks
         self.survey.start(tasks)
+        self.checkpoints.start(tasks)
         self._address, self._host = format_address(*address), address[0]
         for desk in self.desks.values():
             tasks.create_task(desk.run(), name=f"job {desk.id}")
@@ -197,22 +196,23 @@ class Seed:
 
     async def _decide_peer(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
         check_hello(hello)
+        check_role(hello)
         host = hello.host or connection.remote[0]
         old = self.links.get(hello.peer_id)
         if old is not None and not self._is_replaced(old, host, hello.port):
-            text = f"a worker with this id ({hello.peer_id}) is already here, as {old.name} at {old.host}"
+            text = f"a {old.role} with this id ({hello.peer_id}) is already here, as {old.name} at {old.host}"
             return Refuse(RefusalCode.DUPLICATE_PEER, text, "stop the other one, or give this one its own --state")
         listens = hello.capabilities.get("listens")
         if isinstance(listens, str) and is_loopback(listens) and not is_loopback(self._host):
-            text = "workers of other machines join this seed, and this one listens on the loopback only"
+            text = "members of other machines join this seed, and this one listens on the loopback only"
             return Refuse(RefusalCode.LOOPBACK_ONLY, text, "join with --host 0.0.0.0")
         if len(self.links) >= MAX_PEERS:
-            return Refuse(RefusalCode.FULL, f"{MAX_PEERS} workers are here", "start another seed")
+            return Refuse(RefusalCode.FULL, f"{MAX_PEERS} peers are here", "start another seed")
         began = self.world.clock.now()
         try:
             await self.dial_back(host, hello.port, hello.peer_id)
         except P2PTrainError as problem:
-            text = f"the seed cannot reach this worker back: {problem.message}"
+            text = f"the seed cannot reach this {hello.roles[0]} back: {problem.message}"
             remedy = "let its port in through the firewall, or choose the address with --host or --advertise"
             return Refuse(RefusalCode.UNREACHABLE, text, remedy)
         rtt_ms = (self.world.clock.now() - began) / 2 * 1e3  # TCP's handshake is one round trip, ours another
@@ -311,7 +311,7 @@ class Seed:
             if text is not None:
                 self.note("info" if asked else "warning", "refused", text, "", "")
 
-    # ---------------------------------------------------------------------------------------------------------- workers
+    # ------------------------------------------------------------------------------------------------------------ peers
 
     async def _serve_peer(self, connection: Connection, hello: Hello) -> None:
         rtt_ms = self._measured.pop(connection)
@@ -328,11 +328,14 @@ class Seed:
         self._lost.pop(link.id, None)
         self.links[link.id] = link
         self.store.add(PeerRecord(link.id, link.name, link.hello.roles, link.info(0, None).device, link.joined_at))
-        self.note("info", "joined", f"{link.name} joined from {format_address(link.host, link.port)}", link.id, "")
+        what = "joined" if link.trains else f"joined as a {link.role}"
+        self.note("info", "joined", f"{link.name} {what} from {format_address(link.host, link.port)}", link.id, "")
         self.board.touch("cluster", "")
         farewell: co.PeerLost | co.PeerLeft = co.PeerLost(link.id, "the seed dropped it")
         try:
-            self._take_back(link)
+            self.services.joined(link)
+            if link.trains:
+                self._take_back(link)
             farewell = await self._listen(link)
         except P2PTrainError as problem:
             farewell = co.PeerLost(link.id, problem.message)
@@ -363,14 +366,36 @@ class Seed:
 
     async def _heard(self, link: Link, message: Message) -> None:
         check_numbers(message)
-        desk = self.desks.get(link.job)
         match message:
             case Heartbeat():
+                desk = self.desks.get(link.job)
                 if link.beaten(message) and desk is not None and desk.stages > 1:
                     desk.post(co.PeerTold(desk.peer(link)))
                 link.detector.beat(link.heard_at)
                 link.connection.send(HeartbeatAck(message.seq))
                 self.board.touch("peers", link.id)
+            case EventNotice():
+                job = message.job if message.job in self.desks else ""
+                self.note(message.level, message.kind, f"{link.name}: {message.text}", link.id, job)
+                if self.store.crowded:
+                    await self.store.flush()
+            case Response():
+                link.calls.answered(message)
+            case Request() if link.role == "verifier" and message.method in ASKED_BY_VERIFIERS:
+                link.say(await self._clerk.answer(message, link.connection))
+            case Request():
+                link.say(await self.gate.answer(message, link.connection))
+            case Serving() if not link.trains:
+                self.services.told(link, message)
+            case _ if link.trains:
+                await self._heard_of_work(link, message)
+            case _:
+                raise ProtocolError(f"a {link.role} does not say {type(message).__name__} to a seed")
+
+    async def _heard_of_work(self, link: Link, message: Message) -> None:
+        """What workers alone say."""
+        desk = self.desks.get(link.job)
+        match message:
             case Report() if desk is not None and message.job == desk.id:
                 await self._reported(link, desk, checked_report(message, desk.record.steps_total))
             case StepMetrics() if (trained := self._trained_by(link, message.job)) is not None:
@@ -386,18 +411,9 @@ class Seed:
             case CheckpointSaved() if message.job in self.desks:
                 check_step(message, self.desks[message.job].record.steps_total)
                 check_part(message, self.desks[message.job].stages)
-                await self._saved(link, message)
-            case EventNotice():
-                job = message.job if message.job in self.desks else ""
-                self.note(message.level, message.kind, f"{link.name}: {message.text}", link.id, job)
-                if self.store.crowded:
-                    await self.store.flush()
+                await self.checkpoints.saved(link, message)
             case PartsHeld():
                 self.parts.told(link.id, link.name, message)
-            case Response():
-                link.calls.answered(message)
-            case Request():
-                link.say(await self.gate.answer(message, link.connection))
             case Report() | StepMetrics() | CheckpointSaved() | LedgerRows():
                 pass  # of a job that it is no longer on
             case _:
@@ -407,6 +423,10 @@ class Seed:
         """Let a peer go, and never in again; its job goes on. Raises ``Refused``, ``StorageError``."""
         await self.gate.evict(peer_id, name)
         self.drop_unwelcome()
+
+    def _served(self, *peer_ids: str) -> None:
+        self.board.touch("serving", *peer_ids)
+        self.board.touch("peers", *peer_ids)
 
     def drop_unwelcome(self) -> None:
         """End the connections whose certificate is no longer honoured, once what is being answered was sent."""
@@ -438,7 +458,7 @@ class Seed:
             self.board.touch("peers", link.id)
         await desk.told_windows(report.windows)
         if report.status == "ready":
-            await self._loaded(link, desk, report.applied)
+            await self.checkpoints.loaded(link, desk, report.applied)
 
         def let_in() -> None:
             if self.links.get(link.id) is link and link.job == desk.id:
@@ -467,6 +487,7 @@ class Seed:
         del self.links[link.id]
         self.survey.drop(link.id)
         self.parts.drop(link.id)
+        self.services.gone(link)
         link.lost(now)
         self._lost[link.id] = link
         for other in self.desks.values():  # one that let it go for cause may take it again when it comes back
@@ -478,7 +499,7 @@ class Seed:
     def _assign_free(self) -> None:
         """Free workers go to the oldest job that wants them; where none is free, paused jobs may have some."""
         for link in self.links.values():
-            if link.job:
+            if link.job or not link.trains:
                 continue
             desk = next((desk for desk in self.desks.values() if desk.core.wants(link.id)), None)
             if desk is not None:
@@ -499,70 +520,7 @@ class Seed:
             return heirs is not None
         step = max(report.applied for report in heirs.values())
         at_step = [peer_id for peer_id, report in heirs.items() if report.applied == step]
-        return desk.whole(peer_id for peer_id in at_step if f"{desk.id}@{step}@{peer_id}" in self.checkpoints)
-
-    async def _saved(self, link: Link, message: CheckpointSaved) -> None:
-        """A checkpoint is durable at ``link``, which keeps as many as the job says, the newest, and the newest that all
-        stages of a split model have. Noting it holds up nothing else that is said over the link: beats behind it would
-        be answered too late where the disk is slow."""
-        split = self.desks[message.job].stages > 1
-        info = checkpoint_of(link, message, self.world.clock.wall(), split=split)
-        known = self.checkpoints.get(info.id)
-        keep = max(self.desks[info.job].record.keep, 2)
-        alike = info.job, info.peer_id, info.stage is None
-        mine = [item for item in self.checkpoints.values() if (item.job, item.peer_id, item.stage is None) == alike]
-        newer = sum(item.step > info.step for item in mine)
-        if newer >= keep or (known is not None and known == replace(info, created_at=known.created_at)):
-            return  # told again over a new connection: noted already, or deleted since
-        mine = sorted([item for item in mine if item.id != info.id] + [info], key=lambda item: -item.step)
-        await self._noting.acquire()
-        self.checkpoints[info.id] = info
-        spared = newest_of_all_stages(self._of(info.job), self.desks[info.job].stages) if split else 0
-        dropped = [item.id for item in mine[keep:] if item.step != spared]
-        for item_id in dropped:
-            self.checkpoints.pop(item_id, None)
-        self.board.touch("checkpoints", info.id, *dropped)
-        self._tell_newest(info.job)  # first: no view may begin before what is noted
-        assert self._tasks is not None
-        if started_in(self._tasks, self._note_saved(info, dropped), "note a checkpoint") is None:
-            self._noting.release()  # the seed stops: the worker tells the next one
-
-    async def _note_saved(self, info: CheckpointInfo, dropped: list[str]) -> None:
-        try:
-            await self.store.call(Records.add_checkpoint, info, dropped)
-        finally:
-            self._noting.release()
-
-    async def _went_back(self, view: View) -> None:
-        members = {member.peer_id for member in view.members}
-        later = [item for item in self.checkpoints.values() if item.job == view.job and item.step > view.step]
-        await self.drop_checkpoints([item.id for item in later if item.peer_id in members])
-
-    async def _loaded(self, link: Link, desk: Desk, applied: int) -> None:
-        """A stage holds the newest state that it could load, or more: what it has of later steps is gone, or damaged.
-
-        Of a model that is not split it stays known until a view begins: the job waits by it for who still builds.
-        """
-        later = [item for item in self._of(desk.id) if item.peer_id == link.id and item.step > applied]
-        await self.drop_checkpoints([item.id for item in later if item.stage is not None])
-
-    async def drop_checkpoints(self, ids: list[str]) -> None:
-        """They are no longer there."""
-        if ids:
-            for item_id in ids:
-                self.checkpoints.pop(item_id, None)
-            await self.store.call(Records.remove_checkpoints, ids)
-            self.board.touch("checkpoints", *ids)
-            for job in {item_id.partition("@")[0] for item_id in ids}:
-                self._tell_newest(job)
-
-    def _tell_newest(self, job: str) -> None:
-        """A job knows how far it could go back, or on, from the disks of its workers."""
-        if job in self.desks:
-            self.desks[job].post(saved_of(self._of(job), split=self.desks[job].stages > 1))
-
-    def _of(self, job: str) -> list[CheckpointInfo]:
-        return [item for item in self.checkpoints.values() if item.job == job]
+        return desk.whole(peer_id for peer_id in at_step if f"{desk.id}@{step}@{peer_id}" in self.checkpoints.known)
 
     # ------------------------------------------------------------------------------------------------------------- jobs
 
@@ -581,11 +539,8 @@ class Seed:
         """Remove an ended job and all that is kept of it here; its checkpoints stay on the workers' disks."""
         desk.retire()
         del self.desks[desk.id]
-        gone = [item.id for item in self.checkpoints.values() if item.job == desk.id]
-        for item_id in gone:
-            del self.checkpoints[item_id]
+        self.checkpoints.forget(desk.id)
         self.board.touch("jobs", desk.id)
-        self.board.touch("checkpoints", *gone)
         self.board.touch("cluster", "")
         await self.store.call(Records.forget_job, desk.id)
 
@@ -607,7 +562,7 @@ class Seed:
         )
 
     def peer_infos(self) -> list[PeerInfo]:
-        """All workers, and those lost a short time ago."""
+        """All peers, and those lost a short time ago."""
         now = self.world.clock.now()
         workers = [self._peer_info(link, now) for link in [*self.links.values(), *self._lost.values()]]
         return [*self.followers.infos(), *workers]
@@ -642,7 +597,7 @@ class Seed:
         if topic == "jobs":
             desk = self.desks.get(item_id)
             return desk.info(queued=self.is_queued(desk)).to_map() if desk else None
-        kept = self.parts.info(item_id) if topic == "parts" else self.checkpoints.get(item_id)
+        kept = {"parts": self.parts.info, "serving": self.services.info}.get(topic, self.checkpoints.known.get)(item_id)
         return kept.to_map() if kept else None
 
     async def _age(self) -> None:

@@ -25,7 +25,7 @@ PATIENCE_S = 5.0
 FRAME_BYTES = 24 << 10
 """Items in one frame, packed; with what is around them it stays well below 32 KiB."""
 MAX_ROWS = 4000
-STATE_TOPICS = ("cluster", "peers", "jobs", "checkpoints", "parts")
+STATE_TOPICS = ("cluster", "peers", "jobs", "checkpoints", "parts", "serving")
 
 Row = MetricRow | EventInfo | RecoveryInfo
 _TOPICS: dict[type, str] = {MetricRow: "metrics", EventInfo: "events", RecoveryInfo: "recoveries"}

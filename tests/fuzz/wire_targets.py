@@ -40,6 +40,7 @@ from wire.records import (
     PeerInfo,
     Record,
     RecoveryInfo,
+    ServingInfo,
 )
 from wire.ticket import KIND_OF, ROLES, Ticket, is_ticket
 from wire.transport_base import format_address
@@ -222,13 +223,15 @@ MESSAGES = Target(
 
 RECORDS: tuple[type[Record], ...] = (
     ClusterInfo, PeerInfo, JobInfo, MetricRow, EventInfo, CheckpointInfo, RecoveryInfo, PartInfo, StagePlanInfo,
-    TrainingPlanInfo,
+    TrainingPlanInfo, ServingInfo,
 )  # fmt: skip
 _SMALL, _SHARES = st.integers(0, 9), st.floats(0, 1)
 _LIKELY: dict[type[Record], dict[str, st.SearchStrategy[Any]]] = {
     PartInfo: {"start": st.integers(0, 3), "stop": st.integers(4, 6), "layers": st.integers(6, 9), "sessions": _SMALL}
     | dict.fromkeys(("weights_bytes", "cache_bytes", "limit_bytes"), _SMALL)
     | dict.fromkeys(("compute_ms", "busy", "tokens_per_s", "out_position_bytes"), _SHARES),
+    ServingInfo: {"port": st.integers(1, 65535), "stats": st.dictionaries(TEXT, _SHARES, max_size=4)}
+    | dict.fromkeys(("vocab_size", "context", "sessions"), _SMALL),
     StagePlanInfo: {"start": st.integers(0, 3), "stop": st.integers(4, 6)}
     | dict.fromkeys(("stage", "weights_bytes", "need_bytes", "limit_bytes", "in_flight"), _SMALL)
     | dict.fromkeys(("compute_s", "hop_s"), _SHARES),
@@ -264,6 +267,9 @@ def _check_record(case: tuple[type[Record], Any]) -> None:
         assert 0 <= record.start < record.stop <= record.layers <= 4096
         assert 0 <= record.used_bytes < 2**55
         assert 0 <= record.busy <= 1
+    if isinstance(record, ServingInfo):
+        assert 0 < record.port < 65536
+        assert all(math.isfinite(value) for value in record.stats.values())
     if isinstance(record, StagePlanInfo):
         assert 0 <= record.start < record.stop
         assert all(value is None or math.isfinite(value) for value in (record.compute_s, record.hop_s))

@@ -40,6 +40,7 @@ from wire.messages import (
     ViewAnnounced,
     Welcome,
 )
+from wire.speculation_messages import Serving
 
 DEADLINE_S = 10.0
 PROFILE = Profile.model_validate({"job": {"workers": 2, "steps": 100}, "batch": {"micro_batches": 4}})
@@ -99,15 +100,14 @@ def of(hint: Any) -> st.SearchStrategy[Any]:
 
 
 def made(kind: Any) -> st.SearchStrategy[Any]:
-    hints = typing.get_type_hints(kind)
-    return st.builds(
-        kind, **{name: LIKELY[name] if name in LIKELY else of(hint) for name, hint in hints.items() if name != "KIND"}
-    )
+    told = {item.name for item in dataclasses.fields(kind)}
+    hints = {name: hint for name, hint in typing.get_type_hints(kind).items() if name in told}
+    return st.builds(kind, **{name: LIKELY[name] if name in LIKELY else of(hint) for name, hint in hints.items()})
 
 
 TOLD = [Heartbeat, Report, Report, Report, StepMetrics, StepMetrics, CheckpointSaved, EventNotice, Leave, Response,
-        PartsHeld]  # fmt: skip
-"""What workers say; any other message but seldom."""
+        PartsHeld, Serving]  # fmt: skip
+"""What members say; any other message but seldom."""
 REPORTS = st.builds(
     lambda status, generation, applied, ahead: Report(JOB, generation, status, applied, applied + ahead,
         f"{applied:032x}", f"{applied + 1:032x}" if ahead else "", corpus="c0ffee", suspect="b"),
@@ -125,10 +125,10 @@ PARAMS = st.dictionaries(
 
 
 class Peer:
-    """A worker as far as the seed can tell: it is reached back, and says what it is told to say."""
+    """A member as far as the seed can tell: it is reached back, and says what it is told to say."""
 
-    def __init__(self, cluster: Cluster, peer_id: str) -> None:
-        self.cluster, self.id, self.job = cluster, peer_id, ""
+    def __init__(self, cluster: Cluster, peer_id: str, role: str = "worker") -> None:
+        self.cluster, self.id, self.role, self.job = cluster, peer_id, role, ""
         self.server: Server
         self.connection: Connection
 
@@ -146,7 +146,7 @@ class Peer:
 
     async def connect(self) -> None:
         port, generation = self.server.address[1], 1 if self.job else 0
-        hello = local_hello(peer_id=self.id, name=self.id, roles=["worker"], purpose="peer", job=self.job,
+        hello = local_hello(peer_id=self.id, name=self.id, roles=[self.role], purpose="peer", job=self.job,
                             generation=generation, port=port)  # fmt: skip
         network = self.cluster.network
         self.connection, _ = await dial(network, *self.cluster.address, hello, timeout_s=DEADLINE_S)
@@ -189,21 +189,24 @@ async def beside_a_ring(talk: Callable[[Cluster, list[Peer]], Awaitable[None]]) 
             await peer.ready()
         for peer in peers:
             await peer.connection.expect(ViewAnnounced, timeout_s=DEADLINE_S)
-        await talk(cluster, peers)
-        for method in ("cluster.info", "peers.list", "jobs.list", "checkpoints.list", "events.list"):
+        others = [Peer(cluster, role, role) for role in ("verifier", "drafter")]
+        for peer in others:
+            await peer.join()
+        await talk(cluster, [*peers, *others])
+        for method in ("cluster.info", "peers.list", "jobs.list", "checkpoints.list", "events.list", "serving.list"):
             await cluster.ask(method)
         known = [item["id"] for item in (await cluster.ask("jobs.list"))["jobs"]]
         if job in known:
             await cluster.job_until(job, lambda job: True)
-        for peer in peers:
+        for peer in [*peers, *others]:
             await peer.close()
         await cluster.close()  # raises what ended the seed, if anything did
     assert not wrong, wrong
 
 
 @FUZZ
-@given(said=st.lists(st.tuples(st.integers(0, 1), SAID), min_size=1, max_size=12))
-def test_no_worker_takes_the_seed_down(said: list[tuple[int, Message]]) -> None:
+@given(said=st.lists(st.tuples(st.integers(0, 3), SAID), min_size=1, max_size=12))
+def test_no_member_takes_the_seed_down(said: list[tuple[int, Message]]) -> None:
     async def talk(cluster: Cluster, peers: list[Peer]) -> None:
         for index, message in said:
             await peers[index].say(message)

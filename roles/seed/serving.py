@@ -1,0 +1,134 @@
+"""Verifiers and drafters at the seed: what they say that they serve, checked, and whom verifiers are told of.
+
+It is kept in memory only, as long as a member's link lives: a member says it again over every new link.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+
+from p2ptrain.core.errors import ProtocolError, Refused
+from p2ptrain.core.ids import is_id
+from roles.seed.links import host_seen_from
+from roles.seed.peers import MAX_WHOLE, NAME_CHARS, Link, clipped
+from wire.messages import Hello
+from wire.records import MAX_FIGURE, ServingInfo
+from wire.speculation_messages import MAX_DRAFTERS, DrafterAt, DraftersHere, Serving
+from wire.ticket import GRANTS
+
+ASKED_BY_VERIFIERS = frozenset({"peers.list", "parts.list", "checkpoints.list", "serving.list"})
+"""Requests that a verifier may make, over its link: it uses workers as an operator does, and controls nothing."""
+MAX_STATS = 64
+MAX_VOCAB = 1 << 31
+HTTP_BYTES = 255
+_STAT = re.compile(r"[a-z][a-z0-9_]{0,39}")
+_DIGEST = re.compile(r"[0-9A-Za-z._-]{0,128}")
+
+
+def check_role(hello: Hello) -> None:
+    """Raise ``Refused`` where a peer is none that a seed knows."""
+    if len(hello.roles) != 1 or hello.roles[0] not in GRANTS["worker"]:
+        text = "a peer of a seed is a worker, a verifier or a drafter"
+        raise Refused("role", text, remedy="join with p2ptrain join, and --role")
+
+
+class Services:
+    """What is served in a cluster.
+
+    Args:
+        links: the peers that are connected; each has its own under ``serving``.
+        touch: told of the ids of peers whose record is new, changed or gone.
+    """
+
+    def __init__(self, links: Mapping[str, Link], touch: Callable[..., None]) -> None:
+        self._links, self._touch = links, touch
+        self._here: list[DrafterAt] = []
+
+    def joined(self, link: Link) -> None:
+        """A peer's link is there."""
+        if link.role == "verifier":
+            self._tell(link)
+
+    def told(self, link: Link, message: Serving) -> None:
+        """A verifier or a drafter says what it serves.
+
+        Raises:
+            ProtocolError: it serves what cannot be, or another model than before: that takes a new link.
+        """
+        before, link.serving = link.serving, serving_untrusted(link, message)
+        if before is not None and _model(before) != _model(link.serving):
+            raise ProtocolError(f"a {link.role} served {before.model!r}, and now it is another model")
+        if link.serving != before:
+            self._touch(link.id)
+        if before is None and link.role == "drafter":
+            self._tell_all()
+
+    def gone(self, link: Link) -> None:
+        """A peer's link is lost, and taken from ``links``."""
+        serving, link.serving = link.serving, None
+        if serving is not None:
+            self._touch(link.id)
+            if link.role == "drafter":
+                self._tell_all()
+
+    def info(self, peer_id: str) -> ServingInfo | None:
+        """What a peer serves; None where it does not."""
+        link = self._links.get(peer_id)
+        return link.serving if link is not None else None
+
+    def infos(self) -> list[ServingInfo]:
+        """All of it, verifiers first, by name."""
+        found = [link.serving for link in self._links.values() if link.serving is not None]
+        return sorted(found, key=lambda info: (info.role != "verifier", info.name, info.id))
+
+    def _tell_all(self) -> None:
+        for link in self._links.values():
+            if link.role == "verifier":
+                self._tell(link)
+
+    def _tell(self, link: Link) -> None:
+        here = [info for info in self.infos() if info.role == "drafter"]
+        link.say(DraftersHere([_seen_from(link.host, info) for info in here[:MAX_DRAFTERS]]))
+
+
+def _seen_from(host: str, info: ServingInfo) -> DrafterAt:
+    return DrafterAt(
+        info.id, info.name, host_seen_from(host, info.host), info.port, info.model, info.vocab_size, info.tokenizer
+    )
+
+
+def _model(info: ServingInfo) -> tuple[str, int, str]:
+    return info.model, info.vocab_size, info.tokenizer
+
+
+def serving_untrusted(link: Link, message: Serving) -> ServingInfo:
+    """What a peer says that it serves, as a record. Raises ``ProtocolError`` where that cannot be."""
+    if not 0 <= message.vocab_size <= MAX_VOCAB or not 0 <= message.context <= MAX_WHOLE:
+        raise ProtocolError(f"a model of {message.vocab_size} tokens and a context of {message.context}")
+    if not 0 <= message.sessions <= MAX_WHOLE:
+        raise ProtocolError(f"{message.sessions} sessions")
+    if not _DIGEST.fullmatch(message.tokenizer):
+        raise ProtocolError("a tokenizer whose digest is none")
+    if len(message.stats) > MAX_STATS or not all(map(_STAT.fullmatch, message.stats)):
+        raise ProtocolError("figures with names that are none, or too many")
+    if not all(math.isfinite(value) and abs(value) <= MAX_FIGURE for value in message.stats.values()):
+        raise ProtocolError("a figure that cannot be")
+    if len(message.drafters) > MAX_DRAFTERS or not all(map(is_id, message.drafters)):
+        raise ProtocolError("drafters that are none, or too many")
+    return ServingInfo(
+        id=link.id,
+        name=clipped(link.name, NAME_CHARS),
+        role=link.role,
+        host=link.host,
+        port=link.port,
+        model=clipped(message.model, NAME_CHARS),
+        vocab_size=message.vocab_size,
+        context=message.context,
+        tokenizer=message.tokenizer,
+        http=clipped(message.http, HTTP_BYTES),
+        sessions=message.sessions,
+        stats={name: float(value) for name, value in message.stats.items()},
+        drafters=list(message.drafters),
+    )
