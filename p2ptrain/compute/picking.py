@@ -4,6 +4,10 @@
 first new token, and whoever is to make draw n first brings a generator there. Then it does not matter who picks, or
 whether some tokens were picked before and thrown away: the same logits and the same number give the same token.
 
+A draw of one token is noise, as many exponential numbers as the vocabulary has, and the token whose probability divided
+by its noise is the largest; so ``torch.multinomial`` does it. The noise is the draw's, whatever the probabilities are:
+that of recent draws is kept, for who verifies drafts makes many of them twice.
+
 Generators of different devices draw different numbers from one seed. Rows are therefore brought to the CPU and all of
 it is done there, as transformers does on a CPU: a last stage that is replaced by one of another kind goes on with the
 same text, as far as its logits are the same. (It is one row of 4 bytes an entry of the vocabulary, for one token.)
@@ -23,12 +27,17 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from p2ptrain.compute.device import one_thread
 from p2ptrain.core.errors import JobFailed
 from p2ptrain.core.serving import COLDEST, Sampling, check_sampling
 
 _NO_IDS = cast(torch.LongTensor, torch.empty(0, dtype=torch.int64))  # these warpers do not look at what was said
-_REMEMBERED = 32
-"""States of the generator, 5 KB each, so that going back a few draws costs nothing."""
+REMEMBERED = 128
+"""States of the generator, 5 KB each, so that going back so many draws costs no more than going on."""
+NOISE_BYTES = 4 << 20
+"""Of noise that is kept: of 20 draws where the vocabulary has 50,000 entries."""
+_FEW = 4096
+"""Entries of a row that are left, at most, for ``_nucleus`` to be worth it."""
 
 
 class Picker:
@@ -36,16 +45,20 @@ class Picker:
 
     Args:
         sampling: checked here; raises ``UserError``.
+        remembered, noise_bytes: as of ``REMEMBERED`` and ``NOISE_BYTES``. They change the time that it takes only.
     """
 
-    def __init__(self, sampling: Sampling) -> None:
+    def __init__(self, sampling: Sampling, *, remembered: int = REMEMBERED, noise_bytes: int = NOISE_BYTES) -> None:
         check_sampling(sampling)
         self._sampling = sampling
         self._sampled = sampling.temperature > COLDEST
-        self._warp = _warpers(sampling)
+        self._few = sampling.top_p < 1.0 and 0 < sampling.top_k <= _FEW
+        self._warp = _warpers(sampling, top_p=not self._few)
+        self._remembered, self._noise_bytes = remembered, noise_bytes
         self._generator: torch.Generator | None = None
         self._next = 0  # the draw that the generator is about to make
         self._states: OrderedDict[int, Tensor] = OrderedDict()  # draw to the state before it
+        self._noise: OrderedDict[int, Tensor] = OrderedDict()  # draw to its noise
 
     def pick(self, logits: Tensor, draw: int) -> tuple[int, ...]:
         """A token for each row.
@@ -57,46 +70,92 @@ class Picker:
             JobFailed: there are logits that are not numbers.
         """
         scores = logits.to(device="cpu", dtype=torch.float32, copy=True)  # warpers may write into them
-        return tuple(self._pick(row[None], draw + number) for number, row in enumerate(scores))
+        # Rows are short work for many threads, which would wait for one another at each operation on a busy machine.
+        with one_thread():
+            if not scores.amax(-1).isfinite().all():  # NaN where one of them is
+                raise JobFailed(
+                    "the model gave logits that are not numbers, so there is no next token",
+                    remedy="compute in fp32 or bf16 (fp16 overflows in some models), and check the model's files",
+                )
+            if not self._sampled:
+                return tuple(scores.argmax(-1).tolist())
+            probabilities = self._warped(scores).softmax(-1)
+            noise = torch.stack([self._noise_of(draw + row, scores.shape[1]) for row in range(len(scores))])
+            return tuple((probabilities / noise).argmax(-1).tolist())
 
-    def _pick(self, scores: Tensor, draw: int) -> int:
-        if not scores.amax().isfinite():  # NaN where one of them is
-            raise JobFailed(
-                "the model gave logits that are not numbers, so there is no next token",
-                remedy="compute in fp32 or bf16 (fp16 overflows in some models), and check the model's files",
-            )
-        if not self._sampled:
-            return int(torch.argmax(scores, dim=-1))
-        probabilities = torch.nn.functional.softmax(self._warp(_NO_IDS, scores), dim=-1)
-        generator = self._at(draw, probabilities)
-        return int(torch.multinomial(probabilities, num_samples=1, generator=generator))
+    def _warped(self, scores: Tensor) -> Tensor:
+        warped = self._warp(_NO_IDS, scores)
+        return _nucleus(warped, self._sampling.top_p) if self._few else warped
 
-    def _at(self, draw: int, like: Tensor) -> torch.Generator:
+    def _noise_of(self, draw: int, entries: int) -> Tensor:
+        """(entries,). The generator is asked where it is not kept."""
+        known = self._noise.get(draw)
+        if known is not None and len(known) == entries:
+            self._noise.move_to_end(draw)
+            return known
+        noise = torch.empty(entries).exponential_(1, generator=self._at(draw, entries))
+        self._noise[draw] = noise
+        while len(self._noise) > 1 and len(self._noise) * noise.nbytes > self._noise_bytes:
+            self._noise.popitem(last=False)
+        return noise
+
+    def _at(self, draw: int, entries: int) -> torch.Generator:
         """The generator, about to make ``draw``; afterwards it counts as made."""
         if self._generator is None:
             self._generator = torch.Generator("cpu").manual_seed(self._sampling.seed)
         if draw != self._next:
-            self._go_to(draw, self._generator, like)
+            self._go_to(draw, self._generator, entries)
         self._states[draw] = self._generator.get_state()
         self._states.move_to_end(draw)
-        while len(self._states) > _REMEMBERED:
+        while len(self._states) > self._remembered:
             self._states.popitem(last=False)
         self._next = draw + 1
         return self._generator
 
-    def _go_to(self, draw: int, generator: torch.Generator, like: Tensor) -> None:
+    def _go_to(self, draw: int, generator: torch.Generator, entries: int) -> None:
         known = max((number for number in self._states if number <= draw), default=None)
         if known is not None:
             generator.set_state(self._states[known])
         else:
             generator.manual_seed(self._sampling.seed)
-        # What a draw takes from the generator depends on the shape alone, not on the distribution.
-        uniform = torch.full_like(like, 1 / like.numel())
+        unused = torch.empty(entries)
         for _ in range(known or 0, draw):
-            torch.multinomial(uniform, num_samples=1, generator=generator)
+            unused.exponential_(1, generator=generator)
 
 
-def _warpers(sampling: Sampling) -> LogitsProcessorList:
+def _nucleus(scores: Tensor, top_p: float) -> Tensor:
+    """As ``TopPLogitsWarper``, bit by bit, where few entries of each row are left: it would sort all of them.
+
+    Sums of the same numbers in another order differ in the last bit. So the few stand where a sorted row has them,
+    behind all that are minus infinity.
+    """
+    entries = scores.shape[-1]
+    left = [(row > -torch.inf).nonzero()[:, 0] for row in scores]
+    if max(map(len, left)) > _FEW:  # many are exactly as likely as the last of the ``top_k``
+        return _sorted_nucleus(scores, top_p)
+    ordered = torch.full_like(scores, -torch.inf)
+    places = []
+    for row, (indices, out) in enumerate(zip(left, ordered, strict=True)):
+        values, order = scores[row, indices].sort()
+        out[entries - len(values) :] = values
+        places.append(indices[order])
+    cumulative = ordered.softmax(-1)
+    for row, indices in enumerate(places):
+        tail = cumulative[row, entries - len(indices) :].cumsum(-1)
+        removed = min(int((tail <= 1 - top_p).sum()), len(indices) - 1)
+        values = ordered[row, entries - len(indices) :]
+        if removed and values[removed - 1] == values[removed]:  # which of equals stays depends on how all were sorted
+            scores[row] = _sorted_nucleus(scores[row][None], top_p)[0]
+        else:
+            scores[row, indices[:removed]] = -torch.inf
+    return scores
+
+
+def _sorted_nucleus(scores: Tensor, top_p: float) -> Tensor:
+    return cast(Tensor, TopPLogitsWarper(top_p)(_NO_IDS, cast(torch.FloatTensor, scores)))
+
+
+def _warpers(sampling: Sampling, *, top_p: bool = True) -> LogitsProcessorList:
     """Those that ``generate`` would use, in its order."""
     warpers = LogitsProcessorList()
     if sampling.temperature > COLDEST:
@@ -104,6 +163,6 @@ def _warpers(sampling: Sampling) -> LogitsProcessorList:
             warpers.append(TemperatureLogitsWarper(sampling.temperature))
         if sampling.top_k:
             warpers.append(TopKLogitsWarper(sampling.top_k))
-        if sampling.top_p < 1.0:
+        if sampling.top_p < 1.0 and top_p:
             warpers.append(TopPLogitsWarper(sampling.top_p))
     return warpers

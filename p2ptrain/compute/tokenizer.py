@@ -6,7 +6,9 @@ equivalent ``tokenizer.json`` (byte-level BPE without merges), so that ``AutoTok
 
 from __future__ import annotations
 
+import hashlib
 import shutil
+import struct
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,7 @@ class Tokenizer:
         self.is_bytes = backend.get_vocab() == _byte_vocabulary()
         self.vocab_size = 1 + max(backend.get_vocab().values())
         self._source = source
+        self._digest: str | None = None
 
     @classmethod
     def of_bytes(cls) -> Tokenizer:
@@ -69,6 +72,21 @@ class Tokenizer:
                 f"cannot read the tokenizer {path}: {getattr(error, 'strerror', None) or error}",
                 remedy="save the fast tokenizer there: AutoTokenizer.from_pretrained(...).save_pretrained(...)",
             ) from error
+
+    @property
+    def digest(self) -> str:
+        """Of what ids mean: which token each one is. Hexadecimal; equal for tokenizers whose ids mean the same.
+
+        How a text is cut into tokens counts not: who guesses ids from ids never sees the text. So files that differ in
+        their chat template, or in how a library's version writes merges, agree.
+        """
+        if self._digest is None:
+            found = hashlib.blake2b(digest_size=16)
+            for token, number in sorted(self.backend.get_vocab().items(), key=lambda item: (item[1], item[0])):
+                name = token.encode("utf-8", "surrogatepass")
+                found.update(struct.pack("<II", number, len(name)) + name)
+            self._digest = found.hexdigest()
+        return self._digest
 
     @property
     def dtype(self) -> np.dtype[np.generic]:

@@ -93,3 +93,20 @@ def test_a_broken_tokenizer_is_refused(tmp_path: Path, content: str | None) -> N
 def test_nowhere_to_save_to(words: Path, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot write the tokenizer"):
         Tokenizer.of_directory(words).save(tmp_path / "missing")
+
+
+def test_the_digest_is_of_what_ids_mean(words: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.of_directory(words)
+    assert len(tokenizer.digest) == 32
+    assert tokenizer.digest != BYTES.digest
+    (words / "chat_template.jinja").write_text("another")
+    text = (words / "tokenizer.json").read_text()
+    (words / "tokenizer.json").write_text(" " + text)
+    assert Tokenizer.of_directory(words).digest == tokenizer.digest
+    BYTES.save(tmp_path)
+    assert Tokenizer.of_directory(tmp_path).digest == BYTES.digest
+    for old, new in (('"w7":7,', '"w7":8,'), ('"w8":8', '"w8":9'), ('"w299":299', '"w299":299,"w300":300')):
+        assert old.replace(":", ": ") in text or old in text
+        spaced = text if old in text else text.replace('": ', '":')
+        (words / "tokenizer.json").write_text(spaced.replace(old, new))
+        assert Tokenizer.of_directory(words).digest != tokenizer.digest

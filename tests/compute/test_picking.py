@@ -1,0 +1,83 @@
+"""Many rows at once, and draws made again, against transformers' warpers and ``multinomial`` one row at a time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from transformers.generation.logits_process import TopPLogitsWarper
+
+from p2ptrain.compute.picking import _NO_IDS, REMEMBERED, Picker, _nucleus, _warpers
+from p2ptrain.core.serving import Sampling
+
+SAMPLINGS = [
+    Sampling(seed=1),
+    Sampling(temperature=0.8, top_k=50, seed=2),
+    Sampling(temperature=1.1, top_k=50, top_p=0.9, seed=3),
+    Sampling(temperature=0.7, top_p=0.6, seed=2**63),
+    Sampling(top_k=1, top_p=0.5, seed=5),
+    Sampling(top_k=10_000, top_p=0.99, seed=6),
+]
+
+
+def one_by_one(logits: torch.Tensor, sampling: Sampling) -> list[int]:
+    """As ``generate`` does: all warpers, then ``multinomial``, for each row in turn."""
+    generator = torch.Generator("cpu").manual_seed(sampling.seed)
+    made = []
+    for row in logits.float():
+        probabilities = _warpers(sampling)(_NO_IDS, row[None].clone()).softmax(-1)  # type: ignore[arg-type]
+        made.append(int(torch.multinomial(probabilities, num_samples=1, generator=generator)))
+    return made
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("vocab_size", [7, 256, 20_011])
+def test_rows_at_once_are_rows_one_by_one(vocab_size: int, sampling: Sampling) -> None:
+    logits = 4 * torch.randn(40, vocab_size, generator=torch.Generator().manual_seed(vocab_size))
+    wanted = one_by_one(logits, sampling)
+    picker = Picker(sampling)
+    assert [token for start in range(0, 40, 9) for token in picker.pick(logits[start : start + 9], start)] == wanted
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS[:3], ids=str)
+@pytest.mark.parametrize(("remembered", "noise_bytes"), [(REMEMBERED, 4 << 20), (64, 0), (1, 0), (3, 3_000)])
+def test_going_back_in_draws_is_exact(sampling: Sampling, remembered: int, noise_bytes: int) -> None:
+    """As a verifier does: k + 1 rows, of which only the first few count; whatever is kept of draws made before."""
+    logits = 3 * torch.randn(150, 211, generator=torch.Generator().manual_seed(9))
+    wanted = one_by_one(logits, sampling)
+    rng = random.Random(remembered)
+    picker = Picker(sampling, remembered=remembered, noise_bytes=noise_bytes)
+    draw = 0
+    while draw < len(wanted):
+        rows = logits[draw : draw + rng.choice([1, 5, 17])]
+        assert list(picker.pick(rows, draw)) == wanted[draw : draw + len(rows)]
+        draw += rng.randrange(1, len(rows) + 1)
+        assert len(picker._states) <= remembered
+        assert sum(each.nbytes for each in picker._noise.values()) <= max(noise_bytes, 4 * 211)
+    for draw in [149, 86, 0, 64, 1]:
+        assert picker.pick(logits[draw : draw + 1], draw) == (wanted[draw],)
+
+
+def test_rows_of_drafts_are_others_and_draws_the_same() -> None:
+    """Behind a draft that is wrong logits are others; when the draw is made again with the right ones, it is as if it
+    had never been made."""
+    sampling = Sampling(temperature=0.9, top_k=50, top_p=0.95, seed=8)
+    right, wrong = (2 * torch.randn(40, 500, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    wanted = one_by_one(right, sampling)
+    picker = Picker(sampling)
+    for draw in range(36):
+        rows = torch.cat([right[draw : draw + 1], wrong[draw + 1 : draw + 4]])
+        assert picker.pick(rows, draw)[0] == wanted[draw]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9, 0.999])
+def test_the_nucleus_of_a_few_is_that_of_all(dtype: torch.dtype, top_p: float) -> None:
+    """bf16 has so few numbers that many entries are equal."""
+    generator = torch.Generator().manual_seed(4)
+    for scale in (0.0, 0.1, 2.0, 20.0):
+        scores = (scale * torch.randn(12, 1_000, generator=generator)).to(dtype).float()
+        left = _warpers(Sampling(top_k=50))(_NO_IDS, scores)  # type: ignore[arg-type]
+        wanted = TopPLogitsWarper(top_p)(_NO_IDS, left.clone())  # type: ignore[arg-type]
+        assert torch.equal(_nucleus(left.clone(), top_p), wanted)
