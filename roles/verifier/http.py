@@ -154,6 +154,7 @@ class _Connection(H11Protocol):
         self._refused = False
         self._held = b""  # came, and is not looked at before somebody wants it
         self._patience: asyncio.TimerHandle | None = None
+        self._lost = asyncio.Event()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -192,6 +193,17 @@ class _Connection(H11Protocol):
         if self._patience is not None:
             self._patience.cancel()
         super().connection_lost(exc)
+        self._lost.set()
+
+    async def check_open(self) -> None:
+        """Raises ``CancelledError`` where nobody is there any more: it is no error, and there is nothing to answer.
+
+        uvicorn answers by itself where the rest of a request is no HTTP, and could not bear a second answer.
+        """
+        if self._socket.is_closing():
+            self.abort()
+            await self._lost.wait()
+            raise asyncio.CancelledError
 
     def begins(self) -> None:
         self._under_way += 1
@@ -234,12 +246,13 @@ def _timed(app: ASGIApp) -> ASGIApp:
         async def sent(message: Message) -> None:
             if message["type"] == "http.response.body" and not message.get("more_body", False):
                 connection.is_answered()  # before it is sent: the next request may be here at once
+            await connection.check_open()
             try:
                 async with asyncio.timeout(SEND_S):
                     await send(message)
             except TimeoutError:
                 connection.abort()
-                raise asyncio.CancelledError from None  # nobody is there any more: no error, and nothing to answer
+                await connection.check_open()
 
         connection.begins()
         try:

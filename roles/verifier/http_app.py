@@ -34,8 +34,8 @@ from wire.address import parse_address
 from wire.transport_base import is_loopback
 
 MOST_BODY_BYTES = 2 << 20
-"""Of a request: a prompt of half a million tokens. JSON of so many bytes keeps the loop for a quarter of a second, if
-its author means harm."""
+"""Of a request: a prompt of half a million tokens. JSON of so many bytes keeps the loop for some tenths of a
+second, if its author means harm."""
 BODY_S = 60.0
 """Within which a body is here, once its headers are."""
 DRAIN_S = 5.0
