@@ -36,6 +36,7 @@ class Look(NamedTuple):
 
 PEER_LOOKS = {
     "training": Look("●", "good"),
+    "serving": Look("◆", "good"),
     "healing": Look("✚", "busy"),
     "following": Look("◑", "busy"),
     "building": Look("◔", "busy"),

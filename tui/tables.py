@@ -80,7 +80,7 @@ class PeersTable(LiveTable):
         Column("rank", "#", 2, 0, right=True),
         Column("state", "state", 11, 0),
         Column("name", "name", 12, 0, most=22),
-        Column("role", "role", 6, 8, most=14),
+        Column("role", "role", 6, 8, most=28),
         Column("device", "device", 22, 9, most=46),
         Column("beat", "beat", 6, 1, right=True),
         Column("rtt", "rtt", 7, 2, right=True),
@@ -109,7 +109,7 @@ class PeersPanel(TablePanel):
             "rank": _plain(fmt.UNKNOWN if peer.rank is None else str(peer.rank), "dim"),
             "state": (Span(f"{look.symbol} ", look.role), Span(peer.state, look.role)),
             "name": _plain(peer.name, "strong"),
-            "role": _plain(", ".join(peer.roles), "dim"),
+            "role": _plain(" · ".join(filter(None, [", ".join(peer.roles), peer.model])), "dim"),
             "device": _plain(peer.device, "dim"),
             "beat": _plain(fmt.age(frame.store.heartbeat_age_s(peer, frame.now))),
             "rtt": _plain(fmt.millis(peer.rtt_ms)),
@@ -131,6 +131,7 @@ class PeersPanel(TablePanel):
         parts = [peer.device, f"{fmt.size(peer.memory_bytes)} of {fmt.size(peer.memory_total_bytes)}"]
         parts += [f"GPU {fmt.percent(peer.gpu_load)}"] if peer.gpu_load is not None else []
         parts += [f"×{peer.share}"] if peer.share else []
+        parts += [f"{', '.join(peer.roles)} of {peer.model}", f"{peer.sessions} sessions"] if peer.model else []
         return [Span(f"{peer.name}  ", "strong"), Span(" · ".join([*parts, peer.address]), "dim")]
 
 

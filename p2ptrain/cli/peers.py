@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,12 +11,18 @@ from p2ptrain.cli.output import checked, confirm, number, print_json, print_tabl
 from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, YesOption, ask, not_empty
 from p2ptrain.core.units import human_bytes
 
+if TYPE_CHECKING:
+    from wire.records import PeerInfo, ServingInfo
+
 app = new_typer(help="Show who is there, and what each one does; evict one.", invoke_without_command=True)
 
 
 @app.callback()
 def peers(context: typer.Context, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
     """Show who is there, and what each one does.
+
+    Where models are served: MODEL is whose, SESSIONS how many texts are under way, ACCEPTED which share of a text's
+    next tokens was drafted rightly.
 
     \b
     Examples:
@@ -46,7 +52,7 @@ def evict(
     yes: YesOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Let a worker go, and refuse its certificate from now on. Its job goes on without it.
+    """Let a peer go, and refuse its certificate from now on. Its job goes on without it.
 
     It could come back as another peer with a ticket that is still open: `p2ptrain ticket rotate` closes those.
 
@@ -65,11 +71,15 @@ def evict(
 
 
 def _list(seed: str, as_json: bool) -> None:
-    from wire.records import PeerInfo
+    from wire.records import PeerInfo, ServingInfo
 
     found = [PeerInfo.from_map_untrusted(item) for item in checked(ask(seed, "peers.list"), "peers", list)]
+    serve = any(peer.model for peer in found)
+    served = checked(ask(seed, "serving.list"), "serving", list) if serve else []
+    serving = {info.id: info for info in map(ServingInfo.from_map_untrusted, served)}
     if as_json:
-        print_json({"peers": [peer.to_map() for peer in found]})
+        beside = {"serving": [info.to_map() for info in serving.values()]} if serve else {}
+        print_json({"peers": [peer.to_map() for peer in found]} | beside)
         return
     rows = [
         (
@@ -84,15 +94,23 @@ def _list(seed: str, as_json: bool) -> None:
             number(peer.rtt_ms, ".1f"),
             f"{peer.tokens_per_s:,.0f}",
             f"{human_bytes(peer.memory_bytes)} / {human_bytes(peer.memory_total_bytes)}",
+            *(_served(peer, serving.get(peer.id)) if serve else ()),
             peer.address,
         )
         for peer in found
     ]
     figures = ("RANK", "STAGE", "STEP", "RTT MS", "TOKENS/S", "MEMORY")
-    columns = ("NAME", "ID", "ROLES", "STATE", *figures[:3], "DEVICE", *figures[3:], "ADDRESS")
-    print_table(columns, rows, right=figures)
+    of_serving = ("MODEL", "SESSIONS", "ACCEPTED") if serve else ()
+    columns = ("NAME", "ID", "ROLES", "STATE", *figures[:3], "DEVICE", *figures[3:], *of_serving, "ADDRESS")
+    print_table(columns, rows, right=(*figures, *of_serving[1:]))
     if not found:
         print_hint(seed)
+
+
+def _served(peer: PeerInfo, serving: ServingInfo | None) -> tuple[str, str, str]:
+    """Its model, its sessions, and which share of first drafts was right."""
+    alpha = serving.stats.get("alpha") if serving is not None else None
+    return peer.model or "-", str(peer.sessions) if peer.model else "-", "-" if alpha is None else f"{alpha:.0%}"
 
 
 def print_hint(seed: str) -> None:

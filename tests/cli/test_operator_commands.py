@@ -11,7 +11,7 @@ import pytest
 from configs.loader import load
 from configs.schema import Profile
 from p2ptrain.core.errors import Refused
-from wire.records import CheckpointInfo, JobInfo, PeerInfo
+from wire.records import CheckpointInfo, JobInfo, PeerInfo, ServingInfo
 
 Command = Callable[..., Any]
 
@@ -84,6 +84,25 @@ def test_who_holds_which_stage_of_a_split_model(command: Command, fake_seed: Any
     assert [row[at : at + 5].strip() for row in rows] == ["-", "1/2", "2/2"]
     told = command("peers", "--json").json["peers"]
     assert [(peer["stage"], peer["stages"]) for peer in told] == [(None, 1), (0, 2), (1, 2)]
+
+
+def test_peers_that_serve_models(command: Command, fake_seed: Any) -> None:
+    change = {"roles": ["verifier"], "state": "serving", "model": "big", "sessions": 3, "rank": None}
+    verifier = dataclasses.replace(PEER, id="v1", **change)
+    drafter = dataclasses.replace(PEER, id="d1", **change | {"roles": ["drafter"], "model": "small", "state": "idle"})
+    served = ServingInfo("v1", "laptop", "verifier", "10.0.0.2", 41000, "big", stats={"alpha": 0.777})
+    fake_seed.answers["peers.list"] = {"peers": [peer.to_map() for peer in (PEER, verifier, drafter)]}
+    fake_seed.answers["serving.list"] = {"serving": [served.to_map()], "total": 1}
+    header, *rows = command("peers").out.splitlines()
+    at = header.index("MODEL")
+    assert [row[at:].split()[:3] for row in [header, *rows]] == [
+        ["MODEL", "SESSIONS", "ACCEPTED"], ["-", "-", "-"], ["big", "3", "78%"], ["small", "3", "-"],
+    ]  # fmt: skip
+    told = command("peers", "--json").json
+    assert told["serving"] == [served.to_map()]
+    assert [peer["model"] for peer in told["peers"]] == ["", "big", "small"]
+    fake_seed.answers["serving.list"] = {"serving": [served.to_map() | {"port": 0}]}
+    assert command("peers").code == 4
 
 
 def test_peers_for_programs(command: Command, fake_seed: Any) -> None:

@@ -127,11 +127,13 @@ def caller(tmp_path: Path, role: str = "worker", *states: Path, peer_id: str = "
 
 
 async def test_on_the_seeds_machine_its_address_is_enough(cluster: Cluster, tmp_path: Path) -> None:
-    for role in ("worker", "operator"):
+    for role in ("worker", "operator", "verifier", "drafter"):
         who = caller(tmp_path / role, role, tmp_path / "elsewhere", cluster.root)
         first = await reach(cluster.address, who, TcpNetwork())
         again = await reach(cluster.address, who, TcpNetwork())
         assert first.peer_id == again.peer_id != ""
+        assert first.member is not None
+        assert role in first.member.credentials.identity.roles
     assert cluster.address[0] == "127.0.0.1"
 
 
@@ -148,6 +150,24 @@ async def test_what_a_ticket_gave_is_found_by_the_address_and_by_the_ticket(clus
         await reach(cluster.address, caller(tmp_path, peer_id="p2"), TcpNetwork())
     with pytest.raises(Refused, match="is used up"):
         await reach(ticket, caller(tmp_path, peer_id="p2"), TcpNetwork())
+
+
+async def test_a_certificate_that_does_not_name_the_role_is_not_relied_on(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an earlier release's seed gave it."""
+    ticket = Ticket.parse_untrusted((await cluster.ask("tickets.new"))["text"])
+    with monkeypatch.context() as before:
+        for module in ("wire.enrol", "roles.seed.authority"):
+            before.setattr(f"{module}.GRANTS", {"worker": frozenset({"worker"})})
+        await reach(ticket, caller(tmp_path, "worker"), TcpNetwork())
+    assert (await reach(cluster.address, caller(tmp_path, "worker"), TcpNetwork())).member is not None
+    with pytest.raises(UserError, match="wants a ticket"):
+        await reach(cluster.address, caller(tmp_path, "verifier"), TcpNetwork())
+    access = await reach(ticket, caller(tmp_path, "verifier"), TcpNetwork())
+    assert access.member is not None
+    assert access.member.credentials.identity.roles == {"worker", "verifier", "drafter"}
+    assert (await reach(cluster.address, caller(tmp_path, "drafter"), TcpNetwork())).peer_id == access.peer_id
 
 
 async def test_a_certificate_that_ends_soon_is_not_relied_on(

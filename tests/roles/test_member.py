@@ -259,6 +259,15 @@ async def test_a_seed_does_not_ask_them_to_work(cluster: Cluster) -> None:
     verifier.member._message(Request(1, "links.measure", {}))  # refused over the link, which stays
 
 
+async def test_who_is_joined_and_how_is_in_the_diary(cluster: Cluster) -> None:
+    peer = cluster.serve("drafter", Program("drafter"))
+    async with asyncio.timeout(DEADLINE_S):
+        await peer.joined.wait()
+    events = (await cluster.ask("events.list"))["events"]
+    assert any(event["text"].startswith(f"{peer.identity.name} joined as a drafter from") for event in events)
+    assert peer.identity.name.endswith("-drafter-1")  # not that of the worker beside it
+
+
 # ------------------------------------------------------------------------------------------------ what the seed tells
 
 
