@@ -62,8 +62,11 @@ class _Drawn(NamedTuple):
     at: float
 
 
-class P2PTrainApp(App[None]):
-    """Args: the source of what is shown; the clocks; how often to redraw (0: only by ``refresh_panels``, for tests)."""
+class P2PTrainApp(App[bool]):
+    """Args: the source of what is shown; the clocks; how often to redraw (0: only by ``refresh_panels``, for tests).
+
+    Its result is true where the person left with Ctrl+C.
+    """
 
     TITLE = "p2ptrain"
     CSS_PATH = "app.tcss"
@@ -79,6 +82,7 @@ class P2PTrainApp(App[None]):
         Binding("d", "flip_theme", "Dark/light"),
         Binding("question_mark", "help", "Help"),
         Binding("q", "leave", "Quit"),
+        Binding("ctrl+c", "interrupt", show=False),
     ]
 
     def __init__(self, source: Source, *, clock: Clock | None = None, refresh_hz: float = 10.0) -> None:
@@ -248,6 +252,10 @@ class P2PTrainApp(App[None]):
 
     def action_leave(self) -> None:
         self.exit(message=f"Training goes on. Look again: p2ptrain tui {self.source.address}")
+
+    def action_interrupt(self) -> None:
+        """What that ends beside the view is the caller's affair."""
+        self.exit(True)
 
     # --------------------------------------------------------------------------------------------------------- asking
 

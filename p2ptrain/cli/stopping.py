@@ -12,6 +12,8 @@ from p2ptrain.cli.children import leave_with_parent
 from p2ptrain.cli.console import Console
 from p2ptrain.core.errors import EXIT_INTERRUPTED
 
+LEAVING = "leaving; press Ctrl+C again not to wait"
+
 T = TypeVar("T")
 
 
@@ -31,7 +33,7 @@ def stop_on_signals(stop: asyncio.Event, say: Callable[[str], None]) -> None:
     def ask() -> None:
         if stop.is_set():
             os._exit(EXIT_INTERRUPTED)
-        say("leaving; press Ctrl+C again not to wait")
+        say(LEAVING)
         stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):

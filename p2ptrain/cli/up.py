@@ -257,7 +257,7 @@ class Plan:
 
 
 async def _cluster(plan: Plan, *, full_screen: bool) -> dict[str, Any]:
-    from p2ptrain.cli.stopping import stoppable
+    from p2ptrain.cli.stopping import LEAVING, stoppable
     from wire.client import SeedClient
     from wire.transport import TcpNetwork
 
@@ -276,8 +276,11 @@ async def _cluster(plan: Plan, *, full_screen: bool) -> dict[str, Any]:
         stopping = asyncio.create_task(stop.wait(), name="stop")
         try:
             if full_screen:
-                await show(plan.port)
-                console.event("info", "the view is closed; training goes on here. Ctrl+C stops everything")
+                if await show(plan.port):
+                    console.event("info", LEAVING)
+                    stop.set()
+                else:
+                    console.event("info", "the view is closed; training goes on here. Ctrl+C stops everything")
                 watcher.quiet = False
             await asyncio.wait({watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if watching.done():
@@ -328,12 +331,14 @@ async def start_worker(plan: Plan, number: int) -> Child:
     return await Child.start(f"worker-{number}", arguments, plan.root / "logs" / f"worker-{number}.log")
 
 
-async def show(port: int) -> None:
+async def show(port: int) -> bool:
+    """The view, until the person leaves it; whether with Ctrl+C."""
     from tui.app import P2PTrainApp
     from tui.source import PlainWay, SeedSource
     from wire.transport import TcpNetwork
 
-    await P2PTrainApp(SeedSource(PlainWay(TcpNetwork(), "127.0.0.1", port), f"127.0.0.1:{port}")).run_async()
+    source = SeedSource(PlainWay(TcpNetwork(), "127.0.0.1", port), f"127.0.0.1:{port}")
+    return bool(await P2PTrainApp(source).run_async())
 
 
 def _print_summary(summary: dict[str, Any], root: Path) -> None:

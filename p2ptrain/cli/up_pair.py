@@ -78,7 +78,7 @@ async def pair(plan: Plan, http: str, *, full_screen: bool, as_json: bool) -> di
     Raises:
         P2PTrainError: something could not be started, or a process ended: with its last words.
     """
-    from p2ptrain.cli.stopping import stoppable
+    from p2ptrain.cli.stopping import LEAVING, stoppable
 
     console, stop = stoppable()
     cluster = PairCluster(plan, http, console, as_json=as_json)
@@ -89,8 +89,11 @@ async def pair(plan: Plan, http: str, *, full_screen: bool, as_json: bool) -> di
         stopping = asyncio.create_task(stop.wait(), name="stop")
         try:
             if full_screen:
-                await show(plan.port)
-                cluster.aloud()
+                if await show(plan.port):
+                    console.event("info", LEAVING)
+                    stop.set()
+                else:
+                    cluster.aloud()
             await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if working.done():
                 working.result()

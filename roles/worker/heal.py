@@ -257,7 +257,7 @@ class Follower:
                 if fetch.newest - core.applied <= 1 and not self._said:
                     self._say()
                     behind = max(fetch.newest - core.applied, 0)
-                    around.notify("info", "following", f"follows the ring, {behind} steps behind")
+                    around.notify("info", "following", f"follows the ring, {behind} step{'s' * (behind != 1)} behind")
                 step = await fetch.step()
                 await self._to_its_end(self._replay(engine, fetch, step))
 

@@ -156,6 +156,13 @@ async def test_quitting_says_that_training_goes_on():
         assert stage.source.requests == []
 
 
+async def test_ctrl_c_leaves_and_says_so_to_the_caller():
+    async with staged() as stage:
+        await stage.press("ctrl+c")
+        assert stage.app.return_value is True
+        assert stage.source.requests == []
+
+
 async def test_a_timer_that_outlives_the_panels_says_nothing():
     async with staged() as stage:
         await stage.app.screen.remove_children()
