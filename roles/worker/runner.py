@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, ParamSpec
 
 from configs.schema import Profile
-from p2ptrain.core.checkpoints import Meta
 from p2ptrain.core.errors import JobFailed, NeighbourAway, NetworkError, P2PTrainError, PeerError, ProtocolError
 from ring.activities import (
     Apply,
@@ -50,17 +48,15 @@ from roles.worker.boundary import BoundaryWork
 from roles.worker.checkpointing import Checkpointing
 from roles.worker.donor import Donations
 from roles.worker.forming import Forming
-from roles.worker.heal import Fetched, Follower, Healer
+from roles.worker.heal import Follower, Healer
 from roles.worker.keeper import Keeper, state_bytes
-from roles.worker.ledger import Ledger
-from roles.worker.metrics import StepTeller, described, held
+from roles.worker.reports import Reports
 from roles.worker.snapshot import Snapshots
 from roles.worker.surroundings import Surroundings
-from roles.worker.timing import StepClock, UnitTime
 from roles.worker.wholes import Wholes, keeps
 from wire.chain_messages import HeldPart
 from wire.connection import Connection
-from wire.messages import CatchUp, Hello, MemberRecord, Report
+from wire.messages import CatchUp, Hello, MemberRecord
 
 FIRST_STEP_S = 600.0
 
@@ -94,8 +90,8 @@ class JobRunner:
             checkpoint_every=profile.checkpoint.every,
             outlier_factor=profile.guard.outlier_factor,
         )
-        self.clock = StepClock(around.world.clock.now)
-        self._unit = UnitTime()
+        self.reports = Reports(around, self.core, job=job, stage=stage, profile=profile)
+        self.clock = self.reports.clock
         self.bytes_in = self.bytes_out = self.tokens = 0
         self._around = around
         self._spec = spec
@@ -133,15 +129,9 @@ class JobRunner:
         self.donations = Donations(around, self.core, want_snapshot=lambda: self.wish(Flag.SNAPSHOT), stage=stage)
         self._healer = Healer(around, self.core, progress=self._did_something, stage=stage)
         self.follower = Follower(
-            around, self.core, self._healer, say=self._send, handle=self._brought_on, tasks=self._tasks
+            around, self.core, self._healer, say=self.reports.send, handle=self._brought_on, tasks=self._tasks
         )
-        self._fetched: Fetched | None = None  # by the last heal
-        self._ledger = Ledger(job, around.say)
-        self._teller = StepTeller(job=job, steps_total=profile.job.steps, say=around.say, on_step=around.on_step)
-        self._timing: dict[str, float] = {}
-        self._tokens_per_s = 0.0  # of this member's crew, in the newest step
         self._state_bytes = 0
-        self._trouble: Report | None = None  # the last report, for a seed that was away when it was made
 
     # ------------------------------------------------------------------------------------------- what the worker calls
 
@@ -158,7 +148,7 @@ class JobRunner:
         finally:
             self._disband("this worker ended")
             self.donations.cut("this worker ended")
-            self._engine = self._strategy = None  # its memory, now: the next job may need as much
+            self._engine = self._strategy = self.reports.engine = None  # its memory, now: the next job may need as much
             self.snapshots.close()
 
     def release(self) -> None:
@@ -204,56 +194,11 @@ class JobRunner:
 
     def seed_is_back(self) -> None:
         """Tell a seed that was away where this member stands."""
-        match self.core.phase:
-            case Phase.EMPTY:
-                return  # the report follows when the state is loaded
-            case Phase.IDLE if self.follower.level:
-                status = "following"
-            case Phase.IDLE if self.core.torn or self.follower.active:
-                return  # the report follows when the state is whole, or level with the ring's
-            case Phase.HELD:
-                status = "held"
-            case Phase.DONE:
-                status = "done"
-            case Phase.IDLE if self.core.view and not self.core.anew:
-                status = "broken"
-            case Phase.IDLE:
-                status = "ready"
-            case Phase.FAILED:
-                status = "failed"
-            case _:
-                status = "training"
-        trouble = self._trouble if status in ("broken", "failed") else None
-        words = {name: getattr(trouble, name) for name in ("suspect", "reason", "cause", "beside")} if trouble else {}
-        report = self.core.report(status, **words)
-        self._send(report)
-        view = self.core.view
-        if view is not None and (not self.core.running or self._rank() == 0):
-            self.tell_ledger()  # what was told while it was away is lost
-
-    def tell_ledger(self) -> None:
-        """Tell the seed who computed the steps that it did not know of as this view began."""
-        if self.core.view is not None:
-            self._ledger.tell_beyond(self.core.view.ledger_step)
+        self.reports.seed_is_back(follows=self.follower.active, level=self.follower.level)
 
     def held(self, limit_bytes: int) -> list[HeldPart]:
-        """The stage of a pipeline that trains here, for people, who see it beside what this worker gives to parts."""
-        load = self._strategy.stage_load() if self._strategy is not None and self._engine is not None else None
-        if load is None:
-            return []
-        assert self._engine is not None
-        size_bytes = self._state_bytes + self._engine.reduce_buffer.nbytes
-        return [
-            held(
-                self.job,
-                self.stage,
-                load,
-                dtype=self.profile.pipeline.activations,
-                state_bytes=size_bytes,
-                limit_bytes=limit_bytes,
-                tokens_per_s=self._tokens_per_s,
-            )
-        ]
+        """The stage that trains here, for people. ``limit_bytes``: what this worker gives to parts."""
+        return self.reports.held(self._strategy, state_bytes=self._state_bytes, limit_bytes=limit_bytes)
 
     async def stand_still(self) -> None:
         """Wait until no step is under way."""
@@ -298,15 +243,15 @@ class JobRunner:
         """What the follower did with the state, or what had to wait for it."""
         self._handle(event)
         if self.core.torn:
-            self._teller.forget()
+            self.reports.forget_steps()
         if isinstance(event, Followed):
-            self._ledger.stands_at(event.applied, event.lineage)
+            self.reports.stands_at(event.applied, event.lineage)
             self._did_something()
 
     def _carry_out(self, instruction: Instruction) -> None:
         match instruction:
             case Say(report):
-                self._say_report(report)
+                self.reports.say(report)
             case Disband(reason):
                 self._disband(reason)
             case Reload():
@@ -330,32 +275,7 @@ class JobRunner:
             case Record(row, lineage):
                 joined, digests = self._digests
                 self.donations.committed(row, digests if joined == row.digest else b"")
-                self._ledger.add(row, lineage)
-                view = self.core.view
-                if view is not None and view.generation == row.generation and self._rank() == 0:
-                    self._ledger.tell_last()
-
-    def _send(self, report: Report) -> None:
-        if self._engine is not None:
-            report = replace(
-                report,
-                corpus=self._engine.corpus_digest,
-                reduce_bytes=self._engine.reduce_buffer.nbytes,
-                windows=self._engine.windows,
-                unit_us=self._unit.us,
-            )
-        self._around.say(report)
-
-    def _say_report(self, report: Report) -> None:
-        self._trouble = report
-        if report.status == "healed" and self._fetched is not None:
-            report = self._fetched.told_in(report)
-        view = self.core.view
-        if report.status == "done" and view is not None and self._rank():
-            self.tell_ledger()  # no view follows in which it would be, had rank 0 not told
-        self._send(report)
-        if report.status == "broken":
-            self._around.notify("warning", "ring-broken", f"step {report.applied + 1} aborted: {report.reason}")
+                self.reports.recorded(row, lineage)
 
     def _start(self, activity: Callable[P, Coroutine[Any, Any, None]], *args: P.args, **kwargs: P.kwargs) -> None:
         work = self._guarded(activity, *args, **kwargs)
@@ -376,9 +296,7 @@ class JobRunner:
             suspect, beside = (broken.suspect, broken.beside) if broken else ("", "")
             self._handle(Broken(generation, suspect, problem.message, beside=beside))
         except P2PTrainError as problem:
-            text = f"{problem.message}; {problem.remedy}" if problem.remedy else problem.message
-            self._around.notify("error", "worker-failed", text)
-            self._handle(Failed(text))
+            self._handle(Failed(self.reports.cannot_go_on(problem)))
 
     def _disband(self, reason: str) -> None:
         if self._activity is not None:
@@ -421,6 +339,7 @@ class JobRunner:
             )
             factory = around.strategies(self.profile)
             ring = self.profile.ring
+            self.reports.engine = self._engine
             self._strategy = factory(self._engine, around.compute, self._did_something, ring.bucket_bytes)
         restore_step, self._restore_step = self._restore_step, -1
         if self.wholes is not None:
@@ -430,13 +349,9 @@ class JobRunner:
         applied, lineage, square_sum, entry = await self.keeper.load(
             self._engine, around.compute, spec=self._spec, restore_step=restore_step, split=self.stage.split
         )
-        if self.stage.split and applied < restore_step:
-            text = f"no checkpoint of step {restore_step} of {self.stage} is here: begins with that of step {applied}"
-            around.notify("warning", "no-checkpoint", text)
         self._state_bytes = await around.compute.run(lambda: state_bytes(self._ready_engine().state()))
         self.donations.state_bytes = self._state_bytes
-        self._teller.forget()
-        self._ledger.stands_at(applied, lineage)
+        self.reports.loaded(applied, lineage, wanted=restore_step)
         await self._checkpoints.resumed(entry)
         self._handle(Loaded(applied, lineage, square_sum))
 
@@ -453,10 +368,8 @@ class JobRunner:
         await around.compute.run(self._ready_engine().share_cores, beside)
         session.broken.add_done_callback(lambda _: self._session_broke(session, form.view.generation))
         await self._ready_strategy().begin(session, self._forming)
-        self.clock.view_began(formed_s=around.world.clock.now() - form_began)
         self.donations.view_began()
-        around.tell("info", "view", described(form.view, around.peer_id))
-        self._ledger.tell_beyond(form.view.ledger_step)
+        self.reports.view_began(form.view, formed_s=around.world.clock.now() - form_began)
         self._handle(Finished(form.ticket))
 
     def _joined_beside(self, session: RingSession | Chain) -> None:
@@ -474,22 +387,18 @@ class JobRunner:
     async def _heal(self, instruction: Heal) -> None:
         self.donations.cut("it is healed itself")
         done = await self._healer.within(instruction, self._ready_engine())
-        self._fetched = done
-        if not done.steps:
-            self._teller.forget()
-        what = f"what it lacked (steps: {done.steps}) up to step" if done.steps else "the state of step"
-        self._around.notify("info", "healed", f"fetched {what} {instruction.view.step}: {done}")
+        self.reports.healed(instruction.view, done)
         self._handle(Finished(instruction.ticket))
 
     async def _compute(self, instruction: Compute) -> None:
         step, first, count = instruction.step, instruction.first, instruction.count
         session, patience_s = self._ready_session(), self._patience_s()
-        self._teller.tell_what_was_cut_off(session.view, session.rank)
+        self.reports.step_begins(session)
         began = self._around.world.clock.now()
         with self.clock.phase("compute"):
             await self._ready_strategy().compute(step, first, count, session, patience_s=patience_s)
-        if step > session.view.step or not self._unit.us:  # the first may have waited for a micro-batch given up
-            self._unit.measured(self._around.world.clock.now() - began, count)
+        if step > session.view.step or not self.reports.unit.us:  # the first may have waited for a micro-batch given up
+            self.reports.unit.measured(self._around.world.clock.now() - began, count)
         self.tokens += instruction.count * self._ready_engine().tokens_per_micro_batch
         self._handle(Finished(instruction.ticket))
 
@@ -505,7 +414,7 @@ class JobRunner:
             contribution.digest,
             contribution.part,
             own=contribution.own,
-            unit_us=self._unit.us,
+            unit_us=self.reports.unit.us,
             sent=sent,
             received=received,
             stage_sent=contribution.stage_hops[0],
@@ -529,12 +438,9 @@ class JobRunner:
     async def _apply(self, instruction: Apply) -> None:
         with self.clock.phase("compute"):
             await self.donations.keep(self._ready_engine())
-            self._teller.applied(await self._ready_strategy().commit(instruction.step, instruction.square_sum))
+            self.reports.applied(await self._ready_strategy().commit(instruction.step, instruction.square_sum))
         self._did_something()
-        if instruction.redo:
-            self._around.notify("info", "redo", f"redid step {instruction.step + 1} from the redo buffer")
-        else:
-            self._timing = self.clock.step_done()
+        self.reports.step_done(instruction.step, redone=instruction.redo)
         self._handle(Finished(instruction.ticket))
 
     async def _confirm(self, instruction: Confirm) -> None:
@@ -546,17 +452,8 @@ class JobRunner:
         engine, session, applied = self._ready_engine(), self._ready_session(), instruction.applied
         strategy, patience_s = self._ready_strategy(), self._patience_s()
         val_loss = await self._between.validate(instruction, engine, strategy, session, patience_s=patience_s)
-        timing, self._timing = self._timing, {}
-        values = {"members": float(session.size), **timing}
-        if timing.get("step_ms"):
-            tokens = self.profile.batch.micro_batches * engine.tokens_per_micro_batch
-            values["tokens_per_s"] = tokens / timing["step_ms"] * 1e3
-            share = session.view.crew(session.rank)[0].count / self.profile.batch.micro_batches
-            self._tokens_per_s = share * values["tokens_per_s"]
-        if val_loss is not None:
-            values["val_loss"] = val_loss
-        self._teller.tell(applied, session.view, session.rank, values)
-        meta = self._meta(val_loss)
+        self.reports.step_over(applied, session, val_loss)
+        meta = self.reports.meta(val_loss)
         replica = session.view.replica_of(session.rank)
         saves = await self._between.keep(instruction, engine, replica, meta, stopping=self.core.stopping)
         if saves and self.wholes is not None and keeps(session.view, session.rank, self.profile.checkpoint.copies):
@@ -566,20 +463,6 @@ class JobRunner:
         if instruction.snapshot:
             await self.donations.snapshot(engine, self.snapshots)
         self._handle(Finished(instruction.ticket))
-
-    def _meta(self, val_loss: float | None) -> Meta:
-        """What a checkpoint of the present state says of itself."""
-        core, engine = self.core, self._ready_engine()
-        return {
-            "job": self.job,
-            "lineage": core.lineage,
-            "square_sum": core.square_sum,
-            "generation": core.view.generation if core.view else 0,
-            "corpus": engine.corpus_digest,
-            "val_loss": val_loss,
-            "loss": self._teller.loss(core.applied),
-            **({"stage": self.stage.index, "stages": self.stage.count} if self.stage.split else {}),
-        }
 
     # -------------------------------------------------------------------------------------------------------- helpers
 

@@ -330,7 +330,7 @@ class Worker:
                 self._runner.catch_up(message)
             case Release() if self._runner is not None and message.job == self._runner.job:
                 self._notify("info", "released", f"released from the job: {message.reason}")
-                self._runner.tell_ledger()
+                self._runner.reports.tell_ledger()
                 self._runner.release()
                 self._runner = None
                 if self._stages is not None:

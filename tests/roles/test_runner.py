@@ -8,23 +8,24 @@ from typing import Any
 
 import pytest
 
+from configs.schema import Profile
 from ring.activities import Broken, Finished, Form, Loaded, Unloaded, ViewArrived
 from ring.testing import ORIGIN, view
 from ring.transaction import Transaction
+from roles.engine import WHOLE
 from roles.worker.forming import FORM_TIMEOUT_S, Forming
+from roles.worker.reports import Reports
 from roles.worker.runner import JobRunner
 from wire.messages import Report
 
 
 def told(core: Transaction) -> Report:
-    """The report of a runner with that core, once its link is back."""
+    """The report of a member with that core, once its link is back."""
     said: list[Report] = []
-    runner: Any = JobRunner.__new__(JobRunner)
-    runner.core, runner._engine, runner._trouble = core, None, None
-    runner.follower = SimpleNamespace(active=False, level=False)
-    runner._around = SimpleNamespace(say=said.append)
-    runner._ledger = SimpleNamespace(tell_beyond=lambda step: None)
-    runner.seed_is_back()
+    around: Any = SimpleNamespace(
+        peer_id="a", say=said.append, on_step=None, world=SimpleNamespace(clock=SimpleNamespace(now=lambda: 0.0))
+    )
+    Reports(around, core, job="job", stage=WHOLE, profile=Profile()).seed_is_back(follows=False, level=False)
     return said[0]
 
 
