@@ -1,17 +1,80 @@
-"""What a drafter does: see ``p2ptrain.cli.joining`` for when this is run."""
+"""What a drafter does: see ``p2ptrain.cli.joining`` for when this is run.
+
+It loads a small model whole, or takes a look-up, and drafts for the verifiers that dial it (``roles.drafter``).
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from p2ptrain.core.errors import UserError
+from p2ptrain.core.errors import ResourceError
+from p2ptrain.core.units import human_bytes
 
 if TYPE_CHECKING:
     from p2ptrain.cli.console import Console
     from p2ptrain.cli.joining import ServeWish
+    from roles.compute_thread import ComputeThread
+    from roles.drafter.drafter import Serves
     from roles.member import ServingMember
+
+LOOK_UP = "n-gram look-up"
+LOOK_UP_BYTES = 1 << 30
+"""For its indices, where nobody says: of 700,000 tokens."""
 
 
 async def serve(member: ServingMember, wish: ServeWish, console: Console) -> None:
     """Serve until cancelled. Raises ``P2PTrainError``."""
-    raise UserError("this release has no drafter yet", remedy="wait for the next one")
+    from roles.compute_thread import ComputeThread
+    from roles.drafter.drafter import MAX_SESSIONS, Drafter
+
+    compute = ComputeThread(member.world.threads)
+    try:
+        serves = await _loaded(wish.model, wish, compute, console) if wish.model is not None else _look_up(wish)
+        drafter = Drafter(member.world, compute, serves, most_sessions=wish.sessions or MAX_SESSIONS)
+        member.answer("draft", drafter.serve, judge=drafter.decide)
+        member.serves(drafter.serving)
+        known = f", {serves.context} tokens of context" if serves.context else ""
+        member.notify("info", "serving", f"{serves.model} drafts on {serves.engine.device}{known}")
+        await drafter.run()
+    finally:
+        console.clear()
+        compute.close()
+
+
+def _look_up(wish: ServeWish) -> Serves:
+    from roles.drafter.drafter import Serves
+    from roles.speculation.ngram import NgramEngine
+    from roles.speculation.received import MAX_VOCAB
+
+    return Serves(NgramEngine(MAX_VOCAB), LOOK_UP, limit_bytes=wish.memory_bytes or LOOK_UP_BYTES)
+
+
+async def _loaded(directory: Path, wish: ServeWish, compute: ComputeThread, console: Console) -> Serves:
+    """The model, ready. Raises as ``load_whole_engine``, ``ConfigError`` where there is no tokenizer."""
+    from p2ptrain.compute.tokenizer import Tokenizer
+    from roles.drafter.drafter import Serves
+    from roles.verifier.whole_target import load_whole_engine
+
+    tokenizer = Tokenizer.of_directory(directory)  # refused before anything is loaded
+
+    def show(done_bytes: int, total_bytes: int) -> None:
+        console.progress(f"loading  {human_bytes(done_bytes)} of {human_bytes(total_bytes)}")
+
+    await compute.run(_prepare, wish.threads)
+    engine, context = await load_whole_engine(directory, compute, device=wish.device or "auto", on_bytes=show)
+    limit_bytes = wish.memory_bytes - engine.weights_bytes if wish.memory_bytes else 0
+    if wish.memory_bytes and limit_bytes <= 0:
+        text = (
+            f"{directory} takes {human_bytes(engine.weights_bytes)}, and --memory says {human_bytes(wish.memory_bytes)}"
+        )
+        raise ResourceError(text, remedy="give it more, or draft with a smaller model")
+    return Serves(engine, directory.name, context or 0, tokenizer.digest, limit_bytes)
+
+
+def _prepare(threads: int) -> None:
+    """On the compute thread: what loading would otherwise be held up by, and how many threads kernels take."""
+    import p2ptrain.compute.served_part  # noqa: F401 - for its cost
+    from p2ptrain.compute.device import pick_device
+
+    pick_device("cpu", threads)

@@ -39,7 +39,7 @@ from roles.worker.turns import Turns
 from wire.connection import Connection, Received
 from wire.handshake import RefusalCode
 from wire.messages import Hello, Message, Refuse, Request, Response
-from wire.speculation_messages import DraftClose, DraftOpen, DraftReady, DraftRefused, Drafts, Verdict
+from wire.speculation_messages import DraftClose, DraftOpen, DraftReady, DraftRefused, Drafts, Serving, Verdict
 
 PURPOSES = frozenset({"draft"})
 MAX_CALLERS = 64
@@ -57,7 +57,7 @@ class Serves:
     """What a drafter drafts with.
 
     Attributes:
-        model: its name, for people. context: positions that it knows; 0: any number.
+        model: its name, for people. context: positions that it knows; 0: any number, or nobody says.
         tokenizer: a digest; of a look-up empty: it takes any ids.
         limit_bytes: of all sessions' caches together; 0: no limit.
     """
@@ -137,6 +137,13 @@ class Drafter:
         """Open now."""
         return len(self._sessions)
 
+    def serving(self) -> Serving:
+        """What the seed is told."""
+        serves = self.serves
+        vocab_size = self._engine.vocab_size if serves.tokenizer else 0
+        stats = self.gauge.figures(self._now())
+        return Serving(serves.model, vocab_size, serves.context, serves.tokenizer, "", self.sessions, stats)
+
     # ----------------------------------------------------------------------------------------------------- connections
 
     def decide(self, hello: Hello) -> Refuse | None:
@@ -210,9 +217,8 @@ class Drafter:
     def _admitted(self, opening: Opening) -> int:
         """Positions that the session may have here. Raises ``Refused``."""
         serves, engine = self.serves, self._engine
-        if serves.tokenizer and (opening.tokenizer, opening.vocab_size) != (serves.tokenizer, engine.vocab_size):
-            what = f"a vocabulary of {engine.vocab_size}" if opening.vocab_size != engine.vocab_size else "other tokens"
-            text = f"{serves.model} has another tokenizer ({what}; the verifier's has {opening.vocab_size})"
+        if serves.tokenizer and opening.tokenizer != serves.tokenizer:  # vocabularies may be padded differently
+            text = f"{serves.model} has another tokenizer than the verifier's model"
             raise Refused(OTHER_TOKENIZER, text, remedy="draft with a model of the same family, or with ngram")
         positions = min(opening.positions, serves.context or opening.positions)
         if positions <= opening.count:
@@ -307,7 +313,8 @@ class Drafter:
             self._turns.add(session)
             return
         session.wanted = None
-        self._feed(session, RunDone(ran.tokens))
+        known = all(token < session.opening.vocab_size for token in ran.tokens)  # else no token of the verifier's
+        self._feed(session, RunDone(ran.tokens if known else ()))
 
     async def _compute_piece(self, session: _Session, run: Run, piece: int, *, last: bool) -> Ran:
         """Raises ``P2PTrainError``: the engine cannot, or the session is too long for it."""

@@ -49,7 +49,7 @@ class Gauge:
         self._forget(now)
         judged = self.right + self.wrong
         return {
-            "drafts_per_s": sum(tokens for _, _, tokens in self._events) / WINDOW_S,
+            "tokens_per_s": sum(tokens for _, _, tokens in self._events) / WINDOW_S,
             "busy": min(1.0, sum(took_s for _, took_s, _ in self._events) / WINDOW_S),
             "step_ms": 1e3 * self.step_s,
             "drafts": float(self.drafts),

@@ -223,14 +223,15 @@ async def write(
     tokens: int,
     sampling: Sampling,
     *,
+    target: StageEngine | None = None,
     pass_s: float = 0.05,
     row_s: float = 0.0,
 ) -> Written:
     """A session of a verifier, as its shell runs it, with a target that takes ``pass_s`` and ``row_s`` more a draft."""
     loop = asyncio.get_running_loop()
-    target: StageEngine = whole()
+    target = target or whole()
     target.open("s", positions=len(prompt) + tokens, sampling=sampling)
-    core = Verifying(prompt, max_new_tokens=tokens, vocab_size=VOCAB)
+    core = Verifying(prompt, max_new_tokens=tokens, vocab_size=target.vocab_size)
     events: asyncio.Queue[VerifierEvent] = asyncio.Queue()
     drafting = source.open(
         prompt,
@@ -278,4 +279,5 @@ async def write(
                 case Finished():
                     drafting.close()
         core.validate()
+    target.close("s")
     return Written(made, loop.time(), core.stats, drafting.facts())

@@ -45,20 +45,19 @@ class Drafters:
         self._look_up = look_up
         self._links: dict[str, DrafterLink] = {}  # by peer id
         self._lives: dict[str, asyncio.Task[None]] = {}
+        self._listed: dict[str, DrafterAt] = {}  # by the seed, and of use
         self._unfit: set[tuple[str, str]] = set()  # peer id and tokenizer, told of
         self._sessions: set[_SessionDrafting] = set()
         self._tasks = Background()
 
     def here(self, drafters: Iterable[DrafterAt]) -> None:
         """All drafters that there are now, as the seed says. One that it tells of no more is kept while it lives."""
-        listed = {at.peer_id: at for at in drafters if self._fits(at)}
+        self._listed = {at.peer_id: at for at in drafters if self._fits(at)}
         for peer_id, link in list(self._links.items()):
-            at = listed.get(peer_id)
-            moved = at is not None and at != link.at
-            if moved or (at is None and not link.there):
-                self._lives.pop(peer_id).cancel()
-                del self._links[peer_id]
-        for peer_id, at in listed.items():
+            at = self._listed.get(peer_id)
+            if (at is not None and at != link.at) or (at is None and not link.there):
+                self._let_go(peer_id)
+        for peer_id, at in self._listed.items():
             if peer_id not in self._links and len(self._links) < MAX_LINKS:
                 link = DrafterLink(self._around, at, self._tokens, on_change=self._changed)
                 self._links[peer_id] = link
@@ -107,7 +106,7 @@ class Drafters:
 
     def _fits(self, at: DrafterAt) -> bool:
         """Whether it drafts the same tokens. A look-up has no tokenizer: it takes any."""
-        if not at.tokenizer or (at.tokenizer, at.vocab_size) == (self._tokens.tokenizer, self._tokens.vocab_size):
+        if at.tokenizer in ("", self._tokens.tokenizer):
             return True
         if (at.peer_id, at.tokenizer) not in self._unfit:
             self._unfit.add((at.peer_id, at.tokenizer))
@@ -115,7 +114,14 @@ class Drafters:
             self._around.notify("warning", "other-tokenizer", f"{text}; draft with a model of the same family")
         return False
 
+    def _let_go(self, peer_id: str) -> None:
+        self._lives.pop(peer_id).cancel()
+        del self._links[peer_id]
+
     def _changed(self, link: DrafterLink) -> None:
+        peer_id = link.at.peer_id
+        if not link.there and peer_id not in self._listed and self._links.get(peer_id) is link:
+            self._let_go(peer_id)
         for session in list(self._sessions):
             session.fill()
 

@@ -227,6 +227,27 @@ async def load_whole_target(
     Raises:
         ConfigError, StorageError, UserError, ResourceError: as ``compute.whole_part.load_whole``.
     """
+    engine, context = await load_whole_engine(directory, compute, device=device, dtype=dtype, on_bytes=on_bytes)
+    return WholeTarget(
+        engine,
+        compute,
+        clock,
+        label=directory.name,
+        context=context,
+        max_sessions=max_sessions,
+        cache_bytes=cache_bytes,
+    )
+
+
+async def load_whole_engine(
+    directory: Path,
+    compute: ComputeThread,
+    *,
+    device: str = "auto",
+    dtype: str = "",
+    on_bytes: OnBytes = lambda done_bytes, total_bytes: None,
+) -> tuple[StageEngine, int | None]:
+    """The model's engine, and its context. As ``load_whole_target``, whose ``compute`` stays the caller's."""
     loop, unwanted = asyncio.get_running_loop(), threading.Event()
 
     def told(done_bytes: int, total_bytes: int) -> None:
@@ -241,16 +262,7 @@ async def load_whole_target(
         return part, part.context
 
     try:
-        engine, context = await compute.run(load)
+        return await compute.run(load)
     except asyncio.CancelledError:
         unwanted.set()
         raise
-    return WholeTarget(
-        engine,
-        compute,
-        clock,
-        label=directory.name,
-        context=context,
-        max_sessions=max_sessions,
-        cache_bytes=cache_bytes,
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -114,6 +115,55 @@ def test_a_look_up_in_the_process_and_one_far_away() -> None:
             written = await write(scene.drafters, prompt, 60, GREEDY)
             assert written.tokens == expected(prompt, 60, GREEDY)
             assert [(facts.drafter, facts.peer_id) for facts in written.facts] == [(1, ""), (2, "d1")]
+
+    run_virtual(main())
+
+
+def test_whom_the_seed_tells_of_is_dialled_and_who_is_gone_is_not_waited_for() -> None:
+    async def main() -> None:
+        scene = Scene(one_way_ms=5)
+        hosts = [scene.host(f"d{number}", Wobbly(0.9)) for number in range(3)]
+        first, second, third = hosts
+        async with scene.running(first, second):
+            assert scene.drafters.names() == ["d0", "d1"]
+            scene.drafters.here([second.at, third.at])
+            await asyncio.sleep(1)
+            assert scene.drafters.names() == ["d0", "d1"], "the seed may have lost it; it is there all the same"
+            await first.stop()
+            assert scene.drafters.names() == ["d1"]
+            await first.start()
+            await third.start()
+            await asyncio.sleep(60)
+            assert scene.drafters.names() == ["d1", "d2"]
+            await third.stop()
+            scene.drafters.here([])
+            scene.drafters.here([replace(second.at, port=1)])
+            await asyncio.sleep(1)
+            assert scene.drafters.names() == []
+
+    run_virtual(main())
+
+
+def test_a_session_that_runs_is_joined_by_a_drafter_that_comes_and_goes_on_without_one_that_goes() -> None:
+    async def main() -> None:
+        scene = Scene(one_way_ms=5, seats=1)
+        first, second = (scene.host(f"d{number}", Wobbly(1.0)) for number in range(2))
+        async with drafter_hosts([second]):
+            writing = asyncio.create_task(write(scene.drafters, PROMPT, 150, SEEDED, pass_s=0.2))
+            await asyncio.sleep(1)
+            async with drafter_hosts([first]):
+                scene.drafters.here([first.at])
+                await asyncio.sleep(0.5)
+                assert first.drafter.sessions == 1
+                scene.drafters.here([first.at, second.at])
+                await asyncio.sleep(0.5)
+                assert not second.drafter.sessions
+            await asyncio.sleep(0.1)
+            assert second.drafter.sessions == 1
+            written = await writing
+            assert written.tokens == expected(PROMPT, 150, SEEDED)
+            assert [facts.peer_id for facts in written.facts] == ["d0", "d1"]
+            await scene.drafters.close()
 
     run_virtual(main())
 

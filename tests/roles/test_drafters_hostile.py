@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from p2ptrain.core.activations import encode_ids
+from p2ptrain.core.activations import decode_ids, encode_ids
 from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, ResourceError
 from p2ptrain.core.serving import Ran, Sampling
 from roles.drafter.drafter import MAX_CALLERS, Serves
@@ -220,6 +220,12 @@ class Verifier:
         while True:
             await self.next()
 
+    async def rest(self) -> AsyncIterator[tuple[int, Message]]:
+        """What comes until the connection ends."""
+        with suppress(P2PTrainError):
+            while True:
+                yield await self.next()
+
     async def next(self) -> tuple[int, Message]:
         frame = await self.line.frame()
         return frame.stream, frame.message
@@ -343,9 +349,30 @@ def refusal(opening: DraftOpen, expected_code: str, text: str, **options: Any) -
 
 def test_what_cannot_be_drafted_for_is_refused_by_name() -> None:
     refusal(replace(OPENING, tokenizer="another"), "other-tokenizer", "another tokenizer")
-    refusal(replace(OPENING, vocab_size=VOCAB + 1), "other-tokenizer", f"a vocabulary of {VOCAB}")
     refusal(OPENING, "full", "1 sessions", most_sessions=1)
     refusal(OPENING, "full", "memory", serves=model_serves(Wobbly(1.0), limit_bytes=70 * 4 * 8 * 3))
+
+
+def test_vocabularies_that_are_padded_differently_are_drafted_for() -> None:
+    """As of models of one family. What the verifier's has no token for is not drafted."""
+
+    async def test(network: MemoryNetwork, host: DrafterHost) -> None:
+        async with verifier_of(network) as verifier:
+            for stream, vocab_size in ((1, VOCAB + 1), (2, VOCAB - 10)):
+                verifier.open(replace(OPENING, vocab_size=vocab_size), stream=stream)
+                assert isinstance((await verifier.next())[1], DraftReady)
+                assert isinstance((await verifier.next())[1], Drafts)
+                verifier.connection.send(DraftClose(), stream=stream)
+            verifier.open(replace(OPENING, vocab_size=81), stream=3)
+            while (answer := await verifier.next())[0] != 3:
+                pass
+            assert isinstance(answer[1], DraftReady)
+            await asyncio.sleep(1)
+            verifier.connection.send(DraftClose(), stream=9)
+            drafts = [message async for stream, message in verifier.rest() if stream == 3]
+            assert all(max(decode_ids(each.tokens)) < 81 for each in drafts if isinstance(each, Drafts))
+
+    with_drafter(test)
 
 
 def test_a_session_longer_than_the_drafters_context_is_drafted_for_up_to_it() -> None:

@@ -1,0 +1,108 @@
+"""What ``join --role drafter`` puts together, with a member that only notes what it is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from p2ptrain.cli import serve_drafter
+from p2ptrain.cli.console import Console
+from p2ptrain.cli.joining import ServeWish
+from p2ptrain.compute.tokenizer import Tokenizer
+from p2ptrain.core.errors import ConfigError, ResourceError
+from roles.chain.around import Around
+from roles.drafter.testing import around_of, whole
+from roles.member import ServingMember
+from roles.verifier import whole_target
+from wire.memory import MemoryNetwork
+from wire.speculation_messages import Serving
+from wire.virtual import run_virtual
+
+
+class Member:
+    """As much of a ``ServingMember`` as a program uses."""
+
+    def __init__(self) -> None:
+        around: Around = around_of(MemoryNetwork())
+        self.world = around.world
+        self.doors: list[str] = []
+        self.told: list[str] = []
+        self.serving: Callable[[], Serving] | None = None
+        self.ready = asyncio.Event()
+
+    def answer(self, purpose: str, serve: Any, *, judge: Any) -> None:
+        self.doors.append(purpose)
+
+    def serves(self, serving: Callable[[], Serving]) -> None:
+        self.serving = serving
+
+    def notify(self, level: str, kind: str, text: str) -> None:
+        self.told.append(text)
+        self.ready.set()
+
+
+async def served(wish: ServeWish) -> Member:
+    """A member whose program ran until it was ready, and then was cancelled."""
+    member = Member()
+    program = asyncio.create_task(serve_drafter.serve(cast(ServingMember, member), wish, Console(quiet=True)))
+    ready = asyncio.create_task(member.ready.wait())
+    await asyncio.wait([program, ready], return_when=asyncio.FIRST_COMPLETED)
+    ready.cancel()
+    if program.done():
+        await program
+    program.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await program
+    return member
+
+
+def test_a_look_up_needs_no_model() -> None:
+    async def main() -> None:
+        member = await served(ServeWish("drafter", None))
+        assert member.serving is not None
+        said = member.serving()
+        assert (said.model, said.vocab_size, said.tokenizer, said.sessions) == ("n-gram look-up", 0, "", 0)
+        assert member.doors == ["draft"]
+        assert member.told == ["n-gram look-up drafts on look-up"]
+
+    run_virtual(main())
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory whose weights nobody has to load."""
+
+    async def load(directory: Path, compute: Any, **how: Any) -> Any:
+        assert directory == tmp_path / "small"
+        how["on_bytes"](5, 10)
+        return whole(), 512
+
+    monkeypatch.setattr(whole_target, "load_whole_engine", load)
+    monkeypatch.setattr(serve_drafter, "_prepare", lambda threads: None)
+    (tmp_path / "small").mkdir()
+    Tokenizer.of_bytes().save(tmp_path / "small")
+    return tmp_path / "small"
+
+
+def test_a_model_is_told_of_with_what_verifiers_must_know(model: Path) -> None:
+    async def main() -> None:
+        member = await served(ServeWish("drafter", model))
+        assert member.serving is not None
+        said = member.serving()
+        assert (said.model, said.vocab_size, said.context) == ("small", 97, 512)
+        assert said.tokenizer == Tokenizer.of_bytes().digest
+        assert member.told == ["small drafts on stand-in, 512 tokens of context"]
+
+    run_virtual(main())
+
+
+def test_a_model_beyond_its_memory_or_without_a_tokenizer_is_refused(model: Path) -> None:
+    with pytest.raises(ResourceError, match="--memory says 1 B"):
+        run_virtual(served(ServeWish("drafter", model, memory_bytes=1)))
+    (model / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match="tokenizer"):
+        run_virtual(served(ServeWish("drafter", model)))
