@@ -72,7 +72,7 @@ class DraftRefused(Message):
 
 @dataclass(frozen=True, slots=True)
 class Drafts(Message):
-    """Drafted ``tokens`` (int32, little-endian) from ``position`` of the session on."""
+    """Drafted ``tokens`` (three bytes each, little-endian) from ``position`` of the session on."""
 
     KIND: ClassVar[int] = 62
     KEYED: ClassVar[bool] = False
@@ -82,7 +82,7 @@ class Drafts(Message):
 
 @dataclass(frozen=True, slots=True)
 class Verdict(Message):
-    """What is verified: up to ``start`` what this drafter drafted or was told, then ``tokens`` (int32, little-endian).
+    """What is verified: of this drafter's drafts the next ``right``, then ``tokens`` (three bytes each).
 
     Attributes:
         depth: as of ``DraftOpen``, from now on; 0: a pause.
@@ -90,7 +90,7 @@ class Verdict(Message):
 
     KIND: ClassVar[int] = 63
     KEYED: ClassVar[bool] = False
-    start: int
+    right: int
     tokens: bytes
     depth: int
 

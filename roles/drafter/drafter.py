@@ -31,6 +31,7 @@ from roles.speculation.received import (
     Opening,
     ids_untrusted,
     opening_untrusted,
+    packed,
     told_untrusted,
 )
 from roles.stage_engine import Ran, StageEngine
@@ -175,8 +176,10 @@ class Drafter:
             case Verdict() as verdict:
                 session = self._find_untrusted(caller, stream)
                 if session is not None:
-                    vocab_size = session.opening.vocab_size
-                    self._told_untrusted(session, told_untrusted(verdict, received.generation, vocab_size=vocab_size))
+                    vocab_size, verified = session.opening.vocab_size, session.verified
+                    number = received.generation
+                    told = told_untrusted(verdict, number, verified=verified, vocab_size=vocab_size)
+                    self._told_untrusted(session, told)
             case DraftClose():
                 session = self._find_untrusted(caller, stream)
                 if session is not None:
@@ -277,7 +280,7 @@ class Drafter:
                     self._wake.set()
                 case Send(epoch, position, tokens):
                     self.gauge.drafted(self._now(), len(tokens))
-                    drafts = Drafts(position, encode_ids(tokens))
+                    drafts = Drafts(position, packed(tokens))
                     session.caller.say(drafts, generation=epoch, stream=session.stream)
 
     async def run(self) -> None:

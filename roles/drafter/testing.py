@@ -18,7 +18,8 @@ from p2ptrain.core.world import LoopClock, Network, World
 from roles.chain.around import Around
 from roles.compute_thread import ComputeThread
 from roles.drafter.drafter import Drafter, Serves
-from roles.speculation.events import Began, Drop, Finished, Give, PassDone, Run, Tell, Tick, VerifierEvent
+from roles.speculation.events import Began, Drop, Finished, Give, PassDone, Run, Tell, Tick, Told, VerifierEvent
+from roles.speculation.received import told_untrusted
 from roles.speculation.stats import Stats
 from roles.speculation.verifying import Verifying
 from roles.stage_engine import StageEngine
@@ -138,7 +139,7 @@ class Liar:
 
     name: str
     network: Network
-    says: Callable[[int, Verdict | None, int, Connection], None]
+    says: Callable[[int, Told | None, int, Connection], None]
     verdicts: int = 0
     openings: int = 0
     problems: list[P2PTrainError] = field(default_factory=list)
@@ -164,6 +165,7 @@ class Liar:
 
     async def _serve(self, connection: Connection, hello: Hello) -> None:
         line = Line(connection, 600.0)
+        verified: dict[int, int] = {}  # by stream
         async with line.alive():
             while True:
                 frame = await line.frame()
@@ -171,11 +173,15 @@ class Liar:
                     case DraftOpen() as opening:
                         await line.bulk(4 * opening.count, stream=frame.stream)
                         self.openings += 1
+                        verified[frame.stream] = opening.count
                         connection.send(DraftReady(5.0), stream=frame.stream)
                         self.says(frame.stream, None, 0, connection)
                     case Verdict() as verdict:
                         self.verdicts += 1
-                        self.says(frame.stream, verdict, frame.generation, connection)
+                        stream, number = frame.stream, frame.generation
+                        told = told_untrusted(verdict, number, verified=verified[stream], vocab_size=VOCAB)
+                        verified[stream] = told.start + len(told.tokens)
+                        self.says(stream, told, number, connection)
                     case Request(id=number):
                         connection.send(Response(number, {}))
 

@@ -17,8 +17,9 @@ from roles.speculation.events import Began, DrafterEvent, DrafterInstruction, Ru
 
 CHUNK = 2048
 """Positions in one run, at most."""
-GROUP = 2
-"""Drafts that are sent together, but for the first of an epoch: a message costs more than a token."""
+GROUP = 4
+"""Drafts that are sent together, and so many more are made at a time before they may be sent: a message costs more
+than a token, and what waits here when a verdict contradicts it costs the line nothing."""
 
 
 class Drafting:
@@ -51,7 +52,6 @@ class Drafting:
         self._held = 0  # positions that the model holds, and that are right
         self._reach = 0  # positions that the model will hold after the run under way
         self._running = False
-        self._fresh = True  # nothing of this epoch was sent
 
     @property
     def verified(self) -> tuple[int, ...]:
@@ -99,7 +99,6 @@ class Drafting:
         if cut is not None:
             del self._ids[cut:]
             self.epoch = verdict.number
-            self._fresh = True
             self._held = min(self._held, cut)
             self._reach = min(self._reach, cut)
             self._sent = min(self._sent, cut)
@@ -113,7 +112,7 @@ class Drafting:
         size = len(self._ids)
         if self._running or self._held == size:  # (nothing new since a look-up found nothing)
             return []
-        if self.ready and (size >= min(self._verified + self._depth, self._positions)):
+        if self.ready and size >= self._limit:
             return []
         stop = min(self._held + CHUNK, size)
         picks = int(stop == size)
@@ -130,18 +129,23 @@ class Drafting:
         self._held = self._reach  # less than was asked for, if tokens that the run saw were cut off meanwhile
         self.ready = self.ready or self._held >= self._opened
         if self._held == len(self._ids):
-            stop = min(max(self._verified + self._depth, self._held + 1), self._positions)
-            self._ids += tokens[: stop - self._held]
+            room = min(max(self._limit - self._held, 1), self._positions - self._held)
+            self._ids += tokens[:room]
+
+    @property
+    def _limit(self) -> int:
+        """Up to here it drafts."""
+        return min(self._verified + self._depth + min(self._depth, 2 * GROUP), self._positions)
 
     def _sends(self) -> list[DrafterInstruction]:
-        stop = min(len(self._ids), self._verified + self._depth)
-        ready = stop - self._sent
-        last = stop >= min(self._verified + self._depth, self._positions)
-        if ready < 1 or (ready < GROUP and not self._fresh and not last):
+        allowed = min(self._verified + self._depth, self._positions)
+        stop = min(len(self._ids), allowed)
+        bare = self._sent == self._verified  # the verifier has no draft: it is better to have few than none
+        ended = self._held == len(self._ids) and not self._running  # a look-up that knows no more
+        if stop <= self._sent or (stop - self._sent < GROUP and not ended and not (bare and stop == allowed)):
             return []
         send = Send(self.epoch, self._sent, tuple(self._ids[self._sent : stop]))
         self._sent = stop
-        self._fresh = False
         return [send]
 
     def validate(self) -> None:

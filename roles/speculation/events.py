@@ -117,13 +117,14 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Verifying: a verdict to a drafter."""
+    """Verifying: a verdict to a drafter. ``right``: drafts that it finds right: from what was told up to ``start``."""
 
     drafter: int
     number: int
     start: int
     tokens: tuple[int, ...]
     depth: int
+    right: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,18 +105,20 @@ class Line:
         self.dropped += dropped
         self.ahead.clear()
 
-    def verdict(self, size: int, depth: int) -> tuple[int, int]:
+    def verdict(self, size: int, depth: int) -> tuple[int, int, int]:
         """The text, of ``size`` tokens, is told.
 
         Returns:
-            The verdict's number, and the position from which its tokens are to be told.
+            The verdict's number, the position from which its tokens are to be told, and how many drafts before that
+            are found right by it.
         """
         start = max(self.told, self.matched)
+        right = start - self.told
         self.number += 1
         self.reach = max(self.reach, depth)
         self.depth = depth
         self.told = size
-        return self.number, start
+        return self.number, start, right
 
     def validate(self, size: int) -> None:
         """Raises ``AssertionError`` where what must always hold does not. ``size``: tokens of the text."""

@@ -6,6 +6,7 @@ Only numbers are looked at. Whether drafts and verdicts fit what was said before
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from p2ptrain.core.activations import ID_BYTES, decode_ids
@@ -18,7 +19,9 @@ from wire.speculation_messages import DraftOpen, DraftReady, DraftRefused, Draft
 MAX_DEPTH = 256
 """Drafts beyond what is verified: what a fast drafter makes during a round trip around the world, and more."""
 MAX_NUMBER = 1 << 53
-MAX_VOCAB = 1 << 31
+TOKEN_BYTES = 3
+"""Of a token in drafts and verdicts: there are so many of these messages that a fourth byte is a quarter too much."""
+MAX_VOCAB = 1 << 8 * TOKEN_BYTES
 DIGEST_CHARS = 128
 MAX_STEP_S = 3600.0
 OTHER_TOKENIZER, TOO_LONG, FULL, ENGINE = "other-tokenizer", "too-long", "full", "engine"
@@ -81,21 +84,41 @@ def ids_untrusted(data: bytes | bytearray, *, vocab_size: int) -> tuple[int, ...
     return ids
 
 
-def told_untrusted(message: Verdict, number: int, *, vocab_size: int) -> Told:
-    """Raises ``ProtocolError``: no correct verifier says this. ``number``: of the verdict, from its header."""
-    if not 0 < number <= MAX_NUMBER or not 0 <= message.start <= MAX_POSITIONS:
-        raise ProtocolError(f"verdict {number} from position {message.start}")
+def packed(tokens: Iterable[int]) -> bytes:
+    """Tokens as they travel in drafts and verdicts."""
+    return b"".join(token.to_bytes(TOKEN_BYTES, "little") for token in tokens)
+
+
+def tokens_untrusted(data: bytes, *, vocab_size: int) -> tuple[int, ...]:
+    """Tokens of drafts or of a verdict. Raises ``ProtocolError``: they are none of a vocabulary of that size."""
+    if len(data) % TOKEN_BYTES:
+        raise ProtocolError(f"{len(data)} bytes are no whole tokens")
+    tokens = tuple(int.from_bytes(data[at : at + TOKEN_BYTES], "little") for at in range(0, len(data), TOKEN_BYTES))
+    if tokens and max(tokens) >= vocab_size:
+        raise ProtocolError(f"a token id is none of the {vocab_size} that there are")
+    return tokens
+
+
+def told_untrusted(message: Verdict, number: int, *, verified: int, vocab_size: int) -> Told:
+    """Raises ``ProtocolError``: no correct verifier says this.
+
+    Args:
+        number: of the verdict, from its header. verified: positions that were verified before it.
+    """
+    if not 0 < number <= MAX_NUMBER or not 0 <= message.right <= MAX_POSITIONS:
+        raise ProtocolError(f"verdict {number}, by which {message.right} drafts are right")
     _check_depth_untrusted(message.depth)
-    return Told(number, message.start, ids_untrusted(message.tokens, vocab_size=vocab_size), message.depth)
+    start = verified + message.right
+    return Told(number, start, tokens_untrusted(message.tokens, vocab_size=vocab_size), message.depth)
 
 
 def drafts_untrusted(message: Drafts, epoch: int, *, vocab_size: int) -> tuple[int, ...]:
     """The tokens. Raises ``ProtocolError``: no correct drafter sends this. ``epoch``: from the header."""
     if not 0 <= epoch <= MAX_NUMBER or not 0 <= message.position <= MAX_POSITIONS:
         raise ProtocolError(f"drafts of epoch {epoch} from position {message.position}")
-    if not 0 < len(message.tokens) <= ID_BYTES * MAX_DEPTH:
+    if not 0 < len(message.tokens) <= TOKEN_BYTES * MAX_DEPTH:
         raise ProtocolError(f"drafts of {len(message.tokens)} bytes")
-    return ids_untrusted(message.tokens, vocab_size=vocab_size)
+    return tokens_untrusted(message.tokens, vocab_size=vocab_size)
 
 
 def step_untrusted(message: DraftReady) -> float:

@@ -13,6 +13,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from itertools import islice
 
+from roles.speculation import policy
+from roles.speculation.drafting import GROUP
+from roles.speculation.estimates import Pace, PassTimes
 from roles.speculation.events import (
     Began,
     Cancel,
@@ -31,11 +34,16 @@ from roles.speculation.events import (
     VerifierInstruction,
 )
 from roles.speculation.lines import Line
+from roles.speculation.outlook import Outlook
 from roles.speculation.stats import POSITIONS, Stats
 
 CHUNK = 2048
 """Positions of a prompt in one pass, at most."""
-DEPTH = 8
+RATE_DECAY = 0.9
+"""Weight of a pass in the rate when the next one comes."""
+OPENING_DEPTH = 8
+MOST_UNTOLD = 2
+"""Tokens that a drafter is not told of at once; see ``_most_untold``."""
 
 
 class Verifying:
@@ -74,8 +82,12 @@ class Verifying:
         self._vocab_size = vocab_size
         self._held = min(cached, len(ids) - 1)  # positions that the target has and that are right
         self._pass: Run | None = None  # under way
-        self._lines: dict[int, Line] = {}
-        self._idle_since: float | None = None
+        self._drafters: dict[int, Outlook] = {}
+        self._idle_since = 0.0
+        self._due: float | None = None
+        self._pass_times = PassTimes()
+        self._rate_tokens = 0.0
+        self._rate_s = 0.0
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -90,11 +102,11 @@ class Verifying:
     @property
     def opening_depth(self) -> int:
         """The depth that a drafter is opened with."""
-        return DEPTH
+        return OPENING_DEPTH
 
     def line(self, drafter: int) -> Line:
         """What is known of a drafter. Raises ``KeyError``: it is none of this session's."""
-        return self._lines[drafter]
+        return self._drafters[drafter].line
 
     def handle(self, event: VerifierEvent, now: float) -> list[VerifierInstruction]:
         """Take an event; what is to be done. After ``Finished`` nothing is."""
@@ -106,14 +118,15 @@ class Verifying:
                 pass
             case PassDone():
                 out += self._passed(event, now)
-            case DrafterReady(drafter, known):
-                out += self._ready(drafter, known)
+            case DrafterReady():
+                out += self._ready(event, now)
             case DrafterLost(drafter):
-                self._lines.pop(drafter, None)
+                self._drafters.pop(drafter, None)
             case Drafted():
-                out += self._drafted(event)
-            case Latency():
-                pass
+                out += self._drafted(event, now)
+            case Latency(drafter, latency_s):
+                if drafter in self._drafters:
+                    self._drafters[drafter].pace.latency_s = latency_s
             case Cancel():
                 self.ended = "cancelled"
                 return [Finished(self.ended)]
@@ -123,49 +136,95 @@ class Verifying:
 
     def next_deadline(self) -> float | None:
         """When a ``Tick`` is due."""
-        return None
+        return self._due
 
     # ------------------------------------------------------------------------------------------------------ drafters
 
-    def _ready(self, drafter: int, known: int) -> list[VerifierInstruction]:
+    def _ready(self, event: DrafterReady, now: float) -> list[VerifierInstruction]:
+        drafter, known = event.drafter, event.known
         if not self._prompt <= known <= len(self._text):
             raise ValueError(f"a drafter was opened with {known} of {len(self._text)} tokens")
-        self._lines[drafter] = Line(known, self.opening_depth)
-        return [self._tell(drafter)] if known < len(self._text) else []
+        line = Line(known, self.opening_depth)
+        self._drafters[drafter] = Outlook(line, Pace(event.latency_s, event.step_s), now)
+        return [self._tell(drafter, now)] if known < len(self._text) else []
 
-    def _drafted(self, event: Drafted) -> list[VerifierInstruction]:
-        line = self._lines.get(event.drafter)
-        if line is None:
+    def _drafted(self, event: Drafted, now: float) -> list[VerifierInstruction]:
+        outlook = self._drafters.get(event.drafter)
+        if outlook is None:
             return []
         fault = "a token that the model does not know"
         if all(0 <= token < self._vocab_size for token in event.tokens):
-            fault, compared = line.receive_untrusted(event.epoch, event.position, event.tokens, self._text)
+            fault, compared = outlook.receive_untrusted(event.epoch, event.position, event.tokens, self._text, now)
         if fault:
-            del self._lines[event.drafter]
+            del self._drafters[event.drafter]
             return [Drop(event.drafter, fault)]
         self.stats.drafted += len(event.tokens)
         self.stats.late += compared.agreed
         return []
 
-    def _tell(self, drafter: int) -> Tell:
-        line = self._lines[drafter]
-        number, start = line.verdict(len(self._text), DEPTH)
-        return Tell(drafter, number, start, tuple(self._text[start:]), DEPTH)
+    def _tells(self, now: float) -> list[VerifierInstruction]:
+        """What drafters are told when the text has grown."""
+        size = len(self._text)
+        out: list[VerifierInstruction] = []
+        for drafter, outlook in self._drafters.items():
+            if outlook.idle(size) or size - outlook.line.told >= self._most_untold(outlook):
+                out.append(self._tell(drafter, now))
+        return out
+
+    def _most_untold(self, outlook: Outlook) -> int:
+        """Tokens that a drafter may not know of: the farther it is, the less the news would change, and each costs."""
+        if not self._pass_times.known:
+            return 1
+        passes = outlook.pace.restart_s / self._pass_times.seconds(0)
+        return max(1, min(MOST_UNTOLD, round(passes)))
+
+    def _tell(self, drafter: int, now: float) -> Tell:
+        outlook = self._drafters[drafter]
+        depth = policy.depth_for(outlook.acceptance.alpha, least_use=policy.LEAST_USE, most=policy.MOST_DRAFTS)
+        number, start, right = outlook.verdict(len(self._text), depth, now)
+        return Tell(drafter, number, start, tuple(self._text[start:]), depth, right)
 
     # -------------------------------------------------------------------------------------------------------- passes
 
     def _next_pass(self, now: float) -> list[VerifierInstruction]:
+        self._due = None
         if len(self._text) == self._prompt:
             stop = min(self._held + CHUNK, self._prompt)
             ids = tuple(self._text[self._held : stop])
             self._pass = Run(self._held, ids, int(stop == self._prompt), 0, prefill=True)
             return [self._pass]
-        room = self._stop - len(self._text) - 1
-        best = max(self._lines.values(), key=lambda line: len(line.ahead), default=None)
-        drafts = tuple(islice(best.ahead, min(room, DEPTH))) if best else ()
+        drafts: tuple[int, ...] = ()
+        if self._pass_times.known:
+            choice, outlook = self._choose(now)
+            if choice.wait_s > 0:
+                self._due = now + choice.wait_s
+                return []
+            if outlook is not None:
+                drafts = tuple(islice(outlook.line.ahead, choice.drafts))
         draw = len(self._text) - self._prompt
+        self.stats.wait_s += now - self._idle_since
         self._pass = Run(len(self._text) - 1, (self._text[-1], *drafts), len(drafts) + 1, draw)
         return [self._pass]
+
+    def _choose(self, now: float) -> tuple[policy.Choice, Outlook | None]:
+        room = min(self._stop - len(self._text) - 1, policy.MOST_DRAFTS)
+        step_s = self._pass_times.seconds(0)
+        rate = max(1 / step_s, self._rate_tokens / self._rate_s)
+        most_wait_s = self._idle_since + policy.LONGEST_WAIT * step_s - now
+        best, found = policy.Choice(0, 0.0, -1e9), None
+        for outlook in self._drafters.values():
+            waits_s = outlook.waits_s(len(self._text), room, now)
+            choice = policy.choose(
+                waits_s,
+                outlook.acceptance.alpha,
+                self._pass_times.seconds,
+                rate,
+                kept_s=min(policy.KEPT * step_s, outlook.pace.restart_s + GROUP * outlook.pace.step.seconds),
+                most_wait_s=most_wait_s,
+            )
+            if choice.worth > best.worth:
+                best, found = choice, outlook
+        return best, found
 
     def _passed(self, event: PassDone, now: float) -> list[VerifierInstruction]:
         run, self._pass = self._pass, None
@@ -181,13 +240,17 @@ class Verifying:
         fresh = self._grow(event.tokens[: accepted + 1])
         if not run.prefill:
             self._count(len(drafts), accepted, event.took_s)
+            self._pass_times.add(len(drafts), event.took_s)
+            self._rate_tokens = RATE_DECAY * self._rate_tokens + len(fresh)
+            self._rate_s = RATE_DECAY * self._rate_s + max(now - self._idle_since, 1e-6)
+        self._idle_since = now
         self.stats.tokens += len(fresh)
         out: list[VerifierInstruction] = [Give(fresh)]
-        for line in self._lines.values():
-            line.grew(fresh)
+        for outlook in self._drafters.values():
+            outlook.grew(fresh)
         if self.ended:
             return [*out, Finished(self.ended)]
-        return [*out, *(self._tell(drafter) for drafter in self._lines)]
+        return [*out, *self._tells(now)]
 
     def _grow(self, picks: Sequence[int]) -> tuple[int, ...]:
         """Take picks into the text, up to its end."""
@@ -217,5 +280,5 @@ class Verifying:
         """Raises ``AssertionError`` where what must always hold does not."""
         assert self._prompt <= len(self._text) <= self._stop
         assert self.ended or len(self._text) < self._stop
-        for line in self._lines.values():
-            line.validate(len(self._text))
+        for outlook in self._drafters.values():
+            outlook.line.validate(len(self._text))

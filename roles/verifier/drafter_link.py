@@ -31,6 +31,7 @@ from roles.speculation.received import (
     OTHER_TOKENIZER,
     TOO_LONG,
     drafts_untrusted,
+    packed,
     refused_untrusted,
     step_untrusted,
 )
@@ -274,7 +275,7 @@ class DrafterLink:
         right, wrong = seat.record.judged(tell)
         self.record.count(right, wrong=wrong)
         try:
-            self._say(seat, Verdict(tell.start, encode_ids(tell.tokens), tell.depth), generation=tell.number)
+            self._say(seat, Verdict(tell.right, packed(tell.tokens), tell.depth), generation=tell.number)
         except (UserError, ValueError):  # more tokens than a frame holds: it came late to a long text
             asyncio.get_running_loop().call_soon(self._lose, seat)
 

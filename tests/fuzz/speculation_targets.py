@@ -25,13 +25,15 @@ from roles.drafter.testing import (
     model_serves,
     write,
 )
+from roles.speculation.events import Told
 from roles.speculation.received import (
     MAX_DEPTH,
     drafts_untrusted,
-    ids_untrusted,
     opening_untrusted,
+    packed,
     refused_untrusted,
     step_untrusted,
+    tokens_untrusted,
     told_untrusted,
 )
 from roles.stage_stand_in import tokens_of
@@ -52,7 +54,7 @@ PROMPT = [5, 80, 11]
 GREEDY = Sampling(temperature=0)
 
 _SMALL = st.integers(-1, 12)
-_IDS = st.lists(st.integers(-1, VOCAB), max_size=6).map(lambda ids: b"".join(encode_ids([each]) for each in ids))
+_IDS = st.lists(st.integers(0, VOCAB) | st.just((1 << 24) - 1), max_size=6).map(packed)
 _BYTES = _IDS | mutated(_IDS)
 _OPENING = DraftOpen(3, 3, 40, VOCAB, TOKENIZER, 1.0, 0, 1.0, 0, 8, 2.0)
 _OPENINGS = made(
@@ -70,7 +72,7 @@ _OPENINGS = made(
     silence_s=st.sampled_from([0.5, 2.0]),
 )
 _DRAFTS = made(Drafts, position=st.integers(0, 20), tokens=_BYTES)
-_VERDICTS = made(Verdict, start=st.integers(0, 20), tokens=_BYTES, depth=st.integers(0, 20))
+_VERDICTS = made(Verdict, right=st.integers(0, 20), tokens=_BYTES, depth=st.integers(0, 20))
 _REFUSALS = made(DraftRefused)
 _NUMBERS = st.integers(0, 5) | WHOLE.filter(lambda number: 0 <= number < 1 << 64)
 
@@ -88,8 +90,9 @@ def _check_words(case: tuple[Message, int]) -> None:
                 assert 0 < len(tokens) <= MAX_DEPTH
                 assert all(0 <= token < VOCAB for token in tokens)
             case Verdict():
-                told = told_untrusted(message, number, vocab_size=VOCAB)
-                assert ids_untrusted(message.tokens, vocab_size=VOCAB) == told.tokens
+                told = told_untrusted(message, number, verified=7, vocab_size=VOCAB)
+                assert tokens_untrusted(message.tokens, vocab_size=VOCAB) == told.tokens
+                assert told.start == 7 + message.right
                 assert 0 <= told.depth <= MAX_DEPTH
             case DraftReady():
                 assert 0 <= step_untrusted(message) < 1e5
@@ -108,7 +111,7 @@ WORDS = Target(
         "roles.speculation.received.opening_untrusted",
         "roles.speculation.received.drafts_untrusted",
         "roles.speculation.received.told_untrusted",
-        "roles.speculation.received.ids_untrusted",
+        "roles.speculation.received.tokens_untrusted",
         "roles.speculation.received.step_untrusted",
         "roles.speculation.received.refused_untrusted",
         "roles.speculation.received._check_depth_untrusted",
@@ -174,6 +177,7 @@ DRAFTER = Target(
         "roles.drafter.drafter.Drafter._open_untrusted",
         "roles.drafter.drafter.Drafter._find_untrusted",
         "roles.drafter.drafter.Drafter._told_untrusted",
+        "roles.speculation.received.ids_untrusted",
     ),
     peak_bytes=16 << 20,
     weight=8,
@@ -189,8 +193,8 @@ async def _drafted(said: list[list[tuple[Message, int, int]]]) -> None:
     network = MemoryNetwork()
     words = iter(said)
 
-    def says(stream: int, verdict: Verdict | None, number: int, connection: Connection) -> None:
-        at = len(PROMPT) if verdict is None else verdict.start + len(verdict.tokens) // ID_BYTES
+    def says(stream: int, verdict: Told | None, number: int, connection: Connection) -> None:
+        at = len(PROMPT) if verdict is None else verdict.start + len(verdict.tokens)
         for message, epoch, offset in next(words, []):
             if isinstance(message, Drafts):  # where drafts are due, give or take a few
                 message = replace(message, position=at + message.position)
@@ -216,7 +220,7 @@ _AS_DRAFTER = st.tuples(
     | made(DraftReady)
     | _REFUSALS
     | _VERDICTS
-    | st.just(Drafts(0, encode_ids([1, 2]))),
+    | st.just(Drafts(0, packed([1, 2]))),
     st.sampled_from([0, 0, 0, -1, 1]),
     st.sampled_from([0, 0, 0, 0, 1, -1]),
 )

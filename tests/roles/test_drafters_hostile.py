@@ -28,7 +28,9 @@ from roles.drafter.testing import (
     model_serves,
     write,
 )
+from roles.speculation.events import Told
 from roles.speculation.ngram import NgramEngine
+from roles.speculation.received import packed
 from roles.stage_stand_in import tokens_of
 from roles.verifier.drafter_link import Tokens
 from roles.verifier.drafters import Drafters
@@ -43,32 +45,32 @@ from wire.virtual import run_virtual
 PROMPT = [5, 80, 11, 11, 3]
 GREEDY = Sampling(temperature=0)
 EXPECTED = tokens_of(CONFIG, PROMPT, 120, GREEDY)
-Says = Callable[[int, Verdict | None, int, Connection], None]
+Says = Callable[[int, Told | None, int, Connection], None]
 
 
 def drafts(connection: Connection, stream: int, epoch: int, position: int, tokens: list[int]) -> None:
-    connection.send(Drafts(position, encode_ids(tokens)), generation=epoch, stream=stream)
+    connection.send(Drafts(position, packed(tokens)), generation=epoch, stream=stream)
 
 
-def behind(verdict: Verdict | None) -> int:
-    return len(PROMPT) if verdict is None else verdict.start + len(verdict.tokens) // 4
+def behind(verdict: Told | None) -> int:
+    return len(PROMPT) if verdict is None else verdict.start + len(verdict.tokens)
 
 
 def says_by_chance(seed: int) -> Says:
     """Drafts in order, as the rules want them, of tokens by chance."""
     dice = random.Random(seed)
 
-    def says(stream: int, verdict: Verdict | None, number: int, connection: Connection) -> None:
+    def says(stream: int, verdict: Told | None, number: int, connection: Connection) -> None:
         drafts(connection, stream, number, behind(verdict), [dice.randrange(VOCAB) for _ in range(4)])
 
     return says
 
 
-def says_one_token(stream: int, verdict: Verdict | None, number: int, connection: Connection) -> None:
+def says_one_token(stream: int, verdict: Told | None, number: int, connection: Connection) -> None:
     drafts(connection, stream, number, behind(verdict), [7, 7, 7])
 
 
-def says_what_is_wrong(stream: int, verdict: Verdict | None, number: int, connection: Connection) -> None:
+def says_what_is_wrong(stream: int, verdict: Told | None, number: int, connection: Connection) -> None:
     """It knows the text, and says another one: right, then wrong."""
     at = behind(verdict) - len(PROMPT)
     right = EXPECTED[at : at + 1]
@@ -108,31 +110,31 @@ def test_a_drafter_that_drafts_badly_loses_its_place_to_another(says: Says) -> N
 def garbage(message: Message, *, generation: int = 0, offset: int = 0) -> Says:
     """Says this message once the session runs; its stream is ``offset`` beside the session's."""
 
-    def says(stream: int, verdict: Verdict | None, number: int, connection: Connection) -> None:
+    def says(stream: int, verdict: Told | None, number: int, connection: Connection) -> None:
         if verdict is None:
             connection.send(message, generation=generation, stream=stream + offset)
 
     return says
 
 
-def late_garbage(stream: int, verdict: Verdict | None, number: int, connection: Connection) -> None:
+def late_garbage(stream: int, verdict: Told | None, number: int, connection: Connection) -> None:
     if verdict is not None:
         drafts(connection, stream, number, behind(verdict) + 2, [1])  # a hole
 
 
 LIES = {
-    "another epoch": garbage(Drafts(len(PROMPT), encode_ids([1])), generation=3),
-    "no epoch": garbage(Drafts(len(PROMPT), encode_ids([1])), generation=1 << 60),
-    "far ahead": garbage(Drafts(len(PROMPT) + 90, encode_ids([1]))),
-    "too many": garbage(Drafts(len(PROMPT), encode_ids([1] * 100))),
-    "far too many": garbage(Drafts(len(PROMPT), encode_ids([1] * 4000))),
-    "before the prompt": garbage(Drafts(-1, encode_ids([1]))),
+    "another epoch": garbage(Drafts(len(PROMPT), packed([1])), generation=3),
+    "no epoch": garbage(Drafts(len(PROMPT), packed([1])), generation=1 << 60),
+    "far ahead": garbage(Drafts(len(PROMPT) + 90, packed([1]))),
+    "too many": garbage(Drafts(len(PROMPT), packed([1] * 100))),
+    "far too many": garbage(Drafts(len(PROMPT), packed([1] * 4000))),
+    "before the prompt": garbage(Drafts(-1, packed([1]))),
     "no token": garbage(Drafts(len(PROMPT), b"")),
-    "half a token": garbage(Drafts(len(PROMPT), b"abc")),
-    "no such token": garbage(Drafts(len(PROMPT), encode_ids([VOCAB]))),
-    "a negative token": garbage(Drafts(len(PROMPT), encode_ids([-1]))),
-    "another session": garbage(Drafts(len(PROMPT), encode_ids([1])), offset=5),
-    "no session": garbage(Drafts(len(PROMPT), encode_ids([1])), offset=-1),
+    "half a token": garbage(Drafts(len(PROMPT), b"abcd")),
+    "no such token": garbage(Drafts(len(PROMPT), packed([VOCAB]))),
+    "the last token of all": garbage(Drafts(len(PROMPT), bytes([255] * 3))),
+    "another session": garbage(Drafts(len(PROMPT), packed([1])), offset=5),
+    "no session": garbage(Drafts(len(PROMPT), packed([1])), offset=-1),
     "ready twice": garbage(DraftReady(1.0)),
     "a step of no length": garbage(DraftReady(float("nan"))),
     "a verifier's word": garbage(Verdict(0, b"", 1)),
@@ -306,15 +308,15 @@ BAD_WORDS = {
     "the same number again": lambda verifier: verifier.open(stream=1),
     "no number": lambda verifier: verifier.open(stream=0),
     "fewer ids than it says": lambda verifier: verifier.open(data=IDS[4:], stream=2),
-    "a verdict of no session": says(Verdict(5, encode_ids([1]), 8), stream=9),
+    "a verdict of no session": says(Verdict(0, packed([1]), 8), stream=9),
     "a closing of no session": says(DraftClose(), stream=9),
-    "a verdict of another number": says(Verdict(5, encode_ids([1]), 8), generation=2),
-    "a verdict from nowhere": says(Verdict(60, encode_ids([1]), 8)),
-    "a verdict from before": says(Verdict(1, encode_ids([1]), 8)),
-    "a verdict beyond the end": says(Verdict(5, encode_ids([1] * 70), 8)),
-    "a verdict of no token": says(Verdict(5, encode_ids([VOCAB]), 8)),
-    "a verdict of great depth": says(Verdict(5, encode_ids([1]), 1 << 30)),
-    "half a token": says(Verdict(5, b"abc", 8)),
+    "a verdict of another number": says(Verdict(0, packed([1]), 8), generation=2),
+    "a verdict from nowhere": says(Verdict(55, packed([1]), 8)),
+    "a verdict from before": says(Verdict(-1, packed([1]), 8)),
+    "a verdict beyond the end": says(Verdict(0, packed([1] * 70), 8)),
+    "a verdict of no token": says(Verdict(0, packed([VOCAB]), 8)),
+    "a verdict of great depth": says(Verdict(0, packed([1]), 1 << 30)),
+    "half a token": says(Verdict(0, b"abcd", 8)),
     "a drafter's word": says(DraftReady(1.0)),
 }
 
@@ -414,7 +416,7 @@ def test_an_engine_that_fails_ends_that_session_with_its_reason() -> None:
                 "engine", "the device has no memory left", "use a smaller model"
             )
             assert host.drafter.sessions == 1
-            verifier.connection.send(Verdict(4, encode_ids([1]), 8), generation=1, stream=1)  # was on its way
+            verifier.connection.send(Verdict(4, packed([1]), 8), generation=1, stream=1)  # was on its way
             verifier.open(stream=2)
             assert (await verifier.next())[0] == 2
 
@@ -457,7 +459,7 @@ def test_a_verdict_that_cuts_the_line_waits_for_no_more_than_the_step_under_way(
             ids = encode_ids([number % VOCAB for number in range(3000)])
             verifier.open(replace(OPENING, count=3000, prompt=3000, positions=3500), ids, stream=2)
             runs.clear()
-            verifier.connection.send(Verdict(5, encode_ids([0, 1, 2]), 8), generation=1, stream=1)
+            verifier.connection.send(Verdict(0, packed([0, 1, 2]), 8), generation=1, stream=1)
             await asyncio.sleep(0.5)
             mine = [at for at, (_, count) in enumerate(runs) if count == 3]
             assert mine
@@ -472,7 +474,7 @@ def test_a_look_up_takes_any_tokenizer() -> None:
         async with verifier_of(network) as verifier:
             verifier.open(replace(OPENING, tokenizer="another", vocab_size=1000), encode_ids([1, 2, 999, 1, 2]))
             assert isinstance((await verifier.next())[1], DraftReady)
-            assert (await verifier.next())[1] == Drafts(5, encode_ids([999, 1, 2, 999, 1, 2, 999, 1]))
+            assert (await verifier.next())[1] == Drafts(5, packed([999, 1, 2, 999, 1, 2, 999, 1]))
 
     async def main() -> None:
         network = MemoryNetwork()

@@ -118,7 +118,8 @@ class Speculation(RuleBasedStateMachine):
                     assert self.running is None
                     assert not self.ended
                     self.running = item
-                case Tell(drafter, number, start, tokens, depth):
+                case Tell(drafter, number, start, tokens, depth, right):
+                    assert 0 <= right <= start
                     assert number == self.numbers.get(drafter, 0) + 1
                     self.numbers[drafter] = number
                     self.drafters[drafter].inbox.append(Told(number, start, tokens, depth))

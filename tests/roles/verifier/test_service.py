@@ -291,7 +291,7 @@ def test_memory_that_others_have_is_waited_for(tmp_path: Path) -> None:
 def test_closing_ends_it_soon(tmp_path: Path, when: str) -> None:
     async def scene() -> None:
         target = ScriptedTarget()
-        drafters = ScriptedDrafters()
+        drafters = ScriptedDrafters(wrong_every=2)  # so that a text is of more pieces than wait for who reads
         serving = service(tmp_path, target, drafters, kept=0)
         writing = await serving.write(wish(500))
         await asyncio.sleep({"prefill": 0.01, "writing": 0.5, "unread": 100.0}[when])

@@ -1,0 +1,119 @@
+"""What a verifier measures while it runs: how often drafts are right, what passes take, when drafts come. Pure.
+
+Each estimate begins with a prior that costs little where it is wrong, and follows what changes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from statistics import median
+
+DECAY = 0.98
+"""Weight of a comparison when the next one comes: the last fifty count most."""
+PRIOR_ALPHA = 0.6
+PRIOR_WEIGHT = 3.0
+RECENT = 7
+"""Measurements of a time of which the median is taken: one that is far off does not count."""
+PRIOR_SLOPE = 0.1
+"""Share of a pass that each draft makes it longer, until that was measured."""
+SHORTEST_S = 1e-6
+
+
+class Acceptance:
+    """How often a draft is right whose predecessors are."""
+
+    def __init__(self, alpha: float = PRIOR_ALPHA) -> None:
+        self._prior = alpha
+        self._agreed = 0.0
+        self._tried = 0.0
+
+    def add(self, agreed: int, *, failed: bool) -> None:
+        """So many were right, and then one was not (``failed``)."""
+        for right in (1,) * agreed + (0,) * failed:
+            self._agreed = DECAY * self._agreed + right
+            self._tried = DECAY * self._tried + 1
+
+    @property
+    def alpha(self) -> float:
+        """The estimate; below 1."""
+        return (self._agreed + PRIOR_WEIGHT * self._prior) / (self._tried + PRIOR_WEIGHT)
+
+    @property
+    def tried(self) -> float:
+        """Comparisons, with the weight that they have now."""
+        return self._tried
+
+
+class Recent:
+    """A time that is measured again and again."""
+
+    def __init__(self, prior_s: float, priors: Iterable[float] = ()) -> None:
+        self._prior_s = prior_s
+        self._seen: deque[float] = deque(priors, RECENT)
+
+    def add(self, seconds: float) -> None:
+        """One more."""
+        self._seen.append(max(seconds, 0.0))
+
+    @property
+    def seconds(self) -> float:
+        """The median of the last ones."""
+        return median(self._seen) if self._seen else self._prior_s
+
+    @property
+    def known(self) -> bool:
+        """It was measured."""
+        return bool(self._seen)
+
+
+class PassTimes:
+    """What a pass takes by its number of drafts: the medians of those that were, a line from the shortest elsewhere."""
+
+    def __init__(self) -> None:
+        self._by_drafts: dict[int, Recent] = {}
+        self._slopes: deque[float] = deque(maxlen=4 * RECENT)
+
+    def add(self, drafts: int, seconds: float) -> None:
+        """A pass was."""
+        seconds = max(seconds, SHORTEST_S)
+        self._by_drafts.setdefault(drafts, Recent(seconds)).add(seconds)
+        if drafts and self.known:
+            self._slopes.append((seconds - self._by_drafts[0].seconds) / drafts)
+
+    @property
+    def known(self) -> bool:
+        """A pass without drafts was measured."""
+        return 0 in self._by_drafts
+
+    def seconds(self, drafts: int) -> float:
+        """The estimate. Needs ``known``."""
+        if not drafts:  # (what more work took is enough for less: it may be long since a step was measured)
+            return min(item.seconds for item in self._by_drafts.values())
+        if drafts in self._by_drafts:
+            return max(self._by_drafts[drafts].seconds, self.seconds(0))
+        step_s = self.seconds(0)
+        slope = median(self._slopes) if self._slopes else PRIOR_SLOPE * step_s
+        return step_s + drafts * max(slope, 0.0)
+
+
+class Pace:
+    """When drafts of one drafter come.
+
+    Args:
+        latency_s: one way. step_s: of a draft, 0 where it is not known.
+    """
+
+    def __init__(self, latency_s: float, step_s: float) -> None:
+        self.latency_s = latency_s
+        self.step = Recent(step_s or 0.01)
+        self._again = Recent(0.0)  # from a verdict to the first draft of the line that it begins, but for two latencies
+
+    @property
+    def restart_s(self) -> float:
+        """From a verdict that ends a line to the first draft of the next."""
+        return 2 * self.latency_s + (self._again.seconds if self._again.known else self.step.seconds)
+
+    def restarted(self, seconds: float) -> None:
+        """So long it took."""
+        self._again.add(seconds - 2 * self.latency_s)

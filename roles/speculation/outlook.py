@@ -1,0 +1,89 @@
+"""What a verifier expects of one drafter: its line, how often it is right, and when its next drafts come. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from roles.speculation.drafting import GROUP
+from roles.speculation.estimates import Acceptance, Pace
+from roles.speculation.lines import Compared, Line
+
+
+class Outlook:
+    """One drafter of a session.
+
+    Attributes:
+        line, pace, acceptance: what is known of it.
+    """
+
+    def __init__(self, line: Line, pace: Pace, now: float) -> None:
+        self.line = line
+        self.pace = pace
+        self.acceptance = Acceptance()
+        self._heard_at = now  # when drafts came last
+        self._told_at = now  # when the last verdict was sent
+        self._ended_at: float | None = None  # when the verdict that ends its line was sent
+        self._ended = 0  # and what was told by it
+        self._free = line.told + line.depth  # up to here it may have drafted before it hears the last verdict
+
+    def receive_untrusted(
+        self, epoch: int, position: int, tokens: Sequence[int], text: Sequence[int], now: float
+    ) -> tuple[str, Compared]:
+        """As of ``Line``, and measured."""
+        line = self.line
+        before, end = line.epoch, line.end
+        fault, compared = line.receive_untrusted(epoch, position, tokens, text)
+        if fault or line.epoch != epoch or (line.dead and not compared.failed):
+            return fault, compared
+        if epoch != before:
+            if self._ended_at is not None:
+                self.pace.restarted(now - self._ended_at - (len(tokens) - 1) * self.pace.step.seconds)
+            self._ended_at = None
+        elif position == end < self._free - len(tokens):
+            self.pace.step.add((now - self._heard_at) / len(tokens))
+        self._heard_at = now
+        self.acceptance.add(compared.agreed, failed=compared.failed)
+        return fault, compared
+
+    def grew(self, tokens: Sequence[int]) -> Compared:
+        """As of ``Line``, and counted."""
+        compared = self.line.grew(tokens)
+        self.acceptance.add(compared.agreed, failed=compared.failed)
+        return compared
+
+    def idle(self, size: int) -> bool:
+        """Whether the drafter does nothing of use until it hears of the text's ``size`` tokens."""
+        line = self.line
+        if line.dead:
+            return self._ended_at is None
+        return max(line.end, size) + GROUP > line.told + line.depth
+
+    def verdict(self, size: int, depth: int, now: float) -> tuple[int, int, int]:
+        """As of ``Line``."""
+        self._free = self.line.told + self.line.depth
+        told = self.line.verdict(size, depth)
+        self._told_at = now
+        if self.line.dead and self._ended_at is None:
+            self._ended_at, self._ended = now, size
+        return told
+
+    def waits_s(self, size: int, most: int, now: float) -> list[float]:
+        """Until there is one draft behind the text's ``size`` tokens, two, and so on, as far as it is known."""
+        line, step_s = self.line, self.pace.step.seconds
+        waits = [0.0] * min(len(line.ahead), most)
+        stop = min(size + most, line.told + line.depth)
+        if line.dead:
+            if self._ended_at is None:
+                return waits
+            first, since = self._ended, self._ended_at + self.pace.restart_s - step_s
+        else:
+            first, since = line.end, self._heard_at
+        overdue = 0.0
+        for position in range(size + len(waits), stop):
+            due = since + (position - first + 1) * step_s
+            if position >= self._free:
+                due = max(due, self._told_at + 2 * self.pace.latency_s)
+            if due < now:  # it was expected by now: the longer ago, the longer it will take yet
+                overdue = max(overdue, now - due)
+            waits.append(max(due - now, 0.0) + overdue)
+        return waits

@@ -1,0 +1,298 @@
+"""Speculation in virtual time: the real cores, with drafters, a target and links that only take time.
+
+The text is a row of random tokens; a drafter that has the right tokens before it picks the right one so often as
+``alpha`` says, by dice of the position, and one that has a wrong token before it picks a wrong one. All times are in
+seconds. The same setting is the same run. Beside it: the formulas, for one drafter that is always as fast.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+from roles.speculation.drafting import Drafting
+from roles.speculation.events import (
+    Began,
+    Drafted,
+    DrafterLost,
+    DrafterReady,
+    Drop,
+    Finished,
+    Give,
+    PassDone,
+    Run,
+    RunDone,
+    Send,
+    Tell,
+    Tick,
+    Told,
+)
+from roles.speculation.received import packed
+from roles.speculation.stats import Stats
+from roles.speculation.verifying import Verifying
+from wire.codec import encode
+from wire.speculation_messages import Drafts, Verdict
+
+VOCAB = 150_000
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterSetting:
+    """A drafter.
+
+    Attributes:
+        alpha: how often its draft is right if those before are. draft_s: that a draft takes it.
+        round_trip_s: of the link to it; each way takes half. jitter_s: more, evenly spread, in order.
+        from_s, until_s: it joins and is lost then.
+        alphas: other values of ``alpha``, from a position of the text on each.
+    """
+
+    alpha: float
+    draft_s: float = 0.005
+    round_trip_s: float = 0.0
+    jitter_s: float = 0.0
+    from_s: float = 0.0
+    until_s: float = float("inf")
+    alphas: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A generation.
+
+    Attributes:
+        pass_s: that a pass with so many drafts takes the target.
+    """
+
+    drafters: tuple[DrafterSetting, ...]
+    pass_s: Callable[[int], float]
+    tokens: int
+    prompt: int = 500
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of it.
+
+    Attributes:
+        seconds: from the prompt's end, which gave the first token, to the last token.
+        alone_s: in which the target would have been there by itself.
+        gaps: between two passes' ends, longest first. passes: (begin, drafts, accepted).
+    """
+
+    tokens: int
+    seconds: float
+    alone_s: float
+    payload_bytes: int
+    stats: Stats
+    gaps: list[float] = field(default_factory=list)
+    passes: list[tuple[float, int, int]] = field(default_factory=list)
+
+    @property
+    def token_s(self) -> float:
+        """Time of a token."""
+        return self.seconds / (self.tokens - 1)
+
+    @property
+    def token_bytes(self) -> float:
+        """Bodies of drafts and verdicts for a token."""
+        return self.payload_bytes / self.tokens
+
+
+def constant(pass_s: float) -> Callable[[int], float]:
+    """A pass that takes as long whatever it has: as on an accelerator, which waits for its memory."""
+    return lambda drafts: pass_s
+
+
+def growing(pass_s: float, share: float) -> Callable[[int], float]:
+    """A pass that takes ``share`` longer for each draft: as on processors."""
+    return lambda drafts: pass_s * (1 + share * drafts)
+
+
+class _Drafter:
+    """A drafter, its model and its link."""
+
+    def __init__(self, number: int, setting: DrafterSetting, run: Simulation) -> None:
+        self.number = number
+        self.setting = setting
+        self._run = run
+        self._dice = random.Random(f"{run.setting.seed} {number}")  # noqa: S311 (dice)
+        self._lots = [self._dice.random() for _ in run.truth]
+        self._core: Drafting | None = None
+        self._known = 0
+        self._right = 0  # tokens that the model's history begins with and that are those of the text
+        self._arrivals = {True: 0.0, False: 0.0}
+        self._ready = False
+        self.lost = False
+
+    def open(self) -> None:
+        core = self._run.core
+        ids, depth = core.history, core.opening_depth
+        self._known = len(ids)
+
+        def begin() -> None:
+            self._core = Drafting(ids, prompt=self._run.setting.prompt, positions=len(self._run.truth), depth=depth)
+            self._handle(Began())
+
+        self._send(True, begin)
+
+    def tell(self, tell: Tell) -> None:
+        self._run.payload_bytes += len(encode(Verdict(tell.right, packed(tell.tokens), tell.depth)))
+        self._send(True, lambda: self._handle(Told(tell.number, tell.start, tell.tokens, tell.depth)))
+
+    def _send(self, there: bool, act: Callable[[], None]) -> None:
+        delay = self.setting.round_trip_s / 2 + self._dice.random() * self.setting.jitter_s
+        self._arrivals[there] = max(self._arrivals[there], self._run.now + delay)
+        self._run.at(self._arrivals[there], lambda: None if self.lost else act())
+
+    def _handle(self, event: Any) -> None:
+        assert self._core is not None
+        instructions = self._core.handle(event, self._run.now)
+        self._core.validate()
+        if self._core.ready and not self._ready:
+            self._ready = True
+            ready = DrafterReady(self.number, self._known, self.setting.round_trip_s / 2, self.setting.draft_s)
+            self._send(False, lambda: self._run.handle(ready))
+        for item in instructions:
+            match item:
+                case Run():
+                    self._run.after(self.setting.draft_s, partial(self._ran, item))
+                case Send(epoch, position, tokens):
+                    self._run.payload_bytes += len(encode(Drafts(position, packed(tokens))))
+                    self._send(False, partial(self._run.handle, Drafted(self.number, epoch, position, tokens)))
+
+    def _ran(self, run: Run) -> None:
+        if self.lost:
+            return
+        truth = self._run.truth
+        end = run.keep + len(run.ids)
+        right = min(self._right, run.keep)
+        while right < end and run.keep <= right and run.ids[right - run.keep] == truth[right]:
+            right += 1
+        self._right = right
+        self._handle(RunDone((self._pick(end),) if run.picks and end < len(truth) else ()))
+
+    def _pick(self, end: int) -> int:
+        truth = self._run.truth
+        alpha = self.setting.alpha
+        for place, other in self.setting.alphas:
+            alpha = other if end - self._run.setting.prompt >= place else alpha
+        right = self._lots[end] < alpha and self._right == end
+        return truth[end] if right else (truth[end] + 1) % VOCAB
+
+
+class Simulation:
+    """One generation."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        dice = random.Random(setting.seed)  # noqa: S311 (dice)
+        self.truth = [dice.randrange(VOCAB) for _ in range(setting.prompt + setting.tokens)]
+        self.core = Verifying(self.truth[: setting.prompt], max_new_tokens=setting.tokens, vocab_size=VOCAB)
+        self.now = 0.0
+        self.payload_bytes = 0
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        self._drafters = [_Drafter(number, item, self) for number, item in enumerate(setting.drafters, 1)]
+        self._ends: list[float] = []
+        self._passes: list[tuple[float, int, int]] = []
+
+    def at(self, when: float, act: Callable[[], None]) -> None:
+        """Do something then."""
+        self._count += 1
+        heapq.heappush(self._heap, (when, self._count, act))
+
+    def after(self, seconds: float, act: Callable[[], None]) -> None:
+        """Do something after so long."""
+        self.at(self.now + seconds, act)
+
+    def handle(self, event: Any) -> None:
+        """Into the verifier's core."""
+        for item in self.core.handle(event, self.now):
+            match item:
+                case Run():
+                    drafts = 0 if item.prefill else len(item.ids) - 1
+                    seconds = self.setting.pass_s(drafts)
+                    self.after(seconds, partial(self._ran, item, seconds))
+                case Tell(drafter):
+                    self._drafters[drafter - 1].tell(item)
+                case Drop() | Finished():
+                    assert isinstance(item, Finished), item
+                case Give():
+                    self._ends.append(self.now)
+        self.core.validate()
+
+    def _ran(self, run: Run, seconds: float) -> None:
+        end = run.keep + len(run.ids)
+        truth = self.truth
+        picks = tuple(truth[at] if at < len(truth) else 0 for at in range(end - run.picks + 1, end + 1))
+        before = len(self.core.tokens)
+        self.handle(PassDone(picks, seconds))
+        if not run.prefill:
+            self._passes.append((self.now - seconds, run.picks - 1, len(self.core.tokens) - before - 1))
+
+    def _lose(self, drafter: _Drafter) -> None:
+        drafter.lost = True
+        self.handle(DrafterLost(drafter.number))
+
+    def run(self) -> Outcome:
+        """To its end."""
+        for drafter in self._drafters:
+            self.at(drafter.setting.from_s, drafter.open)
+            if drafter.setting.until_s < float("inf"):
+                self.at(drafter.setting.until_s, partial(self._lose, drafter))
+        self.at(0.0, lambda: self.handle(Began()))
+        while not self.core.ended:
+            due = self.core.next_deadline()
+            if due is not None and (not self._heap or due <= self._heap[0][0]):
+                self.now = max(self.now, due)
+                self.handle(Tick())
+                continue
+            self.now, _, act = heapq.heappop(self._heap)
+            act()
+        text = self.truth[self.setting.prompt :]
+        assert list(self.core.tokens) == text, "not the text of plain decoding"
+        ends = self._ends
+        gaps = sorted((after - before for before, after in pairwise(ends)), reverse=True)
+        seconds = ends[-1] - ends[0]
+        alone_s = (len(text) - 1) * self.setting.pass_s(0)
+        return Outcome(len(text), seconds, alone_s, self.payload_bytes, self.core.stats, gaps, self._passes)
+
+
+def simulate(setting: Setting) -> Outcome:
+    """Run a generation in virtual time."""
+    return Simulation(setting).run()
+
+
+# ------------------------------------------------------------------------------------------------------------ formulas
+
+
+def expected_tokens(alpha: float, drafts: int) -> float:
+    """Of a pass with so many drafts (Leviathan et al. 2211.17192, equation 1)."""
+    if alpha >= 1:
+        return drafts + 1.0
+    return float((1 - alpha ** (drafts + 1)) / (1 - alpha))
+
+
+def synchronous_s(alpha: float, draft_s: float, pass_s: Callable[[int], float], round_trip_s: float) -> float:
+    """Time of a token where each side waits for the other, with the best number of drafts."""
+    return min(
+        (drafts * draft_s + (round_trip_s if drafts else 0) + pass_s(drafts)) / expected_tokens(alpha, drafts)
+        for drafts in range(1, 65)
+    )
+
+
+def never_idle_s(alpha: float, draft_s: float, pass_s: float, round_trip_s: float, share: float = 0.4) -> float:
+    """Time of a token where the drafter drafts ahead; ``share`` of a pass is lost, on average, when it was wrong."""
+    return min(pass_s, alpha * draft_s + (1 - alpha) * (round_trip_s + (1 + share) * pass_s))
+
+
+def mean_token_s(outcomes: Sequence[Outcome]) -> float:
+    """Over several runs."""
+    return sum(item.seconds for item in outcomes) / sum(item.tokens - 1 for item in outcomes)
