@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +17,7 @@ from p2ptrain.cli.split_options import (
     DtypeOption,
     PositionsOption,
     SplitOption,
+    SplitWish,
     StatsOption,
     WireOption,
     WithBareSplit,
@@ -25,11 +27,14 @@ from p2ptrain.cli.text_options import (
     CheckpointOption,
     DeviceOption,
     JobOption,
+    NoSpeculationOption,
     RandomSeedOption,
     StopOption,
     TemperatureOption,
     TopKOption,
     TopPOption,
+    VerifierOption,
+    by_verifier,
     check_one,
     one_checkpoint,
     say_unused,
@@ -37,6 +42,10 @@ from p2ptrain.cli.text_options import (
 )
 from p2ptrain.core.errors import EXIT_INTERRUPTED
 from p2ptrain.core.serving import SamplingWish
+
+if TYPE_CHECKING:
+    from p2ptrain.cli.sources import TokenSource
+    from p2ptrain.cli.speakers import Speaker
 
 app = new_typer()
 
@@ -59,6 +68,8 @@ def chat(
     random_seed: RandomSeedOption = 0,
     device: DeviceOption = "auto",
     seed: SeedOption = DEFAULT_SEED,
+    verifier: VerifierOption = "",
+    no_speculation: NoSpeculationOption = False,
     split: SplitOption = None,
     dtype: DtypeOption = "",
     wire: WireOption = "",
@@ -67,7 +78,10 @@ def chat(
     stats: StatsOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Talk with a checkpoint.
+    """Talk with a checkpoint, or with a verifier of the cluster.
+
+    Without --checkpoint and --job a verifier answers (p2ptrain join --role verifier). When it is lost, what it had
+    said stays on the screen, and the next question waits for it.
 
     Where none of --temperature, --top-k and --top-p is given, the model's generation_config.json decides, as in
     transformers: the likeliest token each time, unless it says do_sample. What is given goes before what it says.
@@ -83,6 +97,7 @@ def chat(
 
     \b
     Examples:
+      p2ptrain chat
       p2ptrain chat --checkpoint ./SmolLM2-135M-Instruct
       p2ptrain chat --job tiny --temperature 0 --system "You are brief."
       echo "What is a ring?" | p2ptrain chat -c ./SmolLM2-135M-Instruct
@@ -90,43 +105,30 @@ def chat(
       p2ptrain chat --split 3 --job tiny --dry-run
     """
     stops = stop_strings(stop)
-    wish = split_wish(split, dtype, wire, positions, dry_run=dry_run, stats=stats)
     sampling = SamplingWish(temperature, top_k, top_p, random_seed)
-    check_one("chat", checkpoint, job)
 
-    from p2ptrain.cli.sources import Leaving, LocalSource, TokenSource
+    from p2ptrain.cli.sources import Leaving
     from p2ptrain.cli.talk import Talk
-    from p2ptrain.compute.conversation import ChatFormat
 
-    source: TokenSource
-    if wish is None:
-        source = LocalSource(one_checkpoint("chat", checkpoint, job, seed), device=device)
+    speaker: Speaker
+    if by_verifier(checkpoint, job, split, verifier=verifier, no_speculation=no_speculation):
+        split_wish(split, dtype, wire, positions, dry_run=dry_run)  # refuses what is only of split models
+        speaker = _verifier(seed, verifier, max_new_tokens, sampling, stops, not no_speculation, quiet=as_json)
     else:
-        from p2ptrain.cli.split import Wanted
-        from p2ptrain.cli.split_chat import ChainSource
-        from p2ptrain.cli.split_chat import dry_run as show_plan
+        wish = split_wish(split, dtype, wire, positions, dry_run=dry_run, stats=stats)
+        check_one("chat", checkpoint, job)
+        if wish is not None and dry_run:
+            from p2ptrain.cli.split import Wanted
+            from p2ptrain.cli.split_chat import dry_run as show_plan
 
-        wanted = Wanted(wish, checkpoint, job, seed)
-        if dry_run:
-            show_plan(wanted, as_json=as_json)
+            show_plan(Wanted(wish, checkpoint, job, seed), as_json=as_json)
             return
-        source = ChainSource(wanted, quiet=as_json)
+        source = _source(wish, checkpoint, job, seed, device, quiet=as_json)
+        speaker = _of_source(source, max_new_tokens, sampling, stops)
     try:
-        form = ChatFormat(source.text)
-        talk = Talk(
-            source,
-            form,
-            system=system,
-            max_new_tokens=max_new_tokens,
-            sampling=source.text.sampling(sampling),
-            stop=stops,
-            quiet=as_json,
-        )
-        say_unused(source.text)
+        talk = Talk(speaker, system=system, quiet=as_json)
         if sys.stdin.isatty() and not as_json:
-            known = "" if source.context is None else f", {source.context} tokens of context"
-            turns = "no chat template: plain turns" if form.is_plain else "its own chat template"
-            typer.secho(f"({source.label}: {turns}{known}. /help lists commands)", dim=True, err=True)
+            typer.secho(f"({speaker.label}: {speaker.about}. /help lists commands)", dim=True, err=True)
         talk.run()
         if as_json:
             print_json(talk.document())
@@ -136,4 +138,49 @@ def chat(
         sys.stdout.flush()
         os._exit(EXIT_INTERRUPTED)  # a kernel may still run; the interpreter's own shutdown would wait for it
     finally:
+        speaker.close()
+
+
+def _source(
+    wish: SplitWish | None, checkpoint: Path | None, job: str, seed: str, device: str, *, quiet: bool
+) -> TokenSource:
+    """The model that is meant, loaded. Raises ``P2PTrainError``."""
+    if wish is None:
+        from p2ptrain.cli.sources import LocalSource
+
+        return LocalSource(one_checkpoint("chat", checkpoint, job, seed), device=device)
+    from p2ptrain.cli.split import Wanted
+    from p2ptrain.cli.split_chat import ChainSource
+
+    return ChainSource(Wanted(wish, checkpoint, job, seed), quiet=quiet)
+
+
+def _of_source(source: TokenSource, max_new_tokens: int, sampling: SamplingWish, stop: tuple[str, ...]) -> Speaker:
+    from p2ptrain.cli.speakers import ModelSpeaker
+    from p2ptrain.compute.conversation import ChatFormat
+
+    try:
+        say_unused(source.text)
+        settled = source.text.sampling(sampling)
+        return ModelSpeaker(source, ChatFormat(source.text), max_new_tokens=max_new_tokens, sampling=settled, stop=stop)
+    except BaseException:
         source.close()
+        raise
+
+
+def _verifier(
+    seed: str,
+    name: str,
+    max_new_tokens: int,
+    sampling: SamplingWish,
+    stop: tuple[str, ...],
+    speculate: bool,
+    *,
+    quiet: bool,
+) -> Speaker:
+    from p2ptrain.cli.verifier_chat import VerifierSpeaker, WantedVerifier
+    from roles.verifier.asking import Wish
+
+    wish = Wish(max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, speculate="auto" if speculate else "off")
+    at_terminal = sys.stdin.isatty() and not quiet
+    return VerifierSpeaker(WantedVerifier(seed, name, wish), at_terminal=at_terminal, quiet=quiet)

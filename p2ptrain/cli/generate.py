@@ -27,11 +27,14 @@ from p2ptrain.cli.text_options import (
     CheckpointOption,
     DeviceOption,
     JobOption,
+    NoSpeculationOption,
     RandomSeedOption,
     StopOption,
     TemperatureOption,
     TopKOption,
     TopPOption,
+    VerifierOption,
+    by_verifier,
     check_one,
     one_checkpoint,
     say_unused,
@@ -73,9 +76,20 @@ def generate(
     random_seed: RandomSeedOption = 0,
     device: DeviceOption = "auto",
     seed: SeedOption = DEFAULT_SEED,
+    verifier: VerifierOption = "",
+    no_speculation: NoSpeculationOption = False,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare", help="Of a verifier: write each text also without drafters, and say what they are good for."
+        ),
+    ] = False,
     split: SplitOption = None,
     sessions: Annotated[
-        int, typer.Option("--sessions", metavar="N", min=0, help="With --split: so many prompts at once; 0: up to 4.")
+        int,
+        typer.Option(
+            "--sessions", metavar="N", min=0, help="Of a verifier, or --split: so many prompts at once; 0: up to 4."
+        ),
     ] = 0,
     dtype: DtypeOption = "",
     wire: WireOption = "",
@@ -84,7 +98,10 @@ def generate(
     stats: StatsOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write text with a checkpoint, as it comes.
+    """Write text with a checkpoint, or with a verifier of the cluster, as it comes.
+
+    Without --checkpoint and --job a verifier writes (p2ptrain join --role verifier): the text is its model's own, and
+    comes the sooner the more often its drafters are right.
 
     Where none of --temperature, --top-k and --top-p is given, the model's generation_config.json decides, as in
     transformers: the likeliest token each time, unless it says do_sample. What is given goes before what it says.
@@ -95,6 +112,8 @@ def generate(
 
     \b
     Examples:
+      p2ptrain generate "Once upon a time" --stats
+      p2ptrain generate --prompts prompts.txt --compare --json --seed 192.168.1.20
       p2ptrain generate "def main(" --checkpoint ./step-00000400
       p2ptrain generate "import " --job tiny --temperature 0 --tokens 80
       p2ptrain generate "def f(x):" -c ./step-00000400 --stop "\\ndef " --stop "\\nclass "
@@ -106,8 +125,32 @@ def generate(
     """
     asked = _prompts(prompt, prompts)
     stops = stop_strings(stop)
-    wish = split_wish(split, dtype, wire, positions, dry_run=dry_run, stats=stats, sessions=sessions > 0)
     sampling = SamplingWish(temperature, top_k, top_p, random_seed)
+    if by_verifier(checkpoint, job, split, verifier=verifier, no_speculation=no_speculation, compare=compare):
+        split_wish(split, dtype, wire, positions, dry_run=dry_run)  # refuses what is only of split models
+        if compare and no_speculation:
+            raise UserError("--compare compares with drafters", remedy="leave out --no-speculation")
+
+        from p2ptrain.cli.verifier_generate import Order as TextOrder
+        from p2ptrain.cli.verifier_generate import generate_by_verifier
+
+        wanted = TextOrder(
+            seed=seed,
+            verifier=verifier,
+            prompts=asked,
+            is_one=bool(prompt),
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            stop=stops,
+            sessions=sessions or USUAL_SESSIONS,
+            speculate=not no_speculation,
+            compare=compare,
+            stats=stats,
+            as_json=as_json,
+        )
+        run(generate_by_verifier(wanted))
+        return
+    wish = split_wish(split, dtype, wire, positions, dry_run=dry_run, stats=stats, sessions=sessions > 0)
     if wish is not None:
         check_one("generate", checkpoint, job)
 

@@ -106,6 +106,14 @@ def join(
             help="Of a verifier: N workers of the seed compute its model; no number: as many as are fastest.",
         ),
     ] = None,
+    drafter: Annotated[
+        str,
+        typer.Option(
+            "--drafter",
+            metavar="ngram",
+            help="Of a verifier: it also drafts itself, what followed the same words before.",
+        ),
+    ] = "",
     http: Annotated[
         str, typer.Option("--http", metavar="HOST:PORT", help="Of a verifier: answer the OpenAI API there.")
     ] = "",
@@ -141,7 +149,7 @@ def join(
       p2ptrain join @ticket.txt --name laptop --device cpu --threads 4 --memory 4GiB
       p2ptrain join 192.168.1.20,192.168.1.21
       p2ptrain join 192.168.1.20 --role verifier --model models/large --http 127.0.0.1:8000
-      p2ptrain join 192.168.1.20 --role verifier --model models/large --split
+      p2ptrain join 192.168.1.20 --role verifier --model models/large --split --drafter ngram
       p2ptrain join 192.168.1.20 --role drafter --model models/small --threads 2
       p2ptrain join 192.168.1.20 --role drafter --model ngram
     """
@@ -178,9 +186,11 @@ def join(
         memory_bytes=joining.memory_bytes,
         sessions=sessions,
         split=split,
+        look_up=bool(drafter),
         http=_host_and_port("--http", http, "where programs on this machine, or others, shall reach it"),
         api_keys=api_keys,
     )
+    _check_drafter(drafter)
     wish = _checked(wish, model)
     _to_the_end(_work(joining) if role == "worker" else served(joining, wish))
 
@@ -224,6 +234,7 @@ def _checked(wish: ServeWish, model: str) -> ServeWish:
     of_both = {"--model": bool(model), "--sessions": bool(wish.sessions)}
     of_verifiers = {
         "--split": wish.split is not None,
+        "--drafter": wish.look_up,
         "--http": wish.http is not None,
         "--api-key-file": wish.api_keys is not None,
     }
@@ -245,6 +256,14 @@ def _checked(wish: ServeWish, model: str) -> ServeWish:
             raise UserError(f"--model {LOOK_UP} is for drafters", remedy="name the directory of a model")
         return wish
     return replace(wish, model=newest_in(Path(model)))
+
+
+def _check_drafter(name: str) -> None:
+    from p2ptrain.core.errors import UserError
+
+    if name not in ("", LOOK_UP):
+        remedy = f"use {LOOK_UP}; a model drafts from a process of its own: p2ptrain join --role drafter --model DIR"
+        raise UserError(f"--drafter {name} is none that a verifier has", remedy=remedy)
 
 
 def _check_device(kind: str) -> None:

@@ -74,6 +74,7 @@ class ServeWish:
         split: of a verifier: stages to split the model into, over workers of the cluster; 0: as many as are fastest,
             None: it is whole, in this process.
         http: of a verifier: where to listen for HTTP; None: nowhere. api_keys: file with the keys that it takes.
+        look_up: of a verifier: whether it also drafts by n-gram look-up itself.
     """
 
     role: str
@@ -85,6 +86,7 @@ class ServeWish:
     split: int | None = None
     http: tuple[str, int] | None = None
     api_keys: Path | None = None
+    look_up: bool = False
 
 
 class Running(Protocol):

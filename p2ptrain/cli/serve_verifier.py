@@ -1,17 +1,236 @@
-"""What a verifier does: see ``p2ptrain.cli.joining`` for when this is run."""
+"""What a verifier does: see ``p2ptrain.cli.joining`` for when this is run.
+
+It loads its model, whole or split over workers, and puts together what ``roles.verifier`` has: the service, its door,
+the links to drafters, and HTTP where that is wanted.
+"""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from p2ptrain.core.errors import UserError
+from p2ptrain.core.errors import ResourceError
+from p2ptrain.core.units import human_bytes
 
 if TYPE_CHECKING:
     from p2ptrain.cli.console import Console
     from p2ptrain.cli.joining import ServeWish
+    from p2ptrain.compute.text import ModelText
+    from roles.chain.around import Around
     from roles.member import ServingMember
+    from roles.verifier.service import VerifierService
+    from roles.verifier.target import Target
+
+USUAL_SESSIONS = 4
+LEAVE_S = 0.8
+"""A program of a member has a second to end (``cli.joining``)."""
+TYPICAL_POSITIONS = 4096
+"""Of a session, where a split model's caches are planned: those for a whole context may be larger than its weights."""
+_WEIGHTS = "*.safetensors"
 
 
 async def serve(member: ServingMember, wish: ServeWish, console: Console) -> None:
     """Serve until cancelled. Raises ``P2PTrainError``."""
-    raise UserError("this release has no verifier yet", remedy="wait for the next one")
+    import asyncio
+
+    from p2ptrain.compute.text import ModelText
+    from roles.chain.around import Around
+    from roles.verifier.door import Door
+    from roles.verifier.drafter_link import Tokens
+    from roles.verifier.drafters import Drafters
+    from roles.verifier.service import ServiceOptions, VerifierService
+
+    directory = wish.model
+    assert directory is not None, "only a drafter has no model"
+    text = ModelText(directory)  # refused before anything is loaded
+    name = model_name(directory)
+    around = Around(
+        world=member.world,
+        peer_id=member.peer_id,
+        name=member.name,
+        seed_host=member.seed_host,
+        state=member.identity.directory,
+        notify=member.notify,
+        role="verifier",
+    )
+    sessions = wish.sessions or USUAL_SESSIONS
+    async with AsyncExitStack() as stack:
+        opened = _whole(member, wish, directory, sessions, console)
+        if wish.split is not None:
+            opened = _split(member, around, wish, directory, text, sessions, console)
+        target = await stack.enter_async_context(opened)
+        digest = text.tokenizer.digest
+        drafters = Drafters(around, Tokens(target.vocab_size, digest), look_up=wish.look_up)
+        stack.push_async_callback(drafters.close)
+        service = VerifierService(
+            member.world,
+            target,
+            text,
+            model=name,
+            created=int((directory / "config.json").stat().st_mtime),
+            drafters=drafters,
+            options=ServiceOptions(sessions=sessions, positions=0 if wish.split is None else TYPICAL_POSITIONS),
+        )
+        stack.push_async_callback(_ended, service)
+        http = await _http(stack, member, wish, service)
+        member.on_drafters(drafters.here)
+        member.answer("generate", Door(service).serve)
+        _tell(member, service, target, digest, http)
+        known = "" if service.context is None else f", {service.context} tokens of context"
+        member.notify("info", "serving", f"{name} writes text{known}" + (f"; HTTP at {http}" if http else ""))
+        await asyncio.Event().wait()  # until the member leaves
+
+
+def model_name(directory: Path) -> str:
+    """What people call the model in a directory: its name; of a job's checkpoint the job's and the step's."""
+    resolved = directory.resolve()
+    if resolved.name.startswith("step-") and resolved.parent.name == "checkpoints":
+        return f"{resolved.parent.parent.name}@{resolved.name.removeprefix('step-').lstrip('0') or '0'}"
+    return resolved.name
+
+
+@asynccontextmanager
+async def _whole(
+    member: ServingMember, wish: ServeWish, directory: Path, sessions: int, console: Console
+) -> AsyncIterator[Target]:
+    """The model in this process. Raises as ``load_whole_target``."""
+    from roles.compute_thread import ComputeThread
+    from roles.verifier.whole_target import load_whole_target
+
+    def show(done_bytes: int, total_bytes: int) -> None:
+        console.progress(f"loading  {human_bytes(done_bytes)} of {human_bytes(total_bytes)}")
+
+    compute = ComputeThread(member.world.threads)
+    await compute.run(_prepare, wish.threads)
+    target = await load_whole_target(
+        directory,
+        compute,
+        member.world.clock,
+        device=wish.device or "auto",
+        on_bytes=show,
+        max_sessions=2 * sessions + 1,  # those that write, and those that are kept for the next question
+        cache_bytes=_cache_bytes(wish.memory_bytes, directory),
+    )
+    console.clear()
+    try:
+        yield target
+    finally:
+        await _within(target.close())
+
+
+def _prepare(threads: int) -> None:
+    """On the compute thread: what loading it would otherwise be held up by."""
+    import p2ptrain.compute.served_part  # noqa: F401 - for its cost
+    from p2ptrain.compute.device import pick_device
+
+    pick_device("cpu", threads)
+
+
+def _cache_bytes(memory_bytes: int, directory: Path) -> int:
+    """What ``--memory`` leaves for caches beside the weights; 0: as much as is free. Raises ``ResourceError``."""
+    if not memory_bytes:
+        return 0
+    weights_bytes = sum(path.stat().st_size for path in directory.glob(_WEIGHTS))
+    if weights_bytes >= memory_bytes:
+        raise ResourceError(
+            f"the model in {directory} has {human_bytes(weights_bytes)}, and --memory says {human_bytes(memory_bytes)}",
+            remedy="give it more, or split the model over workers: --split",
+        )
+    return memory_bytes - weights_bytes
+
+
+@asynccontextmanager
+async def _split(
+    member: ServingMember,
+    around: Around,
+    wish: ServeWish,
+    directory: Path,
+    text: ModelText,
+    sessions: int,
+    console: Console,
+) -> AsyncIterator[Target]:
+    """The model on workers of the cluster. Raises as ``Crew`` and ``Chain``, ``UserError`` where nobody is there."""
+    from p2ptrain.cli.model_sizes import anatomy
+    from p2ptrain.cli.split import LoadingLine
+    from p2ptrain.core.activations import activation_bytes
+    from p2ptrain.core.errors import UserError
+    from roles.chain.client import Chain
+    from roles.chain.models import local_model, tensor_table
+    from roles.chain.plan import Crew, workers_of
+    from roles.verifier.chain_target import ChainTarget
+
+    async def ask(method: str, params: dict[str, object] | None = None) -> dict[str, object]:
+        return await member.ask(method, dict(params or {}))
+
+    workers = await workers_of(ask)
+    if not workers:
+        raise UserError(
+            "no worker is there to hold a part of the model",
+            remedy="start some: p2ptrain join; or have it whole in this process: leave --split out",
+        )
+    crew = await Crew.meet(around, workers)
+    try:
+        console.progress(f"reading the files of {directory}")  # hashed, the first time
+        model = await local_model(around, directory)
+        found = anatomy(model.config, await tensor_table(around, model), "")
+        positions = min(text.context or TYPICAL_POSITIONS, TYPICAL_POSITIONS)
+        plan = await crew.plan(
+            model,
+            found.sizes,
+            positions=sessions * positions,
+            dtype="",
+            activation_bytes=activation_bytes(found.dtype, 1, found.width),
+            stages=wish.split or None,
+        )
+        chain = await Chain.load(crew, model, plan, on_progress=LoadingLine(plan, console).show)
+        console.clear()
+        target = ChainTarget(chain, label=directory.name, context=text.context)
+        try:
+            yield target
+        finally:
+            await _within(target.close())
+    finally:
+        console.clear()
+        await _within(crew.close())
+
+
+async def _http(stack: AsyncExitStack, member: ServingMember, wish: ServeWish, service: VerifierService) -> str:
+    """The endpoint's address, where one is wanted. Raises ``UserError``."""
+    if wish.http is None:
+        return ""
+    from roles.verifier.http import read_key, serving_http
+
+    key = None
+    if wish.api_keys is not None:
+        key = read_key(wish.api_keys, lambda text: member.notify("warning", "api-key", text))
+    host, port = await stack.enter_async_context(serving_http(service, *wish.http, key, world=member.world))
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+
+
+def _tell(member: ServingMember, service: VerifierService, target: Target, digest: str, http: str) -> None:
+    from wire.speculation_messages import Serving
+
+    member.serves(
+        lambda: Serving(
+            model=service.model,
+            vocab_size=target.vocab_size,
+            context=service.context or 0,
+            tokenizer=digest,
+            http=http,
+            sessions=service.sessions,
+            stats=service.figures(),
+            drafters=service.drafters_in_use(),
+        )
+    )
+
+
+async def _ended(service: VerifierService) -> None:
+    await _within(service.close())
+
+
+async def _within(farewell: object) -> None:
+    from p2ptrain.cli.split import within
+
+    await within(LEAVE_S, farewell)

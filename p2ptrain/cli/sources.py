@@ -10,10 +10,12 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from p2ptrain.compute.text import ModelText
 from p2ptrain.core.serving import Sampling
+
+T = TypeVar("T")
 
 
 class Leaving(BaseException):
@@ -65,24 +67,25 @@ class TokenSource(Protocol):
 
 
 def pumped(
-    work: Callable[[Callable[[int], bool]], None],
+    work: Callable[[Callable[[T], bool]], None],
     *,
     most: int,
     on_cancel: Callable[[], object] = lambda: None,
     name: str = "tokens",
-) -> Generator[int, None, None]:
+) -> Generator[T, None, None]:
     """What ``work`` hands over on a thread of its own, as an iterator for this one.
 
     Args:
-        work: hands each token to what it is given, and ends soon after that says no more (``False``).
-        most: tokens that it may make; the bound of what waits here.
+        work: hands each token, or piece of text, to what it is given, and ends soon after that says no more
+            (``False``).
+        most: that it may hand over; the bound of what waits here.
         on_cancel: called when no more are wanted, for a ``work`` that would hear of it with its next token only.
     """
-    arrived: queue.Queue[int | BaseException | None] = queue.Queue(most + 1)
+    arrived: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(most + 1)
     cancelled = threading.Event()
 
-    def hand_over(token: int) -> bool:
-        arrived.put(token)
+    def hand_over(item: T) -> bool:
+        arrived.put((item,))
         return not cancelled.is_set()
 
     def run() -> None:
@@ -99,7 +102,7 @@ def pumped(
         while (item := arrived.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
-            yield item
+            yield item[0]
     finally:
         cancelled.set()
         on_cancel()

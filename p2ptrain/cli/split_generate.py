@@ -10,6 +10,7 @@ import typer
 
 from p2ptrain.cli.console import Console
 from p2ptrain.cli.generate import Shown, check_prompts
+from p2ptrain.cli.in_order import InOrder
 from p2ptrain.cli.output import print_json
 from p2ptrain.cli.placement import placement_map
 from p2ptrain.cli.sources import Answer
@@ -18,7 +19,6 @@ from p2ptrain.cli.split_stats import Meter, print_split_facts, split_facts
 from p2ptrain.cli.stopping import stop_on_signals, unless_stopped
 from p2ptrain.cli.text_options import say_unused
 from p2ptrain.compute.text import ModelText
-from p2ptrain.core.errors import P2PTrainError, first_error
 from p2ptrain.core.serving import SamplingWish
 from roles.chain.client import Chain
 
@@ -104,7 +104,7 @@ async def _write(plan: Planned, chain: Chain, order: Order) -> None:
 
 
 class Writing:
-    """Texts under way. They are shown in the order of their prompts: the first that is not whole as it comes."""
+    """Texts under way."""
 
     def __init__(self, plan: Planned, chain: Chain, order: Order) -> None:
         self.meter = Meter()
@@ -112,27 +112,11 @@ class Writing:
         self.shown = Shown(quiet=order.as_json)
         self._plan, self._chain, self._order = plan, chain, order
         self._sampling = plan.text.sampling(order.sampling)
-        self._texts: dict[int, Answer] = {}
-        self._behind: dict[int, str] = {}  # of texts that are not shown yet
-        self._showing = 0
-        self._next = 0
+        self._texts = InOrder(order.prompts, self.shown, self._one, at_once=order.sessions)
 
     async def run(self) -> list[Answer]:
         """All texts, in order. Raises what the first one that failed raised."""
-        self.shown.begin(self._order.prompts[0])
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for number in range(min(self._order.sessions, len(self._order.prompts))):
-                    tasks.create_task(self._worker(), name=f"session {number}")
-        except* P2PTrainError as group:
-            raise first_error(group) from None
-        return [self._texts[index] for index in range(len(self._order.prompts))]
-
-    async def _worker(self) -> None:
-        while (index := self._next) < len(self._order.prompts):
-            self._next += 1
-            self._texts[index] = await self._one(index, self._order.prompts[index])
-            self._advance()
+        return await self._texts.run()
 
     async def _one(self, index: int, prompt: str) -> Answer:
         order, text = self._order, self._plan.text
@@ -152,26 +136,10 @@ class Writing:
             async for token in session:
                 first_s = first_s or time.perf_counter() - began
                 self.meter.add(token)
-                self._piece(index, writer.take(token.id))
+                self._texts.piece(index, writer.take(token.id))
                 if writer.ended:
                     session.cancel()
                     break
-            self._piece(index, writer.finish())
+            self._texts.piece(index, writer.finish())
             self.mendings += session.mendings
         return Answer(prompt, writer.text, writer.tokens, time.perf_counter() - began, first_s, writer.ended)
-
-    def _piece(self, index: int, piece: str) -> None:
-        if index == self._showing:
-            self.shown.piece(piece)
-        else:
-            self._behind[index] = self._behind.get(index, "") + piece
-
-    def _advance(self) -> None:
-        """Show what waited for the texts before it."""
-        while self._showing in self._texts:
-            self.shown.end()
-            self._showing += 1
-            if self._showing < len(self._order.prompts):
-                self.shown.begin(self._order.prompts[self._showing])
-                if piece := self._behind.pop(self._showing, ""):
-                    self.shown.piece(piece)

@@ -42,7 +42,11 @@ DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Only show who would hold what, and how fast that would be.")
 ]
 StatsOption = Annotated[
-    bool, typer.Option("--stats", help="Show what each stage read, holds and computes, and where a token's time goes.")
+    bool,
+    typer.Option(
+        "--stats",
+        help="Show where a token's time goes: of a verifier, or what each stage of a split model holds and computes.",
+    ),
 ]
 
 

@@ -14,15 +14,15 @@ from typing import Any
 import typer
 
 from p2ptrain.cli.output import printable
-from p2ptrain.cli.sources import Answer, TokenSource
+from p2ptrain.cli.sources import Answer
+from p2ptrain.cli.speakers import Speaker
 from p2ptrain.cli.text_options import write
-from p2ptrain.compute.conversation import ChatFormat, Conversation, written
+from p2ptrain.compute.conversation import Conversation, written
 from p2ptrain.core.errors import P2PTrainError, StorageError, UserError
-from p2ptrain.core.serving import Sampling
 
 HELP = """\
   /reset       begin a new conversation
-  /stats       where a token's time goes, of a model that is split
+  /stats       where a token's time goes, of a model that is split, or a verifier's
   /save FILE   write the conversation to a file: JSON where its name ends so, else text
   /help        this list
   /quit        leave, as Ctrl+D does
@@ -34,27 +34,13 @@ class Talk:
     """One conversation with one model.
 
     Args:
-        stop: ends an answer, beside what the chat's form says.
         quiet: answers are not shown; ``answers`` has them.
     """
 
-    def __init__(
-        self,
-        source: TokenSource,
-        form: ChatFormat,
-        *,
-        system: str,
-        max_new_tokens: int,
-        sampling: Sampling,
-        stop: tuple[str, ...],
-        quiet: bool,
-    ) -> None:
+    def __init__(self, speaker: Speaker, *, system: str, quiet: bool) -> None:
         self.conversation = Conversation(system)
         self.answers: list[Answer] = []
-        self._source, self._form = source, form
-        self._max_new_tokens, self._sampling = max_new_tokens, sampling
-        self._stop = (*form.stop, *stop)
-        self._end_tokens = source.text.end_tokens | form.end_tokens
+        self._speaker = speaker
         self._quiet = quiet
         self._at_terminal = sys.stdin.isatty()
         self._saved: set[Path] = set()
@@ -82,7 +68,7 @@ class Talk:
     def document(self) -> dict[str, Any]:
         """All of it, for programs."""
         turns = [{"role": turn.role, "content": turn.text} for turn in self.conversation.turns]
-        return {**self._source.facts(), "turns": turns, "answers": [asdict(answer) for answer in self.answers]}
+        return {**self._speaker.facts(), "turns": turns, "answers": [asdict(answer) for answer in self.answers]}
 
     # ------------------------------------------------------------------------------------------------ what is read
 
@@ -125,10 +111,7 @@ class Talk:
     def _ask(self, question: str) -> None:
         self.conversation.ask(question)
         try:
-            ids, most, dropped = self.conversation.fit(self._form, self._source.context, self._max_new_tokens)
-            if dropped:
-                self._say_dropped(dropped)
-            answer = self._answered(question, ids, most)
+            answer, full = self._answered(question)
         except BaseException:
             self.conversation.take_back()
             raise
@@ -137,44 +120,45 @@ class Talk:
         else:
             self.conversation.take_back()  # a question without an answer would stand before the next one
         self.answers.append(answer)
-        self._tell(answer, most)
+        self._tell(answer, full=full)
 
-    def _answered(self, question: str, ids: list[int], most: int) -> Answer:
-        """Compute the answer and show it as it comes."""
-        writer = self._source.text.writer(ids, stop=self._stop, end_tokens=self._end_tokens)
-        began, first_s, cancelled = time.perf_counter(), 0.0, False
-        tokens = self._source.tokens(ids, max_new_tokens=most, sampling=self._sampling, end_tokens=writer.end_tokens)
+    def _answered(self, question: str) -> tuple[Answer, bool]:
+        """Compute the answer and show it as it comes. Returns it, and whether there was no room for a longer one."""
+        began, first_s, cancelled, said = time.perf_counter(), 0.0, False, 0
+        speaking = self._speaker.speak(self.conversation)
         shown = _Shown(live=self._at_terminal, quiet=self._quiet)
+        text = ""
         try:
-            with closing(tokens):
-                for token in tokens:
+            with closing(speaking.pieces()) as pieces:
+                for piece in pieces:
+                    if speaking.dropped > said:
+                        said = speaking.dropped
+                        shown.clear()
+                        self._say_dropped(said)
                     first_s = first_s or time.perf_counter() - began
-                    shown.piece(writer.take(token))
-                    if writer.ended:
-                        break
+                    text += piece
+                    shown.piece(piece)
         except KeyboardInterrupt:
             if not self._at_terminal:
                 raise
             cancelled = True
         finally:
-            rest = writer.finish()
-            shown.end("" if cancelled else rest)
+            shown.end()
         seconds = time.perf_counter() - began
-        ended = "cancelled" if cancelled else writer.ended
-        return Answer(question, writer.text.strip(), writer.tokens, seconds, first_s, ended)
+        ended = "cancelled" if cancelled else speaking.ended
+        return Answer(question, text.strip(), speaking.tokens, seconds, first_s, ended), speaking.full
 
     def _say_dropped(self, turns: int) -> None:
         oldest = "turn no longer fits" if turns == 1 else f"{turns} turns no longer fit"
-        context = f"the context of {self._source.context} tokens"
+        context = f"the context of {self._speaker.context} tokens"
         typer.secho(f"(the oldest {oldest} {context}: the model does not see them any more)", dim=True, err=True)
 
-    def _tell(self, answer: Answer, most: int) -> None:
+    def _tell(self, answer: Answer, *, full: bool) -> None:
         speed = answer.tokens / max(answer.seconds, 1e-9)
         said = f"{answer.tokens} tokens, {speed:.0f} tokens/s"
         if answer.ended == "cancelled":
             said += "; cancelled. Ctrl+C again leaves" if answer.text else "; cancelled, the question is forgotten"
         elif answer.ended == "length":
-            full = most < self._max_new_tokens
             said += "; cut off, the context is full" if full else "; cut off, --tokens N allows more"
         self._say(said)
 
@@ -207,11 +191,8 @@ class Talk:
         return True
 
     def show_stats(self) -> None:
-        from p2ptrain.cli.split_stats import print_split_facts
-
-        if (facts := self._source.facts().get("split")) is None:
-            raise UserError("the whole model is on this machine", remedy="/stats is for chat --split")
-        print_split_facts(facts)
+        """Raises ``UserError`` where there are none."""
+        self._speaker.show_stats()
 
     def _save(self, name: str) -> None:
         if not name:
@@ -249,17 +230,17 @@ class _Shown:
         text = text if self._began else text.lstrip()
         if self._quiet or not text:
             return
-        self._clear()
+        self.clear()
         self._began = True
         write(text)
 
-    def end(self, rest: str) -> None:
-        self.piece(rest)
-        self._clear()
+    def end(self) -> None:
+        self.clear()
         if not self._quiet:
             typer.echo()
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Take the sign of life away."""
         if self._waits:
             self._waits = False
             sys.stderr.write("\r" + " " * len(_THINKING) + "\r")

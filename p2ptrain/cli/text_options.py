@@ -50,6 +50,12 @@ StopOption = Annotated[
         help="End before this text; may be repeated. \\n is a new line, \\t a tab, \\\\ a backslash.",
     ),
 ]
+VerifierOption = Annotated[
+    str, typer.Option("--verifier", metavar="NAME", help="Have this verifier of the cluster write.")
+]
+NoSpeculationOption = Annotated[
+    bool, typer.Option("--no-speculation", help="Of a verifier: by itself, without drafters. The text is the same.")
+]
 DeviceOption = Annotated[str, typer.Option(metavar="KIND", help="auto, cpu, cuda, cuda:1, ... or mps.")]
 
 _JOINERS = "\u200c\u200d"  # letters and pictures of several parts are held together by these
@@ -89,6 +95,17 @@ def say_unused(text: ModelText) -> None:
     if unused := text.unused_settings():
         said = ", ".join(f"{key} = {value}" for key, value in unused.items())
         typer.echo(f"({text.directory.name}/generation_config.json also says {said}: not applied)", err=True)
+
+
+def by_verifier(checkpoint: Path | None, job: str, split: int | None, **others: object) -> bool:
+    """Whether a verifier of the cluster is to write: no model is named. ``others``: options that mean something with
+    a verifier only. Raises ``UserError``: both are named."""
+    if checkpoint is None and not job and split is None:
+        return True
+    if extra := next((name for name, value in others.items() if value), None):
+        option = f"--{extra.replace('_', '-')}"
+        raise UserError(f"{option} is for text of a verifier", remedy="leave out --checkpoint, --job and --split")
+    return False
 
 
 def one_checkpoint(command: str, checkpoint: Path | None, job: str, seed: str) -> Path:

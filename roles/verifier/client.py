@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from p2ptrain.core.activations import ID_BYTES, decode_ids
 from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, ProtocolError, Refused, UserError
@@ -42,7 +42,7 @@ MOST_CHARS = 1 << 28
 class VerifierAt:
     """A verifier and where it listens. ``context``: 0 where nobody says."""
 
-    peer_id: str
+    id: str
     name: str
     host: str
     port: int
@@ -65,7 +65,7 @@ def verifiers_untrusted(answer: dict[str, Any]) -> list[VerifierAt]:
 
 
 def _verifier_untrusted(item: dict[str, Any]) -> VerifierAt:
-    texts = {name: item.get(name) for name in ("peer_id", "name", "host", "model")}
+    texts = {name: item.get(name) for name in ("id", "name", "host", "model")}
     numbers = {name: item.get(name) for name in ("port", "context", "sessions")}
     drafters = item.get("drafters")
     if not all(isinstance(value, str) and len(value) <= 4096 for value in texts.values()):
@@ -73,17 +73,9 @@ def _verifier_untrusted(item: dict[str, Any]) -> VerifierAt:
     if not all(type(value) is int and 0 <= value < 1 << 53 for value in numbers.values()):
         raise ProtocolError("the seed tells of a verifier with a number that cannot be")
     found = VerifierAt(**texts, **numbers, drafters=len(drafters) if isinstance(drafters, list) else 0)  # type: ignore[arg-type]
-    if not is_id(found.peer_id) or not 0 < found.port < 65536:
+    if not is_id(found.id) or not 0 < found.port < 65536:
         raise ProtocolError("the seed tells of a verifier where nobody can be")
     return found
-
-
-class Asker(Protocol):
-    """Who asks: its network, which has its certificate, and what it calls itself."""
-
-    network: Network
-    peer_id: str
-    name: str
 
 
 class VerifierClient:
@@ -113,10 +105,10 @@ class VerifierClient:
             verifier.port,
             hello,
             timeout_s=DIAL_S,
-            expect_peer=verifier.peer_id,
+            expect_peer=verifier.id,
             expect_role=VERIFIER,
         )
-        if welcome.peer_id != verifier.peer_id:
+        if welcome.peer_id != verifier.id:
             connection.abort()
             raise Refused("wrong-identity", f"another peer answers where {verifier.name} should be")
         return cls(verifier, connection)
@@ -283,7 +275,8 @@ class Text:
                 self._began, self.ended, self._stats = True, ended, _plain(stats)
                 self._client.forget(self._stream)
             case wire.AskRefused():
-                self.fail(error_untrusted(message, self._client.verifier.name))
+                so_far = f" (after {self.count} tokens of the text)" if self._began else ""
+                self.fail(error_untrusted(message, self._client.verifier.name, so_far))
                 self._client.forget(self._stream)
         self._news.set()
 

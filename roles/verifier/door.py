@@ -50,6 +50,10 @@ class Door:
             await caller.close()
 
 
+class _Gone(Exception):
+    """The caller; ``listen`` finds that, too. A model may lose connections of its own, and that is told."""
+
+
 class _Caller:
     def __init__(self, service: TextService, connection: Connection) -> None:
         self._service, self._connection = service, connection
@@ -80,7 +84,7 @@ class _Caller:
                 wish = wish_untrusted(message, data)
                 if len(self._asked) >= MOST_ASKED:
                     error = Refused(BUSY, f"{MOST_ASKED} questions of yours are under way", remedy="wait for one")
-                    self._connection.send(refused(error), stream=stream)
+                    self._connection.send(refused(error), stream=stream)  # ``listen`` expects its loss
                     return
                 task = self._tasks.start(self._answer(stream, wish), f"question {stream}")
                 self._asked[stream] = task
@@ -107,44 +111,49 @@ class _Caller:
             except asyncio.CancelledError:
                 if stream not in self._unwanted:
                     raise
-                self._connection.send(wire.Written("cancelled", {}), stream=stream)
+                self._say(wire.Written("cancelled", {}), stream)
                 return
             self._writings[stream] = writing
             try:
                 await self._send_all(stream, writing)
             finally:
                 await writing.close()
-        except ConnectionLost:
-            return  # which ``listen`` finds, too
+        except _Gone:
+            return
         except P2PTrainError as error:
-            self._refuse(stream, error)
+            with suppress(_Gone):
+                self._say(refused(error), stream)
         finally:
             self._writings.pop(stream, None)
             self._unwanted.discard(stream)
 
     async def _send_all(self, stream: int, writing: Writing) -> None:
-        """Raises ``ConnectionLost``, and what the writing raises."""
-        self._connection.send(wire.Asked(writing.prompt_tokens, writing.left_out), stream=stream)
+        """Raises ``_Gone``, and what the writing raises."""
+        self._say(wire.Asked(writing.prompt_tokens, writing.left_out), stream)
         if stream in self._unwanted:
             await writing.close()
         async for piece in writing:
             for part in _frames(piece):
-                self._connection.send(part, stream=stream)
+                self._say(part, stream)
             if self._connection.unsent_bytes > UNSENT_BYTES:
                 await self._read()
-        self._connection.send(wire.Written(writing.ended, writing.stats()), stream=stream)
+        self._say(wire.Written(writing.ended, writing.stats()), stream)
+
+    def _say(self, message: Message, stream: int) -> None:
+        try:
+            self._connection.send(message, stream=stream)
+        except ConnectionLost as problem:
+            raise _Gone from problem
 
     async def _read(self) -> None:
-        """Wait until the caller has taken what was sent. Raises ``ConnectionLost``: it does not."""
+        """Wait until the caller has taken what was sent. Raises ``_Gone``: it does not."""
         try:
             await self._connection.flush(timeout_s=READ_S)
+        except ConnectionLost as problem:
+            raise _Gone from problem
         except DeadlineExceeded as problem:
             self._connection.abort(problem)
-            raise ConnectionLost(f"the client took nothing for {READ_S:g} s") from problem
-
-    def _refuse(self, stream: int, error: P2PTrainError) -> None:
-        with suppress(ConnectionLost):  # which ``listen`` finds, too
-            self._connection.send(refused(error), stream=stream)
+            raise _Gone from problem
 
 
 def _frames(piece: Piece) -> Iterator[wire.Piece]:

@@ -37,9 +37,9 @@ def refused(error: P2PTrainError) -> AskRefused:
     return AskRefused(code[:_CHARS], error.message[:_CHARS], error.remedy[:_CHARS])
 
 
-def error_untrusted(message: AskRefused, who: str) -> P2PTrainError:
-    """What a verifier said, as the error that a person is shown. Never raises."""
-    text, remedy = f"{who}: {_printable(message.reason)}", _printable(message.remedy)
+def error_untrusted(message: AskRefused, who: str, more: str = "") -> P2PTrainError:
+    """What a verifier said, as the error that a person is shown. Never raises. ``more``: what is known beside it."""
+    text, remedy = f"{who}: {_printable(message.reason)}{more}", _printable(message.remedy)
     kind = _CODES.get(message.code)
     if kind is None or kind is ProtocolError:
         return Refused(_printable(message.code), text, remedy=remedy)

@@ -24,6 +24,7 @@ from roles.verifier.places import BUSY, LONGEST_WAIT_S, Places
 from roles.verifier.session import TextSession
 from roles.verifier.stats import Rate, speculation_map, summed
 from roles.verifier.target import Target
+from wire.handshake import RefusalCode
 
 CONVERSATION_POSITIONS = 4096
 """Of a conversation's session, at least, where the model knows as many: the next question fits, too."""
@@ -120,7 +121,7 @@ class VerifierService:
         await self._places.enter()
         try:
             if self._closed:
-                raise Refused(BUSY, "the verifier is leaving", remedy="use another one")
+                raise Refused(RefusalCode.SHUTTING_DOWN, "the verifier is leaving", remedy="ask another one")
             opened, cached = await self._opened(prepared)
             try:
                 return self._begun(prepared, opened, cached, wish.speculate == "auto")
@@ -163,7 +164,8 @@ class VerifierService:
         """End all texts. The target stays. Never raises."""
         self._closed = True
         if self._running:
-            await asyncio.gather(*(session.close() for session in list(self._running)))
+            leaving = Refused(RefusalCode.SHUTTING_DOWN, "the verifier is leaving", remedy="ask another one")
+            await asyncio.gather(*(session.end(leaving) for session in list(self._running)))
         await self.kept.close()
         self._thread.close()
 

@@ -110,6 +110,12 @@ class TextSession:
         facts = self._drafting.facts() if self._drafting is not None else []
         return {each.peer_id for each in facts if each.peer_id}
 
+    async def end(self, error: P2PTrainError) -> None:
+        """``close``, where whoever reads it did not want that: it is told so. Never raises."""
+        if not self._over:
+            self._error = error
+        await self.close()
+
     async def close(self) -> None:
         task = self._task
         if task is None or task.done():
@@ -144,6 +150,7 @@ class TextSession:
         match instruction:
             case ev.Run():
                 self._run = instruction
+                self._stats.asked(self._now(), self._nearest_s())
                 self._asked.set()
             case ev.Tell():
                 self._drafting.tell(instruction)
@@ -176,6 +183,11 @@ class TextSession:
         self._news.set()
         self._asked.set()
 
+    def _nearest_s(self) -> float:
+        """One way to the nearest drafter that there is, or was."""
+        assert self._drafting is not None
+        return min((each.latency_s for each in self._drafting.facts()), default=0.0)
+
     def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -198,6 +210,7 @@ class TextSession:
                 passed = await self._target.run(
                     keep=run.keep, ids=run.ids, picks=run.picks, draw=run.draw, prefill=run.prefill
                 )
+                self._stats.passed(self._now(), passed.took_s, prefill=run.prefill)
                 self.event(ev.PassDone(passed.tokens, passed.took_s))
             clean = self._error is None
         except P2PTrainError as error:

@@ -28,6 +28,25 @@ class WritingStats:
         self._ended_at: float | None = None
         self._prompt_tokens, self._cached_tokens = prompt_tokens, cached_tokens
         self._tokens = 0
+        self._asked_at, self._passed_at = 0.0, 0.0
+        self._spent = {"verify_ms": 0.0, "draft_ms": 0.0, "wire_ms": 0.0, "wait_ms": 0.0}  # seconds
+
+    def asked(self, now: float, nearest_s: float) -> None:
+        """The core wants a pass. What went by since the last one it waited for drafts: for their way, and then for
+        their making. ``nearest_s``: one way to the nearest drafter."""
+        self._asked_at = now
+        if self._tokens and self._passed_at:
+            waited_s = now - self._passed_at
+            wire_s = min(waited_s, 2 * nearest_s)
+            self._spent["wire_ms"] += wire_s
+            self._spent["draft_ms"] += waited_s - wire_s
+
+    def passed(self, now: float, took_s: float, *, prefill: bool) -> None:
+        """The pass is done. What it took longer than the model was others' turn, or that of whoever reads."""
+        self._passed_at = now
+        if not prefill:
+            self._spent["verify_ms"] += took_s
+            self._spent["wait_ms"] += max(0.0, now - self._asked_at - took_s)
 
     def given(self, count: int, now: float) -> None:
         """So many tokens came."""
@@ -41,7 +60,9 @@ class WritingStats:
         self._ended_at = now if self._ended_at is None else self._ended_at
 
     def as_map(self, now: float, drafters: Sequence[DrafterFacts]) -> dict[str, Any]:
-        """All of it. Milliseconds are of a token behind the first, which is the prompt's; None where there is none."""
+        """All of it. Milliseconds are of a token behind the first, which is the prompt's; None where there is none:
+        ``verify_ms`` computing, ``draft_ms`` and ``wire_ms`` waiting for drafts and their way, ``wait_ms`` for the
+        model's turn, or the reader."""
         core, after = self._core, self._tokens - 1
         writing_s = self._last_at - self._first_at
         bytes_in, bytes_out = sum(each.bytes_in for each in drafters), sum(each.bytes_out for each in drafters)
@@ -49,7 +70,6 @@ class WritingStats:
         def each_ms(seconds: float) -> float | None:
             return 1e3 * seconds / after if after > 0 else None
 
-        spent = {"draft_ms": core.draft_s, "verify_ms": core.verify_s, "wait_ms": core.wait_s}
         return {
             "prompt_tokens": self._prompt_tokens,
             "cached_tokens": self._cached_tokens,
@@ -58,8 +78,8 @@ class WritingStats:
             "first_s": self._first_at - self._began_at if self._tokens else None,
             "tokens_per_s": after / writing_s if after > 0 and writing_s > 0 else None,
             "token_ms": each_ms(writing_s),
-            **{name: each_ms(seconds) for name, seconds in spent.items()},
-            "rest_ms": each_ms(max(0.0, writing_s - sum(spent.values()))),
+            **{name: each_ms(seconds) for name, seconds in self._spent.items()},
+            "rest_ms": each_ms(max(0.0, writing_s - sum(self._spent.values()))),
             **speculation_map(core),
             "bytes_in": bytes_in,
             "bytes_out": bytes_out,

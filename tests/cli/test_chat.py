@@ -240,7 +240,7 @@ def test_json_is_one_document(chat: Callable[..., Any]) -> None:
     assert outcome.json["answers"][0].keys() == {"prompt", "text", "tokens", "seconds", "first_s", "ended"}
 
 
-@pytest.mark.parametrize("arguments", [[], ["-c", "here", "--job", "tiny"]])
+@pytest.mark.parametrize("arguments", [["--split"], ["-c", "here", "--job", "tiny"]])
 def test_no_checkpoint(command: Command, arguments: list[str]) -> None:
     assert command("chat", *arguments).err.startswith("error: chat needs one checkpoint\n")
 

@@ -225,7 +225,7 @@ def test_the_newest_checkpoint_below_a_directory(command: Command, calls: list[d
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "generate needs one checkpoint"),
+        (["--split"], "generate needs one checkpoint"),
         (["-c", "here", "--job", "tiny"], "generate needs one checkpoint"),
         (["-c", "no-such-directory"], "no-such-directory is not a directory"),
     ],

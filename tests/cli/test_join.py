@@ -58,10 +58,11 @@ def test_a_verifier_and_its_options(
         "join", "10.0.0.7", "--role", "verifier", "--model", model, "--split", "--http", "127.0.0.1:8000",
         "--api-key-file", keys, "--sessions", "3", "--device", "cpu", "--threads", "2", "--memory", "1G",
         "--name", "big", "--advertise", "10.0.0.8:99", "--link", "20ms", "--slot", "4",
+        "--drafter", "ngram",
     )  # fmt: skip
     assert (outcome.code, outcome.err) == (0, "")
     ((of, wish),) = begun
-    assert wish == ServeWish("verifier", model, "cpu", 2, 1 << 30, 3, 0, ("127.0.0.1", 8000), keys)
+    assert wish == ServeWish("verifier", model, "cpu", 2, 1 << 30, 3, 0, ("127.0.0.1", 8000), keys, True)
     assert (of.targets, of.name, of.advertise, of.link, of.slot) == (
         [("10.0.0.7", 7337)],
         "big",

@@ -69,7 +69,7 @@ QUESTIONS = Target(
 # ------------------------------------------------------------------------------------------- who a seed says is there
 
 _THERE = {
-    "peer_id": "v1",
+    "id": "v1",
     "name": "big one",
     "role": "verifier",
     "host": "there",

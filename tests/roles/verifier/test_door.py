@@ -27,6 +27,7 @@ from roles.verifier.client import Text, VerifierAt, VerifierClient, question, ve
 from roles.verifier.door import MOST_ASKED, MOST_BYTES, Door
 from roles.verifier.refusals import error_untrusted, refused
 from roles.verifier.service import VerifierService
+from roles.verifier.testing import ScriptedDrafters, ScriptedTarget, failing_at, reference, service, text_of
 from roles.worker.stage_links import Line
 from wire import generate_messages as wire
 from wire.connection import Connection
@@ -34,8 +35,6 @@ from wire.handshake import dial, local_hello, local_welcome, serve
 from wire.memory import MemoryNetwork
 from wire.messages import Hello, Message, Request, Welcome
 from wire.virtual import run_virtual
-
-from .scene import ScriptedDrafters, ScriptedTarget, failing_at, reference, service, text_of
 
 PROMPT = "def f(x):"
 ID = "0" * 32
@@ -278,16 +277,17 @@ def test_what_a_verifier_refuses_comes_as_what_it_is(tmp_path: Path) -> None:
     within(scene())
 
 
-def test_a_model_that_fails_in_mid_text(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [ResourceError, ConnectionLost])
+def test_a_model_that_fails_in_mid_text(tmp_path: Path, kind: type[P2PTrainError]) -> None:
     async def scene() -> None:
-        problem = ResourceError("the device is out of memory", remedy="wait")
+        problem = kind("it cannot go on", remedy="wait")
         async with verifier(tmp_path, target=ScriptedTarget(before=failing_at(5, problem))) as there:
             client = await there.client()
             text = await client.ask(wish())
-            with pytest.raises(ResourceError, match="big one: the device is out of memory") as raised:
+            with pytest.raises(P2PTrainError, match=r"big one: it cannot go on \(after 5 tokens") as raised:
                 await read(text)
+            assert raised.value.exit_code == problem.exit_code
             assert raised.value.remedy == "wait"
-            assert text.count == 5
             assert not client.lost
             await client.close()
 
@@ -419,7 +419,7 @@ def test_failures_are_the_same_on_both_sides() -> None:
 
 def test_verifiers_that_a_seed_tells_of() -> None:
     item = {
-        "peer_id": ID,
+        "id": ID,
         "name": "big one",
         "role": "verifier",
         "host": "",
@@ -434,7 +434,7 @@ def test_verifiers_that_a_seed_tells_of() -> None:
     assert found.drafters == 1
     assert VerifierAt(ID, "x", "127.0.0.1", 1, "", 0, 0, 0).dialled("127.0.0.1") == "127.0.0.1"
     assert VerifierAt(ID, "x", "127.0.0.1", 1, "", 0, 0, 0).dialled("far") == "far"
-    for changed in ({"port": 0}, {"port": True}, {"peer_id": "../x"}, {"name": None}, {"host": "x" * 5000}):
+    for changed in ({"port": 0}, {"port": True}, {"id": "../x"}, {"name": None}, {"host": "x" * 5000}):
         with pytest.raises(ProtocolError):
             verifiers_untrusted({"serving": [item | changed]})
     with pytest.raises(ProtocolError):

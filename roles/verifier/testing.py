@@ -51,7 +51,7 @@ def model_text(directory: Path) -> ModelText:
 
 
 def world(network: Network | None = None) -> World:
-    return World(LoopClock(), network or MemoryNetwork(), RealDisk(), random.Random(1), LoopThreads())
+    return World(LoopClock(), network or MemoryNetwork(), RealDisk(), random.Random(1), LoopThreads())  # noqa: S311 - jitter
 
 
 def _ran(stage: StandInStage, name: str, run: ev.Run) -> tuple[int, ...]:

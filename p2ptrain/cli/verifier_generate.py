@@ -1,0 +1,175 @@
+"""``p2ptrain generate`` with a verifier of the cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import typer
+
+from p2ptrain.cli.console import Console
+from p2ptrain.cli.generate import Shown
+from p2ptrain.cli.in_order import InOrder
+from p2ptrain.cli.output import print_json
+from p2ptrain.cli.sources import Answer
+from p2ptrain.cli.stopping import stop_on_signals, unless_stopped
+from p2ptrain.cli.verifier_stats import print_verifier_stats
+from p2ptrain.cli.verifiers import connected
+from p2ptrain.core.errors import JobFailed
+from p2ptrain.core.serving import SamplingWish
+from roles.verifier.asking import Wish
+from roles.verifier.client import VerifierClient
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What is to be written.
+
+    Attributes:
+        verifier: its name; empty: whichever is there.
+        is_one: a prompt was given as such, not as a list of one.
+        speculate: whether drafters may have a part. compare: each prompt also without them.
+        sessions: how many prompts are under way at once.
+    """
+
+    seed: str
+    verifier: str
+    prompts: list[str]
+    is_one: bool
+    max_new_tokens: int
+    sampling: SamplingWish
+    stop: tuple[str, ...]
+    sessions: int
+    speculate: bool
+    compare: bool
+    stats: bool
+    as_json: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A text, how it came about, and the same text by the verifier alone; None where nobody asked for that."""
+
+    answer: Answer
+    stats: dict[str, Any]
+    alone: tuple[Answer, dict[str, Any]] | None = None
+
+    def as_map(self) -> dict[str, Any]:
+        alone = {} if self.alone is None else {"alone": asdict(self.alone[0]) | {"stats": self.alone[1]}}
+        return asdict(self.answer) | {"stats": self.stats} | alone
+
+
+async def generate_by_verifier(order: Order) -> None:
+    """Write what is asked for. Raises as ``verifiers.connected`` and ``VerifierClient.ask``, ``JobFailed`` where two
+    texts that must be equal are not, and ``KeyboardInterrupt`` for Ctrl+C."""
+    console, stop = Console(quiet=order.as_json), asyncio.Event()
+    stop_on_signals(stop, lambda text: console.event("info", text))
+    if await unless_stopped(stop, _written(order)) is None:
+        raise KeyboardInterrupt
+
+
+async def _written(order: Order) -> bool:
+    async with connected(order.seed, order.verifier) as client:
+        writing = _Writing(client, order)
+        began = time.perf_counter()
+        try:
+            texts = await writing.texts.run()
+        except BaseException:
+            writing.shown.broken()
+            raise
+        _show(client, order, texts, time.perf_counter() - began)
+    return True
+
+
+class _Writing:
+    def __init__(self, client: VerifierClient, order: Order) -> None:
+        self.shown = Shown(quiet=order.as_json)
+        self._client, self._order = client, order
+        # What is compared runs one by one: two at a time would share the verifier.
+        self.texts = InOrder(order.prompts, self.shown, self._one, at_once=1 if order.compare else order.sessions)
+
+    async def _one(self, index: int, prompt: str) -> Written:
+        order = self._order
+        if not order.compare:
+            return Written(*await self._text(index, prompt, speculate=order.speculate, shown=True))
+        first = index % 2 == 0  # whichever comes second finds a warm machine: they take turns
+        runs = {
+            which: await self._text(index, prompt, speculate=which, shown=which == first)
+            for which in (first, not first)
+        }
+        drafted, alone = runs[True], runs[False]
+        if drafted[0].text != alone[0].text:
+            raise JobFailed(
+                f"prompt {index + 1}: the text with drafters is another than that of the verifier alone",
+                remedy="its model's numbers depend on how many positions are computed at once: least on a CPU, in fp32",
+            )
+        return Written(*drafted, alone)
+
+    async def _text(self, index: int, prompt: str, *, speculate: bool, shown: bool) -> tuple[Answer, dict[str, Any]]:
+        order = self._order
+        began, first_s, said = time.perf_counter(), 0.0, list[str]()
+        wish = Wish(
+            prompt=prompt,
+            max_new_tokens=order.max_new_tokens,
+            sampling=order.sampling,
+            stop=order.stop,
+            speculate="auto" if speculate else "off",
+        )
+        text = await self._client.ask(wish)
+        async for piece in text:
+            first_s = first_s or time.perf_counter() - began
+            said.append(piece.text)
+            if shown:
+                self.texts.piece(index, piece.text)
+        seconds = time.perf_counter() - began
+        return Answer(prompt, "".join(said), text.count, seconds, first_s, text.ended), text.stats()
+
+
+def _show(client: VerifierClient, order: Order, texts: list[Written], seconds: float) -> None:
+    at = client.verifier
+    speedup = _speedup(texts) if order.compare else None
+    if order.as_json:
+        maps = [text.as_map() for text in texts]
+        document = {"verifier": at.name, "model": at.model} | (maps[0] if order.is_one else {"texts": maps})
+        print_json(document | ({} if speedup is None else {"compared": speedup}))
+        return
+    for number, text in enumerate(texts, 1):
+        if order.stats:
+            typer.echo()
+            if len(texts) > 1:
+                typer.echo(f"text {number}")
+            print_verifier_stats(text.stats)
+    if speedup is not None:
+        times, with_ms, alone_ms = speedup["times"], speedup["token_ms"], speedup["alone_token_ms"]
+        typer.echo()
+        typer.echo(
+            f"{times:.2f} times as fast as the verifier alone: {with_ms:.1f} ms a token, alone {alone_ms:.1f} ms;"
+            " the same text"
+            if times is not None
+            else "the texts are the same; they are too short to say how fast"
+        )
+        seconds = sum(text.answer.seconds for text in texts)
+    tokens = sum(text.answer.tokens for text in texts)
+    speed = f"{tokens / max(seconds, 1e-9):.1f} tokens/s"
+    typer.echo(f"({tokens} tokens, {speed}, {at.model} of the verifier {at.name})", err=True)
+
+
+def _speedup(texts: list[Written]) -> dict[str, Any]:
+    """Of tokens behind the first, which is the prompt's and the same both ways."""
+
+    def token_ms(runs: list[Answer]) -> float | None:
+        tokens = sum(run.tokens - 1 for run in runs if run.tokens > 1)
+        spent_s = sum(run.seconds - run.first_s for run in runs if run.tokens > 1)
+        return 1e3 * spent_s / tokens if tokens else None
+
+    drafted = token_ms([text.answer for text in texts])
+    alone = token_ms([text.alone[0] for text in texts if text.alone is not None])
+    known = drafted is not None and alone is not None and drafted > 0
+    return {
+        "times": alone / drafted if known and alone is not None and drafted is not None else None,
+        "token_ms": drafted,
+        "alone_token_ms": alone,
+        "same_text": True,
+    }

@@ -1,0 +1,80 @@
+"""The verifiers of a cluster, for a command: which there are, which one is meant, and a connection to it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from p2ptrain.cli.runtime import REQUEST_TIMEOUT_S, open_operator, operator_name
+from p2ptrain.cli.split import LEAVE_S, within
+from p2ptrain.core.errors import Unreachable, UserError
+from p2ptrain.core.ids import new_id
+from roles.verifier.client import VerifierAt, VerifierClient, verifiers_untrusted
+
+_OTHER_WAYS = "or let a checkpoint of this machine write: --checkpoint DIR, or --job JOB"
+
+
+async def dialled(seed: str, name: str = "", *, like: VerifierAt | None = None) -> VerifierClient:
+    """Dial a verifier that the seed knows.
+
+    Args:
+        name: which; empty: there is one, or all have the same model.
+        like: one that was used before: it, or another one with its model.
+
+    Raises:
+        UserError: there is none, or it is not clear which.
+        NetworkError, Refused: the seed, or it, does not answer.
+    """
+    try:
+        access, client = await open_operator(seed)
+    except Unreachable as problem:
+        remedy = f"{problem.remedy}; {_OTHER_WAYS}" if problem.remedy else f"start a cluster, {_OTHER_WAYS}"
+        raise Unreachable(problem.message, remedy=remedy) from problem
+    try:
+        await access.freshen(client.request)
+        answer = await client.request("serving.list", {}, timeout_s=REQUEST_TIMEOUT_S)
+    finally:
+        await client.close()
+    found = verifiers_untrusted(answer)
+    meant = again(found, like) if like is not None and not name else chosen(found, name)
+    return await VerifierClient.dial(
+        access.network, meant, seed_host=access.host, peer_id=access.peer_id or new_id(), name=operator_name()
+    )
+
+
+@asynccontextmanager
+async def connected(seed: str, name: str) -> AsyncIterator[VerifierClient]:
+    """``dialled``, and let go at the end. Raises as it."""
+    client = await dialled(seed, name)
+    try:
+        yield client
+    finally:
+        await within(LEAVE_S, client.close())
+
+
+def chosen(found: Sequence[VerifierAt], name: str) -> VerifierAt:
+    """The one that is meant; without a name the least busy. Raises ``UserError``."""
+    if not found:
+        raise UserError(
+            "no verifier is there to write text",
+            remedy=f"start one: p2ptrain join SEED --role verifier --model DIR, {_OTHER_WAYS}",
+        )
+    named = [each for each in found if name in (each.name, each.id)] if name else list(found)
+    there = ", ".join(f"{each.name} ({each.model})" for each in found)
+    if not named:
+        raise UserError(f"no verifier is called {name}", remedy=f"there {_is_or_are(found)} {there}")
+    if len({each.model for each in named}) > 1:
+        raise UserError("there are verifiers of several models", remedy=f"name one with --verifier: {there}")
+    return min(named, key=lambda each: (each.sessions, each.name))
+
+
+def again(found: Sequence[VerifierAt], like: VerifierAt) -> VerifierAt:
+    """The same verifier, or another one with the same model. Raises ``UserError``."""
+    same = [each for each in found if each.id == like.id] or [each for each in found if each.model == like.model]
+    if not same:
+        raise UserError(f"the verifier {like.name} is not there", remedy="is it still running?")
+    return chosen(same, "")
+
+
+def _is_or_are(found: Sequence[VerifierAt]) -> str:
+    return "is" if len(found) == 1 else "are"

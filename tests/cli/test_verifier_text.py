@@ -1,0 +1,340 @@
+"""``generate`` and ``chat`` with a verifier: a real door on a real port, behind it a model of whole numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from p2ptrain.cli import verifier_chat
+from p2ptrain.core.errors import ConnectionLost
+from p2ptrain.core.serving import Sampling
+from roles.verifier.door import Door
+from roles.verifier.testing import ScriptedDrafters, ScriptedTarget, failing_at, reference, service, text_of
+from wire.connection import Connection
+from wire.handshake import Server, local_welcome, serve
+from wire.messages import Hello, Welcome
+from wire.transport import TcpNetwork
+
+Command = Callable[..., Any]
+PROMPT = "def f(x):"
+PEER = "aa00aa00aa00"
+
+
+@dataclass
+class Verifier:
+    """On a thread of its own. ``start`` and ``stop`` may follow one another: it has the same port."""
+
+    directory: Path
+    target: ScriptedTarget = field(default_factory=lambda: ScriptedTarget(pass_s=0.0005))
+    drafters: ScriptedDrafters = field(default_factory=lambda: ScriptedDrafters(latency_s=0, step_s=0))
+    port: int = 0
+    on_piece: Callable[[int], None] = lambda count: None
+
+    def start(self) -> Verifier:
+        ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run(ready)), daemon=True)
+        self._thread.start()
+        assert ready.wait(10)
+        return self
+
+    def stop(self) -> None:
+        """All at once, as a process that is killed."""
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(10)
+
+    def record(self, **changed: Any) -> dict[str, Any]:
+        plain = {
+            "id": PEER,
+            "name": "big one",
+            "role": "verifier",
+            "host": "127.0.0.1",
+            "port": self.port,
+            "model": "stand-in",
+            "vocab_size": 256,
+            "context": 600,
+            "tokenizer": "",
+            "http": "",
+            "sessions": 0,
+            "stats": {},
+            "drafters": [],
+        }
+        return plain | changed
+
+    async def _run(self, ready: threading.Event) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        serving = service(self.directory, self.target, self.drafters, network=TcpNetwork())
+        connections: list[Connection] = []
+
+        async def decide(hello: Hello, connection: Connection) -> Welcome:
+            connections.append(connection)
+            return local_welcome(peer_id=PEER, name="big one", wall=0.0)
+
+        server: Server = await serve(
+            TcpNetwork(),
+            "127.0.0.1",
+            self.port,
+            decide=decide,
+            serve=Door(serving).serve,
+            on_problem=lambda problem, _: None,
+        )
+        self.port = server.address[1]
+        ready.set()
+        await self._stop.wait()
+        for connection in connections:
+            connection.abort()
+        await server.close()
+        await serving.close()
+
+
+@pytest.fixture
+def verifier(tmp_path: Path) -> Iterator[Verifier]:
+    made = Verifier(tmp_path / "model").start()
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def at(fake_seed: Any, verifier: Verifier) -> list[str]:
+    """The seed's address, as options."""
+    fake_seed.answers["serving.list"] = {"serving": [verifier.record()]}
+    return ["--seed", fake_seed.address]
+
+
+def test_a_text(command: Command, at: list[str]) -> None:
+    outcome = command("generate", PROMPT, *at, "--tokens", "30")
+    assert outcome.code == 0, outcome.err
+    assert outcome.out == PROMPT + _shown(reference(PROMPT, 30)) + "\n"
+    assert "tokens/s, stand-in of the verifier big one)" in outcome.err
+
+
+def _shown(tokens: tuple[int, ...]) -> str:
+    from p2ptrain.cli.text_options import on_terminal
+
+    return on_terminal(text_of(tokens))
+
+
+def test_several_prompts_in_their_order_and_as_json(command: Command, at: list[str], tmp_path: Path) -> None:
+    prompts = ["one", "another one", "the third"]
+    (tmp_path / "prompts").write_text("\n".join(prompts))
+    outcome = command("generate", "--prompts", tmp_path / "prompts", *at, "-n", "12", "--json")
+    texts = outcome.json["texts"]
+    assert [text["text"] for text in texts] == [text_of(reference(prompt, 12)) for prompt in prompts]
+    assert outcome.json["verifier"] == "big one"
+    assert outcome.json["model"] == "stand-in"
+    stats = texts[0]["stats"]
+    assert stats["tokens"] == texts[0]["tokens"] == 12
+    assert {"alpha", "accepted_length", "acceptance_at", "wasted", "bytes_per_token", "drafters"} <= stats.keys()
+    assert {"verify_ms", "draft_ms", "wire_ms", "wait_ms", "rest_ms", "token_ms", "tokens_per_s"} <= stats.keys()
+
+
+def test_sampled_with_drafters_or_without_it_is_the_same(command: Command, at: list[str], verifier: Verifier) -> None:
+    drawn = ["--temperature", "0.9", "--top-k", "0", "--random-seed", "7"]
+    expected = text_of(reference(PROMPT, 25, Sampling(0.9, 0, 1.0, 7)))
+    assert command("generate", PROMPT, *at, *drawn, "-n", "25", "--json").json["text"] == expected
+    assert verifier.drafters.opened == 1
+    assert command("generate", PROMPT, *at, *drawn, "-n", "25", "--json", "--no-speculation").json["text"] == expected
+    assert verifier.drafters.opened == 1
+
+
+def test_how_it_came_about_is_shown(command: Command, at: list[str]) -> None:
+    outcome = command("generate", PROMPT, *at, "-n", "40", "--stats")
+    assert "a token took " in outcome.out
+    assert " verifying" in outcome.out
+    assert "drafts: 1.00 of them right" in outcome.out
+    assert "drafters: d1 (tiny)" in outcome.out
+    assert "30 bytes" not in outcome.out
+    assert "0.8 bytes of messages a token" in outcome.out
+
+
+def test_compared_with_the_verifier_alone(command: Command, at: list[str], verifier: Verifier) -> None:
+    verifier.target.pass_s = 0.005
+    outcome = command("generate", PROMPT, *at, "-n", "60", "--compare", "--json")
+    compared = outcome.json["compared"]
+    assert compared["times"] > 1.3
+    assert compared["same_text"]
+    assert outcome.json["alone"]["stats"]["drafters"] == []
+    assert outcome.json["alone"]["text"] == outcome.json["text"] == text_of(reference(PROMPT, 60))
+    assert "times as fast as the verifier alone" in command("generate", PROMPT, *at, "-n", "9", "--compare").out
+
+
+def test_two_texts_that_must_be_equal_and_are_not(command: Command, at: list[str], verifier: Verifier) -> None:
+    verifier.target.before = lambda count: verifier.target.stage._layers.__setitem__(
+        0, verifier.target.stage._layers[0] + count
+    )
+    outcome = command("generate", PROMPT, *at, "-n", "20", "--compare", "--json")
+    assert outcome.code == 5
+    assert "another than that of the verifier alone" in outcome.err
+
+
+def test_nobody_is_there(command: Command, fake_seed: Any) -> None:
+    fake_seed.answers["serving.list"] = {"serving": []}
+    for words in (["generate", "x"], ["chat"]):
+        outcome = command(*words, "--seed", fake_seed.address)
+        assert (outcome.code, outcome.out) == (2, "")
+        assert "no verifier is there to write text" in outcome.err
+        assert "p2ptrain join SEED --role verifier --model DIR" in outcome.err
+        assert "--checkpoint DIR" in outcome.err
+    outcome = command("generate", "x", "--seed", "127.0.0.1:1")
+    assert outcome.code == 3
+    assert "--checkpoint DIR, or --job JOB" in outcome.err
+
+
+def test_which_verifier(command: Command, fake_seed: Any, verifier: Verifier) -> None:
+    other = verifier.record(name="small one", id="b" * 12, model="other", port=1)
+    fake_seed.answers["serving.list"] = {"serving": [other, verifier.record()]}
+    said = command("generate", PROMPT, "--seed", fake_seed.address).err
+    assert "verifiers of several models" in said
+    assert "small one (other), big one (stand-in)" in said
+    named = command("generate", PROMPT, "--seed", fake_seed.address, "--verifier", "big one", "-n", "5")
+    assert named.code == 0
+    assert "no verifier is called x" in command("generate", "a", "--seed", fake_seed.address, "--verifier", "x").err
+    busy = verifier.record(name="busy", id="b" * 12, sessions=3, port=1)
+    fake_seed.answers["serving.list"] = {"serving": [busy, verifier.record()]}
+    assert command("generate", PROMPT, "--seed", fake_seed.address, "-n", "5").code == 0
+    fake_seed.answers["serving.list"] = {"serving": [verifier.record(id="b" * 12)]}
+    assert "another peer answers" in command("generate", PROMPT, "--seed", fake_seed.address).err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["generate", "x", "-c", "d", "--verifier", "v"], "--verifier is for text of a verifier"),
+        (["generate", "x", "--job", "j", "--compare"], "--compare is for text of a verifier"),
+        (["generate", "x", "--compare", "--no-speculation"], "--compare compares with drafters"),
+        (["chat", "--split", "--job", "j", "--no-speculation"], "--no-speculation is for text of a verifier"),
+    ],
+)
+def test_what_does_not_belong_together(command: Command, arguments: list[str], said: str) -> None:
+    outcome = command(*arguments)
+    assert outcome.code == 2
+    assert said in outcome.err
+
+
+def test_a_verifier_that_is_killed_in_mid_text(command: Command, at: list[str], verifier: Verifier) -> None:
+    killed = threading.Event()
+
+    def before(count: int) -> Any:
+        if count == 20 and not killed.is_set():
+            killed.set()
+            verifier._stop.set()
+            return asyncio.Event().wait()
+        return None
+
+    verifier.target.before = before
+    outcome = command("generate", PROMPT, *at, "-n", "400", "--no-speculation")
+    assert outcome.code == 3
+    assert outcome.out == PROMPT + _shown(reference(PROMPT, 20)).rstrip("�") + "\n"
+    assert "the verifier big one was lost in the middle of a text" in outcome.err
+    assert "20 tokens" in outcome.err
+    verifier.start()
+
+
+def test_a_model_that_fails_in_mid_text(command: Command, at: list[str], verifier: Verifier) -> None:
+    verifier.target.before = failing_at(9, ConnectionLost("a stage is gone", remedy="start another"))
+    outcome = command("generate", PROMPT, *at, "-n", "400", "--no-speculation")
+    assert outcome.code == 3
+    assert "error: big one: a stage is gone (after 9 tokens of the text)\n  → start another" in outcome.err
+
+
+class Typed(io.StringIO):
+    """Standard input of a person, of whom ``then`` is told before each line."""
+
+    def __init__(self, lines: list[str], then: Callable[[int], None] = lambda line: None) -> None:
+        super().__init__("".join(f"{line}\n" for line in lines))
+        self._then, self._lines = then, 0
+
+    def isatty(self) -> bool:
+        return True
+
+    def readline(self, *_: Any) -> str:
+        self._then(self._lines)
+        self._lines += 1
+        return super().readline()
+
+
+def _whole(turns: list[tuple[str, str]]) -> str:
+    return "".join(f"{'User' if role == 'user' else 'Assistant'}: {text}\n" for role, text in turns) + "Assistant:"
+
+
+def test_a_conversation_through_a_pipe(command: Command, at: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("what is a ring?\nand a chain?\n"))
+    outcome = command("chat", *at, "-n", "12", "--json")
+    assert outcome.code == 0, outcome.err
+    first, second = outcome.json["answers"]
+    assert first["text"] == text_of(reference(_whole([("user", "what is a ring?")]), 12)).strip()
+    turns = [("user", "what is a ring?"), ("assistant", first["text"]), ("user", "and a chain?")]
+    assert second["text"] == text_of(reference(_whole(turns), 12)).strip()
+    assert outcome.json["verifier"] == "big one"
+    assert outcome.json["stats"]["tokens"] == 12
+    assert outcome.json["stats"]["cached_tokens"] > 0
+
+
+def test_a_verifier_that_is_lost_in_mid_answer_and_comes_back(
+    command: Command, at: list[str], verifier: Verifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was said stays, the question may be asked again, and it waits for the verifier."""
+    monkeypatch.setattr(verifier_chat, "LOOK_AGAIN_S", 0.01)
+    question = "what is a ring?"
+    killed = threading.Event()
+
+    def before(count: int) -> Any:
+        if count == 30 and not killed.is_set():
+            killed.set()
+            verifier._stop.set()
+            return asyncio.Event().wait()
+        return None
+
+    def then(line: int) -> None:
+        if line == 1:
+            verifier._thread.join(10)
+            threading.Timer(0.3, verifier.start).start()
+
+    verifier.target.before = before
+    monkeypatch.setattr(sys, "stdin", Typed([question, question, "/stats", "/quit"], then))
+    outcome = command("chat", *at, "-n", "40", "--no-speculation")
+    assert outcome.code == 0, outcome.err
+    asked = _whole([("user", question)])
+    partial, whole = (_shown(reference(asked, count)).strip() for count in (29, 40))
+    assert partial.rstrip("�") in outcome.out
+    assert outcome.out.index(partial.rstrip("�")) < outcome.out.rindex(whole)
+    assert "lost in the middle of a text" in outcome.err
+    assert "waiting for the verifier big one" in outcome.err
+    assert "drafters: none" in outcome.out
+
+
+def test_a_verifier_that_stays_away_ends_a_pipe(
+    command: Command, at: list[str], verifier: Verifier, fake_seed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verifier_chat, "LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(verifier_chat, "PIPE_WAITS_S", 0.2)
+
+    def lines() -> Iterator[str]:
+        yield "what is a ring?\n"
+        verifier.stop()
+        fake_seed.answers["serving.list"] = {"serving": []}
+        yield "and a chain?\n"
+
+    monkeypatch.setattr(sys, "stdin", _Piped(lines()))
+    outcome = command("chat", *at, "-n", "5")
+    verifier.start()
+    assert outcome.code == 2
+    assert "the verifier big one is not there" in outcome.err
+
+
+class _Piped:
+    def __init__(self, lines: Iterator[str]) -> None:
+        self._lines = lines
+
+    def isatty(self) -> bool:
+        return False
+
+    def __iter__(self) -> Iterator[str]:
+        return self._lines
