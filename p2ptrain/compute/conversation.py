@@ -16,6 +16,7 @@ and an answer ends before the next ``User:``.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,25 +119,30 @@ class Conversation:
         Raises:
             UserError: the last question alone is too long; or as ``ChatFormat.ids``.
         """
-        before, room = self._first, 0 if context is None else min(answer_tokens, max(1, context // 4))
         system = self.turns[: self._first_spoken]
-        while True:
-            ids = form.ids([*system, *self.turns[self._first :]])
-            if context is None:
-                return ids, answer_tokens, self._first - before
-            if len(ids) + room <= context:
-                return ids, min(answer_tokens, context - len(ids)), self._first - before
-            if self._first + 1 >= len(self.turns):
-                self._first = before
+
+        def ids_from(first: int) -> list[int]:
+            return form.ids([*system, *self.turns[first:]])
+
+        ids = ids_from(self._first)
+        if context is None:
+            return ids, answer_tokens, 0
+        room, dropped = min(answer_tokens, max(1, context // 4)), 0
+        if len(ids) + room > context:
+            # Halved, not one by one: somebody may send thousands of turns, and all of them are made into ids each time.
+            firsts = [at for at in range(self._first + 1, len(self.turns) - 1) if self.turns[at].role == USER]
+            firsts.append(len(self.turns) - 1)
+            found = bisect_left(firsts, True, key=lambda first: len(ids_from(first)) + room <= context)
+            first = firsts[min(found, len(firsts) - 1)]
+            ids = ids_from(first)
+            if len(ids) + room > context:
                 raise TooLong(
                     f"the question has {len(ids)} tokens, the model's context is {context}, and {room} are kept for "
                     "the answer",
                     remedy="ask a shorter one",
                 )
-            self._first = next(
-                (at for at in range(self._first + 1, len(self.turns)) if self.turns[at].role == USER),
-                len(self.turns) - 1,
-            )
+            dropped, self._first = first - self._first, first
+        return ids, min(answer_tokens, context - len(ids)), dropped
 
     @property
     def _first_spoken(self) -> int:

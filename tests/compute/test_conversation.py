@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -162,3 +163,28 @@ def test_a_question_that_cannot_be_leaves_the_others_as_they_were(tmp_path: Path
     ids, _, dropped = talk.fit(form, 100, 10)
     assert (dropped, bytes(ids).decode()) == (0, "User: one\nAssistant: two\nUser: three\nAssistant:")
     assert written(talk.turns) == "User: one\nAssistant: two\nUser: three"
+
+
+def test_thousands_of_turns_are_cut_with_a_few_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    form, talk = ChatFormat(text_of(tmp_path)), Conversation("Be brief.")
+    looks = 0
+    ids = form.ids
+
+    def looked(turns: Sequence[Turn]) -> list[int]:
+        nonlocal looks
+        looks += 1
+        return ids(turns)
+
+    monkeypatch.setattr(form, "ids", looked)
+    for number in range(2000):
+        talk.ask(f"question {number}")
+        talk.answer("yes")
+    talk.ask("and now?")
+    given, _, dropped = talk.fit(form, 200, 20)
+    assert looks < 20
+    text = bytes(given).decode()
+    assert text.startswith("Be brief.\n\nUser: question 19")
+    assert len(given) + 20 <= 200
+    kept = text.count("User:")
+    assert dropped == 2 * (2001 - kept)
+    assert len(given) + 20 + len("User: question 1990\nAssistant: yes\n") > 200, "no more than must be"

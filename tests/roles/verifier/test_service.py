@@ -117,11 +117,12 @@ def test_a_stop_string_ends_it_and_nothing_of_it_is_given(tmp_path: Path) -> Non
     async def scene() -> None:
         target = ScriptedTarget()
         serving = service(tmp_path, target, ScriptedDrafters())
-        writing = await serving.write(wish(stop=(stop,)))
+        writing = await serving.write(wish(400, stop=(stop,)))
         text, tokens = await read(writing)
+        assert writing.core.stats.tokens < 60, "the model stops, too"
         assert text == whole[: whole.index(stop)]
         assert writing.ended == "stop"
-        assert tuple(tokens) == reference(PROMPT, 40)[: len(tokens)]
+        assert tuple(tokens) == reference(PROMPT, 60)[: len(tokens)]
         await settled(serving, target)
 
     within(scene())

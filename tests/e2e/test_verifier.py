@@ -1,0 +1,109 @@
+"""A verifier and a drafter, real processes: the text is transformers' own, whoever drafts, and whoever is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from p2ptrain.compute.model import build_model, load_model
+from p2ptrain.compute.testing import tiny
+from p2ptrain.compute.tokenizer import Tokenizer
+from wire.client import SeedClient
+from wire.transport import TcpNetwork
+
+from .conftest import DEADLINE_S, Machine
+
+CONTEXT = 60_000
+PROMPTS = ["Once upon a time", "def main(", "0, 1, 1, 2, 3, 5, 8"]
+SAMPLED = {"temperature": 0.9, "top_k": 40, "top_p": 0.95}
+
+
+def reference(checkpoint: Path, prompt: str, tokens: int, seed: int | None) -> list[int]:
+    """What ``transformers.generate`` writes with the whole model; ``seed`` None: greedily."""
+    model: Any = load_model(checkpoint).eval()
+    ids = torch.tensor([list(prompt.encode())])
+    shape: dict[str, Any] = {"do_sample": False} if seed is None else {"do_sample": True, **SAMPLED}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed or 0)
+        made = model.generate(ids, max_new_tokens=tokens, pad_token_id=0, **shape)
+    found: list[int] = made[0, ids.shape[1] :].tolist()
+    return found
+
+
+def text_of(tokens: list[int]) -> str:
+    return bytes(tokens).decode(errors="replace")
+
+
+async def served(machine: Machine, fits: Callable[[dict[str, Any]], bool], count: int = 1) -> dict[str, Any]:
+    """What the verifier serves, as soon as that fits; ``count``: members that serve by then."""
+    client = await SeedClient.connect(TcpNetwork(), "127.0.0.1", machine.port, name="test")
+    known: dict[str, dict[str, Any]] = {}
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            await client.request("subscribe")
+            async for update in client.updates():
+                known |= {item["id"]: item for item in update.items if update.topic == "serving"}
+                big = next((item for item in known.values() if item["role"] == "verifier"), None)
+                if big is not None and len(known) >= count and fits(big):
+                    return big
+    except TimeoutError:
+        raise AssertionError(f"it never got there: {known}\n{machine.said()}") from None
+    finally:
+        await client.close()
+    raise AssertionError("the updates ended")
+
+
+async def test_texts_of_a_verifier_and_what_is_left_when_it_is_killed(machine: Machine, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "model"
+    build_model(tiny(layers=2, context=CONTEXT), 256, seed=1).save_pretrained(checkpoint)
+    Tokenizer.of_bytes().save(checkpoint)
+    await machine.seed()
+    seed = f"127.0.0.1:{machine.port}"
+    nobody = await machine.run("generate", "x", "--seed", seed)
+    assert nobody[0] == 2
+    assert "no verifier is there to write text" in nobody[1]
+
+    model = ["--model", str(checkpoint), "--threads", "1"]
+    verifier = await machine.join("--role", "verifier", *model, "--name", "big", "--drafter", "ngram")
+    drafter = await machine.join("--role", "drafter", *model, "--name", "small")
+    await verifier.until("model writes text, 60000 tokens of context")
+    await drafter.until("model drafts on cpu")
+    await served(machine, lambda big: True, 2)
+
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(PROMPTS))
+    for random_seed in (None, 7):
+        shape = ["--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--random-seed", "7"]
+        drawn = ["--temperature", "0"] if random_seed is None else shape
+        asked = ["generate", "--prompts", str(prompts), "--seed", seed, "-n", "40", *drawn]
+        code, said = await machine.run(*asked, "--compare", "--json")
+        assert code == 0, said
+        document = json.loads(said)
+        expected = [text_of(reference(checkpoint, prompt, 40, random_seed)) for prompt in PROMPTS]
+        assert [text["text"] for text in document["texts"]] == expected
+        assert [text["alone"]["text"] for text in document["texts"]] == expected
+        drafters = {each["name"] for text in document["texts"] for each in text["stats"]["drafters"]}
+        assert drafters == {"small", "here"}
+        assert sum(text["stats"]["accepted"] for text in document["texts"]) > 0
+
+    # The drafter is killed, and nobody sees that; then the verifier, and what was said stays.
+    asked = ["generate", PROMPTS[0], "--seed", seed, "--temperature", "0"]
+    writing = await machine.start(*asked, "-n", "300", "--json")
+    await served(machine, lambda big: big["sessions"] == 1)
+    await drafter.kill()
+    assert await writing.end() == 0
+    assert json.loads("\n".join(writing.out))["text"] == text_of(reference(checkpoint, PROMPTS[0], 300, None))
+    known = (await served(machine, lambda big: big["sessions"] == 0))["stats"]["tokens"]
+
+    writing = await machine.start(*asked, "-n", "50000")
+    await served(machine, lambda big: big["stats"]["tokens"] > known + 20)
+    await verifier.kill()
+    assert await writing.end() == 3
+    assert writing.out[0].startswith(PROMPTS[0])
+    lost = await writing.until(r"the verifier big was lost in the middle of a text: .*; (\d+) tokens")
+    assert int(lost[1]) > 0
