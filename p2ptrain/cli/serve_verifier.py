@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from p2ptrain.core.errors import ResourceError
+from p2ptrain.core.errors import NetworkError, ResourceError
 from p2ptrain.core.units import human_bytes
 
 if TYPE_CHECKING:
     from p2ptrain.cli.console import Console
     from p2ptrain.cli.joining import ServeWish
+    from p2ptrain.compute.conversation import ChatFormat
     from p2ptrain.compute.text import ModelText
     from roles.chain.around import Around
+    from roles.compute_thread import ComputeThread
     from roles.member import ServingMember
     from roles.verifier.service import VerifierService
     from roles.verifier.target import Target
@@ -28,46 +32,59 @@ LEAVE_S = 0.8
 """A program of a member has a second to end (``cli.joining``)."""
 TYPICAL_POSITIONS = 4096
 """Of a session, where a split model's caches are planned: those for a whole context may be larger than its weights."""
+SEED_AWAY_S, ASK_AGAIN_S = 60.0, 1.0
 _WEIGHTS = "*.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    """What is known of a model without its weights."""
+
+    text: ModelText
+    form: ChatFormat
+    digest: str
 
 
 async def serve(member: ServingMember, wish: ServeWish, console: Console) -> None:
     """Serve until cancelled. Raises ``P2PTrainError``."""
     import asyncio
 
-    from p2ptrain.compute.text import ModelText
-    from roles.chain.around import Around
-    from roles.verifier.door import Door
-    from roles.verifier.drafter_link import Tokens
-    from roles.verifier.drafters import Drafters
-    from roles.verifier.service import ServiceOptions, VerifierService
+    from roles.compute_thread import ComputeThread
 
     directory = wish.model
     assert directory is not None, "only a drafter has no model"
-    text = ModelText(directory)  # refused before anything is loaded
-    name = model_name(directory)
-    around = Around(
-        world=member.world,
-        peer_id=member.peer_id,
-        name=member.name,
-        seed_host=member.seed_host,
-        state=member.identity.directory,
-        notify=member.notify,
-        role="verifier",
-    )
-    sessions = wish.sessions or USUAL_SESSIONS
     async with AsyncExitStack() as stack:
-        opened = _whole(member, wish, directory, sessions, console)
+        compute = ComputeThread(member.world.threads)
+        stack.callback(compute.close)
+        texts = await compute.run(_prepared, directory, wish.threads, whole=wish.split is None)
+
+        from roles.chain.around import Around
+        from roles.verifier.door import Door
+        from roles.verifier.drafter_link import Tokens
+        from roles.verifier.drafters import Drafters
+        from roles.verifier.service import ServiceOptions, VerifierService
+
+        around = Around(
+            world=member.world,
+            peer_id=member.peer_id,
+            name=member.name,
+            seed_host=member.seed_host,
+            state=member.identity.directory,
+            notify=member.notify,
+            role="verifier",
+        )
+        name, sessions = model_name(directory), wish.sessions or USUAL_SESSIONS
+        opened = _whole(member, wish, directory, compute, sessions, console)
         if wish.split is not None:
-            opened = _split(member, around, wish, directory, text, sessions, console)
+            opened = _split(member, around, wish, directory, texts.text, sessions, console)
         target = await stack.enter_async_context(opened)
-        digest = text.tokenizer.digest
-        drafters = Drafters(around, Tokens(target.vocab_size, digest), look_up=wish.look_up)
+        drafters = Drafters(around, Tokens(target.vocab_size, texts.digest), look_up=wish.look_up)
         stack.push_async_callback(drafters.close)
         service = VerifierService(
             member.world,
             target,
-            text,
+            texts.text,
+            form=texts.form,
             model=name,
             created=int((directory / "config.json").stat().st_mtime),
             drafters=drafters,
@@ -77,10 +94,28 @@ async def serve(member: ServingMember, wish: ServeWish, console: Console) -> Non
         http = await _http(stack, member, wish, service)
         member.on_drafters(drafters.here)
         member.answer("generate", Door(service).serve)
-        _tell(member, service, target, digest, http)
+        _tell(member, service, target, texts.digest, http)
         known = "" if service.context is None else f", {service.context} tokens of context"
         member.notify("info", "serving", f"{name} writes text{known}" + (f"; HTTP at {http}" if http else ""))
         await asyncio.Event().wait()  # until the member leaves
+
+
+def _prepared(directory: Path, threads: int, *, whole: bool) -> _Texts:
+    """On a thread: what takes long to load would hold up the loop, and the seed takes a member for dead that says
+    nothing. Raises ``ConfigError`` before the weights are looked at."""
+    import p2ptrain.cli.model_sizes
+    import roles.verifier.service  # noqa: F401 - for its cost
+    from p2ptrain.compute.conversation import ChatFormat
+    from p2ptrain.compute.text import ModelText
+
+    text = ModelText(directory)
+    texts = _Texts(text, ChatFormat(text), text.tokenizer.digest)
+    if whole:
+        import p2ptrain.compute.served_part  # noqa: F401 - for its cost
+        from p2ptrain.compute.device import pick_device
+
+        pick_device("cpu", threads)
+    return texts
 
 
 def model_name(directory: Path) -> str:
@@ -93,17 +128,14 @@ def model_name(directory: Path) -> str:
 
 @asynccontextmanager
 async def _whole(
-    member: ServingMember, wish: ServeWish, directory: Path, sessions: int, console: Console
+    member: ServingMember, wish: ServeWish, directory: Path, compute: ComputeThread, sessions: int, console: Console
 ) -> AsyncIterator[Target]:
     """The model in this process. Raises as ``load_whole_target``."""
-    from roles.compute_thread import ComputeThread
     from roles.verifier.whole_target import load_whole_target
 
     def show(done_bytes: int, total_bytes: int) -> None:
         console.progress(f"loading  {human_bytes(done_bytes)} of {human_bytes(total_bytes)}")
 
-    compute = ComputeThread(member.world.threads)
-    await compute.run(_prepare, wish.threads)
     target = await load_whole_target(
         directory,
         compute,
@@ -118,14 +150,6 @@ async def _whole(
         yield target
     finally:
         await _within(target.close())
-
-
-def _prepare(threads: int) -> None:
-    """On the compute thread: what loading it would otherwise be held up by."""
-    import p2ptrain.compute.served_part  # noqa: F401 - for its cost
-    from p2ptrain.compute.device import pick_device
-
-    pick_device("cpu", threads)
 
 
 def _cache_bytes(memory_bytes: int, directory: Path) -> int:
@@ -161,10 +185,7 @@ async def _split(
     from roles.chain.plan import Crew, workers_of
     from roles.verifier.chain_target import ChainTarget
 
-    async def ask(method: str, params: dict[str, object] | None = None) -> dict[str, object]:
-        return await member.ask(method, dict(params or {}))
-
-    workers = await workers_of(ask)
+    workers = await workers_of(partial(_asked, member))
     if not workers:
         raise UserError(
             "no worker is there to hold a part of the model",
@@ -194,6 +215,20 @@ async def _split(
     finally:
         console.clear()
         await _within(crew.close())
+
+
+async def _asked(member: ServingMember, method: str, params: dict[str, Any]) -> dict[str, Any]:
+    """What the seed answers; where it is away, as soon as it is back. Raises ``NetworkError``: that takes too long."""
+    import asyncio
+
+    due = member.world.clock.now() + SEED_AWAY_S
+    while True:
+        try:
+            return await member.ask(method, params)
+        except NetworkError:
+            if member.world.clock.now() > due:
+                raise
+            await asyncio.sleep(ASK_AGAIN_S)
 
 
 async def _http(stack: AsyncExitStack, member: ServingMember, wish: ServeWish, service: VerifierService) -> str:

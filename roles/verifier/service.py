@@ -76,7 +76,7 @@ class VerifierService:
     """A ``TextService``.
 
     Args:
-        text: the model's text side; its context becomes what a session may have here.
+        text: the model's text side; its context becomes what a session may have here. form: of conversations.
         model: its name, for people and programs. created: Unix seconds, of its files.
 
     Attributes:
@@ -89,6 +89,7 @@ class VerifierService:
         target: Target,
         text: ModelText,
         *,
+        form: ChatFormat,
         model: str,
         created: int,
         drafters: DrafterSource | None = None,
@@ -99,7 +100,7 @@ class VerifierService:
         known = [each for each in (text.context, target.context, self._options.positions) if each]
         self.context: int | None = min(known, default=None)
         text.context = self.context
-        self._target, self._text, self._form = target, text, ChatFormat(text)
+        self._target, self._text, self._form = target, text, form
         self._drafters = drafters or NoDrafters()
         self._now = world.clock.now
         self._thread = world.threads.start("text")  # a long prompt takes a second to become ids

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from p2ptrain.compute.conversation import ChatFormat
 from p2ptrain.compute.text import ModelText
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.disk import RealDisk
@@ -243,10 +244,12 @@ def service(
     network: Network | None = None,
     **options: Any,
 ) -> VerifierService:
+    text = model_text(directory)
     return VerifierService(
         world(network),
         target,
-        model_text(directory),
+        text,
+        form=ChatFormat(text),
         model="stand-in",
         created=0,
         drafters=drafters,
