@@ -21,7 +21,7 @@ from p2ptrain.cli.output import number, print_json, print_pairs
 from p2ptrain.cli.runtime import DEFAULT_PORT, operator_name
 from p2ptrain.cli.up import Plan, show, start_seed, start_worker, workers_start
 from p2ptrain.cli.up_jobs import Watcher, job_for, newest_saved, summed_up, unfinished
-from p2ptrain.core.errors import JobFailed, ProtocolError, UserError
+from p2ptrain.core.errors import ConnectionLost, JobFailed, ProtocolError, UserError
 from wire.records import FINISHED_STATES
 
 if TYPE_CHECKING:
@@ -117,7 +117,8 @@ class PairCluster:
 
     def __init__(self, plan: Plan, http: str, console: Console, *, as_json: bool) -> None:
         self.quiet = False
-        self._plan, self._http, self._console, self._as_json = plan, http, console, as_json
+        self._plan, self._console, self._as_json = plan, console, as_json
+        self._http = http  # where it is wanted; once it is there, its address
         self._unsaid: list[tuple[str, str]] = []
         self._seed: list[Child] = []
         self._workers: list[Child] = []
@@ -233,7 +234,8 @@ class PairCluster:
             self._servers.append(await self._start(role))
         client = await self._connected()
         try:
-            await self._or_ended(_both_serve(client))
+            serving = await self._or_ended(_both_serve(client))
+            self._http = str(serving[VERIFIER].get("http", ""))
         finally:
             await client.close()
 
@@ -247,15 +249,15 @@ class PairCluster:
         arguments += ["--http", self._http] * (role == VERIFIER and bool(self._http))
         return await Child.start(role, arguments, plan.root / "logs" / f"{role}.log")
 
-    async def _or_ended(self, work: Any) -> None:
-        """Wait for ``work``. Raises ``JobFailed`` where a process ends before."""
+    async def _or_ended(self, work: Any) -> Any:
+        """The result of ``work``. Raises ``JobFailed`` where a process ends before."""
         task = asyncio.ensure_future(work)
         ends = {asyncio.create_task(child.process.wait()): child for child in [*self._servers, *self._seed]}
         try:
             await asyncio.wait({task, *ends}, return_when=asyncio.FIRST_COMPLETED)
             if ended := next((child for end, child in ends.items() if end.done()), None):
                 raise ended.failed(f"the {ended.name} ended")
-            task.result()
+            return task.result()
         finally:
             for each in (task, *ends):
                 each.cancel()
@@ -293,7 +295,7 @@ class PairCluster:
         typer.echo(f"  p2ptrain chat{options}")
         typer.echo(f"  p2ptrain tui {seed_at}")
         if self._http:
-            typer.echo(f"  curl http://{self._http}/v1/models")
+            typer.echo(f"  curl {self._http}/models")
         typer.echo("\nCtrl+C stops everything; the same command serves them again at once.")
 
 
@@ -337,17 +339,18 @@ def _check_whole(role: str, summary: dict[str, Any]) -> None:
         raise JobFailed(text, remedy="the workers' logs say why; `p2ptrain checkpoints list` shows what there is")
 
 
-async def _both_serve(client: SeedClient) -> None:
-    """Returns when a verifier and a drafter serve. Raises ``JobFailed`` when it takes too long."""
-    there: dict[str, str] = {}
+async def _both_serve(client: SeedClient) -> dict[str, dict[str, Any]]:
+    """What a verifier and a drafter serve, once both do, by role. Raises ``JobFailed`` when it takes too long."""
+    there: dict[str, dict[str, Any]] = {}
     try:
         async with asyncio.timeout(SERVE_S):
             await client.request("subscribe")
             async for update in client.updates():
                 if update.topic == "serving":
-                    there |= {str(item["role"]): str(item["id"]) for item in update.items}
+                    there |= {str(item["role"]): item for item in update.items}
                 if there.keys() >= {VERIFIER, DRAFTER}:
-                    return
+                    return there
+            raise ConnectionLost("the seed ended")
     except TimeoutError:
         missing = " and the ".join(sorted({VERIFIER, DRAFTER} - there.keys()))
         text = f"the {missing} did not serve within {SERVE_S:.0f} s"

@@ -118,8 +118,8 @@ def free_port() -> int:
 async def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Machine]:
     made = Machine(tmp_path)
 
-    async def served(client: Any) -> None:
-        return
+    async def served(client: Any) -> dict[str, Any]:
+        return {"verifier": {"http": "http://somewhere/v1"}, "drafter": {}}
 
     def tell(document: dict[str, Any]) -> None:
         made.told.append(document)
@@ -127,7 +127,7 @@ async def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
 
     monkeypatch.setattr(up_pair, "start_seed", made.start_seed)
     monkeypatch.setattr(up_pair, "start_worker", made.start_worker)
-    monkeypatch.setattr(up_pair.Child, "start", made.start)
+    monkeypatch.setattr(Child, "start", made.start)
     monkeypatch.setattr(up_pair, "_both_serve", served)
     monkeypatch.setattr(up_pair, "print_json", tell)
     monkeypatch.setattr("p2ptrain.cli.stopping.stoppable", lambda: (Console(), made.stop))
@@ -151,6 +151,7 @@ async def served(machine: Machine, port: int, **options: Any) -> dict[str, Any]:
 async def test_both_are_trained_then_served_and_the_next_start_serves_at_once(machine: Machine, free_port: int) -> None:
     first = await served(machine, free_port, http="127.0.0.1:8000")
     assert machine.started == 1
+    assert first["http"] == "http://somewhere/v1"
     assert (first["state"], first["drafter"]["step"], first["verifier"]["step"]) == ("serving", DRAFTER_STEPS, STEPS)
     for role, (arguments, process) in machine.servers.items():
         assert arguments[arguments.index("--role") + 1] == role
@@ -222,8 +223,9 @@ async def test_behind_a_view_nothing_is_said_until_it_is_closed(
     serving = asyncio.Event()
     shown: list[str] = []
 
-    async def both(client: Any) -> None:
+    async def both(client: Any) -> dict[str, Any]:
         serving.set()
+        return {"verifier": {}, "drafter": {}}
 
     async def show(port: int) -> None:
         assert port == free_port
