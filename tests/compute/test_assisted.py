@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,8 @@ def test_models_of_other_tokens_are_no_pair(models: tuple[Path, Path], tmp_path:
     from transformers import PreTrainedTokenizerFast
 
     words = {f"w{number}": number for number in range(9)}
-    PreTrainedTokenizerFast(tokenizer_object=Fast(WordLevel(words, unk_token="w0"))).save_pretrained(tmp_path)
+    fast: Any = PreTrainedTokenizerFast  # its annotations are partial
+    fast(tokenizer_object=Fast(WordLevel(words, unk_token="w0"))).save_pretrained(tmp_path)
     build_model(tiny(), 9, seed=1).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="know other tokens: 256 and 9 tokens"):
         AssistedPair(models[0], tmp_path)
