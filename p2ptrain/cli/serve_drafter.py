@@ -35,7 +35,8 @@ async def serve(member: ServingMember, wish: ServeWish, console: Console) -> Non
         member.answer("draft", drafter.serve, judge=drafter.decide)
         member.serves(drafter.serving)
         known = f", {serves.context} tokens of context" if serves.context else ""
-        member.notify("info", "serving", f"{serves.model} drafts on {serves.engine.device}{known}")
+        where = f" on {serves.engine.device}" if serves.tokenizer else ""
+        member.notify("info", "serving", f"{serves.model} drafts{where}{known}")
         await drafter.run()
     finally:
         console.clear()
@@ -52,6 +53,7 @@ def _look_up(wish: ServeWish) -> Serves:
 
 async def _loaded(directory: Path, wish: ServeWish, compute: ComputeThread, console: Console) -> Serves:
     """The model, ready. Raises as ``load_whole_engine``, ``ConfigError`` where there is no tokenizer."""
+    from p2ptrain.cli.serve_verifier import model_name
     from p2ptrain.compute.tokenizer import Tokenizer
     from roles.drafter.drafter import Serves
     from roles.verifier.whole_target import load_whole_engine
@@ -69,7 +71,7 @@ async def _loaded(directory: Path, wish: ServeWish, compute: ComputeThread, cons
             f"{directory} takes {human_bytes(engine.weights_bytes)}, and --memory says {human_bytes(wish.memory_bytes)}"
         )
         raise ResourceError(text, remedy="give it more, or draft with a smaller model")
-    return Serves(engine, directory.name, context or 0, tokenizer.digest, limit_bytes)
+    return Serves(engine, model_name(directory), context or 0, tokenizer.digest, limit_bytes)
 
 
 def _prepare(threads: int) -> None:

@@ -120,7 +120,6 @@ class DrafterHost:
         self._run.cancel()
         result = await asyncio.gather(self._run, return_exceptions=True)
         await self.server.close()
-        await asyncio.sleep(1)  # virtual: what is still being computed ends
         assert not self.drafter.sessions
         unexpected = [item for item in result if not isinstance(item, asyncio.CancelledError)]
         assert not unexpected, unexpected

@@ -67,7 +67,7 @@ def test_a_look_up_needs_no_model() -> None:
         said = member.serving()
         assert (said.model, said.vocab_size, said.tokenizer, said.sessions) == ("n-gram look-up", 0, "", 0)
         assert member.doors == ["draft"]
-        assert member.told == ["n-gram look-up drafts on look-up"]
+        assert member.told == ["n-gram look-up drafts"]
 
     run_virtual(main())
 

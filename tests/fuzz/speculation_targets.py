@@ -232,6 +232,7 @@ LINKS = Target(
     (
         "roles.verifier.drafter_link.DrafterLink._take_untrusted",
         "roles.speculation.lines.Line.receive_untrusted",
+        "roles.speculation.outlook.Outlook.receive_untrusted",
     ),
     peak_bytes=16 << 20,
     weight=8,

@@ -7,7 +7,7 @@ from roles.verifier.drafter_record import HOPELESS_AFTER, DraftRecord, SeatRecor
 
 
 def tell(start: int, *tokens: int) -> Tell:
-    return Tell(1, 1, start, tokens, 8)
+    return Tell(1, 1, start, tokens, 8, 0)
 
 
 def test_a_verdict_counts_what_it_finds_right_up_to_what_it_finds_wrong() -> None:

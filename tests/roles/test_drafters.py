@@ -130,6 +130,7 @@ def test_whom_the_seed_tells_of_is_dialled_and_who_is_gone_is_not_waited_for() -
             await asyncio.sleep(1)
             assert scene.drafters.names() == ["d0", "d1"], "the seed may have lost it; it is there all the same"
             await first.stop()
+            await asyncio.sleep(0.5)
             assert scene.drafters.names() == ["d1"]
             await first.start()
             await third.start()
