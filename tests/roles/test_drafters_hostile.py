@@ -107,6 +107,27 @@ def test_a_drafter_that_drafts_badly_loses_its_place_to_another(says: Says) -> N
     run_virtual(main())
 
 
+def test_a_place_is_given_away_within_a_session() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        liar = Liar("bad", network.at("bad"), says_one_token)
+        good = DrafterHost("good", network.at("good"), model_serves(Wobbly(0.9)))
+        source = Drafters(around_of(network.at("verifier")), Tokens(VOCAB, TOKENIZER), seats=1, look_up=False)
+        async with drafter_hosts([liar, good]):
+            source.here([liar.at])
+            await asyncio.sleep(1)
+            writing = asyncio.create_task(write(source, PROMPT, 120, GREEDY))
+            await asyncio.sleep(0.5)
+            source.here([liar.at, good.at])
+            written = await writing
+            assert written.tokens == EXPECTED
+            assert [facts.peer_id for facts in written.facts] == ["bad", "good"]
+            assert written.stats.accepted > 20
+            await source.close()
+
+    run_virtual(main())
+
+
 def garbage(message: Message, *, generation: int = 0, offset: int = 0) -> Says:
     """Says this message once the session runs; its stream is ``offset`` beside the session's."""
 
@@ -469,6 +490,36 @@ def test_a_verdict_that_cuts_the_line_waits_for_no_more_than_the_step_under_way(
             assert max(count for _, count in runs) <= 256
 
     with_drafter(test, Noting(1.0))
+
+
+def test_a_run_that_waits_for_its_turn_is_asked_for_anew_when_a_verdict_comes() -> None:
+    """A line is cut while another session's step is under way: what was wanted before is never computed."""
+    runs: list[tuple[str, int]] = []
+    began = asyncio.Event()
+
+    class Noting(Wobbly):
+        def run(self, session: str, **how: Any) -> Ran:
+            runs.append((session, how["count"]))
+            if session == "draft-2":
+                began.set()
+            return super().run(session, **how)
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        host = DrafterHost("d", network.at("d"), model_serves(Noting(1.0)), step_s=0.1)
+        async with drafter_hosts([host]), verifier_of(network) as verifier:
+            verifier.open(replace(OPENING, depth=40))
+            verifier.open(replace(OPENING, depth=40), stream=2)
+            await asyncio.sleep(1)
+            began.clear()
+            await began.wait()
+            runs.clear()
+            verdict = Verdict(0, packed([0, 1, 2]), 40)
+            verifier.connection.send(verdict, generation=1, stream=1)
+            await asyncio.sleep(0.35)
+            assert runs[0] == ("draft-1", 3), runs
+
+    run_virtual(main())
 
 
 def test_a_look_up_takes_any_tokenizer() -> None:
