@@ -41,6 +41,7 @@ chain-answers, -works  what workers answer to the client of a chain, and say of 
 chain-clients          a whole client, told anything by the stages of its session
 questions, verifiers   what a verifier is asked, and who a seed says is one
 verifier-clients       a whole client, told anything by its verifier
+verifier-texts         what is said of one text
 verifier-refusals      why a verifier writes no more
 draft-words            what drafters and verifiers say to each other
 drafters               a whole drafter, told anything by a verifier

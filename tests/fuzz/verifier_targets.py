@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from p2ptrain.core.errors import P2PTrainError, ProtocolError
 from roles.stage_stand_in import stand_in_config
 from roles.verifier.asking import Wish
-from roles.verifier.client import VerifierClient, verifiers_untrusted
+from roles.verifier.client import Text, VerifierClient, verifiers_untrusted
 from roles.verifier.door import MOST_BYTES, MOST_STOPS, MOST_TURNS, size_untrusted, wish_untrusted
 from roles.verifier.refusals import error_untrusted
 from wire import generate_messages as wire
@@ -108,12 +108,14 @@ SERVING = Target(
 
 # --------------------------------------------------------------------------------------------------------- both of them
 
-_STREAM = st.sampled_from([1, 1, 1, 2, 0, 7])
-_BEGUN = st.sampled_from([[], [(wire.Asked(3, 0), 1)], [(wire.Asked(3, 0), 1)]])
+_STREAM = mostly(st.just(1), st.sampled_from([2, 0, 7]))
+_PIECE = made(wire.Piece, tokens=mostly(st.just(bytes(4)), st.binary(max_size=9)))
+_BEGUN = mostly(st.just([(wire.Asked(3, 0), 1)]), st.just([]))
 _ANSWERS = st.lists(
     st.tuples(
         made(wire.Asked, prompt_tokens=st.just(3), left_out=st.just(0))
-        | made(wire.Piece, tokens=mostly(st.just(bytes(4)), st.binary(max_size=9)))
+        | _PIECE
+        | _PIECE
         | made(wire.Written, ended=mostly(st.sampled_from(["stop", "end", "length", "cancelled"]), TEXT))
         | made(wire.AskRefused, code=mostly(st.sampled_from(["busy", "wrong-wish", "protocol-error"]), TEXT))
         | made(wire.Ask)
@@ -165,13 +167,42 @@ CLIENTS = Target(
     "verifier-clients",
     st.tuples(_BEGUN, _ANSWERS).map(lambda both: [*both[0], *both[1]]),
     lambda case: run_virtual(_answered(case)),
-    (
-        "roles.verifier.client.VerifierClient._take_untrusted",
-        "roles.verifier.client.Text.take_untrusted",
-        "roles.verifier.client.Text._take_piece_untrusted",
-    ),
+    ("roles.verifier.client.VerifierClient._take_untrusted",),
     peak_bytes=8 << 20,
-    weight=60,
+    weight=30,
+)
+
+
+class _Nobody:
+    """A client of whom only its texts are looked at."""
+
+    class verifier:  # noqa: N801 - an attribute of it
+        name = "odd"
+
+    def forget(self, stream: int) -> None:
+        """Nothing is remembered."""
+
+
+def _check_text(said: list[tuple[Any, int]]) -> None:
+    text = Text(_Nobody(), 1)  # type: ignore[arg-type]
+    for message, _ in said:
+        if isinstance(message, wire.Asked | wire.Piece | wire.Written | wire.AskRefused):
+            try:
+                text.take_untrusted(message)
+            except ProtocolError:
+                return
+    assert text.ended in ("", "stop", "end", "length", "cancelled")
+    assert text.count >= 0
+
+
+TEXTS = Target(
+    "verifier-texts",
+    st.tuples(_BEGUN, st.just([(wire.Piece("a", bytes(4)), 1)]) | st.just([]), _ANSWERS).map(
+        lambda all_: sum(all_, [])
+    ),
+    _check_text,
+    ("roles.verifier.client.Text.take_untrusted", "roles.verifier.client.Text._take_piece_untrusted"),
+    peak_bytes=1 << 20,
 )
 
 
@@ -188,4 +219,4 @@ REFUSALS = Target(
     ("roles.verifier.refusals.error_untrusted",),
     peak_bytes=64 << 10,
 )
-TARGETS = (QUESTIONS, SERVING, CLIENTS, REFUSALS)
+TARGETS = (QUESTIONS, SERVING, CLIENTS, TEXTS, REFUSALS)
