@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+
+from p2ptrain.compute.model import build_model
+from p2ptrain.compute.testing import tiny
+from p2ptrain.compute.tokenizer import Tokenizer
 
 
 async def document(process: Any) -> Any:
@@ -275,3 +280,34 @@ async def test_ctrl_c_while_a_chain_is_measured_leaves_nothing(machine: Any) -> 
     assert await process.interrupt() == 130
     await all_gone(members)
     assert not json.loads("\n".join(process.out))["complete"]
+
+
+async def test_a_far_drafter_beside_none_and_one_that_is_killed(machine: Any) -> None:
+    times = ("--pass-ms", "4", "--draft-ms", "0.5", "--tokens", "24", "--texts", "1")
+    process = await machine.start("bench", "speculate", *times, "--rtt", "8", "--kill", "--json", "-")
+    found = await document(process)
+    assert found["complete"]
+    (row,) = found["results"]["rows"]
+    assert row["accepted_length"] >= 1
+    assert row["goal_s"] is None
+    assert row["bytes_per_token"] > 0
+    assert min(row[name] for name in ("alone_s", "in_turns_s", "token_s", "simulated_s")) > 0
+    (kill,) = found["results"]["kills"]
+    assert 12 <= kill["killed_at"] <= 24
+
+
+@pytest.mark.slow
+async def test_a_real_pair_beside_assisted_generation(machine: Any, tmp_path: Path) -> None:
+    for name, layers in (("big", 2), ("small", 1)):
+        build_model(tiny(layers=layers), 256, seed=1).save_pretrained(tmp_path / name)
+        Tokenizer.of_bytes().save(tmp_path / name)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("def main(\nOnce upon a time")
+    pair = ("--verifier", str(tmp_path / "big"), "--drafter", str(tmp_path / "small"), "--prompts", str(prompts))
+    found = await document(
+        await machine.start("bench", "speculate", *pair, "--tokens", "12", "--rtt", "0", "--json", "-")
+    )
+    assert [row["name"] for row in found["results"]["rows"]] == ["greedy", "drawn"]
+    for row in found["results"]["rows"]:
+        assert min(row[name] for name in ("alone_per_s", "ahead_per_s", "plain_per_s", "assisted_per_s")) > 0
+    assert found["results"]["rows"][0]["assisted_alike"] == 2

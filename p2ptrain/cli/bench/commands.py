@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from p2ptrain.cli.bench.chain_command import chain
+from p2ptrain.cli.bench.speculate_command import speculate
 from p2ptrain.cli.lazy import new_typer
 from p2ptrain.cli.runtime import ProfileOption, SetOption, run
 from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
@@ -456,6 +457,7 @@ def pipeline(
 
 
 app.command()(chain)
+app.command()(speculate)
 
 
 @app.command(hidden=True)

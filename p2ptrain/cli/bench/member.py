@@ -36,6 +36,7 @@ from wire.transport import TcpNetwork
 
 if TYPE_CHECKING:
     from p2ptrain.cli.bench.piped import Piped
+    from p2ptrain.cli.bench.speculated import DrafterSide, VerifierSide
     from p2ptrain.cli.bench.training import Training
     from p2ptrain.compute.rivals import GlooGroup
 
@@ -88,6 +89,7 @@ class Member:
         self._piece_bytes = 0
         self._training: Training | None = None
         self._piped: Piped | None = None
+        self._side: DrafterSide | VerifierSide | None = None
         self._orders: dict[str, Callable[..., Awaitable[Answer]]] = {
             "start": self.start,
             "listen": self.listen,
@@ -109,6 +111,7 @@ class Member:
             "leave the chain": self.leave_the_chain,
             "make a model": self.make_a_model,
             "generate": self.generate,
+            "speculate": self.speculate,
         }
 
     async def carry_out(self, order: dict[str, Any]) -> Answer:
@@ -345,6 +348,21 @@ class Member:
         from p2ptrain.cli.bench import whole
 
         return await whole.generate(directory, ids=ids, tokens=tokens, sampling=sampling)
+
+    # ------------------------------------------------------------------------------------------- speculative decoding
+
+    async def speculate(self, *, part: str, **arguments: Any) -> Answer:
+        """``be drafter`` and ``be verifier`` open a side of it; ``assisted`` needs none; others are its methods."""
+        from p2ptrain.cli.bench import speculated
+
+        if part == "assisted":
+            return await speculated.assisted(**arguments)
+        if part == "be drafter":
+            self._side = speculated.DrafterSide()
+        elif part == "be verifier":
+            self._side = speculated.VerifierSide()
+        does: Callable[..., Awaitable[Answer]] = getattr(self._side, "open" if part.startswith("be ") else part)
+        return await does(**arguments)
 
 
 def _tile(rank: int, dtype: str, storage: np.dtype[Any]) -> npt.NDArray[Any]:

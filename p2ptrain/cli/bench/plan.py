@@ -36,6 +36,7 @@ MIN_SUB_CHUNK_BYTES = 1 << 10
 MAX_SUB_CHUNK_BYTES = 64 << 20  # that of ring.session
 
 _MILLISECONDS = re.compile(r"\d{1,4}(?:\.\d{1,3})?", re.ASCII)
+_SHARE = re.compile(r"[01](\.[0-9]{0,4})?|\.[0-9]{1,4}")
 
 
 def peer_id(rank: int) -> str:
@@ -74,6 +75,14 @@ def milliseconds_of(text: str) -> list[float]:
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or not all(_MILLISECONDS.fullmatch(part) for part in parts):
         raise UserError(f"{text!r} is no list of milliseconds", remedy="such as --rtt 0,20,80.5, up to 9999")
+    return sorted({float(part) for part in parts})
+
+
+def shares_of(text: str) -> list[float]:
+    """The numbers from 0 to 1 in a comma-separated list, ascending, each once. Raises ``UserError``."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or not all(_SHARE.fullmatch(part) and float(part) <= 1 for part in parts):
+        raise UserError(f"{text!r} is no list of numbers from 0 to 1", remedy="such as --alpha .6,.8,.95")
     return sorted({float(part) for part in parts})
 
 

@@ -1,0 +1,103 @@
+"""The command line of ``p2ptrain bench speculate``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from p2ptrain.cli.runtime import run
+from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
+
+ALPHAS = "0,.3,.6,.8,.9,1"
+
+
+def speculate(
+    alpha: Annotated[
+        str, typer.Option("--alpha", metavar="LIST", help="How often a draft is right where all before it are.")
+    ] = ".8",
+    rtt: Annotated[
+        str, typer.Option("--rtt", metavar="LIST", help="Emulated round trips to the drafter, in milliseconds.")
+    ] = "0,20,80,200",
+    sweep: Annotated[bool, typer.Option("--sweep", help=f"--alpha {ALPHAS}: some minutes.")] = False,
+    jitter_ms: Annotated[
+        float, typer.Option("--jitter-ms", metavar="MS", min=0, max=1000, help="A message is later by up to that.")
+    ] = 0.0,
+    pass_ms: Annotated[
+        float, typer.Option("--pass-ms", metavar="MS", min=0.5, max=10_000, help="A pass of the verifier takes.")
+    ] = 50.0,
+    growth: Annotated[
+        float, typer.Option("--growth", metavar="SHARE", min=0, max=1, help="Of a pass, that each draft adds to it.")
+    ] = 0.0,
+    draft_ms: Annotated[
+        float, typer.Option("--draft-ms", metavar="MS", min=0.1, max=10_000, help="A draft takes.")
+    ] = 5.0,
+    tokens: Annotated[
+        int, typer.Option("--tokens", "-t", metavar="N", min=8, max=10_000, help="New ones of a text.")
+    ] = 128,
+    texts: Annotated[int, typer.Option("--texts", metavar="N", min=1, max=100, help="Of each setting.")] = 3,
+    chain: Annotated[
+        bool, typer.Option("--chain", help="The verifier is split: each pass goes round a ring of 80 ms, too.")
+    ] = False,
+    kill: Annotated[bool, typer.Option("--kill", help="Kill the drafter in the midst of a text as well.")] = False,
+    verifier: Annotated[
+        Path | None, typer.Option("--verifier", metavar="DIR", help="A real model; with --drafter.")
+    ] = None,
+    drafter: Annotated[
+        Path | None, typer.Option("--drafter", metavar="DIR", help="A smaller one of the same tokenizer.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", metavar="FILE", help="One a line, for real models.")
+    ] = None,
+    threads: Annotated[
+        int, typer.Option("--threads", metavar="N", min=1, max=1024, help="CPU threads of each real model.")
+    ] = 1,
+    json_to: Annotated[
+        str, typer.Option("--json", metavar="FILE", help="Write JSON; - for standard output, alone.")
+    ] = "",
+    csv_to: Annotated[str, typer.Option("--csv", metavar="FILE", help="Write CSV, one row a text.")] = "",
+) -> None:
+    """Speculative decoding with a drafter that is far away.
+
+    A verifier and a drafter as join starts them, in processes of their own, over a link that is made as slow as a far
+    one. Their models only take time, and the drafter is right as often as it is told to be. Beside it: the verifier
+    alone, a protocol that waits for each answer, the same rules in a simulation, and the formulas. With --verifier and
+    --drafter a real pair, beside transformers' assisted generation. Every text is compared with the verifier's own.
+
+    \b
+    Examples:
+      p2ptrain bench speculate
+      p2ptrain bench speculate --alpha .6,.9 --rtt 40 --growth .02 --json speculate.json
+      p2ptrain bench speculate --chain --kill
+      p2ptrain bench speculate --verifier big/ --drafter small/ --rtt 0,20 --threads 1
+    """
+    from p2ptrain.cli.bench import plan as plans
+    from p2ptrain.cli.bench.machine import circumstances, origin
+    from p2ptrain.cli.bench.report import Targets, publish
+    from p2ptrain.cli.bench.speculate import Plan, SpeculateBench
+    from p2ptrain.cli.bench.speculate_pair import PairBench, PairPlan, prompts_of
+    from p2ptrain.cli.bench.trial import conduct
+
+    targets = Targets(json_to, csv_to)
+    targets.check()
+    round_trips_ms = plans.milliseconds_of(rtt)
+    if (verifier is None) != (drafter is None):
+        raise UserError("a real pair has two models", remedy="give both --verifier DIR and --drafter DIR")
+    noted = circumstances()
+    work: PairBench | SpeculateBench
+    if verifier is not None and drafter is not None:
+        plan = PairPlan(str(verifier), str(drafter), prompts_of(prompts), tokens, round_trips_ms, jitter_ms, threads)
+        work = PairBench(plan)
+    else:
+        alphas = plans.shares_of(ALPHAS if sweep else alpha)
+        times_s = (pass_ms / 1e3, growth, draft_ms / 1e3)
+        work = SpeculateBench(
+            Plan(alphas, round_trips_ms, jitter_ms, *times_s, tokens, texts, chain=chain, kill=kill, threads=threads)
+        )
+    complete = run(conduct(work.measure), children=True)
+    report = work.report(origin(), complete=complete)
+    report.notes += noted
+    publish(report, targets)
+    if not complete:
+        raise typer.Exit(EXIT_INTERRUPTED)

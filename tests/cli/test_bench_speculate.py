@@ -1,0 +1,173 @@
+"""``p2ptrain bench speculate``: its stand-ins, its protocol in turns, what it makes of texts, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from p2ptrain.cli.bench import plan as plans
+from p2ptrain.cli.bench.foreseen import TimedModel, prompts_for, text_after
+from p2ptrain.cli.bench.machine import origin
+from p2ptrain.cli.bench.speculate import Kill, Plan, Row, SpeculateBench, Texts, pauses
+from p2ptrain.cli.bench.speculate_pair import PROMPTS, Drawn, PairBench, PairPlan, prompts_of
+from p2ptrain.cli.bench.speculated import DrafterSide, VerifierSide
+from p2ptrain.core.activations import IDS, encode_ids
+from p2ptrain.core.errors import JobFailed, ProtocolError, UserError
+from p2ptrain.core.serving import Sampling
+
+Command = Callable[..., Any]
+PLAN = Plan([0.8], [0.0, 80.0])
+
+
+def ran(model: TimedModel, keep: int, ids: list[int], picks: int) -> list[int]:
+    payload = memoryview(encode_ids(ids))
+    sizes = {"keep": keep, "count": len(ids), "picks": picks, "draw": 0}
+    return list(model.run("s", payload=payload, encoding=IDS, out_encoding=IDS, **sizes).tokens)  # type: ignore[arg-type]
+
+
+def opened(model: TimedModel) -> TimedModel:
+    model.open("s", positions=100, sampling=Sampling(0.0))
+    return model
+
+
+def test_a_stand_in_writes_its_text_in_any_number_of_passes() -> None:
+    model, prompt = opened(TimedModel(0.0)), list(b"hello")
+    text = text_after(prompt, 6)
+    assert ran(model, 0, prompt, 1) == text[:1]
+    assert ran(model, 5, text[:3], 3) == text[1:4]
+    wrong = ran(model, 6, [(text[1] + 1) % 256, 7], 2)
+    assert wrong != text[2:4], "behind another token another text"
+    assert ran(model, 6, text[1:5], 4) == text[2:6], "what was wrong is cut off"
+    with pytest.raises(ProtocolError):
+        ran(model, 99, [1], 1)
+
+
+def test_a_drafter_is_right_as_often_as_it_is_told_to_be() -> None:
+    for alpha in (0.0, 0.3, 0.8, 1.0):
+        for prompt in prompts_for(alpha, 41, 3):
+            ids = list(prompt.encode())
+            text = text_after(ids, 41)
+            model = opened(TimedModel(0.0, alpha=alpha))
+            drafted = ran(model, 0, [*ids, *text[:-1]], 41)
+            assert sum(left == right for left, right in zip(drafted[1:], text[1:], strict=True)) == round(40 * alpha)
+
+
+async def test_both_sides_and_the_one_that_waits_write_the_same_text(tmp_path: Path) -> None:
+    drafter, verifier = DrafterSide(), VerifierSide()
+    link = {"rtt_ms": 2.0, "jitter_ms": 0.0, "model": "", "threads": 1}
+    at = await drafter.open(draft_s=0.0002, alpha=0.7, **link)  # type: ignore[arg-type]
+    there = {"port": at["port"], "tokenizer": at["tokenizer"], "texts": str(tmp_path / "texts")}
+    await verifier.open(pass_s=0.002, row_s=0.0, **link, **there)  # type: ignore[arg-type]
+    try:
+        await verifier.meet(prompt="hello")
+        prompts = prompts_for(0.7, 30, 2)
+        expected = [text_after(prompt.encode(), 30) for prompt in prompts]
+        ahead = await verifier.write(prompts=prompts, tokens=30, speculate=True, sampling={"temperature": 0.0})
+        assert [text["ids"] for text in ahead["texts"]] == expected
+        assert sum(text["stats"]["accepted"] for text in ahead["texts"]) > 0
+        for drafts in (1, 4):
+            port = at["rival_port"]
+            turns = await verifier.write_in_turns(prompts=prompts, tokens=30, drafts=drafts, port=port)
+            assert [text["ids"] for text in turns["texts"]] == expected
+            assert all(len(text["at_s"]) == 30 for text in turns["texts"])
+    finally:
+        await verifier.close()
+        await drafter.close()
+
+
+def texts(token_s: float, count: int = 11, **stats: Any) -> Texts:
+    usual = {"tokens": count, "passes": 4, "drafted": 10, "wasted": 1, "self_steps": 1, "alpha": 0.8, "bytes_in": 99}
+    return Texts([[number * token_s for number in range(count)]], [usual | stats])
+
+
+def test_a_text_that_is_another_one_counts_for_nothing() -> None:
+    told = [{"ids": [1, 2, 3], "at_s": [0.0, 0.1, 0.2], "stats": {}}]
+    assert Texts.of(told, [[1, 2, 3]], "ahead").token_s == pytest.approx(0.1)
+    with pytest.raises(JobFailed, match="text 1, ahead: not the verifier's own"):
+        Texts.of(told, [[1, 2, 4]], "ahead")
+
+
+def test_pauses_from_a_token_on() -> None:
+    assert pauses([0.0, 0.5, 0.6, 0.9], 1) == pytest.approx(0.5)
+    assert pauses([0.0, 0.5, 0.6, 0.9], 2) == pytest.approx(0.3), "the pause in which it was killed counts"
+    assert pauses([0.0], 1) == 0.0
+
+
+def test_goals_are_those_of_the_settings_that_they_were_set_for() -> None:
+    assert PLAN.goal_s(0.8, 80.0) == pytest.approx(0.0315)
+    assert PLAN.goal_s(0.8, 81.0) is None
+    assert PLAN.goal_s(0.9, 80.0) is None
+    assert replace(PLAN, growth=0.1).goal_s(0.8, 80.0) is None
+    assert replace(PLAN, chain=True).goal_s(0.8, 0.0) == pytest.approx(0.13 / 3)
+    assert PLAN.best_drafts(0.8, 0.0) == 6
+    assert PLAN.best_drafts(0.8, 0.2) > PLAN.best_drafts(0.8, 0.08) > 6
+
+
+def test_what_is_told_of_rows() -> None:
+    work = SpeculateBench(PLAN)
+    work.rows = [
+        Row(0.8, 0.0, 6, texts(0.05), texts(0.018), texts(0.021), 0.0182),
+        Row(0.8, 80.0, 12, texts(0.05), texts(0.0527), texts(0.04), 0.029),
+    ]
+    work.kills = [Kill(80.0, 60, 0.12, 0.06, 0.1)]
+    report = work.report(origin(), complete=True)
+    near, far = report.results["rows"]
+    assert (near["held"], far["held"], report.results["held"]) == (True, False, False)
+    assert near["faster"] == pytest.approx(0.05 / 0.018)
+    assert near["formula_ahead_s"] == pytest.approx(0.018)
+    assert far["never_slower"] is False
+    assert [row[6] for row in report.tables[0].rows] == ["20.0 yes", "slower NO"]
+    assert report.tables[2].rows[0][4] == "100 ms NO"
+    assert any("1 of 2 reached" in note for note in report.notes)
+    assert any("not kept" in note for note in report.notes)
+    assert len(report.pictures[0]) == 6
+    assert SpeculateBench(PLAN).report(origin(), complete=False).results["held"] is None
+
+
+def test_what_is_told_of_a_pair() -> None:
+    work = PairBench(PairPlan("big", "small", ["a"], 11, [0.0]))
+    plain = [{"tokens": [1, 2, 3], "seconds": 0.3}]
+    work.drawn = [Drawn("greedy", 0.7, plain, plain, texts(0.05, seconds=1.1), {0.0: texts(0.02, seconds=0.55)})]
+    report = work.report(origin(), complete=True)
+    (row,) = report.results["rows"]
+    assert row["faster"] == pytest.approx(2.0)
+    assert row["plain_per_s"] == pytest.approx(10.0)
+    assert row["assisted_alike"] == 1
+    assert report.tables[0].rows[0][:4] == ["greedy", "0 ms", "0.70", "2.8"]
+
+
+def test_lists_of_shares() -> None:
+    assert plans.shares_of("1, .8,0.25,0") == [0.0, 0.25, 0.8, 1.0]
+    for text in ("", "1.1", "-1", "80%", "nan", "."):
+        with pytest.raises(UserError):
+            plans.shares_of(text)
+
+
+def test_prompts_of_a_file(tmp_path: Path) -> None:
+    assert prompts_of(None) == list(PROMPTS)
+    file = tmp_path / "prompts.txt"
+    with pytest.raises(UserError):
+        prompts_of(file)
+    file.write_text("\n\n")
+    with pytest.raises(UserError):
+        prompts_of(file)
+    file.write_text("one\n\ntwo\n")
+    assert prompts_of(file) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--alpha", "2"], "no list of numbers from 0 to 1"),
+        (["--rtt", "far"], "no list of milliseconds"),
+        (["--verifier", "big"], "a real pair has two models"),
+    ],
+)
+def test_what_is_refused(command: Command, arguments: list[str], said: str) -> None:
+    outcome = command("bench", "speculate", *arguments)
+    assert outcome.code == 2
+    assert said in outcome.err
