@@ -72,7 +72,11 @@ class DraftRefused(Message):
 
 @dataclass(frozen=True, slots=True)
 class Drafts(Message):
-    """Drafted ``tokens`` (three bytes each, little-endian) from ``position`` of the session on."""
+    """Drafted ``tokens`` (three bytes each, little-endian) from ``position`` of the session on.
+
+    Attributes:
+        position: 0: behind the drafts of the session that were sent last.
+    """
 
     KIND: ClassVar[int] = 62
     KEYED: ClassVar[bool] = False

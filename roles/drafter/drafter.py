@@ -90,6 +90,7 @@ class _Session:
 
     Attributes:
         name: with the engine. positions: that it may have there. verified: of them, by the last verdict.
+        drafted: position behind the drafts that were sent last; 0 before the first.
         wanted: what the core wants run; None while it wants nothing.
         taken: positions of ``wanted`` that were run already, in pieces. running: a piece is under way.
         opened: the engine knows it. ready: the verifier was told that the ids so far are taken in.
@@ -102,6 +103,7 @@ class _Session:
     opening: Opening
     positions: int
     verified: int
+    drafted: int = 0
     wanted: Run | None = None
     taken: int = 0
     running: bool = False
@@ -280,7 +282,9 @@ class Drafter:
                     self._wake.set()
                 case Send(epoch, position, tokens):
                     self.gauge.drafted(self._now(), len(tokens))
-                    drafts = Drafts(position, packed(tokens))
+                    follows = position == session.drafted
+                    session.drafted = position + len(tokens)
+                    drafts = Drafts(0 if follows else position, packed(tokens))
                     session.caller.say(drafts, generation=epoch, stream=session.stream)
 
     async def run(self) -> None:

@@ -17,9 +17,10 @@ from roles.speculation.events import Began, DrafterEvent, DrafterInstruction, Ru
 
 CHUNK = 2048
 """Positions in one run, at most."""
+FIRST = 3
 GROUP = 4
-"""Drafts that are sent together, and so many more are made at a time before they may be sent: a message costs more
-than a token, and what waits here when a verdict contradicts it costs the line nothing."""
+"""Drafts that are sent together: the first ones behind what is verified, and later ones. A message costs more than a
+token. ``2 * GROUP`` more are made before they may be sent: what waits when a verdict contradicts it costs no bytes."""
 
 
 class Drafting:
@@ -142,7 +143,8 @@ class Drafting:
         stop = min(len(self._ids), allowed)
         bare = self._sent == self._verified  # the verifier has no draft: it is better to have few than none
         ended = self._held == len(self._ids) and not self._running  # a look-up that knows no more
-        if stop <= self._sent or (stop - self._sent < GROUP and not ended and not (bare and stop == allowed)):
+        enough = FIRST if bare else GROUP
+        if stop <= self._sent or (stop - self._sent < enough and not ended and not (bare and stop == allowed)):
             return []
         send = Send(self.epoch, self._sent, tuple(self._ids[self._sent : stop]))
         self._sent = stop

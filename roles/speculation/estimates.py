@@ -21,9 +21,14 @@ SHORTEST_S = 1e-6
 
 
 class Acceptance:
-    """How often a draft is right whose predecessors are."""
+    """How often a draft is right whose predecessors are.
+
+    Attributes:
+        count: comparisons.
+    """
 
     def __init__(self, alpha: float = PRIOR_ALPHA) -> None:
+        self.count = 0
         self._prior = alpha
         self._agreed = 0.0
         self._tried = 0.0
@@ -33,16 +38,12 @@ class Acceptance:
         for right in (1,) * agreed + (0,) * failed:
             self._agreed = DECAY * self._agreed + right
             self._tried = DECAY * self._tried + 1
+            self.count += 1
 
     @property
     def alpha(self) -> float:
         """The estimate; below 1."""
         return (self._agreed + PRIOR_WEIGHT * self._prior) / (self._tried + PRIOR_WEIGHT)
-
-    @property
-    def tried(self) -> float:
-        """Comparisons, with the weight that they have now."""
-        return self._tried
 
 
 class Recent:
@@ -85,6 +86,11 @@ class PassTimes:
     def known(self) -> bool:
         """A pass without drafts was measured."""
         return 0 in self._by_drafts
+
+    @property
+    def most(self) -> int:
+        """Drafts of a pass that is not too far from those that were measured: one more may cost as much as a step."""
+        return max(2, 4 * max(self._by_drafts, default=0))
 
     def seconds(self, drafts: int) -> float:
         """The estimate. Needs ``known``."""

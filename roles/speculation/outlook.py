@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from roles.speculation import policy
 from roles.speculation.drafting import GROUP
-from roles.speculation.estimates import Acceptance, Pace
+from roles.speculation.estimates import PRIOR_ALPHA, Acceptance, Pace
 from roles.speculation.lines import Compared, Line
+
+PROVEN = 16
+"""Comparisons after which it is known how often a drafter is right."""
+SHORTEST_REST, LONGEST_REST = 64, 1024
+"""Tokens of text for which a drafter rests."""
+SHORTEST_WAIT_S = 0.0005
+"""Drafts that are not there are not there at once: without this, a wait that rounds to nothing would never end."""
 
 
 class Outlook:
@@ -14,12 +22,20 @@ class Outlook:
 
     Attributes:
         line, pace, acceptance: what is known of it.
+        resting: it is told not to draft. rests_until: tokens of text. useless: that is because it was of no use.
+        since: tokens of text when it began, or when it was last looked at. useful: drafts that passes took since.
     """
 
     def __init__(self, line: Line, pace: Pace, now: float) -> None:
         self.line = line
         self.pace = pace
         self.acceptance = Acceptance()
+        self.resting = False
+        self.rests_until = 0
+        self.useless = False
+        self.since = line.told
+        self.useful = 0
+        self._rest = SHORTEST_REST
         self._heard_at = now  # when drafts came last
         self._told_at = now  # when the last verdict was sent
         self._ended_at: float | None = None  # when the verdict that ends its line was sent
@@ -51,17 +67,58 @@ class Outlook:
         self.acceptance.add(compared.agreed, failed=compared.failed)
         return compared
 
+    # ----------------------------------------------------------------------------------------------- work and rest
+
+    @property
+    def proven(self) -> bool:
+        """It is known how often it is right."""
+        return self.acceptance.count >= PROVEN
+
+    def token_s(self, step_s: float) -> float:
+        """What a token costs with it, roughly: a draft, or where that is wrong a new line and more than a pass."""
+        alpha = self.acceptance.alpha
+        wrong_s = self.pace.restart_s + 1.4 * step_s
+        return alpha * self.pace.step.seconds + (1 - alpha) * wrong_s
+
+    def begin(self, size: int) -> None:
+        """It is to draft, and shall show anew how often it is right."""
+        self.resting = self.useless = False
+        self.acceptance = Acceptance(max(self.acceptance.alpha, PRIOR_ALPHA))
+        self.since, self.useful = size, 0
+
+    def renew(self, size: int) -> None:
+        """It was of use; it is looked at again later."""
+        self.since, self.useful = size, 0
+        self._rest = SHORTEST_REST
+
+    def rest(self, size: int, *, useless: bool) -> None:
+        """It is not to draft for a while, which is twice as long each time."""
+        self.resting, self.useless = True, useless
+        self.rests_until = size + self._rest
+        self._rest = min(2 * self._rest, LONGEST_REST)
+
+    @property
+    def depth(self) -> int:
+        """Drafts beyond what is verified that it is to make."""
+        if self.resting:
+            return 0
+        return policy.depth_for(self.acceptance.alpha, least_use=policy.LEAST_USE, most=policy.MOST_DRAFTS)
+
+    # ---------------------------------------------------------------------------------------------- what it will say
+
     def idle(self, size: int) -> bool:
         """Whether the drafter does nothing of use until it hears of the text's ``size`` tokens."""
         line = self.line
+        if self.resting:
+            return False
         if line.dead:
             return self._ended_at is None
         return max(line.end, size) + GROUP > line.told + line.depth
 
-    def verdict(self, size: int, depth: int, now: float) -> tuple[int, int, int]:
+    def verdict(self, size: int, now: float) -> tuple[int, int, int]:
         """As of ``Line``."""
         self._free = self.line.told + self.line.depth
-        told = self.line.verdict(size, depth)
+        told = self.line.verdict(size, self.depth)
         self._told_at = now
         if self.line.dead and self._ended_at is None:
             self._ended_at, self._ended = now, size
@@ -83,7 +140,7 @@ class Outlook:
             due = since + (position - first + 1) * step_s
             if position >= self._free:
                 due = max(due, self._told_at + 2 * self.pace.latency_s)
-            if due < now:  # it was expected by now: the longer ago, the longer it will take yet
-                overdue = max(overdue, now - due)
-            waits.append(max(due - now, 0.0) + overdue)
+            if due <= now:  # it was expected by now: the longer ago, the longer it will take yet
+                overdue = max(overdue, now - due, SHORTEST_WAIT_S)
+            waits.append(max(due - now, SHORTEST_WAIT_S) + overdue)
         return waits

@@ -15,12 +15,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-KEPT = 1.2
-"""What it is worth that a line goes on, in steps of plain decoding, at most; not more than beginning anew costs."""
-LEAST_USE = 0.045
+KEPT = 1.1
+"""What it is worth that a line goes on, in steps of plain decoding."""
+LEAST_USE = 0.04
 """A draft is made that is of use with this chance: less wastes bytes, more leaves a far drafter too short a line."""
 LONGEST_WAIT = 1.0
 """In steps of plain decoding, from when the last pass ended."""
+MOST_LOSS = 0.03
+"""Of the time that plain decoding takes: may be lost, in all."""
+FIRST_LOSS = 0.8
+"""In steps of plain decoding: so much more, or nothing could ever be tried."""
+MOST_BANKED = 2.0
+"""In steps of plain decoding: a gain of before that may be lost again."""
 MOST_DRAFTS = 64
 """In a pass."""
 
@@ -42,6 +48,7 @@ def choose(
     *,
     kept_s: float,
     most_wait_s: float,
+    most_loss_s: float,
 ) -> Choice:
     """The best choice.
 
@@ -51,19 +58,42 @@ def choose(
         rate: tokens a second.
         kept_s: what it is worth that the line goes on.
         most_wait_s: that may be waited.
+        most_loss_s: that may be lost, against a step of plain decoding, if no draft is right.
     """
     kept = rate * kept_s * alpha
     best = Choice(0, 0.0, 1.0 - rate * pass_s(0) + kept)
     expected, sure = 1.0, 1.0
     for drafts, wait_s in enumerate(waits_s, 1):
-        if wait_s > most_wait_s:
+        cost_s = wait_s + pass_s(drafts)
+        if wait_s > most_wait_s or cost_s - pass_s(0) > most_loss_s:
             break
         sure *= alpha
         expected += sure
-        worth = expected - rate * (wait_s + pass_s(drafts)) + sure * kept
+        worth = expected - rate * cost_s + sure * kept
         if worth > best.worth:
             best = Choice(drafts, wait_s, worth)
     return best
+
+
+class Guard:
+    """Time that was lost against plain decoding: the sum stays within a share of the whole, whatever drafters do.
+
+    Attributes:
+        lost_s: so far; what was gained counts only a little, so that no gain of before is gambled away.
+    """
+
+    def __init__(self) -> None:
+        self.lost_s = 0.0
+        self._steps = 0
+
+    def passed(self, wait_s: float, pass_s: float, tokens: int, step_s: float) -> None:
+        """After a wait a pass gave tokens. One without drafts cost what a step costs."""
+        self._steps += tokens
+        self.lost_s = max(self.lost_s + wait_s + pass_s - tokens * step_s, -MOST_BANKED * step_s)
+
+    def most_loss_s(self, step_s: float) -> float:
+        """What the next pass may lose."""
+        return (FIRST_LOSS + MOST_LOSS * self._steps) * step_s - self.lost_s
 
 
 def depth_for(alpha: float, *, least_use: float, most: int) -> int:

@@ -126,6 +126,7 @@ class _Drafter:
         self._lots = [self._dice.random() for _ in run.truth]
         self._core: Drafting | None = None
         self._known = 0
+        self._drafted = 0
         self._right = 0  # tokens that the model's history begins with and that are those of the text
         self._arrivals = {True: 0.0, False: 0.0}
         self._ready = False
@@ -164,7 +165,10 @@ class _Drafter:
                 case Run():
                     self._run.after(self.setting.draft_s, partial(self._ran, item))
                 case Send(epoch, position, tokens):
-                    self._run.payload_bytes += len(encode(Drafts(position, packed(tokens))))
+                    self._run.payload_bytes += len(
+                        encode(Drafts(0 if position == self._drafted else position, packed(tokens)))
+                    )
+                    self._drafted = position + len(tokens)
                     self._send(False, partial(self._run.handle, Drafted(self.number, epoch, position, tokens)))
 
     def _ran(self, run: Run) -> None:

@@ -19,11 +19,11 @@ class Stats:
     Attributes:
         passes: of the target behind the prompt. self_steps: those of them without drafts.
         tokens: of new text. verified: drafts that were in passes. accepted: those of them that were right.
-        drafted: drafts that came, of all drafters. wasted: those of them that no pass and no comparison used.
-        late: drafts that came after the text was there, and agreed with it.
+        drafted: drafts that came, of all drafters. wasted: those of them that were found wrong, or stood on such.
+        late: drafts that were right and that no pass had, since the text was there first.
         tried_at, accepted_at: by place in the pass: drafts there with all before them right, and those that were right.
-        verify_s: in passes. wait_s: in which no pass was under way. prefill_s: the prompt's.
-        bytes_in, bytes_out: bodies of drafts and verdicts.
+        verify_s: in passes behind the prompt. draft_s, wait_s: in which no pass was under way: what drafters needed for
+            the drafts that came in it, and the rest, which is the way. prefill_s: the prompt's passes.
     """
 
     passes: int = 0
@@ -40,8 +40,6 @@ class Stats:
     verify_s: float = 0.0
     wait_s: float = 0.0
     prefill_s: float = 0.0
-    bytes_in: int = 0
-    bytes_out: int = 0
 
     @property
     def alpha(self) -> float:

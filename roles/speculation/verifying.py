@@ -10,11 +10,11 @@ is there already, are compared with it, and the line goes on where they agree.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from itertools import islice
 
 from roles.speculation import policy
-from roles.speculation.drafting import GROUP
 from roles.speculation.estimates import Pace, PassTimes
 from roles.speculation.events import (
     Began,
@@ -35,6 +35,7 @@ from roles.speculation.events import (
 )
 from roles.speculation.lines import Line
 from roles.speculation.outlook import Outlook
+from roles.speculation.rota import Rota
 from roles.speculation.stats import POSITIONS, Stats
 
 CHUNK = 2048
@@ -44,6 +45,7 @@ RATE_DECAY = 0.9
 OPENING_DEPTH = 8
 MOST_UNTOLD = 2
 """Tokens that a drafter is not told of at once; see ``_most_untold``."""
+MOST_UNTOLD_AT_REST = 256
 
 
 class Verifying:
@@ -86,6 +88,11 @@ class Verifying:
         self._idle_since = 0.0
         self._due: float | None = None
         self._pass_times = PassTimes()
+        self._rota = Rota(self._drafters)
+        self._guard = policy.Guard()
+        self._guide: int | None = None  # whose drafts the pass under way has
+        self._waited_s = 0.0  # before it
+        self._arrived_s = 0.0  # drafters' work on drafts that came while nothing was computed
         self._rate_tokens = 0.0
         self._rate_s = 0.0
 
@@ -122,6 +129,7 @@ class Verifying:
                 out += self._ready(event, now)
             case DrafterLost(drafter):
                 self._drafters.pop(drafter, None)
+                out += self._reviewed(now)
             case Drafted():
                 out += self._drafted(event, now)
             case Latency(drafter, latency_s):
@@ -157,22 +165,40 @@ class Verifying:
             fault, compared = outlook.receive_untrusted(event.epoch, event.position, event.tokens, self._text, now)
         if fault:
             del self._drafters[event.drafter]
-            return [Drop(event.drafter, fault)]
+            return [Drop(event.drafter, fault), *self._reviewed(now)]
         self.stats.drafted += len(event.tokens)
         self.stats.late += compared.agreed
+        if self._pass is None:
+            self._arrived_s += len(event.tokens) * outlook.pace.step.seconds
+        self._count_wasted(outlook)
         return []
+
+    def _count_wasted(self, outlook: Outlook) -> None:
+        self.stats.wasted += outlook.line.dropped
+        outlook.line.dropped = 0
+
+    def _reviewed(self, now: float) -> list[VerifierInstruction]:
+        """Drafters that begin, or come to rest, are told so."""
+        if not self._pass_times.known:
+            return []
+        changed = self._rota.review(len(self._text), self._pass_times.seconds(0))
+        return [self._tell(drafter, now) for drafter in changed]
 
     def _tells(self, now: float) -> list[VerifierInstruction]:
         """What drafters are told when the text has grown."""
         size = len(self._text)
-        out: list[VerifierInstruction] = []
+        out = self._reviewed(now)
         for drafter, outlook in self._drafters.items():
+            if outlook.line.told == size:
+                continue
             if outlook.idle(size) or size - outlook.line.told >= self._most_untold(outlook):
                 out.append(self._tell(drafter, now))
         return out
 
     def _most_untold(self, outlook: Outlook) -> int:
         """Tokens that a drafter may not know of: the farther it is, the less the news would change, and each costs."""
+        if outlook.resting:
+            return MOST_UNTOLD_AT_REST
         if not self._pass_times.known:
             return 1
         passes = outlook.pace.restart_s / self._pass_times.seconds(0)
@@ -180,9 +206,8 @@ class Verifying:
 
     def _tell(self, drafter: int, now: float) -> Tell:
         outlook = self._drafters[drafter]
-        depth = policy.depth_for(outlook.acceptance.alpha, least_use=policy.LEAST_USE, most=policy.MOST_DRAFTS)
-        number, start, right = outlook.verdict(len(self._text), depth, now)
-        return Tell(drafter, number, start, tuple(self._text[start:]), depth, right)
+        number, start, right = outlook.verdict(len(self._text), now)
+        return Tell(drafter, number, start, tuple(self._text[start:]), outlook.line.depth, right)
 
     # -------------------------------------------------------------------------------------------------------- passes
 
@@ -195,35 +220,41 @@ class Verifying:
             return [self._pass]
         drafts: tuple[int, ...] = ()
         if self._pass_times.known:
-            choice, outlook = self._choose(now)
+            choice, self._guide = self._choose(now)
             if choice.wait_s > 0:
                 self._due = now + choice.wait_s
                 return []
-            if outlook is not None:
-                drafts = tuple(islice(outlook.line.ahead, choice.drafts))
+            if self._guide is not None:
+                drafts = tuple(islice(self._drafters[self._guide].line.ahead, choice.drafts))
         draw = len(self._text) - self._prompt
-        self.stats.wait_s += now - self._idle_since
+        self._waited_s = now - self._idle_since
+        drafting_s = min(self._waited_s, self._arrived_s)
+        self.stats.draft_s += drafting_s
+        self.stats.wait_s += self._waited_s - drafting_s
         self._pass = Run(len(self._text) - 1, (self._text[-1], *drafts), len(drafts) + 1, draw)
         return [self._pass]
 
-    def _choose(self, now: float) -> tuple[policy.Choice, Outlook | None]:
-        room = min(self._stop - len(self._text) - 1, policy.MOST_DRAFTS)
+    def _choose(self, now: float) -> tuple[policy.Choice, int | None]:
+        """What the next pass takes, after which wait, and whose drafts."""
+        room = min(self._stop - len(self._text) - 1, policy.MOST_DRAFTS, self._pass_times.most)
         step_s = self._pass_times.seconds(0)
         rate = max(1 / step_s, self._rate_tokens / self._rate_s)
         most_wait_s = self._idle_since + policy.LONGEST_WAIT * step_s - now
-        best, found = policy.Choice(0, 0.0, -1e9), None
-        for outlook in self._drafters.values():
+        most_loss_s = self._guard.most_loss_s(step_s) - (now - self._idle_since)
+        best, found = policy.Choice(0, 0.0, -math.inf), None
+        for drafter, outlook in self._drafters.items():
             waits_s = outlook.waits_s(len(self._text), room, now)
             choice = policy.choose(
                 waits_s,
                 outlook.acceptance.alpha,
                 self._pass_times.seconds,
                 rate,
-                kept_s=min(policy.KEPT * step_s, outlook.pace.restart_s + GROUP * outlook.pace.step.seconds),
+                kept_s=policy.KEPT * step_s,
                 most_wait_s=most_wait_s,
+                most_loss_s=most_loss_s,
             )
             if choice.worth > best.worth:
-                best, found = choice, outlook
+                best, found = choice, drafter
         return best, found
 
     def _passed(self, event: PassDone, now: float) -> list[VerifierInstruction]:
@@ -241,13 +272,19 @@ class Verifying:
         if not run.prefill:
             self._count(len(drafts), accepted, event.took_s)
             self._pass_times.add(len(drafts), event.took_s)
+            step_s = self._pass_times.seconds(0)
+            self._guard.passed(self._waited_s, event.took_s if drafts else step_s, len(fresh), step_s)
+            if self._guide is not None and self._guide in self._drafters:
+                self._drafters[self._guide].useful += accepted
             self._rate_tokens = RATE_DECAY * self._rate_tokens + len(fresh)
             self._rate_s = RATE_DECAY * self._rate_s + max(now - self._idle_since, 1e-6)
-        self._idle_since = now
+        self._idle_since, self._arrived_s = now, 0.0
         self.stats.tokens += len(fresh)
         out: list[VerifierInstruction] = [Give(fresh)]
-        for outlook in self._drafters.values():
-            outlook.grew(fresh)
+        for drafter, outlook in self._drafters.items():
+            late = outlook.grew(fresh).agreed - (accepted if drafter == self._guide else 0)
+            self.stats.late += max(0, late)
+            self._count_wasted(outlook)
         if self.ended:
             return [*out, Finished(self.ended)]
         return [*out, *self._tells(now)]

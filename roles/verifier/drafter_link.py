@@ -87,6 +87,7 @@ class Seat:
         on_ready: the ids of the beginning are taken in. on_lost: the last of what is told; not after ``leave``.
         refused: the code, where the drafter refused it.
         ready: the first has been told. over: the last has been, or needs not.
+        drafted: position behind the drafts that came last; 0 before the first.
         bytes_in, bytes_out: of bodies.
     """
 
@@ -101,6 +102,7 @@ class Seat:
     refused: str = ""
     ready: bool = False
     over: bool = False
+    drafted: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
 
@@ -345,6 +347,8 @@ class DrafterLink:
             case Drafts() if not seat.ready:
                 raise ProtocolError("it drafts for a session before it is ready")
             case Drafts(position):
+                position = position or seat.drafted
+                seat.drafted = position + len(tokens)
                 self.record.count(0, wrong=seat.record.drafted(received.generation, position, tokens))
                 seat.on_drafted(seat, Drafted(seat.drafter, received.generation, position, tokens))
             case DraftRefused():

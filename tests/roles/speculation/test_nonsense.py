@@ -1,0 +1,128 @@
+"""What no correct peer says: a drafter is dropped with the reason, a verifier is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from p2ptrain.core.errors import ProtocolError
+from roles.speculation.drafting import Drafting
+from roles.speculation.events import Began, Drafted, DrafterReady, Drop, Give, PassDone, Run, RunDone, Send, Told
+from roles.speculation.verifying import Verifying
+
+PROMPT = (1, 2, 3)
+
+
+def verifier() -> Verifying:
+    """With drafter 1, which was told of two tokens: verdicts 1 and 2, text up to position 5."""
+    core = Verifying(PROMPT, max_new_tokens=50, vocab_size=10)
+    core.handle(Began(), 0.0)
+    core.handle(DrafterReady(1, len(PROMPT), 0.0), 0.0)
+    core.handle(PassDone((4,), 0.1), 0.1)
+    core.handle(PassDone((5,), 0.1), 0.2)
+    line = core.line(1)
+    assert (line.told, line.number) == (5, 2)
+    return core
+
+
+@pytest.mark.parametrize(
+    ("epoch", "position", "tokens", "reason"),
+    [
+        (0, 3, (10,), "a token that the model does not know"),
+        (0, 3, (-1,), "a token that the model does not know"),
+        (0, 3, (), "drafts without a token"),
+        (0, 3, (1,) * 100, "drafts up to position 103"),
+        (0, 99, (1,), "drafts up to position 100"),
+        (0, -1, (1, 1), "drafts up to position 1"),
+        (3, 5, (1,), "drafts after verdict 3, with 2 sent"),
+        (-1, 5, (1,), "drafts after verdict -1"),
+        (0, 2, (3,), "drafts from position 2, with 3 next"),
+        (0, 6, (1,), "drafts from position 6, with 3 next and 5 told"),
+        (2, 6, (1,), "a line from position 6, with 5 told"),
+    ],
+)
+def test_a_drafter_that_says_nonsense_is_dropped(
+    epoch: int, position: int, tokens: tuple[int, ...], reason: str
+) -> None:
+    core = verifier()
+    (drop,) = core.handle(Drafted(1, epoch, position, tokens), 0.25)
+    assert isinstance(drop, Drop)
+    assert drop.drafter == 1
+    assert drop.reason.startswith(reason)
+    assert core.handle(Drafted(1, 0, 3, (4,)), 0.26) == []  # it is forgotten
+    assert Give((6,)) in core.handle(PassDone((6,), 0.1), 0.3)
+
+
+def test_drafts_of_a_line_that_is_dead_are_dropped() -> None:
+    core = verifier()
+    core.handle(Drafted(1, 0, 3, (9, 5, 6, 7)), 0.25)
+    assert core.line(1).dead
+    core.handle(Drafted(1, 0, 7, (1, 2)), 0.25)
+    run = core.handle(PassDone((6,), 0.1), 0.3)[-1]
+    assert isinstance(run, Run)
+    assert run.ids == (6,)
+    assert core.stats.wasted == 6
+
+
+def test_a_drafter_is_told_what_it_missed_before_it_was_ready() -> None:
+    core = Verifying(PROMPT, max_new_tokens=50, vocab_size=10)
+    core.handle(Began(), 0.0)
+    core.handle(PassDone((4,), 0.1), 0.1)
+    (tell,) = core.handle(DrafterReady(7, len(PROMPT), 0.0), 0.15)
+    assert (tell.number, tell.start, tell.tokens, tell.right) == (1, 3, (4,), 0)  # type: ignore[union-attr]
+
+
+def drafter() -> Drafting:
+    """It sent a line of four from position 3."""
+    core = Drafting(PROMPT, prompt=3, positions=20, depth=4)
+    (run,) = core.handle(Began(), 0.0)
+    assert run == Run(0, PROMPT, 1, 0, prefill=True)
+    sent: list[Send] = []
+    for token in (4, 5, 6, 7):
+        sent += [item for item in core.handle(RunDone((token,)), 0.0) if isinstance(item, Send)]
+    assert [item.tokens for item in sent] == [(4, 5, 6)]
+    return core
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        Told(2, 3, (4,), 4),
+        Told(0, 3, (4,), 4),
+        Told(1, 2, (3,), 4),
+        Told(1, 9, (3,), 4),
+        Told(1, 3, (4,) * 18, 4),
+    ],
+)
+def test_a_verdict_that_no_verifier_says(told: Told) -> None:
+    with pytest.raises(ProtocolError):
+        drafter().handle(told, 0.0)
+
+
+def test_a_verdict_that_agrees_leaves_the_line_and_one_that_does_not_cuts_it() -> None:
+    core = drafter()
+    assert core.handle(Told(1, 5, (6,), 4), 0.0) == []  # a run is under way, and one draft is too few to send
+    assert (core.epoch, core.verified) == (0, (1, 2, 3, 4, 5, 6))
+    assert core.handle(Told(2, 6, (9,), 4), 0.0) == []
+    assert (core.epoch, core.verified) == (2, (1, 2, 3, 4, 5, 6, 9))
+    (run,) = core.handle(RunDone((8,)), 0.0)  # its pick stood on what was cut: it is dropped
+    assert run == Run(6, (9,), 1, 4)
+    core.handle(RunDone((1,)), 0.0)
+    core.handle(RunDone((2,)), 0.0)
+    send = core.handle(RunDone((3,)), 0.0)[0]
+    assert send == Send(2, 7, (1, 2, 3))
+
+
+def test_a_verdict_beyond_the_line_is_taken_over_in_the_same_epoch() -> None:
+    core = drafter()
+    core.handle(Told(1, 3, (4, 5, 6, 7, 8, 9), 4), 0.0)
+    assert core.epoch == 0
+    assert core.verified == (1, 2, 3, 4, 5, 6, 7, 8, 9)
+
+
+def test_a_pause_stops_it_and_a_probe_goes_on() -> None:
+    core = drafter()
+    core.handle(Told(1, 3, (4,), 0), 0.0)
+    assert core.handle(RunDone((8,)), 0.0) == []
+    assert core.handle(Told(2, 4, (1, 1), 0), 0.0) == []
+    (run,) = core.handle(Told(3, 6, (2,), 2), 0.0)
+    assert run == Run(4, (1, 1, 2), 1, 4)

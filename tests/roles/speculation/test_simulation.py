@@ -1,0 +1,130 @@
+"""The cores in virtual time: how soon the text comes, whatever the drafters, the links and the target are like.
+
+Nothing here depends on how fast this machine is: the same setting is the same run.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from roles.speculation.simulation import (
+    DrafterSetting,
+    Outcome,
+    Setting,
+    constant,
+    growing,
+    mean_token_s,
+    never_idle_s,
+    simulate,
+    synchronous_s,
+)
+
+PASS_S, DRAFT_S = 0.05, 0.005
+ROUND_TRIPS_S = (0.0, 0.02, 0.08, 0.2)
+GOALS_S = dict(zip(ROUND_TRIPS_S, (0.020, 0.0225, 0.0315, 0.0425), strict=True))
+
+
+def runs(drafter: DrafterSetting, *, tokens: int, seeds: int, pass_s: float = PASS_S) -> list[Outcome]:
+    return [simulate(Setting((drafter,), constant(pass_s), tokens, seed=seed)) for seed in range(seeds)]
+
+
+@pytest.mark.parametrize("round_trip_s", ROUND_TRIPS_S)
+def test_a_good_drafter_at_any_distance(round_trip_s: float) -> None:
+    outcomes = runs(DrafterSetting(0.8, DRAFT_S, round_trip_s), tokens=1500, seeds=4)
+    token_s = mean_token_s(outcomes)
+    assert token_s <= GOALS_S[round_trip_s]
+    assert token_s <= 1.11 * never_idle_s(0.8, DRAFT_S, PASS_S, round_trip_s)
+    assert token_s < synchronous_s(0.8, DRAFT_S, constant(PASS_S), round_trip_s)
+    assert sum(item.payload_bytes for item in outcomes) / sum(item.tokens for item in outcomes) < 16
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_it_is_never_slower_than_the_verifier_alone(share: float) -> None:
+    for alpha, round_trip_s in itertools.product((0.0, 0.3, 0.6, 0.8, 0.9, 1.0), ROUND_TRIPS_S):
+        for tokens, seed in ((64, 0), (64, 1), (64, 2), (200, 3)):
+            drafter = DrafterSetting(alpha, DRAFT_S, round_trip_s)
+            outcome = simulate(Setting((drafter,), growing(PASS_S, share), tokens, seed=seed))
+            assert outcome.seconds <= 1.05 * outcome.alone_s, (alpha, round_trip_s, tokens, seed)
+
+
+def test_a_drafter_that_gets_worse_in_the_text_does_no_harm() -> None:
+    for round_trip_s, share in itertools.product(ROUND_TRIPS_S, (0.0, 0.3)):
+        drafter = DrafterSetting(0.9, DRAFT_S, round_trip_s, alphas=((200, 0.0),))
+        whole = simulate(Setting((drafter,), growing(PASS_S, share), 1000))
+        good = simulate(Setting((DrafterSetting(0.9, DRAFT_S, round_trip_s),), growing(PASS_S, share), 200))
+        assert whole.seconds - good.seconds <= 1.05 * 800 * PASS_S
+
+
+def test_one_that_gets_better_is_found_again() -> None:
+    drafter = DrafterSetting(0.0, DRAFT_S, 0.02, alphas=((300, 0.9),))
+    outcome = simulate(Setting((drafter,), constant(PASS_S), 1500))
+    assert outcome.token_s < 0.6 * PASS_S
+
+
+def test_a_link_that_wavers() -> None:
+    outcomes = runs(DrafterSetting(0.8, DRAFT_S, 0.02, jitter_s=0.03), tokens=600, seeds=3)
+    assert mean_token_s(outcomes) < 0.7 * PASS_S
+    for alpha in (0.0, 0.3):
+        for outcome in runs(DrafterSetting(alpha, DRAFT_S, 0.02, jitter_s=0.1), tokens=64, seeds=3):
+            assert outcome.seconds <= 1.05 * outcome.alone_s
+
+
+def test_a_split_target_gains_most() -> None:
+    """Each of its passes costs a round trip more: longer batches are worth it."""
+    whole_s = PASS_S + 0.08
+    outcomes = runs(DrafterSetting(0.8, DRAFT_S), tokens=800, seeds=4, pass_s=whole_s)
+    assert mean_token_s(outcomes) <= whole_s / 3
+
+
+def test_a_drafter_that_dies_is_hardly_missed() -> None:
+    for until_s in (0.7, 1.11, 1.4321, 2.0):
+        outcome = simulate(Setting((DrafterSetting(0.8, DRAFT_S, 0.02, until_s=until_s),), constant(PASS_S), 200))
+        assert outcome.gaps[0] <= 2 * PASS_S
+
+
+def test_another_takes_over_from_one_that_is_lost() -> None:
+    good = DrafterSetting(0.9, DRAFT_S, 0.0, until_s=3.0)
+    other = DrafterSetting(0.8, DRAFT_S, 0.02)
+    outcome = simulate(Setting((good, other), constant(PASS_S), 600))
+    alone = simulate(Setting((other,), constant(PASS_S), 600))
+    assert outcome.seconds < alone.seconds
+    assert outcome.gaps[0] <= 2 * PASS_S
+
+
+def test_the_better_of_two_is_used_and_the_other_costs_little() -> None:
+    good, bad = DrafterSetting(0.8, DRAFT_S, 0.0), DrafterSetting(0.4, DRAFT_S, 0.2)
+    both = [simulate(Setting(order, constant(PASS_S), 1000)) for order in ((good, bad), (bad, good))]
+    for outcome in both:
+        assert outcome.token_s < 0.022
+        assert outcome.token_bytes < 20
+
+
+def test_one_that_comes_late_is_used() -> None:
+    late = DrafterSetting(0.9, DRAFT_S, 0.0, from_s=2.0)
+    outcome = simulate(Setting((late,), constant(PASS_S), 400))
+    assert outcome.seconds < 2.0 + 360 * 0.02
+
+
+def test_no_draft_is_asked_for_where_it_is_of_no_use() -> None:
+    outcome = simulate(Setting((DrafterSetting(0.0, DRAFT_S, 0.02),), constant(PASS_S), 2000))
+    assert outcome.token_bytes < 6
+    assert outcome.stats.drafted < 320
+
+
+def test_figures_add_up() -> None:
+    outcome = simulate(Setting((DrafterSetting(0.8, DRAFT_S, 0.02),), constant(PASS_S), 800))
+    stats = outcome.stats
+    assert stats.tokens == 800 == stats.passes + stats.accepted + 1  # the prompt's pass gave one
+    assert stats.verify_s + stats.wait_s + stats.draft_s == pytest.approx(outcome.seconds)
+    assert stats.alpha == pytest.approx(0.8, abs=0.05)
+    assert stats.tried_at[0] == stats.passes - stats.self_steps
+    assert sum(stats.accepted_at) == stats.accepted  # none was behind the sixteenth
+    assert stats.accepted + stats.late + stats.wasted == pytest.approx(stats.drafted, abs=20)
+    total = type(stats)()
+    total.add(stats)
+    total.add(stats)
+    assert total.tokens == 1600
+    assert total.accepted_at[0] == 2 * stats.accepted_at[0]
+    assert total.alpha == stats.alpha
