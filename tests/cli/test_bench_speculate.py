@@ -91,6 +91,11 @@ def test_a_text_that_is_another_one_counts_for_nothing() -> None:
         Texts.of(told, [[1, 2, 4]], "ahead")
 
 
+def test_settled_is_what_comes_behind_the_first_tokens() -> None:
+    slow_first = [0.1 * number if number <= 64 else 6.4 + 0.02 * (number - 64) for number in range(100)]
+    assert Texts([slow_first]).settled_s == pytest.approx(0.02)
+
+
 def test_pauses_from_a_token_on() -> None:
     assert pauses([0.0, 0.5, 0.6, 0.9], 1) == pytest.approx(0.5)
     assert pauses([0.0, 0.5, 0.6, 0.9], 2) == pytest.approx(0.3), "the pause in which it was killed counts"
@@ -119,6 +124,7 @@ def test_what_is_told_of_rows() -> None:
     assert (near["held"], far["held"], report.results["held"]) == (True, False, False)
     assert near["faster"] == pytest.approx(0.05 / 0.018)
     assert near["formula_ahead_s"] == pytest.approx(0.018)
+    assert near["settled_s"] == 0, "too short a text"
     assert far["never_slower"] is False
     assert [row[6] for row in report.tables[0].rows] == ["20.0 yes", "slower NO"]
     assert report.tables[2].rows[0][4] == "100 ms NO"
@@ -164,6 +170,7 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
     [
         (["--alpha", "2"], "no list of numbers from 0 to 1"),
         (["--rtt", "far"], "no list of milliseconds"),
+        (["--tokens", "3"], "too short a text"),
         (["--verifier", "big"], "a real pair has two models"),
     ],
 )

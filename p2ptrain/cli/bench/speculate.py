@@ -43,6 +43,10 @@ CHAIN_TIMES = 3.0
 CHAIN_RING_S = 0.08
 """Of a split verifier: what its token travels, from stage to stage and back."""
 SIMULATED_RUNS = 12
+ALONE_TOKENS = 64
+"""Of the text that is written without a drafter: all of its tokens take as long."""
+SETTLED = 64
+"""Tokens after which a text's drafter is known."""
 _ALL_DRAFTS = 65
 
 
@@ -65,8 +69,8 @@ class Plan:
     pass_s: float = GOAL_PASS_S
     growth: float = 0.0
     draft_s: float = GOAL_DRAFT_S
-    tokens: int = 128
-    texts: int = 3
+    tokens: int = 512
+    texts: int = 2
     chain: bool = False
     kill: bool = False
     threads: int = 1
@@ -124,6 +128,12 @@ class Texts:
         """From the first token of each text to its last."""
         return sum(at_s[-1] for at_s in self.at_s) / max(1, sum(len(at_s) - 1 for at_s in self.at_s))
 
+    @property
+    def settled_s(self) -> float:
+        """Of a token behind the first ``SETTLED`` ones; 0 where there is none."""
+        long = [at_s for at_s in self.at_s if len(at_s) > SETTLED + 1]
+        return sum(at_s[-1] - at_s[SETTLED] for at_s in long) / max(1, sum(len(at_s) - 1 - SETTLED for at_s in long))
+
     def total(self, name: str) -> float:
         """A sum over the texts."""
         return float(sum(stats.get(name) or 0 for stats in self.stats))
@@ -135,7 +145,7 @@ class Texts:
 
 @dataclass(slots=True)
 class Row:
-    """One drafter at one distance. ``pause_s``: of the texts with it, the longest between two pieces."""
+    """One drafter at one distance. ``drafts``: that the rival asks for at a time."""
 
     alpha: float
     round_trip_ms: float
@@ -223,13 +233,17 @@ class SpeculateBench:
         text_s = plan.tokens * plan.passes_s(8)
         sizes: dict[str, Any] = {"tokens": plan.tokens, "sampling": GREEDY}
 
+        shorter = min(ALONE_TOKENS, plan.tokens)
+
         async def written(what: str, count: int, part: str = "write", **how: Any) -> Texts:
             order = {"prompts": prompts[:count], "seconds": count * text_s / 4, **how}
             (answer,) = await verifier.all("speculate", part=part, **order)
             return Texts.of(answer["texts"], expected[:count], what)
 
         async with opened(verifier, drafter, *self._sides(alpha, round_trip_ms, texts), "hello") as listening:
-            alone = await written("alone", 1, speculate=False, **sizes)
+            order: dict[str, Any] = {"prompts": prompts[:1], "tokens": shorter, "speculate": False}
+            (answer,) = await verifier.all("speculate", part="write", seconds=text_s, sampling=GREEDY, **order)
+            alone = Texts.of(answer["texts"], [expected[0][:shorter]], "alone")
             ahead = await written("drafted ahead", plan.texts, speculate=True, **sizes)
             rival: dict[str, Any] = {"port": listening["rival_port"], "drafts": drafts, "tokens": plan.tokens}
             in_turns = await written("in turns", 1, "write_in_turns", **rival)
@@ -294,6 +308,7 @@ class SpeculateBench:
             "alpha": row.alpha,
             "round_trip_ms": row.round_trip_ms,
             "token_s": token_s,
+            "settled_s": ahead.settled_s,
             "alone_s": alone_s,
             "faster": alone_s / token_s,
             "in_turns_s": row.in_turns.token_s,
@@ -327,8 +342,18 @@ class SpeculateBench:
         return Table(columns, rows, columns)
 
     def _expected(self, results: list[dict[str, Any]]) -> Table:
-        columns = ["ROUND TRIP", "ALPHA", "AHEAD", "SIMULATED", "FORMULA", "IN TURNS", "ITS FORMULA", "ITS DRAFTS"]
-        names = ("token_s", "simulated_s", "formula_ahead_s", "in_turns_s", "formula_in_turns_s")
+        columns = [
+            "ROUND TRIP",
+            "ALPHA",
+            "AHEAD",
+            "SETTLED",
+            "SIMULATED",
+            "FORMULA",
+            "IN TURNS",
+            "ITS FORMULA",
+            "ITS DRAFTS",
+        ]
+        names = ("token_s", "settled_s", "simulated_s", "formula_ahead_s", "in_turns_s", "formula_in_turns_s")
         rows = [
             [
                 f"{row['round_trip_ms']:g} ms",
@@ -364,11 +389,13 @@ class SpeculateBench:
         plan = self.plan
         notes = [
             "milliseconds of a token, from a text's first token to its last, what must be learned first included; "
-            "short texts before them, until both sides have met, are not counted",
+            "short texts before them, until both sides have met, are not counted; "
+            f"settled: behind the first {SETTLED} tokens",
             "alone: the same service without a drafter; in turns: draft, send, verify, answer, with the best fixed "
             "number of drafts; ahead: this program; a pass: tokens that one gives; wasted: of the drafts, those "
             "that no pass used; bytes: bodies of drafts and verdicts, a token",
-            f"{plan.texts} texts of {plan.tokens} tokens each, one alone and one in turns; all were the verifier's "
+            f"{plan.texts} texts of {plan.tokens} tokens each, one in turns, and "
+            f"the first {ALONE_TOKENS} tokens alone; all were the verifier's "
             "own, token for token. As many drafts are right as alpha says; models that only take time, nothing else",
         ]
         if plan.chain:

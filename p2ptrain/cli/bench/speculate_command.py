@@ -34,9 +34,12 @@ def speculate(
         float, typer.Option("--draft-ms", metavar="MS", min=0.1, max=10_000, help="A draft takes.")
     ] = 5.0,
     tokens: Annotated[
-        int, typer.Option("--tokens", "-t", metavar="N", min=8, max=10_000, help="New ones of a text.")
-    ] = 128,
-    texts: Annotated[int, typer.Option("--texts", metavar="N", min=1, max=100, help="Of each setting.")] = 3,
+        int,
+        typer.Option(
+            "--tokens", "-t", metavar="N", min=0, max=10_000, help="New ones of a text; 0: 512, of real models 64."
+        ),
+    ] = 0,
+    texts: Annotated[int, typer.Option("--texts", metavar="N", min=1, max=100, help="Of each setting.")] = 2,
     chain: Annotated[
         bool, typer.Option("--chain", help="The verifier is split: each pass goes round a ring of 80 ms, too.")
     ] = False,
@@ -82,18 +85,32 @@ def speculate(
     targets = Targets(json_to, csv_to)
     targets.check()
     round_trips_ms = plans.milliseconds_of(rtt)
+    if 0 < tokens < 8:
+        raise UserError(f"--tokens {tokens} is too short a text to measure", remedy="give at least 8")
     if (verifier is None) != (drafter is None):
         raise UserError("a real pair has two models", remedy="give both --verifier DIR and --drafter DIR")
     noted = circumstances()
     work: PairBench | SpeculateBench
     if verifier is not None and drafter is not None:
-        plan = PairPlan(str(verifier), str(drafter), prompts_of(prompts), tokens, round_trips_ms, jitter_ms, threads)
+        plan = PairPlan(
+            str(verifier), str(drafter), prompts_of(prompts), tokens or 64, round_trips_ms, jitter_ms, threads
+        )
         work = PairBench(plan)
     else:
         alphas = plans.shares_of(ALPHAS if sweep else alpha)
         times_s = (pass_ms / 1e3, growth, draft_ms / 1e3)
         work = SpeculateBench(
-            Plan(alphas, round_trips_ms, jitter_ms, *times_s, tokens, texts, chain=chain, kill=kill, threads=threads)
+            Plan(
+                alphas,
+                round_trips_ms,
+                jitter_ms,
+                *times_s,
+                tokens or 512,
+                texts,
+                chain=chain,
+                kill=kill,
+                threads=threads,
+            )
         )
     complete = run(conduct(work.measure), children=True)
     report = work.report(origin(), complete=complete)
