@@ -89,6 +89,7 @@ async def serve(member: ServingMember, wish: ServeWish, console: Console) -> Non
             created=int((directory / "config.json").stat().st_mtime),
             drafters=drafters,
             options=ServiceOptions(sessions=sessions, positions=0 if wish.split is None else TYPICAL_POSITIONS),
+            on_change=member.changed,
         )
         stack.push_async_callback(_ended, service)
         http = await _http(stack, member, wish, service)

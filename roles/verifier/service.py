@@ -7,6 +7,7 @@ begins with what the model has computed for the one before: that is kept for a w
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -79,6 +80,8 @@ class VerifierService:
         text: the model's text side; its context becomes what a session may have here. form: of conversations.
         model: its name, for people and programs. created: Unix seconds, of its files.
 
+        on_change: called when a text begins or ends.
+
     Attributes:
         kept: what is computed and may be used again.
     """
@@ -94,6 +97,7 @@ class VerifierService:
         created: int,
         drafters: DrafterSource | None = None,
         options: ServiceOptions | None = None,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self.model, self.created = model, created
         self._options = options or ServiceOptions()
@@ -113,6 +117,7 @@ class VerifierService:
         self._usual_s = _FIRST_GUESS_S
         self._preparing = 0
         self._closed = False
+        self._on_change = on_change
 
     async def write(self, wish: Wish) -> TextSession:
         """As ``TextService.write``."""
@@ -263,6 +268,7 @@ class VerifierService:
         except BaseException:
             del self._running[session]
             raise
+        self._on_change()
         return session
 
     def _on_end(self, session: TextSession, clean: bool) -> None:
@@ -273,6 +279,7 @@ class VerifierService:
         self._usual_s += (now - running.began_at - self._usual_s) / 4
         self._places.leave()
         self._ended.set()
+        self._on_change()
         if clean and not self._closed:
             self.kept.keep(replace(running.opened, ids=tuple(session.core.history[:-1])))
         else:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from p2ptrain.cli.text_options import on_terminal
 from p2ptrain.compute.model import build_model, load_model
 from p2ptrain.compute.testing import tiny
 from p2ptrain.compute.tokenizer import Tokenizer
@@ -19,7 +20,7 @@ from wire.transport import TcpNetwork
 from .conftest import DEADLINE_S, Machine
 
 CONTEXT = 60_000
-PROMPTS = ["Once upon a time", "def main(", "0, 1, 1, 2, 3, 5, 8"]
+PROMPTS = ["Once upon a time", "0, 1, 1, 2, 3, 5, 8"]
 SAMPLED = {"temperature": 0.9, "top_k": 40, "top_p": 0.95}
 
 
@@ -39,7 +40,7 @@ def text_of(tokens: list[int]) -> str:
     return bytes(tokens).decode(errors="replace")
 
 
-async def served(machine: Machine, fits: Callable[[dict[str, Any]], bool], count: int = 1) -> dict[str, Any]:
+async def served(machine: Machine, fits: Callable[[dict[str, Any]], object], count: int = 1) -> dict[str, Any]:
     """What the verifier serves, as soon as that fits; ``count``: members that serve by then."""
     client = await SeedClient.connect(TcpNetwork(), "127.0.0.1", machine.port, name="test")
     known: dict[str, dict[str, Any]] = {}
@@ -64,10 +65,6 @@ async def test_texts_of_a_verifier_and_what_is_left_when_it_is_killed(machine: M
     Tokenizer.of_bytes().save(checkpoint)
     await machine.seed()
     seed = f"127.0.0.1:{machine.port}"
-    nobody = await machine.run("generate", "x", "--seed", seed)
-    assert nobody[0] == 2
-    assert "no verifier is there to write text" in nobody[1]
-
     model = ["--model", str(checkpoint), "--threads", "1"]
     verifier = await machine.join("--role", "verifier", *model, "--name", "big", "--drafter", "ngram")
     drafter = await machine.join("--role", "drafter", *model, "--name", "small")
@@ -81,29 +78,24 @@ async def test_texts_of_a_verifier_and_what_is_left_when_it_is_killed(machine: M
         shape = ["--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--random-seed", "7"]
         drawn = ["--temperature", "0"] if random_seed is None else shape
         asked = ["generate", "--prompts", str(prompts), "--seed", seed, "-n", "40", *drawn]
-        code, said = await machine.run(*asked, "--compare", "--json")
+        compared = ["--compare"] if random_seed is None else []
+        code, said = await machine.run(*asked, *compared, "--json")
         assert code == 0, said
         document = json.loads(said)
         expected = [text_of(reference(checkpoint, prompt, 40, random_seed)) for prompt in PROMPTS]
         assert [text["text"] for text in document["texts"]] == expected
-        assert [text["alone"]["text"] for text in document["texts"]] == expected
-        drafters = {each["name"] for text in document["texts"] for each in text["stats"]["drafters"]}
-        assert drafters == {"small", "here"}
-        assert sum(text["stats"]["accepted"] for text in document["texts"]) > 0
+        assert all(text["alone"]["text"] == text["text"] for text in document["texts"] if compared)
+        assert all(text["stats"]["tokens"] == 40 for text in document["texts"])
 
     # The drafter is killed, and nobody sees that; then the verifier, and what was said stays.
-    asked = ["generate", PROMPTS[0], "--seed", seed, "--temperature", "0"]
-    writing = await machine.start(*asked, "-n", "300", "--json")
-    await served(machine, lambda big: big["sessions"] == 1)
+    writing = await machine.start("generate", PROMPTS[0], "--seed", seed, "--temperature", "0", "-n", "50000")
+    begun = (await served(machine, lambda big: big["sessions"] == 1))["stats"]["tokens"]
+    drafted = await served(machine, lambda big: big["drafters"] and big["stats"]["tokens"] > begun + 20)
     await drafter.kill()
-    assert await writing.end() == 0
-    assert json.loads("\n".join(writing.out))["text"] == text_of(reference(checkpoint, PROMPTS[0], 300, None))
-    known = (await served(machine, lambda big: big["sessions"] == 0))["stats"]["tokens"]
-
-    writing = await machine.start(*asked, "-n", "50000")
-    await served(machine, lambda big: big["stats"]["tokens"] > known + 20)
+    await served(machine, lambda big: big["stats"]["tokens"] > drafted["stats"]["tokens"] + 100)
     await verifier.kill()
     assert await writing.end() == 3
-    assert writing.out[0].startswith(PROMPTS[0])
+    expected_text = PROMPTS[0] + on_terminal(text_of(reference(checkpoint, PROMPTS[0], 20, None)))
+    assert "\n".join(writing.out).startswith(expected_text.rstrip("\ufffd").rstrip())
     lost = await writing.until(r"the verifier big was lost in the middle of a text: .*; (\d+) tokens")
-    assert int(lost[1]) > 0
+    assert int(lost[1]) > 100
