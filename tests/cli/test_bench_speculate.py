@@ -137,7 +137,7 @@ def test_what_is_told_of_rows() -> None:
 def test_what_is_told_of_a_pair() -> None:
     work = PairBench(PairPlan("big", "small", ["a"], 11, [0.0]))
     plain = [{"tokens": [1, 2, 3], "seconds": 0.3}]
-    work.drawn = [Drawn("greedy", 0.7, plain, plain, texts(0.05, seconds=1.1), {0.0: texts(0.02, seconds=0.55)})]
+    work.drawn = [Drawn("greedy", 0.7, plain, plain, {0.0: texts(0.05, seconds=1.1)}, {0.0: texts(0.02, seconds=0.55)})]
     report = work.report(origin(), complete=True)
     (row,) = report.results["rows"]
     assert row["faster"] == pytest.approx(2.0)

@@ -123,6 +123,11 @@ class Texts:
                 raise JobFailed(f"text {number}, {what}: not the verifier's own text; its times count for nothing")
         return cls([text["at_s"] for text in texts], [text.get("stats", {}) for text in texts])
 
+    def add(self, other: Texts) -> None:
+        """Others of the same way."""
+        self.at_s += other.at_s
+        self.stats += other.stats
+
     @property
     def token_s(self) -> float:
         """From the first token of each text to its last."""

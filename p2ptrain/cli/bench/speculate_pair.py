@@ -62,13 +62,13 @@ class PairPlan:
 
 @dataclass(slots=True)
 class Drawn:
-    """One way to draw. ``plain``, ``assisted``: transformers', with ids and seconds; ``ahead``: by round trip."""
+    """One way to draw. ``plain``, ``assisted``: transformers', with ids and seconds; the others: by round trip."""
 
     name: str
     alpha: float = 0.0
     plain: list[dict[str, Any]] = field(default_factory=list)
     assisted: list[dict[str, Any]] = field(default_factory=list)
-    alone: Texts = field(default_factory=Texts)
+    alone: dict[float, Texts] = field(default_factory=dict)
     ahead: dict[float, Texts] = field(default_factory=dict)
 
     def rate(self, texts: list[dict[str, Any]]) -> float:
@@ -116,9 +116,9 @@ class PairBench:
                 say(f"transformers, {drawn.name}")
                 await self._assisted(rival, drawn)
         async with started(1, scene.stop, threads=plan.threads) as verifier:
-            for number, round_trip_ms in enumerate(plan.round_trips_ms):
+            for round_trip_ms in plan.round_trips_ms:
                 async with started(1, scene.stop, threads=plan.threads) as drafter:
-                    await self._at(scene, verifier, drafter, round_trip_ms, first=not number)
+                    await self._at(scene, verifier, drafter, round_trip_ms)
         return True
 
     async def _assisted(self, rival: Members, drawn: Drawn) -> None:
@@ -129,29 +129,22 @@ class PairBench:
         (answer,) = await rival.all("speculate", part="assisted", seconds=seconds, **order, **sizes)
         drawn.plain, drawn.assisted, drawn.alpha = answer["plain"], answer["assisted"], answer["alpha"]
 
-    async def _at(
-        self, scene: Scene, verifier: Members, drafter: Members, round_trip_ms: float, *, first: bool
-    ) -> None:
+    async def _at(self, scene: Scene, verifier: Members, drafter: Members, round_trip_ms: float) -> None:
         plan = self.plan
         link = {"rtt_ms": round_trip_ms, "jitter_ms": plan.jitter_ms, "threads": plan.threads}
         for_drafter = {"draft_s": 0.0, "alpha": 1.0, "model": plan.drafter} | link
         for_verifier = {"pass_s": 0.0, "row_s": 0.0, "model": plan.verifier, "texts": ""} | link
-        seconds = TEXT_S * len(plan.prompts)
         async with opened(verifier, drafter, for_drafter, for_verifier, plan.prompts[0]):
             for drawn in self.drawn:
                 scene.console.progress(f"{round_trip_ms:g} ms, {drawn.name}")
-                expected = [text["tokens"] for text in drawn.plain]
-                order: dict[str, Any] = {"prompts": plan.prompts, "tokens": plan.tokens}
-                order["sampling"] = SAMPLINGS[drawn.name]
-                for speculate in (False, True) if first else (True,):
-                    (answer,) = await verifier.all(
-                        "speculate", part="write", speculate=speculate, seconds=seconds, **order
-                    )
-                    texts = Texts.of(answer["texts"], expected, drawn.name)
-                    if speculate:
-                        drawn.ahead[round_trip_ms] = texts
-                    else:
-                        drawn.alone = texts
+                alone, ahead = Texts(), Texts()
+                for prompt, plain in zip(plan.prompts, drawn.plain, strict=True):
+                    for speculate, texts in ((False, alone), (True, ahead)):  # in turn, for the machine's sake
+                        order: dict[str, Any] = {"prompts": [prompt], "tokens": plan.tokens, "speculate": speculate}
+                        order["sampling"] = SAMPLINGS[drawn.name]
+                        (answer,) = await verifier.all("speculate", part="write", seconds=TEXT_S, **order)
+                        texts.add(Texts.of(answer["texts"], [plain["tokens"]], f"{drawn.name}, {prompt!r}"))
+                drawn.alone[round_trip_ms], drawn.ahead[round_trip_ms] = alone, ahead
 
     # ------------------------------------------------------------------------------------------------------ the report
 
@@ -197,16 +190,16 @@ class PairBench:
         return report
 
     def _result(self, drawn: Drawn, round_trip_ms: float) -> dict[str, Any]:
-        ahead = drawn.ahead[round_trip_ms]
+        alone, ahead = drawn.alone[round_trip_ms], drawn.ahead[round_trip_ms]
         return {
             "name": drawn.name,
             "round_trip_ms": round_trip_ms,
             "alpha": drawn.alpha,
             "accepted_length": ahead.total("tokens") / max(1.0, ahead.total("passes")),
-            "alone_per_s": rate(drawn.alone),
+            "alone_per_s": rate(alone),
             "ahead_per_s": rate(ahead),
-            "faster": rate(ahead) / max(1e-9, rate(drawn.alone)),
-            "alone_token_s": drawn.alone.token_s,
+            "faster": rate(ahead) / max(1e-9, rate(alone)),
+            "alone_token_s": alone.token_s,
             "ahead_token_s": ahead.token_s,
             "plain_per_s": drawn.rate(drawn.plain),
             "assisted_per_s": drawn.rate(drawn.assisted),

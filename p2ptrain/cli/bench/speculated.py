@@ -316,8 +316,10 @@ async def assisted(
         ids = [pair.text.prompt_ids(prompt) for prompt in prompts]
         pair.plain(ids[0], 4, drawn)
         pair.assisted(ids[0], 4, drawn)  # the first passes load kernels
-        plain = [asdict(pair.plain(each, tokens, drawn)) for each in ids]
-        helped = [asdict(pair.assisted(each, tokens, drawn)) for each in ids]
+        plain, helped = [], []
+        for each in ids:  # in turn: what else the machine does meets both
+            plain.append(asdict(pair.plain(each, tokens, drawn)))
+            helped.append(asdict(pair.assisted(each, tokens, drawn)))
         return {"plain": plain, "assisted": helped, "alpha": pair.agreement(ids, tokens, drawn).alpha}
 
     return await asyncio.to_thread(measure)
