@@ -92,6 +92,7 @@ async def serve(member: ServingMember, wish: ServeWish, console: Console) -> Non
             on_change=member.changed,
         )
         stack.push_async_callback(_ended, service)
+        await service.warm_up()
         http = await _http(stack, member, wish, service)
         member.on_drafters(drafters.here)
         member.answer("generate", Door(service).serve)

@@ -23,6 +23,7 @@ class Outlook:
     Attributes:
         line, pace, acceptance: what is known of it.
         resting: it is told not to draft. rests_until: tokens of text. useless: that is because it was of no use.
+        paused: it is told so because all are.
         since: tokens of text when it began, or when it was last looked at. useful: drafts that passes took since.
     """
 
@@ -30,7 +31,7 @@ class Outlook:
         self.line = line
         self.pace = pace
         self.acceptance = Acceptance()
-        self.resting = False
+        self.resting = self.paused = False
         self.rests_until = 0
         self.useless = False
         self.since = line.told
@@ -97,10 +98,20 @@ class Outlook:
         self.rests_until = size + self._rest
         self._rest = min(2 * self._rest, LONGEST_REST)
 
+    def pause(self, size: int, *, paused: bool) -> None:
+        """All drafters pause, or go on."""
+        self.paused = paused
+        self.since, self.useful = size, 0
+
+    @property
+    def silent(self) -> bool:
+        """It is not to draft now."""
+        return self.resting or self.paused
+
     @property
     def depth(self) -> int:
         """Drafts beyond what is verified that it is to make."""
-        if self.resting:
+        if self.silent:
             return 0
         return policy.depth_for(self.acceptance.alpha, least_use=policy.LEAST_USE, most=policy.MOST_DRAFTS)
 
@@ -109,7 +120,7 @@ class Outlook:
     def idle(self, size: int) -> bool:
         """Whether the drafter does nothing of use until it hears of the text's ``size`` tokens."""
         line = self.line
-        if self.resting:
+        if self.silent:
             return False
         if line.dead:
             return self._ended_at is None

@@ -35,6 +35,7 @@ from roles.speculation.events import (
 from roles.speculation.received import packed
 from roles.speculation.stats import Stats
 from roles.speculation.verifying import Verifying
+from roles.speculation.yardstick import Yardstick
 from wire.codec import encode
 from wire.speculation_messages import Drafts, Verdict
 
@@ -67,6 +68,8 @@ class Setting:
 
     Attributes:
         pass_s: that a pass with so many drafts takes the target.
+        shared: a pass that begins while a drafter computes takes so much longer: they share processors.
+        yardstick: as of ``Verifying``.
     """
 
     drafters: tuple[DrafterSetting, ...]
@@ -74,6 +77,8 @@ class Setting:
     tokens: int
     prompt: int = 500
     seed: int = 0
+    shared: float = 0.0
+    yardstick: Yardstick | None = None
 
 
 @dataclass(slots=True)
@@ -130,7 +135,7 @@ class _Drafter:
         self._right = 0  # tokens that the model's history begins with and that are those of the text
         self._arrivals = {True: 0.0, False: 0.0}
         self._ready = False
-        self.lost = False
+        self.lost = self.busy = False
 
     def open(self) -> None:
         core = self._run.core
@@ -163,6 +168,7 @@ class _Drafter:
         for item in instructions:
             match item:
                 case Run():
+                    self.busy = True
                     self._run.after(self.setting.draft_s, partial(self._ran, item))
                 case Send(epoch, position, tokens):
                     self._run.payload_bytes += len(
@@ -172,6 +178,7 @@ class _Drafter:
                     self._send(False, partial(self._run.handle, Drafted(self.number, epoch, position, tokens)))
 
     def _ran(self, run: Run) -> None:
+        self.busy = False
         if self.lost:
             return
         truth = self._run.truth
@@ -198,7 +205,9 @@ class Simulation:
         self.setting = setting
         dice = random.Random(setting.seed)  # noqa: S311 (dice)
         self.truth = [dice.randrange(VOCAB) for _ in range(setting.prompt + setting.tokens)]
-        self.core = Verifying(self.truth[: setting.prompt], max_new_tokens=setting.tokens, vocab_size=VOCAB)
+        self.core = Verifying(
+            self.truth[: setting.prompt], max_new_tokens=setting.tokens, vocab_size=VOCAB, yardstick=setting.yardstick
+        )
         self.now = 0.0
         self.payload_bytes = 0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -222,7 +231,8 @@ class Simulation:
             match item:
                 case Run():
                     drafts = 0 if item.prefill else len(item.ids) - 1
-                    seconds = self.setting.pass_s(drafts)
+                    busy = any(drafter.busy for drafter in self._drafters)
+                    seconds = self.setting.pass_s(drafts) * (1 + self.setting.shared * busy)
                     self.after(seconds, partial(self._ran, item, seconds))
                 case Tell(drafter):
                     self._drafters[drafter - 1].tell(item)

@@ -37,6 +37,7 @@ from roles.speculation.lines import Line
 from roles.speculation.outlook import Outlook
 from roles.speculation.rota import Rota
 from roles.speculation.stats import POSITIONS, Stats
+from roles.speculation.yardstick import Yardstick
 
 CHUNK = 2048
 """Positions of a prompt in one pass, at most."""
@@ -57,6 +58,7 @@ class Verifying:
         stop_ids: it ends after one of these.
         vocab_size: token ids are below it.
         cached: positions of the prompt that the target has already; the last one is computed in any case.
+        yardstick: of the verifier, which all its sessions share; None: drafters never rest for its sake.
 
     Attributes:
         tokens: new ones, in order.
@@ -72,6 +74,7 @@ class Verifying:
         stop_ids: Collection[int] = (),
         vocab_size: int,
         cached: int = 0,
+        yardstick: Yardstick | None = None,
     ) -> None:
         if not ids or max_new_tokens < 1:
             raise ValueError("a generation has a prompt, and makes a token")
@@ -90,6 +93,7 @@ class Verifying:
         self._pass_times = PassTimes()
         self._rota = Rota(self._drafters)
         self._guard = policy.Guard()
+        self._yardstick = yardstick
         self._guide: int | None = None  # whose drafts the pass under way has
         self._waited_s = 0.0  # before it
         self._arrived_s = 0.0  # drafters' work on drafts that came while nothing was computed
@@ -109,7 +113,12 @@ class Verifying:
     @property
     def opening_depth(self) -> int:
         """The depth that a drafter is opened with."""
-        return OPENING_DEPTH
+        return 0 if self._paused else OPENING_DEPTH
+
+    @property
+    def _paused(self) -> bool:
+        """No drafter is to work now, and no draft is to be used."""
+        return self._yardstick is not None and self._yardstick.resting
 
     def line(self, drafter: int) -> Line:
         """What is known of a drafter. Raises ``KeyError``: it is none of this session's."""
@@ -153,7 +162,9 @@ class Verifying:
         if not self._prompt <= known <= len(self._text):
             raise ValueError(f"a drafter was opened with {known} of {len(self._text)} tokens")
         line = Line(known, self.opening_depth)
-        self._drafters[drafter] = Outlook(line, Pace(event.latency_s, event.step_s), now)
+        outlook = Outlook(line, Pace(event.latency_s, event.step_s), now)
+        outlook.paused = self._paused
+        self._drafters[drafter] = outlook
         return [self._tell(drafter, now)] if known < len(self._text) else []
 
     def _drafted(self, event: Drafted, now: float) -> list[VerifierInstruction]:
@@ -179,16 +190,19 @@ class Verifying:
 
     def _reviewed(self, now: float) -> list[VerifierInstruction]:
         """Drafters that begin, or come to rest, are told so."""
-        if not self._pass_times.known:
+        if not self._pass_times.known or self._paused:
             return []
         changed = self._rota.review(len(self._text), self._pass_times.seconds(0))
         return [self._tell(drafter, now) for drafter in changed]
 
     def _tells(self, now: float) -> list[VerifierInstruction]:
         """What drafters are told when the text has grown."""
-        size = len(self._text)
+        size, paused = len(self._text), self._paused
         out = self._reviewed(now)
         for drafter, outlook in self._drafters.items():
+            if outlook.paused != paused:
+                outlook.pause(size, paused=paused)
+                out.append(self._tell(drafter, now))
             if outlook.line.told == size:
                 continue
             if outlook.idle(size) or size - outlook.line.told >= self._most_untold(outlook):
@@ -197,7 +211,7 @@ class Verifying:
 
     def _most_untold(self, outlook: Outlook) -> int:
         """Tokens that a drafter may not know of: the farther it is, the less the news would change, and each costs."""
-        if outlook.resting:
+        if outlook.silent:
             return MOST_UNTOLD_AT_REST
         if not self._pass_times.known:
             return 1
@@ -219,7 +233,8 @@ class Verifying:
             self._pass = Run(self._held, ids, int(stop == self._prompt), 0, prefill=True)
             return [self._pass]
         drafts: tuple[int, ...] = ()
-        if self._pass_times.known:
+        self._guide = None
+        if self._pass_times.known and not self._paused:
             choice, self._guide = self._choose(now)
             if choice.wait_s > 0:
                 self._due = now + choice.wait_s
@@ -274,6 +289,8 @@ class Verifying:
             self._pass_times.add(len(drafts), event.took_s)
             step_s = self._pass_times.seconds(0)
             self._guard.passed(self._waited_s, event.took_s if drafts else step_s, len(fresh), step_s)
+            if self._drafters and self._yardstick is not None:
+                self._yardstick.passed(len(fresh), self._waited_s + event.took_s, drafts=len(drafts))
             if self._guide is not None and self._guide in self._drafters:
                 self._drafters[self._guide].useful += accepted
             self._rate_tokens = RATE_DECAY * self._rate_tokens + len(fresh)

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 from typing import Any
 
 from p2ptrain.compute.conversation import ASSISTANT, SYSTEM, USER, ChatFormat, Conversation, Turn
@@ -18,6 +19,7 @@ from p2ptrain.core.errors import P2PTrainError, Refused, ResourceError, UserErro
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.world import World
 from roles.speculation.stats import Stats
+from roles.speculation.yardstick import Yardstick
 from roles.verifier.asking import Wish
 from roles.verifier.drafting_source import DrafterSource, NoDrafters
 from roles.verifier.kept import Kept, KeptSession
@@ -29,6 +31,8 @@ from wire.handshake import RefusalCode
 
 CONVERSATION_POSITIONS = 4096
 """Of a conversation's session, at least, where the model knows as many: the next question fits, too."""
+WARM_UP = (8, 9)
+"""Positions of a prompt, and steps of which the median counts, before anybody asks."""
 _ROLES = (SYSTEM, USER, ASSISTANT)
 _FIRST_GUESS_S = 30.0
 """That a text takes, before any was written."""
@@ -114,10 +118,28 @@ class VerifierService:
         self._ended = asyncio.Event()
         self._rate = Rate()
         self._total = Stats()
+        self._yardstick = Yardstick()
         self._usual_s = _FIRST_GUESS_S
         self._preparing = 0
         self._closed = False
         self._on_change = on_change
+
+    async def warm_up(self) -> None:
+        """Compute a little before anybody asks: what drafters are worth is held against what a step takes now, while
+        none works. Raises ``P2PTrainError``: the model cannot."""
+        prompt, steps = WARM_UP
+        if self.context is not None and self.context < prompt + steps:
+            return
+        session = await self._target.open(positions=prompt + steps, sampling=Sampling(temperature=0.0))
+        try:
+            passed = await session.run(keep=0, ids=(0,) * prompt, picks=1, draw=0, prefill=True)
+            took_s = list[float]()
+            for step in range(steps):
+                passed = await session.run(keep=prompt + step, ids=passed.tokens, picks=1, draw=step + 1, prefill=False)
+                took_s.append(passed.took_s)
+        finally:
+            await session.close()
+        self._yardstick = Yardstick(median(took_s))
 
     async def write(self, wish: Wish) -> TextSession:
         """As ``TextService.write``."""
@@ -260,6 +282,7 @@ class VerifierService:
             left_out=prepared.left_out,
             now=self._now,
             on_end=self._on_end,
+            yardstick=self._yardstick,
         )
         drafters = self._drafters if speculate else NoDrafters()
         self._running[session] = _Running(self._now(), opened, prepared.max_new_tokens)

@@ -17,6 +17,7 @@ from p2ptrain.core.serving import Sampling
 from roles.background import Background
 from roles.speculation import events as ev
 from roles.speculation.verifying import Verifying
+from roles.speculation.yardstick import Yardstick
 from roles.verifier.asking import Piece
 from roles.verifier.drafting_source import DrafterSource, Drafting
 from roles.verifier.stats import WritingStats
@@ -53,10 +54,16 @@ class TextSession:
         left_out: int,
         now: Callable[[], float],
         on_end: Callable[[TextSession, bool], None],
+        yardstick: Yardstick | None = None,
     ) -> None:
         self.prompt_tokens, self.left_out, self.ended = len(prompt), left_out, ""
         self.core = Verifying(
-            prompt, max_new_tokens=max_new_tokens, stop_ids=writer.end_tokens, vocab_size=vocab_size, cached=cached
+            prompt,
+            max_new_tokens=max_new_tokens,
+            stop_ids=writer.end_tokens,
+            vocab_size=vocab_size,
+            cached=cached,
+            yardstick=yardstick,
         )
         self._target, self._writer, self._now, self._on_end = target, writer, now, on_end
         self._stats = WritingStats(self.core.stats, began_at=now(), prompt_tokens=len(prompt), cached_tokens=cached)
