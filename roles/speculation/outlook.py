@@ -135,6 +135,11 @@ class Outlook:
             self._ended_at, self._ended = now, size
         return told
 
+    @property
+    def anew_s(self) -> float:
+        """That it takes the drafter to begin a line anew and have some drafts of it there."""
+        return self.pace.restart_s + 2 * GROUP * self.pace.step.seconds
+
     def waits_s(self, size: int, most: int, now: float) -> list[float]:
         """Until there is one draft behind the text's ``size`` tokens, two, and so on, as far as it is known."""
         line, step_s = self.line, self.pace.step.seconds

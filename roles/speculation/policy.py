@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 KEPT = 1.1
-"""What it is worth that a line goes on, in steps of plain decoding."""
+"""What it is worth that a line goes on, in steps of plain decoding, at most; not more than beginning anew costs."""
 LEAST_USE = 0.04
 """A draft is made that is of use with this chance: less wastes bytes, more leaves a far drafter too short a line."""
 LONGEST_WAIT = 1.0

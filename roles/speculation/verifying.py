@@ -264,7 +264,7 @@ class Verifying:
                 outlook.acceptance.alpha,
                 self._pass_times.seconds,
                 rate,
-                kept_s=policy.KEPT * step_s,
+                kept_s=min(policy.KEPT * step_s, outlook.anew_s),
                 most_wait_s=most_wait_s,
                 most_loss_s=most_loss_s,
             )
