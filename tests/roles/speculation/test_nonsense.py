@@ -6,7 +6,20 @@ import pytest
 
 from p2ptrain.core.errors import ProtocolError
 from roles.speculation.drafting import Drafting
-from roles.speculation.events import Began, Drafted, DrafterReady, Drop, Give, PassDone, Run, RunDone, Send, Told
+from roles.speculation.events import (
+    Began,
+    Drafted,
+    DrafterReady,
+    Drop,
+    Finished,
+    Give,
+    PassDone,
+    Run,
+    RunDone,
+    Send,
+    Tick,
+    Told,
+)
 from roles.speculation.verifying import Verifying
 
 PROMPT = (1, 2, 3)
@@ -126,3 +139,54 @@ def test_a_pause_stops_it_and_a_probe_goes_on() -> None:
     assert core.handle(Told(2, 4, (1, 1), 0), 0.0) == []
     (run,) = core.handle(Told(3, 6, (2,), 2), 0.0)
     assert run == Run(4, (1, 1, 2), 1, 4)
+
+
+def test_nothing_comes_behind_a_stop_token_in_the_middle_of_a_pass() -> None:
+    core = Verifying(PROMPT, max_new_tokens=50, vocab_size=10, stop_ids=(7,))
+    core.handle(Began(), 0.0)
+    core.handle(DrafterReady(1, len(PROMPT), 0.0), 0.0)
+    core.handle(PassDone((4,), 0.1), 0.1)
+    core.handle(Drafted(1, 0, 3, (4, 5, 6, 7, 8, 9)), 0.15)
+    (run,) = (item for item in core.handle(PassDone((5,), 0.1), 0.2) if isinstance(item, Run))
+    assert run.ids[1:3] == (6, 7)
+    out = core.handle(PassDone((6, 7, 8, 9)[: run.picks], 0.1), 0.3)
+    assert out == [Give((6, 7)), Finished("stop")]
+    assert core.tokens == (4, 5, 6, 7)
+
+
+def test_drafts_of_an_epoch_that_is_over_are_dropped() -> None:
+    core = verifier()
+    core.handle(Drafted(1, 0, 3, (9,)), 0.25)
+    core.handle(PassDone((6,), 0.1), 0.3)
+    core.handle(Drafted(1, 3, 6, (7,)), 0.35)
+    assert core.handle(Drafted(1, 0, 7, (8,)), 0.36) == []
+    line = core.line(1)
+    assert (line.epoch, list(line.ahead)) == (3, [7])
+
+
+def test_a_liar_that_seems_good_costs_no_more_than_the_guard_allows() -> None:
+    """It repeats the text, which is right and comes late, and then adds what is wrong: it seems to be right often."""
+    step_s, tokens = 0.05, 400
+    core = Verifying(PROMPT, max_new_tokens=tokens, vocab_size=10)
+    out = [*core.handle(Began(), 0.0), *core.handle(DrafterReady(1, len(PROMPT), 0.0), 0.0)]
+    now, wrong = 0.0, 0
+    while not core.ended:
+        (run,) = (item for item in out if isinstance(item, Run))
+        took_s = step_s * (1 + 0.3 * (run.picks - 1))
+        if core.tokens:
+            now += took_s
+            wrong += run.picks - 1
+        out = core.handle(PassDone((5,) * run.picks, took_s), now)
+        line, size = core.line(1), len(core.history)
+        if line.number > line.epoch and line.told == size:
+            begin = max(len(PROMPT), size - 12)
+            lies = (*core.history[begin:], 5, *(4,) * 6)[: size - begin + line.depth]
+            more = core.handle(Drafted(1, line.number, begin, lies), now)
+            out = out if any(isinstance(item, Run) for item in out) else [*out, *more]
+        due = core.next_deadline()
+        while not core.ended and not any(isinstance(item, Run) for item in out):
+            assert due is not None
+            now = due
+            out, due = core.handle(Tick(), now), core.next_deadline()
+    assert wrong > 20
+    assert now <= 1.05 * (tokens - 1) * step_s
