@@ -119,7 +119,7 @@ def join(
     ] = "",
     api_keys: Annotated[
         Path | None,
-        typer.Option("--api-key-file", metavar="FILE", help="Of a verifier: the keys that its HTTP takes, one a line."),
+        typer.Option("--api-key-file", metavar="FILE", help="Of a verifier: the file that holds the key of its HTTP."),
     ] = None,
     sessions: Annotated[
         int,
@@ -247,7 +247,7 @@ def _checked(wish: ServeWish, model: str) -> ServeWish:
     if wish.api_keys is not None and wish.http is None:
         raise UserError("--api-key-file is for an HTTP endpoint", remedy="add --http HOST:PORT, or leave it out")
     if wish.api_keys is not None and not wish.api_keys.is_file():
-        raise UserError(f"--api-key-file {wish.api_keys} is no file", remedy="name a file with one key a line")
+        raise UserError(f"--api-key-file {wish.api_keys} is no file", remedy="name a file that holds the key")
     if not model:
         also = f", or --model {LOOK_UP}, which needs none" if role == "drafter" else ""
         raise UserError(f"a {role} needs a model", remedy=f"name its directory with --model{also}")

@@ -22,6 +22,9 @@ from p2ptrain.core.serving import SamplingWish
 from roles.verifier.asking import Wish
 from roles.verifier.client import VerifierClient
 
+MOST_AT_ONCE = 8
+"""Texts under way: half of what a verifier's door lets one caller ask, for it learns late that one has ended."""
+
 
 @dataclass(frozen=True, slots=True)
 class Order:
@@ -88,7 +91,9 @@ class _Writing:
         self.shown = Shown(quiet=order.as_json)
         self._client, self._order = client, order
         # What is compared runs one by one: two at a time would share the verifier.
-        self.texts = InOrder(order.prompts, self.shown, self._one, at_once=1 if order.compare else order.sessions)
+        self.texts = InOrder(
+            order.prompts, self.shown, self._one, at_once=1 if order.compare else min(order.sessions, MOST_AT_ONCE)
+        )
 
     async def _one(self, index: int, prompt: str) -> Written:
         order = self._order

@@ -94,6 +94,7 @@ class Verifying:
         self._rota = Rota(self._drafters)
         self._guard = policy.Guard()
         self._yardstick = yardstick
+        self._opening_depth = 0 if self._paused else OPENING_DEPTH
         self._guide: int | None = None  # whose drafts the pass under way has
         self._waited_s = 0.0  # before it
         self._arrived_s = 0.0  # drafters' work on drafts that came while nothing was computed
@@ -113,7 +114,7 @@ class Verifying:
     @property
     def opening_depth(self) -> int:
         """The depth that a drafter is opened with."""
-        return 0 if self._paused else OPENING_DEPTH
+        return self._opening_depth
 
     @property
     def _paused(self) -> bool:
@@ -165,7 +166,8 @@ class Verifying:
         outlook = Outlook(line, Pace(event.latency_s, event.step_s), now)
         outlook.paused = self._paused
         self._drafters[drafter] = outlook
-        return [self._tell(drafter, now)] if known < len(self._text) else []
+        changed = line.depth != outlook.depth  # all pause, or go on, since it was opened
+        return [self._tell(drafter, now)] if changed or known < len(self._text) else []
 
     def _drafted(self, event: Drafted, now: float) -> list[VerifierInstruction]:
         outlook = self._drafters.get(event.drafter)

@@ -96,7 +96,7 @@ class _Caller:
 
     async def _stop(self, stream: int) -> None:
         """Nothing where it has ended, which its asker could not know."""
-        if (task := self._asked.get(stream)) is None:
+        if (task := self._asked.get(stream)) is None or stream in self._unwanted:
             return
         self._unwanted.add(stream)
         if stream in self._writings:

@@ -52,21 +52,27 @@ class Places:
         except TimeoutError:
             if _given(turn):  # in this very moment
                 return
-            self._waiting.remove(turn)
+            self._give_up(turn)
             raise self._refused(f"no place became free within {patience_s:.0f} s", expected_s) from None
         except asyncio.CancelledError:
             if _given(turn):
                 self.leave()
             else:
-                self._waiting.remove(turn)
+                self._give_up(turn)
             raise
 
     def leave(self) -> None:
         """A place is free: the first who waits has it now."""
-        if self._waiting:
-            self._waiting.popleft().set_result(None)
-        else:
-            self._free += 1
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():  # else who waited was cancelled, and has yet to notice
+                turn.set_result(None)
+                return
+        self._free += 1
+
+    def _give_up(self, turn: asyncio.Future[None]) -> None:
+        if turn in self._waiting:
+            self._waiting.remove(turn)
 
     def _refused(self, text: str, expected_s: float) -> Refused:
         seconds = max(1, round(expected_s))

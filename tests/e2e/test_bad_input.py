@@ -179,7 +179,7 @@ ELSEWHERE: list[tuple[str, str, str]] = [
         "--set job.workers=3: the job begins with 3 workers, and 2 would be started",
         "give --workers 3, or --set job.workers=2",
     ),
-    ("generate hi --split", "needs one checkpoint", "give either --checkpoint DIR or --job JOB"),
+    ("generate hi --split", "generate needs one checkpoint", "give either --checkpoint DIR or --job JOB"),
 ]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from roles.speculation.events import Drafted, DrafterReady, Drop, Tell
 from roles.speculation.simulation import DrafterSetting, Setting, constant, mean_token_s, simulate
+from roles.speculation.verifying import Verifying
 from roles.speculation.yardstick import (
     BETWEEN_TOKENS,
     EVIDENT_TOKENS,
@@ -107,3 +109,17 @@ def test_resting_drafters_hear_little() -> None:
     )  # the text is checked there
     assert made.stats.drafted < 150
     assert made.token_bytes < 6
+
+
+def test_a_drafter_that_was_opened_before_a_look_may_do_what_it_was_told() -> None:
+    yardstick = Yardstick(STEP_S)
+    core = Verifying([1, 2, 3], max_new_tokens=100, vocab_size=9, yardstick=yardstick)
+    depth = core.opening_depth
+    assert depth
+    passes(yardstick, EVIDENT_TOKENS, seconds=2 * STEP_S, drafts=3)
+    assert yardstick.resting
+    told = core.handle(DrafterReady(1, 3, 0.001), 0.0)
+    assert [(item.depth, item.tokens) for item in told if isinstance(item, Tell)] == [(0, ())]
+    out = core.handle(Drafted(1, 0, 3, (4,) * depth), 0.0)
+    assert not [item for item in out if isinstance(item, Drop)]
+    assert Verifying([1], max_new_tokens=9, vocab_size=9, yardstick=yardstick).opening_depth == 0

@@ -13,7 +13,7 @@ from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError
 from p2ptrain.core.serving import Sampling, SamplingWish
 from roles.verifier import session as session_module
 from roles.verifier.asking import Said, Wish
-from roles.verifier.places import BUSY
+from roles.verifier.places import BUSY, Places
 from roles.verifier.service import VerifierService
 from roles.verifier.session import MOST_PIECES, READER_S, TextSession
 from roles.verifier.testing import ScriptedDrafters, ScriptedTarget, failing_at, reference, service, text_of
@@ -266,6 +266,24 @@ def test_who_gives_up_waiting_leaves_the_queue(tmp_path: Path) -> None:
         await read(await third)
         assert serving.figures()["waiting"] == 0
         await settled(serving, target)
+
+    within(scene())
+
+
+def test_a_place_is_not_given_to_who_was_cancelled_in_that_very_moment(tmp_path: Path) -> None:
+    async def scene() -> None:
+        places = Places(1, 2, lambda ahead: 1.0)
+        await places.enter()
+        gone, next_one = asyncio.create_task(places.enter()), asyncio.create_task(places.enter())
+        await asyncio.sleep(0.1)
+        gone.cancel()
+        places.leave()  # before it has noticed
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        await next_one
+        places.leave()
+        await places.enter()
+        assert not places.waiting
 
     within(scene())
 
