@@ -32,8 +32,10 @@ class Stage:
     async def settle(self, seconds: float = 1.0) -> None:
         """Let time pass for the app, and everything be drawn."""
         self.source.clock.time += seconds
-        self.app.refresh_panels()
-        await self.pilot.pause()
+        # The app's timer, which does not run here, comes again once a panel that came into view has its size.
+        for _ in range(2):
+            self.app.refresh_panels()
+            await self.pilot.pause()
 
     def text(self, selector: str) -> str:
         """What a widget shows, borders included."""
