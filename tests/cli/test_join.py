@@ -114,7 +114,7 @@ def test_the_newest_checkpoint_of_a_directory_is_taken(
         (
             ["--role", "verifier", "--model", "x", "--http", "127.0.0.1:80", "--api-key-file", "none"],
             "--api-key-file none is no file",
-            "one key a line",
+            "name a file that holds the key",
         ),
     ],
 )
