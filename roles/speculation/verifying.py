@@ -166,7 +166,7 @@ class Verifying:
         outlook = Outlook(line, Pace(event.latency_s, event.step_s), now)
         outlook.paused = self._paused
         self._drafters[drafter] = outlook
-        changed = line.depth != outlook.depth  # all pause, or go on, since it was opened
+        changed = (line.depth == 0) != outlook.paused  # all rest, or go on, since it was opened
         return [self._tell(drafter, now)] if changed or known < len(self._text) else []
 
     def _drafted(self, event: Drafted, now: float) -> list[VerifierInstruction]:

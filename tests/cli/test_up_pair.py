@@ -170,9 +170,7 @@ async def test_both_are_trained_then_served_and_the_next_start_serves_at_once(ma
     assert fourth["verifier"]["job"] != first["verifier"]["job"]
 
 
-async def test_an_interrupted_one_goes_on_where_it_was(
-    machine: Machine, free_port: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_an_interrupted_one_goes_on_where_it_was(machine: Machine, free_port: int) -> None:
     loop = asyncio.get_running_loop()
 
     class Stopping(StandInEngine):
@@ -194,8 +192,6 @@ async def test_an_interrupted_one_goes_on_where_it_was(
     assert 60 <= outcome["verifier"]["step"] < STEPS, "else the rest shows nothing"
     assert not machine.servers
     machine.build = StandInEngine
-    shown = capsys.readouterr().err
-    assert "drafter   step" in shown
     with pytest.raises(UserError, match=r"unfinished job pair .* of other settings"):
         await machine.up(free_port, profile=PROFILE.model_copy(update={"optimizer": Optimizer(lr=0.5)}))
     last = await served(machine, free_port)
