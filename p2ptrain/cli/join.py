@@ -83,11 +83,20 @@ def join(
     ] = "",
     device: Annotated[
         str,
-        typer.Option("--device", metavar="KIND", help="auto, cpu, cuda, cuda:1, mps; default: what the profile says."),
+        typer.Option(
+            "--device",
+            metavar="KIND",
+            help="auto, cpu, cuda, cuda:1, mps; default: auto, or as the job says.",
+        ),
     ] = "",
     threads: Annotated[
         int,
-        typer.Option("--threads", metavar="N", min=0, help="CPU threads to compute with; 0: what the profile says."),
+        typer.Option(
+            "--threads",
+            metavar="N",
+            min=0,
+            help="CPU threads to compute with; 0: as many as are good, or as the job says.",
+        ),
     ] = 0,
     memory: Annotated[
         str,
@@ -103,7 +112,7 @@ def join(
             "--split",
             metavar="[N]",
             min=0,
-            help="Of a verifier: N workers of the seed compute its model; no number: as many as are fastest.",
+            help="Of a verifier: N workers of the seed hold and compute its model; no number: as many as are fastest.",
         ),
     ] = None,
     drafter: Annotated[
@@ -244,6 +253,7 @@ def _checked(wish: ServeWish, model: str) -> ServeWish:
         raise UserError(f"{extra} is not for a {role}", remedy=f"add --role {meant}, or leave it out")
     if role == "worker":
         return wish
+    _check_split(wish)
     if wish.api_keys is not None and wish.http is None:
         raise UserError("--api-key-file is for an HTTP endpoint", remedy="add --http HOST:PORT, or leave it out")
     if wish.api_keys is not None and not wish.api_keys.is_file():
@@ -256,6 +266,19 @@ def _checked(wish: ServeWish, model: str) -> ServeWish:
             raise UserError(f"--model {LOOK_UP} is for drafters", remedy="name the directory of a model")
         return wish
     return replace(wish, model=newest_in(Path(model)))
+
+
+def _check_split(wish: ServeWish) -> None:
+    """Refuse what would be said to a process that computes nothing."""
+    from p2ptrain.core.errors import UserError
+
+    given = {"--device": bool(wish.device), "--memory": bool(wish.memory_bytes), "--threads": bool(wish.threads)}
+    extra = next((option for option, is_given in given.items() if is_given), None)
+    if wish.split is not None and extra is not None:
+        raise UserError(
+            f"{extra} means nothing to a verifier with --split: workers compute its model",
+            remedy=f"leave it out, and give it to the workers: p2ptrain join {extra} ...",
+        )
 
 
 def _check_drafter(name: str) -> None:

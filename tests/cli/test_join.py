@@ -55,14 +55,14 @@ def test_a_verifier_and_its_options(
     keys = tmp_path / "keys"
     keys.write_text("secret\n")
     outcome = command(
-        "join", "10.0.0.7", "--role", "verifier", "--model", model, "--split", "--http", "127.0.0.1:8000",
+        "join", "10.0.0.7", "--role", "verifier", "--model", model, "--http", "127.0.0.1:8000",
         "--api-key-file", keys, "--sessions", "3", "--device", "cpu", "--threads", "2", "--memory", "1G",
         "--name", "big", "--advertise", "10.0.0.8:99", "--link", "20ms", "--slot", "4",
         "--drafter", "ngram",
     )  # fmt: skip
     assert (outcome.code, outcome.err) == (0, "")
     ((of, wish),) = begun
-    assert wish == ServeWish("verifier", model, "cpu", 2, 1 << 30, 3, 0, ("127.0.0.1", 8000), keys, True)
+    assert wish == ServeWish("verifier", model, "cpu", 2, 1 << 30, 3, None, ("127.0.0.1", 8000), keys, True)
     assert (of.targets, of.name, of.advertise, of.link, of.slot) == (
         [("10.0.0.7", 7337)],
         "big",
@@ -72,6 +72,8 @@ def test_a_verifier_and_its_options(
     )
     command("join", "--role", "verifier", "--model", model, "--split", "2", "--http", "[::1]:8000")
     assert begun[-1][1] == ServeWish("verifier", model, split=2, http=("::1", 8000))
+    command("join", "--role", "verifier", "--model", model, "--split")
+    assert begun[-1][1] == ServeWish("verifier", model, split=0)
 
 
 def test_a_drafter_with_and_without_a_model(
@@ -107,6 +109,10 @@ def test_the_newest_checkpoint_of_a_directory_is_taken(
         (["--sessions", "2"], "--sessions is not for a worker", "--role drafter, or verifier"),
         (["--http", "127.0.0.1:8000"], "--http is not for a worker", "--role verifier"),
         (["--split"], "--split is not for a worker", "--role verifier"),
+        *(
+            (["--role", "verifier", "--model", "x", "--split", *given], f"{given[0]} means nothing", "to the workers")
+            for given in (["--memory", "4GiB"], ["--device", "cpu"], ["--threads", "2"])
+        ),
         (["--role", "drafter", "--model", "ngram", "--split", "2"], "--split is not for a drafter", "--role verifier"),
         (["--role", "drafter", "--model", "ngram", "--api-key-file", "x"], "is not for a drafter", "--role verifier"),
         (["--role", "verifier", "--model", "x", "--http", "127.0.0.1"], "names no port", "HOST:PORT"),
