@@ -6,7 +6,9 @@ whether some tokens were picked before and thrown away: the same logits and the 
 
 A draw of one token is noise, as many exponential numbers as the vocabulary has, and the token whose probability divided
 by its noise is the largest; so ``torch.multinomial`` does it. The noise is the draw's, whatever the probabilities are:
-that of recent draws is kept, for who verifies drafts makes many of them twice.
+that of recent draws is kept, for who verifies drafts makes many of them twice. Models of one tokenizer often have
+vocabularies that are padded to different sizes; then the drafter makes the draws of the verifier's size
+(``Sampling.vocab_size``), and a token's noise is the same on both sides.
 
 Generators of different devices draw different numbers from one seed. Rows are therefore brought to the CPU and all of
 it is done there, as transformers does on a CPU: a last stage that is replaced by one of another kind goes on with the
@@ -64,11 +66,13 @@ class Picker:
         """A token for each row.
 
         Args:
-            logits: (rows, vocab), of any device and dtype; row i is of draw ``draw + i``.
+            logits: (rows, entries), of any device and dtype; row i is of draw ``draw + i``.
 
         Raises:
             JobFailed: there are logits that are not numbers.
         """
+        vocab_size = self._sampling.vocab_size or logits.shape[1]
+        logits = logits[:, :vocab_size]
         scores = logits.to(device="cpu", dtype=torch.float32, copy=True)  # warpers may write into them
         # Rows are short work for many threads, which would wait for one another at each operation on a busy machine.
         with one_thread():
@@ -80,8 +84,8 @@ class Picker:
             if not self._sampled:
                 return tuple(scores.argmax(-1).tolist())
             probabilities = self._warped(scores).softmax(-1)
-            noise = torch.stack([self._noise_of(draw + row, scores.shape[1]) for row in range(len(scores))])
-            return tuple((probabilities / noise).argmax(-1).tolist())
+            noise = torch.stack([self._noise_of(draw + row, vocab_size) for row in range(len(scores))])
+            return tuple((probabilities / noise[:, : scores.shape[1]]).argmax(-1).tolist())
 
     def _warped(self, scores: Tensor) -> Tensor:
         warped = self._warp(_NO_IDS, scores)

@@ -40,12 +40,15 @@ class Sampling:
         temperature: 0 for the likeliest token each time.
         top_k: sample from the k likeliest only; 0 for all.
         top_p: sample from the fewest that have this probability together; 1 for all.
+        vocab_size: that draws are made for, where it is not that of the model which picks: a drafter draws as the
+            verifier does. Tokens beyond it are not picked. 0: the model's own.
     """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    vocab_size: int = 0
 
 
 MOST_TOP_K = 2**31

@@ -30,7 +30,7 @@ OTHER_TOKENIZER, TOO_LONG, FULL, ENGINE = "other-tokenizer", "too-long", "full",
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """A ``DraftOpen``. ``ids_bytes``: of the bulk frame behind it."""
+    """A ``DraftOpen``. ``sampling``: with draws of the verifier's size. ``ids_bytes``: of the bulk frame behind it."""
 
     count: int
     prompt: int
@@ -57,7 +57,7 @@ def opening_untrusted(message: DraftOpen) -> Opening:
     _check_depth_untrusted(message.depth)
     if not SHORTEST_SILENCE_S <= message.silence_s <= LONGEST_SILENCE_S:
         raise ProtocolError(f"a session in which silence is allowed for {message.silence_s:g} s")
-    sampling = Sampling(message.temperature, message.top_k, message.top_p, message.seed)
+    sampling = Sampling(message.temperature, message.top_k, message.top_p, message.seed, message.vocab_size)
     try:
         check_sampling(sampling)
     except UserError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -81,3 +82,17 @@ def test_the_nucleus_of_a_few_is_that_of_all(dtype: torch.dtype, top_p: float) -
         left = _warpers(Sampling(top_k=50))(_NO_IDS, scores)  # type: ignore[arg-type]
         wanted = TopPLogitsWarper(top_p)(_NO_IDS, left.clone())  # type: ignore[arg-type]
         assert torch.equal(_nucleus(left.clone(), top_p), wanted)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), *SAMPLINGS], ids=str)
+def test_a_vocabulary_of_another_size_has_the_same_draws(sampling: Sampling) -> None:
+    """A drafter's may be padded otherwise than the verifier's: what both know has the same noise."""
+    logits = 2 * torch.randn(40, 211, generator=torch.Generator().manual_seed(10))
+    wanted = Picker(sampling).pick(logits, 0)
+    drawn_for = replace(sampling, vocab_size=211)
+    more = torch.cat([logits, torch.full((40, 13), 50.0)], 1)
+    assert Picker(drawn_for).pick(more, 0) == wanted, "what the verifier does not have is not picked"
+    fewer = logits.clone()
+    fewer[:, 198:] = -torch.inf
+    assert Picker(drawn_for).pick(logits[:, :198], 0) == Picker(sampling).pick(fewer, 0)
+    assert Picker(replace(sampling, vocab_size=0)).pick(logits, 0) == wanted

@@ -6,38 +6,69 @@ import asyncio
 from pathlib import Path
 
 import pytest
+import torch
 
 from p2ptrain.compute.whole_part import load_whole
 from p2ptrain.core.serving import Sampling
-from roles.drafter.testing import DrafterHost, around_of, drafter_hosts, model_serves, write
+from roles.drafter.testing import DrafterHost, Written, around_of, drafter_hosts, model_serves, write
 from roles.verifier.drafter_link import Tokens
 from roles.verifier.drafters import Drafters
 from roles.verifier.drafting_source import NoDrafters
-from tests.compute.families import VOCAB, make
+from tests.compute.families import VOCAB, make, opened
 from wire.memory import MemoryNetwork
 from wire.virtual import run_virtual
 
 PROMPT = [(7 * index * index) % VOCAB for index in range(9)]
 
 
-@pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(temperature=0.8, top_k=50, seed=2)])
-def test_both_pick_the_same(tmp_path: Path, sampling: Sampling) -> None:
-    make("llama-tied", tmp_path)
-    target, engine = load_whole(tmp_path, device="cpu"), load_whole(tmp_path, device="cpu")
+DRAWN = Sampling(temperature=0.8, top_k=50, seed=2)
+TOKENS = 40
 
-    async def main() -> None:
+
+def alone_and_drafted(verifier: Path, drafter: Path, sampling: Sampling) -> tuple[Written, Written]:
+    """The same text without a drafter, and with one."""
+    target, engine = load_whole(verifier, device="cpu"), load_whole(drafter, device="cpu")
+
+    async def main() -> tuple[Written, Written]:
         network = MemoryNetwork()
         host = DrafterHost("d", network.at("d"), model_serves(engine, tokenizer="a", context=engine.context or 0))
-        source = Drafters(around_of(network.at("v")), Tokens(VOCAB, "a"), look_up=False)
-        plain = await write(NoDrafters(), PROMPT, 40, sampling, target=target)
+        source = Drafters(around_of(network.at("v")), Tokens(target.vocab_size, "a"), look_up=False)
+        plain = await write(NoDrafters(), PROMPT, TOKENS, sampling, target=target)
         async with drafter_hosts([host]):
             source.here([host.at])
             await asyncio.sleep(1)  # virtual
-            drafted = await write(source, PROMPT, 40, sampling, target=target)
+            drafted = await write(source, PROMPT, TOKENS, sampling, target=target)
             await source.close()
-        assert drafted.tokens == plain.tokens
-        assert drafted.stats.alpha > 0.9
-        assert drafted.stats.passes < 30
-        assert plain.stats.passes == 39
+        return plain, drafted
 
-    run_virtual(main())
+    return run_virtual(main())
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0), DRAWN])
+def test_both_pick_the_same(tmp_path: Path, sampling: Sampling) -> None:
+    make("llama-tied", tmp_path)
+    plain, drafted = alone_and_drafted(tmp_path, tmp_path, sampling)
+    assert drafted.tokens == plain.tokens
+    assert drafted.stats.alpha > 0.9
+    assert drafted.stats.passes < 30
+    assert plain.stats.passes == TOKENS - 1
+
+
+@pytest.mark.parametrize(("verifier", "drafter"), [(VOCAB, VOCAB + 17), (VOCAB + 17, VOCAB)])
+def test_vocabularies_that_are_padded_differently_are_drawn_from_alike(
+    tmp_path: Path, verifier: int, drafter: int
+) -> None:
+    """Models of one tokenizer: beyond its tokens there are some that no text has."""
+    make("llama", tmp_path / "whole", vocab_size=VOCAB + 17)
+    for size in (VOCAB, VOCAB + 17):
+        model = opened(tmp_path / "whole")
+        with torch.no_grad():
+            model.lm_head.weight[VOCAB:] *= 0.01
+        model.resize_token_embeddings(size)
+        model.save_pretrained(tmp_path / str(size))
+    plain, drafted = alone_and_drafted(tmp_path / str(verifier), tmp_path / str(drafter), DRAWN)
+    assert drafted.tokens == plain.tokens
+    if verifier == VOCAB:
+        unpadded = alone_and_drafted(tmp_path / str(verifier), tmp_path / str(verifier), DRAWN)[1]
+        assert unpadded.stats.alpha == drafted.stats.alpha
+    assert drafted.stats.alpha > 0.9
