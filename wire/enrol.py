@@ -53,7 +53,7 @@ from wire.messages import (
     EnrolRequest,
     Refuse,
 )
-from wire.ticket import GRANTS, KIND_OF, NONCE_BYTES, Ticket, proof
+from wire.ticket import NONCE_BYTES, Ticket, proof
 from wire.tls import TlsDialler
 
 RENEW = "credentials.renew"
@@ -88,7 +88,7 @@ async def enrol(
     granted = granted_untrusted(
         certificate_der,
         peer_id=peer_id,
-        roles=GRANTS[ticket.role],
+        roles=(ticket.role,),
         key_pem=key_pem,
         ca_pem=pem_of(ca_der),
         directory=directory,
@@ -110,11 +110,10 @@ async def renew(credentials: Credentials, ask: Ask, *, disk: Disk) -> Credential
     identity = credentials.identity
     key_pem, csr_der = new_key_and_request(identity.peer_id)
     result = await ask(RENEW, {"csr": base64.b64encode(csr_der).decode()})
-    roles = frozenset[str]().union(*(GRANTS[KIND_OF[role]] for role in identity.roles if role in KIND_OF))
     granted = granted_untrusted(
         _certificate_untrusted(result),
         peer_id=identity.peer_id,
-        roles=roles,  # those of its ticket, which may be more than an earlier release of the seed has granted
+        roles=identity.roles,
         key_pem=key_pem,
         ca_pem=credentials.ca_pem,
         directory=credentials.directory,

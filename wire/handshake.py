@@ -56,9 +56,8 @@ PERMITTED = MappingProxyType(
         "generate": frozenset({"operator"}),
     }
 )
-"""Purpose → roles, of which a certificate must name one, and the caller too where it names any of its own: a machine
-that may be a worker, a verifier and a drafter does as one of them what that one may. What is not here is permitted to
-nobody over TLS."""
+"""Purpose → roles, of which a certificate must name one, and the caller too where it names any of its own: who
+may be several things does as one of them what that one may. What is not here is permitted to nobody over TLS."""
 
 
 class RefusalCode(StrEnum):
@@ -92,6 +91,8 @@ class RefusalCode(StrEnum):
     STANDBY = "standby"
     STALE_TERM = "stale-term"
 
+
+_ANOTHER_TICKET = "ask for a ticket of the right role: p2ptrain ticket new --role ROLE, at the seed"
 
 Decide = Callable[[Hello, Connection], Awaitable[Welcome | Refuse]]
 Serve = Callable[[Connection, Hello], Awaitable[None]]
@@ -188,15 +189,15 @@ def judge_caller(hello: Hello, identity: PeerIdentity | None) -> Refuse | None:
     if not identity.roles.issuperset(hello.roles):
         claim = ", ".join(hello.roles)[:64]
         text = f"it says that it is {claim!r}, and its certificate is for {_named(identity.roles)}"
-        return Refuse(RefusalCode.NOT_PERMITTED, text, "ask for a ticket of the right kind: p2ptrain ticket new")
+        return Refuse(RefusalCode.NOT_PERMITTED, text, _ANOTHER_TICKET)
     permitted = PERMITTED.get(hello.purpose, frozenset())
     if not identity.roles & permitted:
         text = f"its certificate is for {_named(identity.roles)}, which does not permit {hello.purpose[:40]!r}"
-        return Refuse(RefusalCode.NOT_PERMITTED, text, "ask for a ticket of the right kind: p2ptrain ticket new")
+        return Refuse(RefusalCode.NOT_PERMITTED, text, _ANOTHER_TICKET)
     if hello.roles and permitted.isdisjoint(hello.roles):
         claim = _named(frozenset(hello.roles))[:128]
         text = f"{hello.purpose!r} is for {_named(permitted)}, and it says that it is {claim}"
-        return Refuse(RefusalCode.NOT_PERMITTED, text, "ask for a ticket of the right kind: p2ptrain ticket new")
+        return Refuse(RefusalCode.NOT_PERMITTED, text, _ANOTHER_TICKET)
     return None
 
 

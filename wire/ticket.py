@@ -16,25 +16,14 @@ import re
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Self
 
 from p2ptrain.core.errors import ProtocolError, UserError
 from wire.address import parse_address
 from wire.transport_base import format_address
 
-ROLES = ("worker", "operator", "seed")
-"""Kinds of tickets; the index is on the wire."""
-GRANTS = MappingProxyType(
-    {
-        "worker": frozenset({"worker", "verifier", "drafter"}),
-        "operator": frozenset({"operator"}),
-        "seed": frozenset({"seed"}),
-    }
-)
-"""Kind of a ticket → roles that a certificate of it names: what a ticket may make of its bearer."""
-KIND_OF = MappingProxyType({role: kind for kind, roles in GRANTS.items() for role in roles})
-"""Role → kind of the ticket that it takes."""
+ROLES = ("worker", "operator", "seed", "verifier", "drafter")
+"""What a ticket may make of its bearer, one of them each; the index is on the wire."""
 
 ID_BYTES = 6
 SECRET_BYTES = 16
@@ -122,7 +111,7 @@ class Ticket:
 
 def local_ticket_path(state_dir: Path, role: str) -> Path:
     """Where a seed with this state directory leaves a ticket for programs of the same user on its machine."""
-    return state_dir / "seed" / "authority" / f"local-{KIND_OF[role]}.ticket"
+    return state_dir / "seed" / "authority" / f"local-{role}.ticket"
 
 
 def is_ticket(text: str) -> bool:

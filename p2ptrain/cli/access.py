@@ -37,9 +37,15 @@ ADDRESS_FILE = "seed"  # beside the credentials: the address that they lead to
 MAX_TARGET_BYTES = 4096
 MENDED_BY_A_TICKET = frozenset({"ticket-revoked", "ticket-unknown", "certificate-expired", "certificate-untrusted"})
 """Why a seed may honour a certificate no longer, and yet take a new ticket."""
-_A = {"worker": "a worker, verifier or drafter", "operator": "an operator", "seed": "a standby"}
-_DOES = {"worker": "joins", "operator": "watches and controls", "seed": "follows a seed"}
-"""Of kinds of tickets, both."""
+_A = {
+    "worker": "a worker",
+    "operator": "an operator",
+    "seed": "a standby",
+    "verifier": "a verifier",
+    "drafter": "a drafter",
+}
+_DOES = {"operator": "watches and controls", "seed": "follows a seed"}
+"""Of roles, both; the others join."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +92,6 @@ class Caller:
     store: Path
     states: Sequence[Path]
     peer_id: str = ""
-
-    @property
-    def kind(self) -> str:
-        """Of the ticket that it takes."""
-        from wire.ticket import KIND_OF
-
-        return KIND_OF[self.role]
 
 
 Target: TypeAlias = "Ticket | tuple[str, int]"
@@ -188,7 +187,7 @@ async def reach(target: Ticket | tuple[str, int], caller: Caller, base: Network,
 def _advice(caller: Caller, *, own: bool) -> str:
     from wire.ticket import local_ticket_path
 
-    option = {"operator": " --operator", "seed": " --role seed"}.get(caller.role, "")
+    option = {"worker": "", "operator": " --operator"}.get(caller.role, f" --role {caller.role}")
     text = f"on the seed's machine, `p2ptrain ticket new{option}` prints one: give it in place of the address"
     if own:
         text += f"; or name the file of a seed of yours: @{local_ticket_path(Path('STATE'), caller.role)}"
@@ -199,8 +198,9 @@ async def _by_ticket(ticket: Ticket, caller: Caller, base: Network, *, afresh: b
     from p2ptrain.core.disk import RealDisk
     from wire.enrol import enrol
 
-    if ticket.role != caller.kind:
-        text = f"this is the ticket of {_A[ticket.role]}, and only that of {_A[caller.kind]} {_DOES[caller.kind]}"
+    if ticket.role != caller.role:
+        does = _DOES.get(caller.role, f"joins as {_A[caller.role]}")
+        text = f"this is the ticket of {_A[ticket.role]}, and only that of {_A[caller.role]} {does}"
         raise UserError(text, remedy=_advice(caller, own=False))
     kept = None if afresh else _kept(caller, lambda item: item.pin == ticket.pin)
     if kept is not None:
@@ -267,7 +267,7 @@ def _kept(caller: Caller, fits: Callable[[_Kept], bool]) -> _Kept | None:
         if identity.not_after <= time.time():
             disk.remove_tree(directory)
         if caller.role not in identity.roles:
-            continue  # of an earlier release, or of another role: a ticket gives what this one may be
+            continue  # of another role: a ticket gives what this one may be
         if identity.not_after - SKEW_S <= time.time() or caller.peer_id not in ("", identity.peer_id):
             continue  # the seed's clock may be ahead
         item = _Kept(credentials, hashlib.sha256(der_of(credentials.ca_pem)).digest(), address)

@@ -80,7 +80,7 @@ def check(
 ) -> None:
     """Find out why this machine cannot join a seed: one line for each thing that can go wrong.
 
-    A worker's ticket is good for joining; what is measured besides takes an operator's.
+    A ticket of who joins is good for joining; what is measured besides takes an operator's.
 
     \b
     Examples:
@@ -209,8 +209,8 @@ class Visit:
         return f"{welcome.name} runs {welcome.software} (protocol {welcome.version}), cluster {welcome.cluster_id}"
 
     async def enrol(self) -> str:
-        """A certificate for a worker's ticket; what is measured besides is for operators."""
-        until = (await self._reach("worker")).member
+        """A certificate for the ticket of a role; what is measured besides is for operators."""
+        until = (await self._reach(self._role)).member
         assert until is not None, "a ticket leads to an encrypted seed"
         return f"it is good; this machine has a certificate until {human_time(until.credentials.identity.not_after)}"
 
@@ -259,20 +259,21 @@ class Visit:
         return f"the seed reached port {port} here"
 
     async def join_and_leave(self) -> str:
-        """Register as a worker, and leave before there is anything to do."""
-        from wire.handshake import dial, local_hello
+        """Register as what the ticket is for, else as a worker, and leave before there is anything to do."""
+        from wire.handshake import PERMITTED, dial, local_hello
         from wire.messages import Leave
 
-        access = await self._reach("worker")
+        role = self._role if self._role in PERMITTED["peer"] else "worker"
+        access = await self._reach(role)
         peer_id = access.peer_id or self._peer_id
         _, port = (await self._listen(access)).address
-        hello = local_hello(peer_id=peer_id, name=operator_name(), roles=["worker"], purpose="peer", port=port)
+        hello = local_hello(peer_id=peer_id, name=operator_name(), roles=[role], purpose="peer", port=port)
         connection, welcome = await dial(
             access.network, self._host, self._port, hello, timeout_s=REQUEST_TIMEOUT_S, expect_role="seed"
         )
         connection.send(Leave("it was only a check"))
         await connection.close()
-        return f"joined {welcome.name} as a worker and left again"
+        return f"joined {welcome.name} as a {role} and left again"
 
     async def _listen(self, access: Access) -> Server:
         """Our own port, as whom the seed expects there; bound to the address from which the seed is reached."""

@@ -15,6 +15,13 @@ from p2ptrain.core.errors import UserError
 app = new_typer(help="Make, list, revoke and replace the tickets with which other machines join.")
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_USES = {
+    "operator": "tui TICKET",
+    "seed": "seed --standby TICKET",
+    "verifier": "join TICKET --role verifier --model DIR",
+    "drafter": "join TICKET --role drafter --model DIR",
+}
+"""Role → what its ticket is given to."""
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([smhd])", re.ASCII)
 
 
@@ -24,7 +31,10 @@ def new(
         bool, typer.Option("--operator", help="For one who watches and controls; default: for workers.")
     ] = False,
     role: Annotated[
-        str, typer.Option("--role", metavar="ROLE", help="worker, operator, or seed: for a standby of this one.")
+        str,
+        typer.Option(
+            "--role", metavar="ROLE", help="worker, verifier, drafter, operator, or seed: for a standby of this one."
+        ),
     ] = "",
     expires: Annotated[
         str, typer.Option("--expires", metavar="TIME", help="How long it lets somebody in: 30m, 12h, 7d.")
@@ -45,6 +55,8 @@ def new(
       p2ptrain ticket new
       p2ptrain ticket new --operator --expires 1h --uses 1
       p2ptrain ticket new --host seed.example.org > ticket.txt
+      p2ptrain ticket new --role verifier
+      p2ptrain ticket new --role drafter --expires 1d
       p2ptrain ticket new --role seed --uses 1
     """
     if operator and role not in ("", "operator"):
@@ -125,10 +137,10 @@ def _show(answer: dict[str, Any], as_json: bool) -> None:
         print_json({"ticket": record, "text": text})
         return
     typer.echo(printable(text))
-    verb = {"operator": "tui", "seed": "seed --standby"}.get(str(record.get("role")), "join")
+    verb = _USES.get(str(record.get("role")), "join TICKET")
     until = record.get("expires_at")
     end = f" until {human_time(until)}" if isinstance(until, int | float) else ""
-    typer.echo(f"good{end}; a secret. Use it as: p2ptrain {verb} TICKET", err=True)
+    typer.echo(f"good{end}; a secret. Use it as: p2ptrain {verb}", err=True)
 
 
 def _seconds(text: str) -> float:

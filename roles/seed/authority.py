@@ -5,7 +5,7 @@ It lives in one directory of the seed's state, readable by its owner only::
     ca.key, ca.pem                               the run CA; without them every member needs a new ticket
     tickets.json                                 ``roles.seed.tickets.Book``
     self/                                        the seed's own credentials
-    local-worker.ticket, local-operator.ticket   for programs of the same user on this machine
+    local-worker.ticket, ...                     one of each role, for programs of the same user on this machine
 
 Whatever changes the book is on the disk before its outcome is told. Every certificate carries the id of its ticket in
 its serial number, so that nothing need be kept of a certificate to know where it came from.
@@ -39,7 +39,7 @@ from wire.credentials import (
     request_of_untrusted,
     sign_certificate,
 )
-from wire.ticket import GRANTS, Ticket, local_ticket_path
+from wire.ticket import Ticket, local_ticket_path
 
 FIRST_TICKET_S = 7 * 86_400.0
 """The ticket shown at the start: machines are added within days; a forgotten line in a chat is worth nothing later."""
@@ -151,11 +151,11 @@ class Authority:
         if "seed" not in identity.roles or ticket_of(identity) != bytes(ID_BYTES).hex():  # that of a seed that has led
             self.book.judge_certificate(ticket_of(identity), identity.peer_id)
 
-    def _sign(self, key: ec.EllipticCurvePublicKey, peer_id: str, kind: str, ticket_id: bytes, now: float) -> bytes:
-        """A certificate of the roles that tickets of this kind grant."""
+    def _sign(self, key: ec.EllipticCurvePublicKey, peer_id: str, role: str, ticket_id: bytes, now: float) -> bytes:
         serial = int.from_bytes(_SERIAL_LEAD + ticket_id + secrets.token_bytes(_SERIAL_RANDOM_BYTES))
-        roles = GRANTS[kind]
-        return sign_certificate(self._key_pem, self._ca_pem, key, peer_id=peer_id, roles=roles, now=now, serial=serial)
+        return sign_certificate(
+            self._key_pem, self._ca_pem, key, peer_id=peer_id, roles=(role,), now=now, serial=serial
+        )
 
     # ---------------------------------------------------------------------------------------------------------- tickets
 

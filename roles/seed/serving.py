@@ -13,10 +13,10 @@ from p2ptrain.core.errors import ProtocolError, Refused
 from p2ptrain.core.ids import is_id
 from roles.seed.links import host_seen_from
 from roles.seed.peers import MAX_WHOLE, NAME_CHARS, Link, clipped
+from wire.handshake import PERMITTED
 from wire.messages import Hello
 from wire.records import MAX_FIGURE, ServingInfo
 from wire.speculation_messages import MAX_DRAFTERS, DrafterAt, DraftersHere, Serving
-from wire.ticket import GRANTS
 
 ASKED_BY_VERIFIERS = frozenset({"peers.list", "parts.list", "checkpoints.list", "serving.list"})
 """Requests that a verifier may make, over its link: it uses workers as an operator does, and controls nothing."""
@@ -29,7 +29,7 @@ _DIGEST = re.compile(r"[0-9A-Za-z._-]{0,128}")
 
 def check_role(hello: Hello) -> None:
     """Raise ``Refused`` where a peer is none that a seed knows."""
-    if len(hello.roles) != 1 or hello.roles[0] not in GRANTS["worker"]:
+    if len(hello.roles) != 1 or hello.roles[0] not in PERMITTED["peer"]:
         text = "a peer of a seed is a worker, a verifier or a drafter"
         raise Refused("role", text, remedy="join with p2ptrain join, and --role")
 

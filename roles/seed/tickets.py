@@ -24,9 +24,9 @@ from p2ptrain.core.errors import Refused, StorageError
 from p2ptrain.core.ids import is_id
 from wire.credentials import SKEW_S
 
-Role = Literal["worker", "operator", "seed"]
+Role = Literal["worker", "operator", "seed", "verifier", "drafter"]
 Kind = Literal["", "first", "local"]
-ROLES: tuple[Role, ...] = ("worker", "operator", "seed")
+ROLES: tuple[Role, ...] = ("worker", "operator", "seed", "verifier", "drafter")
 
 MAX_TICKETS = 256
 """That may be kept at a time: each is a line of a list that a person reads."""

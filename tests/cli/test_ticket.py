@@ -16,7 +16,7 @@ from p2ptrain.cli.runtime import open_operator
 from p2ptrain.core.errors import Refused, Unreachable, UserError
 from p2ptrain.core.world import ProtocolFactory
 from roles.in_process import Cluster
-from wire.ticket import Ticket, local_ticket_path
+from wire.ticket import ROLES, Ticket, local_ticket_path
 from wire.transport import TcpNetwork
 
 Command = Callable[..., Any]
@@ -152,22 +152,21 @@ async def test_what_a_ticket_gave_is_found_by_the_address_and_by_the_ticket(clus
         await reach(ticket, caller(tmp_path, peer_id="p2"), TcpNetwork())
 
 
-async def test_a_certificate_that_does_not_name_the_role_is_not_relied_on(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As an earlier release's seed gave it."""
-    ticket = Ticket.parse_untrusted((await cluster.ask("tickets.new"))["text"])
-    with monkeypatch.context() as before:
-        for module in ("wire.enrol", "roles.seed.authority"):
-            before.setattr(f"{module}.GRANTS", {"worker": frozenset({"worker"})})
-        await reach(ticket, caller(tmp_path, "worker"), TcpNetwork())
-    assert (await reach(cluster.address, caller(tmp_path, "worker"), TcpNetwork())).member is not None
-    with pytest.raises(UserError, match="wants a ticket"):
-        await reach(cluster.address, caller(tmp_path, "verifier"), TcpNetwork())
-    access = await reach(ticket, caller(tmp_path, "verifier"), TcpNetwork())
-    assert access.member is not None
-    assert access.member.credentials.identity.roles == {"worker", "verifier", "drafter"}
-    assert (await reach(cluster.address, caller(tmp_path, "drafter"), TcpNetwork())).peer_id == access.peer_id
+async def test_what_a_ticket_gave_is_good_for_its_role_alone(cluster: Cluster, tmp_path: Path) -> None:
+    tickets = {role: Ticket.parse_untrusted((await cluster.ask("tickets.new", role=role))["text"]) for role in ROLES}
+    for role, ticket in tickets.items():
+        access = await reach(ticket, caller(tmp_path / role, role), TcpNetwork())
+        assert access.member is not None
+        assert access.member.credentials.identity.roles == {role}
+        assert (await reach(cluster.address, caller(tmp_path / role, role), TcpNetwork())).peer_id == access.peer_id
+        for other in set(ROLES) - {role}:
+            with pytest.raises(UserError, match="wants a ticket") as wanted:
+                await reach(cluster.address, caller(tmp_path / role, other), TcpNetwork())
+            with pytest.raises(UserError, match="and only that of") as refusal:
+                await reach(ticket, caller(tmp_path / role, other), TcpNetwork())
+            asked = {"worker": "new`", "operator": "--operator"}.get(other, f"--role {other}")
+            assert asked in wanted.value.remedy
+            assert asked in refusal.value.remedy
 
 
 async def test_a_certificate_that_ends_soon_is_not_relied_on(
@@ -186,11 +185,12 @@ async def test_a_certificate_that_ends_soon_is_not_relied_on(
 
 
 async def test_the_ticket_of_the_other_role_is_refused_with_the_way_to_the_right_one(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match="this is the ticket of a worker, verifier or drafter, and only that of an operator"
-    ) as refusal:
-        await reach(SAMPLE, caller(tmp_path, "operator"), TcpNetwork())
-    assert "ticket new --operator" in refusal.value.remedy
+    for role, does in (
+        ("operator", "an operator watches and controls"),
+        ("verifier", "a verifier joins as a verifier"),
+    ):
+        with pytest.raises(UserError, match=f"this is the ticket of a worker, and only that of {does}"):
+            await reach(SAMPLE, caller(tmp_path, role), TcpNetwork())
 
 
 async def test_a_plain_seed_is_found_plain_whatever_another_has_left(cluster: Cluster, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from wire.credentials import (
     identity_of_untrusted,
     new_key_and_request,
 )
-from wire.ticket import Ticket
+from wire.ticket import ROLES, Ticket
 
 NOW = 1_800_000_000.0
 
@@ -140,11 +140,11 @@ async def test_local_tickets_are_tickets_of_every_role_and_stay(tmp_path):
     authority = opened(tmp_path)
     for port in (7, 8):
         await authority.write_local_tickets(host="127.0.0.1", port=port, now=NOW + port * CERTIFICATE_LIFETIME_S * 99)
-    for role in ("worker", "operator", "seed"):
+    for role in ROLES:
         ticket = Ticket.parse_untrusted((tmp_path / "authority" / f"local-{role}.ticket").read_text())
         assert (ticket.role, ticket.host, ticket.port, ticket.pin) == (role, "127.0.0.1", 8, authority.pin)
         assert ticket.secret == authority.book.ticket(ticket.id).secret
-    assert len(authority.book.tickets) == 3
+    assert len(authority.book.tickets) == len(ROLES)
 
 
 def test_own_credentials_serve_and_dial(tmp_path):

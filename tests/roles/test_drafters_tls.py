@@ -30,10 +30,10 @@ from wire.handshake import dial, local_hello
 from wire.memory import MemoryNetwork
 
 
-async def test_a_certificate_of_a_workers_ticket_is_for_both_sides(tmp_path: Path) -> None:
+async def test_each_side_has_a_ticket_of_its_role(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, MemoryNetwork(), encrypted=True)
     await cluster.start_seed()
-    drafter, verifier = [await cluster.member(cluster.ticket("worker")) for _ in range(2)]
+    drafter, verifier = [await cluster.member(cluster.ticket(role)) for role in ("drafter", "verifier")]
     operator = await cluster.member(cluster.ticket("operator"))
     host = DrafterHost(drafter.peer_id, drafter.network, model_serves(Wobbly(1.0)), step_s=0.0)
     there = asyncio.Event()

@@ -299,8 +299,7 @@ def test_drafters_that_cannot_be(drafters: list[DrafterAt]) -> None:
 # -------------------------------------------------------------------------------------------------------- encrypted
 
 
-async def test_the_same_over_tls_with_a_workers_ticket(tmp_path: Path) -> None:
-    """Of one machine's certificate, each role may do what it says that it is, and nobody else's work."""
+async def test_the_same_over_tls_where_each_may_do_what_its_ticket_says(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, TcpNetwork(), encrypted=True)
     await cluster.start_seed()
     try:
@@ -308,16 +307,18 @@ async def test_the_same_over_tls_with_a_workers_ticket(tmp_path: Path) -> None:
         members = cluster.serve("verifier", verifier), cluster.serve("drafter", drafter)
         await verifier.told(members[1])
         assert verifier.member.drafters[0].port == members[1].address[1]
-        worker = await cluster.member(cluster.ticket("worker"))
-        operator = await cluster.member(cluster.ticket("operator"))
+        worker, operator, other = [
+            await cluster.member(cluster.ticket(role)) for role in ("worker", "operator", "verifier")
+        ]
         for peer, purpose, role, caller, allowed in (
-            (members[1], "draft", "verifier", worker, True),
+            (members[1], "draft", "verifier", other, True),
+            (members[1], "draft", "verifier", worker, False),
             (members[1], "draft", "worker", worker, False),
-            (members[1], "draft", "drafter", worker, False),
+            (members[1], "draft", "drafter", other, False),
             (members[1], "draft", "operator", operator, False),
             (members[1], "draft", "verifier", operator, False),
             (members[0], "generate", "operator", operator, True),
-            (members[0], "generate", "verifier", worker, False),
+            (members[0], "generate", "verifier", other, False),
             (members[0], "generate", "worker", worker, False),
         ):
             calling = call(peer, purpose, role, caller.network, caller.peer_id)

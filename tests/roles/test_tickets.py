@@ -133,7 +133,7 @@ def test_the_book_survives_the_disk(tickets, evicted):
         b'{"version": 2}',
         b'{"version": 1, "tickets": [{}], "members": {}, "evicted": {}}',
         b'{"version": 1, "tickets": [], "evicted": {}, "members": {"/": {"ticket": "a", "key": "b", "not_after": 1}}}',
-        book().to_json().replace(b'"worker"', b'"drafter"'),
+        book().to_json().replace(b'"worker"', b'"nobody"'),
         book().to_json()[:-9],
         b"\xff\xfe",
     ],

@@ -50,7 +50,7 @@ from wire.messages import (
 )
 from wire.recorder import Recorder, play
 from wire.testing import Run, credentials, run
-from wire.ticket import GRANTS, NONCE_BYTES, Ticket, proof, verify_proof
+from wire.ticket import NONCE_BYTES, Ticket, proof, verify_proof
 from wire.tls import TlsDialler, TlsNetwork
 from wire.transport import MemoryNetwork, TcpNetwork
 from wire.virtual import VirtualClockLoop
@@ -101,7 +101,7 @@ class Seed:
         ca_der: bytes = b"",
         instead: dict[type[Message], Message | None] | None = None,
         signs: Run | None = None,
-        roles: Collection[str] = GRANTS["worker"],
+        roles: Collection[str] = ("worker",),
         nonce: bytes = b"",
     ) -> None:
         self._presents = presents or credentials("seed", "seed")
@@ -188,7 +188,7 @@ def test_a_ticket_becomes_credentials(on_stage: Play, tmp_path: Path) -> None:
     async def scenario(network: Network) -> None:
         async with Seed().listening(network) as seed:
             held = await enrolled(network, seed.ticket, tmp_path / "mine")
-            assert (held.identity.peer_id, held.identity.roles) == ("a1", GRANTS["worker"])
+            assert (held.identity.peer_id, held.identity.roles) == ("a1", {"worker"})
             assert Credentials.load(RealDisk(), tmp_path / "mine") == held
             assert [type(message) for message in seed.heard] == [CaRequest, EnrolRequest, EnrolProof]
             nothing_of_the_secret_in(*seed.heard)
@@ -331,9 +331,9 @@ def test_one_that_never_speaks_tls_is_given_up_in_time(in_memory: Play, tmp_path
         {"instead": {EnrolProof: EnrolGranted(b"not a certificate")}},
         {"signs": run("another")},
         {"roles": ("operator",)},
-        {"roles": ("worker",)},
-        {"roles": (*GRANTS["worker"], "operator")},
-        {"instead": {EnrolProof: EnrolGranted(run().sign(new_key_and_request("a1")[1], roles=GRANTS["worker"]))}},
+        {"roles": ("verifier",)},
+        {"roles": ("worker", "verifier")},
+        {"instead": {EnrolProof: EnrolGranted(run().sign(new_key_and_request("a1")[1], roles=("worker",)))}},
     ],
 )
 def test_a_seed_that_answers_wrongly(on_stage: Play, tmp_path: Path, seed: dict[str, Any]) -> None:
@@ -410,12 +410,11 @@ def renewed(held: Credentials, answer: Callable[[bytes], dict[str, Any]]) -> Cre
     return asyncio.run(renew(held, ask, disk=RealDisk()))
 
 
-@pytest.mark.parametrize("roles", [GRANTS["worker"], ("worker",)], ids=["now", "before there were others"])
-def test_a_renewal_has_a_new_key_and_takes_the_old_ones_place(roles: Collection[str]) -> None:
-    held = run().member("a1", *roles)
-    der_of_now = partial(run().sign, roles=tuple(GRANTS["worker"]))
-    after = renewed(held, lambda csr: {"certificate": base64.b64encode(der_of_now(csr)).decode()})
-    assert after.identity.roles == GRANTS["worker"]
+def test_a_renewal_has_a_new_key_and_takes_the_old_ones_place() -> None:
+    held = run().member("a1", "worker")
+    sign = partial(run().sign, roles=("worker",))
+    after = renewed(held, lambda csr: {"certificate": base64.b64encode(sign(csr)).decode()})
+    assert after.identity.roles == {"worker"}
     assert after.key_pem != held.key_pem
     assert after.identity.peer_id == "a1"
     assert Credentials.load(RealDisk(), held.directory) == after
@@ -429,7 +428,7 @@ def test_a_renewal_has_a_new_key_and_takes_the_old_ones_place(roles: Collection[
         lambda csr: {"certificate": "no base64!"},
         lambda csr: {"certificate": "AAAA"},
         lambda csr: {"certificate": base64.b64encode(run().sign(csr, roles=("operator",))).decode()},
-        lambda csr: {"certificate": base64.b64encode(run("another").sign(csr, roles=GRANTS["worker"])).decode()},
+        lambda csr: {"certificate": base64.b64encode(run("another").sign(csr, roles=("worker",))).decode()},
     ],
 )
 def test_a_renewal_that_is_none_leaves_what_was(answer: Callable[[bytes], dict[str, Any]]) -> None:

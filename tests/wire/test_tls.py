@@ -29,7 +29,7 @@ from wire.handshake import Dialler, Server, dial, judge_answerer, judge_caller, 
 from wire.messages import EventNotice, Hello, Refuse, Welcome
 from wire.recorder import Recorder, play
 from wire.testing import credentials, run
-from wire.ticket import KIND_OF
+from wire.ticket import ROLES
 from wire.tls import HANDSHAKE_TIMEOUT_S, TlsDialler, TlsNetwork
 from wire.transport import MemoryNetwork, TcpNetwork
 from wire.virtual import VirtualClockLoop
@@ -367,18 +367,18 @@ def test_who_claims_more_roles_than_its_certificate_has() -> None:
         ("stage", {"worker"}),
         ("draft", {"verifier"}),
         ("generate", {"operator"}),
-        ("enrol", {*KIND_OF, "other"}),
+        ("enrol", {*ROLES, "other"}),
         ("", set()),
         ("something new", set()),
     ],
 )
 def test_what_each_role_permits(purpose: str, permitted: set[str]) -> None:
-    for role in (*KIND_OF, "other"):
+    for role in (*ROLES, "other"):
         said = dataclasses.replace(hello(purpose=purpose), roles=[role])
         refusal = judge_caller(said, PeerIdentity("a1", frozenset({role}), 0.0, 1))
         assert (refusal is None) == (role in permitted)
         # A machine that may be any of them does as one of them what that one may.
-        refusal = judge_caller(said, PeerIdentity("a1", frozenset({*KIND_OF, "other"}), 0.0, 1))
+        refusal = judge_caller(said, PeerIdentity("a1", frozenset({*ROLES, "other"}), 0.0, 1))
         assert (refusal is None) == (role in permitted)
     assert (judge_caller(hello(purpose=purpose), None) is None) == (purpose == "enrol")
 
