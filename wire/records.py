@@ -352,6 +352,9 @@ class ServingInfo(Record):
     sessions: int = 0
     stats: dict[str, float] = dataclasses.field(default_factory=dict)
     drafters: list[str] = dataclasses.field(default_factory=list)
+    drafter_alpha: list[float] = dataclasses.field(default_factory=list)
+    drafter_latency_ms: list[float] = dataclasses.field(default_factory=list)
+    drafter_share: list[float] = dataclasses.field(default_factory=list)
 
     def check(self) -> None:
         """Raise ``ProtocolError`` where its place or its figures cannot be."""
@@ -361,6 +364,9 @@ class ServingInfo(Record):
             raise ProtocolError("something is served with a figure that is none")
         if min(self.vocab_size, self.context, self.sessions) < 0:
             raise ProtocolError("something is served whose sizes are less than nothing")
+        for figures in (self.drafter_alpha, self.drafter_latency_ms, self.drafter_share):
+            if len(figures) not in (0, len(self.drafters)) or not all(map(_is_figure, figures)):
+                raise ProtocolError("drafters with figures that are none, or too many")
 
 
 def _is_figure(value: object) -> bool:

@@ -137,7 +137,9 @@ class Serving(Message):
         http: address of the endpoint, where there is one.
         sessions: open now.
         stats: figures of the last seconds and totals, by name (tokens_per_s, alpha, accepted_length, ...).
-        drafters: of a verifier: peer ids of those in use.
+        drafters: of a verifier: peer ids of those that it is connected to.
+        drafter_alpha, drafter_latency_ms, drafter_share: of each of them: its acceptance, one way to it, and which part
+            of the right drafts was its; below 0 where that is not known.
     """
 
     KIND: ClassVar[int] = 68
@@ -149,3 +151,6 @@ class Serving(Message):
     sessions: int
     stats: dict[str, float] = field(default_factory=dict)
     drafters: list[str] = field(default_factory=list)
+    drafter_alpha: list[float] = field(default_factory=list)
+    drafter_latency_ms: list[float] = field(default_factory=list)
+    drafter_share: list[float] = field(default_factory=list)

@@ -249,18 +249,23 @@ async def _http(stack: AsyncExitStack, member: ServingMember, wish: ServeWish, s
 def _tell(member: ServingMember, service: VerifierService, target: Target, digest: str, http: str) -> None:
     from wire.speculation_messages import Serving
 
-    member.serves(
-        lambda: Serving(
+    def serving() -> Serving:
+        stats, drafters = service.figures(), service.drafters()
+        return Serving(
             model=service.model,
             vocab_size=target.vocab_size,
             context=service.context or 0,
             tokenizer=digest,
             http=http,
             sessions=service.sessions,
-            stats=service.figures(),
-            drafters=service.drafters_in_use(),
+            stats=stats,
+            drafters=[each.peer_id for each, _ in drafters],
+            drafter_alpha=[-1.0 if each.alpha is None else each.alpha for each, _ in drafters],
+            drafter_latency_ms=[round(1e3 * each.latency_s, 1) for each, _ in drafters],
+            drafter_share=[-1.0 if share is None else share for _, share in drafters],
         )
-    )
+
+    member.serves(serving)
 
 
 async def _ended(service: VerifierService) -> None:

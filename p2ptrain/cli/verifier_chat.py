@@ -63,7 +63,7 @@ class VerifierSpeaker:
         self.label, self.context = f"{at.model} of the verifier {at.name}", at.context or None
         known = "" if self.context is None else f"{self.context} tokens of context, "
         count = at.drafters
-        self.about = known + (f"{count} drafter{'s' if count != 1 else ''} in use" if count else "no drafter in use")
+        self.about = known + (f"{count} drafter{'s' if count != 1 else ''}" if count else "no drafter is there")
 
     def speak(self, conversation: Conversation) -> VerifierSpeaking:
         turns = tuple(Said(turn.role, turn.text) for turn in conversation.turns)

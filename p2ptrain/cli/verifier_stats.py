@@ -45,4 +45,6 @@ def drafters_text(stats: dict[str, Any]) -> str:
 def _drafter(facts: dict[str, Any]) -> str:
     name, model, latency = facts.get("name"), facts.get("model"), facts.get("latency_ms")
     away = f", {latency:.1f} ms away" if isinstance(latency, int | float) and latency else ""
-    return printable(f"{name} ({model}{away})")
+    right = facts.get("accepted")
+    taken = f", {right:.0f} of its drafts taken" if isinstance(right, int | float) else ""
+    return printable(f"{name} ({model}{away}{taken})")

@@ -48,12 +48,12 @@ class Gauge:
         """For the seed, and for people."""
         self._forget(now)
         judged = self.right + self.wrong
-        return {
+        alpha = {"alpha": self.right / judged} if judged else {}
+        return alpha | {
             "tokens_per_s": sum(tokens for _, _, tokens in self._events) / WINDOW_S,
             "busy": min(1.0, sum(took_s for _, took_s, _ in self._events) / WINDOW_S),
             "step_ms": 1e3 * self.step_s,
             "drafts": float(self.drafts),
-            "alpha": self.right / judged if judged else 0.0,
         }
 
     def _add(self, now: float, took_s: float, tokens: int) -> None:

@@ -222,6 +222,11 @@ class Written:
     facts: list[DrafterFacts]
 
 
+def there(source: DrafterSource) -> list[str]:
+    """Peer ids of the drafters that a verifier is connected to."""
+    return [each.peer_id for each in source.connected()]
+
+
 async def write(
     source: DrafterSource,
     prompt: Sequence[int],

@@ -99,6 +99,10 @@ def _seen_from(host: str, info: ServingInfo) -> DrafterAt:
     )
 
 
+def _is_figure(value: float) -> bool:
+    return math.isfinite(value) and abs(value) <= MAX_FIGURE
+
+
 def _model(info: ServingInfo) -> tuple[str, int, str]:
     return info.model, info.vocab_size, info.tokenizer
 
@@ -113,10 +117,13 @@ def serving_untrusted(link: Link, message: Serving) -> ServingInfo:
         raise ProtocolError("a tokenizer whose digest is none")
     if len(message.stats) > MAX_STATS or not all(map(_STAT.fullmatch, message.stats)):
         raise ProtocolError("figures with names that are none, or too many")
-    if not all(math.isfinite(value) and abs(value) <= MAX_FIGURE for value in message.stats.values()):
+    if not all(map(_is_figure, message.stats.values())):
         raise ProtocolError("a figure that cannot be")
     if len(message.drafters) > MAX_DRAFTERS or not all(map(is_id, message.drafters)):
         raise ProtocolError("drafters that are none, or too many")
+    for figures in (message.drafter_alpha, message.drafter_latency_ms, message.drafter_share):
+        if len(figures) not in (0, len(message.drafters)) or not all(map(_is_figure, figures)):
+            raise ProtocolError("drafters with figures that are none, or too many")
     return ServingInfo(
         id=link.id,
         name=clipped(link.name, NAME_CHARS),
@@ -131,4 +138,7 @@ def serving_untrusted(link: Link, message: Serving) -> ServingInfo:
         sessions=message.sessions,
         stats={name: float(value) for name, value in message.stats.items()},
         drafters=list(message.drafters),
+        drafter_alpha=list(map(float, message.drafter_alpha)),
+        drafter_latency_ms=list(map(float, message.drafter_latency_ms)),
+        drafter_share=list(map(float, message.drafter_share)),
     )

@@ -11,6 +11,7 @@ is there already, are compared with it, and the line goes on where they agree.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import islice
 
@@ -63,7 +64,7 @@ class Verifying:
     Attributes:
         tokens: new ones, in order.
         ended: why there are no more: ``length``, ``stop``, ``cancelled``; empty while there are.
-        stats: of this session.
+        stats: of this session. right_of: drafts of each drafter that were right and in a pass.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Verifying:
             raise ValueError("a generation has a prompt, and makes a token")
         self.ended = ""
         self.stats = Stats()
+        self.right_of = Counter[int]()
         self._text = list(ids)
         self._prompt = len(ids)
         self._stop = len(ids) + max_new_tokens
@@ -293,8 +295,10 @@ class Verifying:
             self._guard.passed(self._waited_s, event.took_s if drafts else step_s, len(fresh), step_s)
             if self._drafters and self._yardstick is not None:
                 self._yardstick.passed(len(fresh), self._waited_s + event.took_s, drafts=len(drafts))
-            if self._guide is not None and self._guide in self._drafters:
-                self._drafters[self._guide].useful += accepted
+            if self._guide is not None:
+                self.right_of[self._guide] += accepted
+                if self._guide in self._drafters:
+                    self._drafters[self._guide].useful += accepted
             self._rate_tokens = RATE_DECAY * self._rate_tokens + len(fresh)
             self._rate_s = RATE_DECAY * self._rate_s + max(now - self._idle_since, 1e-6)
         self._idle_since, self._arrived_s = now, 0.0

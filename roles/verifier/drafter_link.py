@@ -162,6 +162,11 @@ class DrafterLink:
         """Whether another session may have a seat."""
         return self.there and self._now() >= self._refused_until
 
+    @property
+    def never(self) -> bool:
+        """It said that it drafts for no session of this verifier."""
+        return math.isinf(self._refused_until)
+
     # -------------------------------------------------------------------------------------------------------- its life
 
     async def run(self) -> None:

@@ -18,7 +18,7 @@ from roles.chain.around import Around
 from roles.speculation.events import DrafterLost, DrafterReady, Latency, Tell
 from roles.speculation.received import FULL
 from roles.verifier.drafter_link import Beginning, DrafterLink, Seat, Tokens
-from roles.verifier.drafting_source import DrafterFacts, Drafting, DraftingEvent
+from roles.verifier.drafting_source import Connected, DrafterFacts, Drafting, DraftingEvent
 from roles.verifier.look_up import LookUp
 from wire.speculation_messages import DrafterAt
 
@@ -82,9 +82,13 @@ class Drafters:
         session.fill()
         return session
 
-    def names(self) -> list[str]:
+    def connected(self) -> list[Connected]:
         """As of ``DrafterSource``."""
-        return [peer_id for peer_id, link in self._links.items() if link.free]
+        found = [link for link in self._links.values() if link.there and not link.never]
+        return [
+            Connected(link.at.peer_id, link.record.alpha if link.record.counted else None, link.record.latency_s)
+            for link in found
+        ]
 
     async def close(self) -> None:
         """Let go of all drafters. Never raises."""

@@ -48,6 +48,20 @@ class DrafterFacts:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """A drafter to which there is a connection.
+
+    Attributes:
+        alpha: acceptance, by the last drafts of all sessions; None before there were some.
+        latency_s: one way.
+    """
+
+    peer_id: str
+    alpha: float | None
+    latency_s: float
+
+
 class Drafting(Protocol):
     """Drafters at work for one session."""
 
@@ -94,8 +108,8 @@ class DrafterSource(Protocol):
         """
         ...
 
-    def names(self) -> list[str]:
-        """Peer ids of the drafters that can be asked now, for the seed."""
+    def connected(self) -> list[Connected]:
+        """The drafters that there are, whether or not a text needs them now."""
         ...
 
 
@@ -126,5 +140,5 @@ class NoDrafters:
     def close(self) -> None:
         """Nothing is open."""
 
-    def names(self) -> list[str]:
+    def connected(self) -> list[Connected]:
         return []

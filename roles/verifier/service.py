@@ -21,11 +21,12 @@ from p2ptrain.core.world import World
 from roles.speculation.stats import Stats
 from roles.speculation.yardstick import Yardstick
 from roles.verifier.asking import Wish
-from roles.verifier.drafting_source import DrafterSource, NoDrafters
+from roles.verifier.drafting_source import Connected, DrafterSource, NoDrafters
 from roles.verifier.kept import Kept, KeptSession
 from roles.verifier.places import BUSY, LONGEST_WAIT_S, Places
+from roles.verifier.recent import Recent, added, figures_of, shares_of
 from roles.verifier.session import TextSession
-from roles.verifier.stats import Rate, speculation_map, summed
+from roles.verifier.stats import Rate, summed
 from roles.verifier.target import Target
 from wire.handshake import RefusalCode
 
@@ -74,6 +75,7 @@ class _Running:
     began_at: float
     opened: KeptSession
     max_new_tokens: int
+    speculates: bool
     came_before: int = 0  # tokens that the rate has seen
 
 
@@ -118,6 +120,7 @@ class VerifierService:
         self._ended = asyncio.Event()
         self._rate = Rate()
         self._total = Stats()
+        self._recent, self._ended_sums = Recent(), dict[str, float]()
         self._yardstick = Yardstick()
         self._usual_s = _FIRST_GUESS_S
         self._preparing = 0
@@ -161,28 +164,26 @@ class VerifierService:
             raise
 
     def figures(self) -> dict[str, float]:
-        """How it fares, by name."""
+        """How it fares, by name: totals, the rate of the last seconds, and of late ``recent.figures_of``."""
         now = self._now()
         running = list(self._running)
         for session in running:
             self._note(session, now)
-        said = speculation_map(summed([self._total, *(session.core.stats for session in running)]))
-        figures = {
-            "tokens_per_s": self._rate.per_s(now),
-            "tokens": float(self._total.tokens + sum(session.core.stats.tokens for session in running)),
-            "waiting": float(self._places.waiting),
-        }
-        return figures | {name: value for name in ("alpha", "accepted_length") if (value := said[name]) is not None}
+        self._note_recent()
+        total = summed([self._total, *(session.core.stats for session in running)])
+        counts = {name: float(getattr(total, name)) for name in ("tokens", "drafted", "accepted", "wasted")}
+        figures = {"tokens_per_s": self._rate.per_s(now), "waiting": float(self._places.waiting)}
+        return figures | counts | figures_of(self._recent.grown, self._yardstick.step_s)
+
+    def drafters(self) -> list[tuple[Connected, float | None]]:
+        """Those that there are, and which share of the right drafts of late was theirs; None where none was right."""
+        shares = shares_of(self._recent.grown)
+        return [(each, shares.get(each.peer_id, 0.0) if shares else None) for each in self._drafters.connected()]
 
     @property
     def sessions(self) -> int:
         """Texts that are being written."""
         return len(self._running)
-
-    def drafters_in_use(self) -> list[str]:
-        """Peer ids of drafters that are there and have a part in a text that is being written."""
-        used = set[str]().union(*(session.peer_ids for session in self._running)) if self._running else set[str]()
-        return sorted(used.intersection(self._drafters.names()))
 
     def facts(self) -> dict[str, Any]:
         """Of the model behind it."""
@@ -285,7 +286,7 @@ class VerifierService:
             yardstick=self._yardstick,
         )
         drafters = self._drafters if speculate else NoDrafters()
-        self._running[session] = _Running(self._now(), opened, prepared.max_new_tokens)
+        self._running[session] = _Running(self._now(), opened, prepared.max_new_tokens, speculate)
         try:
             session.begin(drafters, positions=opened.positions, sampling=opened.sampling)
         except BaseException:
@@ -299,6 +300,9 @@ class VerifierService:
         self._note(session, now)
         running = self._running.pop(session)
         self._total.add(session.core.stats)
+        if running.speculates:
+            self._ended_sums = added([self._ended_sums, session.sums()])
+            self._note_recent()
         self._usual_s += (now - running.began_at - self._usual_s) / 4
         self._places.leave()
         self._ended.set()
@@ -313,6 +317,10 @@ class VerifierService:
         came = session.core.stats.tokens
         self._rate.add(came - running.came_before, now)
         running.came_before = came
+
+    def _note_recent(self) -> None:
+        under_way = [session.sums() for session, running in self._running.items() if running.speculates]
+        self._recent.note(added([self._ended_sums, *under_way]))
 
     def _expected_s(self, places: int) -> float:
         """Until so many places have become free, as far as is known."""

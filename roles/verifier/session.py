@@ -19,7 +19,8 @@ from roles.speculation import events as ev
 from roles.speculation.verifying import Verifying
 from roles.speculation.yardstick import Yardstick
 from roles.verifier.asking import Piece
-from roles.verifier.drafting_source import DrafterSource, Drafting
+from roles.verifier.drafting_source import DrafterFacts, DrafterSource, Drafting
+from roles.verifier.recent import Sums, sums_of
 from roles.verifier.stats import WritingStats
 from roles.verifier.target import TargetSession
 
@@ -109,13 +110,15 @@ class TextSession:
         return self._pieces.popleft()
 
     def stats(self) -> dict[str, Any]:
-        return self._stats.as_map(self._now(), self._drafting.facts() if self._drafting is not None else [])
+        return self._stats.as_map(self._now(), self._facts(), self.core.right_of)
 
-    @property
-    def peer_ids(self) -> set[str]:
-        """Of the drafters that have had a part in it."""
-        facts = self._drafting.facts() if self._drafting is not None else []
-        return {each.peer_id for each in facts if each.peer_id}
+    def sums(self) -> Sums:
+        """What ``roles.verifier.recent`` counts."""
+        facts, right_by = self._facts(), dict[str, int]()
+        for each in facts:
+            right_by[each.peer_id] = right_by.get(each.peer_id, 0) + self.core.right_of.get(each.drafter, 0)
+        moved = sum(each.bytes_in + each.bytes_out for each in facts)
+        return sums_of(self.core.stats, self._stats.spent_s, bytes_moved=moved, right_by=right_by)
 
     async def end(self, error: P2PTrainError) -> None:
         """``close``, where whoever reads it did not want that: it is told so. Never raises."""
@@ -190,10 +193,12 @@ class TextSession:
         self._news.set()
         self._asked.set()
 
+    def _facts(self) -> list[DrafterFacts]:
+        return self._drafting.facts() if self._drafting is not None else []
+
     def _nearest_s(self) -> float:
-        """One way to the nearest drafter that there is, or was."""
-        assert self._drafting is not None
-        return min((each.latency_s for each in self._drafting.facts()), default=0.0)
+        """One way to the nearest drafter that there is, or was; one of this process is not waited for."""
+        return min((each.latency_s for each in self._facts() if each.peer_id), default=0.0)
 
     def _set_timer(self) -> None:
         if self._timer is not None:

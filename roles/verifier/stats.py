@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from roles.speculation.stats import Stats
@@ -55,14 +55,20 @@ class WritingStats:
         self._tokens += count
         self._last_at = now
 
+    @property
+    def spent_s(self) -> dict[str, float]:
+        """Seconds of the tokens behind the first: all of them, and by what they were spent on."""
+        parts = {name.removesuffix("_ms"): seconds for name, seconds in self._spent.items()}
+        return {"all": self._last_at - self._first_at, **parts}
+
     def ended(self, now: float) -> None:
         """No more come."""
         self._ended_at = now if self._ended_at is None else self._ended_at
 
-    def as_map(self, now: float, drafters: Sequence[DrafterFacts]) -> dict[str, Any]:
+    def as_map(self, now: float, drafters: Sequence[DrafterFacts], right_of: Mapping[int, int]) -> dict[str, Any]:
         """All of it. Milliseconds are of a token behind the first, which is the prompt's; None where there is none:
         ``verify_ms`` computing, ``draft_ms`` and ``wire_ms`` waiting for drafts and their way, ``wait_ms`` for the
-        model's turn, or the reader."""
+        model's turn, or the reader. ``right_of``: drafts of each drafter that were right and in a pass."""
         core, after = self._core, self._tokens - 1
         writing_s = self._last_at - self._first_at
         bytes_in, bytes_out = sum(each.bytes_in for each in drafters), sum(each.bytes_out for each in drafters)
@@ -84,7 +90,7 @@ class WritingStats:
             "bytes_in": bytes_in,
             "bytes_out": bytes_out,
             "bytes_per_token": (bytes_in + bytes_out) / self._tokens if self._tokens else None,
-            "drafters": [each.as_map() for each in drafters],
+            "drafters": [each.as_map() | {"accepted": right_of.get(each.drafter, 0)} for each in drafters],
         }
 
 

@@ -23,7 +23,7 @@ from roles.background import Background
 from roles.speculation import events as ev
 from roles.speculation.drafting import Drafting as DraftingCore
 from roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part, tokens_of
-from roles.verifier.drafting_source import DrafterFacts, DraftingEvent
+from roles.verifier.drafting_source import Connected, DrafterFacts, DraftingEvent
 from roles.verifier.service import ServiceOptions, VerifierService
 from roles.verifier.target import Passed
 from roles.worker.stage_testing import LoopThreads
@@ -155,8 +155,8 @@ class ScriptedDrafters:
         self.opened += 1
         return _Drafting(self, tuple(ids), prompt, positions, sampling, depth, on_event)
 
-    def names(self) -> list[str]:
-        return [f"drafter-{number}" for number in range(1, self.count + 1)]
+    def connected(self) -> list[Connected]:
+        return [Connected(f"drafter-{number}", None, self.latency_s) for number in range(1, self.count + 1)]
 
 
 class _Drafting:

@@ -149,7 +149,8 @@ def test_how_it_came_about_is_shown(command: Command, at: list[str]) -> None:
     assert "a token took " in outcome.out
     assert " verifying" in outcome.out
     assert "drafts: 1.00 of them right" in outcome.out
-    assert "drafters: d1 (tiny)" in outcome.out
+    assert "drafters: d1 (tiny, " in outcome.out
+    assert " of its drafts taken)" in outcome.out
     assert "30 bytes" not in outcome.out
     assert "0.8 bytes of messages a token" in outcome.out
 

@@ -31,6 +31,9 @@ _SERVED = made(
     sessions=mostly(st.integers(0, 9), st.integers()),
     stats=st.dictionaries(mostly(_NAMES, TEXT), mostly(st.floats(0, 1e6), REAL), max_size=MAX_STATS + 2),
     drafters=st.lists(mostly(_IDS, TEXT), max_size=MAX_DRAFTERS + 2),
+    drafter_alpha=mostly(st.just([]), st.lists(REAL, max_size=3)),
+    drafter_latency_ms=mostly(st.just([]), st.lists(REAL, max_size=3)),
+    drafter_share=mostly(st.just([]), st.lists(REAL, max_size=3)),
 )
 _DRAFTERS = made(
     DrafterAt,

@@ -21,6 +21,7 @@ from roles.drafter.testing import (
     around_of,
     drafter_hosts,
     model_serves,
+    there,
     write,
 )
 from roles.speculation.ngram import NgramEngine
@@ -125,22 +126,22 @@ def test_whom_the_seed_tells_of_is_dialled_and_who_is_gone_is_not_waited_for() -
         hosts = [scene.host(f"d{number}", Wobbly(0.9)) for number in range(3)]
         first, second, third = hosts
         async with scene.running(first, second):
-            assert scene.drafters.names() == ["d0", "d1"]
+            assert there(scene.drafters) == ["d0", "d1"]
             scene.drafters.here([second.at, third.at])
             await asyncio.sleep(1)
-            assert scene.drafters.names() == ["d0", "d1"], "the seed may have lost it; it is there all the same"
+            assert there(scene.drafters) == ["d0", "d1"], "the seed may have lost it; it is there all the same"
             await first.stop()
             await asyncio.sleep(0.5)
-            assert scene.drafters.names() == ["d1"]
+            assert there(scene.drafters) == ["d1"]
             await first.start()
             await third.start()
             await asyncio.sleep(60)
-            assert scene.drafters.names() == ["d1", "d2"]
+            assert there(scene.drafters) == ["d1", "d2"]
             await third.stop()
             scene.drafters.here([])
             scene.drafters.here([replace(second.at, port=1)])
             await asyncio.sleep(1)
-            assert scene.drafters.names() == []
+            assert there(scene.drafters) == []
 
     run_virtual(main())
 

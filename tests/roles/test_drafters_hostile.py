@@ -26,6 +26,7 @@ from roles.drafter.testing import (
     around_of,
     drafter_hosts,
     model_serves,
+    there,
     write,
 )
 from roles.speculation.events import Told
@@ -175,18 +176,18 @@ def test_a_drafter_that_says_what_cannot_be_is_struck_out_and_people_hear_of_it_
         async with drafter_hosts([liar, good]):
             source.here([liar.at, good.at])
             await asyncio.sleep(1)
-            assert source.names() == ["bad", "good"]
+            assert there(source) == ["bad", "good"]
             written = await write(source, PROMPT, 40, GREEDY)
             assert written.tokens == EXPECTED[:40]
             assert written.stats.accepted > 20
-            assert source.names() == ["good"]
+            assert there(source) == ["good"]
             await asyncio.sleep(40)
-            assert source.names() == ["good"], "it was dialled again at once"
+            assert there(source) == ["good"], "it was dialled again at once"
             warnings = [text for level, _, text in told if level == "warning"]
             assert len(warnings) == 1
             assert "bad" in warnings[0]
             await asyncio.sleep(45)
-            assert source.names() == ["bad", "good"], "it has its chance again, long after"
+            assert there(source) == ["bad", "good"], "it has its chance again, long after"
             await source.close()
 
     run_virtual(main())
@@ -204,12 +205,12 @@ def test_a_drafter_that_is_silent_is_lost_in_seconds() -> None:
             await asyncio.sleep(0.5)
             network.silence("verifier", "good")
             await asyncio.sleep(3)
-            assert source.names() == []
+            assert there(source) == []
             assert not good.drafter.sessions
             assert (await writing).tokens == EXPECTED
             network.mend("verifier", "good")
             await asyncio.sleep(60)
-            assert source.names() == ["good"]
+            assert there(source) == ["good"]
             await source.close()
 
     run_virtual(main())
@@ -415,7 +416,7 @@ def test_a_session_longer_than_the_drafters_context_is_drafted_for_up_to_it() ->
             assert written.stats.accepted > 15
             assert not host.drafter.sessions
             assert any("knows 40 positions" in text for text in told)
-            assert source.names() == ["d"]
+            assert there(source) == ["d"]
             assert (await write(source, PROMPT, 30, GREEDY)).stats.accepted > 15
             long = await write(source, PROMPT * 9, 10, GREEDY)
             assert long.tokens == tokens_of(CONFIG, PROMPT * 9, 10, GREEDY)
@@ -553,7 +554,7 @@ def test_a_drafter_of_another_tokenizer_is_told_of_once() -> None:
                 assert (await write(source, PROMPT, 60, GREEDY)).tokens == EXPECTED[:60]
             assert len(told) == 2
             assert all("another tokenizer" in text for text in told)
-            assert source.names() == []
+            assert there(source) == []
             await source.close()
 
     run_virtual(main())

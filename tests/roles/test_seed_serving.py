@@ -52,11 +52,12 @@ def link(peer_id: str, role: str, host: str = "10.0.0.1") -> tuple[Link, Sent]:
 
 
 def test_what_is_served_is_kept_as_it_was_told() -> None:
-    made = Serving("big", 50257, 1024, "ab12", "10.0.0.1:8000", 3, {"alpha": 0.5, "tokens_per_s": 3}, ["d1", "d2"])
+    made = Serving("big", 50257, 1024, "ab12", "10.0.0.1:8000", 3, {"alpha": 0.5, "tokens_per_s": 3}, ["d1", "d2"],
+                   [0.5, -1], [10, 20], [1, 0])  # fmt: skip
     info = serving_untrusted(link("v1", "verifier")[0], made)
     assert info == ServingInfo(
         "v1", "name-v1", "verifier", "10.0.0.1", 7000, "big", 50257, 1024, "ab12", "10.0.0.1:8000", 3,
-        {"alpha": 0.5, "tokens_per_s": 3.0}, ["d1", "d2"],
+        {"alpha": 0.5, "tokens_per_s": 3.0}, ["d1", "d2"], [0.5, -1.0], [10.0, 20.0], [1.0, 0.0],
     )  # fmt: skip
     told, fields = dataclasses.asdict(made), info.to_map()
     assert {name: fields[name] for name in told} == told  # nothing of what a member says is left out
@@ -83,6 +84,9 @@ def test_what_is_served_is_kept_as_it_was_told() -> None:
         {"stats": {f"x{index}": 1.0 for index in range(MAX_STATS + 1)}},
         {"drafters": ["no id"]},
         {"drafters": [f"d{index}" for index in range(MAX_DRAFTERS + 1)]},
+        {"drafters": ["d1"], "drafter_alpha": [0.5, 0.5]},
+        {"drafters": ["d1"], "drafter_latency_ms": [math.nan]},
+        {"drafter_share": [0.5]},
     ],
 )
 def test_what_cannot_be_is_refused(changes: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError
 from p2ptrain.core.serving import Sampling, SamplingWish
 from roles.verifier import session as session_module
 from roles.verifier.asking import Said, Wish
+from roles.verifier.drafting_source import Connected
 from roles.verifier.places import BUSY, Places
 from roles.verifier.service import VerifierService
 from roles.verifier.session import MOST_PIECES, READER_S, TextSession
@@ -105,6 +106,63 @@ def test_drafts_make_it_faster_and_the_figures_say_so(tmp_path: Path) -> None:
         assert sooner["drafters"][0]["name"] == "d1"
         assert alone["verify_ms"] == pytest.approx(50, rel=0.01)
         assert serving.figures()["tokens"] == 80
+        await settled(serving, target)
+
+    within(scene())
+
+
+def test_what_a_token_takes_is_told_whole(tmp_path: Path) -> None:
+    async def scene() -> None:
+        for drafters in (
+            ScriptedDrafters(),
+            ScriptedDrafters(wrong_every=3, latency_s=0.04),
+            ScriptedDrafters(count=2),
+        ):
+            target = ScriptedTarget()
+            serving = service(tmp_path, target, drafters)
+            writings = [await serving.write(wish(60, prompt=f"{PROMPT}{number}")) for number in range(2)]
+            await asyncio.gather(*(read(writing) for writing in writings))
+            for said in (writing.stats() for writing in writings):
+                parts = [said[name] for name in ("verify_ms", "draft_ms", "wire_ms", "wait_ms")]
+                assert sum(parts) == pytest.approx(said["token_ms"], abs=1e-6)
+                assert said["rest_ms"] == pytest.approx(0, abs=1e-6)
+                assert min(parts) >= 0
+                assert said["verify_ms"] >= 1e3 * target.pass_s / said["accepted_length"] * 0.9
+            for core in (writing.core.stats for writing in writings):
+                in_passes = core.verify_s + core.draft_s + core.wait_s
+                assert in_passes == pytest.approx(59 * writings[0].stats()["token_ms"] / 1e3, rel=0.2)
+            await settled(serving, target)
+
+    within(scene())
+
+
+def test_the_figures_are_of_texts_with_drafters_and_stay_when_all_are_written(tmp_path: Path) -> None:
+    async def scene() -> None:
+        target = ScriptedTarget()
+        serving = service(tmp_path, target, ScriptedDrafters())
+        assert serving.figures()["tokens"] == 0
+        assert "token_ms" not in serving.figures()
+        await serving.warm_up()
+        plain = await serving.write(wish(speculate="off"))
+        await read(plain)
+        assert "token_ms" not in serving.figures(), "who wants no drafters says nothing of them"
+        assert serving.drafters() == [(Connected("drafter-1", None, 0.01), None)]
+        drafted = await serving.write(wish(40))
+        await read(drafted)
+        found, said = serving.figures(), drafted.stats()
+        assert found["alone_ms"] == pytest.approx(50)
+        assert found["token_ms"] == pytest.approx(said["token_ms"])
+        assert found["speed_up"] == pytest.approx(50 / said["token_ms"], rel=0.05)
+        assert found["speed_up"] > 1.5
+        assert found["right_at_1"] == 1.0
+        assert found["bytes_per_token"] == pytest.approx(30 / 40)
+        assert found["tokens"] == 80
+        assert found["drafted"] == said["drafted"]
+        assert serving.drafters() == [(Connected("drafter-1", None, 0.01), 1.0)]
+        assert said["drafters"][0]["accepted"] == said["accepted"]
+        await asyncio.sleep(600)
+        assert serving.figures() == found | {"tokens_per_s": 0.0}
+        assert serving.drafters()[0][1] == 1.0
         await settled(serving, target)
 
     within(scene())

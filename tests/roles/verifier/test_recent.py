@@ -1,0 +1,76 @@
+"""The figures of late: sums that grow, and what they say."""
+
+from __future__ import annotations
+
+import pytest
+
+from roles.speculation.stats import Stats
+from roles.verifier.recent import RECENT_TOKENS, Recent, added, figures_of, shares_of, sums_of
+
+SPENT = {"all": 2.0, "verify": 1.0, "draft": 0.25, "wire": 0.5, "wait": 0.125}
+
+
+def stats() -> Stats:
+    """A text of 41 tokens, of which 40 are behind the first, in ten passes."""
+    made = Stats(passes=10, self_steps=2, tokens=41, drafted=60, wasted=15, verify_s=1.0, draft_s=0.25, wait_s=0.5)
+    made.tried_at[:3], made.accepted_at[:3] = [8, 6, 2], [6, 2, 0]
+    return made
+
+
+def test_the_figures_of_a_text() -> None:
+    sums = sums_of(stats(), SPENT, bytes_moved=410, right_by={"d1": 6, "": 2, "d2": 0})
+    found = figures_of(sums, 0.1)
+    assert found == {
+        "alpha": 0.5,
+        "right_at_1": 0.75,
+        "right_at_2": pytest.approx(1 / 3),
+        "right_at_3": 0.0,
+        "accepted_length": 4.0,
+        "alone_share": 0.2,
+        "wasted_share": 0.25,
+        "bytes_per_token": 10.0,
+        "token_ms": 50.0,
+        "verify_ms": 25.0,
+        "draft_ms": 6.25,
+        "wire_ms": 12.5,
+        "wait_ms": 3.125,
+        "rest_ms": 3.125,
+        "alone_ms": 100.0,
+        "speed_up": pytest.approx(0.1 * 40 / 1.75),
+        "look_up_share": 0.25,
+    }
+    assert shares_of(sums) == {"d1": 0.75, "": 0.25, "d2": 0.0}
+
+
+def test_nothing_is_said_of_what_is_not_known() -> None:
+    assert figures_of({}, 0.0) == {}
+    assert figures_of({}, 0.05) == {"alone_ms": 50.0}
+    assert shares_of(sums_of(Stats(), dict.fromkeys(SPENT, 0.0), bytes_moved=0, right_by={"d1": 0})) == {}
+
+
+def test_several_texts_count_by_their_tokens() -> None:
+    one = sums_of(stats(), SPENT, bytes_moved=410, right_by={"d1": 8})
+    both = added([one, one])
+    assert figures_of(both, 0.1) == figures_of(one, 0.1)
+    assert both["tokens"] == 82
+
+
+def test_what_is_long_ago_fades_and_the_last_figures_stay() -> None:
+    recent = Recent()
+    assert recent.grown == {}
+    for tokens in range(0, 10_000, 7):
+        recent.note({"tokens": tokens, "right 1": min(tokens, 5000)})
+    grown = recent.grown
+    assert RECENT_TOKENS <= grown["tokens"] < 1.2 * RECENT_TOKENS
+    assert grown["right 1"] == 0, "that was long ago"
+    for _ in range(100):  # nothing is written
+        recent.note({"tokens": tokens, "right 1": 5000})
+    assert recent.grown == grown
+    assert len(recent._known) < 40
+
+
+def test_the_first_tokens_are_seen_at_once() -> None:
+    recent = Recent()
+    recent.note({})
+    recent.note({"tokens": 3, "by d1": 2})
+    assert recent.grown == {"tokens": 3, "by d1": 2}
