@@ -23,11 +23,13 @@ from p2ptrain.compute.conversation import Conversation
 from p2ptrain.core.errors import NetworkError, P2PTrainError, Refused, UserError
 from roles.verifier.asking import Said, Wish
 from roles.verifier.client import Text, VerifierClient
+from wire.handshake import RefusalCode
 
 PERSON_WAITS_S, PIPE_WAITS_S = 3600.0, 60.0
 """For a verifier that was lost. A person sees it, and may leave."""
 LOOK_AGAIN_S = 1.0
 _ENDED_S = 2 * LEAVE_S
+_PASSING = frozenset({RefusalCode.BUSY, RefusalCode.SHUTTING_DOWN, RefusalCode.STANDBY, RefusalCode.STALE_TERM})
 _MORE_PIECES = 64  # than tokens: what was held back, and long texts cut
 
 
@@ -156,21 +158,26 @@ class VerifierSpeaker:
         self._stats = text.stats()
 
     async def _asked(self, wish: Wish) -> Text:
-        """Ask; where the verifier was lost since the last question, look for it first."""
+        """Ask; where the verifier was lost since the last question, or leaves just now, look for it first. Raises what
+        it said last, when that takes too long."""
+        began = time.monotonic()
         while True:
-            client = await self._there()
+            client = await self._there(began)
             try:
                 return await client.ask(wish)
-            except NetworkError:
-                if not client.lost:
-                    raise  # it says that of the model behind it
+            except (NetworkError, Refused) as problem:
+                leaves = isinstance(problem, Refused) and problem.code == RefusalCode.SHUTTING_DOWN
+                if not (client.lost or leaves) or time.monotonic() - began > self._waits_s:
+                    raise  # what it says of the wish, or of the model behind it
+                await client.close()
 
-    async def _there(self) -> VerifierClient:
-        """The verifier, as soon as it is there. Raises what its last refusal was, when that takes too long."""
+    async def _there(self, began: float) -> VerifierClient:
+        """The verifier, as soon as it is there, which is waited for since ``began``. Raises what its last refusal was,
+        when that takes too long."""
         assert self._client is not None
         if not self._client.lost:
             return self._client
-        at, began = self._client.verifier, time.monotonic()
+        at = self._client.verifier
         await self._client.close()
         try:
             while True:
@@ -189,8 +196,8 @@ class VerifierSpeaker:
 
 
 def _may_come_back(problem: P2PTrainError) -> bool:
-    """Whether it is worth to look again: it is away, or was just started."""
-    return isinstance(problem, NetworkError | UserError) or (isinstance(problem, Refused) and problem.code == "busy")
+    """Whether it is worth to look again: it is away, or was just started, or its seed is."""
+    return isinstance(problem, NetworkError | UserError) or (isinstance(problem, Refused) and problem.code in _PASSING)
 
 
 class VerifierSpeaking:

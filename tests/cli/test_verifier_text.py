@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from p2ptrain.cli import verifier_chat
-from p2ptrain.core.errors import ConnectionLost
+from p2ptrain.core.errors import ConnectionLost, Refused
 from p2ptrain.core.serving import Sampling
 from roles.verifier.door import Door
 from roles.verifier.testing import ScriptedDrafters, ScriptedTarget, failing_at, reference, service, text_of
@@ -309,6 +309,56 @@ def test_a_verifier_that_is_lost_in_mid_answer_and_comes_back(
     assert "lost in the middle of a text" in outcome.err
     assert "waiting for the verifier big one" in outcome.err
     assert "drafters: none" in outcome.out
+
+
+@pytest.mark.parametrize("code", ["shutting-down", "standby", "busy"])
+def test_a_chat_waits_for_the_seed_of_its_verifier_too(
+    command: Command, at: list[str], verifier: Verifier, fake_seed: Any, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    monkeypatch.setattr(verifier_chat, "LOOK_AGAIN_S", 0.01)
+    known = fake_seed.answers["serving.list"]
+
+    def back() -> None:
+        verifier.start()
+        fake_seed.answers["serving.list"] = known
+
+    def then(line: int) -> None:
+        if line == 1:
+            verifier.stop()
+            fake_seed.answers["serving.list"] = Refused(code, "not now")
+            threading.Timer(0.1, back).start()
+
+    monkeypatch.setattr(sys, "stdin", Typed(["what is a ring?", "and a chain?", "/quit"], then))
+    outcome = command("chat", *at, "-n", "12", "--no-speculation")
+    assert outcome.code == 0
+    assert "not now" not in outcome.err
+    assert outcome.err.count("12 tokens, ") == 2
+
+
+def test_a_verifier_that_is_leaving_is_looked_for_again(
+    command: Command, at: list[str], verifier: Verifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verifier_chat, "LOOK_AGAIN_S", 0.01)
+    leaving = Refused("shutting-down", "the verifier is leaving")
+    target, said = verifier.target, [None, leaving, leaving]
+    opening = target.open
+
+    async def open_or_leave(**how: Any) -> Any:
+        if said and (refused := said.pop(0)) is not None:
+            raise refused
+        return await opening(**how)
+
+    monkeypatch.setattr(target, "open", open_or_leave)
+    monkeypatch.setattr(sys, "stdin", Typed(["what is a ring?", "/reset", "and a chain?", "/quit"]))
+    outcome = command("chat", *at, "-n", "12", "--no-speculation")
+    assert outcome.code == 0
+    assert outcome.err.count("12 tokens, ") == 2
+    assert not said, "it was asked again until it did not leave"
+
+    said += [leaving] * 1000
+    monkeypatch.setattr(verifier_chat, "PERSON_WAITS_S", 0.0)
+    monkeypatch.setattr(sys, "stdin", Typed(["why?", "/quit"]))
+    assert "the verifier is leaving" in command("chat", *at, "-n", "12", "--no-speculation").err
 
 
 def test_a_verifier_that_stays_away_ends_a_pipe(
