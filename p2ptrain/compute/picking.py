@@ -71,21 +71,27 @@ class Picker:
         Raises:
             JobFailed: there are logits that are not numbers.
         """
-        vocab_size = self._sampling.vocab_size or logits.shape[1]
-        logits = logits[:, :vocab_size]
-        scores = logits.to(device="cpu", dtype=torch.float32, copy=True)  # warpers may write into them
         # Rows are short work for many threads, which would wait for one another at each operation on a busy machine.
         with one_thread():
-            if not scores.amax(-1).isfinite().all():  # NaN where one of them is
-                raise JobFailed(
-                    "the model gave logits that are not numbers, so there is no next token",
-                    remedy="compute in fp32 or bf16 (fp16 overflows in some models), and check the model's files",
-                )
+            scores = self._scores(logits)
             if not self._sampled:
                 return tuple(scores.argmax(-1).tolist())
-            probabilities = self._warped(scores).softmax(-1)
-            noise = torch.stack([self._noise_of(draw + row, vocab_size) for row in range(len(scores))])
-            return tuple((probabilities / noise[:, : scores.shape[1]]).argmax(-1).tolist())
+            return self._drawn(self._warped(scores).softmax(-1), draw, self._sampling.vocab_size or logits.shape[1])
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        """(rows, entries that may be picked), float32, on the CPU: warpers may write into them."""
+        logits = logits[:, : self._sampling.vocab_size or logits.shape[1]]
+        scores = logits.to(device="cpu", dtype=torch.float32, copy=True)
+        if not scores.amax(-1).isfinite().all():  # NaN where one of them is
+            raise JobFailed(
+                "the model gave logits that are not numbers, so there is no next token",
+                remedy="compute in fp32 or bf16 (fp16 overflows in some models), and check the model's files",
+            )
+        return scores
+
+    def _drawn(self, probabilities: Tensor, draw: int, vocab_size: int) -> tuple[int, ...]:
+        noise = torch.stack([self._noise_of(draw + row, vocab_size) for row in range(len(probabilities))])
+        return tuple((probabilities / noise[:, : probabilities.shape[1]]).argmax(-1).tolist())
 
     def _warped(self, scores: Tensor) -> Tensor:
         warped = self._warp(_NO_IDS, scores)
