@@ -26,9 +26,8 @@ from p2ptrain.core.ids import is_id
 from p2ptrain.core.world import World
 from roles.gauges import Gauges
 from roles.identity import Identity
-from roles.known_seeds import Known, begun, clusters_in
-from roles.membership import Notify, keep_seeds, stay_a_member
-from roles.seed_link import Pulse, SeedLink
+from roles.membership import Membership, Notify
+from roles.seed_link import Pulse
 from wire.connection import Connection
 from wire.handshake import RefusalCode, local_hello, local_welcome, serve
 from wire.messages import EventNotice, Hello, Message, Refuse, Request, Response, Scalar, Welcome
@@ -99,7 +98,7 @@ class ServingMember:
     ) -> None:
         self.world, self.identity, self.role = world, identity, options.role
         self.drafters: tuple[DrafterAt, ...] = ()
-        self._options, self._program, self._membership = options, program, membership
+        self._options, self._program = options, program
         self._notify_person = notify
         self._doors: dict[str, tuple[Serve, Judge]] = {}
         self._serving: Callable[[], Serving] | None = None
@@ -109,24 +108,26 @@ class ServingMember:
         self._disk = world.threads.start("disk")
         self._changed = asyncio.Event()
         self._welcomed = asyncio.Event()
-        self._renewing: asyncio.Task[Any] | None = None
         self._leaving = False
         self._problem: P2PTrainError | None = None
         self._tasks = asyncio.TaskGroup()
         self._port = options.listen[1]
-        self._clusters = clusters_in(world.disk, identity.directory)
-        self._link = SeedLink(
-            world=world,
-            known=begun([options.seed, *options.others], self._clusters),
-            given=[options.seed, *options.others],
-            plain=membership is None,
+        self._membership = Membership(
+            world,
+            identity.directory,
+            [options.seed, *options.others],
+            membership,
+            tasks=self._tasks,
+            thread=self._disk,
             hello=self._hello,
             pulse=self._pulse,
             on_message=self._message,
+            going_on=lambda: "sessions go on" if self._serving is not None else "",
+            notify=self.notify,
+            tell=notify,
             on_up=self._seed_up,
-            on_down=self._seed_down,
-            on_known=self._keep_seeds,
         )
+        self._link = self._membership.link
 
     # ----------------------------------------------------------------------------------------------- for the program
 
@@ -203,7 +204,7 @@ class ServingMember:
                 program = self._tasks.create_task(self._run_program(), name=self.role)
                 stopped = self._tasks.create_task(stop.wait(), name="stop")
                 await asyncio.wait({link, program, stopped}, return_when=asyncio.FIRST_COMPLETED)
-                self._cancel_renewal()
+                self._membership.end()
                 telling.cancel()
                 stopped.cancel()
                 await self._leave()  # first: verifiers turn to other drafters while sessions end here
@@ -265,34 +266,9 @@ class ServingMember:
             await asyncio.sleep(TELL_AT_MOST_S)  # what changes meanwhile is told together
 
     def _seed_up(self, welcome: Welcome) -> None:
-        if self._membership is not None:
-            staying = stay_a_member(self._membership, self._link, self.notify)
-            self._renewing = self._tasks.create_task(staying, name="certificate")
-        self._notify_person("info", "joined", f"joined {welcome.name} ({welcome.cluster_id})")
         self._told = None
         self.changed()
         self._welcomed.set()
-
-    def _seed_down(self, problem: P2PTrainError) -> None:
-        self._cancel_renewal()
-        going_on = "; sessions go on" if self._serving is not None else ""
-        self.notify("warning", "seed-lost", f"lost the seed: {problem.message}; trying to find it again{going_on}")
-
-    def _cancel_renewal(self) -> None:
-        if self._renewing is not None:
-            self._renewing.cancel()
-            self._renewing = None
-
-    def _keep_seeds(self, known: Known) -> None:
-        keeping = keep_seeds(
-            known,
-            self._clusters,
-            self.identity.directory,
-            disk=self.world.disk,
-            thread=self._disk,
-            notify=self.notify,
-        )
-        self._tasks.create_task(keeping, name="keep seeds")
 
     def _message(self, message: Message) -> None:
         match message:

@@ -21,9 +21,8 @@ from roles.compute_thread import ComputeThread
 from roles.engine import WHOLE, Engine, Stage
 from roles.gauges import Gauges
 from roles.identity import Identity
-from roles.known_seeds import Known, begun, clusters_in
-from roles.membership import keep_seeds, stay_a_member
-from roles.seed_link import Pulse, SeedLink
+from roles.membership import Membership
+from roles.seed_link import Pulse
 from roles.strategies import Factory, strategy_of
 from roles.worker.file_giver import FileGiver, checkpoints_dir
 from roles.worker.keeper import Keeper, lineage_of
@@ -133,7 +132,6 @@ class Worker:
         strategies: Callable[[Profile], Factory] = strategy_of,
     ) -> None:
         self._world = world
-        self._member = member
         self._identity = identity
         self._options = options
         self._build_engine, self._warm_up = build_engine, warm_up
@@ -151,23 +149,26 @@ class Worker:
         self._beats = IDLE_BEATS_S
         self._runner: JobRunner | None = None
         self._job_task: asyncio.Task[None] | None = None
-        self._renewing: asyncio.Task[None] | None = None
         self._leaving = False
         self._tasks = asyncio.TaskGroup()
         self._port = options.listen[1]
-        self._clusters = clusters_in(world.disk, identity.directory)
-        self._link = SeedLink(
-            world=world,
-            known=begun([options.seed, *options.others], self._clusters),
-            given=[options.seed, *options.others],
-            plain=member is None,
+        self._membership = Membership(
+            world,
+            identity.directory,
+            [options.seed, *options.others],
+            member,
+            tasks=self._tasks,
+            thread=self._disk,
             hello=self._hello,
             pulse=self._pulse,
             on_message=self._message,
+            going_on=lambda: "training goes on" if self._runner and self._runner.core.running else "",
+            notify=self._notify,
+            tell=notify,
             on_up=self._seed_up,
-            on_down=self._seed_down,
-            on_known=self._keep_seeds,
+            on_known=self._seeds_known,
         )
+        self._link = self._membership.link
 
         self._stages = self._made_stages(holding) if holding is not None else None
         self._gauge = holding.compute_flops if holding is not None else None
@@ -212,7 +213,7 @@ class Worker:
                 stopped = self._tasks.create_task(stop.wait(), name="stop")
                 stages = self._tasks.create_task(self._stages.run(), name="stages") if self._stages else None
                 await asyncio.wait({link, stopped}, return_when=asyncio.FIRST_COMPLETED)
-                self._cancel_renewal()
+                self._membership.end()
                 if stages is not None:
                     stages.cancel()
                 if stopped.done():
@@ -282,39 +283,15 @@ class Worker:
         state = "following" if runner.follower.active else _SHOWN.get(runner.core.phase, "training")
         return Pulse(runner.progress, runner.core.applied, "leaving" if self._leaving else state, stats)
 
-    def _cancel_renewal(self) -> None:
-        if self._renewing is not None:
-            self._renewing.cancel()
-            self._renewing = None
-
     def _seed_up(self, welcome: Welcome) -> None:
         self._beats = (welcome.heartbeat_s, welcome.death_s)
-        if self._member is not None:
-            staying = stay_a_member(self._member, self._link, self._notify)
-            self._renewing = self._tasks.create_task(staying, name="certificate")
-        self._notify_person("info", "joined", f"joined {welcome.name} ({welcome.cluster_id})")
         if self._stages is not None:
             self._stages.seed_up()
         if self._runner is not None:
             self._runner.seed_is_back()
 
-    def _keep_seeds(self, known: Known) -> None:
-        """So that this worker finds its cluster when it is started again, whoever leads then."""
+    def _seeds_known(self) -> None:
         self._prober.seed_host = self._link.host
-        keeping = keep_seeds(
-            known,
-            self._clusters,
-            self._identity.directory,
-            disk=self._world.disk,
-            thread=self._disk,
-            notify=self._notify,
-        )
-        self._tasks.create_task(keeping, name="keep seeds")
-
-    def _seed_down(self, problem: P2PTrainError) -> None:
-        self._cancel_renewal()
-        going_on = "; training goes on" if self._runner and self._runner.core.running else ""
-        self._notify("warning", "seed-lost", f"lost the seed: {problem.message}; trying to find it again{going_on}")
 
     def _message(self, message: Message) -> None:
         match message:
