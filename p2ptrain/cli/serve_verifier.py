@@ -182,9 +182,11 @@ async def _split(
     from p2ptrain.cli.split import LoadingLine
     from p2ptrain.core.activations import activation_bytes
     from p2ptrain.core.errors import UserError
+    from roles.background import Background
     from roles.chain.client import Chain
     from roles.chain.models import local_model, tensor_table
     from roles.chain.plan import Crew, workers_of
+    from roles.chain.recruiting import Recruiting
     from roles.verifier.chain_target import ChainTarget
 
     workers = await workers_of(partial(_asked, member))
@@ -210,9 +212,12 @@ async def _split(
         chain = await Chain.load(crew, model, plan, on_progress=LoadingLine(plan, console).show)
         console.clear()
         target = ChainTarget(chain, label=directory.name, context=text.context)
+        recruiting = Background()
+        recruiting.start(Recruiting(chain, member.ask).run(), "recruiting")
         try:
             yield target
         finally:
+            await _within(recruiting.stop())
             await _within(target.close())
     finally:
         console.clear()

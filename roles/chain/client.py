@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Self
 
 import ring.placement as placing
-from p2ptrain.core.errors import (
-    ConnectionLost,
-    P2PTrainError,
-    ProtocolError,
-    ResourceError,
-    UserError,
-    first_error,
-)
-from p2ptrain.core.ids import is_id
+from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ResourceError, UserError, first_error
 from p2ptrain.core.serving import Sampling
 from ring.order import known_link
 from ring.placement import Placement, Wanted
@@ -26,25 +18,10 @@ from roles.background import Background
 from roles.chain import events as ev
 from roles.chain.around import OnProgress, Progress
 from roles.chain.generation import CLOSE_S, GenerationSession, Terms
+from roles.chain.loaded import Loaded, loaded_untrusted
 from roles.chain.models import Gives, Model
 from roles.chain.peer import Peer
 from roles.chain.plan import Crew, Plan, StagePlan
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """The answer to ``part.load``."""
-
-    part: str
-    width: int
-    vocab_size: int
-    encoding: str
-    weights_bytes: int
-    cache_position_bytes: int
-    read_bytes: int
-    received_bytes: int
-    resident_bytes: int
-    device: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +38,9 @@ class Chain:
 
     Attributes:
         plan: who holds what, now.
+        lacking: stages that nobody can hold, as far as is known. Sessions fail meanwhile, new ones too.
+        recruits: somebody looks for workers that come, or come back, and tells of them (``recruit``).
+        on_lack: called when ``lacking`` grew.
     """
 
     def __init__(self, crew: Crew, model: Model, plan: Plan, on_progress: OnProgress) -> None:
@@ -71,6 +51,10 @@ class Chain:
         self._seats: list[Seat | None] = [None] * len(plan.stages)
         self._numbers = [0] * len(plan.stages)
         self._sessions: set[GenerationSession] = set()
+        self.lacking: set[int] = set()
+        self.recruits = False
+        self.on_lack: Callable[[], None] = lambda: None
+        self._about: Loaded | None = None  # of any stage: what all of them say alike
         self._useless: set[str] = set()  # peers that are lost, or were of no use: they get no other stage
         self._filling: dict[int, asyncio.Task[None]] = {}
         self._tasks = Background(self._mistaken)
@@ -117,15 +101,15 @@ class Chain:
     @property
     def encoding(self) -> str:
         """Of hidden states where nobody asks for another: what the model computes in."""
-        return self._about.encoding
+        return self._known.encoding
 
     @property
     def vocab_size(self) -> int:
-        return self._about.vocab_size
+        return self._known.vocab_size
 
     @property
     def width(self) -> int:
-        return self._about.width
+        return self._known.width
 
     async def generate(
         self,
@@ -185,6 +169,27 @@ class Chain:
         session = GenerationSession(self, terms)
         self._sessions.add(session)
         return session
+
+    def recruit(self, peers: Iterable[Peer]) -> None:
+        """Workers of the crew that came, came back, or have room now: they are spares from now on, and stages that
+        nobody holds are given away again."""
+        if self._closed:
+            return
+        held = {stage.peer.id for stage in self.plan.placement.stages}
+        fresh = {peer.worker.peer_id: peer for peer in peers if peer.worker.peer_id not in held and not peer.lost}
+        for peer in fresh.values():
+            if self._peer_lost not in peer.on_lost:
+                peer.on_lost.append(self._peer_lost)
+        self._useless.difference_update(fresh)
+        wanted = self.plan.wanted
+        apart = frozenset(pair for pair in wanted.apart if fresh.keys().isdisjoint(pair))
+        spares = [spare for spare in self.plan.spares if spare.id not in fresh]
+        spares += [self.crew.seen(peer) for peer in fresh.values()]
+        wanted = replace(wanted, apart=apart, links=dict(self.crew.links))
+        self.plan = replace(self.plan, wanted=wanted, spares=tuple(spares))
+        for index, seat in enumerate(self._seats):
+            if seat is None:
+                self._fill_later(index)
 
     async def close(self) -> None:
         """Close all sessions. The parts stay loaded for the next client. Never raises."""
@@ -266,11 +271,9 @@ class Chain:
     # ------------------------------------------------------------------------------------------------------- the seats
 
     @property
-    def _about(self) -> Loaded:
-        seat = next((seat for seat in self._seats if seat is not None), None)
-        if seat is None:
-            raise ConnectionLost("all stages of the chain are lost", remedy="see p2ptrain peers")
-        return seat.loaded
+    def _known(self) -> Loaded:
+        assert self._about is not None, "load makes sure that every stage is held, once"
+        return self._about
 
     def _seated(self, index: int) -> Seat:
         seat = self._seats[index]
@@ -326,6 +329,7 @@ class Chain:
         try:
             await self._fill(index)
         except P2PTrainError as problem:
+            self._lacks(index, problem)
             for session in list(self._sessions):
                 session.event(ev.NoSeat(index, problem))
             return
@@ -339,6 +343,12 @@ class Chain:
         self.around.notify("info", "stage-replaced", text)
         for session in list(self._sessions):
             session.event(ev.Seated(index, seat.number))
+
+    def _lacks(self, index: int, problem: P2PTrainError) -> None:
+        if index not in self.lacking:
+            self.lacking.add(index)
+            self.around.notify("warning", "stage-lacking", f"{problem.message}: {problem.remedy}")
+            self.on_lack()
 
     async def _fill(self, index: int) -> None:
         """Have somebody load the part of a stage: whom the plan names, else whoever is the best of those left.
@@ -362,6 +372,8 @@ class Chain:
                 continue
             self._numbers[index] += 1
             self._seats[index] = Seat(self._numbers[index], peer, loaded)
+            self._about = loaded
+            self.lacking.discard(index)
             return
 
     def _successor(self, index: int, reasons: Sequence[str]) -> Peer:
@@ -379,7 +391,10 @@ class Chain:
         if found.placement is None:
             said = "; ".join([found.reason, *reasons])
             text = f"{self._named(index)} has nobody to hold it: {said}"
-            raise ResourceError(text, remedy="start another worker with enough memory: p2ptrain join")
+            remedy = "start another worker with enough memory: p2ptrain join"
+            if self.recruits:
+                remedy += "; the chain goes on by itself when it, or one that was lost, is there: ask again then"
+            raise ResourceError(text, remedy=remedy)
         self._set_plan(made=found.placement)
         self.around.notify("info", "stage-loading", f"{found.reason}: loading")
         return self.crew.peers[found.placement.stages[index].peer.id]
@@ -435,44 +450,3 @@ def _without(made: Placement, index: int) -> Placement:
     name = stages[index].peer.name
     stages[index] = replace(stages[index], peer=placing.Peer(f"{_NOBODY}{index}", name, 0, 0.0))
     return replace(made, stages=tuple(stages))
-
-
-def loaded_untrusted(answer: dict[str, Any]) -> Loaded:
-    """The answer to ``part.load``. Raises ``ProtocolError``."""
-    part, encoding, device = answer.get("part"), answer.get("encoding"), answer.get("device")
-    if not isinstance(part, str) or not is_id(part):
-        raise ProtocolError("a part that is loaded without an id")
-    if not isinstance(encoding, str) or not isinstance(device, str) or len(encoding) > 16:
-        raise ProtocolError("a part that is loaded without encoding or device")
-    counts: list[int] = []
-    for name in _COUNTS:
-        value = answer.get(name)
-        if type(value) is not int or not 0 <= value < 1 << 60:
-            raise ProtocolError(f"a part that is loaded with an impossible {name}")
-        counts.append(value)
-    if not 0 < counts[1] < 1 << 31:
-        raise ProtocolError("a part of a model without a vocabulary")
-    width, vocab_size, weights_bytes, cache_position_bytes, read_bytes, received_bytes, resident_bytes = counts
-    return Loaded(
-        part,
-        width,
-        vocab_size,
-        encoding,
-        weights_bytes,
-        cache_position_bytes,
-        read_bytes,
-        received_bytes,
-        resident_bytes,
-        device[:80],
-    )
-
-
-_COUNTS = (
-    "width",
-    "vocab_size",
-    "weights_bytes",
-    "cache_position_bytes",
-    "read_bytes",
-    "received_bytes",
-    "resident_bytes",
-)

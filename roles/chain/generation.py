@@ -99,6 +99,11 @@ class GenerationSession:
         return self._decoding.ended if self._decoding is not None else ""
 
     @property
+    def failed(self) -> bool:
+        """It is only to be closed."""
+        return self._error is not None
+
+    @property
     def history(self) -> list[int]:
         """Token ids of the session so far: prompts and answers, but for an answer's last token."""
         return list(self._core.works.ids)

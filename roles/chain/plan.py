@@ -196,18 +196,37 @@ class Crew:
         return crew
 
     async def _meet(self, worker: WorkerAt, timeout_s: float) -> None:
-        peer: Peer | None = None
         try:
-            peer = await Peer.dial(self.around, worker, timeout_s=timeout_s)
-            latency_s = await peer.measure()
-            self.offers[worker.peer_id] = offer_untrusted(await peer.ask("part.offer", {}, timeout_s=OFFER_S))
+            await self.admit(worker, timeout_s=timeout_s)
         except P2PTrainError as problem:
             self.refused[worker.name] = problem.message
-            if peer is not None:
-                await peer.close()
-            return
+
+    async def admit(self, worker: WorkerAt, *, timeout_s: float = 5.0) -> Peer:
+        """Dial one more, or one that was lost. Raises ``P2PTrainError``: it cannot be used."""
+        peer = await Peer.dial(self.around, worker, timeout_s=timeout_s)
+        try:
+            latency_s = await peer.measure()
+            await self.renew(peer)
+        except BaseException:
+            await peer.close()
+            raise
+        before = self.peers.get(worker.peer_id)
         self.peers[worker.peer_id] = peer
         self.links[self.around.peer_id, worker.peer_id] = LinkQuality(latency_s)
+        if before is not None:
+            await before.close()
+        return peer
+
+    async def renew(self, peer: Peer) -> Offer:
+        """What a peer offers now. Raises ``P2PTrainError``."""
+        offer = offer_untrusted(await peer.ask("part.offer", {}, timeout_s=OFFER_S))
+        self.offers[peer.worker.peer_id] = offer
+        return offer
+
+    def seen(self, peer: Peer) -> placing.Peer:
+        """As placement sees it."""
+        offer = self.offers[peer.worker.peer_id]
+        return placing.Peer(peer.worker.peer_id, peer.name, offer.memory_bytes, 1 / offer.stream_bps)
 
     async def plan(
         self,
@@ -232,7 +251,7 @@ class Crew:
             UserError, ResourceError: as ``ring.placement.place``.
         """
         there = [peer for peer in self.peers.values() if not peer.lost]
-        seats = [self._seen(peer) for peer in there]
+        seats = [self.seen(peer) for peer in there]
         await self._measure(seats, measure_s)
         wanted = Wanted(sizes, positions, activation_bytes, self.around.peer_id, dict(self.links))
         made = placing.place(wanted, seats, stages=stages)
@@ -285,10 +304,6 @@ class Crew:
         await asyncio.gather(*(peer.close() for peer in self.peers.values()))
 
     # ------------------------------------------------------------------------------------------------------ internals
-
-    def _seen(self, peer: Peer) -> placing.Peer:
-        offer = self.offers[peer.worker.peer_id]
-        return placing.Peer(peer.worker.peer_id, peer.name, offer.memory_bytes, 1 / offer.stream_bps)
 
     async def _measure(self, seats: Sequence[placing.Peer], measure_s: float) -> None:
         """The links between the peers that are likely to come into the chain: the largest and fastest of them."""

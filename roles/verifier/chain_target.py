@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from p2ptrain.core.errors import Refused, UserError
+from p2ptrain.core.errors import NetworkError, Refused, ResourceError, UserError
 from p2ptrain.core.serving import Sampling
 from roles.chain.client import Chain
 from roles.chain.events import Submit
@@ -53,7 +53,8 @@ class ChainTarget:
         Raises:
             UserError: the model knows fewer positions.
             Refused: too many sessions are open.
-            P2PTrainError: a stage refuses, or is lost without a spare.
+            NetworkError: a stage is lost without a spare; it may come back.
+            P2PTrainError: a stage refuses.
         """
         if positions < 1:
             raise UserError(f"a session of {positions} positions", remedy="ask for at least one")
@@ -68,6 +69,10 @@ class ChainTarget:
         self._opening += 1
         try:
             opened = await self._chain.open(positions=positions, sampling=sampling, **self._encodings)
+        except ResourceError as problem:
+            if self._chain.lacking:  # not for lack of room here: none is made by ending other texts
+                raise NetworkError(problem.message, remedy=problem.remedy) from problem
+            raise
         finally:
             self._opening -= 1
         session = ChainSession(self, opened)
@@ -103,6 +108,10 @@ class ChainSession:
         self.mendings = session.mendings
         self._target, self._session = target, session
         self._running = False
+
+    @property
+    def lost(self) -> bool:
+        return self._session.failed
 
     async def run(self, *, keep: int, ids: Sequence[int], picks: int, draw: int, prefill: bool) -> Passed:
         """See ``TargetSession``. It took from when it was sent until its answer was there: the way counts, and so do

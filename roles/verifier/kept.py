@@ -43,6 +43,8 @@ class Kept:
 
     def take(self, ids: Sequence[int], *, positions: int, sampling: Sampling) -> tuple[KeptSession, int] | None:
         """The session that has most of the beginning of ``ids``, and how much; None where none is worth it."""
+        for kept in [kept for kept, _ in self._sessions if kept.session.lost]:
+            self._expire(kept)
         best, most = None, LEAST - 1
         for number, (kept, _) in enumerate(self._sessions):
             if kept.positions >= positions and kept.sampling == sampling:

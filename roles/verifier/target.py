@@ -20,6 +20,11 @@ class Passed:
 class TargetSession(Protocol):
     """One history of tokens, with its cache."""
 
+    @property
+    def lost(self) -> bool:
+        """It failed, whether it was used or not, and is only to be closed."""
+        ...
+
     async def run(self, *, keep: int, ids: Sequence[int], picks: int, draw: int, prefill: bool) -> Passed:
         """Cut the history to ``keep`` positions, take ``ids`` more (2048 at most), pick for the last ``picks`` of them.
 

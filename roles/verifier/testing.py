@@ -74,7 +74,7 @@ class ScriptedTarget:
 
     Attributes:
         before: called before each pass, with the number of passes so far; to hold it, or to fail.
-        runs: what was asked for. open_now: sessions that are not closed.
+        runs: what was asked for. open_now: sessions that are not closed. lost: those that are of no more use.
     """
 
     pass_s: float = 0.05
@@ -85,6 +85,7 @@ class ScriptedTarget:
     label: str = "stand-in"
     runs: list[tuple[int, tuple[int, ...], int]] = field(default_factory=list)
     open_now: dict[str, int] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
     opened: int = 0
     stage: StandInStage = field(default_factory=lambda: stand_in_part(CONFIG, 0, 2))
 
@@ -107,6 +108,10 @@ class ScriptedTarget:
 class _TargetSession:
     def __init__(self, target: ScriptedTarget, name: str) -> None:
         self._target, self._name = target, name
+
+    @property
+    def lost(self) -> bool:
+        return self._name in self._target.lost
 
     async def run(self, *, keep: int, ids: Sequence[int], picks: int, draw: int, prefill: bool) -> Passed:
         target = self._target

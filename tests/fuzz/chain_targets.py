@@ -17,8 +17,9 @@ from p2ptrain.core.serving import Sampling
 from p2ptrain.core.world import LoopClock, World
 from ring.placement import ModelSizes
 from roles.chain.around import Around, WorkerAt
-from roles.chain.client import Chain, loaded_untrusted
+from roles.chain.client import Chain
 from roles.chain.generation import MAX_STAGES, _position_untrusted, arrived_untrusted
+from roles.chain.loaded import loaded_untrusted
 from roles.chain.models import Model, local_model
 from roles.chain.plan import Crew, offer_untrusted
 from roles.chain.works import CHUNK
@@ -94,7 +95,7 @@ ANSWERS = Target(
     (
         "roles.chain.plan.offer_untrusted",
         "roles.chain.plan._part_untrusted",
-        "roles.chain.client.loaded_untrusted",
+        "roles.chain.loaded.loaded_untrusted",
         "roles.chain.generation._position_untrusted",
     ),
     peak_bytes=64 << 10,

@@ -43,6 +43,7 @@ class Disturbed:
     def __init__(self, session: TargetSession, scene: Scene, happens: dict[int, tuple[float, str]]) -> None:
         self._session, self._scene, self._happens = session, scene, happens
         self._passes = 0
+        self.lost = False
 
     async def run(self, *, keep: int, ids: Sequence[int], picks: int, draw: int, prefill: bool) -> Passed:
         number, self._passes = self._passes, self._passes + 1

@@ -259,6 +259,23 @@ def test_a_conversation_goes_on_from_what_is_computed(tmp_path: Path) -> None:
     within(scene())
 
 
+def test_what_is_kept_is_of_no_use_where_it_is_lost(tmp_path: Path) -> None:
+    """A split model's stage died, and nobody was there to take its place."""
+
+    async def scene() -> None:
+        target = ScriptedTarget()
+        serving = service(tmp_path, target)
+        await read(await serving.write(wish(40)))
+        target.lost.update(target.open_now)
+        again = await serving.write(wish(40))
+        assert tuple((await read(again))[1]) == reference(PROMPT, 40)
+        assert again.stats()["cached_tokens"] == 0
+        assert target.open_now.keys() == {"session 2"}
+        await settled(serving, target)
+
+    within(scene())
+
+
 def test_what_is_kept_goes_for_memory_and_after_a_while(tmp_path: Path) -> None:
     async def scene() -> None:
         target = ScriptedTarget(room=80)

@@ -1,0 +1,215 @@
+"""Workers that come later, come back, or have room later: a chain that lost a stage goes on without a restart."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, ResourceError
+from p2ptrain.core.serving import Sampling
+from roles.chain import recruiting
+from roles.chain.client import Chain
+from roles.chain.recruiting import Recruiting
+from roles.stage_stand_in import StandIns, tokens_of
+from roles.verifier.chain_target import ChainTarget
+from roles.worker.stage_testing import PORT, Stage
+from wire.records import PeerInfo
+
+from .scene import CONFIG, Scene, play
+
+SAMPLED = Sampling(temperature=1.5, top_k=40, top_p=0.95, seed=4)
+PROMPT = [5, 80, 11, 11, 3]
+THREE = ("w0", "w1", "w2")
+ONE_PART_BYTES = 58_000
+"""For one part and its sessions, not for two."""
+
+
+@dataclass
+class Seed:
+    """What a seed answers of who is there. ``away``: it does not."""
+
+    here: dict[str, int] = field(default_factory=lambda: dict.fromkeys(THREE, PORT))
+    away: bool = False
+    asked: int = 0
+
+    async def ask(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
+        assert method == "peers.list"
+        self.asked += 1
+        if self.away:
+            raise ConnectionLost("the seed is away")
+        return {"peers": [_record(name, port).to_map() for name, port in self.here.items()]}
+
+
+def _record(name: str, port: int) -> PeerInfo:
+    return PeerInfo(name, name, ["worker"], "test", "idle", f"{name}:{port}", joined_at=0.0)
+
+
+@asynccontextmanager
+async def recruited(scene: Scene, seed: Seed) -> AsyncIterator[Chain]:
+    async with scene.chain() as chain:
+        task = asyncio.create_task(Recruiting(chain, seed.ask).run())
+        try:
+            yield chain
+        finally:
+            assert not task.done()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def start(scene: Scene, name: str, **holding: Any) -> Stage:
+    """A worker that was not there, or not any more."""
+    limits = {"limit_bytes": ONE_PART_BYTES} | holding
+    made = Stage(name, scene.network.at(name), scene.directory / f"{name}-again", StandIns(**limits))
+    scene.workers[name] = made
+    await made.start()
+    return made
+
+
+async def written(chain: Chain, tokens: int = 12) -> None:
+    async with await chain.generate(PROMPT, max_new_tokens=tokens, sampling=SAMPLED) as session:
+        assert [token.id async for token in session] == tokens_of(CONFIG, PROMPT, tokens, SAMPLED)
+
+
+async def goes_on(chain: Chain, within_s: float) -> None:
+    """A text is written, after so many virtual seconds at the latest."""
+    async with asyncio.timeout(within_s):
+        while True:
+            try:
+                await written(chain)
+            except P2PTrainError:
+                await asyncio.sleep(0.25)  # virtual
+            else:
+                return
+
+
+def told(scene: Scene, kind: str) -> list[str]:
+    return [text for _, each, text in scene.told if each == kind]
+
+
+def test_a_chain_without_a_stage_refuses_with_a_remedy_and_takes_who_comes(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        seed = Seed()
+        async with recruited(scene, seed) as chain:
+            target = ChainTarget(chain, label="stand-in")
+            idle = await target.open(positions=60, sampling=SAMPLED)
+            writing = await chain.generate(PROMPT, max_new_tokens=300, sampling=SAMPLED)
+            await anext(writing)
+            scene.kill("w1")
+            del seed.here["w1"]
+            with pytest.raises(NetworkError, match="cannot be mended"):
+                async for _ in writing:
+                    pass
+            await writing.close()
+            assert (idle.lost, chain.lacking) == (True, {1})
+            for _ in range(2):
+                with pytest.raises(NetworkError, match=r"stage 1 .* has nobody to hold it") as caught:
+                    await target.open(positions=60, sampling=SAMPLED)
+                assert "p2ptrain join" in caught.value.remedy
+                assert "goes on by itself" in caught.value.remedy
+            await asyncio.sleep(60)  # virtual: a long time without any use
+            assert len(told(scene, "stage-lacking")) == 1
+
+            await start(scene, "w9")
+            seed.here["w9"] = PORT
+            await goes_on(chain, 5)
+            assert not chain.lacking
+            assert [stage.worker.name for stage in chain.plan.stages] == ["w0", "w9", "w2"]
+            session = await target.open(positions=60, sampling=SAMPLED)
+            assert not session.lost
+
+    play(tmp_path, test, names=THREE, limit_bytes=ONE_PART_BYTES)
+
+
+@pytest.mark.parametrize("port", [PORT, PORT + 1], ids=["where it was", "elsewhere"])
+@pytest.mark.parametrize("victims", [("w0",), ("w2",), ("w0", "w1", "w2")], ids=lambda names: "+".join(names))
+def test_those_that_were_lost_come_back(
+    tmp_path: Path, victims: tuple[str, ...], port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(scene: Scene) -> None:
+        seed = Seed()
+        async with recruited(scene, seed) as chain:
+            await written(chain)
+            for name in victims:
+                scene.kill(name)
+            await asyncio.sleep(20)  # virtual: the seed tells of them all the while, and nobody is there
+            monkeypatch.setattr("roles.worker.stage_testing.PORT", port)
+            for name in victims:
+                await start(scene, name)
+                seed.here[name] = port
+            await goes_on(chain, 70)
+            assert {stage.worker.name for stage in chain.plan.stages} == set(THREE)
+            assert {stage.worker.port for stage in chain.plan.stages} <= {PORT, port}
+
+    play(tmp_path, test, names=THREE, limit_bytes=ONE_PART_BYTES)
+
+
+def test_who_joined_later_is_a_spare_before_it_is_needed(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        seed = Seed()
+        async with recruited(scene, seed) as chain:
+            await start(scene, "w9")
+            seed.here["w9"] = PORT
+            await asyncio.sleep(recruiting.LOOK_S + 2)  # virtual
+            assert "w9 is there, and may hold a stage" in told(scene, "spare")
+            seed.away = True  # nobody needs to be asked
+            async with await chain.generate(PROMPT, max_new_tokens=30, sampling=SAMPLED) as session:
+                made = [(await anext(session)).id for _ in range(4)]
+                scene.kill("w1")
+                made += [token.id async for token in session]
+            assert made == tokens_of(CONFIG, PROMPT, 30, SAMPLED)
+            assert len(session.mendings) == 1
+            assert not told(scene, "stage-lacking")
+
+    play(tmp_path, test, names=THREE, limit_bytes=ONE_PART_BYTES)
+
+
+def test_who_cannot_be_reached_holds_up_nobody_and_is_left_in_peace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(scene: Scene) -> None:
+        seed = Seed()
+        async with recruited(scene, seed) as chain:
+            dialled: list[str] = []
+            connect = scene.around.world.network.connect
+
+            async def counted(host: str, *arguments: Any, **options: Any) -> None:
+                dialled.append(host)
+                await connect(host, *arguments, **options)
+
+            monkeypatch.setattr(scene.around.world.network, "connect", counted)
+            scene.network.silence("client", "far")  # no answer, not even a refusal
+            seed.here |= {"far": PORT, "nobody": PORT}
+            scene.kill("w1")
+            await asyncio.sleep(120)  # virtual
+            assert seed.asked > 100
+            assert 5 <= dialled.count("nobody") < 10
+            await start(scene, "w9")
+            seed.here["w9"] = PORT
+            await goes_on(chain, 5)
+
+    play(tmp_path, test, names=THREE, limit_bytes=ONE_PART_BYTES)
+
+
+def test_a_spare_that_has_room_later(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        seed = Seed()
+        small = scene.workers["w3"].stages.shelf
+        small.limit_bytes = 1000  # others' parts take the rest
+        seed.here["w3"] = PORT
+        async with recruited(scene, seed) as chain:
+            assert "w3" not in [stage.worker.name for stage in chain.plan.stages]
+            scene.kill("w0")
+            await asyncio.sleep(10)  # virtual
+            with pytest.raises(ResourceError, match=r"w3 has .* left"):
+                await written(chain)
+            small.limit_bytes = ONE_PART_BYTES
+            await goes_on(chain, 3)
+            assert chain.plan.stages[0].worker.name == "w3"
+
+    play(tmp_path, test, limit_bytes=ONE_PART_BYTES)
