@@ -70,6 +70,48 @@ class _DaemonThread:
             del job  # while it waits for the next one it must not keep alive what this one was about: a whole model
 
 
+class LoopThreads:
+    """Threads whose calls run on the event loop, one after another; for virtual time.
+
+    Attributes:
+        call_s: what a call of the thread of that name takes, in the loop's time.
+    """
+
+    def __init__(self) -> None:
+        self.call_s: dict[str, float] = {}
+
+    def start(self, name: str) -> Thread:
+        return _LoopThread(self, name)
+
+
+class _LoopThread:
+    def __init__(self, threads: LoopThreads, name: str) -> None:
+        self._threads, self._name = threads, name
+        self._free_at = 0.0
+
+    def submit(self, call: Callable[[], T]) -> asyncio.Future[T]:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        begin_at = max(loop.time(), self._free_at)
+        self._free_at = begin_at + self._threads.call_s.get(self._name, 0.0)
+        loop.call_at(begin_at, self._begin, call, future, self._free_at)
+        return future
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+    def _begin(self, call: Callable[[], Any], future: asyncio.Future[Any], end_at: float) -> None:
+        if future.cancelled():
+            return
+        result: Any = None
+        problem: BaseException | None = None
+        try:
+            result = call()
+        except BaseException as raised:  # noqa: BLE001 - carried to the caller, as the real thread does it
+            problem = raised
+        asyncio.get_running_loop().call_at(end_at, settle, future, result, problem)
+
+
 def _carried_out(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], call: Callable[[], Any]) -> bool:
     """Call, and hand over what came of it; False where the loop is closed, and so nobody waits any more."""
     if future.cancelled():

@@ -14,6 +14,7 @@ from p2ptrain.core.activations import IDS, encode_ids
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.serving import Ran, Sampling
+from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, Network, World
 from roles.chain.around import Around
 from roles.compute_thread import ComputeThread
@@ -26,7 +27,6 @@ from roles.stage_engine import StageEngine
 from roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part
 from roles.verifier.drafting_source import DrafterFacts, DrafterSource
 from roles.worker.stage_links import Line
-from roles.worker.stage_testing import LoopThreads
 from wire.connection import Connection
 from wire.handshake import Server, local_welcome, serve
 from wire.messages import Hello, Refuse, Request, Response, Welcome

@@ -18,6 +18,7 @@ from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError, ResourceError
 from p2ptrain.core.serving import Sampling
+from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, Network, World
 from roles.background import Background
 from roles.speculation import events as ev
@@ -26,7 +27,6 @@ from roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part, t
 from roles.verifier.drafting_source import Connected, DrafterFacts, DraftingEvent
 from roles.verifier.service import ServiceOptions, VerifierService
 from roles.verifier.target import Passed
-from roles.worker.stage_testing import LoopThreads
 from wire.memory import MemoryNetwork
 
 CONFIG = stand_in_config(layers=2, vocab_size=256, context=600, rows=1)

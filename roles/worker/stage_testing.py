@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError
 from p2ptrain.core.serving import Sampling
-from p2ptrain.core.threads import Thread, settle
+from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, Network, World
 from roles.compute_thread import ComputeThread
 from roles.model_directory import DigestCache, ModelDirectory, open_model
@@ -31,50 +31,7 @@ from wire.handshake import Server, dial, local_hello, local_welcome, serve
 from wire.memory import MemoryNetwork
 from wire.messages import Hello, Message, Refuse, Response, Welcome
 
-T = TypeVar("T")
 PORT = 4000
-
-
-class LoopThreads:
-    """Threads whose calls run on the event loop, one after another.
-
-    Attributes:
-        call_s: what a call of the thread of that name takes, in the loop's time.
-    """
-
-    def __init__(self) -> None:
-        self.call_s: dict[str, float] = {}
-
-    def start(self, name: str) -> Thread:
-        return _LoopThread(self, name)
-
-
-class _LoopThread:
-    def __init__(self, threads: LoopThreads, name: str) -> None:
-        self._threads, self._name = threads, name
-        self._free_at = 0.0
-
-    def submit(self, call: Callable[[], T]) -> asyncio.Future[T]:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-        begin_at = max(loop.time(), self._free_at)
-        self._free_at = begin_at + self._threads.call_s.get(self._name, 0.0)
-        loop.call_at(begin_at, self._begin, call, future, self._free_at)
-        return future
-
-    def close(self) -> None:
-        """Nothing to let go of."""
-
-    def _begin(self, call: Callable[[], Any], future: asyncio.Future[Any], end_at: float) -> None:
-        if future.cancelled():
-            return
-        result: Any = None
-        problem: BaseException | None = None
-        try:
-            result = call()
-        except BaseException as raised:  # noqa: BLE001 - carried to the caller, as the real thread does it
-            problem = raised
-        asyncio.get_running_loop().call_at(end_at, settle, future, result, problem)
 
 
 @dataclass

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError, ProtocolError
 from p2ptrain.core.serving import Sampling
+from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, World
 from ring.placement import ModelSizes
 from roles.chain.around import Around, WorkerAt
@@ -24,7 +25,7 @@ from roles.chain.models import Model, local_model
 from roles.chain.plan import Crew, offer_untrusted
 from roles.chain.works import CHUNK
 from roles.stage_stand_in import WIDTH, StandIns, stand_in_config, write_model
-from roles.worker.stage_testing import PORT, LoopThreads, Stage
+from roles.worker.stage_testing import PORT, Stage
 from wire.chain_messages import ChainBroken, PartLoading, Picked, Took
 from wire.memory import MemoryNetwork
 from wire.messages import Message, Request, Response, StillHere

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, World
 from ring.placement import ModelSizes
 from roles.chain.around import Around, Progress, WorkerAt
@@ -18,7 +19,7 @@ from roles.chain.client import Chain
 from roles.chain.models import Model, local_model
 from roles.chain.plan import Crew, Plan
 from roles.stage_stand_in import WIDTH, StandIns, shapes_of, stand_in_config, write_model
-from roles.worker.stage_testing import PORT, LoopThreads, Stage
+from roles.worker.stage_testing import PORT, Stage
 from wire.memory import MemoryNetwork
 from wire.virtual import run_virtual
 

@@ -12,12 +12,12 @@ import pytest
 
 from p2ptrain.core.errors import ConfigError, P2PTrainError, ProtocolError, Refused, UserError
 from p2ptrain.core.serving import Sampling
+from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock
 from roles.compute_thread import ComputeThread
 from roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part, tokens_of
 from roles.verifier.target import Target, TargetSession
 from roles.verifier.whole_target import WholeTarget, load_whole_target
-from roles.worker.stage_testing import LoopThreads
 from wire.virtual import run_virtual
 
 from .by_hand import decoded
