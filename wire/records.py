@@ -355,6 +355,7 @@ class ServingInfo(Record):
     drafter_alpha: list[float] = dataclasses.field(default_factory=list)
     drafter_latency_ms: list[float] = dataclasses.field(default_factory=list)
     drafter_share: list[float] = dataclasses.field(default_factory=list)
+    weights: str = ""
 
     def check(self) -> None:
         """Raise ``ProtocolError`` where its place or its figures cannot be."""

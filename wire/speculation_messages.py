@@ -140,6 +140,7 @@ class Serving(Message):
         drafters: of a verifier: peer ids of those that it is connected to.
         drafter_alpha, drafter_latency_ms, drafter_share: of each of them: its acceptance, one way to it, and which part
             of the right drafts was its; below 0 where that is not known.
+        weights: tells them from those of another model of that name (``TensorTable.fingerprint``).
     """
 
     KIND: ClassVar[int] = 68
@@ -154,3 +155,4 @@ class Serving(Message):
     drafter_alpha: list[float] = field(default_factory=list)
     drafter_latency_ms: list[float] = field(default_factory=list)
     drafter_share: list[float] = field(default_factory=list)
+    weights: str = ""

@@ -43,6 +43,7 @@ class _Texts:
     text: ModelText
     form: ChatFormat
     digest: str
+    weights: str
 
 
 async def serve(member: ServingMember, wish: ServeWish, console: Console) -> None:
@@ -96,7 +97,7 @@ async def serve(member: ServingMember, wish: ServeWish, console: Console) -> Non
         http = await _http(stack, member, wish, service)
         member.on_drafters(drafters.here)
         member.answer("generate", Door(service).serve)
-        _tell(member, service, target, texts.digest, http)
+        _tell(member, service, target, texts, http)
         known = "" if service.context is None else f", {service.context} tokens of context"
         member.notify("info", "serving", f"{name} writes text{known}" + (f"; HTTP at {http}" if http else ""))
         await asyncio.Event().wait()  # until the member leaves
@@ -109,9 +110,10 @@ def _prepared(directory: Path, threads: int, *, whole: bool) -> _Texts:
     import roles.verifier.service  # noqa: F401 - for its cost
     from p2ptrain.compute.conversation import ChatFormat
     from p2ptrain.compute.text import ModelText
+    from p2ptrain.core.tensor_files import TensorTable
 
     text = ModelText(directory)
-    texts = _Texts(text, ChatFormat(text), text.tokenizer.digest)
+    texts = _Texts(text, ChatFormat(text), text.tokenizer.digest, TensorTable(directory).fingerprint())
     if whole:
         import p2ptrain.compute.served_part  # noqa: F401 - for its cost
         from p2ptrain.compute.device import pick_device
@@ -251,7 +253,7 @@ async def _http(stack: AsyncExitStack, member: ServingMember, wish: ServeWish, s
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
 
-def _tell(member: ServingMember, service: VerifierService, target: Target, digest: str, http: str) -> None:
+def _tell(member: ServingMember, service: VerifierService, target: Target, texts: _Texts, http: str) -> None:
     from wire.speculation_messages import Serving
 
     def serving() -> Serving:
@@ -260,7 +262,7 @@ def _tell(member: ServingMember, service: VerifierService, target: Target, diges
             model=service.model,
             vocab_size=target.vocab_size,
             context=service.context or 0,
-            tokenizer=digest,
+            tokenizer=texts.digest,
             http=http,
             sessions=service.sessions,
             stats=stats,
@@ -268,6 +270,7 @@ def _tell(member: ServingMember, service: VerifierService, target: Target, diges
             drafter_alpha=[-1.0 if each.alpha is None else each.alpha for each, _ in drafters],
             drafter_latency_ms=[round(1e3 * each.latency_s, 1) for each, _ in drafters],
             drafter_share=[-1.0 if share is None else share for _, share in drafters],
+            weights=texts.weights,
         )
 
     member.serves(serving)

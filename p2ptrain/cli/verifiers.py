@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -18,7 +19,7 @@ async def dialled(seed: str, name: str = "", *, like: VerifierAt | None = None) 
     """Dial a verifier that the seed knows.
 
     Args:
-        name: which; empty: there is one, or all have the same model.
+        name: which, or its id; empty: there is one, or all have the same model.
         like: one that was used before: it, or another one with its model.
 
     Raises:
@@ -59,21 +60,32 @@ def chosen(found: Sequence[VerifierAt], name: str) -> VerifierAt:
             "no verifier is there to write text",
             remedy=f"start one: p2ptrain join SEED --role verifier --model DIR, {_OTHER_WAYS}",
         )
-    named = [each for each in found if name in (each.name, each.id)] if name else list(found)
-    there = ", ".join(f"{each.name} ({each.model})" for each in found)
+    named = [each for each in found if each.id == name] or [each for each in found if name in ("", each.name)]
     if not named:
-        raise UserError(f"no verifier is called {name}", remedy=f"there {_is_or_are(found)} {there}")
-    if len({each.model for each in named}) > 1:
-        raise UserError("there are verifiers of several models", remedy=f"name one with --verifier: {there}")
+        raise UserError(f"no verifier is called {name}", remedy=f"there {_is_or_are(found)} {_listed(found)}")
+    if len({each.writes for each in named}) > 1:
+        called = f" called {name}" if name else ""
+        remedy = f"name one with --verifier: {_listed(named)}"
+        raise UserError(f"there are verifiers{called} of several models", remedy=remedy)
     return min(named, key=lambda each: (each.sessions, each.name))
 
 
 def again(found: Sequence[VerifierAt], like: VerifierAt) -> VerifierAt:
     """The same verifier, or another one with the same model. Raises ``UserError``."""
-    same = [each for each in found if each.id == like.id] or [each for each in found if each.model == like.model]
+    same = [each for each in found if each.id == like.id] or [each for each in found if each.writes == like.writes]
     if not same:
         raise UserError(f"the verifier {like.name} is not there", remedy="is it still running?")
     return chosen(same, "")
+
+
+def _listed(found: Sequence[VerifierAt]) -> str:
+    """By what each can be named: by its id where another has its name; weights where models are called alike."""
+    names, models = Counter(each.name for each in found), Counter(model for model, _ in {each.writes for each in found})
+    return ", ".join(
+        f"{each.name if names[each.name] == 1 else each.id} "
+        f"({each.model}{f', weights {each.weights[:8]}' if models[each.model] > 1 else ''})"
+        for each in found
+    )
 
 
 def _is_or_are(found: Sequence[VerifierAt]) -> str:

@@ -9,6 +9,7 @@ A directory may have come from anywhere: its headers are checked as a peer's byt
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -27,6 +28,7 @@ MAX_TENSORS = 1 << 17
 MAX_DIMS = 8
 _T = TypeVar("_T")
 _LENGTH_BYTES = 8
+_SAMPLE_BYTES = 64
 _MAX_NAME = 512
 _MAX_FILES = 4096
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}\.safetensors")
@@ -135,6 +137,18 @@ class TensorTable:
         if not 0 <= start <= end <= entry.size_bytes:
             raise ValueError(f"{name} has {entry.size_bytes} bytes, not {start} to {stop}")
         return self._read(entry.file, entry.start + start, end - start)
+
+    def fingerprint(self) -> str:
+        """Tells these weights from others that somebody calls by the same name: 32 hex digits, in milliseconds.
+
+        It is taken of a few bytes of each tensor, so it proves nothing of who means to deceive. Raises as ``read``.
+        """
+        total = hashlib.blake2b(digest_size=16)
+        for name, entry in sorted(self.entries.items()):
+            start = max(0, entry.size_bytes - _SAMPLE_BYTES) // 2
+            sample = self.read(name, start, min(start + _SAMPLE_BYTES, entry.size_bytes))
+            total.update(f"{name}\0{entry.dtype}\0{entry.shape}\0".encode("utf-8", "surrogatepass") + sample)
+        return total.hexdigest()
 
     def _indexed(self) -> dict[str, TensorEntry]:
         path = self.directory / INDEX_FILE

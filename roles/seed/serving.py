@@ -89,7 +89,11 @@ class Services:
                 self._tell(link)
 
     def _tell(self, link: Link) -> None:
-        here = [info for info in self.infos() if info.role == "drafter"]
+        """Of those that were here first, where there are more than it takes: a newcomer ousts nobody by its name."""
+        links = sorted(
+            (each for each in self._links.values() if each.role == "drafter"), key=lambda each: each.joined_at
+        )
+        here = [each.serving for each in links if each.serving is not None]
         link.say(DraftersHere([_seen_from(link.host, info) for info in here[:MAX_DRAFTERS]]))
 
 
@@ -103,8 +107,8 @@ def _is_figure(value: float) -> bool:
     return math.isfinite(value) and abs(value) <= MAX_FIGURE
 
 
-def _model(info: ServingInfo) -> tuple[str, int, str]:
-    return info.model, info.vocab_size, info.tokenizer
+def _model(info: ServingInfo) -> tuple[str, int, str, str]:
+    return info.model, info.vocab_size, info.tokenizer, info.weights
 
 
 def serving_untrusted(link: Link, message: Serving) -> ServingInfo:
@@ -115,6 +119,8 @@ def serving_untrusted(link: Link, message: Serving) -> ServingInfo:
         raise ProtocolError(f"{message.sessions} sessions")
     if not _DIGEST.fullmatch(message.tokenizer):
         raise ProtocolError("a tokenizer whose digest is none")
+    if not _DIGEST.fullmatch(message.weights):
+        raise ProtocolError("weights whose digest is none")
     if len(message.stats) > MAX_STATS or not all(map(_STAT.fullmatch, message.stats)):
         raise ProtocolError("figures with names that are none, or too many")
     if not all(map(_is_figure, message.stats.values())):
@@ -141,4 +147,5 @@ def serving_untrusted(link: Link, message: Serving) -> ServingInfo:
         drafter_alpha=list(map(float, message.drafter_alpha)),
         drafter_latency_ms=list(map(float, message.drafter_latency_ms)),
         drafter_share=list(map(float, message.drafter_share)),
+        weights=message.weights,
     )

@@ -40,7 +40,7 @@ MOST_CHARS = 1 << 28
 
 @dataclass(frozen=True, slots=True)
 class VerifierAt:
-    """A verifier and where it listens. ``context``: 0 where nobody says."""
+    """A verifier and where it listens. ``context``: 0 where nobody says; ``weights``: empty where nobody does."""
 
     id: str
     name: str
@@ -50,6 +50,12 @@ class VerifierAt:
     context: int
     sessions: int
     drafters: int
+    weights: str = ""
+
+    @property
+    def writes(self) -> tuple[str, str]:
+        """What it writes with: two of which this is equal write the same text."""
+        return self.model, self.weights
 
     def dialled(self, seed_host: str) -> str:
         """The host to dial: where it told none that others can use, it is on the seed's machine."""
@@ -65,7 +71,7 @@ def verifiers_untrusted(answer: dict[str, Any]) -> list[VerifierAt]:
 
 
 def _verifier_untrusted(item: dict[str, Any]) -> VerifierAt:
-    texts = {name: item.get(name) for name in ("id", "name", "host", "model")}
+    texts = {name: item.get(name, "") for name in ("id", "name", "host", "model", "weights")}
     numbers = {name: item.get(name) for name in ("port", "context", "sessions")}
     drafters = item.get("drafters")
     if not all(isinstance(value, str) and len(value) <= 4096 for value in texts.values()):

@@ -197,6 +197,13 @@ def test_which_verifier(command: Command, fake_seed: Any, verifier: Verifier) ->
     named = command("generate", PROMPT, "--seed", fake_seed.address, "--verifier", "big one", "-n", "5")
     assert named.code == 0
     assert "no verifier is called x" in command("generate", "a", "--seed", fake_seed.address, "--verifier", "x").err
+    twin = verifier.record(id="b" * 12, port=1, weights="1234567890")
+    fake_seed.answers["serving.list"] = {"serving": [twin, verifier.record(weights="abcdefghij")]}
+    for named in ([], ["--verifier", "big one"]):
+        said = command("generate", PROMPT, "--seed", fake_seed.address, *named).err
+        assert f"bbbbbbbbbbbb (stand-in, weights 12345678), {PEER} (stand-in, weights abcdefgh)" in said
+    assert "verifiers called big one of several models" in said
+    assert command("generate", PROMPT, "--seed", fake_seed.address, "-n", "5", "--verifier", PEER).code == 0
     busy = verifier.record(name="busy", id="b" * 12, sessions=3, port=1)
     fake_seed.answers["serving.list"] = {"serving": [busy, verifier.record()]}
     assert command("generate", PROMPT, "--seed", fake_seed.address, "-n", "5").code == 0

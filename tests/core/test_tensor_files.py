@@ -57,6 +57,15 @@ def test_what_is_read_is_what_safetensors_reads(directory: Path, files: int) -> 
         table.read("c")
 
 
+def test_a_fingerprint_is_of_the_weights_and_not_of_their_files(directory: Path) -> None:
+    before = TensorTable(directory).fingerprint()
+    for name, changed in {"a": TENSORS["a"] + 1, "b": TENSORS["b"].astype(np.float32), "empty": np.zeros(0)}.items():
+        save_file(TENSORS | {name: changed}, directory / WEIGHTS_FILE)
+        assert TensorTable(directory).fingerprint() != before, name
+    split_in_two(directory)
+    assert TensorTable(directory).fingerprint() == before
+
+
 def test_a_piece_of_a_tensor(directory: Path) -> None:
     table = TensorTable(directory)
     whole = TENSORS["a"].tobytes()

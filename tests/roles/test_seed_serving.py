@@ -75,6 +75,7 @@ def test_what_is_served_is_kept_as_it_was_told() -> None:
         {"tokenizer": "a b"},
         {"tokenizer": "a" * 129},
         {"tokenizer": "\x1b"},
+        {"weights": "a b"},
         {"stats": {"alpha": math.nan}},
         {"stats": {"alpha": math.inf}},
         {"stats": {"alpha": 1e300}},
@@ -134,6 +135,8 @@ def test_another_model_takes_another_link() -> None:
     services.told(links["d1"], SERVING)
     with pytest.raises(ProtocolError, match="now it is another model"):
         services.told(links["d1"], dataclasses.replace(SERVING, model="other"))
+    with pytest.raises(ProtocolError, match="now it is another model"):
+        services.told(links["d1"], dataclasses.replace(SERVING, weights="12"))
 
 
 def test_no_more_drafters_are_told_of_than_a_verifier_takes() -> None:
@@ -141,10 +144,11 @@ def test_no_more_drafters_are_told_of_than_a_verifier_takes() -> None:
     services = Services(links, lambda *ids: None)
     verifier, sent = link("v1", "verifier")
     links["v1"] = verifier
-    for index in range(MAX_DRAFTERS + 3):
-        links[f"d{index}"] = link(f"d{index}", "drafter")[0]
-        services.told(links[f"d{index}"], SERVING)
-    assert len(sent.told[-1]) == MAX_DRAFTERS
+    ids = [f"d{index}" for index in range(MAX_DRAFTERS + 3, 0, -1)]  # whoever is called first came last
+    for at, peer_id in enumerate(ids):
+        links[peer_id] = dataclasses.replace(link(peer_id, "drafter")[0], joined_at=float(at))
+        services.told(links[peer_id], SERVING)
+    assert [peer_id for peer_id, _ in sent.told[-1]] == ids[:MAX_DRAFTERS], "those that were here first"
 
 
 async def test_a_plan_is_of_workers_alone() -> None:
