@@ -1,4 +1,4 @@
-"""Messages to msgpack maps (or lists) and back, checked against the annotations of ``wire.messages``.
+"""Messages to msgpack maps (or bare values) and back, checked against the annotations of ``wire.messages``.
 
 The annotations are the schema: each is compiled once into a check of the decoded value's exact type. Whatever a peer
 sends, ``decode_untrusted`` returns a message whose every field has the annotated type, or raises ``ProtocolError``.
@@ -35,6 +35,9 @@ MESSAGE_TYPES: dict[int, type[Message]] = {
 }
 """Frame kind → class, of every message there is."""
 
+_NO_LISTS = {"max_array_len": 0, "max_map_len": 0, "max_ext_len": 0, "max_str_len": 0, "max_bin_len": 0}
+"""Of what comes by the thousand: numbers only."""
+
 Check = Callable[[Any], Any]
 
 
@@ -47,8 +50,14 @@ def encode(message: Message) -> bytes:
         ValueError, TypeError: a field does not have the type or the size that its annotation allows.
     """
     fields = _fields_of(message)
-    source = fields if message.KEYED else list(fields.values())
-    body: bytes = msgpack.packb(source, use_bin_type=True, default=_fields_of)
+    if message.KEYED:
+        body: bytes = msgpack.packb(fields, use_bin_type=True, default=_fields_of)
+    else:
+        cls: Any = type(message)
+        rest = fields.pop(_rest_of(cls))
+        if not isinstance(rest, bytes):
+            raise TypeError(f"{cls.__name__} ends with {type(rest).__name__}, not with bytes")
+        body = b"".join(msgpack.packb(value, use_bin_type=True) for value in fields.values()) + rest
     try:
         decode_untrusted(message.KIND, body)
     except ProtocolError as error:
@@ -81,9 +90,10 @@ def decode_untrusted(kind: int, body: bytes | bytearray | memoryview) -> Message
     cls = MESSAGE_TYPES.get(kind)
     if cls is None:
         raise ProtocolError(f"a message of unknown kind {kind}")
-    source = _unpack_untrusted(body, handshake=kind <= LAST_HANDSHAKE_KIND)
-    if not cls.KEYED:
-        source = _named_untrusted(cls, source)
+    if cls.KEYED:
+        source = _unpack_untrusted(body, handshake=kind <= LAST_HANDSHAKE_KIND)
+    else:
+        source = _values_untrusted(cls, body)
     if not isinstance(source, dict):
         raise ProtocolError(f"{cls.__name__} is not a map")
     if cls in (Hello, Welcome) and type(version := source.get("version")) is int and version != PROTOCOL_VERSION:
@@ -92,12 +102,28 @@ def decode_untrusted(kind: int, body: bytes | bytearray | memoryview) -> Message
     return message
 
 
-def _named_untrusted(cls: type[Message], source: object) -> dict[str, Any]:
+@cache
+def _rest_of(cls: Any) -> str:
+    """Name of the field that is the rest of the body, of a message that is not ``KEYED``."""
+    name = _names_of(cls)[-1]
+    assert typing.get_type_hints(cls)[name] is bytes, cls
+    return name
+
+
+def _values_untrusted(cls: type[Message], body: bytes | bytearray | memoryview) -> dict[str, Any]:
+    """The values of all fields but the last, one behind the other; the last one is all that is left."""
     named: Any = cls
-    names = _names_of(named)
-    if not isinstance(source, list) or len(source) != len(names):
-        raise ProtocolError(f"{cls.__name__} is not a list of {len(names)} values")
-    return dict(zip(names, source, strict=True))
+    *names, rest = _names_of(named)
+    unpacker = msgpack.Unpacker(raw=False, max_buffer_size=CONTROL_FRAME_BYTES, **_NO_LISTS)
+    source: dict[str, Any] = {}
+    try:
+        unpacker.feed(body)
+        for name in names:
+            source[name] = unpacker.unpack()
+    except (ValueError, msgpack.UnpackException, msgpack.BufferFull) as error:  # OutOfData is an UnpackException
+        raise ProtocolError(f"{cls.__name__} is not {len(names)} values: {error or type(error).__name__}") from error
+    source[rest] = bytes(body[unpacker.tell() :])
+    return source
 
 
 def _unpack_untrusted(body: bytes | bytearray | memoryview, *, handshake: bool) -> object:

@@ -37,7 +37,8 @@ Scalar = str | int | float | bool | None
 class Message:
     """Base of all messages. ``KIND`` is the frame kind, unique per class; 1 to 15 belong to the handshake.
 
-    Of messages that come by the thousand, ``KEYED`` is false: they are lists of their fields' values, in order.
+    Of messages that come by the thousand, ``KEYED`` is false: they are the values of their fields, numbers, one behind
+    the other; the last field is bytes, and all the rest of the body.
     """
 
     KIND: ClassVar[int]

@@ -11,7 +11,8 @@
     either → seed        Serving
 
 A session is the ``stream`` of its frames' headers: the verifier numbers them from 1 on each connection. So a token
-costs little more than its id: ``Drafts`` and ``Verdict`` are lists of values, without the names of their fields.
+costs little more than its id: ``Drafts`` and ``Verdict`` are bare values, the tokens last, as many as there are. A
+token is two bytes (little-endian) where the vocabulary's size allows it, else three.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class DraftRefused(Message):
 
 @dataclass(frozen=True, slots=True)
 class Drafts(Message):
-    """Drafted ``tokens`` (three bytes each, little-endian) from ``position`` of the session on.
+    """Drafted ``tokens`` from ``position`` of the session on.
 
     Attributes:
         position: 0: behind the drafts of the session that were sent last.
@@ -86,7 +87,7 @@ class Drafts(Message):
 
 @dataclass(frozen=True, slots=True)
 class Verdict(Message):
-    """What is verified: of this drafter's drafts the next ``right``, then ``tokens`` (three bytes each).
+    """What is verified: of this drafter's drafts the next ``right``, then ``tokens``.
 
     Attributes:
         depth: as of ``DraftOpen``, from now on; 0: a pause.
@@ -95,8 +96,8 @@ class Verdict(Message):
     KIND: ClassVar[int] = 63
     KEYED: ClassVar[bool] = False
     right: int
-    tokens: bytes
     depth: int
+    tokens: bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -284,7 +284,7 @@ class Drafter:
                     self.gauge.drafted(self._now(), len(tokens))
                     follows = position == session.drafted
                     session.drafted = position + len(tokens)
-                    drafts = Drafts(0 if follows else position, packed(tokens))
+                    drafts = Drafts(0 if follows else position, packed(tokens, session.opening.vocab_size))
                     session.caller.say(drafts, generation=epoch, stream=session.stream)
 
     async def run(self) -> None:

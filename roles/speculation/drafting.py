@@ -17,10 +17,10 @@ from roles.speculation.events import Began, DrafterEvent, DrafterInstruction, Ru
 
 CHUNK = 2048
 """Positions in one run, at most."""
-FIRST = 3
-GROUP = 4
-"""Drafts that are sent together: the first ones behind what is verified, and later ones. A message costs more than a
-token. ``2 * GROUP`` more are made before they may be sent: what waits when a verdict contradicts it costs no bytes."""
+GROUP = 2
+"""Drafts that are sent together: a message costs more than a token."""
+AHEAD = 8
+"""Drafts more that are made before they may be sent: what waits when a verdict contradicts it costs no bytes."""
 
 
 class Drafting:
@@ -136,15 +136,14 @@ class Drafting:
     @property
     def _limit(self) -> int:
         """Up to here it drafts."""
-        return min(self._verified + self._depth + min(self._depth, 2 * GROUP), self._positions)
+        return min(self._verified + self._depth + min(self._depth, AHEAD), self._positions)
 
     def _sends(self) -> list[DrafterInstruction]:
         allowed = min(self._verified + self._depth, self._positions)
         stop = min(len(self._ids), allowed)
         bare = self._sent == self._verified  # the verifier has no draft: it is better to have few than none
         ended = self._held == len(self._ids) and not self._running  # a look-up that knows no more
-        enough = FIRST if bare else GROUP
-        if stop <= self._sent or (stop - self._sent < enough and not ended and not (bare and stop == allowed)):
+        if stop <= self._sent or (stop - self._sent < GROUP and not ended and not (bare and stop == allowed)):
             return []
         send = Send(self.epoch, self._sent, tuple(self._ids[self._sent : stop]))
         self._sent = stop

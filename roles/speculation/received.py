@@ -19,9 +19,8 @@ from wire.speculation_messages import DraftOpen, DraftReady, DraftRefused, Draft
 MAX_DEPTH = 256
 """Drafts beyond what is verified: what a fast drafter makes during a round trip around the world, and more."""
 MAX_NUMBER = 1 << 53
-TOKEN_BYTES = 3
-"""Of a token in drafts and verdicts: there are so many of these messages that a fourth byte is a quarter too much."""
-MAX_VOCAB = 1 << 8 * TOKEN_BYTES
+MOST_TOKEN_BYTES = 3
+MAX_VOCAB = 1 << 8 * MOST_TOKEN_BYTES
 DIGEST_CHARS = 128
 MAX_STEP_S = 3600.0
 OTHER_TOKENIZER, TOO_LONG, FULL, ENGINE = "other-tokenizer", "too-long", "full", "engine"
@@ -84,16 +83,23 @@ def ids_untrusted(data: bytes | bytearray, *, vocab_size: int) -> tuple[int, ...
     return ids
 
 
-def packed(tokens: Iterable[int]) -> bytes:
+def token_bytes(vocab_size: int) -> int:
+    """Of a token in drafts and verdicts: there are so many of these messages that one more is much."""
+    return 2 if vocab_size <= 1 << 16 else MOST_TOKEN_BYTES
+
+
+def packed(tokens: Iterable[int], vocab_size: int) -> bytes:
     """Tokens as they travel in drafts and verdicts."""
-    return b"".join(token.to_bytes(TOKEN_BYTES, "little") for token in tokens)
+    size = token_bytes(vocab_size)
+    return b"".join(token.to_bytes(size, "little") for token in tokens)
 
 
 def tokens_untrusted(data: bytes, *, vocab_size: int) -> tuple[int, ...]:
     """Tokens of drafts or of a verdict. Raises ``ProtocolError``: they are none of a vocabulary of that size."""
-    if len(data) % TOKEN_BYTES:
+    size = token_bytes(vocab_size)
+    if len(data) % size:
         raise ProtocolError(f"{len(data)} bytes are no whole tokens")
-    tokens = tuple(int.from_bytes(data[at : at + TOKEN_BYTES], "little") for at in range(0, len(data), TOKEN_BYTES))
+    tokens = tuple(int.from_bytes(data[at : at + size], "little") for at in range(0, len(data), size))
     if tokens and max(tokens) >= vocab_size:
         raise ProtocolError(f"a token id is none of the {vocab_size} that there are")
     return tokens
@@ -116,7 +122,7 @@ def drafts_untrusted(message: Drafts, epoch: int, *, vocab_size: int) -> tuple[i
     """The tokens. Raises ``ProtocolError``: no correct drafter sends this. ``epoch``: from the header."""
     if not 0 <= epoch <= MAX_NUMBER or not 0 <= message.position <= MAX_POSITIONS:
         raise ProtocolError(f"drafts of epoch {epoch} from position {message.position}")
-    if not 0 < len(message.tokens) <= TOKEN_BYTES * MAX_DEPTH:
+    if not 0 < len(message.tokens) <= token_bytes(vocab_size) * MAX_DEPTH:
         raise ProtocolError(f"drafts of {len(message.tokens)} bytes")
     return tokens_untrusted(message.tokens, vocab_size=vocab_size)
 

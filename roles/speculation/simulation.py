@@ -149,7 +149,7 @@ class _Drafter:
         self._send(True, begin)
 
     def tell(self, tell: Tell) -> None:
-        self._run.payload_bytes += len(encode(Verdict(tell.right, packed(tell.tokens), tell.depth)))
+        self._run.payload_bytes += len(encode(Verdict(tell.right, tell.depth, packed(tell.tokens, VOCAB))))
         self._send(True, lambda: self._handle(Told(tell.number, tell.start, tell.tokens, tell.depth)))
 
     def _send(self, there: bool, act: Callable[[], None]) -> None:
@@ -172,7 +172,7 @@ class _Drafter:
                     self._run.after(self.setting.draft_s, partial(self._ran, item))
                 case Send(epoch, position, tokens):
                     self._run.payload_bytes += len(
-                        encode(Drafts(0 if position == self._drafted else position, packed(tokens)))
+                        encode(Drafts(0 if position == self._drafted else position, packed(tokens, VOCAB)))
                     )
                     self._drafted = position + len(tokens)
                     self._send(False, partial(self._run.handle, Drafted(self.number, epoch, position, tokens)))

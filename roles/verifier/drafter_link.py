@@ -88,7 +88,7 @@ class Seat:
         refused: the code, where the drafter refused it.
         ready: the first has been told. over: the last has been, or needs not.
         drafted: position behind the drafts that came last; 0 before the first.
-        bytes_in, bytes_out: of bodies.
+        bytes_in, bytes_out: of bodies. frames: that they came and went in.
     """
 
     link: DrafterLink
@@ -105,6 +105,7 @@ class Seat:
     drafted: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
+    frames: int = 0
 
     def __post_init__(self) -> None:
         self.record = SeatRecord(len(self.beginning.ids))
@@ -282,7 +283,8 @@ class DrafterLink:
         right, wrong = seat.record.judged(tell)
         self.record.count(right, wrong=wrong)
         try:
-            self._say(seat, Verdict(tell.right, packed(tell.tokens), tell.depth), generation=tell.number)
+            tokens = packed(tell.tokens, self._tokens.vocab_size)
+            self._say(seat, Verdict(tell.right, tell.depth, tokens), generation=tell.number)
         except (UserError, ValueError):  # more tokens than a frame holds: it came late to a long text
             asyncio.get_running_loop().call_soon(self._lose, seat)
 
@@ -306,6 +308,7 @@ class DrafterLink:
         if self._line is None:
             return
         seat.bytes_out += len(encode(message))
+        seat.frames += 1
         with suppress(ConnectionLost):
             self._line.connection.send(message, generation=generation, stream=seat.stream)
 
@@ -343,6 +346,7 @@ class DrafterLink:
         if seat is None:
             return None  # the session was over when this was on its way
         seat.bytes_in += len(encode(message))
+        seat.frames += 1
         match message:
             case DraftReady() if seat.ready:
                 raise ProtocolError("a session of it is ready twice")

@@ -220,6 +220,7 @@ class _SessionDrafting:
                 seat.link.record.latency_s,
                 seat.bytes_in,
                 seat.bytes_out,
+                seat.frames,
             )
             for seat in self._was_ready
         ]

@@ -26,7 +26,8 @@ class DrafterFacts:
         drafter: its number in the session's events.
         peer_id: empty for one in this process. model: what it drafts with.
         latency_s: one way.
-        bytes_in, bytes_out: of message bodies of this session, from and to it; 0 for one in this process.
+        bytes_in, bytes_out: of message bodies of this session, from and to it; 0 for one in this process. frames: that
+            these came and went in.
     """
 
     drafter: int
@@ -36,6 +37,7 @@ class DrafterFacts:
     latency_s: float
     bytes_in: int
     bytes_out: int
+    frames: int = 0
 
     def as_map(self) -> dict[str, Any]:
         return {

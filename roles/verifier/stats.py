@@ -8,6 +8,7 @@ from typing import Any
 
 from roles.speculation.stats import Stats
 from roles.verifier.drafting_source import DrafterFacts
+from wire.frame import HEADER
 
 WINDOW_S = 5.0
 """Over which a rate is taken."""
@@ -71,6 +72,7 @@ class WritingStats:
         model's turn, or the reader. ``right_of``: drafts of each drafter that were right and in a pass."""
         core, after = self._core, self._tokens - 1
         writing_s = self._last_at - self._first_at
+        headers = HEADER.size * sum(each.frames for each in drafters)
         bytes_in, bytes_out = sum(each.bytes_in for each in drafters), sum(each.bytes_out for each in drafters)
 
         def each_ms(seconds: float) -> float | None:
@@ -90,6 +92,7 @@ class WritingStats:
             "bytes_in": bytes_in,
             "bytes_out": bytes_out,
             "bytes_per_token": (bytes_in + bytes_out) / self._tokens if self._tokens else None,
+            "frame_bytes_per_token": (bytes_in + bytes_out + headers) / self._tokens if self._tokens else None,
             "drafters": [each.as_map() | {"accepted": right_of.get(each.drafter, 0)} for each in drafters],
         }
 

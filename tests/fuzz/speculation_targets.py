@@ -54,7 +54,7 @@ PROMPT = [5, 80, 11]
 GREEDY = Sampling(temperature=0)
 
 _SMALL = st.integers(-1, 12)
-_IDS = st.lists(st.integers(0, VOCAB) | st.just((1 << 24) - 1), max_size=6).map(packed)
+_IDS = st.lists(st.integers(0, VOCAB) | st.just((1 << 16) - 1), max_size=6).map(lambda ids: packed(ids, VOCAB))
 _BYTES = _IDS | mutated(_IDS)
 _OPENING = DraftOpen(3, 3, 40, VOCAB, TOKENIZER, 1.0, 0, 1.0, 0, 8, 2.0)
 _OPENINGS = made(
@@ -220,7 +220,7 @@ _AS_DRAFTER = st.tuples(
     | made(DraftReady)
     | _REFUSALS
     | _VERDICTS
-    | st.just(Drafts(0, packed([1, 2]))),
+    | st.just(Drafts(0, packed([1, 2], VOCAB))),
     st.sampled_from([0, 0, 0, -1, 1]),
     st.sampled_from([0, 0, 0, 0, 1, -1]),
 )

@@ -50,7 +50,7 @@ Says = Callable[[int, Told | None, int, Connection], None]
 
 
 def drafts(connection: Connection, stream: int, epoch: int, position: int, tokens: list[int]) -> None:
-    connection.send(Drafts(position, packed(tokens)), generation=epoch, stream=stream)
+    connection.send(Drafts(position, packed(tokens, VOCAB)), generation=epoch, stream=stream)
 
 
 def behind(verdict: Told | None) -> int:
@@ -145,21 +145,21 @@ def late_garbage(stream: int, verdict: Told | None, number: int, connection: Con
 
 
 LIES = {
-    "another epoch": garbage(Drafts(len(PROMPT), packed([1])), generation=3),
-    "no epoch": garbage(Drafts(len(PROMPT), packed([1])), generation=1 << 60),
-    "far ahead": garbage(Drafts(len(PROMPT) + 90, packed([1]))),
-    "too many": garbage(Drafts(len(PROMPT), packed([1] * 100))),
-    "far too many": garbage(Drafts(len(PROMPT), packed([1] * 4000))),
-    "before the prompt": garbage(Drafts(-1, packed([1]))),
+    "another epoch": garbage(Drafts(len(PROMPT), packed([1], VOCAB)), generation=3),
+    "no epoch": garbage(Drafts(len(PROMPT), packed([1], VOCAB)), generation=1 << 60),
+    "far ahead": garbage(Drafts(len(PROMPT) + 90, packed([1], VOCAB))),
+    "too many": garbage(Drafts(len(PROMPT), packed([1] * 100, VOCAB))),
+    "far too many": garbage(Drafts(len(PROMPT), packed([1] * 4000, VOCAB))),
+    "before the prompt": garbage(Drafts(-1, packed([1], VOCAB))),
     "no token": garbage(Drafts(len(PROMPT), b"")),
-    "half a token": garbage(Drafts(len(PROMPT), b"abcd")),
-    "no such token": garbage(Drafts(len(PROMPT), packed([VOCAB]))),
-    "the last token of all": garbage(Drafts(len(PROMPT), bytes([255] * 3))),
-    "another session": garbage(Drafts(len(PROMPT), packed([1])), offset=5),
-    "no session": garbage(Drafts(len(PROMPT), packed([1])), offset=-1),
+    "half a token": garbage(Drafts(len(PROMPT), b"abc")),
+    "no such token": garbage(Drafts(len(PROMPT), packed([VOCAB], VOCAB))),
+    "the last token of all": garbage(Drafts(len(PROMPT), bytes([255] * 2))),
+    "another session": garbage(Drafts(len(PROMPT), packed([1], VOCAB)), offset=5),
+    "no session": garbage(Drafts(len(PROMPT), packed([1], VOCAB)), offset=-1),
     "ready twice": garbage(DraftReady(1.0)),
     "a step of no length": garbage(DraftReady(float("nan"))),
-    "a verifier's word": garbage(Verdict(0, b"", 1)),
+    "a verifier's word": garbage(Verdict(0, 1, b"")),
     "a hole": late_garbage,
 }
 
@@ -330,15 +330,15 @@ BAD_WORDS = {
     "the same number again": lambda verifier: verifier.open(stream=1),
     "no number": lambda verifier: verifier.open(stream=0),
     "fewer ids than it says": lambda verifier: verifier.open(data=IDS[4:], stream=2),
-    "a verdict of no session": says(Verdict(0, packed([1]), 8), stream=9),
+    "a verdict of no session": says(Verdict(0, 8, packed([1], VOCAB)), stream=9),
     "a closing of no session": says(DraftClose(), stream=9),
-    "a verdict of another number": says(Verdict(0, packed([1]), 8), generation=2),
-    "a verdict from nowhere": says(Verdict(55, packed([1]), 8)),
-    "a verdict from before": says(Verdict(-1, packed([1]), 8)),
-    "a verdict beyond the end": says(Verdict(0, packed([1] * 70), 8)),
-    "a verdict of no token": says(Verdict(0, packed([VOCAB]), 8)),
-    "a verdict of great depth": says(Verdict(0, packed([1]), 1 << 30)),
-    "half a token": says(Verdict(0, b"abcd", 8)),
+    "a verdict of another number": says(Verdict(0, 8, packed([1], VOCAB)), generation=2),
+    "a verdict from nowhere": says(Verdict(55, 8, packed([1], VOCAB))),
+    "a verdict from before": says(Verdict(-1, 8, packed([1], VOCAB))),
+    "a verdict beyond the end": says(Verdict(0, 8, packed([1] * 70, VOCAB))),
+    "a verdict of no token": says(Verdict(0, 8, packed([VOCAB], VOCAB))),
+    "a verdict of great depth": says(Verdict(0, 1 << 30, packed([1], VOCAB))),
+    "half a token": says(Verdict(0, 8, b"abc")),
     "a drafter's word": says(DraftReady(1.0)),
 }
 
@@ -440,7 +440,7 @@ def test_an_engine_that_fails_ends_that_session_with_its_reason() -> None:
                 "engine", "the device has no memory left", "use a smaller model"
             )
             assert host.drafter.sessions == 1
-            verifier.connection.send(Verdict(4, packed([1]), 8), generation=1, stream=1)  # was on its way
+            verifier.connection.send(Verdict(4, 8, packed([1], VOCAB)), generation=1, stream=1)  # was on its way
             verifier.open(stream=2)
             assert (await verifier.next())[0] == 2
 
@@ -483,7 +483,7 @@ def test_a_verdict_that_cuts_the_line_waits_for_no_more_than_the_step_under_way(
             ids = encode_ids([number % VOCAB for number in range(3000)])
             verifier.open(replace(OPENING, count=3000, prompt=3000, positions=3500), ids, stream=2)
             runs.clear()
-            verifier.connection.send(Verdict(0, packed([0, 1, 2]), 8), generation=1, stream=1)
+            verifier.connection.send(Verdict(0, 8, packed([0, 1, 2], VOCAB)), generation=1, stream=1)
             await asyncio.sleep(0.5)
             mine = [at for at, (_, count) in enumerate(runs) if count == 3]
             assert mine
@@ -515,7 +515,7 @@ def test_a_run_that_waits_for_its_turn_is_asked_for_anew_when_a_verdict_comes() 
             began.clear()
             await began.wait()
             runs.clear()
-            verdict = Verdict(0, packed([0, 1, 2]), 40)
+            verdict = Verdict(0, 40, packed([0, 1, 2], VOCAB))
             verifier.connection.send(verdict, generation=1, stream=1)
             await asyncio.sleep(0.35)
             assert runs[0] == ("draft-1", 3), runs
@@ -528,7 +528,7 @@ def test_a_look_up_takes_any_tokenizer() -> None:
         async with verifier_of(network) as verifier:
             verifier.open(replace(OPENING, tokenizer="another", vocab_size=1000), encode_ids([1, 2, 999, 1, 2]))
             assert isinstance((await verifier.next())[1], DraftReady)
-            assert (await verifier.next())[1] == Drafts(5, packed([999, 1, 2, 999, 1, 2, 999, 1]))
+            assert (await verifier.next())[1] == Drafts(5, packed([999, 1, 2, 999, 1, 2, 999, 1], 1000))
 
     async def main() -> None:
         network = MemoryNetwork()

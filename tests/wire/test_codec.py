@@ -361,14 +361,21 @@ def test_a_message_of_another_kind_raises_nothing_but_protocol_error(message: Me
         decode_untrusted(other.KIND, encode(message))
 
 
-def test_what_comes_by_the_thousand_is_a_list_of_its_values():
+def test_what_comes_by_the_thousand_is_its_bare_values():
     drafts = Drafts(1000, b"\x01\x00\x00\x00" * 4)
     body = encode(drafts)
-    assert len(body) == 1 + 3 + 2 + 16
+    assert len(body) == 3 + 16
+    assert decode_untrusted(Drafts.KIND, memoryview(body)) == drafts
     assert decode_untrusted(Drafts.KIND, body) == drafts
 
 
-@pytest.mark.parametrize("source", [{"position": 1, "tokens": b""}, [1], [1, b"", 2], [b"", 1], 7])
-def test_a_list_that_is_not_that_of_the_fields(source: Any):
+@pytest.mark.parametrize("value", [{"position": 1}, [1], b"1", "1", None, True, 1.0, msgpack.ExtType(1, b"")])
+def test_a_value_that_is_not_of_its_field(value: Any):
     with pytest.raises(ProtocolError, match="Drafts"):
-        decode_untrusted(Drafts.KIND, msgpack.packb(source))
+        decode_untrusted(Drafts.KIND, msgpack.packb(value) + b"tokens")
+
+
+@pytest.mark.parametrize("body", [b"", b"\xcd\x01", b"\xc1"])
+def test_fewer_values_than_fields(body: bytes):
+    with pytest.raises(ProtocolError, match="Drafts"):
+        decode_untrusted(Drafts.KIND, body)

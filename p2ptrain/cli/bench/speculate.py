@@ -332,16 +332,32 @@ class SpeculateBench:
             "drafted_per_token": ahead.each("drafted", "tokens"),
             "self_steps": ahead.each("self_steps", "passes"),
             "bytes_per_token": (ahead.total("bytes_in") + ahead.total("bytes_out")) / max(1.0, ahead.total("tokens")),
+            "frame_bytes_per_token": statistics.fmean(
+                stats.get("frame_bytes_per_token") or 0.0 for stats in ahead.stats
+            ),
         }
 
     def _measured(self, results: list[dict[str, Any]]) -> Table:
-        columns = ["ROUND TRIP", "ALPHA", "ALONE", "IN TURNS", "AHEAD", "FASTER", "GOAL", "A PASS", "WASTED", "BYTES"]
+        columns = [
+            "ROUND TRIP",
+            "ALPHA",
+            "ALONE",
+            "IN TURNS",
+            "AHEAD",
+            "FASTER",
+            "GOAL",
+            "A PASS",
+            "WASTED",
+            "BYTES",
+            "FRAMES",
+        ]
         rows = []
         for row in results:
             goal = "-" if row["goal_s"] is None else f"{1e3 * row['goal_s']:.1f} {_yes(row['goal_reached'])}"
             goal = goal if row["never_slower"] else "slower NO"
             times_ms = [f"{1e3 * row[name]:.1f}" for name in ("alone_s", "in_turns_s", "token_s")]
             found = [f"{row['accepted_length']:.1f}", f"{100 * row['wasted']:.0f} %", f"{row['bytes_per_token']:.1f}"]
+            found.append(f"{row['frame_bytes_per_token']:.0f}")
             where = [f"{row['round_trip_ms']:g} ms", f"{row['alpha']:g}"]
             rows.append([*where, *times_ms, times(row["faster"]), goal, *found])
         return Table(columns, rows, columns)
@@ -398,7 +414,7 @@ class SpeculateBench:
             f"settled: behind the first {SETTLED} tokens",
             "alone: the same service without a drafter; in turns: draft, send, verify, answer, with the best fixed "
             "number of drafts; ahead: this program; a pass: tokens that one gives; wasted: of the drafts, those "
-            "that no pass used; bytes: bodies of drafts and verdicts, a token",
+            "that no pass used; bytes: bodies of drafts and verdicts, a token; frames: with the headers around them",
             f"{plan.texts} texts of {plan.tokens} tokens each, one in turns, and "
             f"the first {ALONE_TOKENS} tokens alone; all were the verifier's "
             "own, token for token. As many drafts are right as alpha says; models that only take time, nothing else",

@@ -92,7 +92,7 @@ def drafter() -> Drafting:
     sent: list[Send] = []
     for token in (4, 5, 6, 7):
         sent += [item for item in core.handle(RunDone((token,)), 0.0) if isinstance(item, Send)]
-    assert [item.tokens for item in sent] == [(4, 5, 6)]
+    assert [item.tokens for item in sent] == [(4, 5), (6, 7)]
     return core
 
 
@@ -113,16 +113,15 @@ def test_a_verdict_that_no_verifier_says(told: Told) -> None:
 
 def test_a_verdict_that_agrees_leaves_the_line_and_one_that_does_not_cuts_it() -> None:
     core = drafter()
-    assert core.handle(Told(1, 5, (6,), 4), 0.0) == []  # a run is under way, and one draft is too few to send
+    assert core.handle(Told(1, 5, (6,), 4), 0.0) == []  # a run is under way, and all is sent
     assert (core.epoch, core.verified) == (0, (1, 2, 3, 4, 5, 6))
     assert core.handle(Told(2, 6, (9,), 4), 0.0) == []
     assert (core.epoch, core.verified) == (2, (1, 2, 3, 4, 5, 6, 9))
     (run,) = core.handle(RunDone((8,)), 0.0)  # its pick stood on what was cut: it is dropped
     assert run == Run(6, (9,), 1, 4)
     core.handle(RunDone((1,)), 0.0)
-    core.handle(RunDone((2,)), 0.0)
-    send = core.handle(RunDone((3,)), 0.0)[0]
-    assert send == Send(2, 7, (1, 2, 3))
+    send = core.handle(RunDone((2,)), 0.0)[0]
+    assert send == Send(2, 7, (1, 2))
 
 
 def test_a_verdict_beyond_the_line_is_taken_over_in_the_same_epoch() -> None:
