@@ -76,12 +76,12 @@ class Picker:
             scores = self._scores(logits)
             if not self._sampled:
                 return tuple(scores.argmax(-1).tolist())
-            return self._drawn(self._warped(scores).softmax(-1), draw, self._sampling.vocab_size or logits.shape[1])
+            return self._drawn(self._warped(scores).softmax(-1), draw)
 
     def _scores(self, logits: Tensor) -> Tensor:
         """(rows, entries that may be picked), float32, on the CPU: warpers may write into them."""
-        logits = logits[:, : self._sampling.vocab_size or logits.shape[1]]
         scores = logits.to(device="cpu", dtype=torch.float32, copy=True)
+        scores = scores[:, : self._sampling.vocab_size or None]
         if not scores.amax(-1).isfinite().all():  # NaN where one of them is
             raise JobFailed(
                 "the model gave logits that are not numbers, so there is no next token",
@@ -89,7 +89,8 @@ class Picker:
             )
         return scores
 
-    def _drawn(self, probabilities: Tensor, draw: int, vocab_size: int) -> tuple[int, ...]:
+    def _drawn(self, probabilities: Tensor, draw: int) -> tuple[int, ...]:
+        vocab_size = self._sampling.vocab_size or probabilities.shape[1]
         noise = torch.stack([self._noise_of(draw + row, vocab_size) for row in range(len(probabilities))])
         return tuple((probabilities / noise[:, : probabilities.shape[1]]).argmax(-1).tolist())
 

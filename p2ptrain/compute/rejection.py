@@ -58,7 +58,8 @@ class RejectionPicker(Picker):
     def pick(self, logits: Tensor, draw: int) -> tuple[int, ...]:
         """As of ``Picker``."""
         probs = self._probs(logits)
-        tokens = self._drawn_of(probs, draw, logits)
+        with one_thread():
+            tokens = self._drawn(probs, draw)
         self._last = probs, tokens
         return tokens
 
@@ -84,7 +85,8 @@ class RejectionPicker(Picker):
             if not kept(float(row[token]), weight, uniform(self._seed, number, KEEP)):
                 self._rejected = row, token, number
                 return Judged(tuple(drafts[: number - draw]), rejected=True)
-        return Judged((*drafts, *self._drawn_of(probs[-1:], draw + len(drafts), logits)), rejected=False)
+        with one_thread():
+            return Judged((*drafts, *self._drawn(probs[-1:], draw + len(drafts))), rejected=False)
 
     def settle(self, draft_probs: DraftProbs | None) -> int:
         """What comes in place of the draft that was rejected last.
@@ -97,10 +99,6 @@ class RejectionPicker(Picker):
         (row, token, draw), self._rejected = self._rejected, None
         left = residual(row.numpy(), token, draft_probs)
         return inverse(left, uniform(self._seed, draw, INSTEAD))
-
-    def _drawn_of(self, probs: Tensor, draw: int, logits: Tensor) -> tuple[int, ...]:
-        with one_thread():
-            return self._drawn(probs, draw, self._sampling.vocab_size or logits.shape[1])
 
     def _probs(self, logits: Tensor) -> Tensor:
         with one_thread():

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-from p2ptrain.core.serving import Sampling
+from p2ptrain.core.serving import DraftProbs, Sampling
 
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """What came of a pass: its picks, and how long it took from when its turn came."""
+    """What came of a pass: its picks, and how long it took from when its turn came.
+
+    Attributes:
+        rejected: of a pass that judged drafts: as of ``p2ptrain.core.serving.Judged``.
+    """
 
     tokens: tuple[int, ...]
     took_s: float
+    rejected: bool = False
 
 
 class TargetSession(Protocol):
@@ -40,6 +45,20 @@ class TargetSession(Protocol):
         ...
 
 
+@runtime_checkable
+class JudgingSession(TargetSession, Protocol):
+    """One whose sampling may be one that ``rejects``."""
+
+    async def judge(self, *, keep: int, ids: Sequence[int], draw: int, weights: Sequence[float]) -> Passed:
+        """As ``run``, but that the last ``ids``, one for each weight, are drafts, which are kept or rejected; see
+        ``roles.stage_engine.WeighingEngine.judge``."""
+        ...
+
+    async def settle(self, draft_probs: DraftProbs | None) -> int:
+        """What comes in place of the draft that was rejected; see ``roles.stage_engine.WeighingEngine.settle``."""
+        ...
+
+
 class Target(Protocol):
     """A model to write with.
 
@@ -54,7 +73,8 @@ class Target(Protocol):
     label: str
 
     async def open(self, *, positions: int, sampling: Sampling) -> TargetSession:
-        """Begin a session of at most so many positions. Raises ``P2PTrainError`` where there is no room for it."""
+        """Begin a session of at most so many positions; a ``JudgingSession`` where ``sampling.rejects``. Raises
+        ``P2PTrainError`` where there is no room for it, or it cannot judge."""
         ...
 
     def facts(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 from p2ptrain.core.activations import IDS, encode_ids
 from p2ptrain.core.errors import P2PTrainError, Refused, UserError
 from p2ptrain.core.ids import new_id
-from p2ptrain.core.serving import Sampling
+from p2ptrain.core.serving import DraftProbs, Sampling
 from p2ptrain.core.world import Clock
 from roles.chain.works import CHUNK
 from roles.compute_thread import ComputeThread
-from roles.stage_engine import StageEngine
+from roles.stage_engine import StageEngine, WeighingEngine
 from roles.verifier.target import Passed
 from wire.handshake import RefusalCode
 
@@ -65,10 +65,13 @@ class WholeTarget:
         """Begin a session of at most so many positions; its cache is allocated now.
 
         Raises:
-            UserError: the model knows fewer positions, or the memory for caches is smaller than this one.
+            UserError: the model knows fewer positions, the memory for caches is smaller than this one, or drafts are
+                to be rejected by an engine that cannot.
             Refused: too many sessions are open, or their caches leave too little.
             ResourceError: there is too little memory.
         """
+        if sampling.rejects and not isinstance(self._engine, WeighingEngine):
+            raise UserError(f"{self.label} cannot reject drafts", remedy="leave out --sampling rejection")
         name, need_bytes = new_id(), positions * self._engine.cache_position_bytes
         self._check(positions, need_bytes)
         self._promised[name] = need_bytes
@@ -120,6 +123,19 @@ class WholeTarget:
         )
         ran, took_s = await self._in_turn(work)
         return Passed(ran.tokens, took_s)
+
+    async def judge(self, name: str, *, keep: int, ids: Sequence[int], draw: int, weights: Sequence[float]) -> Passed:
+        """As of ``JudgingSession``."""
+        assert isinstance(self._engine, WeighingEngine)
+        payload = memoryview(encode_ids(ids))
+        work = partial(self._engine.judge, name, keep=keep, payload=payload, count=len(ids), draw=draw, weights=weights)
+        judged, took_s = await self._in_turn(work)
+        return Passed(judged.tokens, took_s, judged.rejected)
+
+    async def settle(self, name: str, draft_probs: DraftProbs | None) -> int:
+        """As of ``JudgingSession``."""
+        assert isinstance(self._engine, WeighingEngine)
+        return (await self._in_turn(partial(self._engine.settle, name, draft_probs)))[0]
 
     async def forget(self, name: str) -> None:
         """Close a session behind what is under way. Never raises."""
@@ -193,12 +209,24 @@ class WholeSession:
 
     async def run(self, *, keep: int, ids: Sequence[int], picks: int, draw: int, prefill: bool) -> Passed:
         """See ``TargetSession``; ``prefill`` makes no difference here."""
+        return await self._alone(self._target.run(self._name, keep=keep, ids=ids, picks=picks, draw=draw))
+
+    async def judge(self, *, keep: int, ids: Sequence[int], draw: int, weights: Sequence[float]) -> Passed:
+        """See ``JudgingSession``."""
+        return await self._alone(self._target.judge(self._name, keep=keep, ids=ids, draw=draw, weights=weights))
+
+    async def settle(self, draft_probs: DraftProbs | None) -> int:
+        """See ``JudgingSession``."""
+        return await self._alone(self._target.settle(self._name, draft_probs))
+
+    async def _alone(self, work: Coroutine[Any, Any, T]) -> T:
         if self._running or self._closed:
+            work.close()
             raise RuntimeError("a session that is closed, or runs already, was given a pass")
         self._running = True
-        passed = await self._target.run(self._name, keep=keep, ids=ids, picks=picks, draw=draw)
+        done = await work
         self._running = False  # not where it failed or was cancelled: then it is only to be closed
-        return passed
+        return done
 
     async def close(self) -> None:
         """Forget it, behind a pass that is under way. Never raises."""
