@@ -42,7 +42,7 @@ from wire.records import (
     RecoveryInfo,
     ServingInfo,
 )
-from wire.ticket import KIND_OF, ROLES, Ticket, is_ticket
+from wire.ticket import ROLES, Ticket, is_ticket
 from wire.transport_base import format_address
 
 from .engine import Target
@@ -307,7 +307,7 @@ _HELLO = made(
 _IDENTITY = st.none() | st.builds(
     PeerIdentity,
     _IDS,
-    st.frozensets(st.sampled_from([*KIND_OF]) | _IDS),
+    st.frozensets(st.sampled_from(ROLES) | _IDS),
     st.floats(),
     st.integers(),
 )
