@@ -37,6 +37,7 @@ from wire.transport import TcpNetwork
 if TYPE_CHECKING:
     from p2ptrain.cli.bench.piped import Piped
     from p2ptrain.cli.bench.speculated import DrafterSide, VerifierSide
+    from p2ptrain.cli.bench.speculated_exact import Exactly
     from p2ptrain.cli.bench.training import Training
     from p2ptrain.compute.rivals import GlooGroup
 
@@ -89,7 +90,7 @@ class Member:
         self._piece_bytes = 0
         self._training: Training | None = None
         self._piped: Piped | None = None
-        self._side: DrafterSide | VerifierSide | None = None
+        self._side: DrafterSide | VerifierSide | Exactly | None = None
         self._orders: dict[str, Callable[..., Awaitable[Answer]]] = {
             "start": self.start,
             "listen": self.listen,
@@ -352,7 +353,8 @@ class Member:
     # ------------------------------------------------------------------------------------------- speculative decoding
 
     async def speculate(self, *, part: str, **arguments: Any) -> Answer:
-        """``be drafter`` and ``be verifier`` open a side of it; ``assisted`` needs none; others are its methods."""
+        """``be drafter``, ``be verifier`` and ``be exact`` open a side of it, the last one both; ``assisted`` needs
+        none; others are its methods."""
         from p2ptrain.cli.bench import speculated
 
         if part == "assisted":
@@ -361,6 +363,10 @@ class Member:
             self._side = speculated.DrafterSide()
         elif part == "be verifier":
             self._side = speculated.VerifierSide()
+        elif part == "be exact":
+            from p2ptrain.cli.bench.speculated_exact import Exactly
+
+            self._side = Exactly()
         does: Callable[..., Awaitable[Answer]] = getattr(self._side, "open" if part.startswith("be ") else part)
         return await does(**arguments)
 

@@ -22,8 +22,15 @@ def speculate(
     ] = "0,20,80,200",
     sweep: Annotated[bool, typer.Option("--sweep", help=f"--alpha {ALPHAS}: some minutes.")] = False,
     jitter_ms: Annotated[
-        float, typer.Option("--jitter-ms", metavar="MS", min=0, max=1000, help="A message is later by up to that.")
-    ] = 0.0,
+        float | None,
+        typer.Option(
+            "--jitter-ms",
+            metavar="MS",
+            min=0,
+            max=1000,
+            help="A message is later by up to that; default: 0, with --exact a tenth of the round trip.",
+        ),
+    ] = None,
     pass_ms: Annotated[
         float, typer.Option("--pass-ms", metavar="MS", min=0.5, max=10_000, help="A pass of the verifier takes.")
     ] = 50.0,
@@ -39,7 +46,9 @@ def speculate(
             "--tokens", "-t", metavar="N", min=0, max=10_000, help="New ones of a text; 0: 512, of real models 64."
         ),
     ] = 0,
-    texts: Annotated[int, typer.Option("--texts", metavar="N", min=1, max=100, help="Of each setting.")] = 2,
+    texts: Annotated[
+        int, typer.Option("--texts", metavar="N", min=0, max=1000, help="Of each setting; 0: 2, with --exact 100.")
+    ] = 0,
     chain: Annotated[
         bool, typer.Option("--chain", help="The verifier is split: each pass goes round a ring of 80 ms, too.")
     ] = False,
@@ -53,6 +62,17 @@ def speculate(
     prompts: Annotated[
         Path | None, typer.Option("--prompts", metavar="FILE", help="One a line, for real models.")
     ] = None,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact",
+            help="Of a real pair: is every text the verifier's own, token for token, while its drafter is killed and "
+            "comes back? In virtual time.",
+        ),
+    ] = False,
+    random_seed: Annotated[
+        int, typer.Option("--random-seed", metavar="N", min=0, help="With --exact: of draws, jitter and deaths.")
+    ] = 0,
     threads: Annotated[
         int, typer.Option("--threads", metavar="N", min=1, max=1024, help="CPU threads of each real model.")
     ] = 1,
@@ -74,11 +94,13 @@ def speculate(
       p2ptrain bench speculate --alpha .6,.9 --rtt 40 --growth .02 --json speculate.json
       p2ptrain bench speculate --chain --kill
       p2ptrain bench speculate --verifier big/ --drafter small/ --rtt 0,20 --threads 1
+      p2ptrain bench speculate --verifier big/ --drafter small/ --exact --texts 100 --json exact.json
     """
     from p2ptrain.cli.bench import plan as plans
     from p2ptrain.cli.bench.machine import circumstances, origin
     from p2ptrain.cli.bench.report import Targets, publish
     from p2ptrain.cli.bench.speculate import Plan, SpeculateBench
+    from p2ptrain.cli.bench.speculate_exact import ExactBench, ExactPlan, exact_prompts
     from p2ptrain.cli.bench.speculate_pair import PairBench, PairPlan, prompts_of
     from p2ptrain.cli.bench.trial import conduct
 
@@ -89,24 +111,41 @@ def speculate(
         raise UserError(f"--tokens {tokens} is too short a text to measure", remedy="give at least 8")
     if (verifier is None) != (drafter is None):
         raise UserError("a real pair has two models", remedy="give both --verifier DIR and --drafter DIR")
+    if exact and verifier is None:
+        raise UserError("--exact is for a real pair", remedy="give --verifier DIR and --drafter DIR")
     noted = circumstances()
-    work: PairBench | SpeculateBench
-    if verifier is not None and drafter is not None:
-        plan = PairPlan(
-            str(verifier), str(drafter), prompts_of(prompts), tokens or 64, round_trips_ms, jitter_ms, threads
+    work: ExactBench | PairBench | SpeculateBench
+    if verifier is not None and drafter is not None and exact:
+        wanted = exact_prompts(texts or 100, None if prompts is None else prompts_of(prompts))
+        times_s = (pass_ms / 1e3, draft_ms / 1e3)
+        work = ExactBench(
+            ExactPlan(
+                str(verifier),
+                str(drafter),
+                wanted,
+                tokens or 64,
+                round_trips_ms,
+                jitter_ms,
+                *times_s,
+                seed=random_seed,
+                threads=threads,
+            )
         )
+    elif verifier is not None and drafter is not None:
+        jitter = jitter_ms or 0.0
+        plan = PairPlan(str(verifier), str(drafter), prompts_of(prompts), tokens or 64, round_trips_ms, jitter, threads)
         work = PairBench(plan)
     else:
         alphas = plans.shares_of(ALPHAS if sweep else alpha)
-        times_s = (pass_ms / 1e3, growth, draft_ms / 1e3)
+        stand_ins = (pass_ms / 1e3, growth, draft_ms / 1e3)
         work = SpeculateBench(
             Plan(
                 alphas,
                 round_trips_ms,
-                jitter_ms,
-                *times_s,
+                jitter_ms or 0.0,
+                *stand_ins,
                 tokens or 512,
-                texts,
+                texts or 2,
                 chain=chain,
                 kill=kill,
                 threads=threads,
@@ -114,7 +153,9 @@ def speculate(
         )
     complete = run(conduct(work.measure), children=True)
     report = work.report(origin(), complete=complete)
-    report.notes += noted
+    report.notes += [] if exact else noted  # nothing of it depends on how fast the machine is
     publish(report, targets)
+    if isinstance(work, ExactBench):
+        work.check()
     if not complete:
         raise typer.Exit(EXIT_INTERRUPTED)
