@@ -18,6 +18,7 @@ from tui.chain_panel import ChainsPanel
 from tui.model import Link, Phase
 from tui.panels import EventsPanel, Frame, HeaderBar, RecoveriesPanel, RingPanel, TrainingPanel
 from tui.screens import ConfirmScreen, HelpScreen
+from tui.serving_panel import ServingPanel
 from tui.source import SeedSource, Source, Way
 from tui.table import LiveTable
 from tui.tables import CheckpointsPanel, JobsPanel, PeersPanel
@@ -25,15 +26,17 @@ from tui.theme import DARK, THEMES, Palette
 from wire.records import JobInfo
 
 WIDE_COLUMNS, WIDE_ROWS = 120, 38
-"""From this size on everything is shown at once; below it, one of five views."""
-VIEWS = ("Cluster", "Training", "Jobs", "Events", "Chains")
-CHAINS = 5
-"""The view of split models: where everything is shown at once, it takes the place of ring and training."""
+"""From this size on everything is shown at once; below it, one of six views."""
+VIEWS = ("Cluster", "Training", "Jobs", "Events", "Chains", "Serving")
+CHAINS, SERVING = 5, 6
+"""The views of split models, and of who writes: where everything is shown at once, they take the place of ring and
+training."""
 PANELS = (
     HeaderBar,
     RingPanel,
     TrainingPanel,
     ChainsPanel,
+    ServingPanel,
     PeersPanel,
     JobsPanel,
     CheckpointsPanel,
@@ -45,13 +48,21 @@ Panel = (
     | RingPanel
     | TrainingPanel
     | ChainsPanel
+    | ServingPanel
     | PeersPanel
     | JobsPanel
     | CheckpointsPanel
     | RecoveriesPanel
     | EventsPanel
 )
-FOCUS_OF_VIEW = {1: "#peers-table", 2: "#training", 3: "#jobs-table", 4: "#events", CHAINS: "#chains"}
+FOCUS_OF_VIEW = {
+    1: "#peers-table",
+    2: "#training",
+    3: "#jobs-table",
+    4: "#events",
+    CHAINS: "#chains",
+    SERVING: "#serving",
+}
 
 
 class _Drawn(NamedTuple):
@@ -109,6 +120,7 @@ class P2PTrainApp(App[bool]):
             yield RingPanel()
             yield TrainingPanel()
         yield ChainsPanel()
+        yield ServingPanel()
         yield PeersPanel()
         with Horizontal(id="bottom"):
             yield JobsPanel()
@@ -164,12 +176,16 @@ class P2PTrainApp(App[bool]):
             self.screen_stack[0].query_one(JobsPanel).table.go_to(job.id)
 
     def _choose_drawing(self, job: JobInfo | None) -> None:
-        """Chains are drawn where the person asked for them, and in the first view where no ring is there to draw."""
-        instead = self.view == 1 and bool(self.source.store.parts) and not (job is not None and job.members)
-        wanted = self.view == CHAINS or instead
-        if wanted != self.has_class("-chains"):
-            self.set_class(wanted, "-chains")
-            self.call_after_refresh(self.refresh_panels)
+        """Chains, and those that write, are drawn where the person asked for them, and in the first view where no ring
+        is there to draw."""
+        store = self.source.store
+        instead = self.view == 1 and not (job is not None and job.members)
+        serving = self.view == SERVING or (instead and bool(store.serving))
+        chains = self.view == CHAINS or (instead and bool(store.parts) and not serving)
+        for name, wanted in (("-chains", chains), ("-serving", serving)):
+            if wanted != self.has_class(name):
+                self.set_class(wanted, name)
+                self.call_after_refresh(self.refresh_panels)
 
     def _tell_of_the_link(self, link: Link) -> None:
         """Say once why the seed was lost, and once that it is back; what is stale meanwhile is shown faded."""

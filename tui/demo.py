@@ -1,6 +1,7 @@
 """A scripted cluster to look at: for screenshots, tests and measurements. Deterministic: no clock, no chance.
 
 python -m tui.demo                                  watch it train
+python -m tui.demo --serving                        and write text: key 6
 python -m tui.demo --screenshot docs/tui.svg        what the README shows
 python -m tui.demo --peers 64 --measure 100         CPU time per update, in milliseconds
 """
@@ -11,12 +12,12 @@ import argparse
 import asyncio
 import dataclasses
 import math
-import random
 import time
 from pathlib import Path
 from typing import Any
 
 from p2ptrain.core.errors import ConnectionLost, Refused
+from tui.demo_serving import drafters, noise, verifier, writer
 from tui.model import Link, Phase, Store
 from tui.source import backoff_s
 from wire.messages import Update
@@ -30,6 +31,7 @@ from wire.records import (
     PeerInfo,
     Record,
     RecoveryInfo,
+    ServingInfo,
 )
 
 NAMES = ("atlas", "borea", "castor", "delos", "elara", "fjord", "gaia", "helios")
@@ -46,6 +48,8 @@ STEP_S = 0.8
 TOKENS_PER_STEP = 32_768
 SAVE_EVERY = 200
 VALIDATE_EVERY = 50
+SEEN_S = 90
+"""Of which a screenshot has the pace of those that write."""
 
 
 class DemoClock:
@@ -62,10 +66,14 @@ class DemoClock:
 
 
 class DemoCluster:
-    """What a seed with ``peers`` workers would tell. From three on, the last one follows the ring from outside."""
+    """What a seed with ``peers`` workers would tell. From three on, the last one follows the ring from outside.
 
-    def __init__(self, peers: int = 6, *, step: int = 640) -> None:
+    ``serving``: a verifier and two drafters are there, too, and write text.
+    """
+
+    def __init__(self, peers: int = 6, *, step: int = 640, serving: bool = False) -> None:
         self.size = peers
+        self.serves = serving
         self.step = step
         self.state = "running"
         self.generation = 4
@@ -85,7 +93,7 @@ class DemoCluster:
         return counts
 
     def _noise(self, *key: object) -> float:
-        return random.Random(repr(key)).uniform(-1.0, 1.0)  # noqa: S311 - scenery
+        return noise(*key)
 
     def wall(self, step: int) -> float:
         return EPOCH + step * STEP_S
@@ -294,10 +302,18 @@ class DemoCluster:
             _update("checkpoints", self.checkpoints()),
             _update("recoveries", self.recoveries()),
             _update("parts", self.parts()),
+            _update("serving", self.serving()),
         ]
 
     def peers(self) -> list[PeerInfo]:
-        return [self.peer(index) for index in range(self.size)]
+        return [
+            *(self.peer(index) for index in range(self.size)),
+            *(writer(self.peer(0), info) for info in self.serving()),
+        ]
+
+    def serving(self) -> list[ServingInfo]:
+        """A verifier and its drafters, where they are there."""
+        return [verifier(self.step), *drafters(self.step)] if self.serves else []
 
     def tick(self) -> list[Update]:
         """One more step, as a seed's coalesced updates would bring it."""
@@ -309,6 +325,7 @@ class DemoCluster:
             _update("jobs", [self.job()]),
             _update("metrics", [self.row(self.step)]),
             _update("parts", self.parts()),
+            _update("serving", self.serving()),
         ]
         if self.step % SAVE_EVERY == 0:
             updates += [
@@ -382,22 +399,25 @@ class DemoSource:
         return {"job": job.id}
 
 
-async def _screenshot(*, peers: int, columns: int, rows: int, light: bool, view: int) -> str:
+async def _screenshot(*, peers: int, serving: bool, columns: int, rows: int, light: bool, view: int) -> str:
     from tui.app import P2PTrainApp  # the app knows the demo by its protocol only
 
-    source = DemoSource(DemoCluster(peers))
+    source = DemoSource(DemoCluster(peers, serving=serving))
     app = P2PTrainApp(source, clock=source.clock)
     async with app.run_test(size=(columns, rows)) as pilot:
+        for _ in range(SEEN_S if serving else 0):
+            source.clock.time += 1
+            source.tick()
         await pilot.press(str(view), *(["d"] if light else []))
         await pilot.pause()
         return app.export_screenshot(title="p2ptrain tui")
 
 
-async def _measure(updates: int, *, peers: int, columns: int, rows: int) -> float:
+async def _measure(updates: int, *, peers: int, serving: bool, columns: int, rows: int) -> float:
     """CPU milliseconds per update at ten a second, drawing included."""
     from tui.app import P2PTrainApp
 
-    source = DemoSource(DemoCluster(peers))
+    source = DemoSource(DemoCluster(peers, serving=serving))
     app = P2PTrainApp(source, clock=source.clock, refresh_hz=0)
     async with app.run_test(size=(columns, rows)) as pilot:
         await pilot.pause()
@@ -416,6 +436,7 @@ async def _measure(updates: int, *, peers: int, columns: int, rows: int) -> floa
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tui.demo", description="A scripted cluster to look at.")
     parser.add_argument("--peers", type=int, default=6)
+    parser.add_argument("--serving", action="store_true", help="a verifier and drafters, too")
     parser.add_argument("--screenshot", type=Path, help="write an SVG and leave")
     parser.add_argument("--measure", type=int, metavar="UPDATES", help="print CPU time per update and leave")
     parser.add_argument("--size", default="160x48", help="columns x rows of the screenshot or the measurement")
@@ -423,7 +444,8 @@ def main() -> None:
     parser.add_argument("--light", action="store_true", help="the light theme for the screenshot")
     arguments = parser.parse_args()
     columns, _, rows = arguments.size.partition("x")
-    shape = {"peers": arguments.peers, "columns": int(columns), "rows": int(rows)}
+    shape: dict[str, Any] = {"peers": arguments.peers, "serving": arguments.serving}
+    shape |= {"columns": int(columns), "rows": int(rows)}
     if arguments.screenshot:
         picture = asyncio.run(_screenshot(light=arguments.light, view=arguments.view, **shape))
         arguments.screenshot.write_text(picture, encoding="utf-8")
@@ -434,7 +456,9 @@ def main() -> None:
         from tui.app import P2PTrainApp
 
         clock = LoopClock()
-        P2PTrainApp(DemoSource(DemoCluster(arguments.peers), clock=clock, rate_hz=4), clock=clock).run()
+        P2PTrainApp(
+            DemoSource(DemoCluster(arguments.peers, serving=arguments.serving), clock=clock, rate_hz=4), clock=clock
+        ).run()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -28,12 +28,18 @@ from wire.records import (
     PeerInfo,
     Record,
     RecoveryInfo,
+    ServingInfo,
 )
 
 MAX_PEERS = 1024
 MAX_JOBS = 512
 MAX_CHECKPOINTS = 2048
 MAX_PARTS = 1024
+MAX_SERVING = 1024
+MAX_FIGURES = 256
+"""Of one that serves."""
+MAX_PACES = 600
+"""Changes of its pace: it tells one a second."""
 MAX_EVENTS = 500
 MAX_SERIES = 32
 MAX_RECOVERIES = 500
@@ -207,8 +213,10 @@ class Store:
     checkpoints: dict[str, CheckpointInfo] = field(default_factory=dict)
     recoveries: dict[tuple[str, int], RecoveryInfo] = field(default_factory=dict)
     parts: dict[str, PartInfo] = field(default_factory=dict)
+    serving: dict[str, ServingInfo] = field(default_factory=dict)
     versions: Counter[str] = field(default_factory=Counter)
     malformed: int = 0
+    _paces: dict[str, deque[tuple[float, float]]] = field(default_factory=dict)
 
     # ------------------------------------------------------------------------------------------------------- feeding
 
@@ -234,7 +242,7 @@ class Store:
             raise ProtocolError(f"a malformed item in an update of {clean(topic, 40)}: {bad.message}")
 
     def replace(self, topic: str, items: Iterable[object], now: float) -> None:
-        """As ``apply``, for a whole list of peers, jobs, checkpoints or parts: what it lacks is gone.
+        """As ``apply``, for a whole list of peers, jobs, checkpoints, parts or what is served: what it lacks is gone.
 
         Raises:
             ProtocolError: as ``apply``.
@@ -244,6 +252,7 @@ class Store:
             "jobs": self.jobs,
             "checkpoints": self.checkpoints,
             "parts": self.parts,
+            "serving": self.serving,
         }
         known[topic].clear()
         self.apply(topic, items, now)
@@ -272,9 +281,11 @@ class Store:
             "checkpoints": self._take_checkpoint,
             "recoveries": self._take_recovery,
             "parts": self._take_part,
+            "serving": self._take_serving,
             "jobs-gone": partial(self._drop, self.jobs),
             "checkpoints-gone": partial(self._drop, self.checkpoints),
             "parts-gone": partial(self._drop, self.parts),
+            "serving-gone": partial(self._drop, self.serving),
         }
 
     def _take_cluster(self, item: object, now: float) -> None:
@@ -285,7 +296,11 @@ class Store:
                 known.clear()
             self.recoveries.clear()
             self.parts.clear()
-            self.versions.update(("peers", "jobs", "metrics", "events", "checkpoints", "recoveries", "parts"))
+            self.serving.clear()
+            self._paces.clear()
+            self.versions.update(
+                ("peers", "jobs", "metrics", "events", "checkpoints", "recoveries", "parts", "serving")
+            )
         self.cluster = cluster
 
     def _take_peer(self, item: object, now: float) -> None:
@@ -332,7 +347,28 @@ class Store:
         part = _parse(PartInfo, item)
         _put(self.parts, part.id, part, MAX_PARTS)
 
+    def _take_serving(self, item: object, now: float) -> None:
+        info = _parse(ServingInfo, item)
+        if len(info.stats) > MAX_FIGURES:
+            raise ProtocolError(f"{len(info.stats)} figures of one that serves")
+        _put(self.serving, info.id, info, MAX_SERVING)
+        if info.id not in self._paces:
+            _put(self._paces, info.id, deque(maxlen=MAX_PACES), MAX_SERVING)
+        self._paces[info.id].append((now, info.stats.get("tokens_per_s", 0.0)))
+
     # ------------------------------------------------------------------------------------------------------- reading
+
+    def paces(self, id_: str, now: float, seconds: int) -> list[float | None]:
+        """Tokens a second of one that serves, in each of so many seconds up to now; None before it was known."""
+        known, at = [*self._paces.get(id_, ())], len(self._paces.get(id_, ())) - 1
+        found: list[float | None] = []
+        for ago in range(seconds):
+            while at >= 0 and known[at][0] > now - ago:
+                at -= 1
+            if at < 0:
+                break
+            found.append(known[at][1])
+        return found[::-1]
 
     def peers_in_order(self) -> list[PeerInfo]:
         """Ring members by job and rank, then the others by name."""
@@ -377,6 +413,8 @@ class Store:
         assert len(self.checkpoints) <= MAX_CHECKPOINTS
         assert len(self.recoveries) <= MAX_RECOVERIES
         assert len(self.parts) <= MAX_PARTS
+        assert max(len(self.serving), len(self._paces)) <= MAX_SERVING
+        assert all(len(paces) <= MAX_PACES for paces in self._paces.values())
         for series in self.series.values():
             series.validate()
 

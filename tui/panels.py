@@ -19,6 +19,7 @@ from tui import format as fmt
 from tui.format import Span
 from tui.model import Phase, Store, eta_s, split
 from tui.ring_art import SLOWEST, Seat, draw_ring
+from tui.serving import models_of
 from tui.theme import DARK, Palette
 from wire.records import EventInfo, JobInfo, MetricRow, PeerInfo, RecoveryInfo, recovery_spread
 
@@ -54,7 +55,7 @@ def lines(rows: list[list[Span]], palette: Palette) -> Text:
 class HeaderBar(Widget):
     """One line: what cluster this is, and whether what is shown is live."""
 
-    TOPICS: ClassVar[frozenset[str]] = frozenset({"cluster", "link", "peers", "jobs", "parts"})
+    TOPICS: ClassVar[frozenset[str]] = frozenset({"cluster", "link", "peers", "jobs", "parts", "serving"})
     TIMED = True
     EVERY_S = 0.0
 
@@ -88,6 +89,8 @@ class HeaderBar(Widget):
         spans.append(Span(f"  up {fmt.duration(frame.wall - cluster.started_at)}", "dim"))
         if models := len({part.model for part in frame.store.parts.values()}):
             spans.append(Span(f"  {_plural(models, 'model')} split", "dim"))
+        if models := models_of(frame.store.serving.values()):
+            spans.append(Span(f"  {_plural(models, 'model')} served", "dim"))
         return spans
 
     def _right(self, frame: Frame) -> list[Span]:
@@ -121,7 +124,7 @@ def _plural(count: int, what: str) -> str:
 class RingPanel(Widget, can_focus=True):
     """The ring of the job in view, drawn, and who is not in it."""
 
-    TOPICS: ClassVar[frozenset[str]] = frozenset({"peers", "jobs", "parts", "link"})
+    TOPICS: ClassVar[frozenset[str]] = frozenset({"peers", "jobs", "parts", "serving", "link"})
     TIMED = False
     EVERY_S = 0.0
 
@@ -131,9 +134,11 @@ class RingPanel(Widget, can_focus=True):
         self._drawn: tuple[list[list[Span]], Palette] = ([], DARK)
 
     def show(self, frame: Frame) -> None:
-        job = frame.job
+        job, store = frame.job, frame.store
         set_title(self, f"Ring · {len(job.members)}" if job is not None and job.members else "Ring")
-        elsewhere = "5: split models" if frame.store.parts else ""
+        elsewhere = "  ".join(
+            told for told, there in (("5: split models", store.parts), ("6: serving", store.serving)) if there
+        )
         if self.border_subtitle != elsewhere:
             self.border_subtitle = elsewhere
         drawn = (self._rows(frame, job) if job is not None and job.members else what_next(frame), frame.palette)
@@ -164,7 +169,7 @@ class RingPanel(Widget, can_focus=True):
         return drawing + [[], outside][2 - below :]
 
     def _outside(self, frame: Frame, job: JobInfo, width: int) -> list[Span]:
-        others = [peer for peer in frame.store.peers_in_order() if peer.id not in job.members]
+        others = [peer for peer in frame.store.peers_in_order() if peer.id not in job.members and _trains(peer)]
         if not others:
             return []
         spans = [Span("not in the ring: ", "dim")]
@@ -196,6 +201,10 @@ def _seat(job: JobInfo, rank: int, peer: PeerInfo | None) -> Seat:
     return Seat(look.symbol, look.role, (peer.name, f"{peer.state}{share}", f"{fmt.count(peer.tokens_per_s)} tok/s"))
 
 
+def _trains(peer: PeerInfo) -> bool:
+    return not peer.roles or "worker" in peer.roles
+
+
 def what_next(frame: Frame) -> list[list[Span]]:
     """What to do next while there is nothing to draw."""
     store = frame.store
@@ -208,8 +217,16 @@ def what_next(frame: Frame) -> list[list[Span]]:
             [Span("On each machine that should train:")],
             [Span(f"  p2ptrain join {seed_address(frame)}", "accent")],
         ]
+    workers = sum(map(_trains, store.peers.values()))
+    if frame.job is None and not workers:
+        return [
+            [Span("nobody here trains", "strong")],
+            [],
+            [Span(f"{_plural(len(store.peers), 'peer')} write text: 6 shows them. On each machine that should train:")],
+            [Span(f"  p2ptrain join {seed_address(frame)}", "accent")],
+        ]
     if frame.job is None:
-        many = _plural(len(store.peers), "peer")
+        many = _plural(workers, "worker")
         return [
             [Span(f"{many} ready, no job yet", "strong")],
             [],

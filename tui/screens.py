@@ -13,13 +13,16 @@ from tui import format as fmt
 from tui.chain_art import GONE
 from tui.format import Span
 from tui.ring_art import SLOWEST
+from tui.serving_art import SPENT_LOOKS
 from tui.theme import Palette
 
+LEAVE = Binding("ctrl+c", "app.interrupt", show=False)
+"""The app's own keys are asleep below a dialog; this one is not."""
 KEYS = (
     ("p  r", "pause, resume the job in view"),
     ("s", "save a checkpoint after the next step"),
     ("c", "cancel the job (asks first)"),
-    ("1 2 3 4 5", "cluster, training, jobs, events, split models"),
+    ("1 to 6", "cluster, training, jobs, events, split models, serving"),
     ("tab", "the next table or view"),
     ("↑ ↓", "move in a table; in Jobs: choose the job in view"),
     ("d", "dark or light"),
@@ -41,7 +44,10 @@ _CHAIN_LOOKS = {
 class HelpScreen(ModalScreen[None]):
     """Keys and symbols."""
 
-    BINDINGS = [Binding("escape,question_mark,q,enter", "dismiss", "close")]  # noqa: RUF012 - Textual's own type
+    BINDINGS = [  # noqa: RUF012 - Textual's own type
+        Binding("escape,question_mark,q,enter", "dismiss", "close"),
+        LEAVE,
+    ]
 
     def __init__(self, palette: Palette) -> None:
         super().__init__()
@@ -59,6 +65,7 @@ class HelpScreen(ModalScreen[None]):
         rows += [[], [Span("Jobs", "strong")], *_legend(fmt.JOB_LOOKS)]
         rows += [[], [Span("Recoveries", "strong")], *_legend(fmt.PHASE_LOOKS)]
         rows += [[], [Span("Split models", "strong")], *_legend(_CHAIN_LOOKS)]
+        rows += [[], [Span("Serving: where a token's time goes", "strong")], *_legend(SPENT_LOOKS)]
         rows += [
             [],
             [Span("An arrow of the ring is lit and walks on with every step that all members committed.", "dim")],
@@ -83,6 +90,7 @@ class ConfirmScreen(ModalScreen[bool]):
         Binding("y", "answer(True)", "yes"),
         Binding("n,escape", "answer(False)", "no"),
         Binding("left,right", "app.focus_next", show=False),
+        LEAVE,
     ]
 
     def __init__(self, question: str, consequence: str, yes: str) -> None:

@@ -196,10 +196,11 @@ class SeedSource:
         await self._ask_cluster()
         for topic in ("peers", "jobs", "checkpoints"):
             self._apply(topic, await self._page(f"{topic}.list", topic), whole=True)
-        try:
-            self._apply("parts", await self._page("parts.list", "parts"), whole=True)
-        except Refused as error:  # an older seed knows of none
-            self._note(error)
+        for topic in ("parts", "serving"):
+            try:
+                self._apply(topic, await self._page(f"{topic}.list", topic), whole=True)
+            except Refused as error:  # an older seed knows of none
+                self._note(error)
 
     async def _load_events(self) -> None:
         async for _ in self._pages("events.list", "events", "id", "after_id", max(self.store.events, default=0)):

@@ -14,7 +14,7 @@ from tui.model import Phase, eta_s
 from tui.panels import READABLE_S, RECENT, Frame, lines, seed_address, set_title
 from tui.table import Cell, Column, LiveTable
 from tui.theme import Palette
-from wire.records import CheckpointInfo, JobInfo, PeerInfo
+from wire.records import CheckpointInfo, JobInfo, PeerInfo, ServingInfo
 
 
 class TablePanel(Vertical):
@@ -96,7 +96,7 @@ class PeersTable(LiveTable):
 class PeersPanel(TablePanel):
     """Every peer that the seed knows."""
 
-    TOPICS = frozenset({"peers", "link"})
+    TOPICS = frozenset({"peers", "serving", "link"})
     TIMED = True
     TITLE, NAME, TABLE = "Peers", "peers", PeersTable
 
@@ -131,8 +131,23 @@ class PeersPanel(TablePanel):
         parts = [peer.device, f"{fmt.size(peer.memory_bytes)} of {fmt.size(peer.memory_total_bytes)}"]
         parts += [f"GPU {fmt.percent(peer.gpu_load)}"] if peer.gpu_load is not None else []
         parts += [f"×{peer.share}"] if peer.share else []
-        parts += [f"{', '.join(peer.roles)} of {peer.model}", f"{peer.sessions} sessions"] if peer.model else []
+        if peer.model:
+            serving = frame.store.serving.get(key)
+            parts = [f"{', '.join(peer.roles)} of {peer.model}", *_served(peer, serving), *parts[:2]]
         return [Span(f"{peer.name}  ", "strong"), Span(" · ".join([*parts, peer.address]), "dim")]
+
+
+def _served(peer: PeerInfo, serving: ServingInfo | None) -> list[str]:
+    """How a verifier or a drafter fares, in a few words."""
+    told = [f"{peer.sessions} session{'s' if peer.sessions != 1 else ''}"]
+    if serving is None:
+        return told
+    alpha, speed_up = serving.stats.get("alpha"), serving.stats.get("speed_up")
+    told += [f"{fmt.percent(alpha)} right"] if alpha is not None else []
+    told += [f"{speed_up:.2f}× alone"] if speed_up is not None else []
+    if serving.role == "verifier":
+        told.append(f"{len(serving.drafters)} drafter{'s' if len(serving.drafters) != 1 else ''}")
+    return told
 
 
 def memory_cell(peer: PeerInfo) -> Cell:

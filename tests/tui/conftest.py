@@ -102,6 +102,8 @@ class FakeSeed:
                 return {"peers": [peer.to_map() for peer in cluster.peers()]}
             case "parts.list":
                 return {"parts": [part.to_map() for part in cluster.parts()]}
+            case "serving.list":
+                return {"serving": [info.to_map() for info in cluster.serving()]}
             case "jobs.list":
                 return {"jobs": [job.to_map() for job in jobs]}
             case "checkpoints.list":

@@ -10,6 +10,7 @@ from textual.pilot import Pilot
 from tui.app import P2PTrainApp
 from tui.chains import how_to_split
 from tui.demo import DemoCluster, DemoSource
+from tui.demo_serving import drafters, verifier
 from tui.panels import HeaderBar, RingPanel, TrainingPanel
 from tui.screens import ConfirmScreen, HelpScreen
 from tui.table import LiveTable
@@ -44,7 +45,7 @@ class Stage:
         return "\n".join(strip.crop(region.x, region.right).text for strip in strips[region.y : region.bottom])
 
     def shown(self) -> set[str]:
-        ids = ("ring", "training", "chains", "peers", "jobs", "checkpoints", "events")
+        ids = ("ring", "training", "chains", "serving", "peers", "jobs", "checkpoints", "events")
         return {id_ for id_ in ids if self.app.screen_stack[0].query_one(f"#{id_}").region.area}
 
     def notices(self) -> list[str]:
@@ -53,9 +54,13 @@ class Stage:
 
 @asynccontextmanager
 async def staged(
-    size: tuple[int, int] = COMPACT, *, peers: int = 6, before: Callable[[DemoSource], None] = lambda source: None
+    size: tuple[int, int] = COMPACT,
+    *,
+    peers: int = 6,
+    serving: bool = False,
+    before: Callable[[DemoSource], None] = lambda source: None,
 ) -> AsyncIterator[Stage]:
-    source = DemoSource(DemoCluster(peers))
+    source = DemoSource(DemoCluster(peers, serving=serving))
     before(source)
     app = P2PTrainApp(source, clock=source.clock, refresh_hz=0)
     app.animation_level = "none"
@@ -76,6 +81,7 @@ async def test_a_small_terminal_shows_one_view_at_a_time():
             ("3", {"jobs", "checkpoints"}),
             ("4", {"events"}),
             ("5", {"chains"}),
+            ("6", {"serving"}),
             ("1", {"ring", "peers"}),
         ):
             await stage.press(key)
@@ -85,7 +91,7 @@ async def test_a_small_terminal_shows_one_view_at_a_time():
 async def test_a_large_terminal_shows_everything_and_the_keys_move_the_focus():
     async with staged(WIDE) as stage:
         assert stage.shown() == {"ring", "training", "peers", "jobs", "checkpoints", "events"}
-        focus = {"2": "training", "3": "jobs-table", "4": "events", "5": "chains", "1": "peers-table"}
+        focus = {"2": "training", "3": "jobs-table", "4": "events", "5": "chains", "6": "serving", "1": "peers-table"}
         for key, focused in focus.items():
             await stage.press(key)
             assert stage.app.focused is not None
@@ -104,10 +110,10 @@ async def test_the_layout_follows_the_size():
 
 
 async def test_no_size_breaks_it():
-    async with staged(WIDE, peers=64) as stage:
+    async with staged(WIDE, peers=64, serving=True) as stage:
         for size, key in zip(
             [(1, 1), (10, 3), (20, 5), (40, 10), (119, 37), (120, 38), (240, 80), (20, 5), (1, 1), (160, 48), (79, 24)],
-            "12341235555",
+            "12341236565",
             strict=True,
         ):
             await stage.pilot.resize_terminal(*size)
@@ -119,13 +125,13 @@ async def test_tab_goes_through_the_tables_and_on_to_the_next_view():
     async with staged(COMPACT) as stage:
         await stage.press("3")
         seen = []
-        for _ in range(4):
+        for _ in range(5):
             await stage.press("tab")
             assert stage.app.focused is not None
             seen.append((stage.app.view, stage.app.focused.id))
-        assert seen == [(3, "checkpoints-table"), (4, "events"), (5, "chains"), (1, "peers-table")]
+        assert seen == [(3, "checkpoints-table"), (4, "events"), (5, "chains"), (6, "serving"), (1, "peers-table")]
         await stage.press("1", "shift+tab", "shift+tab")
-        assert stage.app.view == 5
+        assert stage.app.view == 6
 
 
 async def test_dark_and_light():
@@ -163,6 +169,16 @@ async def test_ctrl_c_leaves_and_says_so_to_the_caller():
         await stage.press("ctrl+c")
         assert stage.app.return_value is True
         assert stage.source.requests == []
+
+
+async def test_ctrl_c_leaves_from_a_dialog_too():
+    for key, dialog in (("question_mark", HelpScreen), ("c", ConfirmScreen)):
+        async with staged() as stage:
+            await stage.press(key)
+            assert isinstance(stage.app.screen, dialog)
+            await stage.press("ctrl+c")
+            assert stage.app.return_value is True
+            assert stage.source.requests == []
 
 
 async def test_a_timer_that_outlives_the_panels_says_nothing():
@@ -352,6 +368,85 @@ async def test_long_chains_are_scrolled():
         await stage.pilot.wait_for_animation()
         await stage.settle()
         assert "nobody holds" in stage.text("#chains")
+
+
+# ------------------------------------------------------------------------------------------------------------ serving
+
+
+async def test_those_that_write_take_the_place_of_the_ring_where_a_person_asks_for_them():
+    async with staged(WIDE, serving=True) as stage:
+        assert "5: split models  6: serving" in stage.text("#ring")
+        assert "dora" not in stage.text("#ring"), "it is not there to train"
+        assert "1 model served" in stage.text("#header")
+        await stage.press("6")
+        assert stage.shown() == {"serving", "peers", "jobs", "checkpoints", "events"}
+        text = stage.text("#serving")
+        assert "Serving · 1" in text
+        for told in ("vera", "code-400m", "2 texts", "1 waiting", "dora", "n-gram look-up", "83%", "41 ms", "93%"):
+            assert told in text
+        for told in (
+            "× as fast as alone (45.7 ms)",
+            "verify",
+            "wire",
+            "3.84 tokens a pass",
+            "27% wasted",
+            "11.4 B a token",
+        ):
+            assert told in text
+        await stage.press("2")
+        assert "ring" in stage.shown()
+
+
+async def test_those_that_write_are_seen_at_once_where_nobody_trains():
+    for size in (WIDE, COMPACT):
+        async with staged(size, peers=0, serving=True) as stage:
+            stage.source.store.replace("jobs", [], 0.0)
+            await stage.settle()
+            assert "serving" in stage.shown()
+            assert "chains" not in stage.shown()
+            assert "vera" in stage.text("#serving")
+            await stage.press("2")
+            assert "nobody here trains" in stage.text("#ring") or size == COMPACT
+            assert "ready" not in stage.text("#ring")
+
+
+async def test_what_was_is_shown_as_such_when_nothing_is_written():
+    async with staged(serving=True) as stage:
+        await stage.press("6")
+        assert "idle" not in stage.text("#serving")
+        stage.source.store.apply("serving", [verifier(640, idle=True).to_map()], 1000.0)
+        await stage.settle()
+        text = stage.text("#serving")
+        assert "idle · " in text
+        assert "figures of the last texts" in text
+        assert "81% right" in text
+        assert " 0 tok/s" in text
+
+
+async def test_without_a_verifier_it_says_how_to_start_one():
+    async with staged() as stage:
+        await stage.press("6")
+        assert "p2ptrain join 192.168.1.20:7337 --role verifier" in stage.text("#serving")
+        stage.source.store.apply("serving", [info.to_map() for info in drafters(1)], 0.0)
+        await stage.settle()
+        assert "drafters that no verifier uses: dora (code-40m), nils" in stage.text("#serving")
+        lonely = verifier(1).to_map() | {"drafters": [], "stats": {}, "name": "[b]v[/b]"}
+        lonely |= {"drafter_alpha": [], "drafter_latency_ms": [], "drafter_share": []}
+        stage.source.store.apply("serving", [lonely], 0.0)
+        await stage.settle()
+        assert "[b]v[/b]" in stage.text("#serving")
+        assert "no drafter: p2ptrain join 192.168.1.20:7337 --role drafter" in stage.text("#serving")
+    async with staged(before=lambda source: setattr(source, "cluster", None)) as stage:
+        await stage.press("6")
+        assert "no connection to the seed" in stage.text("#serving")
+
+
+async def test_the_detail_of_a_peer_tells_how_it_writes():
+    async with staged(serving=True) as stage:
+        await stage.press("end")
+        detail = stage.text("#peers")
+        assert "verifier of code-400m · 2 sessions · 81% right" in detail
+        assert "× alone" in detail
 
 
 # ---------------------------------------------------------------------------------------------------------- commands

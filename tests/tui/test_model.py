@@ -10,13 +10,17 @@ from hypothesis import strategies as st
 
 from p2ptrain.core.errors import ConnectionLost, ProtocolError
 from tui.demo import DemoCluster
+from tui.demo_serving import verifier
 from tui.model import (
     MAX_CHECKPOINTS,
     MAX_EVENTS,
+    MAX_FIGURES,
+    MAX_PACES,
     MAX_PARTS,
     MAX_PEERS,
     MAX_ROWS,
     MAX_SERIES,
+    MAX_SERVING,
     MAX_TEXT,
     MAX_VALIDATIONS,
     RECENT_ROWS,
@@ -86,6 +90,23 @@ MALFORMED = [
     ("checkpoints", []),
     ("parts", {}),
     ("parts-gone", {"id": None}),
+    ("serving", {}),
+    ("serving-gone", {"id": 1}),
+    *(
+        ("serving", verifier(1).to_map() | changes)
+        for changes in (
+            {"stats": {"alpha": math.nan}},
+            {"stats": {"alpha": "much"}},
+            {"stats": {1: 1.0}},
+            {"stats": {f"x{index}": 1.0 for index in range(MAX_FIGURES + 1)}},
+            {"drafters": [1]},
+            {"drafter_alpha": [0.5]},
+            {"drafter_share": [math.inf, 0.0]},
+            {"drafter_latency_ms": ["far", "near"]},
+            {"port": 0},
+            {"sessions": -1},
+        )
+    ),
     *(
         ("parts", DemoCluster(1).parts()[0].to_map() | changes)
         for changes in (
@@ -135,6 +156,36 @@ def test_parts_come_and_go_and_are_bounded():
     assert store.parts == {}
 
 
+def test_those_that_serve_come_and_go_and_are_bounded():
+    store, one = fed(DemoCluster(3, serving=True)), verifier(1).to_map()
+    assert set(store.serving) == {"verifier", "dora", "nils"}
+    store.apply("serving-gone", [{"id": "dora"}], 1.0)
+    assert "dora" not in store.serving
+    store.apply("serving", [one | {"id": f"v{index}", "model": "\x1b[31mred"} for index in range(MAX_SERVING + 9)], 1.0)
+    for at in range(MAX_PACES + 9):
+        store.apply("serving", [one], float(at))
+    store.validate()
+    assert len(store.serving) == MAX_SERVING
+    assert store.serving["v100"].model == " [31mred"
+    store.replace("serving", [one], 1.0)
+    assert list(store.serving) == ["verifier"]
+    store.apply("cluster", [DemoCluster(6).cluster().to_map() | {"cluster_id": "another"}], 1.0)
+    assert store.serving == {}
+    assert store.paces("verifier", 1.0, 5) == []
+
+
+def test_the_pace_of_each_second_is_what_was_told_last():
+    store = Store()
+    assert store.paces("verifier", 9.0, 3) == []
+    for at, pace in ((10.0, 5.0), (11.4, 7.0), (15.0, 0.0)):
+        info = verifier(1)
+        store.apply("serving", [info.to_map() | {"stats": {"tokens_per_s": pace}}], at)
+    assert store.paces("verifier", 16.5, 100) == [5.0, 7.0, 7.0, 7.0, 7.0, 0.0, 0.0]
+    assert store.paces("verifier", 16.5, 2) == [0.0, 0.0]
+    store.apply("serving", [verifier(1).to_map() | {"stats": {}}], 17.0)
+    assert store.paces("verifier", 17.0, 1) == [0.0]
+
+
 def test_the_good_items_beside_a_malformed_one_are_taken_in():
     store = Store()
     with pytest.raises(ProtocolError):
@@ -151,14 +202,17 @@ json = st.recursive(
 
 
 @given(
-    topic=st.sampled_from(["cluster", "peers", "peers-gone", "jobs", "metrics", "events", "checkpoints"]),
+    topic=st.sampled_from(["cluster", "peers", "peers-gone", "jobs", "metrics", "events", "checkpoints", "serving"]),
     field=st.integers(0, 30),
     value=json,
     item=json,
 )
 def test_nothing_but_protocol_errors_comes_of_strange_items(topic: str, field: int, value: Any, item: Any):
     store = Store()
-    good = next((u.items[0] for u in DemoCluster(2, step=1).everything() if u.topic == topic and u.items), {"id": "a"})
+    good = next(
+        (u.items[0] for u in DemoCluster(2, step=1, serving=True).everything() if u.topic == topic and u.items),
+        {"id": "a"},
+    )
     key = sorted(good)[field % len(good)]
     for strange in (item, good | {key: value}):
         try:

@@ -73,6 +73,14 @@ def test_chains(snap_compare: Compare, size: str):
     assert snap_compare(frozen(), terminal_size=SIZES[size], run_before=keys("5"))
 
 
+@pytest.mark.parametrize("theme", ["dark", "light"])
+@pytest.mark.parametrize("size", SIZES)
+def test_serving(snap_compare: Compare, size: str, theme: str):
+    pressed = ["d", "6"] if theme == "light" else ["6"]
+    cluster = DemoCluster(6, serving=True)
+    assert snap_compare(frozen(cluster), terminal_size=SIZES[size], run_before=keys(*pressed))
+
+
 def test_no_chain(snap_compare: Compare):
     cluster = DemoCluster(6)
     cluster.parts = list  # type: ignore[method-assign]

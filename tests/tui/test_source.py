@@ -66,6 +66,24 @@ def test_parts_are_listed_and_an_older_seed_has_none(watch):
     watch(play_old)
 
 
+def test_those_that_write_are_listed_and_an_older_seed_has_none(watch):
+    async def play(seed, source):
+        seed.cluster.serves = True
+        await live(source)
+        assert set(source.store.serving) == {"verifier", "dora", "nils"}
+        seed.tell("serving-gone", [{"id": "nils"}])
+        await until(source, lambda: "nils" not in source.store.serving)
+
+    async def play_old(seed, source):
+        seed.answers["serving.list"] = ("unknown-method", "there is no request 'serving.list'", "")
+        await live(source)
+        assert source.store.serving == {}
+        assert len(source.store.parts) == 6
+
+    watch(play)
+    watch(play_old)
+
+
 def test_an_update_sent_while_the_lists_are_loading_is_kept(watch):
     async def play(seed, source):
         def tell(method: str) -> None:

@@ -1,0 +1,137 @@
+"""Verifiers and their drafters: who belongs to whom, and how it is drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+
+from tui.chain_art import Row
+from tui.demo_serving import drafters, verifier
+from tui.format import Look
+from tui.serving import HERE, MOST_PLACES, Verifier, models_of, unused, verifiers_of
+from tui.serving_art import draw_verifier
+from wire.records import ServingInfo
+
+
+def by_id(*infos: ServingInfo) -> dict[str, ServingInfo]:
+    return {info.id: info for info in infos}
+
+
+def look_of(peer: str) -> Look:
+    return Look("◆", "good")
+
+
+def texts(rows: list[Row]) -> list[str]:
+    return ["".join(span.text for span in row) for row in rows]
+
+
+def drawn(one: Verifier, width: int = 100) -> list[str]:
+    return texts(draw_verifier(one, look_of, [1.0, 5.0], width))
+
+
+def test_a_verifier_has_its_drafters_the_best_first():
+    info = dataclasses.replace(verifier(1), drafter_share=[0.07, 0.73], drafter_alpha=[0.9, -1.0])
+    info = dataclasses.replace(info, stats=info.stats | {"look_up_share": 0.2})
+    (found,) = verifiers_of(by_id(info, *drafters(1)))
+    assert [each.name for each in found.drafters] == ["nils", HERE, "dora"]
+    nils, here, dora = found.drafters
+    assert (nils.alpha, nils.share, nils.latency_ms) == (None, 0.73, 41.0)
+    assert (here.peer, here.share, here.latency_ms) == ("", 0.2, None)
+    assert (dora.alpha, dora.model, dora.sessions) == (0.9, "code-40m", 2)
+    assert [share for _, share in found.spent_ms] == [info.stats[f"{name}_ms"] for name, _ in found.spent_ms]
+    assert len(found.right_at) == 8
+
+
+def test_a_drafter_that_the_seed_does_not_know_has_its_id_for_a_name():
+    (found,) = verifiers_of(by_id(verifier(1)))
+    assert {each.name for each in found.drafters} == {"dora", "nils"}
+    assert {each.model for each in found.drafters} == {""}
+
+
+def test_an_older_verifier_tells_less():
+    info = dataclasses.replace(
+        verifier(1), drafter_alpha=[], drafter_latency_ms=[], drafter_share=[], stats={"alpha": 0.5}
+    )
+    (found,) = verifiers_of(by_id(info))
+    assert [(each.alpha, each.share) for each in found.drafters] == [(None, None)] * 2
+    assert not found.wrote
+    assert any("nothing written yet" in line for line in drawn(found))
+
+
+def test_those_that_write_come_first_and_drafters_without_a_verifier_are_named():
+    busy, idle = dataclasses.replace(verifier(1), id="b", name="z"), verifier(1, idle=True)
+    serving = by_id(idle, busy, *drafters(1), dataclasses.replace(drafters(1)[0], id="lost", name="lost"))
+    assert [each.info.id for each in verifiers_of(serving)] == ["b", "verifier"]
+    assert [info.id for info in unused(serving)] == ["lost"]
+    assert models_of(serving.values()) == 1
+
+
+def test_what_was_is_faded_while_nothing_is_written():
+    (idle,) = verifiers_of(by_id(verifier(1, idle=True), *drafters(1)))
+    assert idle.idle
+    rows = draw_verifier(idle, look_of, [0.0], 100)
+    assert {span.role for row in rows[1:5] for span in row} <= {"dim", ""}
+    assert "idle" in texts(rows)[0]
+
+
+@pytest.mark.parametrize(("speed_up", "role"), [(0.9, "bad"), (1.0, "strong"), (1.5, "good")])
+def test_speculation_that_costs_is_not_praised(speed_up: float, role: str):
+    info = verifier(1)
+    info = dataclasses.replace(info, stats=info.stats | {"speed_up": speed_up})
+    rows = draw_verifier(Verifier(info, ()), look_of, [], 100)
+    assert [span.role for row in rows for span in row if span.text == f"{speed_up:.2f}×"] == [role]
+
+
+def test_the_bars_stand_beside_the_drafters_or_below_them():
+    (one,) = verifiers_of(by_id(verifier(1), *drafters(1)))
+    beside, below = drawn(one, 130), drawn(one, 76)
+    assert any("dora" in line and "100%│" in line for line in beside)
+    assert not any("dora" in line and "100%│" in line for line in below)
+    assert any("100%│" in line for line in below)
+
+
+def test_a_place_where_all_were_right_is_full_and_one_where_none_was_is_empty():
+    info = dataclasses.replace(
+        verifier(1), stats={"token_ms": 1.0, "right_at_1": 1.0, "right_at_2": 0.0, "right_at_4": 1.0}
+    )
+    chart = [line.partition("│")[2] for line in drawn(Verifier(info, ())) if "│" in line]
+    assert [line.rstrip() for line in chart] == ["██"] * 3
+
+
+FIGURES = st.sampled_from([-1.0, 0.0, 0.5, 1.0, 1.5, 1e6, 1e15])
+NAMES = ["alpha", "token_ms", "verify_ms", "wire_ms", "speed_up", "alone_ms", "tokens", "waiting", "tokens_per_s"]
+NAMES += ["accepted_length", "wasted_share", "bytes_per_token", "alone_share", "look_up_share"]
+NAMES += [f"right_at_{place}" for place in range(1, MOST_PLACES + 2)]
+
+
+@given(
+    stats=st.dictionaries(st.sampled_from(NAMES), FIGURES),
+    figures=st.lists(st.tuples(FIGURES, FIGURES, FIGURES), max_size=5),
+    name=st.text(max_size=30),
+    width=st.integers(0, 200),
+    paces=st.lists(st.none() | FIGURES, max_size=200),
+)
+def test_no_figure_and_no_width_breaks_it(
+    stats: dict[str, float],
+    figures: list[tuple[float, float, float]],
+    name: str,
+    width: int,
+    paces: list[float | None],
+):
+    alphas, latencies, shares = ([each[index] for each in figures] for index in range(3))
+    info = dataclasses.replace(
+        verifier(1),
+        name="".join(char for char in name if char.isprintable()),
+        stats=stats,
+        drafters=[f"d{index}" for index in range(len(figures))],
+        drafter_alpha=alphas,
+        drafter_latency_ms=latencies,
+        drafter_share=shares,
+    )
+    for one in verifiers_of(by_id(info)):
+        for line in texts(draw_verifier(one, look_of, paces, width)):
+            assert cell_len(line) <= width
