@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S = 5.0
 ADDRESS_FILE = "seed"  # beside the credentials: the address that they lead to
 MAX_TARGET_BYTES = 4096
+EVERYWHERE = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared, not bound
 MENDED_BY_A_TICKET = frozenset({"ticket-revoked", "ticket-unknown", "certificate-expired", "certificate-untrusted"})
 """Why a seed may honour a certificate no longer, and yet take a new ticket."""
 _A = {
@@ -277,6 +278,21 @@ def _kept(caller: Caller, fits: Callable[[_Kept], bool]) -> _Kept | None:
 
 
 # ------------------------------------------------------------------------------------------------------ this machine
+
+
+def shown_host(host: str) -> str:
+    """What others may use for the address that is listened on: that of this machine, where it is all of them."""
+    return _own_address() if host in EVERYWHERE else host
+
+
+def _own_address() -> str:
+    """The address of this machine that the default route leaves from; nothing is sent to find it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # TEST-NET-1 of RFC 5737: a UDP connect sends no packet
+            return str(probe.getsockname()[0])
+        except OSError:
+            return socket.gethostname()
 
 
 async def is_own(host: str, port: int) -> bool:

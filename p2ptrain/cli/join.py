@@ -103,7 +103,8 @@ def join(
         typer.Option(
             "--memory",
             metavar="SIZE",
-            help="What models and their parts may take here, such as 4GiB; default: 80 % of what the device has free.",
+            help="What models, their parts and caches may take here, such as 4GiB; default: of a worker 80 % of what "
+            "the device has free, of a drafter of n-grams 1 GiB, else no bound.",
         ),
     ] = "",
     split: Annotated[
@@ -256,14 +257,18 @@ def _checked(wish: ServeWish, model: str) -> ServeWish:
     _check_split(wish)
     if wish.api_keys is not None and wish.http is None:
         raise UserError("--api-key-file is for an HTTP endpoint", remedy="add --http HOST:PORT, or leave it out")
-    if wish.api_keys is not None and not wish.api_keys.is_file():
-        raise UserError(f"--api-key-file {wish.api_keys} is no file", remedy="name a file that holds the key")
+    if wish.api_keys is not None:
+        from roles.verifier.http import read_key
+
+        read_key(wish.api_keys, lambda _: None)  # refused here; who else may read it is told where it is used
     if not model:
         also = f", or --model {LOOK_UP}, which needs none" if role == "drafter" else ""
         raise UserError(f"a {role} needs a model", remedy=f"name its directory with --model{also}")
     if model == LOOK_UP:
         if role != "drafter":
             raise UserError(f"--model {LOOK_UP} is for drafters", remedy="name the directory of a model")
+        if extra := "--device" if wish.device else "--threads" if wish.threads else "":
+            raise UserError(f"{extra} means nothing to a look-up of n-grams", remedy="leave it out")
         return wish
     return replace(wish, model=newest_in(Path(model)))
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from p2ptrain.cli.access import EVERYWHERE, shown_host
 from p2ptrain.cli.console import Console
 from p2ptrain.cli.runtime import (
     DEFAULT_PORT,
@@ -26,8 +27,6 @@ from wire.transport_base import format_address, is_loopback
 
 if TYPE_CHECKING:
     from wire.ticket import Ticket
-
-_EVERYWHERE = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared, not bound
 
 
 def seed(
@@ -205,7 +204,7 @@ async def _serve(
             host=host,
             port=port,
             name=cluster,
-            encryption=Encryption(_shown_host(host), tickets.append) if encrypted else None,
+            encryption=Encryption(shown_host(host), tickets.append) if encrypted else None,
             on_ready=address.set_result,
             stop=stop,
         ),
@@ -257,7 +256,7 @@ def _spec(profile: str, sets: list[str]) -> str:
 
 async def _first_job(host: str, port: int, root: Path, profile: str, spec: str, console: Console) -> None:
     """Create the job to begin with, unless this seed already has jobs."""
-    dial_host = "127.0.0.1" if host in _EVERYWHERE else host
+    dial_host = "127.0.0.1" if host in EVERYWHERE else host
     async with operator((dial_host, port), state=root) as client:
         jobs = (await client.request("jobs.list", {}))["jobs"]
         unfinished = [item for item in jobs if item["state"] not in FINISHED_STATES]
@@ -282,7 +281,7 @@ def _tell(console: Console, host: str, port: int, root: Path, tickets: list[Tick
         return
     how = ", encrypted" if tickets else ""
     console.event("info", f"the seed listens on {format_address(host, port)}{how}")
-    near = "127.0.0.1" if host in _EVERYWHERE else host
+    near = "127.0.0.1" if host in EVERYWHERE else host
     where = near if port == DEFAULT_PORT else format_address(near, port)
     here, at_root, watched, asked = "", "", where, ""
     if tickets:
@@ -301,19 +300,3 @@ def _tell(console: Console, host: str, port: int, root: Path, tickets: list[Tick
         console.event("info", "join from another machine with this line, which is a secret:")
     if tickets:
         typer.echo(f"p2ptrain join {tickets[0]}", err=True)
-
-
-def _shown_host(host: str) -> str:
-    return _own_address() if host in _EVERYWHERE else host
-
-
-def _own_address() -> str:
-    """The address of this machine that the default route leaves from; nothing is sent to find it."""
-    import socket
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # TEST-NET-1 of RFC 5737: a UDP connect sends no packet
-            return str(probe.getsockname()[0])
-        except OSError:
-            return socket.gethostname()

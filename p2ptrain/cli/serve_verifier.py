@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from roles.chain.around import Around
     from roles.compute_thread import ComputeThread
     from roles.member import ServingMember
+    from roles.verifier.http import Place
     from roles.verifier.service import VerifierService
     from roles.verifier.target import Target
 
@@ -57,6 +58,7 @@ async def serve(member: ServingMember, wish: ServeWish, console: Console) -> Non
     async with AsyncExitStack() as stack:
         compute = ComputeThread(member.world.threads)
         stack.callback(compute.close)
+        place = await _place(stack, member, wish)
         texts = await compute.run(_prepared, directory, wish.threads, whole=wish.split is None)
 
         from roles.chain.around import Around
@@ -94,7 +96,7 @@ async def serve(member: ServingMember, wish: ServeWish, console: Console) -> Non
         )
         stack.push_async_callback(_ended, service)
         await service.warm_up()
-        http = await _http(stack, member, wish, service)
+        http = await _http(stack, member, place, service)
         member.on_drafters(drafters.here)
         member.answer("generate", Door(service).serve)
         _tell(member, service, target, texts, http)
@@ -240,17 +242,32 @@ async def _asked(member: ServingMember, method: str, params: dict[str, Any]) -> 
             await asyncio.sleep(ASK_AGAIN_S)
 
 
-async def _http(stack: AsyncExitStack, member: ServingMember, wish: ServeWish, service: VerifierService) -> str:
-    """The endpoint's address, where one is wanted. Raises ``UserError``."""
+async def _place(stack: AsyncExitStack, member: ServingMember, wish: ServeWish) -> Place | None:
+    """Where HTTP is wanted: a port in use, or a key that is none, is told before a model is loaded. Raises
+    ``UserError``."""
     if wish.http is None:
-        return ""
-    from roles.verifier.http import read_key, serving_http
+        return None
+    from roles.verifier.http import place_at, read_key
 
     key = None
     if wish.api_keys is not None:
         key = read_key(wish.api_keys, lambda text: member.notify("warning", "api-key", text))
-    host, port = await stack.enter_async_context(serving_http(service, *wish.http, key, world=member.world))
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+    place = await place_at(*wish.http, key)
+    stack.callback(place.close)
+    return place
+
+
+async def _http(stack: AsyncExitStack, member: ServingMember, place: Place | None, service: VerifierService) -> str:
+    """The endpoint's address as others use it, where there is one."""
+    if place is None:
+        return ""
+    from p2ptrain.cli.access import shown_host
+    from roles.verifier.http import serving_at
+    from wire.transport_base import format_address
+
+    await stack.enter_async_context(serving_at(service, place, world=member.world))
+    host, port = place.address
+    return f"http://{format_address(shown_host(host), port)}/v1"
 
 
 def _tell(member: ServingMember, service: VerifierService, target: Target, texts: _Texts, http: str) -> None:

@@ -32,6 +32,7 @@ from p2ptrain.core.errors import EXIT_INTERRUPTED, JobFailed, UserError
 
 if TYPE_CHECKING:
     from configs.schema import Profile
+    from p2ptrain.cli.up_pair import HttpWish
 
 
 def up(
@@ -93,6 +94,10 @@ def up(
             "--http", metavar="HOST:PORT", help="With a profile of a pair: the verifier answers the OpenAI API there."
         ),
     ] = "",
+    api_keys: Annotated[
+        Path | None,
+        typer.Option("--api-key-file", metavar="FILE", help="With --http: the file that holds the key to it."),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Start nothing: show which layers of a split model each worker would train."),
@@ -118,13 +123,13 @@ def up(
       p2ptrain up --workers 2 --set job.strategy=pipeline --set pipeline.stages=2 --dry-run
       p2ptrain up --split 3 --spare 1 --checkpoint ./SmolLM2-135M --memory 400MiB
     """
-    from p2ptrain.cli.up_pair import check_http
+    from p2ptrain.cli.up_pair import http_wish
     from p2ptrain.cli.up_split import check_split
     from wire.shaper import preset_named
 
     if link:
         preset_named(link)  # refused here: each worker would only end
-    if split is not None and http:
+    if split is not None and (http or api_keys is not None):
         raise UserError("--http is answered by a verifier, and --split starts none", remedy="leave one of them out")
     check_split(split, checkpoint, spare=spare > 0, memory=bool(memory), dtype=bool(dtype))
     root = (state or default_state_dir() / "up").absolute()
@@ -134,7 +139,7 @@ def up(
     if dry_run and split is not None:
         raise UserError("--dry-run is of a training", remedy="see p2ptrain generate --split --dry-run for --split")
     loaded = _profile(profile, sets, workers)
-    check_http(http, loaded)
+    endpoint = http_wish(http, api_keys, loaded)
     if dry_run or loaded.stages > 1:
         _plan_here(loaded, workers, link or loaded.link.preset, dry_run=dry_run, as_json=as_json)
         if dry_run:
@@ -150,7 +155,7 @@ def up(
     )
     full_screen = not plain and not as_json and at_terminal()
     if loaded.drafter.layers:
-        _pair(plan, http, full_screen=full_screen, as_json=as_json)
+        _pair(plan, endpoint, full_screen=full_screen, as_json=as_json)
         return
     summary = run(_cluster(plan, full_screen=full_screen), children=True)
     if as_json:
@@ -160,7 +165,7 @@ def up(
     _leave(summary["state"])
 
 
-def _pair(plan: Plan, http: str, *, full_screen: bool, as_json: bool) -> None:
+def _pair(plan: Plan, http: HttpWish | None, *, full_screen: bool, as_json: bool) -> None:
     from p2ptrain.cli.output import print_json
     from p2ptrain.cli.up_pair import pair, print_outcome
 

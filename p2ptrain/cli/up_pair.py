@@ -12,6 +12,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -23,6 +24,7 @@ from p2ptrain.cli.up import Plan, show, start_seed, start_worker, workers_start
 from p2ptrain.cli.up_jobs import Watcher, job_for, newest_saved, summed_up, unfinished
 from p2ptrain.core.errors import ConnectionLost, JobFailed, ProtocolError, UserError
 from wire.records import FINISHED_STATES
+from wire.transport_base import format_address
 
 if TYPE_CHECKING:
     from configs.schema import Profile
@@ -52,24 +54,55 @@ def models_of(plan: Plan) -> list[Model]:
     ]
 
 
-def check_http(http: str, profile: Profile) -> None:
-    """Raises ``UserError`` where ``up --http`` has nobody to answer, or names no place."""
+@dataclass(frozen=True, slots=True)
+class HttpWish:
+    """Where programs shall be answered. ``key_file``: absolute; None: without a key."""
+
+    host: str
+    port: int
+    key_file: Path | None
+
+    async def check(self) -> None:
+        """Raise ``UserError`` where the verifier could not listen there: it would be known after the training."""
+        from roles.verifier.http import place_at, read_key
+
+        key = None if self.key_file is None else read_key(self.key_file, lambda _: None)
+        (await place_at(self.host, self.port, key)).close()
+
+    def options(self) -> list[str]:
+        """Of ``join``."""
+        key = [] if self.key_file is None else ["--api-key-file", str(self.key_file)]
+        return ["--http", format_address(self.host, self.port), *key]
+
+    def example(self, address: str) -> str:
+        """What asks for the model that answers at ``address``."""
+        if self.key_file is None:
+            return f"curl {address}/models"
+        return f'curl {address}/models -H "Authorization: Bearer $(cat {quote(str(self.key_file))})"'
+
+
+def http_wish(http: str, key_file: Path | None, profile: Profile) -> HttpWish | None:
+    """What ``up --http`` asks for. Raises ``UserError`` where nobody would answer, or it names no place."""
     from wire.client import parse_address
 
     if not http:
-        return
+        if key_file is not None:
+            raise UserError("--api-key-file is for an HTTP endpoint", remedy="add --http HOST:PORT, or leave it out")
+        return None
     if not profile.drafter.layers:
         remedy = "choose a profile with a [drafter], such as pair, or leave it out"
         raise UserError("--http is answered by a verifier, and this profile trains none", remedy=remedy)
-    if parse_address(http, default_port=1)[1] != parse_address(http, default_port=2)[1]:
+    host, port = parse_address(http, default_port=1)
+    if port != parse_address(http, default_port=2)[1]:
         raise UserError(f"--http {http} names no port", remedy="write HOST:PORT")
+    return HttpWish(host, port, None if key_file is None else key_file.absolute())
 
 
-async def pair(plan: Plan, http: str, *, full_screen: bool, as_json: bool) -> dict[str, Any] | None:
+async def pair(plan: Plan, http: HttpWish | None, *, full_screen: bool, as_json: bool) -> dict[str, Any] | None:
     """Do what of it is still to be done, and stay until Ctrl+C.
 
     Args:
-        http: HOST:PORT where the verifier answers programs; empty: nowhere.
+        http: where the verifier answers programs; None: nowhere.
 
     Returns:
         None where both served; else what came of the training of each, by role, and the ``state`` of the whole:
@@ -80,6 +113,8 @@ async def pair(plan: Plan, http: str, *, full_screen: bool, as_json: bool) -> di
     """
     from p2ptrain.cli.stopping import LEAVING, stoppable
 
+    if http is not None:
+        await http.check()
     console, stop = stoppable()
     cluster = PairCluster(plan, http, console, as_json=as_json)
     try:
@@ -115,10 +150,10 @@ class PairCluster:
         quiet: a full-screen view has the terminal; what is to be said waits until ``aloud``.
     """
 
-    def __init__(self, plan: Plan, http: str, console: Console, *, as_json: bool) -> None:
+    def __init__(self, plan: Plan, http: HttpWish | None, console: Console, *, as_json: bool) -> None:
         self.quiet = False
         self._plan, self._console, self._as_json = plan, console, as_json
-        self._http = http  # where it is wanted; once it is there, its address
+        self._http, self._http_at = http, ""
         self._unsaid: list[tuple[str, str]] = []
         self._seed: list[Child] = []
         self._workers: list[Child] = []
@@ -235,7 +270,7 @@ class PairCluster:
         client = await self._connected()
         try:
             serving = await self._or_ended(_both_serve(client))
-            self._http = str(serving[VERIFIER].get("http", ""))
+            self._http_at = str(serving[VERIFIER].get("http", ""))
         finally:
             await client.close()
 
@@ -246,7 +281,7 @@ class PairCluster:
         arguments += ["--name", role, "--model", self._trained[role]["checkpoint"], "--threads", str(threads)]
         arguments += ["--device", device.kind] * (device.kind != "auto")
         arguments += ["--link", plan.link] * bool(plan.link)
-        arguments += ["--http", self._http] * (role == VERIFIER and bool(self._http))
+        arguments += self._http.options() if role == VERIFIER and self._http is not None else []
         return await Child.start(role, arguments, plan.root / "logs" / f"{role}.log")
 
     async def _or_ended(self, work: Any) -> Any:
@@ -285,7 +320,7 @@ class PairCluster:
         seed_at = f"127.0.0.1:{plan.port}"
         if self._as_json:
             seconds = round(time.monotonic() - self._began, 1)
-            where = {"state": "serving", "seed": seed_at, "directory": str(plan.root), "http": self._http}
+            where = {"state": "serving", "seed": seed_at, "directory": str(plan.root), "http": self._http_at}
             print_json({**where, "seconds": seconds, **self._trained})
             return
         print_pairs([(role, _line(self._trained[role])) for role in (VERIFIER, DRAFTER)])
@@ -294,8 +329,8 @@ class PairCluster:
         typer.echo(f'  p2ptrain generate "def " --stats{options}')
         typer.echo(f"  p2ptrain chat{options}")
         typer.echo(f"  p2ptrain tui {seed_at}")
-        if self._http:
-            typer.echo(f"  curl {self._http}/models")
+        if self._http is not None and self._http_at:
+            typer.echo(f"  {self._http.example(self._http_at)}")
         typer.echo("\nCtrl+C stops everything; the same command serves them again at once.")
 
 

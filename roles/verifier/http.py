@@ -1,6 +1,7 @@
 """The HTTP endpoint of a verifier: a listening socket, and what strangers may cost there.
 
-``serving_http`` is all that others need. Requests are answered by ``http_app`` in the running event loop; uvicorn
+``serving_http`` is all that others need; who has something to load first takes the place (``place_at``) before that,
+and answers there (``serving_at``) after it. Requests are answered by ``http_app`` in the running event loop; uvicorn
 speaks HTTP. Its ``Server.serve`` is not used: that would take the signals, which belong to whoever runs the process,
 and look every 0.1 s whether it shall end.
 
@@ -12,10 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import stat
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +69,46 @@ async def serving_http(
     Raises:
         UserError: it cannot listen there, or may not without a key.
     """
+    place = await place_at(host, port, key)
+    async with serving_at(service, place, world=world):
+        yield place.address
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an endpoint is to be. It listens: who connects waits until it is served, or closed.
+
+    Attributes:
+        address: that was bound. key: that clients must show.
+    """
+
+    sock: socket.socket
+    address: tuple[str, int]
+    key: str | None
+
+    def close(self) -> None:
+        """May be called again."""
+        self.sock.close()
+
+
+async def place_at(host: str, port: int, key: str | None = None) -> Place:
+    """Arguments and errors as of ``serving_http``."""
     sock = await TcpNetwork(user_timeout_s=UNACKNOWLEDGED_S).bound(host, port, option="--http")
     address: tuple[str, int] = sock.getsockname()[:2]
-    local = is_loopback(address[0])
-    if not local and key is None:
+    if not is_loopback(address[0]) and key is None:
         sock.close()
         raise UserError(
             f"HTTP on {host} needs a key: whoever reaches that port could use the model",
             remedy="give --api-key-file FILE, or listen on 127.0.0.1",
         )
-    app = HttpApp(service, key=key, local=local, clock=world.clock, random=world.random)
+    return Place(sock, address, key)
+
+
+@asynccontextmanager
+async def serving_at(service: TextService, place: Place, *, world: World) -> AsyncIterator[None]:
+    """Answer at ``place`` while the body runs, and close it. As ``serving_http``."""
+    sock, local = place.sock, is_loopback(place.address[0])
+    app = HttpApp(service, key=place.key, local=local, clock=world.clock, random=world.random)
     config = Config(
         _timed(app),
         http=_Connection,
@@ -100,7 +133,7 @@ async def serving_http(
     server.lifespan = config.lifespan_class(config)
     await server.startup(sockets=[sock])
     try:
-        yield address
+        yield
     finally:
         app.stop()
         await server.shutdown(sockets=[sock])

@@ -53,7 +53,7 @@ def test_a_verifier_and_its_options(
     command: Command, begun: list[tuple[Joining, ServeWish | None]], model: Path, tmp_path: Path
 ) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("secret\n")
+    keys.write_text("a secret of 16".replace(" ", "-") + "--\n")
     outcome = command(
         "join", "10.0.0.7", "--role", "verifier", "--model", model, "--http", "127.0.0.1:8000",
         "--api-key-file", keys, "--sessions", "3", "--device", "cpu", "--threads", "2", "--memory", "1G",
@@ -113,14 +113,18 @@ def test_the_newest_checkpoint_of_a_directory_is_taken(
             (["--role", "verifier", "--model", "x", "--split", *given], f"{given[0]} means nothing", "to the workers")
             for given in (["--memory", "4GiB"], ["--device", "cpu"], ["--threads", "2"])
         ),
+        *(
+            (["--role", "drafter", "--model", "ngram", *given], f"{given[0]} means nothing", "leave it out")
+            for given in (["--device", "cuda"], ["--threads", "2"])
+        ),
         (["--role", "drafter", "--model", "ngram", "--split", "2"], "--split is not for a drafter", "--role verifier"),
         (["--role", "drafter", "--model", "ngram", "--api-key-file", "x"], "is not for a drafter", "--role verifier"),
         (["--role", "verifier", "--model", "x", "--http", "127.0.0.1"], "names no port", "HOST:PORT"),
         (["--role", "verifier", "--model", "x", "--api-key-file", "x"], "is for an HTTP endpoint", "--http"),
         (
             ["--role", "verifier", "--model", "x", "--http", "127.0.0.1:80", "--api-key-file", "none"],
-            "--api-key-file none is no file",
-            "name a file that holds the key",
+            "cannot read the API key in none",
+            "secrets.token_urlsafe",
         ),
     ],
 )

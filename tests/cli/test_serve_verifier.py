@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import socket
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from p2ptrain.cli.serve_verifier import _cache_bytes, model_name
-from p2ptrain.core.errors import ResourceError
+from p2ptrain.cli.access import EVERYWHERE, shown_host
+from p2ptrain.cli.console import Console
+from p2ptrain.cli.joining import ServeWish
+from p2ptrain.cli.serve_verifier import _cache_bytes, model_name, serve
+from p2ptrain.core.errors import ConfigError, ResourceError, UserError
+from p2ptrain.core.world import real_world
+from wire.memory import MemoryNetwork
 
 
 def test_how_a_model_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,6 +29,26 @@ def test_how_a_model_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert model_name(tmp_path / "SmolLM2-135M") == "SmolLM2-135M"
     monkeypatch.chdir(tmp_path / "SmolLM2-135M")
     assert model_name(Path(".")) == "SmolLM2-135M"
+
+
+async def test_a_place_that_cannot_be_is_told_before_a_model_is_looked_at(tmp_path: Path) -> None:
+    told: list[str] = []
+    member: Any = SimpleNamespace(world=real_world(MemoryNetwork()), notify=lambda *said: told.append(said[2]))
+    wish = ServeWish("verifier", tmp_path / "no model", http=("127.0.0.1", 0), api_keys=tmp_path / "key")
+    with pytest.raises(UserError, match="cannot read the API key"):
+        await serve(member, wish, Console())
+    (tmp_path / "key").write_text("k" * 32)
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="is in use"):
+        await serve(member, replace(wish, http=taken.getsockname()[:2]), Console())
+    with pytest.raises(ConfigError):
+        await serve(member, wish, Console())
+    assert all("chmod 600" in text for text in told)
+    assert told
+
+
+def test_what_is_announced_is_what_others_can_use() -> None:
+    assert [shown_host(host) for host in ("127.0.0.1", "::1", "big.example")] == ["127.0.0.1", "::1", "big.example"]
+    assert not {shown_host(host) for host in EVERYWHERE} & EVERYWHERE
 
 
 def test_what_memory_is_left_for_caches(tmp_path: Path) -> None:

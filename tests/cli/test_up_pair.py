@@ -18,6 +18,7 @@ from p2ptrain.cli import up_pair
 from p2ptrain.cli.children import Child
 from p2ptrain.cli.console import Console
 from p2ptrain.cli.up import Plan
+from p2ptrain.cli.up_pair import HttpWish
 from p2ptrain.core.errors import JobFailed, P2PTrainError, UserError
 from roles.engine import Engine
 from roles.in_process import Cluster
@@ -99,7 +100,9 @@ class Machine:
     def _child(self, name: str, process: Any) -> Child:
         return Child(name, process, self.root / f"{name}.log", 0)
 
-    async def up(self, port: int, *, new: bool = False, http: str = "", profile: Profile = PROFILE) -> Any:
+    async def up(
+        self, port: int, *, new: bool = False, http: HttpWish | None = None, profile: Profile = PROFILE
+    ) -> Any:
         """One ``p2ptrain up``, to its end."""
         self.stop, self.serving, self.servers, self.started = asyncio.Event(), asyncio.Event(), {}, 0
         plan = Plan("pair", profile, 1, self.root, port, new, "")
@@ -149,14 +152,17 @@ async def served(machine: Machine, port: int, **options: Any) -> dict[str, Any]:
 
 
 async def test_both_are_trained_then_served_and_the_next_start_serves_at_once(machine: Machine, free_port: int) -> None:
-    first = await served(machine, free_port, http="127.0.0.1:8000")
+    key = machine.root / "api key"
+    key.write_text("k" * 32)
+    first = await served(machine, free_port, http=HttpWish("127.0.0.1", 0, key))
     assert machine.started == 1
     assert first["http"] == "http://somewhere/v1"
     assert (first["state"], first["drafter"]["step"], first["verifier"]["step"]) == ("serving", DRAFTER_STEPS, STEPS)
     for role, (arguments, process) in machine.servers.items():
         assert arguments[arguments.index("--role") + 1] == role
         assert Path(arguments[arguments.index("--model") + 1]) == Path(first[role]["checkpoint"])
-        assert ("--http" in arguments) == (role == "verifier")
+        http = ["--http", "127.0.0.1:0", "--api-key-file", str(key)]
+        assert arguments[-4:] == http if role == "verifier" else "--http" not in arguments
         assert process.returncode == 0, "it was ended"
     second = await served(machine, free_port)
     assert machine.started == 0, "there is nothing to train"
@@ -269,7 +275,29 @@ async def test_a_model_that_is_not_whole_is_not_served() -> None:
 )
 def test_http_that_cannot_be_is_refused(http: str, layers: int, problem: str) -> None:
     with pytest.raises(P2PTrainError, match=problem):
-        up_pair.check_http(http, Profile.model_validate({"drafter": {"layers": layers}}))
+        up_pair.http_wish(http, None, Profile.model_validate({"drafter": {"layers": layers}}))
+
+
+async def test_where_http_cannot_be_nothing_is_trained(machine: Machine, free_port: int) -> None:
+    damaged = machine.root / "key"
+    damaged.write_text("short")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for http, problem in (
+            (HttpWish("127.0.0.1", taken.getsockname()[1], None), "is in use"),
+            (HttpWish("0.0.0.0", 0, None), "needs a key"),
+            (HttpWish("127.0.0.1", 0, damaged), "holds no API key"),
+            (HttpWish("127.0.0.1", 0, machine.root / "none"), "cannot read the API key"),
+        ):
+            with pytest.raises(UserError, match=problem):
+                await machine.up(free_port, http=http)
+    assert machine.cluster is None
+
+
+def test_the_example_shows_the_key() -> None:
+    assert HttpWish("::", 1, None).options() == ["--http", "[::]:1"]
+    assert HttpWish("::", 1, None).example("http://x:1/v1") == "curl http://x:1/v1/models"
+    asking = HttpWish("::", 1, Path("/a key")).example("http://x:1/v1")
+    assert asking == """curl http://x:1/v1/models -H "Authorization: Bearer $(cat '/a key')\""""
 
 
 @pytest.mark.parametrize("more", [(), ("--split", "2", "--checkpoint", "."), ("--profile", "pair", "--http", "here")])
