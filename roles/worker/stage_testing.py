@@ -36,16 +36,22 @@ PORT = 4000
 
 @dataclass
 class Stage:
-    """One worker, as far as split models go. It goes by its host's name and listens on ``PORT``."""
+    """One worker, as far as split models go. It goes by its host's name and listens on ``PORT``.
+
+    Attributes:
+        host, port: where it listens instead; port 0: any free one.
+    """
 
     name: str
     network: Network
     directory: Path
-    stand_ins: StandIns = field(default_factory=StandIns)
+    stand_ins: Any = field(default_factory=StandIns)
     threads: Any = field(default_factory=LoopThreads)
     told: list[PartsHeld] = field(default_factory=list)
     problems: list[P2PTrainError] = field(default_factory=list)
     sink: Sink = field(default_factory=Sink)
+    host: str = "0.0.0.0"  # noqa: S104 - under its own name
+    port: int | None = None
 
     async def start(self) -> None:
         world = World(LoopClock(), self.network, RealDisk(), random.Random(1), self.threads)  # noqa: S311 - jitter
@@ -64,8 +70,8 @@ class Stage:
         self._run = asyncio.create_task(self.stages.run(), name=self.name)
         self.server: Server = await serve(
             self.network,
-            "0.0.0.0",  # noqa: S104 - under its own name
-            PORT,
+            self.host,
+            PORT if self.port is None else self.port,
             decide=self._decide,
             serve=self._serve,
             on_problem=lambda problem, _: self.problems.append(problem),

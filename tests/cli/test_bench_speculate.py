@@ -15,6 +15,7 @@ from p2ptrain.cli.bench.machine import origin
 from p2ptrain.cli.bench.speculate import Kill, Plan, Row, SpeculateBench, Texts, pauses
 from p2ptrain.cli.bench.speculate_pair import PROMPTS, Drawn, PairBench, PairPlan, prompts_of
 from p2ptrain.cli.bench.speculated import DrafterSide, VerifierSide
+from p2ptrain.cli.bench.timed_chain import StageSide
 from p2ptrain.core.activations import IDS, encode_ids
 from p2ptrain.core.errors import JobFailed, ProtocolError, UserError
 from p2ptrain.core.serving import Sampling
@@ -79,6 +80,34 @@ async def test_both_sides_and_the_one_that_waits_write_the_same_text(tmp_path: P
         await drafter.close()
 
 
+async def test_a_chain_of_stages_writes_the_same_text_with_a_drafter(tmp_path: Path) -> None:
+    drafter, verifier = DrafterSide(), VerifierSide()
+    stages = [StageSide(), StageSide()]
+    sizes: dict[str, Any] = {"ring_s": 0.003, "pass_s": 0.002, "row_s": 0.0}
+    there = [
+        await stage.open(number=number, stages=2, root=str(tmp_path), **sizes) for number, stage in enumerate(stages)
+    ]
+    link: dict[str, Any] = {"rtt_ms": 0.0, "jitter_ms": 0.0, "model": "", "threads": 1}
+    at = await drafter.open(draft_s=0.0002, alpha=0.7, **link)
+    sizes |= {"port": at["port"], "tokenizer": at["tokenizer"], "texts": str(tmp_path / "texts")}
+    await verifier.open(**sizes, **link, stages=there)
+    try:
+        await verifier.meet(prompt="hello")
+        prompts = prompts_for(0.7, 30, 1)
+        expected = [text_after(prompt.encode(), 30) for prompt in prompts]
+        for speculate in (False, True):
+            made = await verifier.write(prompts=prompts, tokens=30, speculate=speculate, sampling={"temperature": 0.0})
+            assert [text["ids"] for text in made["texts"]] == expected
+            assert (made["texts"][0]["stats"]["accepted"] > 0) == speculate
+        turns = await verifier.write_in_turns(prompts=prompts, tokens=30, drafts=4, port=at["rival_port"])
+        assert [text["ids"] for text in turns["texts"]] == expected
+    finally:
+        await verifier.close()
+        await drafter.close()
+        for stage in stages:
+            await stage.close()
+
+
 def texts(token_s: float, count: int = 11, **stats: Any) -> Texts:
     usual = {"tokens": count, "passes": 4, "drafted": 10, "wasted": 1, "self_steps": 1, "alpha": 0.8, "bytes_in": 99}
     return Texts([[number * token_s for number in range(count)]], [usual | stats])
@@ -103,11 +132,11 @@ def test_pauses_from_a_token_on() -> None:
 
 
 def test_goals_are_those_of_the_settings_that_they_were_set_for() -> None:
-    assert PLAN.goal_s(0.8, 80.0) == pytest.approx(0.0315)
-    assert PLAN.goal_s(0.8, 81.0) is None
-    assert PLAN.goal_s(0.9, 80.0) is None
-    assert replace(PLAN, growth=0.1).goal_s(0.8, 80.0) is None
-    assert replace(PLAN, chain=True).goal_s(0.8, 0.0) == pytest.approx(0.13 / 3)
+    assert PLAN.goal_s(0.8, 80.0, 0.05) == pytest.approx(0.0315)
+    assert PLAN.goal_s(0.8, 81.0, 0.05) is None
+    assert PLAN.goal_s(0.9, 80.0, 0.05) is None
+    assert replace(PLAN, growth=0.1).goal_s(0.8, 80.0, 0.05) is None
+    assert replace(PLAN, chain=True).goal_s(0.8, 0.0, 0.15) == pytest.approx(0.15 / 3)
     assert PLAN.best_drafts(0.8, 0.0) == 6
     assert PLAN.best_drafts(0.8, 0.2) > PLAN.best_drafts(0.8, 0.08) > 6
 

@@ -13,6 +13,7 @@ from itertools import count
 
 import numpy as np
 
+from p2ptrain.core.activations import IDS
 from p2ptrain.core.errors import ProtocolError, UserError
 from p2ptrain.core.serving import PartSpec, Ran, Sampling
 
@@ -69,18 +70,18 @@ def prompts_for(alpha: float, tokens: int, wanted: int) -> list[str]:
 
 
 class TimedModel:
-    """A ``roles.stage_engine.StageEngine`` of all layers.
+    """A ``roles.stage_engine.StageEngine`` of all layers, or of some: a hidden state is then the token's id.
 
     Args:
         pass_s: that a pass takes. row_s: longer for each pick beyond the first.
         alpha: how often it picks what the verifier's picks.
     """
 
-    spec = PartSpec(CONFIG, 0, 1, 1)
     width, vocab_size, encoding, device = 1, VOCAB, "fp32", "stand-in"
     weights_bytes, cache_position_bytes = 0, 8
 
-    def __init__(self, pass_s: float, *, row_s: float = 0.0, alpha: float = 1.0) -> None:
+    def __init__(self, pass_s: float, *, row_s: float = 0.0, alpha: float = 1.0, spec: PartSpec | None = None) -> None:
+        self.spec = spec or PartSpec(CONFIG, 0, 1, 1)
         self._pass_s, self._row_s, self._alpha = pass_s, row_s, alpha
         self._states: dict[str, list[int]] = {}  # by session, behind each position, and before the first
 
@@ -105,9 +106,12 @@ class TimedModel:
         if not 0 <= keep < len(states) or payload.nbytes != 4 * count:
             raise ProtocolError(f"{keep} positions of {len(states) - 1} and {payload.nbytes} bytes of ids cannot be")
         del states[keep + 1 :]
-        for token in np.frombuffer(payload, "<i4").tolist():
+        ids = np.frombuffer(payload, "<i4" if encoding == IDS else "<f4").astype("<i4")
+        for token in ids.tolist():
             states.append(_after(states[-1], token))
         time.sleep(self._pass_s + self._row_s * max(0, picks - 1))
+        if self.spec.stop < self.spec.layers:
+            return Ran(memoryview(ids.astype("<f4").tobytes()), ())
         picked = states[len(states) - picks :] if picks else []
         return Ran(memoryview(b""), tuple(_drafted(state, self._alpha) for state in picked))
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from p2ptrain.cli.bench.piped import Piped
     from p2ptrain.cli.bench.speculated import DrafterSide, VerifierSide
     from p2ptrain.cli.bench.speculated_exact import Exactly
+    from p2ptrain.cli.bench.timed_chain import StageSide
     from p2ptrain.cli.bench.training import Training
     from p2ptrain.compute.rivals import GlooGroup
 
@@ -90,7 +91,7 @@ class Member:
         self._piece_bytes = 0
         self._training: Training | None = None
         self._piped: Piped | None = None
-        self._side: DrafterSide | VerifierSide | Exactly | None = None
+        self._side: DrafterSide | StageSide | VerifierSide | Exactly | None = None
         self._orders: dict[str, Callable[..., Awaitable[Answer]]] = {
             "start": self.start,
             "listen": self.listen,
@@ -353,14 +354,16 @@ class Member:
     # ------------------------------------------------------------------------------------------- speculative decoding
 
     async def speculate(self, *, part: str, **arguments: Any) -> Answer:
-        """``be drafter``, ``be verifier`` and ``be exact`` open a side of it, the last one both; ``assisted`` needs
-        none; others are its methods."""
-        from p2ptrain.cli.bench import speculated
+        """``be drafter``, ``be stage``, ``be verifier`` and ``be exact`` open a side of it, the last one both;
+        ``assisted`` needs none; others are its methods."""
+        from p2ptrain.cli.bench import speculated, timed_chain
 
         if part == "assisted":
             return await speculated.assisted(**arguments)
         if part == "be drafter":
             self._side = speculated.DrafterSide()
+        elif part == "be stage":
+            self._side, arguments["number"] = timed_chain.StageSide(), self.rank
         elif part == "be verifier":
             self._side = speculated.VerifierSide()
         elif part == "be exact":

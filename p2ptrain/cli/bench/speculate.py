@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -40,8 +40,8 @@ GOALS_MS = {0.0: 20.0, 20.0: 22.5, 80.0: 31.5, 200.0: 42.5}
 GOAL_ALPHA, GOAL_PASS_S, GOAL_DRAFT_S = 0.8, 0.05, 0.005
 NEVER_SLOWER = 1.05
 CHAIN_TIMES = 3.0
-CHAIN_RING_S = 0.08
-"""Of a split verifier: what its token travels, from stage to stage and back."""
+CHAIN_RING_S, CHAIN_STAGES = 0.08, 2
+"""Of a split verifier: what its token travels, to the stages, between them, and back."""
 SIMULATED_RUNS = 12
 ALONE_TOKENS = 64
 """Of the text that is written without a drafter: all of its tokens take as long."""
@@ -59,7 +59,7 @@ class Plan:
         jitter_ms: by which a message may be later than half of the round trip, at most.
         pass_s: that a pass of the verifier takes. growth: of it, that each draft adds. draft_s: that a draft takes.
         tokens: new ones of a text. texts: of each setting.
-        chain: the verifier is split: each pass travels for ``CHAIN_RING_S`` as well.
+        chain: the verifier is split over ``CHAIN_STAGES``: each pass travels for ``CHAIN_RING_S`` as well.
         kill: whether drafters are killed in the midst of a text.
     """
 
@@ -98,10 +98,10 @@ class Plan:
             ),
         )
 
-    def goal_s(self, alpha: float, round_trip_ms: float) -> float | None:
-        """Of a token; None where none was set."""
+    def goal_s(self, alpha: float, round_trip_ms: float, alone_s: float) -> float | None:
+        """Of a token; None where none was set. ``alone_s``: that one takes without a drafter."""
         if self.chain:
-            return self.alone_s / CHAIN_TIMES if alpha == GOAL_ALPHA else None
+            return alone_s / CHAIN_TIMES if alpha == GOAL_ALPHA else None
         mine = (alpha, self.pass_s, self.growth, self.draft_s, self.jitter_ms)
         if mine != (GOAL_ALPHA, GOAL_PASS_S, 0.0, GOAL_DRAFT_S, 0.0) or round_trip_ms not in GOALS_MS:
             return None
@@ -201,6 +201,7 @@ class SpeculateBench:
         self.plan = plan
         self.rows: list[Row] = []
         self.kills: list[Kill] = []
+        self._stages: list[dict[str, Any]] = []
 
     async def measure(self, scene: Scene) -> None:
         """Raises ``P2PTrainError``, ``Interrupted``."""
@@ -210,7 +211,10 @@ class SpeculateBench:
     async def _measure(self, scene: Scene) -> bool:
         plan, texts = self.plan, scene.root / "texts"
         scene.console.progress("starting a verifier and a drafter")
-        async with started(1, scene.stop) as verifier:
+        async with AsyncExitStack() as stack:
+            verifier = await stack.enter_async_context(started(1, scene.stop))
+            if plan.chain:
+                await self._chained(await stack.enter_async_context(started(CHAIN_STAGES, scene.stop)), scene.root)
             async with started(1, scene.stop) as drafter:
                 for round_trip_ms in plan.round_trips_ms:
                     for alpha in plan.alphas:
@@ -223,11 +227,20 @@ class SpeculateBench:
                         self.kills.append(await self._kill(verifier, drafter, round_trip_ms, texts))
         return True
 
+    async def _chained(self, stages: Members, root: Path) -> None:
+        """Have these listen as stages of one chain."""
+        plan = self.plan
+        times = {"ring_s": CHAIN_RING_S, "pass_s": plan.pass_s, "row_s": plan.row_s}
+        order: dict[str, Any] = {"stages": len(stages), "root": str(root), **times}
+        self._stages = await stages.all("speculate", part="be stage", **order)
+
     def _sides(self, alpha: float, round_trip_ms: float, texts: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         plan = self.plan
         link = {"rtt_ms": round_trip_ms, "jitter_ms": plan.jitter_ms, "model": "", "threads": plan.threads}
         drafter = {"draft_s": plan.draft_s, "alpha": alpha}
-        verifier = {"pass_s": plan.alone_s, "row_s": plan.row_s, "texts": str(texts)}
+        verifier = {"pass_s": plan.pass_s, "row_s": plan.row_s, "texts": str(texts)}
+        if plan.chain:
+            verifier |= {"stages": self._stages, "ring_s": CHAIN_RING_S}
         return drafter | link, verifier | link
 
     async def _row(self, verifier: Members, drafter: Members, alpha: float, round_trip_ms: float, texts: Path) -> Row:
@@ -307,7 +320,8 @@ class SpeculateBench:
     def _result(self, row: Row) -> dict[str, Any]:
         plan, ahead = self.plan, row.ahead
         round_trip_s = row.round_trip_ms / 1e3
-        token_s, alone_s, goal_s = ahead.token_s, row.alone.token_s, plan.goal_s(row.alpha, row.round_trip_ms)
+        token_s, alone_s = ahead.token_s, row.alone.token_s
+        goal_s = plan.goal_s(row.alpha, row.round_trip_ms, alone_s)
         slower = token_s / alone_s
         return {
             "alpha": row.alpha,
@@ -420,7 +434,11 @@ class SpeculateBench:
             "own, token for token. As many drafts are right as alpha says; models that only take time, nothing else",
         ]
         if plan.chain:
-            notes.append("the split verifier is a pass that takes the ring's time as well: no real stages")
+            notes.append(
+                f"the split verifier: {CHAIN_STAGES} stages in processes of their own, each of which takes its part of "
+                f"a pass, and {CHAIN_STAGES + 1} hops of {1e3 * CHAIN_RING_S / (CHAIN_STAGES + 1):.1f} ms; alone: the "
+                "same chain without a drafter"
+            )
         if goals := [row for row in results if row["goal_s"] is not None]:
             reached = sum(row["goal_reached"] for row in goals)
             notes.append(f"goals of a token's time: {reached} of {len(goals)} reached")

@@ -50,7 +50,7 @@ def speculate(
         int, typer.Option("--texts", metavar="N", min=0, max=1000, help="Of each setting; 0: 2, with --exact 100.")
     ] = 0,
     chain: Annotated[
-        bool, typer.Option("--chain", help="The verifier is split: each pass goes round a ring of 80 ms, too.")
+        bool, typer.Option("--chain", help="The verifier is split: a chain of 2 real stages on a ring of 80 ms.")
     ] = False,
     kill: Annotated[bool, typer.Option("--kill", help="Kill the drafter in the midst of a text as well.")] = False,
     verifier: Annotated[

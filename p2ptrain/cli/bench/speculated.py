@@ -12,11 +12,13 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from p2ptrain.cli.bench.foreseen import CONFIG, TimedModel
+from p2ptrain.cli.bench.timed_chain import timed_chain
 from p2ptrain.compute.conversation import ChatFormat
 from p2ptrain.compute.text import ModelText
 from p2ptrain.compute.tokenizer import Tokenizer
@@ -30,9 +32,11 @@ from roles.chain.around import Around
 from roles.compute_thread import ComputeThread
 from roles.drafter.drafter import Drafter, Serves
 from roles.verifier.asking import Wish
+from roles.verifier.chain_target import ChainTarget
 from roles.verifier.drafter_link import Tokens
 from roles.verifier.drafters import Drafters
 from roles.verifier.service import ServiceOptions, VerifierService
+from roles.verifier.target import Target
 from roles.verifier.whole_target import WholeTarget, load_whole_engine
 from wire.connection import Connection
 from wire.emulate import EmulatedNetwork
@@ -145,7 +149,8 @@ class VerifierSide:
     def __init__(self) -> None:
         self._service: VerifierService | None = None
         self._drafters: Drafters | None = None
-        self._target: WholeTarget | None = None
+        self._target: Target | None = None
+        self._chain = AsyncExitStack()
         self._world: World | None = None
         self.said: list[str] = []
 
@@ -161,8 +166,11 @@ class VerifierSide:
         port: int,
         tokenizer: str,
         texts: str,
+        stages: Sequence[Answer] = (),
+        ring_s: float = 0.0,
     ) -> Answer:
-        """Be there, with a drafter at ``port``. ``texts``: a directory to write the stand-in's text side to."""
+        """Be there, with a drafter at ``port``. ``texts``: a directory to write the stand-in's text side to.
+        ``stages``: that compute in its place (``timed_chain``), on a ring of ``ring_s``."""
         world = self._world = _world(rtt_ms, jitter_ms, 2)
         compute = ComputeThread(world.threads)
         if model:
@@ -172,8 +180,12 @@ class VerifierSide:
             text = ModelText(Path(model))
             digest = text.tokenizer.digest
         else:
-            stand_in = TimedModel(pass_s, row_s=row_s)
-            self._target = WholeTarget(stand_in, compute, world.clock, label="stand-in")
+            if stages:
+                timed = timed_chain(stages, ring_s=ring_s, root=Path(texts))
+                self._target = ChainTarget(await self._chain.enter_async_context(timed), label="stand-in")
+            else:
+                stand_in = TimedModel(pass_s, row_s=row_s)
+                self._target = WholeTarget(stand_in, compute, world.clock, label="stand-in")
             text, digest = await asyncio.to_thread(_text_side, Path(texts)), "stand-in"
         said = self.said
         around = Around(world, VERIFIER, VERIFIER, HOST, notify=lambda level, kind, text: said.append(text))
@@ -299,6 +311,7 @@ class VerifierSide:
             await self._drafters.close()
         if self._target is not None:
             await self._target.close()
+        await self._chain.aclose()
         return {}
 
 
