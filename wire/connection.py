@@ -46,6 +46,7 @@ ABORTED_S = 1.0
 """An aborted transport reports its end in the next turn of the loop; this is for one that has a bug."""
 GARBLED = "protocol-error"
 """Code of the ``Refuse`` that is the last word to a peer whose bytes made no sense."""
+NAME_CHARS = 64
 MAX_REFUSE_CHARS = 400  # twice this, in any script, fits the 4 KiB of a handshake frame
 
 _KINDS = frozenset(MESSAGE_TYPES)
@@ -93,6 +94,7 @@ class Connection(asyncio.BufferedProtocol):
         self.close_cause: P2PTrainError | None = None
         self.encrypted = False
         self.identity: PeerIdentity | None = None
+        self._called = ""
         self._opened = opened
         self._send_limit_bytes = send_limit_bytes
         self._decoder = FrameDecoder(_KINDS)
@@ -111,6 +113,10 @@ class Connection(asyncio.BufferedProtocol):
     @property
     def remote(self) -> tuple[str, int]:
         return self._remote
+
+    def call(self, name: str) -> None:
+        """What the other side calls itself, for what is told of it. Not checked: it is made short, and printable."""
+        self._called = "".join(char for char in name[:NAME_CHARS] if char.isprintable())
 
     @property
     def local(self) -> tuple[str, int]:
@@ -342,7 +348,8 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def _name(self) -> str:
-        return f"{self._remote[0]}:{self._remote[1]}"
+        address = f"{self._remote[0]}:{self._remote[1]}"
+        return f"{self._called} ({address})" if self._called else address
 
     def _identify(self, ssl_object: ssl.SSLObject | None) -> None:
         self.encrypted = ssl_object is not None

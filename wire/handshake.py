@@ -280,6 +280,7 @@ async def dial(
         welcome = judge_answer(answer.message, f"{host}:{port}")
         if connection.identity is not None:  # what it says of itself may not be more than its certificate does
             await _check_answerer(connection, peer_id=welcome.peer_id, role="")
+        connection.call(welcome.name)
         if hello.purpose != ENROL:
             connection.allow_large()
     except BaseException:
@@ -357,6 +358,7 @@ class Server:
             let_in = await self._doorway(connection)
             if let_in is not None:
                 hello, welcome = let_in
+                connection.call(hello.name)
                 connection.allow_large()  # before the answer: the caller may speak as soon as it has it
                 connection.send(welcome)
                 await self._serve(connection, hello)

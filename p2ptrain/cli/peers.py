@@ -88,7 +88,7 @@ def _list(seed: str, as_json: bool) -> None:
             ",".join(map(str, peer.roles)),
             peer.state,
             "-" if peer.rank is None else str(peer.rank),
-            "-" if peer.stage is None else f"{peer.stage + 1}/{peer.stages}",
+            "-" if peer.stage is None else f"{peer.stage} of {peer.stages}",
             str(peer.step),
             peer.device,
             number(peer.rtt_ms, ".1f"),

@@ -46,6 +46,7 @@ class Reports:
         self._timing: dict[str, float] = {}
         self._tokens_per_s = 0.0  # of this member's crew, in the newest step
         self._fetched: Fetched | None = None  # by the last heal
+        self._done_told = False
         self._trouble: Report | None = None  # the last report, for a seed that was away when it was made
 
     # -------------------------------------------------------------------------------------------------- where it stands
@@ -70,6 +71,9 @@ class Reports:
         if report.status == "done" and self._rank():
             self.tell_ledger()  # no view follows in which it would be, had rank 0 not told
         self.send(report)
+        if report.status == "done" and not self._done_told:  # (a seed that was away may ask again)
+            self._done_told = True
+            self._around.tell("info", "done", f"the job is done: all {report.applied:,} steps; waits for another one")
         if report.status == "broken":
             self._around.notify("warning", "ring-broken", f"step {report.applied + 1} aborted: {report.reason}")
 

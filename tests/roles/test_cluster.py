@@ -87,6 +87,10 @@ async def test_a_run_ends_with_the_same_bits_everywhere_and_the_losses_of_one_pr
     ended = await cluster.job_until(job, done)
     assert (ended["step"], ended["steps_total"]) == (12, 12)
     assert len({state_of(peer) for peer in peers}) == 1
+    for peer in peers:
+        assert [text for _, kind, text in peer.told if kind == "done"] == [
+            "the job is done: all 12 steps; waits for another one"
+        ]
     rows = (await cluster.ask("metrics.history", job=job, after_step=0, limit=100))["rows"]
     assert [row["step"] for row in rows] == list(range(1, 13))
     assert [row["loss"] for row in rows] == pytest.approx(undisturbed(profile), rel=1e-5)

@@ -34,6 +34,7 @@ from wire.handshake import (
     local_welcome,
     serve,
 )
+from wire.memory import MemoryNetwork
 from wire.messages import PROTOCOL_VERSION, EventNotice, Hello, Message, Refuse, Welcome
 
 Scenario = Callable[[Network], Awaitable[None]]
@@ -464,3 +465,26 @@ def test_a_cancelled_dial_leaves_nothing_open(play: Play):
         await listener.close()
 
     play(scenario)
+
+
+async def test_what_is_told_of_a_peer_names_it() -> None:
+    network = MemoryNetwork()
+    seen: list[str] = []
+
+    async def answer(connection: Connection, hello: Hello) -> None:
+        try:
+            await connection.receive(timeout_s=5)
+        except ConnectionLost as lost:
+            seen.append(lost.message)
+
+    async def decide(hello: Hello, connection: Connection) -> Welcome:
+        return local_welcome(peer_id="s1", name="seed\x1b[31m" + "x" * 99, cluster_id="c", wall=0.0)
+
+    server = await serve(network, HOST, 0, decide=decide, serve=answer, on_problem=lambda *_: None)
+    hello = local_hello(peer_id="w1", name="borea", roles=["worker"], purpose="peer")
+    connection, _ = await dial(network, HOST, server.address[1], hello, timeout_s=5)
+    with pytest.raises(DeadlineExceeded, match=r"^seed\[31mx{55} \(.*:\d+\) "):
+        await connection.receive(timeout_s=0.01)
+    await connection.close()
+    await server.close()
+    assert [message.partition(" (")[0] for message in seen] == ["borea"]
