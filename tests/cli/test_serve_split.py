@@ -1,0 +1,187 @@
+"""A verifier whose model is split over workers, as ``join`` starts it, in one process: its text is transformers' own,
+whoever drafts, whichever worker dies; and when nobody is left to take a stage it waits for one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from p2ptrain.cli import serve_drafter, serve_verifier
+from p2ptrain.cli.console import Console
+from p2ptrain.cli.joining import ServeWish
+from p2ptrain.compute.model import build_model, load_model
+from p2ptrain.compute.testing import tiny
+from p2ptrain.compute.tokenizer import Tokenizer
+from p2ptrain.core.errors import NetworkError, P2PTrainError
+from p2ptrain.core.serving import SamplingWish
+from p2ptrain.core.world import Network, World
+from roles.in_process import Cluster, Peer
+from roles.member import ServingMember
+from roles.verifier.asking import Wish
+from roles.verifier.client import VerifierClient, verifiers_untrusted
+from roles.worker.build import holding
+from roles.worker.stage_testing import LoopThreads
+from wire.memory import MemoryNetwork
+from wire.virtual import run_virtual
+
+PATIENCE_S = 600.0
+"""Virtual, as all times here."""
+COMPUTE_S = 0.005
+PROMPT = "0, 1, 1, 2, 3, 5, 8"
+GREEDY, SAMPLED = SamplingWish(temperature=0.0), SamplingWish(temperature=0.9, top_k=40, top_p=0.95, seed=7)
+ONE_PART_BYTES = 700 << 10
+"""Of a worker: it holds one part with its sessions' caches, and has no room for two."""
+
+
+def reference(checkpoint: Path, tokens: int, sampling: SamplingWish) -> tuple[int, ...]:
+    """What ``transformers.generate`` writes with the whole model."""
+    model: Any = load_model(checkpoint).eval()
+    ids = torch.tensor([list(PROMPT.encode())])
+    shape: dict[str, Any] = {"do_sample": False}
+    if sampling.temperature:
+        shape = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k}
+        shape["top_p"] = sampling.top_p
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(sampling.seed or 0)
+        made = model.generate(ids, max_new_tokens=tokens, pad_token_id=0, **shape)
+    return tuple(made[0, ids.shape[1] :].tolist())
+
+
+class VirtualCluster(Cluster):
+    """All of its threads' work is done on the loop, and takes virtual time: nobody is ever late."""
+
+    def world(self, network: Network | None = None) -> World:
+        threads = LoopThreads()
+        threads.call_s["compute"] = COMPUTE_S
+        return replace(super().world(network), threads=threads)
+
+
+class Served:
+    """A verifier with its model on workers, a drafter, and a client."""
+
+    def __init__(self, cluster: Cluster, model: Path) -> None:
+        self.cluster, self._model = cluster, model
+        self.workers: dict[str, Peer] = {}
+        self.verifier = self._serve("verifier", serve_verifier.serve, ServeWish("verifier", model, split=2))
+        self.drafter: Peer | None = None
+        self.client: VerifierClient
+
+    def _serve(self, role: str, serve: Any, wish: ServeWish) -> Peer:
+        async def program(member: ServingMember) -> None:
+            await serve(member, wish, Console(quiet=True))
+
+        return self.cluster.serve(role, program)
+
+    def draft(self) -> None:
+        wish = ServeWish("drafter", self._model, device="cpu", threads=1)
+        self.drafter = self._serve("drafter", serve_drafter.serve, wish)
+
+    def told(self, kind: str) -> int:
+        return sum(each == kind for _, each, _ in self.verifier.told)
+
+    async def ask(self, tokens: int, sampling: SamplingWish, at: dict[int, Callable[[], Any]] | None = None) -> Any:
+        """A text's tokens and figures; ``at``: what happens once so many are there."""
+        text = await self.client.ask(Wish(prompt=PROMPT, max_new_tokens=tokens, sampling=sampling))
+        made: list[int] = []
+        due = dict(at or {})
+        async for piece in text:
+            made += piece.tokens
+            for count in [count for count in due if len(made) >= count]:
+                await due.pop(count)()
+        assert not due
+        return tuple(made), text.stats()
+
+
+def stage_of(served: Served, index: int) -> Peer:
+    """The worker that holds a stage now."""
+    for peer in served.workers.values():
+        worker = peer.worker
+        assert worker is not None
+        if not peer.task.done() and any(index == (part.spec.start > 0) for part in _parts(worker) if part.users):
+            return peer
+    raise AssertionError(f"nobody holds stage {index}")
+
+
+def _parts(worker: Any) -> list[Any]:
+    return list(worker._stages.shelf.parts.values())
+
+
+def join(cluster: Cluster, slot: int) -> Peer:
+    return cluster.join(slot=slot, holding=holding(device="cpu", threads=1, memory_bytes=ONE_PART_BYTES))
+
+
+@asynccontextmanager
+async def serving(tmp_path: Path, model: Path) -> AsyncIterator[Served]:
+    cluster = VirtualCluster(tmp_path / "cluster", MemoryNetwork())
+    await cluster.start_seed()
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            workers = {str(slot): join(cluster, slot) for slot in (1, 2, 3)}
+            for peer in workers.values():
+                await peer.joined.wait()
+            served = Served(cluster, model)
+            served.workers = workers
+            at = None
+            while at is None:
+                answer = await cluster.ask("serving.list")
+                at = next(iter(verifiers_untrusted(answer)), None)
+                await asyncio.sleep(0.05)
+            served.client = await VerifierClient.dial(
+                cluster.network, at, seed_host=cluster.address[0], peer_id="1" * 32, name="client"
+            )
+            served.draft()
+            yield served
+            await served.client.close()
+    finally:
+        await cluster.close()
+
+
+def test_a_split_verifiers_text_is_transformers_own_whoever_dies(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    build_model(tiny(layers=4, context=256), 256, seed=1).save_pretrained(model)
+    Tokenizer.of_bytes().save(model)
+    expected = {sampling: reference(model, 60, sampling) for sampling in (GREEDY, SAMPLED)}
+
+    async def scene() -> None:
+        async with serving(tmp_path, model) as served:
+            drafted: dict[str, Any] = {"drafters": []}
+            while not drafted["drafters"]:  # until they have met
+                tokens, drafted = await served.ask(16, GREEDY)
+            for sampling in (GREEDY, SAMPLED):
+                tokens, stats = await served.ask(60, sampling)
+                assert tokens == expected[sampling]
+                assert stats["accepted"] > 0
+
+            # A stage dies in the middle, and the drafter; a spare takes the place, and the text is the same.
+            assert served.drafter is not None
+            happens = {12: lambda: stage_of(served, 1).die(), 30: served.drafter.die}
+            tokens, stats = await served.ask(60, SAMPLED, happens)
+            assert tokens == expected[SAMPLED]
+            assert served.told("stage-replaced") == 1
+
+            # Nobody is left: what came is there, more is refused with what to do, and it goes on when somebody joins.
+            lost = stage_of(served, 0)
+            with pytest.raises(NetworkError, match="cannot be mended"):
+                await served.ask(60, GREEDY, {20: lost.die})
+            with pytest.raises(NetworkError, match="nobody to hold it") as refused:
+                await served.ask(8, GREEDY)
+            assert "goes on by itself" in refused.value.remedy
+            slot = next(slot for slot, peer in served.workers.items() if peer is lost)
+            served.workers[slot] = join(served.cluster, int(slot))
+            while True:
+                try:
+                    tokens, _ = await served.ask(60, GREEDY)
+                except P2PTrainError:
+                    await asyncio.sleep(0.1)
+                else:
+                    break
+            assert tokens == expected[GREEDY]
+
+    run_virtual(scene())
