@@ -10,6 +10,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.geometry import Size
+from textual.notifications import SeverityLevel
 from textual.widgets import Footer, Static
 
 from p2ptrain.core.errors import P2PTrainError
@@ -28,6 +29,7 @@ from wire.records import JobInfo
 WIDE_COLUMNS, WIDE_ROWS = 120, 38
 """From this size on everything is shown at once; below it, one of six views."""
 VIEWS = ("Cluster", "Training", "Jobs", "Events", "Chains", "Serving")
+STAYS_S = 7 * 86_400.0
 CHAINS, SERVING = 5, 6
 """The views of split models, and of who writes: where everything is shown at once, they take the place of ring and
 training."""
@@ -268,6 +270,12 @@ class P2PTrainApp(App[bool]):
 
     def action_leave(self) -> None:
         self.exit(message=f"Training goes on. Look again: p2ptrain tui {self.source.address}")
+
+    def tell(self, level: str, title: str, text: str) -> None:
+        """What whoever shows this view has to say. It stays until it is clicked away: nobody may be looking now."""
+        severities: dict[str, SeverityLevel] = {"warning": "warning", "error": "error"}
+        severity = severities.get(level, "information")
+        self.notify(text, title=title, severity=severity, timeout=STAYS_S, markup=False)
 
     def action_interrupt(self) -> None:
         """What that ends beside the view is the caller's affair."""

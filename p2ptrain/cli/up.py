@@ -28,6 +28,7 @@ from p2ptrain.cli.runtime import (
 from p2ptrain.cli.split_options import DtypeOption
 from p2ptrain.cli.text_options import CheckpointOption
 from p2ptrain.cli.up_jobs import Watcher, job_for, unfinished
+from p2ptrain.cli.up_view import View
 from p2ptrain.core.errors import EXIT_INTERRUPTED, JobFailed, UserError
 
 if TYPE_CHECKING:
@@ -281,7 +282,7 @@ async def _cluster(plan: Plan, *, full_screen: bool) -> dict[str, Any]:
         stopping = asyncio.create_task(stop.wait(), name="stop")
         try:
             if full_screen:
-                if await show(plan.port):
+                if await View(plan.port).show(watching):
                     console.event("info", LEAVING)
                     stop.set()
                 else:
@@ -334,16 +335,6 @@ async def start_worker(plan: Plan, number: int) -> Child:
     if plan.link:
         arguments += ["--link", plan.link]
     return await Child.start(f"worker-{number}", arguments, plan.root / "logs" / f"worker-{number}.log")
-
-
-async def show(port: int) -> bool:
-    """The view, until the person leaves it; whether with Ctrl+C."""
-    from tui.app import P2PTrainApp
-    from tui.source import PlainWay, SeedSource
-    from wire.transport import TcpNetwork
-
-    source = SeedSource(PlainWay(TcpNetwork(), "127.0.0.1", port), f"127.0.0.1:{port}")
-    return bool(await P2PTrainApp(source).run_async())
 
 
 def _print_summary(summary: dict[str, Any], root: Path) -> None:

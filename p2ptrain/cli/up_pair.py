@@ -20,8 +20,9 @@ import typer
 from p2ptrain.cli.children import Child, end_all
 from p2ptrain.cli.output import number, print_json, print_pairs
 from p2ptrain.cli.runtime import DEFAULT_PORT, operator_name
-from p2ptrain.cli.up import Plan, show, start_seed, start_worker, workers_start
+from p2ptrain.cli.up import Plan, start_seed, start_worker, workers_start
 from p2ptrain.cli.up_jobs import Watcher, job_for, newest_saved, summed_up, unfinished
+from p2ptrain.cli.up_view import View
 from p2ptrain.core.errors import ConnectionLost, JobFailed, ProtocolError, UserError
 from wire.records import FINISHED_STATES
 from wire.transport_base import format_address
@@ -124,7 +125,9 @@ async def pair(plan: Plan, http: HttpWish | None, *, full_screen: bool, as_json:
         stopping = asyncio.create_task(stop.wait(), name="stop")
         try:
             if full_screen:
-                if await show(plan.port):
+                view = View(plan.port)
+                cluster.view = view
+                if await view.show(working):
                     console.event("info", LEAVING)
                     stop.set()
                 else:
@@ -148,10 +151,12 @@ class PairCluster:
 
     Attributes:
         quiet: a full-screen view has the terminal; what is to be said waits until ``aloud``.
+        view: that view; trouble is told there at once, too.
     """
 
     def __init__(self, plan: Plan, http: HttpWish | None, console: Console, *, as_json: bool) -> None:
         self.quiet = False
+        self.view: View | None = None
         self._plan, self._console, self._as_json = plan, console, as_json
         self._http, self._http_at = http, ""
         self._unsaid: list[tuple[str, str]] = []
@@ -245,6 +250,8 @@ class PairCluster:
     def _say(self, level: str, text: str) -> None:
         if self.quiet:
             self._unsaid.append((level, text))
+            if self.view is not None:
+                self.view.say(level, text)
         else:
             self._console.event(level, text)
 

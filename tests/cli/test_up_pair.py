@@ -229,15 +229,21 @@ async def test_behind_a_view_nothing_is_said_until_it_is_closed(
         serving.set()
         return {"verifier": {}, "drafter": {}}
 
-    async def show(port: int) -> None:
-        assert port == free_port
-        capsys.readouterr()
-        await serving.wait()
-        shown.append(capsys.readouterr().err)
-        assert not machine.told
+    class Shown:
+        def __init__(self, port: int) -> None:
+            assert port == free_port
+
+        async def show(self, work: asyncio.Task[Any]) -> None:
+            capsys.readouterr()
+            await serving.wait()
+            shown.append(capsys.readouterr().err)
+            assert not machine.told
+
+        def say(self, level: str, text: str) -> None:
+            assert level == "info"
 
     monkeypatch.setattr(up_pair, "_both_serve", both)
-    monkeypatch.setattr(up_pair, "show", show)
+    monkeypatch.setattr(up_pair, "View", Shown)
     machine.full_screen = True
     assert (await served(machine, free_port))["state"] == "serving"
     assert shown == [""]

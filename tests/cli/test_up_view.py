@@ -1,0 +1,74 @@
+"""What the full-screen view of ``p2ptrain up`` says of what happens below it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from p2ptrain.cli.up_view import View
+from p2ptrain.core.errors import JobFailed
+from tui.demo import DemoSource
+
+
+async def seen(view: View, work: Coroutine[Any, Any, None], monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Severities and texts of the notices that are there once ``work`` has ended, while the view stands."""
+    task, found = asyncio.ensure_future(work), list[tuple[str, str]]()
+
+    async def stands() -> bool:
+        async with view.app.run_test(notifications=True) as pilot:
+            await asyncio.wait({task})
+            await pilot.pause()
+            notices = list(view.app._notifications)
+            found.extend((notice.severity, f"{notice.title}: {notice.message}") for notice in notices)
+            assert all(notice.time_left > 86_400 for notice in notices), "somebody may look tomorrow"
+            return True
+
+    monkeypatch.setattr(view.app, "run_async", stands)
+    monkeypatch.setattr(view.app, "source", DemoSource(None))
+    assert await view.show(task) is True
+    return found
+
+
+async def ends(problem: Exception | None) -> None:
+    if problem is not None:
+        raise problem
+
+
+@pytest.mark.parametrize(
+    ("problem", "said"),
+    [
+        (JobFailed("the seed ended: no room", remedy="make some"), "error It has failed: the seed ended: no room"),
+        (RuntimeError("oh"), "error It has failed: RuntimeError: oh"),
+        (None, "information It is over: q leaves the view"),
+    ],
+)
+async def test_that_it_is_over_is_said_within_the_view(
+    problem: Exception | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ((severity, text),) = await seen(View(1), ends(problem), monkeypatch)
+    assert f"{severity} {text}".startswith(said)
+    assert "q leaves the view" in text
+    assert ("make some" in text) == ("no room" in text)
+
+
+async def test_trouble_meanwhile_is_said_within_the_view_and_what_is_usual_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    view = View(1)
+
+    async def goes_on() -> None:
+        view.say("info", "workers start")
+        view.say("warning", "the drafter ended")
+        await asyncio.Event().wait()
+
+    async def stopped() -> None:
+        going = asyncio.ensure_future(goes_on())
+        await asyncio.sleep(0)
+        going.cancel()
+
+    found = await seen(view, stopped(), monkeypatch)
+    assert ("warning", "Trouble: the drafter ended") in found
+    assert not any("workers start" in text for _, text in found)
