@@ -36,6 +36,7 @@ from roles.speculation.received import (
 )
 from roles.stage_engine import Ran, StageEngine
 from roles.worker.stage_links import QUIET_S, Line
+from roles.worker.stage_requests import MAX_POSITIONS
 from roles.worker.turns import Turns
 from wire.connection import Connection, Received
 from wire.handshake import RefusalCode
@@ -44,6 +45,7 @@ from wire.speculation_messages import DraftClose, DraftOpen, DraftReady, DraftRe
 
 PURPOSES = frozenset({"draft"})
 MAX_CALLERS = 64
+MAX_OPENING_BYTES = 4 * MAX_POSITIONS
 MAX_SESSIONS = 32
 BEAT_S = 0.5
 """A verifier hears from this drafter so often, before it has said what silence means to it."""
@@ -134,6 +136,7 @@ class Drafter:
         self._wake = asyncio.Event()
         self._names = count(1)
         self._background = Background()
+        self._sink: bytearray | None = None  # of all whose ids nobody wants
 
     @property
     def sessions(self) -> int:
@@ -205,10 +208,16 @@ class Drafter:
             raise ProtocolError(f"session {stream} after session {caller.last}")
         caller.last = stream
         caller.line.silence_s = min(caller.line.silence_s, opening.silence_s)
+        try:
+            self._admitted(opening)  # before memory is given for its ids
+        except Refused as refused:
+            await self._poured_away(caller, opening.ids_bytes, stream)
+            self._refuse(caller, stream, refused)
+            return
         data = await caller.line.bulk(opening.ids_bytes, stream=stream)
         ids = ids_untrusted(data, vocab_size=opening.vocab_size)
         try:
-            positions = self._admitted(opening)
+            positions = self._admitted(opening)  # others may have been, meanwhile
         except Refused as refused:
             self._refuse(caller, stream, refused)
             return
@@ -218,6 +227,12 @@ class Drafter:
         caller.sessions[stream] = session
         self._sessions.add(session)
         self._feed(session, Began())
+
+    async def _poured_away(self, caller: _Caller, ids_bytes: int, stream: int) -> None:
+        """The ids of a session that is refused are on their way nonetheless. Raises ``NetworkError``."""
+        self._sink = self._sink or bytearray(MAX_OPENING_BYTES)
+        into = memoryview(self._sink)[:ids_bytes]
+        await caller.line.landed(caller.line.post(into, stream=stream))
 
     def _admitted(self, opening: Opening) -> int:
         """Positions that the session may have here. Raises ``Refused``."""

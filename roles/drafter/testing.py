@@ -30,7 +30,7 @@ from roles.worker.stage_links import Line
 from wire.connection import Connection
 from wire.handshake import Server, local_welcome, serve
 from wire.messages import Hello, Refuse, Request, Response, Welcome
-from wire.speculation_messages import DrafterAt, DraftOpen, DraftReady, Verdict
+from wire.speculation_messages import DraftClose, DrafterAt, DraftOpen, DraftReady, Verdict
 
 PORT = 4000
 VOCAB = 97
@@ -131,9 +131,10 @@ class Liar:
 
     Args:
         says: from the session's stream, the verdict (None: the session was opened), its number and the connection.
+        takes_in: whether it ever says so of a stream.
 
     Attributes:
-        verdicts: that came. openings: likewise.
+        verdicts: that came. openings: likewise. closed: streams that the verifier closed.
     """
 
     name: str
@@ -141,6 +142,8 @@ class Liar:
     says: Callable[[int, Told | None, int, Connection], None]
     verdicts: int = 0
     openings: int = 0
+    closed: list[int] = field(default_factory=list)
+    takes_in: Callable[[int], bool] = lambda stream: True
     problems: list[P2PTrainError] = field(default_factory=list)
 
     @property
@@ -173,8 +176,11 @@ class Liar:
                         await line.bulk(4 * opening.count, stream=frame.stream)
                         self.openings += 1
                         verified[frame.stream] = opening.count
-                        connection.send(DraftReady(5.0), stream=frame.stream)
-                        self.says(frame.stream, None, 0, connection)
+                        if self.takes_in(frame.stream):
+                            connection.send(DraftReady(5.0), stream=frame.stream)
+                            self.says(frame.stream, None, 0, connection)
+                    case DraftClose():
+                        self.closed.append(frame.stream)
                     case Verdict() as verdict:
                         self.verdicts += 1
                         stream, number = frame.stream, frame.generation

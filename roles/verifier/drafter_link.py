@@ -53,6 +53,8 @@ STEADY_S = 10.0
 """A connection that lived so long counts as a success."""
 READY_S = 120.0
 """For the ids of an opening, from when they were sent: a long prompt, and a drafter with much to do."""
+LATE = "late"
+"""Code of a seat whose drafter did not answer within ``READY_S``."""
 REFUSED_WAIT_S = 5.0
 """Until one that refused a session is asked for another; it may be full, or its engine may have failed."""
 PINGS = 9
@@ -85,7 +87,7 @@ class Seat:
     Attributes:
         drafter: its number in the session. stream: the session's number on the connection.
         on_ready: the ids of the beginning are taken in. on_lost: the last of what is told; not after ``leave``.
-        refused: the code, where the drafter refused it.
+        refused: the code, where the drafter refused it, or had to be left.
         ready: the first has been told. over: the last has been, or needs not.
         drafted: position behind the drafts that came last; 0 before the first.
         bytes_in, bytes_out: of bodies. frames: that they came and went in.
@@ -286,7 +288,7 @@ class DrafterLink:
             tokens = packed(tell.tokens, self._tokens.vocab_size)
             self._say(seat, Verdict(tell.right, tell.depth, tokens), generation=tell.number)
         except (UserError, ValueError):  # more tokens than a frame holds: it came late to a long text
-            asyncio.get_running_loop().call_soon(self._lose, seat)
+            asyncio.get_running_loop().call_soon(self._give_up, seat, TOO_LONG)
 
     def leave(self, seat: Seat) -> None:
         """Its session needs it no more. Never raises."""
@@ -320,6 +322,13 @@ class DrafterLink:
         if not seat.over:
             self._forget(seat)
             seat.on_lost(seat)
+
+    def _give_up(self, seat: Seat, code: str) -> None:
+        """Its session goes on without this drafter, which is told, and is not asked again for this session."""
+        if not seat.over:
+            seat.refused = code
+            self._say(seat, DraftClose())
+            self._lose(seat)
 
     # ------------------------------------------------------------------------------------------------------- listening
 
@@ -390,11 +399,17 @@ class DrafterLink:
                     self._on_change(self)
                 for seat in [each for each in self.seats.values() if each.ready]:
                     seat.on_latency(seat)
-                if any(seat.due_at < self._now() and not seat.ready for seat in self.seats.values()):
-                    raise DeadlineExceeded(f"it did not take in a session's tokens within {READY_S:g} s")
+                self._leave_late()
                 await asyncio.sleep(FIRST_WAIT_S if len(self._round_trips_s) < PINGS else PING_S)
         except NetworkError as problem:
             line.connection.abort(problem)
+
+    def _leave_late(self) -> None:
+        """Sessions whose tokens are still not taken in: others, of shorter texts, may be well served."""
+        late = [each for each in self.seats.values() if each.due_at < self._now() and not each.ready]
+        for seat in late:
+            self._tell_why(DeadlineExceeded(f"it did not take in a session's tokens within {READY_S:g} s"))
+            self._give_up(seat, LATE)
 
     def _described(self) -> str:
         return f"drafter {self.name} drafts with {self.at.model}, {1e3 * self.record.latency_s:.1f} ms away"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -211,6 +212,52 @@ def test_a_drafter_that_is_silent_is_lost_in_seconds() -> None:
             network.mend("verifier", "good")
             await asyncio.sleep(60)
             assert there(source) == ["good"]
+            await source.close()
+
+    run_virtual(main())
+
+
+def test_a_session_that_is_not_taken_in_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roles.verifier.drafter_link.READY_S", 1.0)
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        slow = Liar("slow", network.at("slow"), says_one_token, takes_in=lambda stream: stream > 1)
+        told: list[str] = []
+        around = around_of(network.at("verifier"), lambda level, kind, text: told.append(text))
+        source = Drafters(around, Tokens(VOCAB, TOKENIZER), look_up=False)
+        async with drafter_hosts([slow]):
+            source.here([slow.at])
+            await asyncio.sleep(1)
+            both = [asyncio.create_task(write(source, PROMPT, 120, GREEDY)) for _ in range(2)]
+            await asyncio.sleep(2)
+            assert slow.closed == [1]
+            assert slow.openings == 2, "it is not asked again for that session"
+            assert there(source) == ["slow"]
+            verdicts = slow.verdicts
+            for writing in both:
+                assert (await writing).tokens == EXPECTED
+            assert slow.verdicts > verdicts, "the other session went on with it"
+            assert sum("did not take in" in text for text in told) == 1
+            await source.close()
+
+    run_virtual(main())
+
+
+def test_a_verdict_that_no_frame_holds_ends_that_session_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(tokens: Any, vocab_size: int) -> bytes:
+        raise ValueError("more than a frame holds")
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        host = Liar("d", network.at("d"), says_one_token)
+        source = Drafters(around_of(network.at("verifier")), Tokens(VOCAB, TOKENIZER), look_up=False)
+        async with drafter_hosts([host]):
+            source.here([host.at])
+            await asyncio.sleep(1)
+            monkeypatch.setattr("roles.verifier.drafter_link.packed", too_large)
+            assert (await write(source, PROMPT, 120, GREEDY)).tokens == EXPECTED
+            assert (host.openings, host.closed, there(source)) == (1, [1], ["d"])
             await source.close()
 
     run_virtual(main())
@@ -464,6 +511,29 @@ def test_callers_and_their_sessions_are_bounded() -> None:
             assert sum(isinstance(answer, DraftRefused) for answer in answers) == 4
 
     with_drafter(test, most_sessions=5)
+
+
+def test_no_memory_is_given_for_the_ids_of_who_is_refused() -> None:
+    large = replace(OPENING, tokenizer="another", count=1 << 20, prompt=1 << 20, positions=1 << 20)
+    data = bytes(4 << 20)
+
+    async def test(network: MemoryNetwork, host: DrafterHost) -> None:
+        async with verifier_of(network, name="a") as one, verifier_of(network, name="b") as other:
+            tracemalloc.start()
+            try:
+                for stream in (1, 2):
+                    for verifier in (one, other):
+                        verifier.open(large, b"", stream=stream)
+                    await asyncio.sleep(0.01)
+                    assert tracemalloc.get_traced_memory()[0] < 5 << 20
+                    for verifier in (one, other):
+                        verifier.connection.send_bulk(memoryview(data), generation=0, stream=stream)
+                        answer = await verifier.next()
+                        assert isinstance(answer[1], DraftRefused)
+            finally:
+                tracemalloc.stop()
+
+    with_drafter(test)
 
 
 def test_a_verdict_that_cuts_the_line_waits_for_no_more_than_the_step_under_way() -> None:
