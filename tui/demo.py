@@ -2,7 +2,8 @@
 
 python -m tui.demo                                  watch it train
 python -m tui.demo --serving                        and write text: key 6
-python -m tui.demo --screenshot docs/tui.svg        what the README shows
+python -m tui.demo --screenshot docs/tui.svg        what the README shows, and
+python -m tui.demo --serving --view 6 --size 116x20 --screenshot docs/tui-serving.svg
 python -m tui.demo --peers 64 --measure 100         CPU time per update, in milliseconds
 """
 

@@ -54,7 +54,7 @@ class Verifier:
     @property
     def idle(self) -> bool:
         """It writes nothing now: its other figures are of before."""
-        return not self.info.sessions and self.pace <= 0
+        return not self.info.sessions
 
     @property
     def wrote(self) -> bool:

@@ -80,7 +80,7 @@ class PeersTable(LiveTable):
         Column("rank", "#", 2, 0, right=True),
         Column("state", "state", 11, 0),
         Column("name", "name", 12, 0, most=22),
-        Column("role", "role", 6, 8, most=28),
+        Column("role", "role", 8, 8, most=28),
         Column("device", "device", 22, 9, most=46),
         Column("beat", "beat", 6, 1, right=True),
         Column("rtt", "rtt", 7, 2, right=True),

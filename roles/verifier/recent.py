@@ -15,6 +15,8 @@ Sums = Mapping[str, float]
 
 RECENT_TOKENS = 512
 """Figures of late are of so many, at least once there were as many."""
+SURE_TOKENS = 16
+"""After fewer, nothing is said of the speed-up: a single slow pass would decide it."""
 _GRAIN_TOKENS = 32
 BY = "by "
 """Before the peer id of a drafter: drafts of its that were right and in a pass. Without one: of this process' own."""
@@ -115,7 +117,8 @@ def figures_of(grown: Sums, step_s: float) -> dict[str, float]:
         found["rest_ms"] = max(0.0, found["token_ms"] - sum(found[f"{name}_ms"] for name in _PARTS))
     if step_s > 0:
         found["alone_ms"] = 1e3 * step_s
-        share("speed_up", step_s * after, grown.get("pass_s", 0.0))
+        if after >= SURE_TOKENS:
+            share("speed_up", step_s * after, grown.get("pass_s", 0.0))
     shares = shares_of(grown)
     if "" in shares:
         found["look_up_share"] = shares[""]

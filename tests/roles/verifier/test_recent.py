@@ -45,6 +45,7 @@ def test_the_figures_of_a_text() -> None:
 def test_nothing_is_said_of_what_is_not_known() -> None:
     assert figures_of({}, 0.0) == {}
     assert figures_of({}, 0.05) == {"alone_ms": 50.0}
+    assert "speed_up" not in figures_of({"after": 15.0, "pass_s": 1.0}, 0.05), "that is chance"
     assert shares_of(sums_of(Stats(), dict.fromkeys(SPENT, 0.0), bytes_moved=0, right_by={"d1": 0})) == {}
 
 
