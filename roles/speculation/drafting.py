@@ -114,7 +114,13 @@ class Drafting:
         if self._running or self._held == size:  # (nothing new since a look-up found nothing)
             return []
         if self.ready and size >= self._limit:
-            return []
+            if self._depth:
+                return []
+            # At rest: all but the last token is taken in, and a pick made for nothing, so that it is soon done when
+            # drafts are asked for: some models' draws are made one after the other.
+            size = self._verified - 1
+            if self._held >= size:
+                return []
         stop = min(self._held + CHUNK, size)
         picks = int(stop == size)
         self._running = True

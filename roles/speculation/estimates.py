@@ -15,6 +15,7 @@ PRIOR_ALPHA = 0.6
 PRIOR_WEIGHT = 3.0
 RECENT = 7
 """Measurements of a time of which the median is taken: one that is far off does not count."""
+SURE = 3
 PRIOR_SLOPE = 0.1
 """Share of a pass that each draft makes it longer, until that was measured."""
 SHORTEST_S = 1e-6
@@ -49,9 +50,13 @@ class Acceptance:
 class Recent:
     """A time that is measured again and again."""
 
-    def __init__(self, prior_s: float, priors: Iterable[float] = ()) -> None:
+    def __init__(self, prior_s: float, seen: Iterable[float] = ()) -> None:
         self._prior_s = prior_s
-        self._seen: deque[float] = deque(priors, RECENT)
+        self._seen: deque[float] = deque(seen, RECENT)
+
+    def copy(self) -> Recent:
+        """Another that begins with what this one has seen."""
+        return Recent(self._prior_s, self._seen)
 
     def add(self, seconds: float) -> None:
         """One more."""
@@ -67,6 +72,11 @@ class Recent:
         """It was measured."""
         return bool(self._seen)
 
+    @property
+    def sure(self) -> bool:
+        """It was measured often enough that one which is far off does not count."""
+        return len(self._seen) >= SURE
+
 
 class PassTimes:
     """What a pass takes by its number of drafts: the medians of those that were, a line from the shortest elsewhere."""
@@ -74,6 +84,13 @@ class PassTimes:
     def __init__(self) -> None:
         self._by_drafts: dict[int, Recent] = {}
         self._slopes: deque[float] = deque(maxlen=4 * RECENT)
+
+    def copy(self) -> PassTimes:
+        """Another that begins with what this one has seen."""
+        other = PassTimes()
+        other._by_drafts = {drafts: item.copy() for drafts, item in self._by_drafts.items()}
+        other._slopes.extend(self._slopes)
+        return other
 
     def add(self, drafts: int, seconds: float) -> None:
         """A pass was."""
@@ -95,7 +112,7 @@ class PassTimes:
     def seconds(self, drafts: int) -> float:
         """The estimate. Needs ``known``."""
         if not drafts:  # (what more work took is enough for less: it may be long since a step was measured)
-            return min(item.seconds for item in self._by_drafts.values())
+            return min(item.seconds for more, item in self._by_drafts.items() if not more or item.sure)
         if drafts in self._by_drafts:
             return max(self._by_drafts[drafts].seconds, self.seconds(0))
         step_s = self.seconds(0)

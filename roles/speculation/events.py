@@ -30,12 +30,14 @@ class DrafterReady:
     Attributes:
         known: how many ids those were: the first of ``Verifying.history`` as it was then.
         latency_s: one way. step_s: of a draft; 0 where it is not known.
+        name: of it and of its model, for all sessions; empty: nothing is remembered of it.
     """
 
     drafter: int
     known: int
     latency_s: float
     step_s: float = 0.0
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 A line is what a drafter drafted behind what it knew to be verified. It has an *epoch*: the number of the verdict that
 began it, 0 for the opening. The verifier compares it with the text as both grow. Where they differ the line is *dead*:
-the drafter will hear, cut it, and begin the next one with a verdict's number as its epoch. Until then whatever it sends
-stands on a wrong token and is dropped.
+the drafter will hear, cut it, and begin the next one with a verdict's number as its epoch, where what that verdict told
+ends or later. Until then whatever it sends stands on a wrong token and is dropped.
 """
 
 from __future__ import annotations
@@ -45,9 +45,11 @@ class Line:
     reach: int = 0
     dropped: int = 0
     ahead: deque[int] = field(default_factory=deque)
+    _sizes: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.end = self.matched = self.told
+        self._sizes = [self.told]  # of the text, by the number of the verdict that told of it
         self.reach = self.depth
 
     def receive_untrusted(
@@ -65,18 +67,20 @@ class Line:
             return "drafts without a token", none
         if not 0 <= position <= position + len(tokens) <= self.told + self.reach:
             return f"drafts up to position {position + len(tokens)}, with {self.told + self.reach} allowed", none
-        if epoch < self.epoch or (epoch == self.epoch and self.dead):
-            self.dropped += len(tokens)
-            return "", none
+        if epoch < self.epoch:
+            return f"drafts after verdict {epoch}, behind some after verdict {self.epoch}", none
         if epoch > self.epoch:
-            if position > self.told:
-                return f"a line from position {position}, with {self.told} told", none
+            if not self._sizes[epoch] <= position <= self.told:
+                return f"a line from position {position}, with {self._sizes[epoch]} to {self.told} told", none
             self.dropped += len(self.ahead)
             self.ahead.clear()
             self.epoch, self.dead, self.end = epoch, False, position
         elif not self.end <= position <= max(self.told, self.end):
             return f"drafts from position {position}, with {self.end} next and {self.told} told", none
         self.end = position + len(tokens)
+        if self.dead:
+            self.dropped += len(tokens)
+            return "", none
         known = text[position : self.end]
         agreed = next((at for at, token in enumerate(known) if token != tokens[at]), len(known))
         self.matched = min(position + agreed, len(text))
@@ -118,6 +122,7 @@ class Line:
         self.reach = max(self.reach, depth)
         self.depth = depth
         self.told = size
+        self._sizes.append(size)
         return self.number, start, right
 
     def validate(self, size: int) -> None:
@@ -128,4 +133,4 @@ class Line:
         assert len(self.ahead) <= self.reach
         assert not self.dead or not self.ahead
         assert self.dead or not self.ahead or self.end == size + len(self.ahead)
-        assert self.epoch <= self.number
+        assert self.epoch <= self.number == len(self._sizes) - 1

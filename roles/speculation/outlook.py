@@ -6,13 +6,18 @@ from collections.abc import Sequence
 
 from roles.speculation import policy
 from roles.speculation.drafting import GROUP
-from roles.speculation.estimates import PRIOR_ALPHA, Acceptance, Pace
+from roles.speculation.estimates import PRIOR_ALPHA, Acceptance
+from roles.speculation.experience import Known
 from roles.speculation.lines import Compared, Line
 
 PROVEN = 16
 """Comparisons after which it is known how often a drafter is right."""
 SHORTEST_REST, LONGEST_REST = 64, 1024
-"""Tokens of text for which a drafter rests."""
+"""Tokens of text for which one rests that is not the best."""
+FORGOTTEN = 32
+"""Tokens of a rest after which a drafter shows anew how often it is right: the text has changed."""
+LEAST_ALPHA, MOST_ALPHA = 0.3, 0.95
+"""What is expected of a drafter, at least and at most, in a new text, by what it did in others."""
 SHORTEST_WAIT_S = 0.0005
 """Drafts that are not there are not there at once: without this, a wait that rounds to nothing would never end."""
 
@@ -20,27 +25,29 @@ SHORTEST_WAIT_S = 0.0005
 class Outlook:
     """One drafter of a session.
 
+    Args:
+        known: of the drafter, from all texts.
+
     Attributes:
-        line, pace, acceptance: what is known of it.
-        resting: it is told not to draft. rests_until: tokens of text. useless: that is because it was of no use.
-        paused: it is told so because all are.
-        since: tokens of text when it began, or when it was last looked at. useful: drafts that passes took since.
+        line, pace, acceptance: what is known of it; acceptance is that in this text.
+        resting: it is told not to draft. rests_until: tokens of text.
     """
 
-    def __init__(self, line: Line, pace: Pace, now: float) -> None:
+    def __init__(self, line: Line, known: Known, now: float, *, resting: bool) -> None:
         self.line = line
-        self.pace = pace
-        self.acceptance = Acceptance()
-        self.resting = self.paused = False
+        self.pace = known.pace
+        self.resting = resting
         self.rests_until = 0
-        self.useless = False
-        self.since = line.told
-        self.useful = 0
+        self._known = known
+        alpha = known.acceptance.alpha
+        self.acceptance = Acceptance(min(max(alpha, LEAST_ALPHA), MOST_ALPHA))
+        self._rested_at = line.told  # tokens of text
         self._rest = SHORTEST_REST
         self._heard_at = now  # when drafts came last
         self._told_at = now  # when the last verdict was sent
-        self._ended_at: float | None = None  # when the verdict that ends its line was sent
+        self._ended_at: float | None = None  # when the verdict was sent upon which its next line begins
         self._ended = 0  # and what was told by it
+        self._steady = True  # it drafted until then
         self._free = line.told + line.depth  # up to here it may have drafted before it hears the last verdict
 
     def receive_untrusted(
@@ -53,20 +60,24 @@ class Outlook:
         if fault or line.epoch != epoch or (line.dead and not compared.failed):
             return fault, compared
         if epoch != before:
-            if self._ended_at is not None:
+            if self._ended_at is not None and self._steady:
                 self.pace.restarted(now - self._ended_at - (len(tokens) - 1) * self.pace.step.seconds)
             self._ended_at = None
         elif position == end < self._free - len(tokens):
             self.pace.step.add((now - self._heard_at) / len(tokens))
         self._heard_at = now
-        self.acceptance.add(compared.agreed, failed=compared.failed)
+        self._compared(compared)
         return fault, compared
 
     def grew(self, tokens: Sequence[int]) -> Compared:
         """As of ``Line``, and counted."""
         compared = self.line.grew(tokens)
-        self.acceptance.add(compared.agreed, failed=compared.failed)
+        self._compared(compared)
         return compared
+
+    def _compared(self, compared: Compared) -> None:
+        for acceptance in (self.acceptance, self._known.acceptance):
+            acceptance.add(compared.agreed, failed=compared.failed)
 
     # ----------------------------------------------------------------------------------------------- work and rest
 
@@ -82,36 +93,31 @@ class Outlook:
         return alpha * self.pace.step.seconds + (1 - alpha) * wrong_s
 
     def begin(self, size: int) -> None:
-        """It is to draft, and shall show anew how often it is right."""
-        self.resting = self.useless = False
-        self.acceptance = Acceptance(max(self.acceptance.alpha, PRIOR_ALPHA))
-        self.since, self.useful = size, 0
+        """It is to draft. After a long rest it shall show anew how often it is right."""
+        self.resting = False
+        if size - self._rested_at >= FORGOTTEN:
+            self.acceptance = Acceptance(max(self.acceptance.alpha, PRIOR_ALPHA))
 
-    def renew(self, size: int) -> None:
-        """It was of use; it is looked at again later."""
-        self.since, self.useful = size, 0
-        self._rest = SHORTEST_REST
+    def rest(self, size: int) -> None:
+        """It is not to draft."""
+        self.resting = True
+        self._rested_at = size
 
-    def rest(self, size: int, *, useless: bool) -> None:
-        """It is not to draft for a while, which is twice as long each time."""
-        self.resting, self.useless = True, useless
+    def lag(self, size: int) -> None:
+        """Another is better: it rests, twice as long each time."""
+        self.rest(size)
         self.rests_until = size + self._rest
         self._rest = min(2 * self._rest, LONGEST_REST)
 
-    def pause(self, size: int, *, paused: bool) -> None:
-        """All drafters pause, or go on."""
-        self.paused = paused
-        self.since, self.useful = size, 0
-
     @property
-    def silent(self) -> bool:
-        """It is not to draft now."""
-        return self.resting or self.paused
+    def stops_s(self) -> float:
+        """From when it is told to rest, until it does nothing any more."""
+        return self.pace.latency_s + 2 * self.pace.step.seconds
 
     @property
     def depth(self) -> int:
         """Drafts beyond what is verified that it is to make."""
-        if self.silent:
+        if self.resting:
             return 0
         return policy.depth_for(self.acceptance.alpha, least_use=policy.LEAST_USE, most=policy.MOST_DRAFTS)
 
@@ -120,7 +126,7 @@ class Outlook:
     def idle(self, size: int) -> bool:
         """Whether the drafter does nothing of use until it hears of the text's ``size`` tokens."""
         line = self.line
-        if self.silent:
+        if self.resting:
             return False
         if line.dead:
             return self._ended_at is None
@@ -128,11 +134,12 @@ class Outlook:
 
     def verdict(self, size: int, now: float) -> tuple[int, int, int]:
         """As of ``Line``."""
-        self._free = self.line.told + self.line.depth
-        told = self.line.verdict(size, self.depth)
+        line, rested = self.line, not self.line.depth
+        self._free = line.told + line.depth
+        told = line.verdict(size, self.depth)
         self._told_at = now
-        if self.line.dead and self._ended_at is None:
-            self._ended_at, self._ended = now, size
+        if line.dead and line.depth and (self._ended_at is None or rested):
+            self._ended_at, self._ended, self._steady = now, size, not rested
         return told
 
     @property
@@ -146,7 +153,7 @@ class Outlook:
         waits = [0.0] * min(len(line.ahead), most)
         stop = min(size + most, line.told + line.depth)
         if line.dead:
-            if self._ended_at is None:
+            if self._ended_at is None or not line.depth:
                 return waits
             first, since = self._ended, self._ended_at + self.pace.restart_s - step_s
         else:

@@ -86,10 +86,10 @@ class Guard:
         self.lost_s = 0.0
         self._steps = 0
 
-    def passed(self, wait_s: float, pass_s: float, tokens: int, step_s: float) -> None:
-        """After a wait a pass gave tokens. One without drafts cost what a step costs."""
+    def passed(self, seconds: float, tokens: int, step_s: float) -> None:
+        """So long after the one before it a pass gave tokens."""
         self._steps += tokens
-        self.lost_s = max(self.lost_s + wait_s + pass_s - tokens * step_s, -MOST_BANKED * step_s)
+        self.lost_s = max(self.lost_s + seconds - tokens * step_s, -MOST_BANKED * step_s)
 
     def most_loss_s(self, step_s: float) -> float:
         """What the next pass may lose."""

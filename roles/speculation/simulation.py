@@ -32,10 +32,10 @@ from roles.speculation.events import (
     Tick,
     Told,
 )
+from roles.speculation.experience import Experience
 from roles.speculation.received import packed
 from roles.speculation.stats import Stats
 from roles.speculation.verifying import Verifying
-from roles.speculation.yardstick import Yardstick
 from wire.codec import encode
 from wire.speculation_messages import Drafts, Verdict
 
@@ -69,7 +69,7 @@ class Setting:
     Attributes:
         pass_s: that a pass with so many drafts takes the target.
         shared: a pass that begins while a drafter computes takes so much longer: they share processors.
-        yardstick: as of ``Verifying``.
+        experience: as of ``Verifying``. at_s: it begins then, for an experience of more than one.
     """
 
     drafters: tuple[DrafterSetting, ...]
@@ -78,7 +78,8 @@ class Setting:
     prompt: int = 500
     seed: int = 0
     shared: float = 0.0
-    yardstick: Yardstick | None = None
+    experience: Experience | None = None
+    at_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -163,7 +164,8 @@ class _Drafter:
         self._core.validate()
         if self._core.ready and not self._ready:
             self._ready = True
-            ready = DrafterReady(self.number, self._known, self.setting.round_trip_s / 2, self.setting.draft_s)
+            way_s = self.setting.round_trip_s / 2
+            ready = DrafterReady(self.number, self._known, way_s, self.setting.draft_s, str(self.number))
             self._send(False, lambda: self._run.handle(ready))
         for item in instructions:
             match item:
@@ -206,9 +208,9 @@ class Simulation:
         dice = random.Random(setting.seed)  # noqa: S311 (dice)
         self.truth = [dice.randrange(VOCAB) for _ in range(setting.prompt + setting.tokens)]
         self.core = Verifying(
-            self.truth[: setting.prompt], max_new_tokens=setting.tokens, vocab_size=VOCAB, yardstick=setting.yardstick
+            self.truth[: setting.prompt], max_new_tokens=setting.tokens, vocab_size=VOCAB, experience=setting.experience
         )
-        self.now = 0.0
+        self.now = setting.at_s
         self.payload_bytes = 0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
@@ -258,10 +260,10 @@ class Simulation:
     def run(self) -> Outcome:
         """To its end."""
         for drafter in self._drafters:
-            self.at(drafter.setting.from_s, drafter.open)
+            self.after(drafter.setting.from_s, drafter.open)
             if drafter.setting.until_s < float("inf"):
-                self.at(drafter.setting.until_s, partial(self._lose, drafter))
-        self.at(0.0, lambda: self.handle(Began()))
+                self.after(drafter.setting.until_s, partial(self._lose, drafter))
+        self.after(0.0, lambda: self.handle(Began()))
         while not self.core.ended:
             due = self.core.next_deadline()
             if due is not None and (not self._heap or due <= self._heap[0][0]):

@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from itertools import islice
 
 from roles.speculation import policy
-from roles.speculation.estimates import Pace, PassTimes
+from roles.speculation.estimates import PassTimes, Recent
 from roles.speculation.events import (
     Began,
     Cancel,
@@ -34,20 +34,21 @@ from roles.speculation.events import (
     VerifierEvent,
     VerifierInstruction,
 )
+from roles.speculation.experience import Experience
 from roles.speculation.lines import Line
 from roles.speculation.outlook import Outlook
 from roles.speculation.rota import Rota
 from roles.speculation.stats import POSITIONS, Stats
-from roles.speculation.yardstick import Yardstick
+from roles.speculation.trial import Trial
 
-CHUNK = 2048
-"""Positions of a prompt in one pass, at most."""
+CHUNK, SHARED_CHUNK = 2048, 256
+"""Positions of a prompt in one pass, at most: by itself, and where other texts wait for their next token meanwhile."""
 RATE_DECAY = 0.9
 """Weight of a pass in the rate when the next one comes."""
 OPENING_DEPTH = 8
 MOST_UNTOLD = 2
 """Tokens that a drafter is not told of at once; see ``_most_untold``."""
-MOST_UNTOLD_AT_REST = 256
+MOST_UNTOLD_AT_REST = 32
 
 
 class Verifying:
@@ -59,7 +60,7 @@ class Verifying:
         stop_ids: it ends after one of these.
         vocab_size: token ids are below it.
         cached: positions of the prompt that the target has already; the last one is computed in any case.
-        yardstick: of the verifier, which all its sessions share; None: drafters never rest for its sake.
+        experience: of the verifier, which all its sessions share; None: this one is its first.
 
     Attributes:
         tokens: new ones, in order.
@@ -75,7 +76,7 @@ class Verifying:
         stop_ids: Collection[int] = (),
         vocab_size: int,
         cached: int = 0,
-        yardstick: Yardstick | None = None,
+        experience: Experience | None = None,
     ) -> None:
         if not ids or max_new_tokens < 1:
             raise ValueError("a generation has a prompt, and makes a token")
@@ -92,11 +93,13 @@ class Verifying:
         self._drafters: dict[int, Outlook] = {}
         self._idle_since = 0.0
         self._due: float | None = None
-        self._pass_times = PassTimes()
+        self._experience = experience or Experience()
+        self._began = False
         self._rota = Rota(self._drafters)
         self._guard = policy.Guard()
-        self._yardstick = yardstick
-        self._opening_depth = 0 if self._paused else OPENING_DEPTH
+        self._trial = Trial(self._experience)
+        self._between = Recent(0.0)  # from a result to the next pass, but for waiting for drafts
+        self._opening_depth = 0 if self._all_rest else OPENING_DEPTH
         self._guide: int | None = None  # whose drafts the pass under way has
         self._waited_s = 0.0  # before it
         self._arrived_s = 0.0  # drafters' work on drafts that came while nothing was computed
@@ -119,9 +122,13 @@ class Verifying:
         return self._opening_depth
 
     @property
-    def _paused(self) -> bool:
-        """No drafter is to work now, and no draft is to be used."""
-        return self._yardstick is not None and self._yardstick.resting
+    def _all_rest(self) -> bool:
+        """No drafter is to work now."""
+        return self._trial.resting or self._experience.looking
+
+    @property
+    def _pass_times(self) -> PassTimes:
+        return self._experience.pass_times(len(self._text))
 
     def line(self, drafter: int) -> Line:
         """What is known of a drafter. Raises ``KeyError``: it is none of this session's."""
@@ -131,17 +138,27 @@ class Verifying:
         """Take an event; what is to be done. After ``Finished`` nothing is."""
         if self.ended:
             return []
+        out = self._handled(event, now)
+        if isinstance(out[-1] if out else None, Finished):
+            self._leave(now)
+        elif self._pass is None:
+            out += self._next_pass(now)
+        return out
+
+    def _handled(self, event: VerifierEvent, now: float) -> list[VerifierInstruction]:
         out: list[VerifierInstruction] = []
         match event:
-            case Began() | Tick():
+            case Began():
+                self._began = True
+                self._experience.sessions += 1
+            case Tick():
                 pass
             case PassDone():
                 out += self._passed(event, now)
             case DrafterReady():
                 out += self._ready(event, now)
             case DrafterLost(drafter):
-                self._drafters.pop(drafter, None)
-                out += self._reviewed(now)
+                out += self._lost(drafter, now)
             case Drafted():
                 out += self._drafted(event, now)
             case Latency(drafter, latency_s):
@@ -149,10 +166,16 @@ class Verifying:
                     self._drafters[drafter].pace.latency_s = latency_s
             case Cancel():
                 self.ended = "cancelled"
-                return [Finished(self.ended)]
-        if not self.ended and self._pass is None:
-            out += self._next_pass(now)
+                out.append(Finished(self.ended))
         return out
+
+    def _leave(self, now: float) -> None:
+        """The verifier's other texts go on without this one."""
+        self._trial.end()
+        for outlook in self._drafters.values():
+            self._experience.rests(outlook, now + outlook.stops_s)
+        if self._began:
+            self._experience.sessions -= 1
 
     def next_deadline(self) -> float | None:
         """When a ``Tick`` is due."""
@@ -165,10 +188,12 @@ class Verifying:
         if not self._prompt <= known <= len(self._text):
             raise ValueError(f"a drafter was opened with {known} of {len(self._text)} tokens")
         line = Line(known, self.opening_depth)
-        outlook = Outlook(line, Pace(event.latency_s, event.step_s), now)
-        outlook.paused = self._paused
+        known_of_it = self._experience.drafter(event.name, event.latency_s, event.step_s)
+        outlook = Outlook(line, known_of_it, now, resting=self._all_rest)
         self._drafters[drafter] = outlook
-        changed = (line.depth == 0) != outlook.paused  # all rest, or go on, since it was opened
+        if line.depth:
+            self._experience.works(outlook)
+        changed = (line.depth == 0) != outlook.resting  # all rest, or go on, since it was opened
         return [self._tell(drafter, now)] if changed or known < len(self._text) else []
 
     def _drafted(self, event: Drafted, now: float) -> list[VerifierInstruction]:
@@ -179,8 +204,7 @@ class Verifying:
         if all(0 <= token < self._vocab_size for token in event.tokens):
             fault, compared = outlook.receive_untrusted(event.epoch, event.position, event.tokens, self._text, now)
         if fault:
-            del self._drafters[event.drafter]
-            return [Drop(event.drafter, fault), *self._reviewed(now)]
+            return [Drop(event.drafter, fault), *self._lost(event.drafter, now)]
         self.stats.drafted += len(event.tokens)
         self.stats.late += compared.agreed
         if self._pass is None:
@@ -188,25 +212,27 @@ class Verifying:
         self._count_wasted(outlook)
         return []
 
+    def _lost(self, drafter: int, now: float) -> list[VerifierInstruction]:
+        if (outlook := self._drafters.pop(drafter, None)) is not None:
+            self._experience.rests(outlook, now)
+        return self._reviewed(now)
+
     def _count_wasted(self, outlook: Outlook) -> None:
         self.stats.wasted += outlook.line.dropped
         outlook.line.dropped = 0
 
     def _reviewed(self, now: float) -> list[VerifierInstruction]:
         """Drafters that begin, or come to rest, are told so."""
-        if not self._pass_times.known or self._paused:
-            return []
-        changed = self._rota.review(len(self._text), self._pass_times.seconds(0))
+        times = self._pass_times
+        step_s = times.seconds(0) if times.known else 0.0
+        changed = self._rota.review(len(self._text), step_s, all_rest=self._all_rest)
         return [self._tell(drafter, now) for drafter in changed]
 
     def _tells(self, now: float) -> list[VerifierInstruction]:
         """What drafters are told when the text has grown."""
-        size, paused = len(self._text), self._paused
+        size = len(self._text)
         out = self._reviewed(now)
         for drafter, outlook in self._drafters.items():
-            if outlook.paused != paused:
-                outlook.pause(size, paused=paused)
-                out.append(self._tell(drafter, now))
             if outlook.line.told == size:
                 continue
             if outlook.idle(size) or size - outlook.line.told >= self._most_untold(outlook):
@@ -215,7 +241,7 @@ class Verifying:
 
     def _most_untold(self, outlook: Outlook) -> int:
         """Tokens that a drafter may not know of: the farther it is, the less the news would change, and each costs."""
-        if outlook.silent:
+        if outlook.resting:
             return MOST_UNTOLD_AT_REST
         if not self._pass_times.known:
             return 1
@@ -225,6 +251,10 @@ class Verifying:
     def _tell(self, drafter: int, now: float) -> Tell:
         outlook = self._drafters[drafter]
         number, start, right = outlook.verdict(len(self._text), now)
+        if outlook.line.depth:
+            self._experience.works(outlook)
+        else:
+            self._experience.rests(outlook, now + outlook.stops_s)
         return Tell(drafter, number, start, tuple(self._text[start:]), outlook.line.depth, right)
 
     # -------------------------------------------------------------------------------------------------------- passes
@@ -232,13 +262,14 @@ class Verifying:
     def _next_pass(self, now: float) -> list[VerifierInstruction]:
         self._due = None
         if len(self._text) == self._prompt:
-            stop = min(self._held + CHUNK, self._prompt)
+            chunk = CHUNK if self._experience.sessions <= 1 else SHARED_CHUNK
+            stop = min(self._held + chunk, self._prompt)
             ids = tuple(self._text[self._held : stop])
             self._pass = Run(self._held, ids, int(stop == self._prompt), 0, prefill=True)
             return [self._pass]
         drafts: tuple[int, ...] = ()
         self._guide = None
-        if self._pass_times.known and not self._paused:
+        if self._pass_times.known:
             choice, self._guide = self._choose(now)
             if choice.wait_s > 0:
                 self._due = now + choice.wait_s
@@ -255,9 +286,10 @@ class Verifying:
 
     def _choose(self, now: float) -> tuple[policy.Choice, int | None]:
         """What the next pass takes, after which wait, and whose drafts."""
-        room = min(self._stop - len(self._text) - 1, policy.MOST_DRAFTS, self._pass_times.most)
-        step_s = self._pass_times.seconds(0)
-        rate = max(1 / step_s, self._rate_tokens / self._rate_s)
+        times, between_s = self._pass_times, self._between.seconds
+        room = min(self._stop - len(self._text) - 1, policy.MOST_DRAFTS, times.most)
+        step_s = times.seconds(0) + between_s
+        rate = max(1 / step_s, self._rate_tokens / self._rate_s if self._rate_s else 0.0)
         most_wait_s = self._idle_since + policy.LONGEST_WAIT * step_s - now
         most_loss_s = self._guard.most_loss_s(step_s) - (now - self._idle_since)
         best, found = policy.Choice(0, 0.0, -math.inf), None
@@ -266,7 +298,7 @@ class Verifying:
             choice = policy.choose(
                 waits_s,
                 outlook.acceptance.alpha,
-                self._pass_times.seconds,
+                lambda drafts: times.seconds(drafts) + between_s,
                 rate,
                 kept_s=min(policy.KEPT * step_s, outlook.anew_s),
                 most_wait_s=most_wait_s,
@@ -290,15 +322,9 @@ class Verifying:
         fresh = self._grow(event.tokens[: accepted + 1])
         if not run.prefill:
             self._count(len(drafts), accepted, event.took_s)
-            self._pass_times.add(len(drafts), event.took_s)
-            step_s = self._pass_times.seconds(0)
-            self._guard.passed(self._waited_s, event.took_s if drafts else step_s, len(fresh), step_s)
-            if self._drafters and self._yardstick is not None:
-                self._yardstick.passed(len(fresh), self._waited_s + event.took_s, drafts=len(drafts))
+            self._measure(event.took_s, len(drafts), len(fresh), now)
             if self._guide is not None:
                 self.right_of[self._guide] += accepted
-                if self._guide in self._drafters:
-                    self._drafters[self._guide].useful += accepted
             self._rate_tokens = RATE_DECAY * self._rate_tokens + len(fresh)
             self._rate_s = RATE_DECAY * self._rate_s + max(now - self._idle_since, 1e-6)
         self._idle_since, self._arrived_s = now, 0.0
@@ -311,6 +337,27 @@ class Verifying:
         if self.ended:
             return [*out, Finished(self.ended)]
         return [*out, *self._tells(now)]
+
+    def _measure(self, took_s: float, drafts: int, tokens: int, now: float) -> None:
+        """A pass behind the prompt gave tokens: what it tells of passes, of drafters, and of what was lost by them."""
+        times, experience = self._pass_times, self._experience
+        working = any(not outlook.resting for outlook in self._drafters.values())
+        if working or not times.known:
+            times.add(drafts, took_s)
+        step_s = times.seconds(0)
+        between_s = now - self._idle_since - self._waited_s - took_s
+        if experience.sessions > 1:  # other texts' passes, mostly
+            between_s = 0.0
+        between_s = min(max(between_s, 0.0), step_s)  # whoever reads may be slow, and a machine may sleep
+        self._between.add(between_s)
+        seconds = self._waited_s + took_s + between_s
+        step_s += self._between.seconds
+        self._guard.passed(seconds if drafts else self._waited_s + step_s, tokens, step_s)
+        if self._drafters or self._trial.resting:
+            place = experience.place(len(self._text))
+            alone_s = experience.step_s(place)
+            slowed = step_s / alone_s if alone_s else 1.0
+            self._trial.passed(place, tokens, seconds, now - took_s, drafts=drafts, slowed=slowed)
 
     def _grow(self, picks: Sequence[int]) -> tuple[int, ...]:
         """Take picks into the text, up to its end."""

@@ -175,8 +175,10 @@ class _SessionDrafting:
 
     def _ready(self, seat: Seat) -> None:
         self._was_ready.append(seat)
-        record = seat.link.record
-        self._tell_event(DrafterReady(seat.drafter, len(self._beginning.ids), record.latency_s, record.step_s))
+        record, at = seat.link.record, seat.link.at
+        name = f"{at.peer_id} {at.tokenizer} {at.model}"
+        known = len(self._beginning.ids)
+        self._tell_event(DrafterReady(seat.drafter, known, record.latency_s, record.step_s, name))
 
     def _lost(self, seat: Seat) -> None:
         self._seats.pop(seat.drafter, None)

@@ -12,6 +12,7 @@ from roles.speculation.ngram import NgramEngine
 from roles.verifier.drafter_link import Beginning
 
 SESSION = "here"
+NAME = "look-up"
 
 
 class LookUp:
@@ -55,7 +56,7 @@ class LookUp:
         instructions = self._core.handle(event, self._loop.time())
         if self._core.ready and not self._ready:
             self._ready = True
-            self._on_event(DrafterReady(self.drafter, self._known, 0.0))
+            self._on_event(DrafterReady(self.drafter, self._known, 0.0, name=NAME))
         for instruction in instructions:
             match instruction:
                 case Send(epoch, position, tokens):

@@ -18,8 +18,8 @@ from p2ptrain.compute.text import ModelText, TextWriter
 from p2ptrain.core.errors import P2PTrainError, Refused, ResourceError, UserError
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.world import World
+from roles.speculation.experience import Experience
 from roles.speculation.stats import Stats
-from roles.speculation.yardstick import Yardstick
 from roles.verifier.asking import Wish
 from roles.verifier.drafting_source import Connected, DrafterSource, NoDrafters
 from roles.verifier.kept import Kept, KeptSession
@@ -121,7 +121,7 @@ class VerifierService:
         self._rate = Rate()
         self._total = Stats()
         self._recent, self._ended_sums = Recent(), dict[str, float]()
-        self._yardstick = Yardstick()
+        self._experience = Experience()
         self._usual_s = _FIRST_GUESS_S
         self._preparing = 0
         self._closed = False
@@ -142,7 +142,7 @@ class VerifierService:
                 took_s.append(passed.took_s)
         finally:
             await session.close()
-        self._yardstick = Yardstick(median(took_s))
+        self._experience = Experience(median(took_s))
 
     async def write(self, wish: Wish) -> TextSession:
         """As ``TextService.write``."""
@@ -173,7 +173,7 @@ class VerifierService:
         total = summed([self._total, *(session.core.stats for session in running)])
         counts = {name: float(getattr(total, name)) for name in ("tokens", "drafted", "accepted", "wasted")}
         figures = {"tokens_per_s": self._rate.per_s(now), "waiting": float(self._places.waiting)}
-        return figures | counts | figures_of(self._recent.grown, self._yardstick.step_s)
+        return figures | counts | figures_of(self._recent.grown, self._experience.step_s())
 
     def drafters(self) -> list[tuple[Connected, float | None]]:
         """Those that there are, and which share of the right drafts of late was theirs; None where none was right."""
@@ -283,7 +283,7 @@ class VerifierService:
             left_out=prepared.left_out,
             now=self._now,
             on_end=self._on_end,
-            yardstick=self._yardstick,
+            experience=self._experience,
         )
         drafters = self._drafters if speculate else NoDrafters()
         self._running[session] = _Running(self._now(), opened, prepared.max_new_tokens, speculate)

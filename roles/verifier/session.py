@@ -16,8 +16,8 @@ from p2ptrain.core.errors import DeadlineExceeded, JobFailed, P2PTrainError
 from p2ptrain.core.serving import Sampling
 from roles.background import Background
 from roles.speculation import events as ev
+from roles.speculation.experience import Experience
 from roles.speculation.verifying import Verifying
-from roles.speculation.yardstick import Yardstick
 from roles.verifier.asking import Piece
 from roles.verifier.drafting_source import DrafterFacts, DrafterSource, Drafting
 from roles.verifier.recent import Sums, sums_of
@@ -55,7 +55,7 @@ class TextSession:
         left_out: int,
         now: Callable[[], float],
         on_end: Callable[[TextSession, bool], None],
-        yardstick: Yardstick | None = None,
+        experience: Experience | None = None,
     ) -> None:
         self.prompt_tokens, self.left_out, self.ended = len(prompt), left_out, ""
         self.core = Verifying(
@@ -64,7 +64,7 @@ class TextSession:
             stop_ids=writer.end_tokens,
             vocab_size=vocab_size,
             cached=cached,
-            yardstick=yardstick,
+            experience=experience,
         )
         self._target, self._writer, self._now, self._on_end = target, writer, now, on_end
         self._stats = WritingStats(self.core.stats, began_at=now(), prompt_tokens=len(prompt), cached_tokens=cached)
@@ -236,6 +236,7 @@ class TextSession:
             if self._drafting is not None:
                 self._drafting.close()
             self._news.set()
+            self.core.handle(ev.Cancel(), self._now())  # where it failed: the other texts go on without it
             self._on_end(self, clean and bool(self.core.tokens))
 
     async def _next_run(self) -> ev.Run | None:

@@ -17,6 +17,7 @@ from roles.speculation.events import (
     Run,
     RunDone,
     Send,
+    Tell,
     Tick,
     Told,
 )
@@ -50,7 +51,9 @@ def verifier() -> Verifying:
         (-1, 5, (1,), "drafts after verdict -1"),
         (0, 2, (3,), "drafts from position 2, with 3 next"),
         (0, 6, (1,), "drafts from position 6, with 3 next and 5 told"),
-        (2, 6, (1,), "a line from position 6, with 5 told"),
+        (2, 6, (1,), "a line from position 6, with 5 to 5 told"),
+        (2, 4, (5,), "a line from position 4, with 5 to 5 told"),
+        (1, 3, (4,), "a line from position 3, with 4 to 5 told"),
     ],
 )
 def test_a_drafter_that_says_nonsense_is_dropped(
@@ -74,6 +77,14 @@ def test_drafts_of_a_line_that_is_dead_are_dropped() -> None:
     assert isinstance(run, Run)
     assert run.ids == (6,)
     assert core.stats.wasted == 6
+
+
+def test_a_line_that_is_dead_does_not_go_on_for_ever() -> None:
+    core = verifier()
+    core.handle(Drafted(1, 0, 3, (9, 5, 6, 7)), 0.25)
+    (drop,) = core.handle(Drafted(1, 0, 3, (9, 5, 6, 7)), 0.26)
+    assert isinstance(drop, Drop)
+    assert drop.reason == "drafts from position 3, with 7 next and 5 told"
 
 
 def test_a_drafter_is_told_what_it_missed_before_it_was_ready() -> None:
@@ -135,9 +146,11 @@ def test_a_pause_stops_it_and_a_probe_goes_on() -> None:
     core = drafter()
     core.handle(Told(1, 3, (4,), 0), 0.0)
     assert core.handle(RunDone((8,)), 0.0) == []
-    assert core.handle(Told(2, 4, (1, 1), 0), 0.0) == []
-    (run,) = core.handle(Told(3, 6, (2,), 2), 0.0)
-    assert run == Run(4, (1, 1, 2), 1, 4)
+    assert core.handle(Told(2, 4, (1,), 0), 0.0) == []
+    (run,) = core.handle(Told(3, 5, (1, 1), 0), 0.0)
+    assert run == Run(4, (1, 1), 1, 3)  # it takes in what is verified, but for the last token
+    (run,) = core.handle(RunDone((9,)), 0.0)[1:] or core.handle(Told(4, 7, (2,), 2), 0.0)
+    assert run == Run(6, (1, 2), 1, 5)
 
 
 def test_nothing_comes_behind_a_stop_token_in_the_middle_of_a_pass() -> None:
@@ -153,23 +166,30 @@ def test_nothing_comes_behind_a_stop_token_in_the_middle_of_a_pass() -> None:
     assert core.tokens == (4, 5, 6, 7)
 
 
-def test_drafts_of_an_epoch_that_is_over_are_dropped() -> None:
+def test_drafts_of_an_epoch_that_is_over_are_no_correct_drafters() -> None:
     core = verifier()
     core.handle(Drafted(1, 0, 3, (9,)), 0.25)
     core.handle(PassDone((6,), 0.1), 0.3)
     core.handle(Drafted(1, 3, 6, (7,)), 0.35)
-    assert core.handle(Drafted(1, 0, 7, (8,)), 0.36) == []
     line = core.line(1)
     assert (line.epoch, list(line.ahead)) == (3, [7])
+    (drop,) = core.handle(Drafted(1, 0, 7, (8,)), 0.36)
+    assert isinstance(drop, Drop)
+    assert drop.reason == "drafts after verdict 0, behind some after verdict 3"
 
 
 def test_a_liar_that_seems_good_costs_no_more_than_the_guard_allows() -> None:
-    """It repeats the text, which is right and comes late, and then adds what is wrong: it seems to be right often."""
+    """It repeats what it was told, which is right and seems to come late, and adds what is wrong: it seems to be right
+    often. It says that it began a while ago."""
     step_s, tokens = 0.05, 400
     core = Verifying(PROMPT, max_new_tokens=tokens, vocab_size=10)
     out = [*core.handle(Began(), 0.0), *core.handle(DrafterReady(1, len(PROMPT), 0.0), 0.0)]
-    now, wrong = 0.0, 0
+    now, wrong, sizes = 0.0, 0, [len(PROMPT)]
     while not core.ended:
+        for item in out:
+            assert not isinstance(item, Drop)
+            if isinstance(item, Tell):
+                sizes.append(item.start + len(item.tokens))
         (run,) = (item for item in out if isinstance(item, Run))
         took_s = step_s * (1 + 0.3 * (run.picks - 1))
         if core.tokens:
@@ -177,10 +197,13 @@ def test_a_liar_that_seems_good_costs_no_more_than_the_guard_allows() -> None:
             wrong += run.picks - 1
         out = core.handle(PassDone((5,) * run.picks, took_s), now)
         line, size = core.line(1), len(core.history)
-        if line.number > line.epoch and line.told == size:
-            begin = max(len(PROMPT), size - 12)
+        sizes += [item.start + len(item.tokens) for item in out if isinstance(item, Tell)]
+        out = [item for item in out if not isinstance(item, Tell)]
+        if line.number > line.epoch and line.told == size and line.depth:
+            epoch = next(number for number in range(line.epoch + 1, line.number + 1) if sizes[number] >= size - 12)
+            begin = sizes[epoch]
             lies = (*core.history[begin:], 5, *(4,) * 6)[: size - begin + line.depth]
-            more = core.handle(Drafted(1, line.number, begin, lies), now)
+            more = core.handle(Drafted(1, epoch, begin, lies), now)
             out = out if any(isinstance(item, Run) for item in out) else [*out, *more]
         due = core.next_deadline()
         while not core.ended and not any(isinstance(item, Run) for item in out):

@@ -1,0 +1,153 @@
+"""What a verifier has learned from all of its texts: what a step takes alone, what passes take, how drafters are. Pure.
+
+A new text begins with it, so nothing is learned twice. What a step takes *alone* is what drafters are held against
+(``trial``). It is measured only while no drafter of any text works, for one may share its processors with the verifier,
+or memory, or power. What lasts longer the more there is to look back at is kept apart for each power of two of
+positions; what a step takes from one result to the next also for whether other texts are computed in between.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from statistics import median
+
+from roles.speculation.estimates import Acceptance, Pace, PassTimes
+
+SHORTEST = 512
+"""Positions up to which there is no difference."""
+MOST_DRAFTERS = 64
+LOOK_PASSES = 3
+"""Steps alone that are measured at a time."""
+LOOK_WITHIN = 64
+"""Tokens of all texts together: a look that takes longer is of one who does not go on, and holds up nobody."""
+MOST_DEBT = 1024.0
+"""Tokens."""
+
+Place = tuple[int, bool]
+"""Positions, as their number of bits, and whether the text is the only one."""
+
+
+class _Alone:
+    """Steps of one place, and how many tokens there were when the last of them was measured."""
+
+    def __init__(self, written: int) -> None:
+        self.seconds: deque[float] = deque(maxlen=LOOK_PASSES + 2)
+        self.written = written
+
+
+class Known:
+    """A drafter, whatever the text."""
+
+    def __init__(self, pace: Pace) -> None:
+        self.pace = pace
+        self.acceptance = Acceptance()
+
+
+class Experience:
+    """See the module's docstring. One for a verifier, which its sessions share.
+
+    Args:
+        step_s: of a step alone, if it was measured already; it counts until one is measured among the texts.
+
+    Attributes:
+        sessions: that write now.
+        debt: tokens that are to be written before drafters are tried again that may slow the verifier down.
+    """
+
+    def __init__(self, step_s: float = 0.0) -> None:
+        self.sessions = 0
+        self.debt = 0.0
+        self._written = 0
+        self._first_s = step_s
+        self._alone: dict[Place, _Alone] = {}
+        self._pass_times: dict[int, PassTimes] = {}
+        self._drafters: OrderedDict[str, Known] = OrderedDict()
+        self._working: set[object] = set()
+        self._looking: dict[object, int] = {}  # and how many tokens were written when it began
+        self._quiet_from = 0.0
+
+    def place(self, positions: int) -> Place:
+        """Where a pass behind so many positions belongs."""
+        return max(positions, SHORTEST).bit_length(), self.sessions <= 1
+
+    # ----------------------------------------------------------------------------------------------- a step alone
+
+    def step_s(self, place: Place | None = None) -> float:
+        """Of a step alone; what is known of the nearest place, 0 where nothing is."""
+        if not self._alone:
+            return self._first_s
+        nearest = min(self._alone, key=lambda at: _distance(at, place)) if place else next(iter(self._alone))
+        return median(self._alone[nearest].seconds)
+
+    def measured(self, place: Place, *, within: float = float("inf")) -> bool:
+        """Whether that was measured there, since so many tokens were written."""
+        alone = self._alone.get(place)
+        return alone is not None and self._written - alone.written <= within
+
+    def passed(self, place: Place, tokens: int, seconds: float, began_at: float, *, resting: bool) -> bool:
+        """A pass of one that has drafters gave tokens. ``resting``: its drafters rest, and it had no drafts.
+
+        Returns:
+            Whether it was a step alone.
+        """
+        self._written += tokens
+        self.debt = max(0.0, self.debt - tokens)
+        if not resting or self._working or began_at < self._quiet_from:
+            return False
+        alone = self._alone.setdefault(place, _Alone(self._written))
+        alone.seconds.append(seconds)
+        alone.written = self._written
+        return True
+
+    # -------------------------------------------------------------------------------------- who works, and who looks
+
+    def works(self, who: object) -> None:
+        """A drafter works from now on."""
+        self._working.add(who)
+
+    def rests(self, who: object, quiet_from: float) -> None:
+        """A drafter does nothing any more, from then on."""
+        if who in self._working:
+            self._working.discard(who)
+            self._quiet_from = max(self._quiet_from, quiet_from)
+
+    @property
+    def looking(self) -> bool:
+        """Somebody measures a step alone: all drafters rest."""
+        return any(self._written - since < LOOK_WITHIN for since in self._looking.values())
+
+    def look(self, who: object) -> None:
+        """This session begins to measure a step alone."""
+        self._looking[who] = self._written
+
+    def looked(self, who: object) -> None:
+        """It has, or does not want to any more."""
+        self._looking.pop(who, None)
+
+    def owe(self, tokens: float) -> None:
+        """Drafters slowed the verifier down: so many tokens more make up for it."""
+        self.debt = min(self.debt + tokens, MOST_DEBT)
+
+    # ------------------------------------------------------------------------------------------------ passes, drafters
+
+    def pass_times(self, positions: int) -> PassTimes:
+        """Of passes behind so many positions, while drafters work."""
+        bits, _ = self.place(positions)
+        if bits not in self._pass_times:
+            near = min(self._pass_times, key=lambda other: abs(other - bits), default=None)
+            self._pass_times[bits] = PassTimes() if near is None else self._pass_times[near].copy()
+        return self._pass_times[bits]
+
+    def drafter(self, name: str, latency_s: float, step_s: float) -> Known:
+        """What is known of a drafter. ``name``: of it and its model; empty: it is met for the first time."""
+        known = self._drafters.pop(name, None) or Known(Pace(latency_s, step_s))
+        known.pace.latency_s = latency_s
+        if name:
+            self._drafters[name] = known
+            while len(self._drafters) > MOST_DRAFTERS:
+                self._drafters.popitem(last=False)
+        return known
+
+
+def _distance(at: Place, place: Place) -> tuple[int, bool]:
+    return abs(at[0] - place[0]), at[1] != place[1]
