@@ -140,7 +140,7 @@ class Verifying:
             return []
         out = self._handled(event, now)
         if isinstance(out[-1] if out else None, Finished):
-            self._leave(now)
+            self.leave(now)
         elif self._pass is None:
             out += self._next_pass(now)
         return out
@@ -169,12 +169,13 @@ class Verifying:
                 out.append(Finished(self.ended))
         return out
 
-    def _leave(self, now: float) -> None:
-        """The verifier's other texts go on without this one."""
+    def leave(self, now: float) -> None:
+        """The verifier's other texts go on without this one. For who does not go on to the end; may be called twice."""
         self._trial.end()
         for outlook in self._drafters.values():
             self._experience.rests(outlook, now + outlook.stops_s)
         if self._began:
+            self._began = False
             self._experience.sessions -= 1
 
     def next_deadline(self) -> float | None:

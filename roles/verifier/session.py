@@ -236,7 +236,7 @@ class TextSession:
             if self._drafting is not None:
                 self._drafting.close()
             self._news.set()
-            self.core.handle(ev.Cancel(), self._now())  # where it failed: the other texts go on without it
+            self.core.leave(self._now())
             self._on_end(self, clean and bool(self.core.tokens))
 
     async def _next_run(self) -> ev.Run | None:

@@ -189,7 +189,7 @@ async def opened(
     (listening,) = await drafter.all("speculate", part="be drafter", seconds=3, **for_drafter)
     at = {"port": listening["port"], "tokenizer": listening["tokenizer"]}
     await verifier.all("speculate", part="be verifier", seconds=3, **for_verifier, **at)
-    await verifier.all("speculate", part="meet", prompt=prompt, seconds=2)
+    await verifier.all("speculate", part="meet", prompt=prompt, seconds=4)
     yield listening
     await verifier.all("speculate", part="close")
 
@@ -424,7 +424,7 @@ class SpeculateBench:
         plan = self.plan
         notes = [
             "milliseconds of a token, from a text's first token to its last, what must be learned first included; "
-            "short texts before them, until both sides have met, are not counted; "
+            "what a verifier learns is kept for its next texts, and one short text before them is not counted; "
             f"settled: behind the first {SETTLED} tokens",
             "alone: the same service without a drafter; in turns: draft, send, verify, answer, with the best fixed "
             "number of drafts; ahead: this program; a pass: tokens that one gives; wasted: of the drafts, those "

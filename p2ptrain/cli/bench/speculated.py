@@ -49,7 +49,7 @@ from wire.transport import TcpNetwork
 MEET_S = 30.0
 """For a drafter to take part in a text."""
 ANSWER_S = 30.0
-MEET_TOKENS = 16
+MEET_TOKENS = 64
 DRAFTER, VERIFIER = "drafter", "verifier"
 _METHOD = "draft"
 
@@ -204,10 +204,12 @@ class VerifierSide:
             drafters=self._drafters,
             options=options,
         )
+        await self._service.warm_up()
         return {}
 
     async def meet(self, *, prompt: str) -> Answer:
-        """Write short texts until the drafter has had a part in one: both are awake then. Raises ``DeadlineExceeded``:
+        """Write short texts until the drafter has had a part in one: both are awake then, as they are where a verifier
+        has written before. Raises ``DeadlineExceeded``:
         it has none."""
         due = time.monotonic() + MEET_S
         while time.monotonic() < due:
