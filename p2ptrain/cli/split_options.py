@@ -54,7 +54,20 @@ class WithBareSplit(TyperCommand):
     """A command whose ``--split`` may stand without its number."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, with_number(args))
+        try:
+            return super().parse_args(ctx, with_number(args))
+        except Exception as error:  # of the parser, and whose that is depends on the version of Typer
+            word = _behind_split(args)
+            if word and "unexpected extra" in str(error) and f"({word})" in str(error):
+                remedy = "write --split N, or --split alone: as many as are fastest"
+                raise UserError(f"--split {word}: that is no number of parts", remedy=remedy) from None
+            raise
+
+
+def _behind_split(args: list[str]) -> str:
+    """What stands where a number may; empty where nothing does."""
+    at = args.index("--split") + 1 if "--split" in args else len(args)
+    return args[at] if at < len(args) and not args[at].startswith("-") else ""
 
 
 def with_number(args: list[str]) -> list[str]:

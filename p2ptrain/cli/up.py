@@ -211,6 +211,10 @@ def _profile(name: str, sets: list[str], workers: int) -> Profile:
     wanted, source = loaded.profile.job.workers, loaded.sources["job.workers"]
     if workers >= wanted:
         return loaded.profile
+    stages = loaded.profile.stages
+    if workers < stages:
+        text = f"the model is in {stages} parts, each for a worker of its own, and {workers} would be started"
+        raise UserError(text, remedy=f"give --workers {stages}, or set fewer pipeline.stages")
     if is_shipped(source):
         return load(name, os.environ, [*sets, f"job.workers={workers}"]).profile
     raise UserError(

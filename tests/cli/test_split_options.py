@@ -49,7 +49,13 @@ def test_what_travels(wire: str, encodings: tuple[str, str]) -> None:
         (["generate", "x", "--split"], "generate needs one checkpoint"),
         (["chat", "--split", "--job", "j", "-c", "d"], "chat needs one checkpoint"),
         (["generate", "x", "--split", "--temperature", "inf"], "temperature = inf cannot be"),
+        (["generate", "x", "--split", "two"], "--split two: that is no number of parts"),
+        (["chat", "--split", "two"], "--split two: that is no number of parts"),
         (["up", "--split", "2"], "up --split needs a model"),
+        (
+            ["up", "--workers", "1", "--set", "job.strategy=pipeline", "--set", "pipeline.stages=2"],
+            "the model is in 2 parts",
+        ),
         (["up", "--checkpoint", "d"], "--checkpoint is for a model that is split"),
         (["up", "--spare", "1"], "--spare is for a model that is split"),
         (["up", "--memory", "1GiB"], "--memory is for a model that is split"),
