@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers.generation.logits_process import TopPLogitsWarper
 
-from p2ptrain.compute.picking import _NO_IDS, REMEMBERED, Picker, _nucleus, _warpers
+from p2ptrain.compute import picking
+from p2ptrain.compute.picking import _NO_IDS, NOISE_BYTES, REMEMBERED, Picker, _exponential, _nucleus, _warpers
 from p2ptrain.core.serving import Sampling
 
 SAMPLINGS = [
@@ -42,7 +43,7 @@ def test_rows_at_once_are_rows_one_by_one(vocab_size: int, sampling: Sampling) -
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS[:3], ids=str)
-@pytest.mark.parametrize(("remembered", "noise_bytes"), [(REMEMBERED, 4 << 20), (64, 0), (1, 0), (3, 3_000)])
+@pytest.mark.parametrize(("remembered", "noise_bytes"), [(REMEMBERED, NOISE_BYTES), (64, 0), (1, 0), (3, 3_000)])
 def test_going_back_in_draws_is_exact(sampling: Sampling, remembered: int, noise_bytes: int) -> None:
     """As a verifier does: k + 1 rows, of which only the first few count; whatever is kept of draws made before."""
     logits = 3 * torch.randn(150, 211, generator=torch.Generator().manual_seed(9))
@@ -96,3 +97,17 @@ def test_a_vocabulary_of_another_size_has_the_same_draws(sampling: Sampling) -> 
     fewer[:, 198:] = -torch.inf
     assert Picker(drawn_for).pick(logits[:, :198], 0) == Picker(sampling).pick(fewer, 0)
     assert Picker(replace(sampling, vocab_size=0)).pick(logits, 0) == wanted
+
+
+@pytest.mark.parametrize("entries", [4096, 4097, 32_000, 151_936])
+def test_numbers_that_are_drawn_at_once_are_those_of_torch(entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit by bit, the generator's state behind them, too; and where a build of torch draws otherwise, as it does."""
+    assert picking._same_at_once(), "this build draws otherwise: drawing is slow, and as exact"
+    ours, theirs, slowly = (torch.Generator().manual_seed(entries) for _ in range(3))
+    for _ in range(5):
+        wanted = torch.empty(entries).exponential_(1, generator=theirs)
+        assert torch.equal(_exponential(entries, ours), wanted)
+        assert torch.equal(ours.get_state(), theirs.get_state())
+        with monkeypatch.context() as patched:
+            patched.setattr(picking, "_same_at_once", lambda: False)
+            assert torch.equal(_exponential(entries, slowly), wanted)
