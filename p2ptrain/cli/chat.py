@@ -81,7 +81,7 @@ def chat(
     """Talk with a checkpoint, or with a verifier of the cluster.
 
     Without --checkpoint and --job a verifier answers (p2ptrain join --role verifier). When it is lost, what it had
-    said stays on the screen, and the next question waits for it.
+    said stays on the screen, and the next question waits for it, an hour at most.
 
     Where none of --temperature, --top-k and --top-p is given, the model's generation_config.json decides, as in
     transformers: the likeliest token each time, unless it says do_sample. What is given goes before what it says.
@@ -90,7 +90,8 @@ def chat(
     "Assistant: ...". The oldest turns are dropped, and it is said, when they no longer fit the model's context.
 
     Ctrl+C cancels an answer and keeps the conversation; a second one leaves, as Ctrl+D and /quit do. /help lists the
-    commands. Where standard input is no terminal, each line is a question.
+    commands. Where standard input is no terminal, each line is a question or a command; what fails ends the chat, and a
+    verifier that was lost between two answers is waited for a minute.
 
     With --split the model is computed by workers that joined the seed, some layers each, whole on none of them. The
     files of --checkpoint are this machine's and are given to them; those of --job may lie on any of them.

@@ -28,6 +28,8 @@ from wire.handshake import RefusalCode
 PERSON_WAITS_S, PIPE_WAITS_S = 3600.0, 60.0
 """For a verifier that was lost. A person sees it, and may leave."""
 LOOK_AGAIN_S = 1.0
+MOST_ASKS = 3
+"""Of one question, where the verifier is lost each time: it may be the question that ends it."""
 _ENDED_S = 2 * LEAVE_S
 _PASSING = frozenset({RefusalCode.BUSY, RefusalCode.SHUTTING_DOWN, RefusalCode.STANDBY, RefusalCode.STALE_TERM})
 _MORE_PIECES = 64  # than tokens: what was held back, and long texts cut
@@ -160,16 +162,18 @@ class VerifierSpeaker:
     async def _asked(self, wish: Wish) -> Text:
         """Ask; where the verifier was lost since the last question, or leaves just now, look for it first. Raises what
         it said last, when that takes too long."""
-        began = time.monotonic()
+        began, lost = time.monotonic(), 0
         while True:
             client = await self._there(began)
             try:
                 return await client.ask(wish)
             except (NetworkError, Refused) as problem:
                 leaves = isinstance(problem, Refused) and problem.code == RefusalCode.SHUTTING_DOWN
-                if not (client.lost or leaves) or time.monotonic() - began > self._waits_s:
+                lost += client.lost and not leaves
+                if not (client.lost or leaves) or lost == MOST_ASKS or time.monotonic() - began > self._waits_s:
                     raise  # what it says of the wish, or of the model behind it
                 await client.close()
+                await asyncio.sleep(LOOK_AGAIN_S)
 
     async def _there(self, began: float) -> VerifierClient:
         """The verifier, as soon as it is there, which is waited for since ``began``. Raises what its last refusal was,

@@ -16,6 +16,7 @@ import pytest
 from p2ptrain.cli import verifier_chat
 from p2ptrain.core.errors import ConnectionLost, Refused
 from p2ptrain.core.serving import Sampling
+from roles.verifier.client import VerifierClient
 from roles.verifier.door import Door
 from roles.verifier.testing import ScriptedDrafters, ScriptedTarget, failing_at, reference, service, text_of
 from wire.connection import Connection
@@ -340,6 +341,25 @@ def test_a_chat_waits_for_the_seed_of_its_verifier_too(
     assert outcome.code == 0
     assert "not now" not in outcome.err
     assert outcome.err.count("12 tokens, ") == 2
+
+
+def test_a_question_that_ends_the_verifier_each_time_is_not_asked_for_ever(
+    command: Command, at: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verifier_chat, "LOOK_AGAIN_S", 0.01)
+    asked = []
+
+    async def ask(client: Any, wish: Any) -> Any:
+        asked.append(wish)
+        client._connection.abort()
+        client._end(ConnectionLost("it was killed"))
+        raise client._lost(None)
+
+    monkeypatch.setattr(VerifierClient, "ask", ask)
+    monkeypatch.setattr(sys, "stdin", Typed(["what is a ring?", "/quit"], lambda line: None))
+    outcome = command("chat", *at)
+    assert len(asked) == verifier_chat.MOST_ASKS
+    assert "the verifier big one is lost: it was killed" in outcome.err
 
 
 def test_a_verifier_that_is_leaving_is_looked_for_again(
