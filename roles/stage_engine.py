@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 
 from p2ptrain.core.serving import DraftProbs, Judged, PartSpec, Ran, Sampling, Weighed
 
-__all__ = ["BuildPart", "PartBuilder", "PartSpec", "Ran", "Sampling", "StageEngine", "WeighingEngine"]
+__all__ = ["BuildPart", "JudgingEngine", "PartBuilder", "PartSpec", "Ran", "Sampling", "StageEngine", "WeighingEngine"]
 
 
 class StageEngine(Protocol):
@@ -72,11 +72,16 @@ class StageEngine(Protocol):
 
 @runtime_checkable
 class WeighingEngine(StageEngine, Protocol):
-    """A whole model that can keep and reject drafts by their probabilities: sessions whose sampling ``rejects``."""
+    """One that drafts where drafts are rejected by their probabilities: in sessions whose sampling ``rejects``."""
 
     def weighed(self, session: str) -> tuple[Weighed, ...]:
         """Of the session's last ``run``: what its picks were drawn from, in order."""
         ...
+
+
+@runtime_checkable
+class JudgingEngine(WeighingEngine, Protocol):
+    """A whole model that keeps and rejects drafts by their probabilities, in sessions whose sampling ``rejects``."""
 
     def judge(
         self, session: str, *, keep: int, payload: memoryview, count: int, draw: int, weights: Sequence[float]

@@ -11,21 +11,26 @@ comes: a verdict that cuts a line never waits for more than the one step under w
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 
 from p2ptrain.core.activations import IDS, encode_ids
 from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, ProtocolError, Refused
+from p2ptrain.core.serving import Weighed
 from p2ptrain.core.world import World
 from roles.background import Background
 from roles.compute_thread import ComputeThread
 from roles.drafter.gauge import Gauge
-from roles.speculation.drafting import Drafting
+from roles.speculation.drafting import GROUP, Drafting
 from roles.speculation.events import Began, DrafterEvent, Run, RunDone, RunDropped, Send, Told
+from roles.speculation.probs import announced, packed_weighed, wanted_untrusted
 from roles.speculation.received import (
     ENGINE,
     FULL,
+    MAX_DEPTH,
     OTHER_TOKENIZER,
     TOO_LONG,
     Opening,
@@ -34,14 +39,23 @@ from roles.speculation.received import (
     packed,
     told_untrusted,
 )
-from roles.stage_engine import Ran, StageEngine
+from roles.stage_engine import Ran, StageEngine, WeighingEngine
 from roles.worker.stage_links import QUIET_S, Line
 from roles.worker.stage_requests import MAX_POSITIONS
 from roles.worker.turns import Turns
 from wire.connection import Connection, Received
 from wire.handshake import RefusalCode
 from wire.messages import Hello, Message, Refuse, Request, Response
-from wire.speculation_messages import DraftClose, DraftOpen, DraftReady, DraftRefused, Drafts, Serving, Verdict
+from wire.speculation_messages import (
+    DraftClose,
+    DraftOpen,
+    DraftReady,
+    DraftRefused,
+    Drafts,
+    ProbsWanted,
+    Serving,
+    Verdict,
+)
 
 PURPOSES = frozenset({"draft"})
 MAX_CALLERS = 64
@@ -52,6 +66,8 @@ BEAT_S = 0.5
 SHARED_PIECE = 256
 """Positions of a prompt that are taken in at a time where other sessions wait for their next draft."""
 REASON_CHARS = 400
+PROBS_BYTES = 64 << 20
+"""Of a session, for what its drafts were drawn from: few drafts ahead where the vocabulary is large."""
 LONGER = "draft with a model of a longer context, or with ngram"
 
 
@@ -96,6 +112,8 @@ class _Session:
         wanted: what the core wants run; None while it wants nothing.
         taken: positions of ``wanted`` that were run already, in pieces. running: a piece is under way.
         opened: the engine knows it. ready: the verifier was told that the ids so far are taken in.
+        weighed: what drafts were drawn from, by position, until a verdict tells what is there: a verifier that rejects
+            drafts by their probabilities may ask.
     """
 
     name: str
@@ -112,6 +130,15 @@ class _Session:
     opened: bool = False
     ready: bool = False
     closed: bool = False
+    weighed: dict[int, Weighed] = field(default_factory=dict)
+
+    def packed(self, position: int, tokens: tuple[int, ...]) -> bytes:
+        """Drafts as they travel."""
+        vocab_size = self.opening.vocab_size
+        if not self.opening.sampling.rejects:
+            return packed(tokens, vocab_size)
+        weights = [self.weighed[at].weight for at in range(position, position + len(tokens))]
+        return packed_weighed(tokens, weights, vocab_size)
 
 
 class Drafter:
@@ -127,6 +154,7 @@ class Drafter:
         self.serves = serves
         self.gauge = Gauge()
         self._engine = serves.engine
+        self._weighing = serves.engine if isinstance(serves.engine, WeighingEngine) else None
         self._now = world.clock.now
         self._compute = compute
         self._most_sessions = most_sessions
@@ -185,6 +213,10 @@ class Drafter:
                     number = received.generation
                     told = told_untrusted(verdict, number, verified=verified, vocab_size=vocab_size)
                     self._told_untrusted(session, told)
+            case ProbsWanted() as wanted:
+                session = self._find_untrusted(caller, stream)
+                if session is not None:
+                    self._tell_probs_untrusted(session, wanted_untrusted(wanted))
             case DraftClose():
                 session = self._find_untrusted(caller, stream)
                 if session is not None:
@@ -221,7 +253,8 @@ class Drafter:
         except Refused as refused:
             self._refuse(caller, stream, refused)
             return
-        core = Drafting(ids, prompt=opening.prompt, positions=opening.positions, depth=opening.depth)
+        depth = min(opening.depth, _most_ahead(opening))
+        core = Drafting(ids, prompt=opening.prompt, positions=opening.positions, depth=depth)
         name = f"draft-{next(self._names)}"
         session = _Session(name, stream, caller, core, opening, positions, verified=opening.count)
         caller.sessions[stream] = session
@@ -240,6 +273,9 @@ class Drafter:
         if serves.tokenizer and opening.tokenizer != serves.tokenizer:  # vocabularies may be padded differently
             text = f"{serves.model} has another tokenizer than the verifier's model"
             raise Refused(OTHER_TOKENIZER, text, remedy="draft with a model of the same family, or with ngram")
+        if opening.sampling.rejects and self._weighing is None:
+            text = f"{serves.model} does not say with which probability it drafts"
+            raise Refused(ENGINE, text, remedy="leave out --sampling rejection")
         positions = min(opening.positions, serves.context or opening.positions)
         if positions <= opening.count:
             text = f"{opening.count} tokens, and {serves.model} knows {serves.context} positions"
@@ -272,11 +308,14 @@ class Drafter:
 
     def _told_untrusted(self, session: _Session, told: Told) -> None:
         """Raises ``ProtocolError``: a verdict that no correct verifier says."""
+        told = replace(told, depth=min(told.depth, _most_ahead(session.opening)))
         queued = session.wanted is not None and not session.running and not session.taken
         epoch, right = session.core.epoch, told.start - session.verified
         self._feed(session, told)
         self.gauge.judged(right, session.core.epoch != epoch)
         session.verified = told.start + len(told.tokens)
+        for position in [each for each in session.weighed if each < session.verified]:
+            del session.weighed[position]
         if queued:  # what is to be run depends on what was heard: a run that has not begun is asked for anew
             session.wanted = None
             self._feed(session, RunDropped())
@@ -299,7 +338,7 @@ class Drafter:
                     self.gauge.drafted(self._now(), len(tokens))
                     follows = position == session.drafted
                     session.drafted = position + len(tokens)
-                    drafts = Drafts(0 if follows else position, packed(tokens, session.opening.vocab_size))
+                    drafts = Drafts(0 if follows else position, session.packed(position, tokens))
                     session.caller.say(drafts, generation=epoch, stream=session.stream)
 
     async def run(self) -> None:
@@ -320,7 +359,7 @@ class Drafter:
         piece = left if len(self._sessions) == 1 else min(left, SHARED_PIECE)
         session.running = True
         try:
-            ran = await self._compute_piece(session, run, piece, last=piece == left)
+            ran, weighed = await self._compute_piece(session, run, piece, last=piece == left)
         except P2PTrainError as problem:
             if not session.closed:
                 self._refuse(session.caller, session.stream, problem)
@@ -335,11 +374,18 @@ class Drafter:
             self._turns.add(session)
             return
         session.wanted = None
+        session.weighed.update(enumerate(weighed, run.keep + len(run.ids)))
         known = all(token < session.opening.vocab_size for token in ran.tokens)  # else no token of the verifier's
         self._feed(session, RunDone(ran.tokens if known else ()))
 
-    async def _compute_piece(self, session: _Session, run: Run, piece: int, *, last: bool) -> Ran:
-        """Raises ``P2PTrainError``: the engine cannot, or the session is too long for it."""
+    async def _compute_piece(
+        self, session: _Session, run: Run, piece: int, *, last: bool
+    ) -> tuple[Ran, tuple[Weighed, ...]]:
+        """What came, and what it was drawn from where drafts are rejected by that.
+
+        Raises:
+            P2PTrainError: the engine cannot, or the session is too long for it.
+        """
         keep = run.keep + session.taken
         if keep + piece > session.positions:
             text = f"{keep + piece} tokens, and {self.serves.model} knows {self.serves.context} positions"
@@ -349,7 +395,7 @@ class Drafter:
             session.opened = True
             sampling = session.opening.sampling
             await self._compute.run(self._engine.open, session.name, positions=session.positions, sampling=sampling)
-        ran = await self._compute.run(
+        work = partial(
             self._engine.run,
             session.name,
             keep=keep,
@@ -360,9 +406,34 @@ class Drafter:
             picks=run.picks if last else 0,
             draw=run.draw,
         )
+        weighs = last and run.picks > 0 and session.opening.sampling.rejects
+        ran, weighed = await self._compute.run(self._run_and_weigh, work, session.name if weighs else "")
         now = self._now()
         self.gauge.ran(now, now - began, positions=piece)
-        return ran
+        return ran, weighed
+
+    def _run_and_weigh(self, work: Callable[[], Ran], weighed: str) -> tuple[Ran, tuple[Weighed, ...]]:
+        """On the compute thread. ``weighed``: the session; empty: nobody will ask."""
+        ran = work()
+        return ran, self._weighing.weighed(weighed) if weighed and self._weighing is not None else ()
+
+    def _tell_probs_untrusted(self, session: _Session, position: int) -> None:
+        """Raises ``ProtocolError``: nothing was drafted there, or it was asked before. A verifier asks before it tells
+        what comes instead, so what it asks about stands in the line."""
+        weighed = session.weighed.pop(position, None) if position < session.drafted else None
+        if weighed is None:
+            raise ProtocolError(f"a verifier asks about a draft at position {position}, where there is none")
+        message, data = announced(position, weighed.probs)
+        session.caller.say(message, stream=session.stream)
+        with suppress(ConnectionLost):
+            session.caller.line.connection.send_bulk(memoryview(data), generation=0, stream=session.stream)
+
+
+def _most_ahead(opening: Opening) -> int:
+    """Drafts beyond what is verified whose probabilities there is room for."""
+    if not opening.sampling.rejects:
+        return MAX_DEPTH
+    return max(1, PROBS_BYTES // (4 * opening.vocab_size) - 3 * GROUP)
 
 
 async def _ended(call: asyncio.Future[None]) -> None:

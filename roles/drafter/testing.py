@@ -30,7 +30,7 @@ from roles.worker.stage_links import Line
 from wire.connection import Connection
 from wire.handshake import Server, local_welcome, serve
 from wire.messages import Hello, Refuse, Request, Response, Welcome
-from wire.speculation_messages import DraftClose, DrafterAt, DraftOpen, DraftReady, Verdict
+from wire.speculation_messages import DraftClose, DrafterAt, DraftOpen, DraftReady, ProbsWanted, Verdict
 
 PORT = 4000
 VOCAB = 97
@@ -132,6 +132,7 @@ class Liar:
     Args:
         says: from the session's stream, the verdict (None: the session was opened), its number and the connection.
         takes_in: whether it ever says so of a stream.
+        answers: from the stream, the position of a draft about which it is asked, and the connection.
 
     Attributes:
         verdicts: that came. openings: likewise. closed: streams that the verifier closed.
@@ -140,6 +141,7 @@ class Liar:
     name: str
     network: Network
     says: Callable[[int, Told | None, int, Connection], None]
+    answers: Callable[[int, int, Connection], None] = lambda stream, position, connection: None
     verdicts: int = 0
     openings: int = 0
     closed: list[int] = field(default_factory=list)
@@ -187,6 +189,8 @@ class Liar:
                         told = told_untrusted(verdict, number, verified=verified[stream], vocab_size=VOCAB)
                         verified[stream] = told.start + len(told.tokens)
                         self.says(stream, told, number, connection)
+                    case ProbsWanted(position):
+                        self.answers(frame.stream, position, connection)
                     case Request(id=number):
                         connection.send(Response(number, {}))
 

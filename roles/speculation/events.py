@@ -17,10 +17,12 @@ class Began:
 
 @dataclass(frozen=True, slots=True)
 class PassDone:
-    """The pass that was asked for by ``Run``: its picks, and how long the model computed."""
+    """The pass that was asked for by ``Run``: its picks, how long the model computed, and how long it then stood, since
+    a drafter had to be asked about a draft that was rejected."""
 
     tokens: tuple[int, ...]
     took_s: float
+    stood_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +59,14 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """Tokens from a drafter: unchecked numbers of the line that began with verdict ``epoch``."""
+    """Tokens from a drafter: unchecked numbers of the line that began with verdict ``epoch``. ``weights``: with which
+    each was drawn, where drafts are rejected by them; the core does not look at them."""
 
     drafter: int
     epoch: int
     position: int
     tokens: tuple[int, ...]
+    weights: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,7 @@ class Run:
     """Cut the model's history to ``keep`` positions, take ``ids`` more, and pick for the last ``picks`` of them.
 
     One at a time: the next one is asked for when this one is done. ``draw``: number of the first pick's draw.
+    ``drafter``: verifying: whose drafts the ids are but for the first; 0: there are none.
     """
 
     keep: int
@@ -115,6 +120,7 @@ class Run:
     picks: int
     draw: int
     prefill: bool = False
+    drafter: int = 0
 
 
 @dataclass(frozen=True, slots=True)

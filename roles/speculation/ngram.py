@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from p2ptrain.core.activations import ID_BYTES, IDS, decode_ids
 from p2ptrain.core.errors import ProtocolError, UserError
-from p2ptrain.core.serving import PartSpec, Ran, Sampling
+from p2ptrain.core.serving import DraftProbs, PartSpec, Ran, Sampling, Weighed
 
 LONGEST = 4
 AHEAD = 8
@@ -123,6 +123,7 @@ class NgramEngine:
         self._lengths = (longest, shortest)
         self._ahead = ahead
         self._sessions: dict[str, tuple[int, NgramIndex]] = {}
+        self._guessed: dict[str, tuple[int, ...]] = {}  # by session, in its last run
 
     def open(self, session: str, *, positions: int, sampling: Sampling) -> None:
         """As of ``StageEngine``. How tokens are picked does not matter."""
@@ -158,8 +159,14 @@ class NgramEngine:
             raise ProtocolError(f"a token id is none of the {self.vocab_size} that there are")
         index.cut(keep)
         index.extend(ids)
-        return Ran(memoryview(b""), index.guesses(self._ahead) if picks else ())
+        self._guessed[session] = index.guesses(self._ahead) if picks else ()
+        return Ran(memoryview(b""), self._guessed[session])
+
+    def weighed(self, session: str) -> tuple[Weighed, ...]:
+        """As of ``WeighingEngine``: what is looked up is certain."""
+        return tuple(Weighed(1.0, DraftProbs.certain(token)) for token in self._guessed.get(session, ()))
 
     def close(self, session: str) -> None:
         """As of ``StageEngine``."""
         self._sessions.pop(session, None)
+        self._guessed.pop(session, None)

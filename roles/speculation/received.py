@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from p2ptrain.core.activations import ID_BYTES, decode_ids
 from p2ptrain.core.errors import ProtocolError, Refused, UserError
-from p2ptrain.core.serving import Sampling, check_sampling
+from p2ptrain.core.serving import Sampling, check_sampling, method_of
 from roles.speculation.events import Told
 from roles.worker.stage_requests import LONGEST_SILENCE_S, MAX_POSITIONS, SHORTEST_SILENCE_S, printable
 from wire.speculation_messages import DraftOpen, DraftReady, DraftRefused, Drafts, Verdict
@@ -56,8 +56,9 @@ def opening_untrusted(message: DraftOpen) -> Opening:
     _check_depth_untrusted(message.depth)
     if not SHORTEST_SILENCE_S <= message.silence_s <= LONGEST_SILENCE_S:
         raise ProtocolError(f"a session in which silence is allowed for {message.silence_s:g} s")
-    sampling = Sampling(message.temperature, message.top_k, message.top_p, message.seed, message.vocab_size)
+    shape = (message.temperature, message.top_k, message.top_p)
     try:
+        sampling = Sampling(*shape, message.seed, message.vocab_size, method_of(message.method))
         check_sampling(sampling)
     except UserError as error:
         raise ProtocolError(error.message) from error

@@ -282,7 +282,8 @@ class Verifying:
         drafting_s = min(self._waited_s, self._arrived_s)
         self.stats.draft_s += drafting_s
         self.stats.wait_s += self._waited_s - drafting_s
-        self._pass = Run(len(self._text) - 1, (self._text[-1], *drafts), len(drafts) + 1, draw)
+        whose = (self._guide or 0) if drafts else 0
+        self._pass = Run(len(self._text) - 1, (self._text[-1], *drafts), len(drafts) + 1, draw, drafter=whose)
         return [self._pass]
 
     def _choose(self, now: float) -> tuple[policy.Choice, int | None]:
@@ -322,6 +323,8 @@ class Verifying:
         accepted = next((at for at, token in enumerate(drafts) if token != event.tokens[at]), len(drafts))
         fresh = self._grow(event.tokens[: accepted + 1])
         if not run.prefill:
+            self._waited_s += event.stood_s
+            self.stats.wait_s += event.stood_s
             self._count(len(drafts), accepted, event.took_s)
             self._measure(event.took_s, len(drafts), len(fresh), now)
             if self._guide is not None:

@@ -23,9 +23,10 @@ from p2ptrain.core.errors import (
     Refused,
     UserError,
 )
-from p2ptrain.core.serving import Sampling
+from p2ptrain.core.serving import DraftProbs, Sampling
 from roles.chain.around import Around
 from roles.speculation.events import Drafted, Tell
+from roles.speculation.probs import probs_bytes_untrusted, probs_untrusted, weighed_untrusted
 from roles.speculation.received import (
     ENGINE,
     OTHER_TOKENIZER,
@@ -42,7 +43,17 @@ from wire.codec import encode
 from wire.connection import Received
 from wire.handshake import dial, local_hello
 from wire.messages import Message, Refuse, Response
-from wire.speculation_messages import DraftClose, DrafterAt, DraftOpen, DraftReady, DraftRefused, Drafts, Verdict
+from wire.speculation_messages import (
+    DraftClose,
+    DrafterAt,
+    DraftOpen,
+    DraftReady,
+    DraftRefused,
+    Drafts,
+    ProbsHere,
+    ProbsWanted,
+    Verdict,
+)
 from wire.transport_base import is_loopback
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0
@@ -57,6 +68,8 @@ LATE = "late"
 """Code of a seat whose drafter did not answer within ``READY_S``."""
 REFUSED_WAIT_S = 5.0
 """Until one that refused a session is asked for another; it may be full, or its engine may have failed."""
+PROBS_S = 2.0
+"""For what a draft was drawn from, and four ways."""
 PINGS = 9
 PING_S = 5.0
 
@@ -80,6 +93,16 @@ class Beginning:
     depth: int
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """From which probabilities a token was drawn that came with ``weight``. ``answer``: None: nobody says."""
+
+    position: int
+    token: int
+    weight: float
+    answer: asyncio.Future[DraftProbs | None]
+
+
 @dataclass(eq=False)
 class Seat:
     """One session's place at one drafter.
@@ -91,6 +114,7 @@ class Seat:
         ready: the first has been told. over: the last has been, or needs not.
         drafted: position behind the drafts that came last; 0 before the first.
         bytes_in, bytes_out: of bodies. frames: that they came and went in.
+        asked: what it was asked about a draft, and has not said.
     """
 
     link: DrafterLink
@@ -108,6 +132,7 @@ class Seat:
     bytes_in: int = 0
     bytes_out: int = 0
     frames: int = 0
+    asked: Asked | None = None
 
     def __post_init__(self) -> None:
         self.record = SeatRecord(len(self.beginning.ids))
@@ -117,6 +142,14 @@ class Seat:
         """Give it a verdict. Never raises: that it is lost is told otherwise."""
         if not self.over:
             self.link.tell(self, tell)
+
+    async def probs(self, position: int, token: int, weight: float) -> DraftProbs | None:
+        """As of ``roles.verifier.drafting_source.Drafting``. One at a time."""
+        if self.over:
+            return None
+        assert self.asked is None
+        asked = self.asked = Asked(position, token, weight, asyncio.get_running_loop().create_future())
+        return await self.link.probs(self, asked)
 
     def leave(self) -> None:
         """The session needs it no more."""
@@ -214,7 +247,11 @@ class DrafterLink:
                 pinging = asyncio.create_task(self._measure(line), name=f"measure {self.name}")
                 try:
                     while True:
-                        self._take_untrusted(await line.frame())
+                        received = await line.frame()
+                        if isinstance(received.message, ProbsHere):
+                            await self._take_probs_untrusted(line, received.message, received.stream)
+                        else:
+                            self._take_untrusted(received)
                 finally:
                     pinging.cancel()
                     await asyncio.gather(pinging, return_exceptions=True)
@@ -272,6 +309,7 @@ class DrafterLink:
             sampling.top_k,
             sampling.top_p,
             sampling.seed,
+            sampling.method,
             beginning.depth,
             self._silence_s,
         )
@@ -289,6 +327,21 @@ class DrafterLink:
             self._say(seat, Verdict(tell.right, tell.depth, tokens), generation=tell.number)
         except (UserError, ValueError):  # more tokens than a frame holds: it came late to a long text
             asyncio.get_running_loop().call_soon(self._give_up, seat, TOO_LONG)
+
+    async def probs(self, seat: Seat, asked: Asked) -> DraftProbs | None:
+        """Ask, and wait for the answer; one that takes too long to answer is lost. Never raises."""
+        self._say(seat, ProbsWanted(asked.position))
+        patience_s = PROBS_S + 4 * self.record.latency_s
+        try:
+            async with asyncio.timeout(patience_s):
+                return await asked.answer
+        except TimeoutError:
+            if self._line is not None:
+                text = f"it did not say what it drew a draft from within {patience_s:.1f} s"
+                self._line.connection.abort(DeadlineExceeded(text))
+            return None
+        finally:
+            seat.asked = None
 
     def leave(self, seat: Seat) -> None:
         """Its session needs it no more. Never raises."""
@@ -317,6 +370,8 @@ class DrafterLink:
     def _forget(self, seat: Seat) -> None:
         seat.over = True
         self.seats.pop(seat.stream, None)
+        if seat.asked is not None and not seat.asked.answer.done():
+            seat.asked.answer.set_result(None)
 
     def _lose(self, seat: Seat) -> None:
         if not seat.over:
@@ -348,7 +403,7 @@ class DrafterLink:
             raise ProtocolError(f"it speaks of session {stream}, which was never opened")
         match message:
             case Drafts():
-                tokens = drafts_untrusted(message, received.generation, vocab_size=self._tokens.vocab_size)
+                tokens, weights = self._drafts_untrusted(message, stream, received.generation)
             case DraftReady():
                 self.record.step_s = step_untrusted(message) or self.record.step_s
         seat = self.seats.get(stream)
@@ -368,13 +423,38 @@ class DrafterLink:
                 position = position or seat.drafted
                 seat.drafted = position + len(tokens)
                 self.record.count(0, wrong=seat.record.drafted(received.generation, position, tokens))
-                seat.on_drafted(seat, Drafted(seat.drafter, received.generation, position, tokens))
+                seat.on_drafted(seat, Drafted(seat.drafter, received.generation, position, tokens, weights))
             case DraftRefused():
                 refused = refused_untrusted(message)
                 seat.refused = refused.code or ENGINE
                 self._refused_by(refused)
                 self._lose(seat)
         return None
+
+    def _drafts_untrusted(self, message: Drafts, stream: int, epoch: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """Raises ``ProtocolError``. Of a session that is over it does not matter what they were."""
+        vocab_size, seat = self._tokens.vocab_size, self.seats.get(stream)
+        if seat is None:
+            return (), ()
+        if seat.beginning.sampling.rejects:
+            return weighed_untrusted(message, epoch, vocab_size=vocab_size)
+        return drafts_untrusted(message, epoch, vocab_size=vocab_size), ()
+
+    async def _take_probs_untrusted(self, line: Line, message: ProbsHere, stream: int) -> None:
+        """Raises ``ProtocolError`` where no correct drafter says this, and as ``Line.bulk``."""
+        vocab_size = self._tokens.vocab_size
+        seat = self.seats.get(stream)
+        if not 0 < stream <= self._last_stream or (seat is not None and seat.asked is None):
+            raise ProtocolError("it says what it drew a draft from, and was not asked")
+        data = await line.bulk(probs_bytes_untrusted(message, vocab_size=vocab_size), stream=stream)
+        if seat is None or (asked := seat.asked) is None or asked.answer.done():
+            return  # the session was over when this was on its way
+        if message.position != asked.position:
+            raise ProtocolError(f"it speaks of position {message.position}, and was asked about {asked.position}")
+        seat.bytes_in += len(encode(message)) + len(data)
+        seat.frames += 2
+        probs = probs_untrusted(message, data, vocab_size=vocab_size, token=asked.token, weight=asked.weight)
+        asked.answer.set_result(probs)
 
     def _refused_by(self, refused: Refused) -> None:
         self._tell_why(refused)

@@ -20,9 +20,10 @@ from roles.speculation.experience import Experience
 from roles.speculation.verifying import Verifying
 from roles.verifier.asking import Piece
 from roles.verifier.drafting_source import DrafterFacts, DrafterSource, Drafting
+from roles.verifier.judging import Judging
 from roles.verifier.recent import Sums, sums_of
 from roles.verifier.stats import WritingStats
-from roles.verifier.target import TargetSession
+from roles.verifier.target import JudgingSession, TargetSession
 
 MOST_PIECES = 64
 """That may wait for who reads them."""
@@ -69,6 +70,7 @@ class TextSession:
         self._target, self._writer, self._now, self._on_end = target, writer, now, on_end
         self._stats = WritingStats(self.core.stats, began_at=now(), prompt_tokens=len(prompt), cached_tokens=cached)
         self._drafting: Drafting | None = None
+        self._judging: Judging | None = None
         self._pieces: deque[Piece] = deque()
         self._pending: deque[ev.VerifierEvent] = deque()
         self._handling = False
@@ -90,6 +92,9 @@ class TextSession:
             depth=self.core.opening_depth,
             on_event=self.event,
         )
+        if sampling.rejects:
+            assert isinstance(self._target, JudgingSession)
+            self._judging = Judging(self._target, self._drafting, self._now)
         self._task = self._tasks.start(self._compute(), "text")
         self.event(ev.Began())
 
@@ -110,7 +115,8 @@ class TextSession:
         return self._pieces.popleft()
 
     def stats(self) -> dict[str, Any]:
-        return self._stats.as_map(self._now(), self._facts(), self.core.right_of)
+        judged = {} if self._judging is None else {"rejection": self._judging.stats.as_map()}
+        return self._stats.as_map(self._now(), self._facts(), self.core.right_of) | judged
 
     def sums(self) -> Sums:
         """What ``roles.verifier.recent`` counts."""
@@ -147,7 +153,10 @@ class TextSession:
         self._handling = True
         try:
             while self._pending:
-                for instruction in self.core.handle(self._pending.popleft(), self._now()):
+                first = self._pending.popleft()
+                if self._judging is not None:
+                    self._judging.note(first)
+                for instruction in self.core.handle(first, self._now()):
                     self._carry_out(instruction)
         except Exception as mistake:  # of this program: nobody shall wait for what it was to do  # noqa: BLE001
             self._fail(_failed(mistake))
@@ -219,11 +228,9 @@ class TextSession:
         clean = False
         try:
             while (run := await self._next_run()) is not None:
-                passed = await self._target.run(
-                    keep=run.keep, ids=run.ids, picks=run.picks, draw=run.draw, prefill=run.prefill
-                )
-                self._stats.passed(self._now(), passed.took_s, prefill=run.prefill)
-                self.event(ev.PassDone(passed.tokens, passed.took_s))
+                done = await self._done(run)
+                self._stats.passed(self._now(), done.took_s, done.stood_s, prefill=run.prefill)
+                self.event(done)
             clean = self._error is None
         except P2PTrainError as error:
             self._fail(error)
@@ -238,6 +245,13 @@ class TextSession:
             self._news.set()
             self.core.leave(self._now())
             self._on_end(self, clean and bool(self.core.tokens))
+
+    async def _done(self, run: ev.Run) -> ev.PassDone:
+        """Raises ``P2PTrainError``."""
+        if self._judging is not None and run.drafter:
+            return await self._judging.run(run)
+        passed = await self._target.run(keep=run.keep, ids=run.ids, picks=run.picks, draw=run.draw, prefill=run.prefill)
+        return ev.PassDone(passed.tokens, passed.took_s)
 
     async def _next_run(self) -> ev.Run | None:
         """What is to be computed, as soon as there is room for what comes of it; None where nothing is any more.

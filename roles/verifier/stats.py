@@ -42,12 +42,14 @@ class WritingStats:
             self._spent["wire_ms"] += wire_s
             self._spent["draft_ms"] += waited_s - wire_s
 
-    def passed(self, now: float, took_s: float, *, prefill: bool) -> None:
-        """The pass is done. What it took longer than the model was others' turn, or that of whoever reads."""
+    def passed(self, now: float, took_s: float, stood_s: float = 0.0, *, prefill: bool) -> None:
+        """The pass is done. ``stood_s``: it waited for a drafter's answer. What it took longer than that and the model
+        was others' turn, or that of whoever reads."""
         self._passed_at = now
         if not prefill:
             self._spent["verify_ms"] += took_s
-            self._spent["wait_ms"] += max(0.0, now - self._asked_at - took_s)
+            self._spent["wire_ms"] += stood_s
+            self._spent["wait_ms"] += max(0.0, now - self._asked_at - took_s - stood_s)
 
     def given(self, count: int, now: float) -> None:
         """So many tokens came."""

@@ -51,11 +51,11 @@ class JudgingSession(TargetSession, Protocol):
 
     async def judge(self, *, keep: int, ids: Sequence[int], draw: int, weights: Sequence[float]) -> Passed:
         """As ``run``, but that the last ``ids``, one for each weight, are drafts, which are kept or rejected; see
-        ``roles.stage_engine.WeighingEngine.judge``."""
+        ``roles.stage_engine.JudgingEngine.judge``."""
         ...
 
     async def settle(self, draft_probs: DraftProbs | None) -> int:
-        """What comes in place of the draft that was rejected; see ``roles.stage_engine.WeighingEngine.settle``."""
+        """What comes in place of the draft that was rejected; see ``roles.stage_engine.JudgingEngine.settle``."""
         ...
 
 

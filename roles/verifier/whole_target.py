@@ -19,7 +19,7 @@ from p2ptrain.core.serving import DraftProbs, Sampling
 from p2ptrain.core.world import Clock
 from roles.chain.works import CHUNK
 from roles.compute_thread import ComputeThread
-from roles.stage_engine import StageEngine, WeighingEngine
+from roles.stage_engine import JudgingEngine, StageEngine
 from roles.verifier.target import Passed
 from wire.handshake import RefusalCode
 
@@ -55,6 +55,7 @@ class WholeTarget:
     ) -> None:
         self.vocab_size, self.context, self.label = engine.vocab_size, context, label
         self._engine, self._compute, self._clock = engine, compute, clock
+        self._judging = engine if isinstance(engine, JudgingEngine) else None
         self._max_sessions, self._cache_bytes = max_sessions, cache_bytes
         self._promised: dict[str, int] = {}  # by session, of its cache; until the engine has let it go
         self._sessions: set[WholeSession] = set()
@@ -70,7 +71,7 @@ class WholeTarget:
             Refused: too many sessions are open, or their caches leave too little.
             ResourceError: there is too little memory.
         """
-        if sampling.rejects and not isinstance(self._engine, WeighingEngine):
+        if sampling.rejects and self._judging is None:
             raise UserError(f"{self.label} cannot reject drafts", remedy="leave out --sampling rejection")
         name, need_bytes = new_id(), positions * self._engine.cache_position_bytes
         self._check(positions, need_bytes)
@@ -126,16 +127,18 @@ class WholeTarget:
 
     async def judge(self, name: str, *, keep: int, ids: Sequence[int], draw: int, weights: Sequence[float]) -> Passed:
         """As of ``JudgingSession``."""
-        assert isinstance(self._engine, WeighingEngine)
+        assert self._judging is not None
         payload = memoryview(encode_ids(ids))
-        work = partial(self._engine.judge, name, keep=keep, payload=payload, count=len(ids), draw=draw, weights=weights)
+        work = partial(
+            self._judging.judge, name, keep=keep, payload=payload, count=len(ids), draw=draw, weights=weights
+        )
         judged, took_s = await self._in_turn(work)
         return Passed(judged.tokens, took_s, judged.rejected)
 
     async def settle(self, name: str, draft_probs: DraftProbs | None) -> int:
         """As of ``JudgingSession``."""
-        assert isinstance(self._engine, WeighingEngine)
-        return (await self._in_turn(partial(self._engine.settle, name, draft_probs)))[0]
+        assert self._judging is not None
+        return (await self._in_turn(partial(self._judging.settle, name, draft_probs)))[0]
 
     async def forget(self, name: str) -> None:
         """Close a session behind what is under way. Never raises."""

@@ -18,7 +18,7 @@ from p2ptrain.core.activations import activation_bytes, encode_ids
 from p2ptrain.core.errors import ConfigError, JobFailed, ProtocolError, ResourceError, UserError
 from p2ptrain.core.serving import Judged, PartSpec, Sampling
 from p2ptrain.core.tensor_files import TensorTable
-from roles.stage_engine import PartBuilder, StageEngine, WeighingEngine
+from roles.stage_engine import JudgingEngine, PartBuilder, StageEngine
 
 from .families import VOCAB, make
 
@@ -234,7 +234,7 @@ def test_it_is_what_a_worker_needs(loaded: Callable[[str], Loaded]) -> None:
     """compute imports no roles: that the shapes agree is tried here."""
     part = loaded("gpt2")[2][0]
     assert set(StageEngine.__annotations__) <= set(vars(part))
-    for kind, wanted in ((ServedPart, WeighingEngine), (ServedPartBuilder, PartBuilder)):
+    for kind, wanted in ((ServedPart, JudgingEngine), (ServedPartBuilder, PartBuilder)):
         for name, method in inspect.getmembers(wanted, inspect.isfunction):
             if not name.startswith("_"):
                 here, there = (inspect.signature(each).parameters for each in (getattr(kind, name), method))

@@ -46,6 +46,7 @@ verifier-refusals      why a verifier writes no more
 draft-words            what drafters and verifiers say to each other
 drafters               a whole drafter, told anything by a verifier
 drafter-links          a whole verifier's session, told anything by a drafter
+probability-...        the same where drafts are rejected by their probabilities
 =====================  ==================================================================================
 """
 
@@ -64,6 +65,7 @@ from . import (
     ledger_targets,
     model_targets,
     part_targets,
+    rejection_targets,
     ring_targets,
     serving_targets,
     speculation_targets,
@@ -92,6 +94,7 @@ TARGETS: tuple[Target, ...] = (
     *chain_targets.TARGETS,
     *verifier_targets.TARGETS,
     *speculation_targets.TARGETS,
+    *rejection_targets.TARGETS,
 )
 
 

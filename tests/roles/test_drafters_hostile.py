@@ -265,7 +265,7 @@ def test_a_verdict_that_no_frame_holds_ends_that_session_on_both_sides(monkeypat
 
 # ------------------------------------------------------------------------------------------------- hostile verifiers
 
-OPENING = DraftOpen(5, 5, 64, VOCAB, TOKENIZER, 1.0, 0, 1.0, 0, 8, 2.0)
+OPENING = DraftOpen(5, 5, 64, VOCAB, TOKENIZER, 1.0, 0, 1.0, 0, "coupled", 8, 2.0)
 IDS = encode_ids(PROMPT)
 
 

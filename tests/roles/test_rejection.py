@@ -1,0 +1,193 @@
+"""Texts whose drafts are rejected by their probabilities: what the verifier would write has their chances."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from p2ptrain.core.serving import DraftProbs, Sampling, Weighed
+from roles.drafter.drafter import Drafter, Serves
+from roles.drafter.testing import DrafterHost
+from roles.speculation.ngram import NgramEngine
+from roles.verifier.drafter_link import PROBS_S, Seat
+from tests.compute.chances import p_value_behind
+from wire.virtual import run_virtual
+
+from .rejecting import PASS_S, VOCAB, Chain, Liar, Scene, behind
+
+SAMPLING = Sampling(seed=11, method="rejection")
+TOKENS = 1000
+
+
+def table(seed: int) -> torch.Tensor:
+    return 0.4 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed))
+
+
+TARGET = table(1)
+ALWAYS = torch.zeros(VOCAB, VOCAB)
+ALWAYS[:, 3] = 30.0
+DRAFTERS = {
+    "good": TARGET + table(2),
+    "by chance": torch.zeros(VOCAB, VOCAB),
+    "always the same": ALWAYS,
+    "leans one way": TARGET + torch.tensor([1.2, 1.2, -1.2, -1.2]),
+}
+Text = tuple[list[int], dict[str, Any], Scene]
+
+
+def written(*engines: Any, tokens: int = TOKENS, sampling: Sampling = SAMPLING, kill_at: int = 0, **scene: Any) -> Text:
+    """A text with these drafters, the first of which is killed when so much of it is there."""
+
+    async def main() -> Text:
+        stage = Scene(Chain(TARGET), **scene)
+        hosts = [stage.host(f"d{number}", engine) for number, engine in enumerate(engines)]
+        kills: list[asyncio.Task[None]] = []
+
+        def on_token(count: int) -> None:
+            if kill_at and count >= kill_at and not kills:
+                kills.append(asyncio.ensure_future(hosts[0].stop()))
+
+        for host in hosts:
+            await host.start()
+        stage.drafters.here([host.at for host in hosts])
+        await asyncio.sleep(5)
+        made, stats = await stage.write(tokens, sampling, on_token=on_token)
+        await stage.drafters.close()
+        await asyncio.gather(*kills)
+        for host in hosts[len(kills) :]:
+            await host.stop()
+        await stage.target.close()
+        return made, stats, stage
+
+    return run_virtual(main())
+
+
+def chance(tokens: list[int], sampling: Sampling = SAMPLING, *, before: int = 2) -> float:
+    """Of tokens at least as far from what the target's own text is like, each behind so many before it."""
+    return p_value_behind(behind(tokens, before), Chain(TARGET).probs(sampling, before))
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_whatever_is_drafted_the_text_has_the_verifiers_chances(name: str) -> None:
+    tokens, stats, _ = written(Chain(DRAFTERS[name]), one_way_ms=3)
+    assert chance(tokens) > 0.01
+    judged = stats["rejection"]
+    assert judged["rejections"] > 20
+    assert judged["inexact"] == 0
+    if name == "always the same":
+        assert judged["asked"] == judged["probs_bytes"] == 0, "who is certain need not be asked"
+    else:
+        assert judged["asked"] == judged["rejections"]
+        assert judged["probs_bytes"] == 4 * VOCAB * judged["asked"]
+        assert judged["stood_ms"] == pytest.approx(6, rel=0.01)
+    assert stats["wire_ms"] >= judged["stood_ms"] * judged["asked"] / TOKENS
+
+
+def test_who_is_right_is_rarely_rejected_and_the_text_comes_sooner() -> None:
+    tokens, stats, _ = written(Chain(TARGET + 0.15 * table(2)), tokens=300)
+    assert stats["alpha"] > 0.9
+    assert stats["token_ms"] < 0.4e3 * PASS_S
+    assert len(tokens) == 300
+
+
+def test_a_look_up_a_drafter_that_looks_up_and_drafts_of_few_tokens() -> None:
+    sampling = replace(SAMPLING, temperature=0.8, top_k=2)
+    look_up = Serves(NgramEngine(1 << 31), "n-gram look-up")
+
+    class Looks(Scene):
+        def host(self, name: str, engine: Any) -> DrafterHost:
+            return (
+                super().host(name, engine) if isinstance(engine, Chain) else DrafterHost(name, self.at(name), look_up)
+            )
+
+    async def main() -> Text:
+        stage = Looks(Chain(TARGET), look_up=True)
+        hosts = [stage.host("d", Chain(DRAFTERS["good"])), stage.host("n", look_up)]
+        for host in hosts:
+            await host.start()
+        stage.drafters.here([host.at for host in hosts])
+        await asyncio.sleep(5)
+        made, stats = await stage.write(TOKENS // 2, sampling)
+        await stage.drafters.close()
+        for host in hosts:
+            await host.stop()
+        return made, stats, stage
+
+    tokens, stats, _ = run_virtual(main())
+    assert chance(tokens, sampling, before=1) > 0.01
+    assert sum(each["accepted"] > 0 for each in stats["drafters"]) >= 2
+    assert 0 < stats["rejection"]["asked"] < stats["rejection"]["rejections"]
+    assert stats["rejection"]["inexact"] == 0
+
+
+def test_without_what_drafts_were_drawn_from_the_text_is_another_and_it_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def none(seat: Seat, position: int, token: int, weight: float) -> None:
+        return None
+
+    monkeypatch.setattr(Seat, "probs", none)
+    tokens, stats, _ = written(Chain(DRAFTERS["leans one way"]))
+    assert chance(tokens, before=1) < 1e-6
+    assert stats["rejection"]["inexact"] == stats["rejection"]["rejections"] > 100
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_drafter_that_is_killed_holds_nothing_up(others: int) -> None:
+    engines = [Chain(DRAFTERS["by chance"]) for _ in range(1 + others)]
+    tokens, stats, _ = written(*engines, tokens=200, kill_at=60, one_way_ms=20)
+    assert len(tokens) == 200
+    assert stats["rejection"]["inexact"] <= 1
+    assert stats["seconds"] < 200 * 2.2 * PASS_S
+
+
+def test_one_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Drafter, "_tell_probs_untrusted", lambda drafter, session, position: None)
+    tokens, stats, stage = written(Chain(DRAFTERS["by chance"]), tokens=60)
+    assert len(tokens) == 60
+    assert stats["rejection"]["inexact"] == 1
+    assert stats["rejection"]["stood_ms"] == pytest.approx(1e3 * PROBS_S, rel=0.01)
+    assert any("did not say what it drew a draft from" in text for _, _, text in stage.told)
+
+
+def _row(*probs: float, ids: list[int] | None = None) -> DraftProbs:
+    return DraftProbs(np.array(ids or [], "<i4").tobytes(), np.array(probs, "<f4").tobytes())
+
+
+@pytest.mark.parametrize(
+    ("says", "what"),
+    [
+        (lambda one: replace(one, weight=0.9 * one.weight), "another probability"),
+        (lambda one: replace(one, weight=0.0), "with no probability"),
+        (lambda one: replace(one, weight=float("nan")), "with no probability"),
+        (lambda one: replace(one, weight=2.0), "with no probability"),
+        (lambda one: replace(one, probs=_row(0.5, 0.5, 0.5, 0.5)), "not 1 together"),
+        (lambda one: replace(one, probs=_row(float("nan"), 1, 0, 0)), "not 1 together"),
+        (lambda one: replace(one, probs=_row(1.5, -0.5, 0, 0)), "not 1 together"),
+        (lambda one: replace(one, probs=_row(*[1 / 9] * 9)), "9 probabilities of 4 tokens"),
+        (lambda one: replace(one, probs=_row(0.5, 0.5, ids=[2, 1])), "not in order"),
+        (lambda one: replace(one, probs=_row(0.5, 0.5, ids=[-1, 1])), "not in order"),
+        (lambda one: replace(one, probs=_row(0.5, 0.5, ids=[1, 4])), "not in order"),
+    ],
+)
+def test_who_says_what_cannot_be_is_cut_off(says: Callable[[Weighed], Weighed], what: str) -> None:
+    tokens, stats, stage = written(Liar(DRAFTERS["by chance"], says), tokens=40)
+    assert len(tokens) == 40
+    assert stats["rejection"]["inexact"] <= 1
+    assert any(what in text for _, _, text in stage.told), stage.told
+    assert not stage.drafters.candidates([])
+
+
+def test_the_likeliest_token_is_just_compared() -> None:
+    greedy = replace(SAMPLING, temperature=0.0)
+    tokens, stats, _ = written(Chain(DRAFTERS["good"]), tokens=50, sampling=greedy)
+    plain, _, _ = written(tokens=50, sampling=Sampling(0.0))
+    assert tokens == plain
+    assert stats["accepted"]
+    assert "rejection" not in stats
