@@ -5,6 +5,7 @@ Each estimate begins with a prior that costs little where it is wrong, and follo
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from statistics import median
@@ -48,24 +49,24 @@ class Acceptance:
 
 
 class Recent:
-    """A time that is measured again and again."""
+    """A time that is measured again and again.
+
+    Attributes:
+        seconds: the median of the last ones.
+    """
 
     def __init__(self, prior_s: float, seen: Iterable[float] = ()) -> None:
-        self._prior_s = prior_s
         self._seen: deque[float] = deque(seen, RECENT)
+        self.seconds = median(self._seen) if self._seen else prior_s
 
     def copy(self) -> Recent:
         """Another that begins with what this one has seen."""
-        return Recent(self._prior_s, self._seen)
+        return Recent(self.seconds, self._seen)
 
     def add(self, seconds: float) -> None:
         """One more."""
         self._seen.append(max(seconds, 0.0))
-
-    @property
-    def seconds(self) -> float:
-        """The median of the last ones."""
-        return median(self._seen) if self._seen else self._prior_s
+        self.seconds = median(self._seen)
 
     @property
     def known(self) -> bool:
@@ -84,18 +85,24 @@ class PassTimes:
     def __init__(self) -> None:
         self._by_drafts: dict[int, Recent] = {}
         self._slopes: deque[float] = deque(maxlen=4 * RECENT)
+        self._step_s = math.inf
 
     def copy(self) -> PassTimes:
         """Another that begins with what this one has seen."""
         other = PassTimes()
         other._by_drafts = {drafts: item.copy() for drafts, item in self._by_drafts.items()}
         other._slopes.extend(self._slopes)
+        other._step_s = self._step_s
         return other
 
     def add(self, drafts: int, seconds: float) -> None:
         """A pass was."""
         seconds = max(seconds, SHORTEST_S)
         self._by_drafts.setdefault(drafts, Recent(seconds)).add(seconds)
+        # What more work took is enough for less: it may be long since a step was measured.
+        self._step_s = min(
+            item.seconds for more, item in self._by_drafts.items() if not more or item.sure or not self.known
+        )
         if drafts and self.known:
             self._slopes.append((seconds - self._by_drafts[0].seconds) / drafts)
 
@@ -111,8 +118,8 @@ class PassTimes:
 
     def seconds(self, drafts: int) -> float:
         """The estimate. Needs ``known``."""
-        if not drafts:  # (what more work took is enough for less: it may be long since a step was measured)
-            return min(item.seconds for more, item in self._by_drafts.items() if not more or item.sure)
+        if not drafts:
+            return self._step_s
         if drafts in self._by_drafts:
             return max(self._by_drafts[drafts].seconds, self.seconds(0))
         step_s = self.seconds(0)

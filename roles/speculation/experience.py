@@ -28,11 +28,21 @@ Place = tuple[int, bool]
 
 
 class _Alone:
-    """Steps of one place, and how many tokens there were when the last of them was measured."""
+    """Steps of one place.
 
-    def __init__(self, written: int) -> None:
-        self.seconds: deque[float] = deque(maxlen=LOOK_PASSES + 2)
-        self.written = written
+    Attributes:
+        seconds: their median. written: tokens that there were when the last of them was measured.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[float] = deque(maxlen=LOOK_PASSES + 2)
+        self.seconds = 0.0
+        self.written = 0
+
+    def add(self, seconds: float, written: int) -> None:
+        """One more."""
+        self._steps.append(seconds)
+        self.seconds, self.written = median(self._steps), written
 
 
 class Known:
@@ -73,11 +83,12 @@ class Experience:
     # ----------------------------------------------------------------------------------------------- a step alone
 
     def step_s(self, place: Place | None = None) -> float:
-        """Of a step alone; what is known of the nearest place, 0 where nothing is."""
+        """Of a step alone; what is known of the nearest place, 0 where nothing is. Without a place: the last known."""
         if not self._alone:
             return self._first_s
-        nearest = min(self._alone, key=lambda at: _distance(at, place)) if place else next(iter(self._alone))
-        return median(self._alone[nearest].seconds)
+        if place is None:
+            return max(self._alone.values(), key=lambda alone: alone.written).seconds
+        return self._alone[min(self._alone, key=lambda at: _distance(at, place))].seconds
 
     def measured(self, place: Place, *, within: float = float("inf")) -> bool:
         """Whether that was measured there, since so many tokens were written."""
@@ -94,9 +105,7 @@ class Experience:
         self.debt = max(0.0, self.debt - tokens)
         if not resting or self._working or began_at < self._quiet_from:
             return False
-        alone = self._alone.setdefault(place, _Alone(self._written))
-        alone.seconds.append(seconds)
-        alone.written = self._written
+        self._alone.setdefault(place, _Alone()).add(seconds, self._written)
         return True
 
     # -------------------------------------------------------------------------------------- who works, and who looks

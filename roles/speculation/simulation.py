@@ -304,7 +304,7 @@ def synchronous_s(alpha: float, draft_s: float, pass_s: Callable[[int], float], 
     )
 
 
-def never_idle_s(alpha: float, draft_s: float, pass_s: float, round_trip_s: float, share: float = 0.4) -> float:
+def drafting_ahead_s(alpha: float, draft_s: float, pass_s: float, round_trip_s: float, share: float = 0.4) -> float:
     """Time of a token where the drafter drafts ahead; ``share`` of a pass is lost, on average, when it was wrong."""
     return min(pass_s, alpha * draft_s + (1 - alpha) * (round_trip_s + (1 + share) * pass_s))
 

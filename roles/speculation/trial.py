@@ -19,7 +19,7 @@ SUSPECT, EVIDENT = 0.9, 1.25
 GAIN, HARMLESS = 0.97, 0.99
 """Above, drafters are no gain; the same where a step takes no longer while they work: that they are there costs little
 then, and a rest may cost more."""
-EVIDENT_TOKENS = 16
+EVIDENT_TOKENS, LEAST_TOKENS = 16.0, 8.0
 TRY_TOKENS = 24
 """Until the judgement after a rest."""
 BETWEEN_TOKENS = 128
@@ -49,7 +49,7 @@ class Trial:
         self.resting = experience.debt > 0
         self._sums: dict[Place, list[float]] = {}  # tokens and seconds, old ones fading
         self._since = 0  # tokens since the last judgement
-        self._due = LOOK_TOKENS
+        self._due = float(LOOK_TOKENS)
         self._grace = GRACE_TOKENS
         self._looked = 0  # steps alone since the look began
         self._looking = 0  # tokens left for the look; 0: there is none
@@ -93,7 +93,7 @@ class Trial:
         """The text is over."""
         self._experience.looked(self)
 
-    def _begin(self, due: int) -> None:
+    def _begin(self, due: float) -> None:
         self.resting = False
         self._since, self._due, self._grace = 0, due, GRACE_TOKENS
 
@@ -112,7 +112,7 @@ class Trial:
         self._since += tokens
         share = self.share
         if share > EVIDENT:
-            due = EVIDENT_TOKENS
+            due = max(LEAST_TOKENS, EVIDENT_TOKENS * EVIDENT / share)
         else:
             sure = share <= SUSPECT and self._experience.measured(place)
             due = RENEWED_TOKENS if sure else self._due

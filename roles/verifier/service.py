@@ -89,7 +89,7 @@ class VerifierService:
         on_change: called when a text begins or ends.
 
     Attributes:
-        kept: what is computed and may be used again.
+        kept: what is computed and may be used again. experience: what its texts have learned.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class VerifierService:
         self._rate = Rate()
         self._total = Stats()
         self._recent, self._ended_sums = Recent(), dict[str, float]()
-        self._experience = Experience()
+        self.experience = Experience()
         self._usual_s = _FIRST_GUESS_S
         self._preparing = 0
         self._closed = False
@@ -142,7 +142,7 @@ class VerifierService:
                 took_s.append(passed.took_s)
         finally:
             await session.close()
-        self._experience = Experience(median(took_s))
+        self.experience = Experience(median(took_s))
 
     async def write(self, wish: Wish) -> TextSession:
         """As ``TextService.write``."""
@@ -173,7 +173,7 @@ class VerifierService:
         total = summed([self._total, *(session.core.stats for session in running)])
         counts = {name: float(getattr(total, name)) for name in ("tokens", "drafted", "accepted", "wasted")}
         figures = {"tokens_per_s": self._rate.per_s(now), "waiting": float(self._places.waiting)}
-        return figures | counts | figures_of(self._recent.grown, self._experience.step_s())
+        return figures | counts | figures_of(self._recent.grown, self.experience.step_s())
 
     def drafters(self) -> list[tuple[Connected, float | None]]:
         """Those that there are, and which share of the right drafts of late was theirs; None where none was right."""
@@ -283,7 +283,7 @@ class VerifierService:
             left_out=prepared.left_out,
             now=self._now,
             on_end=self._on_end,
-            experience=self._experience,
+            experience=self.experience,
         )
         drafters = self._drafters if speculate else NoDrafters()
         self._running[session] = _Running(self._now(), opened, prepared.max_new_tokens, speculate)

@@ -26,10 +26,10 @@ from p2ptrain.core.errors import JobFailed
 from roles.speculation.simulation import (
     DrafterSetting,
     Setting,
+    drafting_ahead_s,
     expected_tokens,
     growing,
     mean_token_s,
-    never_idle_s,
     simulate,
     synchronous_s,
 )
@@ -333,7 +333,7 @@ class SpeculateBench:
             "in_turns_s": row.in_turns.token_s,
             "in_turns_drafts": row.drafts,
             "simulated_s": row.simulated_s,
-            "formula_ahead_s": never_idle_s(row.alpha, plan.draft_s, plan.alone_s, round_trip_s),
+            "formula_ahead_s": drafting_ahead_s(row.alpha, plan.draft_s, plan.alone_s, round_trip_s),
             "formula_in_turns_s": synchronous_s(row.alpha, plan.draft_s, plan.passes_s, round_trip_s),
             "goal_s": goal_s,
             "goal_reached": None if goal_s is None else token_s <= goal_s,

@@ -30,6 +30,7 @@ from roles.speculation.events import (
     Tick,
     Told,
 )
+from roles.speculation.experience import Experience
 from roles.speculation.verifying import Verifying
 
 VOCAB = 7
@@ -99,7 +100,15 @@ class Speculation(RuleBasedStateMachine):
         stop_ids = frozenset({STOP_ID}) if stop else frozenset[int]()
         self.prompt, self.length = prompt, length
         self.expected = plain(prompt, length, stop_ids)
-        self.core = Verifying(prompt, max_new_tokens=length, stop_ids=stop_ids, vocab_size=VOCAB, cached=cached)
+        self.experience = Experience()
+        self.core = Verifying(
+            prompt,
+            max_new_tokens=length,
+            stop_ids=stop_ids,
+            vocab_size=VOCAB,
+            cached=cached,
+            experience=self.experience,
+        )
         self.model = Model()
         self.model.history = list(prompt[: min(cached, len(prompt) - 1)])
         self.running: Run | None = None
@@ -230,6 +239,14 @@ class Speculation(RuleBasedStateMachine):
             position = len(self.core.history) + offset
             self.take(Drafted(data.draw(st.sampled_from(fools)), epoch, position, tuple(tokens)))
 
+    @rule(looks=st.booleans())
+    def another_text_looks_at_a_step_alone(self, looks: bool) -> None:
+        """All drafters rest meanwhile."""
+        if looks:
+            self.experience.look("another text")
+        else:
+            self.experience.looked("another text")
+
     @rule(number=st.integers(0, 3), latency=st.floats(0, 1))
     def measured(self, number: int, latency: float) -> None:
         self.take(Latency(number, latency))
@@ -276,6 +293,7 @@ class Speculation(RuleBasedStateMachine):
             else:
                 self.ticks()
         assert self.given == self.expected
+        assert self.experience.sessions == 0
 
 
 Speculation.TestCase.settings = settings(max_examples=60, stateful_step_count=80)

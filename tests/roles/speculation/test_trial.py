@@ -22,6 +22,7 @@ from roles.speculation.trial import (
 from roles.speculation.verifying import SHARED_CHUNK, Verifying
 
 STEP_S = 0.05
+EVIDENT = int(EVIDENT_TOKENS)
 
 
 @pytest.fixture
@@ -70,7 +71,7 @@ class Text:
 def texts(alpha: float, experience: Experience, *, shared: float = 0.0, round_trip_s: float = 0.0) -> list[Outcome]:
     drafter = DrafterSetting(alpha, round_trip_s=round_trip_s)
     made = []
-    for seed in range(6):
+    for seed in range(4):
         setting = Setting((drafter,), constant(STEP_S), 256, 500, seed, shared, experience, at_s=100.0 * seed)
         made.append(simulate(setting))
     return made
@@ -107,7 +108,7 @@ def test_a_text_of_no_use_makes_no_other_rest() -> None:
 def test_what_slows_the_verifier_down_is_owed_by_all_texts() -> None:
     experience = Experience(STEP_S)
     text = Text(experience, slowed=2.0)
-    text.passes(EVIDENT_TOKENS, seconds=2 * STEP_S, drafts=1)
+    text.passes(EVIDENT, seconds=2 * STEP_S, drafts=1)
     text.passes(LOOK_PASSES)
     assert 300 < experience.debt < MOST_DEBT
     other = Text(experience)
@@ -120,7 +121,7 @@ def test_what_slows_the_verifier_down_is_owed_by_all_texts() -> None:
 def test_the_next_text_begins_with_what_was_learned() -> None:
     experience = Experience()
     drafter = DrafterSetting(0.8)
-    cold = [simulate(Setting((drafter,), constant(STEP_S), 256, seed=seed)) for seed in range(6)]
+    cold = [simulate(Setting((drafter,), constant(STEP_S), 256, seed=seed)) for seed in range(4)]
     warm = texts(0.8, experience)
     assert mean_token_s(warm) < 0.98 * mean_token_s(cold)
     assert experience.measured(experience.place(600))
@@ -147,7 +148,7 @@ def test_longer_contexts_are_measured_for_themselves() -> None:
     text.passes(LOOK_PASSES)
     text.rest()
     text.context = 4 * SHORTEST
-    text.passes(EVIDENT_TOKENS // 2, seconds=4 * STEP_S, tokens=2, drafts=6)
+    text.passes(EVIDENT // 2, seconds=4 * STEP_S, tokens=2, drafts=6)
     assert text.trial.resting
     text.passes(LOOK_PASSES, seconds=3 * STEP_S)
     assert not text.trial.resting
@@ -178,7 +179,7 @@ def test_who_looks_and_does_not_go_on_holds_up_nobody() -> None:
     other.passes(LOOK_WITHIN)
     assert not experience.looking
     gone = Text(experience)
-    gone.passes(LOOK_TOKENS + EVIDENT_TOKENS, seconds=2 * STEP_S, drafts=1)
+    gone.passes(LOOK_TOKENS + EVIDENT, seconds=2 * STEP_S, drafts=1)
     gone.trial.end()
     assert not experience.looking
 
@@ -197,7 +198,7 @@ def test_rests_become_longer_until_there_is_a_gain() -> None:
     assert not text.trial.resting  # measured in the rest
     text.passes(BETWEEN_TOKENS - 1, seconds=0.93 * STEP_S, drafts=3)
     assert not text.trial.resting
-    text.passes(EVIDENT_TOKENS, seconds=3 * STEP_S, drafts=3)
+    text.passes(EVIDENT, seconds=3 * STEP_S, drafts=3)
     text.passes(LOOK_PASSES)
     assert text.trial.resting
 
@@ -209,7 +210,8 @@ def test_what_comes_before_the_first_drafts_does_not_count() -> None:
     text.passes(LOOK_PASSES)
     assert not text.trial.resting
     slow = Text(Experience(STEP_S))
-    slow.passes(GRACE_TOKENS + EVIDENT_TOKENS, seconds=2 * STEP_S)  # they never come
+    slow.passes(GRACE_TOKENS - 1, seconds=2 * STEP_S)  # they never come
+    slow.passes(int(EVIDENT_TOKENS * 1.25 / 2) + 1, seconds=2 * STEP_S)
     assert slow.trial.resting
 
 

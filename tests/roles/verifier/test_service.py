@@ -50,6 +50,8 @@ async def settled(serving: VerifierService, target: ScriptedTarget) -> None:
     await serving.close()
     assert not target.open_now
     assert serving.sessions == 0
+    assert serving.experience.sessions == 0
+    assert not serving.experience.looking
 
 
 @pytest.mark.parametrize("sampling", [SamplingWish(), SamplingWish(temperature=0.9, seed=11)])
