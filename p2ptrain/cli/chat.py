@@ -29,6 +29,7 @@ from p2ptrain.cli.text_options import (
     JobOption,
     NoSpeculationOption,
     RandomSeedOption,
+    SamplingOption,
     StopOption,
     TemperatureOption,
     TopKOption,
@@ -37,11 +38,12 @@ from p2ptrain.cli.text_options import (
     by_verifier,
     check_one,
     one_checkpoint,
+    sampling_wish,
     say_unused,
     stop_strings,
 )
 from p2ptrain.core.errors import EXIT_INTERRUPTED
-from p2ptrain.core.serving import SamplingWish
+from p2ptrain.core.serving import COUPLED, REJECTION, SamplingWish
 
 if TYPE_CHECKING:
     from p2ptrain.cli.sources import TokenSource
@@ -66,6 +68,7 @@ def chat(
     top_p: TopPOption = None,
     stop: StopOption = [],  # noqa: B006 - Typer copies it
     random_seed: RandomSeedOption = 0,
+    sampling: SamplingOption = COUPLED,
     device: DeviceOption = "auto",
     seed: SeedOption = DEFAULT_SEED,
     verifier: VerifierOption = "",
@@ -106,15 +109,16 @@ def chat(
       p2ptrain chat --split 3 --job tiny --dry-run
     """
     stops = stop_strings(stop)
-    sampling = SamplingWish(temperature, top_k, top_p, random_seed)
+    wished = sampling_wish(temperature, top_k, top_p, random_seed, sampling)
 
     from p2ptrain.cli.sources import Leaving
     from p2ptrain.cli.talk import Talk
 
     speaker: Speaker
-    if by_verifier(checkpoint, job, split, verifier=verifier, no_speculation=no_speculation):
+    of_verifiers = {"verifier": verifier, "no_speculation": no_speculation, "sampling": wished.method == REJECTION}
+    if by_verifier(checkpoint, job, split, **of_verifiers):
         split_wish(split, dtype, wire, positions, dry_run=dry_run)  # refuses what is only of split models
-        speaker = _verifier(seed, verifier, max_new_tokens, sampling, stops, not no_speculation, quiet=as_json)
+        speaker = _verifier(seed, verifier, max_new_tokens, wished, stops, not no_speculation, quiet=as_json)
     else:
         wish = split_wish(split, dtype, wire, positions, dry_run=dry_run, stats=stats)
         check_one("chat", checkpoint, job)
@@ -125,7 +129,7 @@ def chat(
             show_plan(Wanted(wish, checkpoint, job, seed), as_json=as_json)
             return
         source = _source(wish, checkpoint, job, seed, device, quiet=as_json)
-        speaker = _of_source(source, max_new_tokens, sampling, stops)
+        speaker = _of_source(source, max_new_tokens, wished, stops)
     try:
         talk = Talk(speaker, system=system, quiet=as_json)
         if sys.stdin.isatty() and not as_json:

@@ -29,6 +29,7 @@ from p2ptrain.cli.text_options import (
     JobOption,
     NoSpeculationOption,
     RandomSeedOption,
+    SamplingOption,
     StopOption,
     TemperatureOption,
     TopKOption,
@@ -37,12 +38,13 @@ from p2ptrain.cli.text_options import (
     by_verifier,
     check_one,
     one_checkpoint,
+    sampling_wish,
     say_unused,
     stop_strings,
     write,
 )
 from p2ptrain.core.errors import UserError
-from p2ptrain.core.serving import SamplingWish
+from p2ptrain.core.serving import COUPLED, REJECTION
 
 if TYPE_CHECKING:
     from p2ptrain.compute.generate import GenerateResult
@@ -74,6 +76,7 @@ def generate(
     top_p: TopPOption = None,
     stop: StopOption = [],  # noqa: B006 - Typer copies it
     random_seed: RandomSeedOption = 0,
+    sampling: SamplingOption = COUPLED,
     device: DeviceOption = "auto",
     seed: SeedOption = DEFAULT_SEED,
     verifier: VerifierOption = "",
@@ -100,33 +103,36 @@ def generate(
 ) -> None:
     """Write text with a checkpoint, or with a verifier of the cluster, as it comes.
 
-    Without --checkpoint and --job a verifier writes (p2ptrain join --role verifier): the text is its model's own, and
-    comes the sooner the more often its drafters are right.
+      Without --checkpoint and --job a verifier writes (p2ptrain join --role verifier): the text is its model's own, and
+      comes the sooner the more often its drafters are right.
 
-    Where none of --temperature, --top-k and --top-p is given, the model's generation_config.json decides, as in
-    transformers: the likeliest token each time, unless it says do_sample. What is given goes before what it says.
+      Where none of --temperature, --top-k and --top-p is given, the model's generation_config.json decides, as in
+      transformers: the likeliest token each time, unless it says do_sample. What is given goes before what it says.
 
-    With --split the model is computed by workers that joined the seed, some layers each, whole on none of them. The
-    files of --checkpoint are this machine's and are given to them; those of --job may lie on any of them. The text
-    is that of the whole model, greedy and sampled, when the numbers travel as they are computed (no --wire).
+      With --split the model is computed by workers that joined the seed, some layers each, whole on none of them. The
+      files of --checkpoint are this machine's and are given to them; those of --job may lie on any of them. The text
+      is that of the whole model, greedy and sampled, when the numbers travel as they are computed (no --wire).
 
-    \b
-    Examples:
-      p2ptrain generate "Once upon a time" --stats
-      p2ptrain generate --prompts prompts.txt --compare --json --seed 192.168.1.20
-      p2ptrain generate "def main(" --checkpoint ./step-00000400
-      p2ptrain generate "import " --job tiny --temperature 0 --tokens 80
-      p2ptrain generate "def f(x):" -c ./step-00000400 --stop "\\ndef " --stop "\\nclass "
-      p2ptrain generate --prompts prompts.txt -c ./step-00000400 --json
-      git diff | p2ptrain generate - -c ./step-00000400
-      p2ptrain generate "Once upon a time" --split -c ./Llama-3.1-8B --dtype bf16 --dry-run
-      p2ptrain generate "Once upon a time" --split 3 -c ./Llama-3.1-8B --dtype bf16 --stats
-      p2ptrain generate --prompts prompts.txt --sessions 4 --split --job tiny --json
+      \b
+      Examples:
+        p2ptrain generate "Once upon a time" --stats
+        p2ptrain generate --prompts prompts.txt --compare --json --seed 192.168.1.20
+    p2ptrain generate "Once upon a time" --temperature 0.8 --sampling rejection --stats
+        p2ptrain generate "def main(" --checkpoint ./step-00000400
+        p2ptrain generate "import " --job tiny --temperature 0 --tokens 80
+        p2ptrain generate "def f(x):" -c ./step-00000400 --stop "\\ndef " --stop "\\nclass "
+        p2ptrain generate --prompts prompts.txt -c ./step-00000400 --json
+        git diff | p2ptrain generate - -c ./step-00000400
+        p2ptrain generate "Once upon a time" --split -c ./Llama-3.1-8B --dtype bf16 --dry-run
+        p2ptrain generate "Once upon a time" --split 3 -c ./Llama-3.1-8B --dtype bf16 --stats
+        p2ptrain generate --prompts prompts.txt --sessions 4 --split --job tiny --json
     """
     asked = _prompts(prompt, prompts)
     stops = stop_strings(stop)
-    sampling = SamplingWish(temperature, top_k, top_p, random_seed)
-    if by_verifier(checkpoint, job, split, verifier=verifier, no_speculation=no_speculation, compare=compare):
+    wished = sampling_wish(temperature, top_k, top_p, random_seed, sampling)
+    rejects = wished.method == REJECTION
+    of_verifiers = {"verifier": verifier, "no_speculation": no_speculation, "compare": compare, "sampling": rejects}
+    if by_verifier(checkpoint, job, split, **of_verifiers):
         split_wish(split, dtype, wire, positions, dry_run=dry_run)  # refuses what is only of split models
         if compare and no_speculation:
             raise UserError("--compare compares with drafters", remedy="leave out --no-speculation")
@@ -140,7 +146,7 @@ def generate(
             prompts=asked,
             is_one=bool(prompt),
             max_new_tokens=max_new_tokens,
-            sampling=sampling,
+            sampling=wished,
             stop=stops,
             sessions=sessions or USUAL_SESSIONS,
             speculate=not no_speculation,
@@ -158,7 +164,7 @@ def generate(
         from p2ptrain.cli.split_generate import Order, generate_split
 
         at_once = min(sessions or USUAL_SESSIONS, len(asked))
-        order = Order(asked, bool(prompt), max_new_tokens, sampling, stops, at_once, dry_run, stats, as_json)
+        order = Order(asked, bool(prompt), max_new_tokens, wished, stops, at_once, dry_run, stats, as_json)
         run(generate_split(Wanted(wish, checkpoint, job, seed), order))
         return
     directory = one_checkpoint("generate", checkpoint, job, seed)
@@ -168,7 +174,7 @@ def generate(
 
     model = LocalModel(directory, device=device)
     check_prompts(asked, lambda text: model.text.checked(model.text.prompt_ids(text), max_new_tokens))
-    shown, settled = Shown(quiet=as_json), model.text.sampling(sampling)
+    shown, settled = Shown(quiet=as_json), model.text.sampling(wished)
     say_unused(model.text)
     results: list[GenerateResult] = []
     try:

@@ -33,7 +33,26 @@ def print_verifier_stats(stats: dict[str, Any]) -> None:
     if known.get("drafted"):
         carried = f"; {known['bytes_per_token']:.1f} bytes of messages a token" if "bytes_per_token" in known else ""
         typer.echo(f"{known['drafted']:.0f} drafts came, {known.get('wasted', 0):.0f} of no use{carried}")
+    if isinstance(rejection := stats.get("rejection"), dict):
+        _print_rejection({name: value for name, value in rejection.items() if isinstance(value, int | float)})
     typer.echo(f"drafters: {drafters_text(stats)}")
+
+
+def _print_rejection(known: dict[str, float]) -> None:
+    asked = known.get("asked", 0)
+    told = (
+        f", {known.get('probs_bytes', 0) / asked:,.0f} bytes and {known.get('stood_ms', 0):.1f} ms each"
+        if asked
+        else ""
+    )
+    typer.echo(
+        f"rejection sampling: {known.get('rejections', 0):.0f} drafts rejected; {asked:.0f} times a drafter was asked"
+        f" what it drew from{told}"
+    )
+    if inexact := known.get("inexact", 0):
+        typer.echo(
+            f"{inexact:.0f} tokens are not quite of the model's chances: their drafter was lost before it answered"
+        )
 
 
 def drafters_text(stats: dict[str, Any]) -> str:

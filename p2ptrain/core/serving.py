@@ -18,6 +18,7 @@ Method = Literal["coupled", "rejection"]
 noise, and the text is the verifier's own, whatever is drafted. ``rejection``: a draft is kept with the chance that
 leaves the verifier's distribution as it is (Leviathan et al., 2023; Chen et al., 2023); another text each time."""
 METHODS: tuple[str, ...] = get_args(Method)
+COUPLED, REJECTION = METHODS
 
 
 @dataclass(frozen=True, slots=True)

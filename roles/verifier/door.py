@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused, UserError
-from p2ptrain.core.serving import SamplingWish
+from p2ptrain.core.serving import SamplingWish, method_of
 from roles.background import Background
 from roles.verifier.asking import Piece, Said, TextService, Wish, Writing
 from roles.verifier.places import BUSY
@@ -181,7 +181,7 @@ def wish_untrusted(ask: wire.Ask, data: bytes | bytearray) -> Wish:
     if ask.speculate not in ("auto", "off"):
         raise ProtocolError("speculate is neither auto nor off")
     try:
-        sampling = SamplingWish(ask.temperature, ask.top_k, ask.top_p, ask.seed)
+        sampling = SamplingWish(ask.temperature, ask.top_k, ask.top_p, ask.seed, method_of(ask.sampling))
         texts = list(_cut(data, ask.sizes))
     except (UserError, UnicodeDecodeError) as error:
         raise ProtocolError(f"a question that cannot be: {str(error)[:200]}") from error

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from p2ptrain.cli import verifier_chat
+from p2ptrain.cli.verifier_stats import print_verifier_stats
 from p2ptrain.core.errors import ConnectionLost, Refused
 from p2ptrain.core.serving import Sampling
 from roles.verifier.client import VerifierClient
@@ -167,6 +168,25 @@ def test_compared_with_the_verifier_alone(command: Command, at: list[str], verif
     assert "times as fast as the verifier alone" in command("generate", PROMPT, *at, "-n", "9", "--compare").out
 
 
+def test_the_likeliest_tokens_are_the_same_by_rejection(command: Command, at: list[str]) -> None:
+    outcome = command("generate", PROMPT, *at, "-n", "30", "--sampling", "rejection", "--compare", "--json")
+    assert outcome.json["text"] == text_of(reference(PROMPT, 30))
+    assert outcome.json["compared"]["same_text"]
+    assert "rejection" not in outcome.json["stats"]
+
+
+def test_what_rejection_costs_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    judged = {"rejections": 7, "asked": 5, "probs_bytes": 2000, "stood_ms": 3.25, "inexact": 1}
+    print_verifier_stats({"rejection": judged})
+    said = capsys.readouterr().out
+    assert "7 drafts rejected; 5 times a drafter was asked what it drew from, 400 bytes and 3.2 ms each" in said
+    assert "1 tokens are not quite of the model's chances" in said
+    print_verifier_stats({"rejection": {"rejections": 7, "asked": 0, "inexact": None}})
+    assert capsys.readouterr().out.startswith(
+        "rejection sampling: 7 drafts rejected; 0 times a drafter was asked what it drew from\n"
+    )
+
+
 def test_two_texts_that_must_be_equal_and_are_not(command: Command, at: list[str], verifier: Verifier) -> None:
     verifier.target.before = lambda count: verifier.target.stage._layers.__setitem__(
         0, verifier.target.stage._layers[0] + count
@@ -219,6 +239,9 @@ def test_which_verifier(command: Command, fake_seed: Any, verifier: Verifier) ->
         (["generate", "x", "--job", "j", "--compare"], "--compare is for text of a verifier"),
         (["generate", "x", "--compare", "--no-speculation"], "--compare compares with drafters"),
         (["chat", "--split", "--job", "j", "--no-speculation"], "--no-speculation is for text of a verifier"),
+        (["generate", "x", "-c", "d", "--sampling", "rejection"], "--sampling is for text of a verifier"),
+        (["chat", "--job", "j", "--sampling", "rejection"], "--sampling is for text of a verifier"),
+        (["generate", "x", "--sampling", "luck"], "use coupled or rejection"),
     ],
 )
 def test_what_does_not_belong_together(command: Command, arguments: list[str], said: str) -> None:
