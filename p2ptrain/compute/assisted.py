@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,7 @@ class AssistedPair:
 
     Attributes:
         text: the verifier's text side.
+        can_assist: transformers' way is to be had. It is not where vocabularies are padded to different sizes.
 
     Raises:
         UserError: there is no such device.
@@ -83,6 +84,8 @@ class AssistedPair:
             raise ConfigError(f"{verifier} and {drafter} know other tokens: {sizes}", remedy=remedy)
         self._verifier = self._loaded(verifier, self.text)
         self._drafter = self._loaded(drafter, own)
+        self._sizes = self._verifier.config.vocab_size, self._drafter.config.vocab_size
+        self.can_assist = self._sizes[0] == self._sizes[1]
 
     def _loaded(self, directory: Path, text: ModelText) -> Any:
         config = model_config(ModelSpec(path=directory), text.tokenizer.vocab_size)
@@ -104,7 +107,13 @@ class AssistedPair:
 
         Args:
             depth: drafts a pass, always; 0: transformers' own choice, which follows the drafter's confidence.
+
+        Raises:
+            ConfigError: transformers does not do that with these two.
         """
+        if not self.can_assist:
+            text = "transformers' assisted generation wants vocabularies of one size, and these have {} and {} entries"
+            raise ConfigError(text.format(*self._sizes), remedy="compare with the verifier alone")
         # Both settings are read of the assistant; 0 switches off that a drafter in doubt stops before.
         own = {"num_assistant_tokens": depth, "num_assistant_tokens_schedule": "constant"} if depth else {}
         sure = {"assistant_confidence_threshold": 0.0} if depth else {}
@@ -122,12 +131,13 @@ class AssistedPair:
         A draft counts only where all before it were right, so the verifier's text is all that the drafter need see.
         """
         positions = alike = passes = 0
+        known, drawn = self._sizes[1] - 1, replace(sampling, vocab_size=self._sizes[0])
         for ids in prompts:
             text = self.plain(ids, max_new_tokens, sampling).tokens
             row = torch.tensor([[*ids, *text[:-1]]], dtype=torch.int64, device=self._place.torch_device)
             with torch.inference_mode():
-                logits = self._drafter(input_ids=row).logits[0, len(ids) - 1 :]
-            drafts = Picker(sampling).pick(logits, 0)
+                logits = self._drafter(input_ids=row.clamp(max=known)).logits[0, len(ids) - 1 :]
+            drafts = Picker(drawn).pick(logits, 0)
             right = [draft == token for draft, token in zip(drafts, text, strict=True)]
             positions, alike = positions + len(right), alike + sum(right)
             passes += passes_with(right, depth)

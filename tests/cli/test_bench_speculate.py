@@ -173,6 +173,8 @@ def test_what_is_told_of_a_pair() -> None:
     assert row["plain_per_s"] == pytest.approx(10.0)
     assert row["assisted_alike"] == 1
     assert report.tables[0].rows[0][:4] == ["greedy", "0 ms", "0.70", "2.8"]
+    work.drawn[0].assisted = []
+    assert work.report(origin(), complete=True).tables[0].rows[0][-2:] == ["10.0/s", "-"]
 
 
 def test_lists_of_shares() -> None:

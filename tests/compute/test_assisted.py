@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from p2ptrain.compute.assisted import AssistedPair, passes_with
-from p2ptrain.compute.model import build_model
+from p2ptrain.compute.model import build_model, load_model
 from p2ptrain.compute.testing import tiny
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import ConfigError
@@ -54,6 +55,24 @@ def test_what_a_drafter_foresees(models: tuple[Path, Path], sampling: Sampling) 
     found = AssistedPair(verifier, drafter, device="cpu").agreement(PROMPTS, TOKENS, sampling, depth=5)
     assert 0.1 < found.alpha < 1.0
     assert 1.0 < found.tokens_a_pass < 6.0
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+def test_vocabularies_that_are_padded_differently(
+    models: tuple[Path, Path], tmp_path: Path, sampling: Sampling
+) -> None:
+    """The same drafts; but transformers does not take such a pair."""
+    shutil.copytree(models[1], tmp_path / "padded")
+    padded = load_model(models[1])
+    padded.resize_token_embeddings(272)
+    padded.save_pretrained(tmp_path / "padded")
+    wanted = AssistedPair(*models, device="cpu").agreement(PROMPTS, TOKENS, sampling)
+    pair = AssistedPair(models[0], tmp_path / "padded", device="cpu")
+    assert pair.agreement(PROMPTS, TOKENS, sampling) == wanted
+    with pytest.raises(ConfigError, match="256 and 272 entries"):
+        pair.assisted(PROMPTS[0], TOKENS, sampling)
+    larger = AssistedPair(tmp_path / "padded", models[0], device="cpu")
+    assert larger.agreement(PROMPTS, TOKENS, sampling).positions == 2 * TOKENS
 
 
 def test_models_of_other_tokens_are_no_pair(models: tuple[Path, Path], tmp_path: Path) -> None:

@@ -62,7 +62,8 @@ class PairPlan:
 
 @dataclass(slots=True)
 class Drawn:
-    """One way to draw. ``plain``, ``assisted``: transformers', with ids and seconds; the others: by round trip."""
+    """One way to draw. ``plain``, ``assisted``: transformers', with ids and seconds; the others: by round trip.
+    ``assisted`` is empty where vocabularies are padded to different sizes: transformers does not take such a pair."""
 
     name: str
     alpha: float = 0.0
@@ -166,7 +167,8 @@ class PairBench:
             ]
             found += [f"{row[name]:.1f}/s" for name in ("alone_per_s", "ahead_per_s")]
             found += [times(row["faster"])]
-            rows.append([*found, *(f"{row[name]:.1f}/s" for name in ("plain_per_s", "assisted_per_s"))])
+            rates = (row[name] for name in ("plain_per_s", "assisted_per_s"))
+            rows.append([*found, *("-" if rate is None else f"{rate:.1f}/s" for rate in rates)])
         report.tables = [Table(columns, rows, columns[1:])]
         report.notes = [
             "tokens a second, each text's prompt included. HF: transformers' generate by itself, and with its assisted "
@@ -202,9 +204,9 @@ class PairBench:
             "alone_token_s": alone.token_s,
             "ahead_token_s": ahead.token_s,
             "plain_per_s": drawn.rate(drawn.plain),
-            "assisted_per_s": drawn.rate(drawn.assisted),
+            "assisted_per_s": drawn.rate(drawn.assisted) if drawn.assisted else None,
             "assisted_alike": sum(
-                one["tokens"] == other["tokens"] for one, other in zip(drawn.plain, drawn.assisted, strict=True)
+                one["tokens"] == other["tokens"] for one, other in zip(drawn.plain, drawn.assisted, strict=False)
             ),
             "wasted": ahead.each("wasted", "drafted"),
             "bytes_per_token": (ahead.total("bytes_in") + ahead.total("bytes_out")) / max(1.0, ahead.total("tokens")),

@@ -330,11 +330,13 @@ async def assisted(
         drawn = pair.text.sampling(SamplingWish(**sampling))
         ids = [pair.text.prompt_ids(prompt) for prompt in prompts]
         pair.plain(ids[0], 4, drawn)
-        pair.assisted(ids[0], 4, drawn)  # the first passes load kernels
+        if pair.can_assist:
+            pair.assisted(ids[0], 4, drawn)  # the first passes load kernels
         plain, helped = [], []
         for each in ids:  # in turn: what else the machine does meets both
             plain.append(asdict(pair.plain(each, tokens, drawn)))
-            helped.append(asdict(pair.assisted(each, tokens, drawn)))
+            if pair.can_assist:
+                helped.append(asdict(pair.assisted(each, tokens, drawn)))
         return {"plain": plain, "assisted": helped, "alpha": pair.agreement(ids, tokens, drawn).alpha}
 
     return await asyncio.to_thread(measure)
