@@ -395,11 +395,13 @@ class Drafter:
             session.opened = True
             sampling = session.opening.sampling
             await self._compute.run(self._engine.open, session.name, positions=session.positions, sampling=sampling)
+        # The verifier's vocabulary may be padded to more: a token that only it has is taken for another one.
+        ids = [min(token, self._engine.vocab_size - 1) for token in run.ids[session.taken : session.taken + piece]]
         work = partial(
             self._engine.run,
             session.name,
             keep=keep,
-            payload=memoryview(encode_ids(run.ids[session.taken : session.taken + piece])),
+            payload=memoryview(encode_ids(ids)),
             count=piece,
             encoding=IDS,
             out_encoding=IDS,

@@ -54,18 +54,33 @@ def test_both_pick_the_same(tmp_path: Path, sampling: Sampling) -> None:
     assert plain.stats.passes == TOKENS - 1
 
 
+def save_padded(directory: Path, *, likely: float) -> None:
+    """Models of one tokenizer, in directories of their sizes: beyond its tokens there are some that no text has, unless
+    they are ``likely``."""
+    make("llama", directory / "whole", vocab_size=VOCAB + 17)
+    for size in (VOCAB, VOCAB + 17):
+        model = opened(directory / "whole")
+        with torch.no_grad():
+            model.lm_head.weight[VOCAB:] *= likely
+        model.resize_token_embeddings(size, mean_resizing=False)
+        model.save_pretrained(directory / str(size))
+
+
+def test_a_drafter_outlives_tokens_that_it_does_not_know(tmp_path: Path) -> None:
+    save_padded(tmp_path, likely=2.0)
+    plain, drafted = alone_and_drafted(tmp_path / str(VOCAB + 17), tmp_path / str(VOCAB), DRAWN)
+    assert drafted.tokens == plain.tokens
+    unknown = [at for at, token in enumerate(plain.tokens) if token >= VOCAB]
+    assert unknown
+    assert unknown[0] < TOKENS / 2
+    assert drafted.stats.drafted > TOKENS / 2, "it drafts on behind them"
+
+
 @pytest.mark.parametrize(("verifier", "drafter"), [(VOCAB, VOCAB + 17), (VOCAB + 17, VOCAB)])
 def test_vocabularies_that_are_padded_differently_are_drawn_from_alike(
     tmp_path: Path, verifier: int, drafter: int
 ) -> None:
-    """Models of one tokenizer: beyond its tokens there are some that no text has."""
-    make("llama", tmp_path / "whole", vocab_size=VOCAB + 17)
-    for size in (VOCAB, VOCAB + 17):
-        model = opened(tmp_path / "whole")
-        with torch.no_grad():
-            model.lm_head.weight[VOCAB:] *= 0.01
-        model.resize_token_embeddings(size)
-        model.save_pretrained(tmp_path / str(size))
+    save_padded(tmp_path, likely=0.01)
     plain, drafted = alone_and_drafted(tmp_path / str(verifier), tmp_path / str(drafter), DRAWN)
     assert drafted.tokens == plain.tokens
     if verifier == VOCAB:
