@@ -138,3 +138,12 @@ def test_figures_add_up() -> None:
     assert total.tokens == 1600
     assert total.accepted_at[0] == 2 * stats.accepted_at[0]
     assert total.alpha == stats.alpha
+
+
+def test_what_the_time_went_into_is_all_of_it() -> None:
+    for alpha, round_trip_s, share in itertools.product((0.0, 0.3, 0.8, 1.0), ROUND_TRIPS_S, (0.0, 0.3)):
+        drafter = DrafterSetting(alpha, DRAFT_S, round_trip_s)
+        outcome = simulate(Setting((drafter,), growing(PASS_S, share), 300, seed=1))
+        stats = outcome.stats
+        assert min(stats.draft_s, stats.wait_s) >= 0
+        assert stats.verify_s + stats.draft_s + stats.wait_s == pytest.approx(outcome.seconds), (alpha, round_trip_s)
