@@ -169,7 +169,7 @@ class TextSession:
         match instruction:
             case ev.Run():
                 self._run = instruction
-                self._stats.asked(self._now(), self._nearest_s())
+                self._stats.asked(self._now())
                 self._asked.set()
             case ev.Tell():
                 self._drafting.tell(instruction)
@@ -204,10 +204,6 @@ class TextSession:
 
     def _facts(self) -> list[DrafterFacts]:
         return self._drafting.facts() if self._drafting is not None else []
-
-    def _nearest_s(self) -> float:
-        """One way to the nearest drafter that there is, or was; one of this process is not waited for."""
-        return min((each.latency_s for each in self._facts() if each.peer_id), default=0.0)
 
     def _set_timer(self) -> None:
         if self._timer is not None:

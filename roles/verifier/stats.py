@@ -29,27 +29,18 @@ class WritingStats:
         self._ended_at: float | None = None
         self._prompt_tokens, self._cached_tokens = prompt_tokens, cached_tokens
         self._tokens = 0
-        self._asked_at, self._passed_at = 0.0, 0.0
-        self._spent = {"verify_ms": 0.0, "draft_ms": 0.0, "wire_ms": 0.0, "wait_ms": 0.0}  # seconds
+        self._asked_at = 0.0
+        self._turns_s = 0.0  # behind the first token; of others, or of whoever reads
 
-    def asked(self, now: float, nearest_s: float) -> None:
-        """The core wants a pass. What went by since the last one it waited for drafts: for their way, and then for
-        their making. ``nearest_s``: one way to the nearest drafter."""
+    def asked(self, now: float) -> None:
+        """The core wants a pass."""
         self._asked_at = now
-        if self._tokens and self._passed_at:
-            waited_s = now - self._passed_at
-            wire_s = min(waited_s, 2 * nearest_s)
-            self._spent["wire_ms"] += wire_s
-            self._spent["draft_ms"] += waited_s - wire_s
 
     def passed(self, now: float, took_s: float, stood_s: float = 0.0, *, prefill: bool) -> None:
         """The pass is done. ``stood_s``: it waited for a drafter's answer. What it took longer than that and the model
         was others' turn, or that of whoever reads."""
-        self._passed_at = now
         if not prefill:
-            self._spent["verify_ms"] += took_s
-            self._spent["wire_ms"] += stood_s
-            self._spent["wait_ms"] += max(0.0, now - self._asked_at - took_s - stood_s)
+            self._turns_s += max(0.0, now - self._asked_at - took_s - stood_s)
 
     def given(self, count: int, now: float) -> None:
         """So many tokens came."""
@@ -61,8 +52,14 @@ class WritingStats:
     @property
     def spent_s(self) -> dict[str, float]:
         """Seconds of the tokens behind the first: all of them, and by what they were spent on."""
-        parts = {name.removesuffix("_ms"): seconds for name, seconds in self._spent.items()}
-        return {"all": self._last_at - self._first_at, **parts}
+        core = self._core
+        return {
+            "all": self._last_at - self._first_at,
+            "verify": core.verify_s,
+            "draft": core.draft_s,
+            "wire": core.wait_s,
+            "wait": self._turns_s,
+        }
 
     def ended(self, now: float) -> None:
         """No more come."""
@@ -70,10 +67,11 @@ class WritingStats:
 
     def as_map(self, now: float, drafters: Sequence[DrafterFacts], right_of: Mapping[int, int]) -> dict[str, Any]:
         """All of it. Milliseconds are of a token behind the first, which is the prompt's; None where there is none:
-        ``verify_ms`` computing, ``draft_ms`` and ``wire_ms`` waiting for drafts and their way, ``wait_ms`` for the
-        model's turn, or the reader. ``right_of``: drafts of each drafter that were right and in a pass."""
+        ``verify_ms`` computing, ``draft_ms`` waiting for drafts to be made, ``wire_ms`` for their way, ``wait_ms`` for
+        the model's turn, or the reader. ``right_of``: drafts of each drafter that were right and in a pass."""
         core, after = self._core, self._tokens - 1
-        writing_s = self._last_at - self._first_at
+        spent_s = self.spent_s
+        writing_s = spent_s.pop("all")
         headers = HEADER.size * sum(each.frames for each in drafters)
         bytes_in, bytes_out = sum(each.bytes_in for each in drafters), sum(each.bytes_out for each in drafters)
 
@@ -88,8 +86,8 @@ class WritingStats:
             "first_s": self._first_at - self._began_at if self._tokens else None,
             "tokens_per_s": after / writing_s if after > 0 and writing_s > 0 else None,
             "token_ms": each_ms(writing_s),
-            **{name: each_ms(seconds) for name, seconds in self._spent.items()},
-            "rest_ms": each_ms(max(0.0, writing_s - sum(self._spent.values()))),
+            **{f"{name}_ms": each_ms(seconds) for name, seconds in spent_s.items()},
+            "rest_ms": each_ms(max(0.0, writing_s - sum(spent_s.values()))),
             **speculation_map(core),
             "bytes_in": bytes_in,
             "bytes_out": bytes_out,

@@ -130,9 +130,6 @@ def test_what_a_token_takes_is_told_whole(tmp_path: Path) -> None:
                 assert said["rest_ms"] == pytest.approx(0, abs=1e-6)
                 assert min(parts) >= 0
                 assert said["verify_ms"] >= 1e3 * target.pass_s / said["accepted_length"] * 0.9
-            for core in (writing.core.stats for writing in writings):
-                in_passes = core.verify_s + core.draft_s + core.wait_s
-                assert in_passes == pytest.approx(59 * writings[0].stats()["token_ms"] / 1e3, rel=0.2)
             await settled(serving, target)
 
     within(scene())
