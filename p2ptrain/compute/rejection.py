@@ -57,7 +57,7 @@ class RejectionPicker(Picker):
 
     def pick(self, logits: Tensor, draw: int) -> tuple[int, ...]:
         """As of ``Picker``."""
-        probs = self._probs(logits)
+        probs = self.probs(logits)
         with one_thread():
             tokens = self._drawn(probs, draw)
         self._last = probs, tokens
@@ -79,7 +79,7 @@ class RejectionPicker(Picker):
             JobFailed: there are logits that are not numbers.
         """
         assert len(logits) == len(drafts) + 1 == len(weights) + 1
-        probs = self._probs(logits)
+        probs = self.probs(logits)
         for number, (token, weight) in enumerate(zip(drafts, weights, strict=True), draw):
             row = probs[number - draw]
             if not kept(float(row[token]), weight, uniform(self._seed, number, KEEP)):
@@ -100,7 +100,8 @@ class RejectionPicker(Picker):
         left = residual(row.numpy(), token, draft_probs)
         return inverse(left, uniform(self._seed, draw, INSTEAD))
 
-    def _probs(self, logits: Tensor) -> Tensor:
+    def probs(self, logits: Tensor) -> Tensor:
+        """What tokens are drawn from: (rows, vocab), float32, on the CPU. Raises as ``judge``."""
         with one_thread():
             return self._warped(self._scores(logits)).softmax(-1)
 

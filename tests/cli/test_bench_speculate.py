@@ -167,12 +167,13 @@ def test_what_is_told_of_a_pair() -> None:
     work = PairBench(PairPlan("big", "small", ["a"], 11, [0.0]))
     plain = [{"tokens": [1, 2, 3], "seconds": 0.3}]
     work.drawn = [Drawn("greedy", 0.7, plain, plain, {0.0: texts(0.05, seconds=1.1)}, {0.0: texts(0.02, seconds=0.55)})]
+    work.drawn[0].alpha_by_rejection = 0.75
     report = work.report(origin(), complete=True)
     (row,) = report.results["rows"]
     assert row["faster"] == pytest.approx(2.0)
     assert row["plain_per_s"] == pytest.approx(10.0)
     assert row["assisted_alike"] == 1
-    assert report.tables[0].rows[0][:4] == ["greedy", "0 ms", "0.70", "2.8"]
+    assert report.tables[0].rows[0][:5] == ["greedy", "0 ms", "0.70", "0.75", "2.8"]
     work.drawn[0].assisted = []
     assert work.report(origin(), complete=True).tables[0].rows[0][-2:] == ["10.0/s", "-"]
 

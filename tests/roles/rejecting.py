@@ -76,7 +76,7 @@ class Chain:
 
     def probs(self, sampling: Sampling, count: int) -> dict[tuple[int, ...], dict[int, float]]:
         """Of the next token, by the last ``count`` ones."""
-        rows = RejectionPicker(sampling)._probs(self.logits).double().tolist()
+        rows = RejectionPicker(sampling).probs(self.logits).double().tolist()
         return {before: dict(enumerate(rows[before[-1]])) for before in product(range(VOCAB), repeat=count)}
 
 

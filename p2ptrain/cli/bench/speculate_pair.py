@@ -71,6 +71,7 @@ class Drawn:
     assisted: list[dict[str, Any]] = field(default_factory=list)
     alone: dict[float, Texts] = field(default_factory=dict)
     ahead: dict[float, Texts] = field(default_factory=dict)
+    alpha_by_rejection: float = 0.0
 
     def rate(self, texts: list[dict[str, Any]]) -> float:
         """Tokens a second, the prompt's pass included: transformers tells no other."""
@@ -128,7 +129,8 @@ class PairBench:
         sizes: dict[str, Any] = {"prompts": plan.prompts, "tokens": plan.tokens, "sampling": SAMPLINGS[drawn.name]}
         seconds = TEXT_S * len(plan.prompts)
         (answer,) = await rival.all("speculate", part="assisted", seconds=seconds, **order, **sizes)
-        drawn.plain, drawn.assisted, drawn.alpha = answer["plain"], answer["assisted"], answer["alpha"]
+        drawn.plain, drawn.assisted = answer["plain"], answer["assisted"]
+        drawn.alpha, drawn.alpha_by_rejection = answer["alpha"], answer["alpha_by_rejection"]
 
     async def _at(self, scene: Scene, verifier: Members, drafter: Members, round_trip_ms: float) -> None:
         plan = self.plan
@@ -156,13 +158,15 @@ class PairBench:
         report = Report("speculate", title, origin, asdict(plan), complete=complete)
         results = [self._result(drawn, distance) for drawn in self.drawn for distance in drawn.ahead]
         report.results = {"rows": results}
-        columns = ["DRAWN", "ROUND TRIP", "ALPHA", "A PASS", "ALONE", "AHEAD", "FASTER", "HF ALONE", "HF ASSISTED"]
+        columns = ["DRAWN", "ROUND TRIP", "ALPHA", "REJECTION", "A PASS", "ALONE", "AHEAD", "FASTER"]
+        columns += ["HF ALONE", "HF ASSISTED"]
         rows = []
         for row in results:
             found = [
                 row["name"],
                 f"{row['round_trip_ms']:g} ms",
                 f"{row['alpha']:.2f}",
+                f"{row['alpha_by_rejection']:.2f}",
                 f"{row['accepted_length']:.1f}",
             ]
             found += [f"{row[name]:.1f}/s" for name in ("alone_per_s", "ahead_per_s")]
@@ -174,8 +178,8 @@ class PairBench:
             "tokens a second, each text's prompt included. HF: transformers' generate by itself, and with its assisted "
             "generation, both models in one process, without any distance",
             "alone and ahead wrote the text of transformers' generate, token for token, greedily and drawn; alpha: how "
-            "often the drafter's next token is the verifier's where all before are, over these texts; a pass: tokens "
-            "that one gives, ahead",
+            "often the drafter's next token is the verifier's where all before are, over these texts; rejection: how "
+            "often it would be kept with --sampling rejection; a pass: tokens that one gives, ahead",
             f"verifier and drafter have {plan.threads} threads each; on few cores they take them from each other",
         ]
         report.samples = [
@@ -197,6 +201,7 @@ class PairBench:
             "name": drawn.name,
             "round_trip_ms": round_trip_ms,
             "alpha": drawn.alpha,
+            "alpha_by_rejection": drawn.alpha_by_rejection,
             "accepted_length": ahead.total("tokens") / max(1.0, ahead.total("passes")),
             "alone_per_s": rate(alone),
             "ahead_per_s": rate(ahead),

@@ -337,7 +337,9 @@ async def assisted(
             plain.append(asdict(pair.plain(each, tokens, drawn)))
             if pair.can_assist:
                 helped.append(asdict(pair.assisted(each, tokens, drawn)))
-        return {"plain": plain, "assisted": helped, "alpha": pair.agreement(ids, tokens, drawn).alpha}
+        found = pair.agreement(ids, tokens, drawn)
+        alphas = {"alpha": found.alpha, "alpha_by_rejection": found.alpha_by_rejection}
+        return {"plain": plain, "assisted": helped, **alphas}
 
     return await asyncio.to_thread(measure)
 
