@@ -18,13 +18,16 @@ class InOrder(Generic[T]):
     Args:
         one: writes the text of a prompt, given its index, and hands its pieces to ``piece``.
         at_once: so many are under way.
+
+    Attributes:
+        whole: what was written so far, by the prompt's index.
     """
 
     def __init__(
         self, prompts: Sequence[str], shown: Shown, one: Callable[[int, str], Awaitable[T]], *, at_once: int
     ) -> None:
         self._prompts, self._shown, self._one, self._at_once = prompts, shown, one, at_once
-        self._texts: dict[int, T] = {}
+        self.whole: dict[int, T] = {}
         self._behind: dict[int, str] = {}  # of texts that are not shown yet
         self._showing = 0
         self._next = 0
@@ -38,7 +41,7 @@ class InOrder(Generic[T]):
                     tasks.create_task(self._worker(), name=f"text {number}")
         except* P2PTrainError as group:
             raise first_error(group) from None
-        return [self._texts[index] for index in range(len(self._prompts))]
+        return [self.whole[index] for index in range(len(self._prompts))]
 
     def piece(self, index: int, piece: str) -> None:
         """More of a text."""
@@ -50,12 +53,12 @@ class InOrder(Generic[T]):
     async def _worker(self) -> None:
         while (index := self._next) < len(self._prompts):
             self._next += 1
-            self._texts[index] = await self._one(index, self._prompts[index])
+            self.whole[index] = await self._one(index, self._prompts[index])
             self._advance()
 
     def _advance(self) -> None:
         """Show what waited for the texts before it."""
-        while self._showing in self._texts:
+        while self._showing in self.whole:
             self._shown.end()
             self._showing += 1
             if self._showing < len(self._prompts):

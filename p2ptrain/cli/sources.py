@@ -25,7 +25,7 @@ class Leaving(BaseException):
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What a model wrote. ``first_s``: until its first token came; ``ended``: ``stop``, ``end``, ``length`` (as of
-    ``TextWriter``) or ``cancelled``."""
+    ``TextWriter``), ``cancelled``, or ``failed``: the text is what had come by then."""
 
     prompt: str
     text: str

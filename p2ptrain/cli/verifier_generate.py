@@ -17,7 +17,7 @@ from p2ptrain.cli.sources import Answer
 from p2ptrain.cli.stopping import stop_on_signals, unless_stopped
 from p2ptrain.cli.verifier_stats import print_verifier_stats
 from p2ptrain.cli.verifiers import connected
-from p2ptrain.core.errors import JobFailed
+from p2ptrain.core.errors import JobFailed, P2PTrainError
 from p2ptrain.core.serving import COUPLED, SamplingWish
 from roles.verifier.asking import Wish
 from roles.verifier.client import VerifierClient
@@ -79,16 +79,21 @@ async def _written(order: Order) -> bool:
         began = time.perf_counter()
         try:
             texts = await writing.texts.run()
-        except BaseException:
+        except BaseException as problem:
             writing.shown.broken()
+            if order.as_json and isinstance(problem, P2PTrainError):
+                _show_broken(client, order, writing, problem)
             raise
         _show(client, order, texts, time.perf_counter() - began)
     return True
 
 
 class _Writing:
+    """Texts under way. ``broken``: by prompt, what had come of those that were not whole when one failed."""
+
     def __init__(self, client: VerifierClient, order: Order) -> None:
         self.shown = Shown(quiet=order.as_json)
+        self.broken: dict[int, Answer] = {}
         self._client, self._order = client, order
         # What is compared runs one by one: two at a time would share the verifier.
         self.texts = InOrder(
@@ -123,11 +128,16 @@ class _Writing:
             speculate="auto" if speculate else "off",
         )
         text = await self._client.ask(wish)
-        async for piece in text:
-            first_s = first_s or time.perf_counter() - began
-            said.append(piece.text)
-            if shown:
-                self.texts.piece(index, piece.text)
+        try:
+            async for piece in text:
+                first_s = first_s or time.perf_counter() - began
+                said.append(piece.text)
+                if shown:
+                    self.texts.piece(index, piece.text)
+        except BaseException:
+            seconds = time.perf_counter() - began
+            self.broken[index] = Answer(prompt, "".join(said), text.count, seconds, first_s, "failed")
+            raise
         seconds = time.perf_counter() - began
         return Answer(prompt, "".join(said), text.count, seconds, first_s, text.ended), text.stats()
 
@@ -160,6 +170,17 @@ def _show(client: VerifierClient, order: Order, texts: list[Written], seconds: f
     tokens = sum(text.answer.tokens for text in texts)
     speed = f"{tokens / max(seconds, 1e-9):.1f} tokens/s"
     typer.echo(f"({tokens} tokens, {speed}, {at.model} of the verifier {at.name})", err=True)
+
+
+def _show_broken(client: VerifierClient, order: Order, writing: _Writing, problem: P2PTrainError) -> None:
+    """What had come when one failed, for programs: a person has seen it. Nothing where nothing had."""
+    maps: dict[int, dict[str, Any]] = {index: asdict(answer) for index, answer in writing.broken.items()}
+    maps |= {index: text.as_map() for index, text in writing.texts.whole.items()}
+    if maps:
+        texts = [maps.get(index) for index in range(len(order.prompts))]
+        document: dict[str, Any] = {"verifier": client.verifier.name, "model": client.verifier.model}
+        document |= (maps[0] if order.is_one else {"texts": texts}) | {"error": problem.message}
+        print_json(document)
 
 
 def _speedup(texts: list[Written]) -> dict[str, Any]:

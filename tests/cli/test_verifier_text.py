@@ -269,6 +269,33 @@ def test_a_verifier_that_is_killed_in_mid_text(command: Command, at: list[str], 
     verifier.start()
 
 
+def test_a_text_that_is_broken_off_is_given_to_programs_too(
+    command: Command, at: list[str], verifier: Verifier, tmp_path: Path
+) -> None:
+    verifier.target.before = failing_at(40, ConnectionLost("a stage is gone", remedy="start another"))
+    outcome = command("generate", PROMPT, *at, "-n", "400", "--no-speculation", "--json")
+    assert outcome.code == 3
+    assert outcome.err == "error: big one: a stage is gone (after 40 tokens of the text)\n  → start another\n"
+    assert outcome.json["error"] == "big one: a stage is gone (after 40 tokens of the text)"
+    assert (outcome.json["ended"], outcome.json["tokens"]) == ("failed", 40)
+    whole = text_of(reference(PROMPT, 400))
+    assert outcome.json["text"]
+    assert whole.startswith(outcome.json["text"].rstrip("\ufffd"))
+
+    (tmp_path / "prompts").write_text("one\nanother one\nthe third\n")
+    verifier.target.runs.clear()
+    outcome = command(
+        "generate", "--prompts", tmp_path / "prompts", *at, "-n", "30", "--no-speculation", "--json", "--sessions", "1"
+    )
+    first, second, third = outcome.json["texts"]
+    assert (first["ended"], first["text"]) == ("length", text_of(reference("one", 30)))
+    assert (second["ended"], third) == ("failed", None)
+
+    verifier.target.before = failing_at(0, ConnectionLost("a stage is gone"))
+    verifier.target.runs.clear()
+    assert command("generate", PROMPT, *at, "-n", "9", "--json").json["tokens"] == 0
+
+
 def test_a_model_that_fails_in_mid_text(command: Command, at: list[str], verifier: Verifier) -> None:
     verifier.target.before = failing_at(9, ConnectionLost("a stage is gone", remedy="start another"))
     outcome = command("generate", PROMPT, *at, "-n", "400", "--no-speculation")
