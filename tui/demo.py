@@ -240,7 +240,7 @@ class DemoCluster:
     def recoveries(self) -> list[RecoveryInfo]:
         """Two deaths, of which the newest member had to fetch the state, and a newcomer that had followed."""
         script = (
-            (211, "lost", "the connection to 192.168.1.24:7338 broke", 0.31, 0.02, 0.05, None, 0.81),
+            (211, "lost", "the connection to delos (192.168.1.24:7338) broke", 0.31, 0.02, 0.05, None, 0.81),
             (325, "held", "elara joining", 0.0, 0.11, 0.04, None, 0.79),
             (402, "lost", "borea: the connection broke", 0.22, 0.03, 0.06, 0.41, 0.80),
         )

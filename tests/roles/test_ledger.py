@@ -257,6 +257,7 @@ async def test_a_run_with_a_death_a_restart_and_a_newcomer_stands_in_its_ledger(
     listed = (await cluster.ask("recoveries.list", job=job))["recoveries"]
     assert listed
     assert all(item["total_s"] < 20 and item["form_s"] is not None for item in listed)
+    assert cluster.peers[1].identity.name in listed[0]["text"], "people know names, not addresses"
 
 
 async def test_an_audit_names_the_step_that_was_tampered_with(cluster: Cluster, tmp_path: Path) -> None:
