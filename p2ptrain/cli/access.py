@@ -47,6 +47,8 @@ _A = {
 }
 _DOES = {"operator": "watches and controls", "seed": "follows a seed"}
 """Of roles, both; the others join."""
+_MAY_JOIN = ("verifier", "drafter")
+"""Of which a person has to say that they are meant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +204,8 @@ async def _by_ticket(ticket: Ticket, caller: Caller, base: Network, *, afresh: b
     if ticket.role != caller.role:
         does = _DOES.get(caller.role, f"joins as {_A[caller.role]}")
         text = f"this is the ticket of {_A[ticket.role]}, and only that of {_A[caller.role]} {does}"
-        raise UserError(text, remedy=_advice(caller, own=False))
+        as_it_says = f"add --role {ticket.role}; or, " if caller.role == "worker" and ticket.role in _MAY_JOIN else ""
+        raise UserError(text, remedy=as_it_says + _advice(caller, own=False))
     kept = None if afresh else _kept(caller, lambda item: item.pin == ticket.pin)
     if kept is not None:
         credentials = kept.credentials

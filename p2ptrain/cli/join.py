@@ -32,6 +32,9 @@ ROLES = ("worker", "verifier", "drafter")
 LOOK_UP = "ngram"
 """The model of a drafter that has none: it drafts what followed the same words before."""
 
+LEAST_MEMORY_BYTES = 64 << 10
+"""Of ``--memory``: less is a forgotten unit."""
+
 app = new_typer()
 
 
@@ -166,6 +169,7 @@ def join(
     from p2ptrain.cli.access import read_targets
     from p2ptrain.cli.joining import Joining, ServeWish, served
     from p2ptrain.cli.sizes import size_of
+    from p2ptrain.core.errors import UserError
 
     # Workers on one machine share its cores. OpenMP's threads spin while they wait, by default, and so take them from
     # one another: a step was seen to take ten times as long. It must be said before torch is loaded.
@@ -173,6 +177,9 @@ def join(
     _check_role(role)
     targets = read_targets(address)
     _check_device(device)
+    memory_bytes = size_of(memory) if memory else 0
+    if 0 < memory_bytes < LEAST_MEMORY_BYTES:
+        raise UserError(f"--memory {memory} holds no model", remedy="write its unit, too, such as 4GiB")
     joining = Joining(
         role=role,
         targets=targets,
@@ -184,7 +191,7 @@ def join(
         advertise=_host_and_port("--advertise", advertise, "the address that others shall dial") or ("", 0),
         device=device,
         threads=threads,
-        memory_bytes=size_of(memory) if memory else 0,
+        memory_bytes=memory_bytes,
         link=link,
         with_parent=with_parent,
     )
@@ -193,7 +200,7 @@ def join(
         model=None,
         device=device,
         threads=threads,
-        memory_bytes=joining.memory_bytes,
+        memory_bytes=memory_bytes,
         sessions=sessions,
         split=split,
         look_up=bool(drafter),

@@ -29,7 +29,8 @@ async def dialled(seed: str, name: str = "", *, like: VerifierAt | None = None) 
     try:
         access, client = await open_operator(seed)
     except Unreachable as problem:
-        remedy = f"{problem.remedy}; {_OTHER_WAYS}" if problem.remedy else f"start a cluster, {_OTHER_WAYS}"
+        between = " " if problem.remedy.endswith("?") else "; "
+        remedy = f"{problem.remedy}{between}{_OTHER_WAYS}" if problem.remedy else f"start a cluster, {_OTHER_WAYS}"
         raise Unreachable(problem.message, remedy=remedy) from problem
     try:
         await access.freshen(client.request)

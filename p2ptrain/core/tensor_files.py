@@ -29,6 +29,7 @@ MAX_DIMS = 8
 _T = TypeVar("_T")
 _LENGTH_BYTES = 8
 _SAMPLE_BYTES = 64
+_AGAIN = "fetch or save it again"
 _MAX_NAME = 512
 _MAX_FILES = 4096
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}\.safetensors")
@@ -160,14 +161,15 @@ class TensorTable:
         files = {file: self._header(file) for file in sorted(set(where.values()))}
         lost = next((name for name, file in where.items() if name not in files[file]), None)
         if lost is not None:
-            raise StorageError(f"{path} names {lost} in {where[lost]}, which does not have it")
+            raise StorageError(f"{path} names {lost} in {where[lost]}, which does not have it", remedy=_AGAIN)
         return {name: files[file][name] for name, file in where.items()}
 
     def _header(self, file: str) -> dict[str, TensorEntry]:
         size = self._size(self.directory / file)
         length = int.from_bytes(self._read(file, 0, min(size, _LENGTH_BYTES)), "little")
         if length > min(size - _LENGTH_BYTES, MAX_HEADER_BYTES):
-            raise StorageError(f"{self.directory / file} is damaged: its header would have {length} bytes")
+            problem = f"{self.directory / file} is damaged: its header would have {length} bytes"
+            raise StorageError(problem, remedy=_AGAIN)
         header = bytes(self._read(file, _LENGTH_BYTES, length))
         return self._checked(lambda: header_entries_untrusted(header, file, size))
 
@@ -175,9 +177,7 @@ class TensorTable:
         try:
             return parse()
         except ProtocolError as error:
-            raise StorageError(
-                f"the model in {self.directory} is damaged: {error.message}", remedy="fetch or save it again"
-            ) from error
+            raise StorageError(f"the model in {self.directory} is damaged: {error.message}", remedy=_AGAIN) from error
 
     def _size(self, path: Path) -> int:
         try:
@@ -195,7 +195,8 @@ class TensorTable:
                 while left:
                     count = opened.readinto(left)
                     if not count:
-                        raise StorageError(f"{path} ends {len(left)} bytes before the end of what it should hold")
+                        problem = f"{path} ends {len(left)} bytes before the end of what it should hold"
+                        raise StorageError(problem, remedy=_AGAIN)
                     left = left[count:]
                     self.bytes_read += count
         except OSError as error:

@@ -117,6 +117,7 @@ def test_the_newest_checkpoint_of_a_directory_is_taken(
             (["--role", "drafter", "--model", "ngram", *given], f"{given[0]} means nothing", "leave it out")
             for given in (["--device", "cuda"], ["--threads", "2"])
         ),
+        (["--role", "drafter", "--model", "ngram", "--memory", "10"], "--memory 10 holds no model", "its unit"),
         (["--role", "drafter", "--model", "ngram", "--split", "2"], "--split is not for a drafter", "--role verifier"),
         (["--role", "drafter", "--model", "ngram", "--api-key-file", "x"], "is not for a drafter", "--role verifier"),
         (["--role", "verifier", "--model", "x", "--http", "127.0.0.1"], "names no port", "HOST:PORT"),

@@ -164,6 +164,9 @@ async def test_what_a_ticket_gave_is_good_for_its_role_alone(cluster: Cluster, t
                 await reach(cluster.address, caller(tmp_path / role, other), TcpNetwork())
             with pytest.raises(UserError, match="and only that of") as refusal:
                 await reach(ticket, caller(tmp_path / role, other), TcpNetwork())
+            assert (f"add --role {role}" in refusal.value.remedy) == (
+                other == "worker" and role in ("verifier", "drafter")
+            )
             asked = {"worker": "new`", "operator": "--operator"}.get(other, f"--role {other}")
             assert asked in wanted.value.remedy
             assert asked in refusal.value.remedy

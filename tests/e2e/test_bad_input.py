@@ -495,7 +495,7 @@ async def test_generate_from_what_is_no_checkpoint(machine: Any) -> None:
     (machine.root / "dir").mkdir()
     (machine.root / "model").mkdir()
     (machine.root / "model" / "config.json").write_text("{}")
-    lists = "`p2ptrain checkpoints list` shows where they lie"
+    lists = "name a model as save_pretrained writes it; `p2ptrain checkpoints list` shows where those of jobs lie"
     saved = "save the fast tokenizer there: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
     for name, cause, remedy in (
         ("none", "none is not a directory", lists),
