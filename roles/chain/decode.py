@@ -1,42 +1,16 @@
-"""Cores of decoding, which say what to submit next. ``Decoding`` is plain: a prompt in chunks, then one position after
-another. ``Driven`` submits what somebody else decides.
+"""A core of plain decoding, which says what to submit next: a prompt in chunks, then one position after another.
 
 The prompt's chunks are under way together, so that all stages of a chain compute at once. After that each position
-depends on the token before, so one is under way. (Speculative decoding is driven: works of several positions with a
-pick for each, and the next one cuts the history to what was right by its ``keep``.)
+depends on the token before, so one is under way. (Speculative decoding submits works of its own, of several positions
+with a pick for each; the next one cuts the history to what was right by its ``keep``: ``GenerationSession.run``.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
 
 from roles.chain.events import Submit
 from roles.chain.works import CHUNK
-
-
-class DecodingCore(Protocol):
-    """What a session asks about what goes through it.
-
-    Attributes:
-        tokens: that were picked, in order.
-        ended: why there are no more; empty while there are.
-    """
-
-    tokens: list[int]
-    ended: str
-
-    def wants(self, room: int, submitted: int) -> list[Submit]:
-        """What to submit now; see ``Decoding.wants``."""
-        ...
-
-    def done(self, index: int, tokens: Sequence[int], submitted: int) -> tuple[tuple[int, ...], list[Submit]]:
-        """A submitted work was answered; see ``Decoding.done``."""
-        ...
-
-    def cancel(self) -> None:
-        """No more tokens are wanted."""
-        ...
 
 
 class Decoding:
@@ -99,40 +73,6 @@ class Decoding:
 
     def cancel(self) -> None:
         """No more tokens are wanted."""
-        self.ended = self.ended or "cancelled"
-
-
-class Driven:
-    """One work, as it is told, and its picks: several at once, or none.
-
-    Attributes:
-        tokens: as of ``DecodingCore``.
-        ended: ``answered``, ``cancelled``; empty before.
-    """
-
-    def __init__(self, work: Submit) -> None:
-        self.tokens: list[int] = []
-        self.ended = ""
-        self._work: Submit | None = work
-        self._index = -1
-
-    def wants(self, room: int, submitted: int) -> list[Submit]:
-        """The work, once; see ``Decoding.wants``."""
-        if self._work is None or room < 1 or self.ended:
-            return []
-        work, self._work, self._index = self._work, None, submitted
-        return [work]
-
-    def done(self, index: int, tokens: Sequence[int], submitted: int) -> tuple[tuple[int, ...], list[Submit]]:
-        """See ``Decoding.done``. What an older one of the session submitted is not its own."""
-        if self.ended or index != self._index:
-            return (), []
-        self.tokens += tokens
-        self.ended = "answered"
-        return tuple(tokens), []
-
-    def cancel(self) -> None:
-        """Its picks are not wanted any more."""
         self.ended = self.ended or "cancelled"
 
 

@@ -23,7 +23,7 @@ from p2ptrain.core.serving import Sampling
 from roles.background import Background
 from roles.chain import events as ev
 from roles.chain.around import Token
-from roles.chain.decode import Decoding, DecodingCore, Driven
+from roles.chain.decode import Decoding
 from roles.chain.session import Session
 from roles.chain.works import CHUNK
 from wire.chain_messages import ChainBroken, Picked, Took, Work
@@ -73,8 +73,8 @@ class GenerationSession:
         self._now = chain.around.world.clock.now
         alike = terms.encoding == terms.prefill_encoding
         self._core = Session(chain.seat_numbers(), self._now(), alike=alike)
-        self._decoding: DecodingCore | None = None
-        self._answered: ev.Done | None = None
+        self._decoding: Decoding | None = None
+        self._driven: dict[int, asyncio.Future[ev.Done]] = {}  # works of ``run``, by their index
         self._began_at = self._now()
         self._pending: deque[ev.Event] = deque()
         self._handling = False
@@ -152,12 +152,13 @@ class GenerationSession:
         self._begin(Decoding(self._core.works.ids, ids, max_new_tokens=max_new_tokens, stop_ids=stop_ids))
 
     async def run(self, work: ev.Submit) -> ev.Done:
-        """Have one work computed, in place of a generation; the next one when this is answered. However many stages are
-        lost meanwhile, its picks are the same. Where it is cancelled the session is only to be closed.
+        """Have one work computed, in place of a generation. Others may be under way: they are computed in the order in
+        which they were asked for, as stages become free. However many stages are lost meanwhile, its picks are the
+        same. Where it is cancelled the session is only to be closed.
 
         Raises:
             UserError: ids are none of the model's, or more than the session was opened for.
-            ValueError: it cannot be: ``keep`` beyond the history, too many ids, more picks than ids.
+            ValueError: it cannot be: ``keep`` beyond the history, too many ids, more picks than ids, too many works.
             NetworkError: a stage was lost and cannot be replaced.
         """
         self._chain.check_ids(work.ids)
@@ -168,13 +169,13 @@ class GenerationSession:
             raise ConnectionLost("this session is closed", remedy="open another one")
         if self._error is not None:
             raise self._failure()
-        driven = Driven(work)
-        self._begin(driven)
-        async for _ in self:
-            pass
-        if driven.ended != "answered" or self._answered is None:
-            raise ConnectionLost("this session was closed meanwhile", remedy="open another one")
-        return self._answered
+        self.cancel()
+        index = self._core.works.submitted
+        answered: asyncio.Future[ev.Done] = asyncio.get_running_loop().create_future()
+        self._submit(work)
+        self._driven[index] = answered
+        self._set_timer()
+        return await answered  # the core ends it: each of its waits has a deadline
 
     async def close(self) -> None:
         """Close the session at every stage. Never raises; ``async with`` does it."""
@@ -182,7 +183,7 @@ class GenerationSession:
             return
         self._closed = True
         self.event(ev.End())
-        self._news.set()
+        self._let_go(ConnectionLost("this session was closed meanwhile", remedy="open another one"))
         if self._timer is not None:
             self._timer.cancel()
         await self._tasks.stop()
@@ -208,7 +209,7 @@ class GenerationSession:
     def fail(self, error: BaseException) -> None:
         """By a mistake of this program: nobody shall wait for what it was to do."""
         self._error = self._error or NetworkError(f"this client failed: {type(error).__name__}: {error}")
-        self._news.set()
+        self._let_go(self._failure())
 
     def event(self, event: ev.Event) -> None:
         """Tell the core, and do what it wants."""
@@ -246,7 +247,7 @@ class GenerationSession:
 
     # ------------------------------------------------------------------------------------------------------ internals
 
-    def _begin(self, decoding: DecodingCore) -> None:
+    def _begin(self, decoding: Decoding) -> None:
         self.cancel()
         self._decoding = decoding
         self.prompt_s, self._began_at = 0.0, self._now()
@@ -288,13 +289,14 @@ class GenerationSession:
                     self._news.set()
                 case ev.Failed(error):
                     self._error = error
-                    self._news.set()
+                    self._let_go(self._failure())
 
     def _done(self, done: ev.Done) -> None:
+        if (answered := self._driven.pop(done.index, None)) is not None and not answered.done():
+            answered.set_result(done)
         decoding = self._decoding
         if decoding is None:
             return
-        self._answered = done
         number = len(decoding.tokens)
         given, works = decoding.done(done.index, done.tokens, self._core.works.submitted)
         for offset, token in enumerate(given):
@@ -383,6 +385,14 @@ class GenerationSession:
                     "seed": sampling.seed,
                     "silence_s": terms.silence_s,
                 }
+
+    def _let_go(self, problem: NetworkError) -> None:
+        """Nothing more comes: whoever waits is told."""
+        for answered in self._driven.values():
+            if not answered.done():
+                answered.set_exception(problem)
+        self._driven.clear()
+        self._news.set()
 
     def _set_timer(self) -> None:
         if self._timer is not None:

@@ -18,11 +18,16 @@ class Began:
 @dataclass(frozen=True, slots=True)
 class PassDone:
     """The pass that was asked for by ``Run``: its picks, how long the model computed, and how long it then stood, since
-    a drafter had to be asked about a draft that was rejected."""
+    a drafter had to be asked about a draft that was rejected.
+
+    Attributes:
+        turn_s: after so long the next one could begin; 0: only now.
+    """
 
     tokens: tuple[int, ...]
     took_s: float
     stood_s: float = 0.0
+    turn_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +116,8 @@ class RunDropped:
 class Run:
     """Cut the model's history to ``keep`` positions, take ``ids`` more, and pick for the last ``picks`` of them.
 
-    One at a time: the next one is asked for when this one is done. ``draw``: number of the first pick's draw.
+    One at a time: the next one is asked for when this one is done; of a target that has room for several (``PassDone``)
+    there may be some, answered in their order. ``draw``: number of the first pick's draw.
     ``drafter``: verifying: whose drafts the ids are but for the first; 0: there are none.
     """
 

@@ -70,6 +70,7 @@ class Setting:
         pass_s: that a pass with so many drafts takes the target.
         shared: a pass that begins while a drafter computes takes so much longer: they share processors.
         experience: as of ``Verifying``. at_s: it begins then, for an experience of more than one.
+        turn_s: after so much of a pass the target can begin the next one; 0: only when it ended.
     """
 
     drafters: tuple[DrafterSetting, ...]
@@ -80,6 +81,7 @@ class Setting:
     shared: float = 0.0
     experience: Experience | None = None
     at_s: float = 0.0
+    turn_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -216,6 +218,8 @@ class Simulation:
         self._count = 0
         self._drafters = [_Drafter(number, item, self) for number, item in enumerate(setting.drafters, 1)]
         self._ends: list[float] = []
+        self._history: list[int] = []  # of the target
+        self._free_at = self._ended_at = 0.0
         self._passes: list[tuple[float, int, int]] = []
 
     def at(self, when: float, act: Callable[[], None]) -> None:
@@ -235,7 +239,10 @@ class Simulation:
                     drafts = 0 if item.prefill else len(item.ids) - 1
                     busy = any(drafter.busy for drafter in self._drafters)
                     seconds = self.setting.pass_s(drafts) * (1 + self.setting.shared * busy)
-                    self.after(seconds, partial(self._ran, item, seconds))
+                    begin = max(self.now, self._free_at)
+                    self._free_at = begin + (self.setting.turn_s or seconds)
+                    self._ended_at = max(self._ended_at, begin + seconds)  # one does not overtake another
+                    self.at(self._ended_at, partial(self._ran, item, self._ended_at - self.now))
                 case Tell(drafter):
                     self._drafters[drafter - 1].tell(item)
                 case Drop() | Finished():
@@ -245,11 +252,16 @@ class Simulation:
         self.core.validate()
 
     def _ran(self, run: Run, seconds: float) -> None:
-        end = run.keep + len(run.ids)
+        self._history[run.keep :] = run.ids
+        end = len(self._history)
         truth = self.truth
-        picks = tuple(truth[at] if at < len(truth) else 0 for at in range(end - run.picks + 1, end + 1))
+        right = next((at for at, token in enumerate(self._history) if token != truth[at]), end)
+        # Behind what is wrong the model picks other tokens.
+        picks = tuple(
+            truth[at] if at < len(truth) and at <= right else VOCAB - 1 for at in range(end - run.picks + 1, end + 1)
+        )
         before = len(self.core.tokens)
-        self.handle(PassDone(picks, seconds))
+        self.handle(PassDone(picks, seconds, turn_s=self.setting.turn_s))
         if not run.prefill:
             self._passes.append((self.now - seconds, run.picks - 1, len(self.core.tokens) - before - 1))
 

@@ -16,6 +16,7 @@ from collections.abc import Collection, Sequence
 from itertools import islice
 
 from roles.speculation import policy
+from roles.speculation.behind import LEAST_CHANCE, Behind
 from roles.speculation.estimates import PassTimes, Recent
 from roles.speculation.events import (
     Began,
@@ -90,6 +91,7 @@ class Verifying:
         self._vocab_size = vocab_size
         self._held = min(cached, len(ids) - 1)  # positions that the target has and that are right
         self._pass: Run | None = None  # under way
+        self._behind = Behind()
         self._drafters: dict[int, Outlook] = {}
         self._idle_since = 0.0
         self._due: float | None = None
@@ -141,8 +143,11 @@ class Verifying:
         out = self._handled(event, now)
         if isinstance(out[-1] if out else None, Finished):
             self.leave(now)
-        elif self._pass is None:
+            return out
+        if self._pass is None:
             out += self._next_pass(now)
+        if self._pass is not None:
+            out += self._pass_behind(now)
         return out
 
     def _handled(self, event: VerifierEvent, now: float) -> list[VerifierInstruction]:
@@ -267,6 +272,7 @@ class Verifying:
             stop = min(self._held + chunk, self._prompt)
             ids = tuple(self._text[self._held : stop])
             self._pass = Run(self._held, ids, int(stop == self._prompt), 0, prefill=True)
+            self._behind.front(self._pass, now)
             return [self._pass]
         drafts: tuple[int, ...] = ()
         self._guide = None
@@ -284,7 +290,44 @@ class Verifying:
         self.stats.wait_s += self._waited_s - drafting_s
         whose = (self._guide or 0) if drafts else 0
         self._pass = Run(len(self._text) - 1, (self._text[-1], *drafts), len(drafts) + 1, draw, drafter=whose)
+        self._behind.front(self._pass, now)
         return [self._pass]
+
+    def _pass_behind(self, now: float) -> list[VerifierInstruction]:
+        """One more pass, where the target has room for it and it may be of use."""
+        behind, front, times = self._behind, self._pass, self._pass_times
+        assert front is not None
+        self._due = None
+        if front.prefill or behind.full or not times.known:
+            return []
+        step_s = times.seconds(0)
+        apart_s, flying = self._apart_s(step_s), tuple(behind.drafts)
+        room = min(self._stop - len(self._text) - len(flying) - 1, policy.MOST_DRAFTS, times.most)
+        if not apart_s or room < 1:
+            return []
+        drafts, alpha = tuple[int, ...](), 0.0
+        guide = 0
+        for drafter, outlook in self._drafters.items():
+            ahead = tuple(islice(outlook.line.ahead, len(flying) + room))
+            if ahead[: len(flying)] == flying and len(ahead) > len(flying) and outlook.acceptance.alpha > alpha:
+                guide, drafts, alpha = drafter, ahead[len(flying) :], outlook.acceptance.alpha
+        chance = alpha ** (len(flying) + 1)
+        if chance < LEAST_CHANCE:
+            return []
+        if now < behind.last_at + apart_s:
+            self._due = behind.last_at + apart_s
+            return []
+        hardly = chance * step_s < (1 - chance) * apart_s or self._guard.most_loss_s(step_s) < apart_s
+        if hardly and behind.answer_within(apart_s, step_s, now):
+            return []
+        draw = len(self._text) - self._prompt + len(flying) + 1
+        run = Run(len(self._text) + len(flying), drafts, len(drafts), draw)
+        behind.begin(run, guide, now)
+        return [run]
+
+    def _apart_s(self, step_s: float) -> float:
+        """As of ``Behind``."""
+        return self._behind.apart_s(step_s, self._experience.sessions)
 
     def _choose(self, now: float) -> tuple[policy.Choice, int | None]:
         """What the next pass takes, after which wait, and whose drafts."""
@@ -293,6 +336,8 @@ class Verifying:
         step_s = times.seconds(0) + between_s
         rate = max(1 / step_s, self._rate_tokens / self._rate_s if self._rate_s else 0.0)
         most_wait_s = self._idle_since + policy.LONGEST_WAIT * step_s - now
+        if self._apart_s(step_s):  # what comes later has a pass of its own
+            most_wait_s = 0.0
         most_loss_s = self._guard.most_loss_s(step_s) - (now - self._idle_since)
         best, found = policy.Choice(0, 0.0, -math.inf), None
         for drafter, outlook in self._drafters.items():
@@ -311,6 +356,8 @@ class Verifying:
         return best, found
 
     def _passed(self, event: PassDone, now: float) -> list[VerifierInstruction]:
+        if self._behind.answered(event.turn_s):
+            return []
         run, self._pass = self._pass, None
         if run is None or len(event.tokens) != run.picks:
             raise ValueError(f"a pass with {len(event.tokens)} picks, which was not asked for")
@@ -325,7 +372,7 @@ class Verifying:
         if not run.prefill:
             self._waited_s += event.stood_s
             self.stats.wait_s += event.stood_s
-            self._count(len(drafts), accepted, event.took_s)
+            self._count(len(drafts), accepted, min(event.took_s, now - self._idle_since))
             self._measure(event.took_s, len(drafts), len(fresh), now)
             if self._guide is not None:
                 self.right_of[self._guide] += accepted
@@ -340,15 +387,20 @@ class Verifying:
             self._count_wasted(outlook)
         if self.ended:
             return [*out, Finished(self.ended)]
+        if (found := self._behind.next_in_front(self._text)) is not None:
+            self._pass, self._guide = found
+            self._waited_s = 0.0
         return [*out, *self._tells(now)]
 
     def _measure(self, took_s: float, drafts: int, tokens: int, now: float) -> None:
         """A pass behind the prompt gave tokens: what it tells of passes, of drafters, and of what was lost by them."""
         times, experience = self._pass_times, self._experience
         working = any(not outlook.resting for outlook in self._drafters.values())
-        if working or not times.known:
+        if (working and not self._behind.delayed) or not times.known:
             times.add(drafts, took_s)
         step_s = times.seconds(0)
+        several = self._apart_s(step_s) > 0
+        took_s = min(took_s, now - self._idle_since)  # before, others were in front
         between_s = now - self._idle_since - self._waited_s - took_s
         if experience.sessions > 1:  # other texts' passes, mostly
             between_s = 0.0
@@ -356,7 +408,7 @@ class Verifying:
         self._between.add(between_s)
         seconds = self._waited_s + took_s + between_s
         step_s += self._between.seconds
-        self._guard.passed(seconds if drafts else self._waited_s + step_s, tokens, step_s)
+        self._guard.passed(seconds if drafts or several else self._waited_s + step_s, tokens, step_s)
         if self._drafters or self._trial.resting:
             place = experience.place(len(self._text))
             alone_s = experience.step_s(place)
@@ -391,5 +443,6 @@ class Verifying:
         """Raises ``AssertionError`` where what must always hold does not."""
         assert self._prompt <= len(self._text) <= self._stop
         assert self.ended or len(self._text) < self._stop
+        self._behind.validate()
         for outlook in self._drafters.values():
             outlook.line.validate(len(self._text))

@@ -112,7 +112,7 @@ class ChainSession:
     def __init__(self, target: ChainTarget, session: GenerationSession) -> None:
         self.mendings = session.mendings
         self._target, self._session = target, session
-        self._running = False
+        self._over = False
 
     @property
     def lost(self) -> bool:
@@ -120,13 +120,16 @@ class ChainSession:
 
     async def run(self, *, keep: int, ids: Sequence[int], picks: int, draw: int, prefill: bool) -> Passed:
         """See ``TargetSession``. It took from when it was sent until its answer was there: the way counts, and so do
-        other sessions' works at a stage."""
-        if self._running:
-            raise RuntimeError("a session that runs already, or failed, was given a pass")
-        self._running = True
-        done = await self._session.run(Submit(tuple(ids), keep, picks, draw, prefill))
-        self._running = False  # not where it failed or was cancelled: then it is only to be closed
-        return Passed(done.tokens, done.took_s)
+        other sessions' works at a stage. The next one may be given while it is under way: it has to wait for the
+        slowest stage only."""
+        if self._over:
+            raise RuntimeError("a session that failed was given a pass")
+        try:
+            done = await self._session.run(Submit(tuple(ids), keep, picks, draw, prefill))
+        except BaseException:
+            self._over = True  # cancelled, too: then it is only to be closed
+            raise
+        return Passed(done.tokens, done.took_s, turn_s=max(done.spent_us, default=0) / 1e6)
 
     async def close(self) -> None:
         self._target.drop(self)

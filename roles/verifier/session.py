@@ -74,11 +74,13 @@ class TextSession:
         self._pieces: deque[Piece] = deque()
         self._pending: deque[ev.VerifierEvent] = deque()
         self._handling = False
-        self._run: ev.Run | None = None
+        self._runs: deque[ev.Run] = deque()
         self._news, self._taken, self._asked = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._error: P2PTrainError | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._tasks = Background()
+        self._tasks, self._passes = Background(), Background()
+        self._under_way = 0
+        self._left = False
         self._task: asyncio.Task[None] | None = None
 
     def begin(self, drafters: DrafterSource, *, positions: int, sampling: Sampling) -> None:
@@ -168,8 +170,9 @@ class TextSession:
         assert self._drafting is not None
         match instruction:
             case ev.Run():
-                self._run = instruction
-                self._stats.asked(self._now())
+                if not self._runs and not self._under_way:
+                    self._stats.asked(self._now())
+                self._runs.append(instruction)
                 self._asked.set()
             case ev.Tell():
                 self._drafting.tell(instruction)
@@ -221,33 +224,55 @@ class TextSession:
 
     async def _compute(self) -> None:
         """Pass after pass, until the end."""
-        clean = False
         try:
             while (run := await self._next_run()) is not None:
-                done = await self._done(run)
-                self._stats.passed(self._now(), done.took_s, done.stood_s, prefill=run.prefill)
-                self.event(done)
-            clean = self._error is None
+                self._under_way += 1
+                self._passes.start(self._pass(run), "pass")
+            await self._passes.settle(timeout_s=PATIENCE_S)
         except P2PTrainError as error:
             self._fail(error)
-        except Exception as mistake:  # of this program: the reader is to hear of it  # noqa: BLE001
-            self._fail(_failed(mistake))
         finally:
-            self.ended = self.ended or ("" if self._error is not None else "cancelled")
-            if self._timer is not None:
-                self._timer.cancel()
-            if self._drafting is not None:
-                self._drafting.close()
-            self._news.set()
-            self.core.leave(self._now())
-            self._on_end(self, clean and bool(self.core.tokens))
+            await self._passes.stop()
+            self._leave()
+
+    async def _pass(self, run: ev.Run) -> None:
+        """One pass. Others may be under way: answers come in the order in which they were asked for."""
+        try:
+            done = await self._done(run)
+        except P2PTrainError as error:
+            self._under_way -= 1
+            self._fail(error)
+        except Exception as mistake:  # of this program: the reader is to hear of it  # noqa: BLE001
+            self._under_way -= 1
+            self._fail(_failed(mistake))
+        else:
+            self._under_way -= 1
+            self._stats.passed(self._now(), done.took_s, done.stood_s, prefill=run.prefill)
+            self.event(done)
+        if self._over and not self._under_way:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Nothing is computed any more, but for what was given up."""
+        if self._left:
+            return
+        self._left = True
+        clean = self._error is None and not self._under_way
+        self.ended = self.ended or ("" if self._error is not None else "cancelled")
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._drafting is not None:
+            self._drafting.close()
+        self._news.set()
+        self.core.leave(self._now())
+        self._on_end(self, clean and bool(self.core.tokens))
 
     async def _done(self, run: ev.Run) -> ev.PassDone:
         """Raises ``P2PTrainError``."""
         if self._judging is not None and run.drafter:
             return await self._judging.run(run)
         passed = await self._target.run(keep=run.keep, ids=run.ids, picks=run.picks, draw=run.draw, prefill=run.prefill)
-        return ev.PassDone(passed.tokens, passed.took_s)
+        return ev.PassDone(passed.tokens, passed.took_s, turn_s=passed.turn_s)
 
     async def _next_run(self) -> ev.Run | None:
         """What is to be computed, as soon as there is room for what comes of it; None where nothing is any more.
@@ -256,14 +281,13 @@ class TextSession:
             DeadlineExceeded: nobody reads.
         """
         while not self._over:
-            if self._run is None:
+            if not self._runs:
                 self._asked.clear()
                 await self._asked.wait()  # the core ends it: it always has a pass to ask for, or a deadline
             elif len(self._pieces) >= MOST_PIECES:
                 await self._some_taken()
             else:
-                run, self._run = self._run, None
-                return run
+                return self._runs.popleft()
         return None
 
     async def _some_taken(self) -> None:

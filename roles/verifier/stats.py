@@ -41,6 +41,7 @@ class WritingStats:
         was others' turn, or that of whoever reads."""
         if not prefill:
             self._turns_s += max(0.0, now - self._asked_at - took_s - stood_s)
+        self._asked_at = now  # of those behind it: before, this one was in front
 
     def given(self, count: int, now: float) -> None:
         """So many tokens came."""

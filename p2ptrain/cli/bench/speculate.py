@@ -286,8 +286,10 @@ class SpeculateBench:
         plan = self.plan
         drafter = DrafterSetting(alpha, plan.draft_s, round_trip_s, plan.jitter_ms / 1e3)
         pass_s = growing(plan.alone_s, plan.row_s / plan.alone_s)
+        turn_s = plan.pass_s / CHAIN_STAGES if plan.chain else 0.0
         runs = range(SIMULATED_RUNS)
-        return mean_token_s([simulate(Setting((drafter,), pass_s, plan.tokens, 12, seed)) for seed in runs])
+        settings = [Setting((drafter,), pass_s, plan.tokens, 12, seed, turn_s=turn_s) for seed in runs]
+        return mean_token_s([simulate(setting) for setting in settings])
 
     # ------------------------------------------------------------------------------------------------------ the report
 

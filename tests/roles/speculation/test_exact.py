@@ -95,8 +95,9 @@ class Speculation(RuleBasedStateMachine):
         prompt=st.integers(1, 3).flatmap(lambda size: st.tuples(*[st.integers(0, VOCAB - 1)] * size)),
         stop=st.booleans(),
         cached=st.integers(0, 2),
+        turn_s=st.sampled_from([0.0, 0.004, 0.02]),
     )
-    def begin(self, length: int, prompt: tuple[int, ...], stop: bool, cached: int) -> None:
+    def begin(self, length: int, prompt: tuple[int, ...], stop: bool, cached: int, turn_s: float) -> None:
         stop_ids = frozenset({STOP_ID}) if stop else frozenset[int]()
         self.prompt, self.length = prompt, length
         self.expected = plain(prompt, length, stop_ids)
@@ -111,7 +112,8 @@ class Speculation(RuleBasedStateMachine):
         )
         self.model = Model()
         self.model.history = list(prompt[: min(cached, len(prompt) - 1)])
-        self.running: Run | None = None
+        self.running: deque[Run] = deque()  # more than one where the target has turns
+        self.turn_s = turn_s
         self.drafters: dict[int, Drafter] = {}
         self.given: list[int] = []
         self.ended = ""
@@ -124,9 +126,9 @@ class Speculation(RuleBasedStateMachine):
         for item in self.core.handle(event, self.now):
             match item:
                 case Run():
-                    assert self.running is None
+                    assert not self.running or self.turn_s
                     assert not self.ended
-                    self.running = item
+                    self.running.append(item)
                 case Tell(drafter, number, start, tokens, depth, right):
                     assert 0 <= right <= start
                     assert number == self.numbers.get(drafter, 0) + 1
@@ -143,13 +145,20 @@ class Speculation(RuleBasedStateMachine):
 
     # ---------------------------------------------------------------------------------------------------- the target
 
-    @precondition(lambda self: self.running is not None)
+    @precondition(lambda self: self.running)
     @rule()
     def computes(self) -> None:
-        run, self.running = self.running, None
-        assert run is not None
-        assert run.draw == len(self.given)
-        self.take(PassDone(tuple(target(prefix) for prefix in self.model.run(run)), 0.05))
+        run = self.running.popleft()
+        picks = tuple(target(prefix) for prefix in self.model.run(run))
+        text, before = [*self.prompt, *self.given], len(self.given)
+        right = self.model.history[: run.keep] == text[: run.keep]
+        if not right or run.keep >= len(text) or run.ids[0] != text[run.keep]:
+            assert self.turn_s, "it stands on what the text is not"
+            self.take(PassDone(picks, 0.05, turn_s=self.turn_s))
+            assert len(self.given) == before, "so it counts for nothing"
+        else:
+            assert run.draw == len(self.given) or self.ended
+            self.take(PassDone(picks, 0.05, turn_s=self.turn_s))
 
     # --------------------------------------------------------------------------------------------------- the drafters
 
