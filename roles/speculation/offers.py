@@ -6,7 +6,7 @@ drafts of an epoch that is over are dropped, and those of a new one take the pla
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 
 from roles.speculation.events import Drafted
 
@@ -29,7 +29,7 @@ class Offers:
         pairs = zip(drafted.tokens, drafted.weights, strict=True)
         self._weights[drafted.drafter].update(enumerate(pairs, drafted.position))
 
-    def of(self, drafter: int, position: int, tokens: Sequence[int]) -> tuple[float, ...]:
+    def of(self, drafter: int, position: int, tokens: Collection[int]) -> tuple[float, ...]:
         """Weights of the drafts from ``position`` on, which the core takes into a pass. Raises ``KeyError``: they never
         came."""
         weights = self._weights.get(drafter, {})

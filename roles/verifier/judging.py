@@ -85,10 +85,9 @@ class Judging:
         kept, began = len(passed.tokens), self._now()
         self.stats.rejections += 1
         probs = await self._probs(run.drafter, position + kept, drafts[kept], weights[kept])
-        stood_s = self._now() - began
-        self.stats.stood_s += stood_s
+        self.stats.stood_s += self._now() - began
         token = await self._session.settle(probs)
-        return ev.PassDone((*passed.tokens, *[token] * (run.picks - kept)), passed.took_s, stood_s)
+        return ev.PassDone((*passed.tokens, *[token] * (run.picks - kept)), passed.took_s, self._now() - began)
 
     async def _probs(self, drafter: int, position: int, token: int, weight: float) -> DraftProbs | None:
         if weight == CERTAIN:

@@ -93,14 +93,28 @@ class _Writer:
         return ""
 
 
+class _Target(WholeTarget):
+    """Its passes take ``PASS_S``; to draw what comes instead of a draft takes no time."""
+
+    def __init__(self, engine: Chain) -> None:
+        self._threads = LoopThreads()
+        self._threads.call_s["compute"] = PASS_S
+        super().__init__(engine, ComputeThread(self._threads), LoopClock(), label="a table", context=POSITIONS)
+
+    async def settle(self, name: str, draft_probs: DraftProbs | None) -> int:
+        self._threads.call_s["compute"] = 0.0
+        try:
+            return await super().settle(name, draft_probs)
+        finally:
+            self._threads.call_s["compute"] = PASS_S
+
+
 class Scene:
     """A verifier with this model, and drafters on links of ``one_way_ms``."""
 
     def __init__(self, target: Chain, *, one_way_ms: float = 0.0, look_up: bool = False, seats: int = 2) -> None:
-        threads = LoopThreads()
-        threads.call_s["compute"] = PASS_S
         self.memory, self.one_way_ms = MemoryNetwork(), one_way_ms
-        self.target = WholeTarget(target, ComputeThread(threads), LoopClock(), label="a table", context=POSITIONS)
+        self.target = _Target(target)
         self.told: list[tuple[str, str, str]] = []
         self.drafters = Drafters(
             around_of(self.at("verifier"), lambda *notice: self.told.append(notice)),
