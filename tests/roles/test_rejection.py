@@ -22,7 +22,7 @@ from wire.virtual import run_virtual
 from .rejecting import PASS_S, VOCAB, Chain, Liar, Scene, behind
 
 SAMPLING = Sampling(seed=11, method="rejection")
-TOKENS = 1000
+TOKENS = 800
 
 
 def table(seed: int) -> torch.Tensor:
