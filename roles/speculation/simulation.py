@@ -70,7 +70,7 @@ class Setting:
         pass_s: that a pass with so many drafts takes the target.
         shared: a pass that begins while a drafter computes takes so much longer: they share processors.
         experience: as of ``Verifying``. at_s: it begins then, for an experience of more than one.
-        turn_s: after so much of a pass the target can begin the next one; 0: only when it ended.
+        turn_s: after so much of a pass without drafts the target can begin the next one; 0: only when it ended.
     """
 
     drafters: tuple[DrafterSetting, ...]
@@ -240,9 +240,10 @@ class Simulation:
                     busy = any(drafter.busy for drafter in self._drafters)
                     seconds = self.setting.pass_s(drafts) * (1 + self.setting.shared * busy)
                     begin = max(self.now, self._free_at)
-                    self._free_at = begin + (self.setting.turn_s or seconds)
+                    turn_s = self.setting.turn_s * self.setting.pass_s(drafts) / self.setting.pass_s(0)
+                    self._free_at = begin + (turn_s or seconds)
                     self._ended_at = max(self._ended_at, begin + seconds)  # one does not overtake another
-                    self.at(self._ended_at, partial(self._ran, item, self._ended_at - self.now))
+                    self.at(self._ended_at, partial(self._ran, item, self._ended_at - self.now, turn_s))
                 case Tell(drafter):
                     self._drafters[drafter - 1].tell(item)
                 case Drop() | Finished():
@@ -251,7 +252,7 @@ class Simulation:
                     self._ends.append(self.now)
         self.core.validate()
 
-    def _ran(self, run: Run, seconds: float) -> None:
+    def _ran(self, run: Run, seconds: float, turn_s: float) -> None:
         self._history[run.keep :] = run.ids
         end = len(self._history)
         truth = self.truth
@@ -261,7 +262,7 @@ class Simulation:
             truth[at] if at < len(truth) and at <= right else VOCAB - 1 for at in range(end - run.picks + 1, end + 1)
         )
         before = len(self.core.tokens)
-        self.handle(PassDone(picks, seconds, turn_s=self.setting.turn_s))
+        self.handle(PassDone(picks, seconds, turn_s=turn_s))
         if not run.prefill:
             self._passes.append((self.now - seconds, run.picks - 1, len(self.core.tokens) - before - 1))
 

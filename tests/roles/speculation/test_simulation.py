@@ -102,12 +102,12 @@ def test_passes_of_a_split_target_go_one_behind_the_other(round_trip_s: float, t
     assert sum(item.payload_bytes for item in several) / sum(item.tokens for item in several) < 16
 
 
-@pytest.mark.parametrize("turn_s", [PASS_S / 5, PASS_S / 2, PASS_S])
-def test_several_passes_are_never_slower_than_the_verifier_alone(turn_s: float) -> None:
+@pytest.mark.parametrize(("turn_s", "share"), [(PASS_S / 5, 0.02), (PASS_S / 2, 0.3), (PASS_S, 0.02)])
+def test_several_passes_are_never_slower_than_the_verifier_alone(turn_s: float, share: float) -> None:
     for alpha, round_trip_s in itertools.product((0.0, 0.3, 0.6, 0.8, 0.9, 1.0), ROUND_TRIPS_S):
         for tokens, seed in ((64, 0), (64, 1), (200, 2)):
             drafter = DrafterSetting(alpha, DRAFT_S, round_trip_s)
-            setting = Setting((drafter,), growing(SPLIT_S, 0.02), tokens, seed=seed, turn_s=turn_s)
+            setting = Setting((drafter,), growing(SPLIT_S, share), tokens, seed=seed, turn_s=turn_s)
             outcome = simulate(setting)
             assert outcome.seconds <= 1.05 * outcome.alone_s, (alpha, round_trip_s, tokens, seed)
 
