@@ -8,6 +8,8 @@ import pytest
 
 from roles.speculation.events import Began, Cancel, Drafted, DrafterReady, Drop, PassDone, Run, Tell
 from roles.speculation.experience import LOOK_PASSES, LOOK_WITHIN, MOST_DEBT, MOST_DRAFTERS, SHORTEST, Experience
+from roles.speculation.lines import Line
+from roles.speculation.outlook import Outlook
 from roles.speculation.simulation import DrafterSetting, Outcome, Setting, constant, mean_token_s, simulate
 from roles.speculation.trial import (
     BETWEEN_TOKENS,
@@ -105,6 +107,31 @@ def test_a_text_of_no_use_makes_no_other_rest() -> None:
     assert outcome.seconds <= 1.1 * simulate(Setting((good,), constant(STEP_S), 256)).seconds
 
 
+def test_what_one_text_lost_by_itself_is_owed_by_no_other() -> None:
+    experience = Experience(STEP_S)
+    text = Text(experience, slowed=1.0)
+    text.passes(EVIDENT, seconds=2 * STEP_S, drafts=1)
+    text.passes(LOOK_PASSES)
+    assert text.trial.resting
+    assert experience.debt == 0
+
+
+def test_a_drafter_that_rested_is_not_thought_slow() -> None:
+    known = Experience().drafter("", 0.1, 0.005)
+    outlook = Outlook(Line(3, 8), known, 0.0, resting=False)
+    usual_s = known.pace.restart_s
+    assert not outlook.receive_untrusted(0, 3, (9, 9), [1, 2, 3, 4], 0.01)[0]  # wrong
+    outlook.verdict(4, 0.02)
+    outlook.rest(4)
+    outlook.verdict(5, 0.25)
+    assert outlook.waits_s(5, 4, 0.25) == []
+    outlook.begin(100)
+    number, _, _ = outlook.verdict(100, 5.0)
+    assert min(outlook.waits_s(100, 4, 5.0)) >= usual_s - 0.005
+    assert not outlook.receive_untrusted(number, 100, (1, 1), [1] * 100, 9.0)[0]  # it took in the text first
+    assert known.pace.restart_s == pytest.approx(usual_s)
+
+
 def test_what_slows_the_verifier_down_is_owed_by_all_texts() -> None:
     experience = Experience(STEP_S)
     text = Text(experience, slowed=2.0)
@@ -166,7 +193,9 @@ def test_while_any_drafter_works_no_step_is_alone() -> None:
     assert experience.looking  # the other one has not heard
     experience.rests(other, text.now + 1.0)
     text.passes(1, seconds=9.0)  # began before that
-    text.passes(LOOK_PASSES, seconds=STEP_S)
+    text.passes(LOOK_PASSES - 1, seconds=STEP_S)
+    assert experience.looking
+    text.passes(1, seconds=STEP_S)
     assert not experience.looking
     assert experience.step_s(experience.place(100)) == STEP_S
 

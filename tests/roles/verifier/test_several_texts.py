@@ -1,4 +1,4 @@
-"""Texts that are written at once, with one drafter over a network: each is the model's own, and all are sooner there."""
+"""Texts that are written at once, with one drafter over a network: each is the model's own, and all are sooner done."""
 
 from __future__ import annotations
 
