@@ -15,7 +15,7 @@ from p2ptrain.core.serving import SamplingWish, method_of
 from roles.background import Background
 from roles.verifier.asking import Piece, Said, TextService, Wish, Writing
 from roles.verifier.places import BUSY
-from roles.verifier.refusals import refused
+from roles.verifier.refusals import failed, refused
 from roles.worker.stage_links import QUIET_S, Line
 from wire import generate_messages as wire
 from wire.connection import Connection
@@ -123,6 +123,9 @@ class _Caller:
         except P2PTrainError as error:
             with suppress(_Gone):
                 self._say(refused(error), stream)
+        except Exception as mistake:  # of this program: nobody shall wait for the rest of its text  # noqa: BLE001
+            with suppress(_Gone):
+                self._say(refused(failed(mistake)), stream)
         finally:
             self._writings.pop(stream, None)
             self._unwanted.discard(stream)

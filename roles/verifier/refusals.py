@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from p2ptrain.core.errors import (
     ConfigError,
     JobFailed,
@@ -35,6 +37,14 @@ def refused(error: P2PTrainError) -> AskRefused:
         if isinstance(error, kind):
             code = name
     return AskRefused(code[:_CHARS], error.message[:_CHARS], error.remedy[:_CHARS])
+
+
+def failed(mistake: Exception) -> JobFailed:
+    """What is to be told of a mistake of this program, which the loop's exception handler hears of."""
+    context = {"message": "a text failed", "exception": mistake}
+    asyncio.get_running_loop().call_exception_handler(context)
+    text = f"the verifier failed over this text: {type(mistake).__name__}: {mistake}"
+    return JobFailed(text, remedy="this is a mistake in p2ptrain; the verifier's terminal tells more")
 
 
 def error_untrusted(message: AskRefused, who: str, more: str = "") -> P2PTrainError:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from p2ptrain.compute.text import TextWriter
-from p2ptrain.core.errors import DeadlineExceeded, JobFailed, P2PTrainError
+from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError
 from p2ptrain.core.serving import Sampling
 from roles.background import Background
 from roles.speculation import events as ev
@@ -22,6 +22,7 @@ from roles.verifier.asking import Piece
 from roles.verifier.drafting_source import DrafterFacts, DrafterSource, Drafting
 from roles.verifier.judging import Judging
 from roles.verifier.recent import Sums, sums_of
+from roles.verifier.refusals import failed
 from roles.verifier.stats import WritingStats
 from roles.verifier.target import JudgingSession, TargetSession
 
@@ -161,7 +162,7 @@ class TextSession:
                 for instruction in self.core.handle(first, self._now()):
                     self._carry_out(instruction)
         except Exception as mistake:  # of this program: nobody shall wait for what it was to do  # noqa: BLE001
-            self._fail(_failed(mistake))
+            self._fail(failed(mistake))
         finally:
             self._handling = False
         self._set_timer()
@@ -244,7 +245,7 @@ class TextSession:
             self._fail(error)
         except Exception as mistake:  # of this program: the reader is to hear of it  # noqa: BLE001
             self._under_way -= 1
-            self._fail(_failed(mistake))
+            self._fail(failed(mistake))
         else:
             self._under_way -= 1
             self._stats.passed(self._now(), done.took_s, done.stood_s, prefill=run.prefill)
@@ -303,10 +304,3 @@ class TextSession:
         self._stats.ended(self._now())
         self._news.set()
         self._asked.set()
-
-
-def _failed(mistake: Exception) -> JobFailed:
-    context = {"message": "a text failed", "exception": mistake}
-    asyncio.get_running_loop().call_exception_handler(context)
-    text = f"the verifier failed over this text: {type(mistake).__name__}: {mistake}"
-    return JobFailed(text, remedy="this is a mistake in p2ptrain; the verifier's terminal tells more")

@@ -13,6 +13,7 @@ import pytest
 
 from p2ptrain.core.errors import (
     ConnectionLost,
+    JobFailed,
     NetworkError,
     P2PTrainError,
     ProtocolError,
@@ -292,6 +293,28 @@ def test_a_model_that_fails_in_mid_text(tmp_path: Path, kind: type[P2PTrainError
             await client.close()
 
     within(scene())
+
+
+def test_a_mistake_of_the_program_is_told_to_who_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mistaken(*_: Any) -> None:
+        raise ZeroDivisionError("a share of nothing")
+
+    heard: list[str] = []
+
+    async def scene() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(str(context["exception"])))
+        async with verifier(tmp_path) as there:
+            client = await there.client()
+            with monkeypatch.context() as patched:
+                patched.setattr("roles.verifier.session.TextSession.stats", mistaken)
+                with pytest.raises(JobFailed, match="failed over this text: ZeroDivisionError: a share of nothing"):
+                    await read(await client.ask(wish()))
+            said, _ = await read(await client.ask(wish()))
+            assert said, "its other texts go on"
+            await client.close()
+
+    within(scene())
+    assert heard == ["a share of nothing"]
 
 
 def test_a_verifier_that_is_lost_in_mid_text(tmp_path: Path) -> None:
