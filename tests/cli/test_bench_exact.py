@@ -20,8 +20,8 @@ from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import JobFailed
 
 Command = Callable[..., Any]
-PROMPTS = exact_prompts(4)
-TOKENS = 40
+PROMPTS = exact_prompts(3)
+TOKENS = 32
 TIMES: dict[str, Any] = {"pass_s": 0.05, "draft_s": 0.005}
 
 
