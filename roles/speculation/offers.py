@@ -38,6 +38,10 @@ class Offers:
             raise KeyError(f"drafter {drafter} drafted other tokens from position {position} on")
         return tuple(weight for _, weight in found)
 
+    def has(self, drafter: int) -> bool:
+        """Whether it drafted, and is not lost."""
+        return drafter in self._weights
+
     def grew(self, size: int) -> None:
         """The text has so many tokens: what was drafted before its end is of no use."""
         for drafter, weights in self._weights.items():

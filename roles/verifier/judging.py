@@ -5,7 +5,9 @@ that once, and the verifier draws. Whether a draft is used must not depend on wh
 than the verifier's: it depends on when drafts come, which is the same whatever they say, and on the text before.
 
 A drafter that is gone by then takes its probabilities with it. What was rejected cannot be unseen: the token is drawn
-without them (``DraftProbs`` None), and counted: its chances are not quite right, unless the drafter was certain.
+without them (``DraftProbs`` None), and counted: its chances are not quite right, unless the drafter was certain. Where
+it is gone before the pass begins, which may wait for a slow reader, nothing is rejected: drafts are compared with the
+verifier's own tokens, which are right whatever was drafted.
 """
 
 from __future__ import annotations
@@ -61,6 +63,7 @@ class Judging:
         self.stats = JudgingStats()
         self._session, self._drafting, self._now = session, drafting, now
         self._offers = Offers()
+        self._weights: tuple[float, ...] = ()  # of the drafts of the pass that was asked for; see ``run``
 
     def note(self, event: ev.VerifierEvent) -> None:
         """What drafters do, before the core hears of it."""
@@ -70,21 +73,30 @@ class Judging:
             case ev.DrafterLost(drafter):
                 self._offers.lost(drafter)
 
+    def asked(self, run: ev.Run) -> None:
+        """The core wants a pass, which may begin later: what drafters do until then changes nothing about its drafts.
+        Raises ``KeyError``: they never came."""
+        position = run.keep + 1
+        self._offers.grew(position)
+        self._weights = self._offers.of(run.drafter, position, run.ids[1:]) if run.drafter else ()
+
     async def run(self, run: ev.Run) -> ev.PassDone:
-        """A pass with drafts. The picks behind a rejected draft mean nothing: the core does not look at them.
+        """The pass with drafts that was asked for. The picks behind a rejected draft mean nothing: the core does not
+        look at them.
 
         Raises:
             P2PTrainError: as the target's session.
         """
-        position, drafts = run.keep + 1, run.ids[1:]
-        self._offers.grew(position)
-        weights = self._offers.of(run.drafter, position, drafts)
+        drafts, weights = run.ids[1:], self._weights
+        if not self._offers.has(run.drafter):
+            own = await self._session.run(keep=run.keep, ids=run.ids, picks=run.picks, draw=run.draw, prefill=False)
+            return ev.PassDone(own.tokens, own.took_s)
         passed = await self._session.judge(keep=run.keep, ids=run.ids, draw=run.draw, weights=weights)
         if not passed.rejected:
             return ev.PassDone(passed.tokens, passed.took_s)
         kept, began = len(passed.tokens), self._now()
         self.stats.rejections += 1
-        probs = await self._probs(run.drafter, position + kept, drafts[kept], weights[kept])
+        probs = await self._probs(run.drafter, run.keep + 1 + kept, drafts[kept], weights[kept])
         self.stats.stood_s += self._now() - began
         token = await self._session.settle(probs)
         return ev.PassDone((*passed.tokens, *[token] * (run.picks - kept)), passed.took_s, self._now() - began)

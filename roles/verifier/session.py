@@ -171,6 +171,8 @@ class TextSession:
         assert self._drafting is not None
         match instruction:
             case ev.Run():
+                if self._judging is not None:
+                    self._judging.asked(instruction)
                 if not self._runs and not self._under_way:
                     self._stats.asked(self._now())
                 self._runs.append(instruction)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import product
 from typing import Any, cast
 
@@ -110,7 +110,13 @@ class _Target(WholeTarget):
 
 
 class Scene:
-    """A verifier with this model, and drafters on links of ``one_way_ms``."""
+    """A verifier with this model, and drafters on links of ``one_way_ms``.
+
+    Attributes:
+        writing: the last text.
+    """
+
+    writing: TextSession
 
     def __init__(self, target: Chain, *, one_way_ms: float = 0.0, look_up: bool = False, seats: int = 2) -> None:
         self.memory, self.one_way_ms = MemoryNetwork(), one_way_ms
@@ -132,9 +138,15 @@ class Scene:
         return DrafterHost(name, self.at(name), model_serves(engine), STEP_S)
 
     async def write(
-        self, tokens: int, sampling: Sampling, *, on_token: Callable[[int], None] = lambda count: None
+        self,
+        tokens: int,
+        sampling: Sampling,
+        *,
+        on_token: Callable[[int], None] = lambda count: None,
+        pause: Callable[[int], Awaitable[None]] | None = None,
     ) -> tuple[list[int], dict[str, Any]]:
-        """New tokens, and how they came about. ``on_token``: told how many there are."""
+        """New tokens, and how they came about. ``on_token``: told how many there are; ``pause``: likewise, and nothing
+        is read meanwhile."""
         opened = await self.target.open(positions=tokens + 1, sampling=sampling)
         session = TextSession(
             opened,
@@ -147,11 +159,14 @@ class Scene:
             now=asyncio.get_running_loop().time,
             on_end=lambda ended, clean: None,
         )
+        self.writing = session
         session.begin(self.drafters, positions=tokens + 1, sampling=sampling)
         made: list[int] = []
         async for piece in session:
             made += piece.tokens
             on_token(len(made))
+            if pause is not None:
+                await pause(len(made))
         session.core.validate()
         await opened.close()
         return made, session.stats()

@@ -147,6 +147,34 @@ def test_a_drafter_that_is_killed_holds_nothing_up(others: int) -> None:
     assert stats["seconds"] < 200 * 2.2 * PASS_S
 
 
+def test_a_drafter_that_is_killed_while_nobody_reads_and_its_drafts_wait_for_their_pass() -> None:
+    async def main() -> Text:
+        stage = Scene(Chain(TARGET))
+        host = stage.host("d", Chain(TARGET + 0.15 * table(2)))
+        await host.start()
+        stage.drafters.here([host.at])
+        await asyncio.sleep(5)
+        stopped: list[int] = []
+
+        async def pause(count: int) -> None:
+            if count >= 60 and not stopped:
+                await asyncio.sleep(20)  # virtual: until no more is computed
+                if any(run.drafter for run in stage.writing._runs):
+                    stopped.append(count)
+                    await host.stop()
+                    await asyncio.sleep(1)
+
+        made, stats = await stage.write(1200, SAMPLING, pause=pause)
+        await stage.drafters.close()
+        await stage.target.close()
+        assert stopped
+        return made, stats, stage
+
+    tokens, stats, _ = run_virtual(main())
+    assert len(tokens) == 1200
+    assert stats["rejection"]["inexact"] == 0
+
+
 def test_one_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Drafter, "_tell_probs_untrusted", lambda drafter, session, position: None)
     tokens, stats, stage = written(Chain(DRAFTERS["by chance"]), tokens=60)
