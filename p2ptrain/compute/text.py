@@ -81,10 +81,11 @@ class ModelText:
         if not ids:
             raise UserError("the prompt is empty", remedy="give the model something to go on with")
         if self.context is not None and len(ids) + max_new_tokens > self.context:
+            room = self.context - len(ids)
             raise TooLong(
                 f"{len(ids)} tokens of prompt and {max_new_tokens} new ones are more than the context of "
                 f"{self.context}",
-                remedy=f"ask for at most {max(0, self.context - len(ids))} new tokens, or shorten the prompt",
+                remedy=(f"ask for at most {room} new tokens, or " if room > 0 else "") + "shorten the prompt",
             )
         return ids
 

@@ -134,6 +134,9 @@ def test_a_configuration_that_is_none(tmp_path: Path, content: bytes) -> None:
 def test_more_than_the_context_is_refused_with_the_numbers(tmp_path: Path) -> None:
     text = ModelText(directory(tmp_path, {"max_position_embeddings": 10}))
     assert text.checked([1] * 4, 6) == [1] * 4
+    with pytest.raises(UserError) as refused:
+        text.checked([1] * 10, 1)
+    assert refused.value.remedy == "shorten the prompt"
     with pytest.raises(UserError, match="4 tokens of prompt and 7 new ones are more than the context of 10"):
         text.checked([1] * 4, 7)
     with pytest.raises(UserError, match="empty"):
