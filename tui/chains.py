@@ -84,7 +84,7 @@ class Chain:
 
 def how_to_split(seed: str) -> str:
     """The command that splits a model over the workers of a seed."""
-    return f"p2ptrain chat DIRECTORY --seed {seed}"
+    return f"p2ptrain chat --split -c DIRECTORY --seed {seed}"
 
 
 def chains_of(parts: Iterable[PartInfo], jobs: Mapping[str, str] | None = None) -> list[Chain]:
