@@ -47,6 +47,7 @@ from p2ptrain.core.errors import UserError
 from p2ptrain.core.serving import COUPLED, REJECTION
 
 if TYPE_CHECKING:
+    from p2ptrain.cli.console import Console
     from p2ptrain.compute.generate import GenerateResult
 
 USUAL_SESSIONS = 4
@@ -103,29 +104,29 @@ def generate(
 ) -> None:
     """Write text with a checkpoint, or with a verifier of the cluster, as it comes.
 
-      Without --checkpoint and --job a verifier writes (p2ptrain join --role verifier): the text is its model's own, and
-      comes the sooner the more often its drafters are right.
+    Without --checkpoint and --job a verifier writes (p2ptrain join --role verifier): the text is its model's own, and
+    comes the sooner the more often its drafters are right.
 
-      Where none of --temperature, --top-k and --top-p is given, the model's generation_config.json decides, as in
-      transformers: the likeliest token each time, unless it says do_sample. What is given goes before what it says.
+    Where none of --temperature, --top-k and --top-p is given, the model's generation_config.json decides, as in
+    transformers: the likeliest token each time, unless it says do_sample. What is given goes before what it says.
 
-      With --split the model is computed by workers that joined the seed, some layers each, whole on none of them. The
-      files of --checkpoint are this machine's and are given to them; those of --job may lie on any of them. The text
-      is that of the whole model, greedy and sampled, when the numbers travel as they are computed (no --wire).
+    With --split the model is computed by workers that joined the seed, some layers each, whole on none of them. The
+    files of --checkpoint are this machine's and are given to them; those of --job may lie on any of them. The text
+    is that of the whole model, greedy and sampled, when the numbers travel as they are computed (no --wire).
 
-      \b
-      Examples:
-        p2ptrain generate "Once upon a time" --stats
-        p2ptrain generate --prompts prompts.txt --compare --json --seed 192.168.1.20
-    p2ptrain generate "Once upon a time" --temperature 0.8 --sampling rejection --stats
-        p2ptrain generate "def main(" --checkpoint ./step-00000400
-        p2ptrain generate "import " --job tiny --temperature 0 --tokens 80
-        p2ptrain generate "def f(x):" -c ./step-00000400 --stop "\\ndef " --stop "\\nclass "
-        p2ptrain generate --prompts prompts.txt -c ./step-00000400 --json
-        git diff | p2ptrain generate - -c ./step-00000400
-        p2ptrain generate "Once upon a time" --split -c ./Llama-3.1-8B --dtype bf16 --dry-run
-        p2ptrain generate "Once upon a time" --split 3 -c ./Llama-3.1-8B --dtype bf16 --stats
-        p2ptrain generate --prompts prompts.txt --sessions 4 --split --job tiny --json
+    \b
+    Examples:
+      p2ptrain generate "Once upon a time" --stats
+      p2ptrain generate --prompts prompts.txt --compare --json --seed 192.168.1.20
+      p2ptrain generate "Once upon a time" --temperature 0.8 --sampling rejection --stats
+      p2ptrain generate "def main(" --checkpoint ./step-00000400
+      p2ptrain generate "import " --job tiny --temperature 0 --tokens 80
+      p2ptrain generate "def f(x):" -c ./step-00000400 --stop "\\ndef " --stop "\\nclass "
+      p2ptrain generate --prompts prompts.txt -c ./step-00000400 --json
+      git diff | p2ptrain generate - -c ./step-00000400
+      p2ptrain generate "Once upon a time" --split -c ./Llama-3.1-8B --dtype bf16 --dry-run
+      p2ptrain generate "Once upon a time" --split 3 -c ./Llama-3.1-8B --dtype bf16 --stats
+      p2ptrain generate --prompts prompts.txt --sessions 4 --split --job tiny --json
     """
     asked = _prompts(prompt, prompts)
     stops = stop_strings(stop)
@@ -227,6 +228,16 @@ class Shown:
         if self._is_open:
             typer.echo()
         self._is_open = False
+
+    def leaving(self, console: Console) -> Callable[[str], None]:
+        """How to say that the person wants to leave: below the text, of which no more is shown."""
+
+        def say(text: str) -> None:
+            self.broken()
+            self._quiet = True
+            console.event("info", text)
+
+        return say
 
 
 def check_prompts(asked: list[str], check: Callable[[str], object]) -> None:

@@ -45,14 +45,14 @@ class Order:
 
 async def generate_split(wanted: Wanted, order: Order) -> None:
     """Write what is asked for. Raises as ``planned`` and ``Chain``, and ``KeyboardInterrupt`` for Ctrl+C."""
-    console, stop = Console(quiet=order.as_json), asyncio.Event()
-    stop_on_signals(stop, lambda text: console.event("info", text))
-    written = await unless_stopped(stop, _written(wanted, order, console))
+    console, stop, shown = Console(quiet=order.as_json), asyncio.Event(), Shown(quiet=order.as_json)
+    stop_on_signals(stop, shown.leaving(console))
+    written = await unless_stopped(stop, _written(wanted, order, console, shown))
     if written is None:
         raise KeyboardInterrupt
 
 
-async def _written(wanted: Wanted, order: Order, console: Console) -> bool:
+async def _written(wanted: Wanted, order: Order, console: Console, shown: Shown) -> bool:
     def needs(text: ModelText) -> int:
         lengths = list[int]()
 
@@ -70,14 +70,14 @@ async def _written(wanted: Wanted, order: Order, console: Console) -> bool:
         say_unused(plan.text)
         chain = await plan.load()
         try:
-            await _write(plan, chain, order)
+            await _write(plan, chain, order, shown)
         finally:
             await within(LEAVE_S, chain.close())
     return True
 
 
-async def _write(plan: Planned, chain: Chain, order: Order) -> None:
-    writing = Writing(plan, chain, order)
+async def _write(plan: Planned, chain: Chain, order: Order, shown: Shown) -> None:
+    writing = Writing(plan, chain, order, shown)
     began = time.perf_counter()
     try:
         texts = await writing.run()
@@ -106,10 +106,10 @@ async def _write(plan: Planned, chain: Chain, order: Order) -> None:
 class Writing:
     """Texts under way."""
 
-    def __init__(self, plan: Planned, chain: Chain, order: Order) -> None:
+    def __init__(self, plan: Planned, chain: Chain, order: Order, shown: Shown) -> None:
         self.meter = Meter()
         self.mendings: list[tuple[str, float]] = []
-        self.shown = Shown(quiet=order.as_json)
+        self.shown = shown
         self._plan, self._chain, self._order = plan, chain, order
         self._sampling = plan.text.sampling(order.sampling)
         self._texts = InOrder(order.prompts, self.shown, self._one, at_once=order.sessions)

@@ -22,6 +22,8 @@ from p2ptrain.core.serving import COUPLED, SamplingWish
 from roles.verifier.asking import Wish
 from roles.verifier.client import VerifierClient
 
+SURE_TOKENS = 16
+"""Of fewer tokens it is not told how fast they came: one that was late would decide it."""
 MOST_AT_ONCE = 8
 """Texts under way: half of what a verifier's door lets one caller ask, for it learns late that one has ended."""
 
@@ -67,15 +69,15 @@ class Written:
 async def generate_by_verifier(order: Order) -> None:
     """Write what is asked for. Raises as ``verifiers.connected`` and ``VerifierClient.ask``, ``JobFailed`` where two
     texts that must be equal are not, and ``KeyboardInterrupt`` for Ctrl+C."""
-    console, stop = Console(quiet=order.as_json), asyncio.Event()
-    stop_on_signals(stop, lambda text: console.event("info", text))
-    if await unless_stopped(stop, _written(order)) is None:
+    console, stop, shown = Console(quiet=order.as_json), asyncio.Event(), Shown(quiet=order.as_json)
+    stop_on_signals(stop, shown.leaving(console))
+    if await unless_stopped(stop, _written(order, shown)) is None:
         raise KeyboardInterrupt
 
 
-async def _written(order: Order) -> bool:
+async def _written(order: Order, shown: Shown) -> bool:
     async with connected(order.seed, order.verifier) as client:
-        writing = _Writing(client, order)
+        writing = _Writing(client, order, shown)
         began = time.perf_counter()
         try:
             texts = await writing.texts.run()
@@ -91,8 +93,8 @@ async def _written(order: Order) -> bool:
 class _Writing:
     """Texts under way. ``broken``: by prompt, what had come of those that were not whole when one failed."""
 
-    def __init__(self, client: VerifierClient, order: Order) -> None:
-        self.shown = Shown(quiet=order.as_json)
+    def __init__(self, client: VerifierClient, order: Order, shown: Shown) -> None:
+        self.shown = shown
         self.broken: dict[int, Answer] = {}
         self._client, self._order = client, order
         # What is compared runs one by one: two at a time would share the verifier.
@@ -157,19 +159,12 @@ def _show(client: VerifierClient, order: Order, texts: list[Written], seconds: f
                 typer.echo(f"text {number}")
             print_verifier_stats(text.stats)
     if speedup is not None:
-        times, with_ms, alone_ms = speedup["times"], speedup["token_ms"], speedup["alone_token_ms"]
-        same = "the same text" if speedup["same_text"] else "texts of the same chances"
         typer.echo()
-        typer.echo(
-            f"{times:.2f} times as fast as the verifier alone: {with_ms:.1f} ms a token, alone {alone_ms:.1f} ms;"
-            f" {same}"
-            if times is not None
-            else f"{same}; they are too short to say how fast"
-        )
+        typer.echo(_compared_text(speedup))
         seconds = sum(text.answer.seconds for text in texts)
     tokens = sum(text.answer.tokens for text in texts)
     speed = f"{tokens / max(seconds, 1e-9):.1f} tokens/s"
-    typer.echo(f"({tokens} tokens, {speed}, {at.model} of the verifier {at.name})", err=True)
+    typer.echo(f"({tokens} token{'s' if tokens != 1 else ''}, {speed}, {at.model} of the verifier {at.name})", err=True)
 
 
 def _show_broken(client: VerifierClient, order: Order, writing: _Writing, problem: P2PTrainError) -> None:
@@ -184,12 +179,12 @@ def _show_broken(client: VerifierClient, order: Order, writing: _Writing, proble
 
 
 def _speedup(texts: list[Written]) -> dict[str, Any]:
-    """Of tokens behind the first, which is the prompt's and the same both ways."""
+    """Of tokens behind the first, which is the prompt's and the same both ways. ``accepted``: drafts taken."""
 
     def token_ms(runs: list[Answer]) -> float | None:
         tokens = sum(run.tokens - 1 for run in runs if run.tokens > 1)
         spent_s = sum(run.seconds - run.first_s for run in runs if run.tokens > 1)
-        return 1e3 * spent_s / tokens if tokens else None
+        return 1e3 * spent_s / tokens if tokens >= SURE_TOKENS else None
 
     drafted = token_ms([text.answer for text in texts])
     alone = token_ms([text.alone[0] for text in texts if text.alone is not None])
@@ -198,5 +193,17 @@ def _speedup(texts: list[Written]) -> dict[str, Any]:
         "times": alone / drafted if known and alone is not None and drafted is not None else None,
         "token_ms": drafted,
         "alone_token_ms": alone,
+        "accepted": sum(taken for text in texts if isinstance(taken := text.stats.get("accepted"), int)),
         "same_text": all(text.alone is None or text.alone[0].text == text.answer.text for text in texts),
     }
+
+
+def _compared_text(compared: dict[str, Any]) -> str:
+    """What ``_speedup`` found, for a person."""
+    same = "the same text" if compared["same_text"] else "texts of the same chances"
+    if compared["times"] is None:
+        return f"{same}; they are too short to say how fast"
+    pace = f"{compared['token_ms']:.1f} ms a token, alone {compared['alone_token_ms']:.1f} ms; {same}"
+    if not compared["accepted"]:
+        return f"no draft was taken, so both are the verifier alone: {pace}"
+    return f"{compared['times']:.2f} times as fast as the verifier alone: {pace}"

@@ -35,7 +35,12 @@ def print_verifier_stats(stats: dict[str, Any]) -> None:
         typer.echo(f"{known['drafted']:.0f} drafts came, {known.get('wasted', 0):.0f} of no use{carried}")
     if isinstance(rejection := stats.get("rejection"), dict):
         _print_rejection({name: value for name, value in rejection.items() if isinstance(value, int | float)})
-    typer.echo(f"drafters: {drafters_text(stats)}")
+    rested = "; none drafted: where they are no gain they rest" if stats.get("drafters") and not _drafted(known) else ""
+    typer.echo(f"drafters: {drafters_text(stats)}{rested}")
+
+
+def _drafted(known: dict[str, float]) -> bool:
+    return bool(known.get("drafted", 1))  # where it is not told nothing is said of it
 
 
 def _print_rejection(known: dict[str, float]) -> None:

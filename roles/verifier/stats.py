@@ -105,7 +105,7 @@ def speculation_map(core: Stats) -> dict[str, Any]:
         "passes": core.passes,
         "self_steps": core.self_steps,
         "alpha": core.alpha if core.verified else None,
-        "accepted_length": core.accepted_length if core.passes else None,
+        "accepted_length": (core.tokens - 1) / core.passes if core.passes else None,
         "acceptance_at": [right / tried for right, tried in reached],
         "drafted": core.drafted,
         "verified": core.verified,

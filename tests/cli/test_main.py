@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -49,6 +50,8 @@ def test_every_command_explains_itself_with_an_example(command: Command, entry: 
         assert page.code == 0
         assert "Example" in page.out
         assert f"p2ptrain {entry.name}" in page.out.partition("Example")[2]
+        said = page.out.partition("Usage:")[2].partition("Example")[0]
+        assert not re.search(r"\w   \w", said), "a line of the docstring stands further left than the others"
 
 
 def test_a_full_disk_under_the_output(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

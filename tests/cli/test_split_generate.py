@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from p2ptrain.cli.console import Console
+from p2ptrain.cli.generate import Shown
 from p2ptrain.cli.split import LoadingLine
 from p2ptrain.cli.split_generate import Order, Writing, _write
 from p2ptrain.cli.split_options import SplitWish
@@ -130,7 +131,7 @@ def plan_of(text: ModelText, wire: str = "") -> Any:
 
 
 async def written(text: ModelText, chain: StandIn, wanted: Order) -> Writing:
-    writing = Writing(plan_of(text), chain, wanted)  # type: ignore[arg-type]
+    writing = Writing(plan_of(text), chain, wanted, Shown(quiet=wanted.as_json))  # type: ignore[arg-type]
     texts = await writing.run()
     assert [item.prompt for item in texts] == wanted.prompts
     assert all(session.closed for session in chain.sessions)
@@ -185,7 +186,7 @@ async def test_a_stop_string_ends_the_session(text: ModelText, capsys: pytest.Ca
 
 async def test_what_the_chain_is_asked_for(text: ModelText) -> None:
     chain = StandIn({"a": "x"})
-    writing = Writing(plan_of(text, "int8"), chain, order(["a"], as_json=True))  # type: ignore[arg-type]
+    writing = Writing(plan_of(text, "int8"), chain, order(["a"], as_json=True), Shown(quiet=True))  # type: ignore[arg-type]
     await writing.run()
     assert chain.asked == [
         {
@@ -205,7 +206,7 @@ async def test_a_chain_that_breaks_ends_all_and_leaves_the_line(
     chain = StandIn({"a": "on!", "b": "never"})
     chain.gates["b"] = asyncio.Event()
     with pytest.raises(ConnectionLost, match="box1 is lost"):
-        await _write(plan_of(text), chain, order(["a", "b"]))  # type: ignore[arg-type]
+        await _write(plan_of(text), chain, order(["a", "b"]), Shown(quiet=False))  # type: ignore[arg-type]
     assert capsys.readouterr().out == "aon\n"
     assert all(session.closed for session in chain.sessions)
 
@@ -215,7 +216,7 @@ async def test_a_chain_that_breaks_ends_all_and_leaves_the_line(
 
 async def test_json_tells_all(text: ModelText, capsys: pytest.CaptureFixture[str]) -> None:
     chain = StandIn({"a": "xyz", "lost": "x~z"})
-    await _write(plan_of(text, "bf16"), chain, order(["a", "lost"], as_json=True))  # type: ignore[arg-type]
+    await _write(plan_of(text, "bf16"), chain, order(["a", "lost"], as_json=True), Shown(quiet=True))  # type: ignore[arg-type]
     document = json.loads(capsys.readouterr().out)
     assert [(item["prompt"], item["text"], item["ended"]) for item in document["texts"]] == [
         ("a", "xyz", "length"),
@@ -229,13 +230,13 @@ async def test_json_tells_all(text: ModelText, capsys: pytest.CaptureFixture[str
     assert [stage["wire_bytes"] for stage in split["stages"]] == [16, 4], "the last one sends a token"
     assert split["mendings"] == [{"lost": "box1", "seconds": 0.5}]
     assert document["plan"]["stages"][0]["name"] == "box0"
-    await _write(plan_of(text), chain, order(["a"], is_one=True, as_json=True))  # type: ignore[arg-type]
+    await _write(plan_of(text), chain, order(["a"], is_one=True, as_json=True), Shown(quiet=True))  # type: ignore[arg-type]
     assert json.loads(capsys.readouterr().out)["text"] == "xyz"
 
 
 async def test_the_table_for_people(text: ModelText, capsys: pytest.CaptureFixture[str]) -> None:
     chain = StandIn({"lost": "xyz"})
-    await _write(plan_of(text), chain, order(["lost"], stats=True))  # type: ignore[arg-type]
+    await _write(plan_of(text), chain, order(["lost"], stats=True), Shown(quiet=False))  # type: ignore[arg-type]
     captured = capsys.readouterr()
     rows = [line.split() for line in captured.out.splitlines()]
     assert rows[2] == ["PEER", "LAYERS", "READ", "RECEIVED", "WEIGHTS", "MEMORY", "MS/TOKEN", "WIRE"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -12,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from p2ptrain.cli import verifier_chat
+from p2ptrain.cli.console import Console
+from p2ptrain.cli.stopping import LEAVING
 from p2ptrain.cli.verifier_stats import print_verifier_stats
 from p2ptrain.core.errors import ConnectionLost, Refused
 from p2ptrain.core.serving import Sampling
@@ -165,7 +170,39 @@ def test_compared_with_the_verifier_alone(command: Command, at: list[str], verif
     assert compared["same_text"]
     assert outcome.json["alone"]["stats"]["drafters"] == []
     assert outcome.json["alone"]["text"] == outcome.json["text"] == text_of(reference(PROMPT, 60))
-    assert "times as fast as the verifier alone" in command("generate", PROMPT, *at, "-n", "9", "--compare").out
+    assert compared["accepted"] > 0
+    assert " times as fast as the verifier alone" in command("generate", PROMPT, *at, "-n", "60", "--compare").out
+
+
+def test_nothing_is_compared_that_says_nothing(command: Command, at: list[str], verifier: Verifier) -> None:
+    few = ["generate", PROMPT, *at, "-n", "9", "--compare"]
+    assert command(*few, "--json").json["compared"]["times"] is None
+    assert command(*few).out.endswith("\n\nthe same text; they are too short to say how fast\n")
+    assert command(*few[:-1], "--no-speculation", "--json").json["stats"]["accepted_length"] == 1.0
+    verifier.drafters.latency_s = 60.0
+    outcome = command("generate", PROMPT, *at, "-n", "30", "--compare", "--stats")
+    assert "no draft was taken, so both are the verifier alone: " in outcome.out
+    assert " times as fast" not in outcome.out
+    assert "; none drafted: where they are no gain they rest\n" in outcome.out
+    assert "(1 token, " in command("generate", PROMPT, *at, "-n", "1").err
+
+
+def test_a_text_that_was_interrupted(
+    command: Command, at: list[str], verifier: Verifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is said of leaving stands below the text, and nothing comes behind it."""
+
+    def before(count: int) -> Any:
+        if count == 20:
+            os.kill(os.getpid(), signal.SIGINT)
+            return asyncio.Event().wait()
+        return None
+
+    monkeypatch.setattr(Console, "event", lambda self, level, text: typer.echo(text))
+    verifier.target.before = before
+    outcome = command("generate", PROMPT, *at, "-n", "400", "--no-speculation")
+    assert outcome.code == 130
+    assert outcome.out == PROMPT + _shown(reference(PROMPT, 20)).rstrip("�") + f"\n{LEAVING}\n"
 
 
 def test_the_likeliest_tokens_are_the_same_by_rejection(command: Command, at: list[str]) -> None:
