@@ -69,7 +69,9 @@ LATE = "late"
 REFUSED_WAIT_S = 5.0
 """Until one that refused a session is asked for another; it may be full, or its engine may have failed."""
 PROBS_S = 2.0
-"""For what a draft was drawn from, and four ways."""
+"""For what a draft was drawn from, or the announcement of it, and four ways."""
+ROW_S = 5.0
+"""For the rest of it, once announced: without it a token's chances are not right, and a slow link is no fault."""
 PINGS = 9
 PING_S = 5.0
 
@@ -93,14 +95,15 @@ class Beginning:
     depth: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Asked:
-    """From which probabilities a token was drawn that came with ``weight``. ``answer``: None: nobody says."""
+    """From which probabilities a token with ``weight`` came. ``answer``: None: nobody says. ``announced``: it comes."""
 
     position: int
     token: int
     weight: float
     answer: asyncio.Future[DraftProbs | None]
+    announced: bool = False
 
 
 @dataclass(eq=False)
@@ -331,15 +334,13 @@ class DrafterLink:
     async def probs(self, seat: Seat, asked: Asked) -> DraftProbs | None:
         """Ask, and wait for the answer; one that takes too long to answer is lost. Never raises."""
         self._say(seat, ProbsWanted(asked.position))
-        patience_s = PROBS_S + 4 * self.record.latency_s
         try:
-            async with asyncio.timeout(patience_s):
-                return await asked.answer
-        except TimeoutError:
-            if self._line is not None:
-                text = f"it did not say what it drew a draft from within {patience_s:.1f} s"
-                self._line.connection.abort(DeadlineExceeded(text))
-            return None
+            await asyncio.wait([asked.answer], timeout=PROBS_S + 4 * self.record.latency_s)
+            if asked.announced:
+                await asyncio.wait([asked.answer], timeout=ROW_S)
+            if not asked.answer.done() and self._line is not None:
+                self._line.connection.abort(DeadlineExceeded("it did not say what it drew a draft from in time"))
+            return asked.answer.result() if asked.answer.done() else None
         finally:
             seat.asked = None
 
@@ -442,12 +443,15 @@ class DrafterLink:
 
     async def _take_probs_untrusted(self, line: Line, message: ProbsHere, stream: int) -> None:
         """Raises ``ProtocolError`` where no correct drafter says this, and as ``Line.bulk``."""
-        vocab_size = self._tokens.vocab_size
-        seat = self.seats.get(stream)
-        if not 0 < stream <= self._last_stream or (seat is not None and seat.asked is None):
+        vocab_size, seat = self._tokens.vocab_size, self.seats.get(stream)
+        asked = seat.asked if seat is not None else None
+        if not 0 < stream <= self._last_stream or (seat is not None and asked is None):
             raise ProtocolError("it says what it drew a draft from, and was not asked")
-        data = await line.bulk(probs_bytes_untrusted(message, vocab_size=vocab_size), stream=stream)
-        if seat is None or (asked := seat.asked) is None or asked.answer.done():
+        size_bytes = probs_bytes_untrusted(message, vocab_size=vocab_size)
+        if asked is not None:
+            asked.announced = True
+        data = await line.bulk(size_bytes, stream=stream)
+        if seat is None or asked is None or asked.answer.done():
             return  # the session was over when this was on its way
         if message.position != asked.position:
             raise ProtocolError(f"it speaks of position {message.position}, and was asked about {asked.position}")

@@ -97,9 +97,10 @@ class Judging:
         kept, began = len(passed.tokens), self._now()
         self.stats.rejections += 1
         probs = await self._probs(run.drafter, run.keep + 1 + kept, drafts[kept], weights[kept])
-        self.stats.stood_s += self._now() - began
+        stood_s = self._now() - began
+        self.stats.stood_s += stood_s
         token = await self._session.settle(probs)
-        return ev.PassDone((*passed.tokens, *[token] * (run.picks - kept)), passed.took_s, self._now() - began)
+        return ev.PassDone((*passed.tokens, *[token] * (run.picks - kept)), passed.took_s, stood_s)
 
     async def _probs(self, drafter: int, position: int, token: int, weight: float) -> DraftProbs | None:
         if weight == CERTAIN:

@@ -136,9 +136,10 @@ class WholeTarget:
         return Passed(judged.tokens, took_s, judged.rejected)
 
     async def settle(self, name: str, draft_probs: DraftProbs | None) -> int:
-        """As of ``JudgingSession``."""
+        """As of ``JudgingSession``. It belongs to the pass before, and is short: it waits for the pass that is under
+        way, and not for those in turn behind it."""
         assert self._judging is not None
-        return (await self._in_turn(partial(self._judging.settle, name, draft_probs)))[0]
+        return await asyncio.shield(self._compute.submit(self._judging.settle, name, draft_probs))
 
     async def forget(self, name: str) -> None:
         """Close a session behind what is under way. Never raises."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +15,9 @@ from p2ptrain.core.serving import DraftProbs, Sampling, Weighed
 from roles.drafter.drafter import Drafter, Serves
 from roles.drafter.testing import DrafterHost
 from roles.speculation.ngram import NgramEngine
-from roles.verifier.drafter_link import PROBS_S, Seat
+from roles.verifier.drafter_link import PROBS_S, ROW_S, Seat
 from tests.compute.chances import p_value_behind
+from wire.connection import Connection
 from wire.virtual import run_virtual
 
 from .rejecting import PASS_S, VOCAB, Chain, Liar, Scene, behind
@@ -184,6 +185,31 @@ def test_one_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch) -> No
     assert any("did not say what it drew a draft from" in text for _, _, text in stage.told)
 
 
+@pytest.mark.parametrize(("seconds", "inexact"), [(PROBS_S + 0.9 * ROW_S, 0), (PROBS_S + 1.1 * ROW_S, 1)])
+def test_what_is_announced_may_take_its_time_over_a_slow_link(
+    seconds: float, inexact: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send_bulk, slow = Connection.send_bulk, [True]
+
+    def late(connection: Connection, data: memoryview, **where: int) -> None:
+        if len(data) != 4 * VOCAB or not slow:
+            send_bulk(connection, data, **where)
+            return
+        slow.clear()  # the others take no time
+        asyncio.get_running_loop().call_later(seconds, _if_open, send_bulk, connection, data, where)
+
+    monkeypatch.setattr(Connection, "send_bulk", late)
+    tokens, stats, _ = written(Chain(DRAFTERS["by chance"]), tokens=200)
+    assert len(tokens) == 200
+    assert not slow
+    assert stats["rejection"]["inexact"] == inexact
+
+
+def _if_open(send: Callable[..., None], connection: Connection, data: memoryview, where: dict[str, int]) -> None:
+    if not connection.closed.is_set():
+        send(connection, data, **where)
+
+
 def _row(*probs: float, ids: list[int] | None = None) -> DraftProbs:
     return DraftProbs(np.array(ids or [], "<i4").tobytes(), np.array(probs, "<f4").tobytes())
 
@@ -210,6 +236,33 @@ def test_who_says_what_cannot_be_is_cut_off(says: Callable[[Weighed], Weighed], 
     assert stats["rejection"]["inexact"] <= 1
     assert any(what in text for _, _, text in stage.told), stage.told
     assert not stage.drafters.candidates([])
+
+
+def test_what_comes_instead_waits_for_no_turn_of_others() -> None:
+    sampling, over = replace(SAMPLING, top_k=1), list[str]()
+
+    async def main() -> None:
+        target = Scene(Chain(TARGET)).target
+        first, *others = [await target.open(positions=9, sampling=sampling) for _ in range(4)]
+        (right,) = (await first.run(keep=0, ids=[0], picks=1, draw=0, prefill=True)).tokens
+        wrong = (right + 1) % VOCAB
+        judged = await first.judge(keep=0, ids=[0, wrong], draw=0, weights=[0.5])
+        assert judged.rejected
+
+        async def named(name: str, work: Coroutine[Any, Any, Any]) -> Any:
+            result = await work
+            over.append(name)
+            return result
+
+        passes = [named("pass", each.run(keep=0, ids=[0], picks=1, draw=0, prefill=True)) for each in others]
+        under_way = [asyncio.ensure_future(work) for work in passes]
+        await asyncio.sleep(0)
+        assert await named("instead", first.settle(DraftProbs.certain(wrong))) == right
+        await asyncio.gather(*under_way)
+        await target.close()
+
+    run_virtual(main())
+    assert over == ["pass", "instead", "pass", "pass"]
 
 
 def test_the_likeliest_token_is_just_compared() -> None:

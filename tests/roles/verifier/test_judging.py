@@ -22,6 +22,7 @@ class Session:
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
+        self.now = 0.0
 
     async def judge(self, *, keep: int, ids: Sequence[int], draw: int, weights: Sequence[float]) -> Passed:
         self.asked.append(tuple(weights))
@@ -29,6 +30,7 @@ class Session:
 
     async def settle(self, draft_probs: DraftProbs | None) -> int:
         self.asked.append(draft_probs)
+        self.now += 1.0  # another text's turn
         return 7
 
     async def run(self, **how: Any) -> Passed:
@@ -36,9 +38,20 @@ class Session:
         return Passed((2, 5, 1), 0.05)
 
 
+class Drafters(NoDrafters):
+    """Say after a tenth of a second what they drafted from."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    async def probs(self, drafter: int, position: int, token: int, weight: float) -> DraftProbs | None:
+        self._session.now += 0.1
+        return None
+
+
 def judging() -> tuple[Judging, Session]:
     session = Session()
-    judging = Judging(cast(Any, session), NoDrafters(), lambda: 0.0)
+    judging = Judging(cast(Any, session), Drafters(session), lambda: session.now)
     judging.note(ev.Drafted(1, 0, 5, DRAFTS, WEIGHTS))
     judging.asked(RUN)
     return judging, session
@@ -60,6 +73,7 @@ async def test_what_it_drafts_before_the_pass_begins_changes_nothing(epoch: int,
     done = await under_test.run(RUN)
     assert session.asked == [WEIGHTS, None]
     assert done.tokens == (7, 7, 7)
+    assert done.stood_s == under_test.stats.stood_s == pytest.approx(0.1), "of the wait for the drafter alone"
     assert under_test.stats.inexact == 1
 
 
