@@ -28,6 +28,7 @@ from roles.gauges import Gauges
 from roles.identity import Identity
 from roles.membership import Membership, Notify
 from roles.seed_link import Pulse
+from roles.worker.stage_requests import printable
 from wire.connection import Connection
 from wire.handshake import RefusalCode, local_hello, local_welcome, serve
 from wire.messages import EventNotice, Hello, Message, Refuse, Request, Response, Scalar, Welcome
@@ -275,6 +276,8 @@ class ServingMember:
             case DraftersHere() if self.role == "verifier":
                 self.drafters = drafters_untrusted(message, self.seed_host)
                 self._on_drafters(self.drafters)
+            case EventNotice(text=text) if self.role == "drafter":
+                self._notify_person("warning", "seed", printable(text))
             case Request():
                 text = f"a {self.role} does not know {message.method[:80]!r}"
                 self._link.send(Response(message.id, {}, "unknown-method", text))

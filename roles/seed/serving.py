@@ -14,7 +14,7 @@ from p2ptrain.core.ids import is_id
 from roles.seed.links import host_seen_from
 from roles.seed.peers import MAX_WHOLE, NAME_CHARS, Link, clipped
 from wire.handshake import PERMITTED
-from wire.messages import Hello
+from wire.messages import EventNotice, Hello
 from wire.records import MAX_FIGURE, ServingInfo
 from wire.speculation_messages import MAX_DRAFTERS, DrafterAt, DraftersHere, Serving
 
@@ -62,8 +62,21 @@ class Services:
             raise ProtocolError(f"a {link.role} served {before.model!r}, and now it is another model")
         if link.serving != before:
             self._touch(link.id)
-        if before is None and link.role == "drafter":
-            self._tell_all()
+        if before is None:
+            self._tell_unfit(link.serving)
+            if link.role == "drafter":
+                self._tell_all()
+
+    def _tell_unfit(self, new: ServingInfo) -> None:
+        """Who lends a drafter hears for which verifier it is of no use: that one does not even dial it."""
+        for link in self._links.values():
+            if (other := link.serving) is None or {other.role, new.role} != {"verifier", "drafter"}:
+                continue
+            verifier, drafter = (new, other) if new.role == "verifier" else (other, new)
+            if drafter.tokenizer not in ("", verifier.tokenizer):
+                text = f"{verifier.name} writes with {verifier.model}, which has another tokenizer than {drafter.model}"
+                remedy = "nothing is drafted for it; draft with a model of the same family, or with ngram"
+                self._links[drafter.id].say(EventNotice("warning", "other-tokenizer", f"{text}: {remedy}"))
 
     def gone(self, link: Link) -> None:
         """A peer's link is lost, and taken from ``links``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,26 @@ async def test_a_job_for_two_waits_for_a_second_worker(cluster: Cluster) -> None
     await cluster.job_until(job, lambda item: item["reason"].startswith("1 of 2"))
     cluster.join()
     await cluster.job_until(job, done)
+
+
+async def test_who_lends_a_drafter_with_another_tokenizer_hears_of_it(cluster: Cluster) -> None:
+    drafter, verifier = Program("drafter"), Program("verifier")
+    drafter.served = replace(DRAFTS, tokenizer="another")
+    peer, heard = cluster.serve("drafter", drafter), asyncio.get_running_loop().create_future()
+    notify = peer.heard
+
+    def told(level: str, kind: str, text: str) -> None:
+        notify(level, kind, text)
+        if "tokenizer" in text and not heard.done():
+            heard.set_result((level, text))
+
+    peer.heard = told  # type: ignore[method-assign]
+    cluster.serve("verifier", verifier)
+    async with asyncio.timeout(DEADLINE_S):
+        level, text = await heard
+    assert level == "warning"
+    assert "writes with big, which has another tokenizer than small" in text
+    assert not peer.task.done()
 
 
 async def test_verifiers_are_told_of_drafters_that_come_leave_and_die(cluster: Cluster) -> None:

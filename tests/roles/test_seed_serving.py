@@ -21,7 +21,7 @@ from tests.roles.test_planned import PROFILE, SHAPE
 from wire.chain_messages import PartsHeld
 from wire.connection import Connection
 from wire.handshake import RefusalCode, dial, local_hello, local_welcome, serve
-from wire.messages import CheckpointSaved, Hello, LedgerRows, Message, Report, StepMetrics, Welcome
+from wire.messages import CheckpointSaved, EventNotice, Hello, LedgerRows, Message, Report, StepMetrics, Welcome
 from wire.records import ServingInfo
 from wire.speculation_messages import MAX_DRAFTERS, DraftersHere, Serving
 
@@ -127,6 +127,29 @@ def test_verifiers_are_told_when_it_changes_and_not_when_it_does_not() -> None:
     assert near[1].told[2:] == [[]]
     assert (services.info("d1"), services.infos()[0].id) == (None, "v1")
     assert worker[1].messages == []
+
+
+@pytest.mark.parametrize("first", ["drafter", "verifier"])
+def test_who_lends_a_drafter_hears_that_a_verifier_has_another_tokenizer(first: str) -> None:
+    links, sent = dict[str, Link](), dict[str, Sent]()
+    services = Services(links, lambda *ids: None)
+    for peer_id, role in (("d1", "drafter"), ("d2", "drafter"), ("n1", "drafter"), ("v1", "verifier")):
+        links[peer_id], sent[peer_id] = link(peer_id, role)
+    said = {
+        "d1": SERVING,
+        "d2": dataclasses.replace(SERVING, model="small", tokenizer="another"),
+        "n1": dataclasses.replace(SERVING, model="n-gram", tokenizer=""),
+        "v1": dataclasses.replace(SERVING, model="big"),
+    }
+    for _ in range(3):
+        for peer_id in sorted(said, reverse=first == "verifier"):
+            services.told(links[peer_id], said[peer_id])
+    notices = {each: [one for one in sent[each].messages if isinstance(one, EventNotice)] for each in sent}
+    assert [len(notices[each]) for each in ("d1", "d2", "n1", "v1")] == [0, 1, 0, 0]
+    assert notices["d2"][0].text == (
+        "name-v1 writes with big, which has another tokenizer than small: "
+        "nothing is drafted for it; draft with a model of the same family, or with ngram"
+    )
 
 
 def test_another_model_takes_another_link() -> None:
