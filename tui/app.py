@@ -269,7 +269,7 @@ class P2PTrainApp(App[bool]):
         self.push_screen(HelpScreen(self.palette))
 
     def action_leave(self) -> None:
-        self.exit(message=f"Training goes on. Look again: p2ptrain tui {self.source.address}")
+        self.exit(message=f"The cluster goes on. Look again: p2ptrain tui {self.source.address}")
 
     def tell(self, level: str, title: str, text: str) -> None:
         """What whoever shows this view has to say. It stays until it is clicked away: nobody may be looking now."""

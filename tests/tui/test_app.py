@@ -160,7 +160,7 @@ async def test_quitting_says_that_training_goes_on():
         await stage.press("q")
         assert stage.app._exit
         printed = [str(item) for item in stage.app._exit_renderables]
-        assert any("Training goes on" in line for line in printed)
+        assert any("The cluster goes on. Look again: p2ptrain tui " in line for line in printed)
         assert stage.source.requests == []
 
 
