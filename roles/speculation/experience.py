@@ -8,16 +8,25 @@ positions; what a step takes from one result to the next also for whether other 
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
-from statistics import median
+from statistics import fmean, median, pstdev
 
 from roles.speculation.estimates import Acceptance, Pace, PassTimes
 
 SHORTEST = 512
 """Positions up to which there is no difference."""
 MOST_DRAFTERS = 64
-LOOK_PASSES = 3
-"""Steps alone that are measured at a time."""
+LOOK_PASSES, MOST_LOOK_PASSES = 3, 12
+"""Steps alone that are measured at a time, at least and at most: more where they differ so that few say little."""
+RECENT_TOKENS = 256
+"""Steps that were measured so many tokens before the last one are of another moment: the load of a machine changes."""
+ALIKE = 0.05
+"""Spread of steps of which few say enough."""
+ENOUGH_STEPS = 8
+"""Of others."""
+FAR_OFF = 4.0
+"""Times the median: no step counts as more, for one that stood still says nothing of the next."""
 LOOK_WITHIN = 64
 """Tokens of all texts together: a look that takes longer is of one who does not go on, and holds up nobody."""
 MOST_DEBT = 1024.0
@@ -27,22 +36,39 @@ Place = tuple[int, bool]
 """Positions, as their number of bits, and whether the text is the only one."""
 
 
-class _Alone:
-    """Steps of one place.
+class Alone:
+    """Steps alone of one place.
 
     Attributes:
-        seconds: their median. written: tokens that there were when the last of them was measured.
+        seconds: their mean, as what tokens take with drafters is a mean. usual_s: their median. spread: their standard
+            deviation, of the mean. count: of those that these stand on.
+        written: tokens that there were when the last of them was measured.
     """
 
-    def __init__(self) -> None:
-        self._steps: deque[float] = deque(maxlen=LOOK_PASSES + 2)
-        self.seconds = 0.0
-        self.written = 0
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._steps: deque[tuple[float, int]] = deque(maxlen=MOST_LOOK_PASSES)
+        self.seconds = self.usual_s = seconds
+        self.spread = 0.0
+        self.count = self.written = 0
 
     def add(self, seconds: float, written: int) -> None:
         """One more."""
-        self._steps.append(seconds)
-        self.seconds, self.written = median(self._steps), written
+        self._steps.append((seconds, written))
+        while written - self._steps[0][1] > RECENT_TOKENS:
+            self._steps.popleft()
+        self.usual_s = median(step_s for step_s, _ in self._steps)
+        steps = [min(step_s, FAR_OFF * self.usual_s) for step_s, _ in self._steps]
+        self.seconds, self.count, self.written = fmean(steps), len(steps), written
+        self.spread = pstdev(steps) / self.seconds if self.seconds else 0.0
+
+    @property
+    def enough(self) -> bool:
+        """Whether the spread is known, too: three steps may look alike by chance."""
+        return (self.count >= LOOK_PASSES and self.spread <= ALIKE) or self.count >= ENOUGH_STEPS
+
+    def doubt(self, passes: float) -> float:
+        """Standard error of what is told of so many passes by these steps, if those differ as much; a share."""
+        return self.spread * math.sqrt(1 / self.count + 1 / max(passes, 1.0)) if self.count else 0.0
 
 
 class Known:
@@ -68,8 +94,8 @@ class Experience:
         self.sessions = 0
         self.debt = 0.0
         self._written = 0
-        self._first_s = step_s
-        self._alone: dict[Place, _Alone] = {}
+        self._first = Alone(step_s)
+        self._alone: dict[Place, Alone] = {}
         self._pass_times: dict[int, PassTimes] = {}
         self._drafters: OrderedDict[str, Known] = OrderedDict()
         self._working: set[object] = set()
@@ -82,13 +108,17 @@ class Experience:
 
     # ----------------------------------------------------------------------------------------------- a step alone
 
-    def step_s(self, place: Place | None = None) -> float:
-        """Of a step alone; what is known of the nearest place, 0 where nothing is. Without a place: the last known."""
+    def alone(self, place: Place | None = None) -> Alone:
+        """What is known of the nearest place, seconds of 0 where nothing is. Without a place: the last known."""
         if not self._alone:
-            return self._first_s
+            return self._first
         if place is None:
-            return max(self._alone.values(), key=lambda alone: alone.written).seconds
-        return self._alone[min(self._alone, key=lambda at: _distance(at, place))].seconds
+            return max(self._alone.values(), key=lambda alone: alone.written)
+        return self._alone[min(self._alone, key=lambda at: _distance(at, place))]
+
+    def step_s(self, place: Place | None = None) -> float:
+        """Of a step alone; as of ``alone``."""
+        return self.alone(place).seconds
 
     def measured(self, place: Place, *, within: float = float("inf")) -> bool:
         """Whether that was measured there, since so many tokens were written."""
@@ -105,7 +135,7 @@ class Experience:
         self.debt = max(0.0, self.debt - tokens)
         if not resting or self._working or began_at < self._quiet_from:
             return False
-        self._alone.setdefault(place, _Alone()).add(seconds, self._written)
+        self._alone.setdefault(place, Alone()).add(seconds, self._written)
         return True
 
     # -------------------------------------------------------------------------------------- who works, and who looks

@@ -71,6 +71,8 @@ class Setting:
         shared: a pass that begins while a drafter computes takes so much longer: they share processors.
         experience: as of ``Verifying``. at_s: it begins then, for an experience of more than one.
         turn_s: after so much of a pass without drafts the target can begin the next one; 0: only when it ended.
+        noise: of a pass's time, as sigma of a log-normal factor with median 1. load: the machine has other work by
+            turns, ``load_s`` at a time: passes take this share longer then.
     """
 
     drafters: tuple[DrafterSetting, ...]
@@ -82,6 +84,9 @@ class Setting:
     experience: Experience | None = None
     at_s: float = 0.0
     turn_s: float = 0.0
+    noise: float = 0.0
+    load: float = 0.0
+    load_s: float = 1.0
 
 
 @dataclass(slots=True)
@@ -221,6 +226,13 @@ class Simulation:
         self._history: list[int] = []  # of the target
         self._free_at = self._ended_at = 0.0
         self._passes: list[tuple[float, int, int]] = []
+        self._times = random.Random(f"{setting.seed} times")  # noqa: S311 (dice)
+
+    def _factor(self) -> float:
+        """What a pass takes, of what it takes by itself at a time when the machine has nothing else to do."""
+        setting = self.setting
+        loaded = setting.load and int(self.now / setting.load_s) % 2
+        return self._times.lognormvariate(0.0, setting.noise) * (1 + setting.load * loaded)
 
     def at(self, when: float, act: Callable[[], None]) -> None:
         """Do something then."""
@@ -238,7 +250,7 @@ class Simulation:
                 case Run():
                     drafts = 0 if item.prefill else len(item.ids) - 1
                     busy = any(drafter.busy for drafter in self._drafters)
-                    seconds = self.setting.pass_s(drafts) * (1 + self.setting.shared * busy)
+                    seconds = self.setting.pass_s(drafts) * (1 + self.setting.shared * busy) * self._factor()
                     begin = max(self.now, self._free_at)
                     turn_s = self.setting.turn_s * self.setting.pass_s(drafts) / self.setting.pass_s(0)
                     self._free_at = begin + (turn_s or seconds)

@@ -3,13 +3,15 @@
 That drafts are right is not enough: a drafter may slow down each pass, or the way between passes. So all that a text
 takes while they work, from result to result, is held against what its tokens would take the verifier alone. Where that
 is no gain they *rest*, for as long as makes up for what was lost, and longer each time; then they are tried again. A
-step alone is looked at now and then, all drafters resting for a few passes: what is learned so is for all texts of the
-verifier, and so is what is owed when drafters slow it down. How often they are right is each text's own.
+step alone is looked at now and then, all drafters resting for a few passes, and always before a rest: the machine may
+be a busier one than it was. The more its times differ, the more steps are looked at, and what may be chance is not
+counted as lost. What is learned so is for all texts of the verifier, and so is what is owed when drafters slow it down.
+How often they are right is each text's own.
 """
 
 from __future__ import annotations
 
-from roles.speculation.experience import LOOK_PASSES, Experience, Place
+from roles.speculation.experience import FAR_OFF, LOOK_PASSES, MOST_LOOK_PASSES, Experience, Place
 from roles.speculation.policy import MOST_LOSS
 
 LOOK_TOKENS = 48
@@ -33,6 +35,8 @@ REST_TOKENS = (64, 1024)
 FRESH_TOKENS, STEADY_TOKENS = 64, 512
 """Written since: so long a step that was measured is as good as one that is measured now; the same where a step takes
 no longer while drafters work."""
+SURE_DOUBTS = 2.0
+"""Standard errors from which on it is not chance that there is no gain."""
 SLOWED = 1.1
 """A step while drafters work, of one alone: from here on they slow the verifier down, whatever the text."""
 
@@ -47,7 +51,7 @@ class Trial:
     def __init__(self, experience: Experience) -> None:
         self._experience = experience
         self.resting = experience.debt > 0
-        self._sums: dict[Place, list[float]] = {}  # tokens and seconds, old ones fading
+        self._sums: dict[Place, list[float]] = {}  # tokens, seconds and passes, old ones fading
         self._since = 0  # tokens since the last judgement
         self._due = float(LOOK_TOKENS)
         self._grace = GRACE_TOKENS
@@ -61,8 +65,12 @@ class Trial:
     @property
     def share(self) -> float:
         """What a token takes with drafters, of a step alone; 1 where it is not known."""
-        plain_s = sum(tokens * self._experience.step_s(place) for place, (tokens, _) in self._sums.items())
-        return sum(seconds for _, seconds in self._sums.values()) / plain_s if plain_s else 1.0
+        plain_s = sum(tokens * self._experience.step_s(place) for place, (tokens, _, _) in self._sums.items())
+        return sum(seconds for _, seconds, _ in self._sums.values()) / plain_s if plain_s else 1.0
+
+    def _doubt(self, place: Place) -> float:
+        """The share's standard error, of it."""
+        return self._experience.alone(place).doubt(sum(passes for _, _, passes in self._sums.values()))
 
     def passed(self, place: Place, tokens: int, seconds: float, began_at: float, *, drafts: int, slowed: float) -> None:
         """A pass gave tokens, so long after the one before it gave some.
@@ -81,7 +89,7 @@ class Trial:
             self._looked += alone
             self._looking = max(0, self._looking - tokens)
             if self._looked >= LOOK_PASSES or not self._looking:
-                self._judge()
+                self._judge(place)
         elif self._left <= 0 and not self._experience.debt:
             self._begin(TRY_TOKENS)
 
@@ -106,35 +114,48 @@ class Trial:
         kept = (1 - 1 / LOOK_TOKENS) ** tokens
         for sums in self._sums.values():
             sums[:] = [kept * each for each in sums]
-        sums = self._sums.setdefault(place, [0.0, 0.0])
+        usual_s = self._experience.alone(place).usual_s
+        sums = self._sums.setdefault(place, [0.0, 0.0, 0.0])
         sums[0] += tokens
-        sums[1] += seconds
+        sums[1] += min(seconds, FAR_OFF * (1 + drafts) * usual_s) if usual_s else seconds
+        sums[2] += 1
         self._since += tokens
         share = self.share
-        if share > EVIDENT:
+        if share > EVIDENT * (1 + SURE_DOUBTS * self._doubt(place)):
             due = max(LEAST_TOKENS, EVIDENT_TOKENS * EVIDENT / share)
         else:
-            sure = share <= SUSPECT and self._experience.measured(place)
+            sure = share <= SUSPECT / (1 + self._doubt(place)) and self._experience.measured(place)
             due = RENEWED_TOKENS if sure else self._due
         if self._since >= due:
             within = FRESH_TOKENS if self._slows else STEADY_TOKENS
-            self._look(fresh=self._experience.measured(place, within=within))
+            if self.share <= self._gain and self._experience.measured(place, within=within):
+                self._gained(place)
+                return
+            self.resting = True
+            self._looked, self._looking = 0, LOOK_TOKENS
+            self._experience.look(self)
 
-    def _look(self, *, fresh: bool) -> None:
-        self.resting = True
-        if fresh:
-            self._judge()
+    @property
+    def _gain(self) -> float:
+        """The share above which drafters are no gain."""
+        return GAIN if self._slows else HARMLESS
+
+    def _gained(self, place: Place) -> None:
+        self._rest = REST_TOKENS[0]
+        chance = self.share * (1 + SURE_DOUBTS * self._doubt(place)) > self._gain
+        self._begin(LOOK_TOKENS if chance else BETWEEN_TOKENS)
+
+    def _judge(self, place: Place) -> None:
+        doubt = self._doubt(place)
+        gained = self.share <= self._gain
+        chance = self.share <= self._gain * (1 + SURE_DOUBTS * doubt)
+        vague = (chance and not gained) or not self._experience.alone(place).enough
+        if vague and self._looking and self._looked < MOST_LOOK_PASSES:
             return
-        self._looked, self._looking = 0, LOOK_TOKENS
-        self._experience.look(self)
-
-    def _judge(self) -> None:
         self._looking = 0
         self._experience.looked(self)
-        gain = GAIN if self._slows else HARMLESS
-        if self.share <= gain:
-            self._rest = REST_TOKENS[0]
-            self._begin(BETWEEN_TOKENS)
+        if gained:
+            self._gained(place)
             return
         if self._first and not self._slows and self.share <= EVIDENT:
             self._first = False
@@ -142,13 +163,13 @@ class Trial:
             return
         self._first = False
         lost = sum(
-            seconds / self._experience.step_s(place) - tokens
-            for place, (tokens, seconds) in self._sums.items()
-            if self._experience.step_s(place)
+            seconds / self._experience.step_s(at) / (1 + doubt * chance) - tokens
+            for at, (tokens, seconds, _) in self._sums.items()
+            if self._experience.step_s(at)
         )
         owed = max(0.0, lost) / MOST_LOSS
         if self._slows:
             self._experience.owe(owed)
-        self._left = min(max(float(self._rest), owed), float(REST_TOKENS[1]))
+        self._left = min(max(float(self._rest), owed), float(REST_TOKENS[1])) - self._looked
         self._rest = min(2 * self._rest, REST_TOKENS[1])
         self._sums.clear()

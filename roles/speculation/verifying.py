@@ -411,7 +411,7 @@ class Verifying:
         self._guard.passed(seconds if drafts or several else self._waited_s + step_s, tokens, step_s)
         if self._drafters or self._trial.resting:
             place = experience.place(len(self._text))
-            alone_s = experience.step_s(place)
+            alone_s = experience.alone(place).usual_s
             slowed = step_s / alone_s if alone_s else 1.0
             self._trial.passed(place, tokens, seconds, now - took_s, drafts=drafts, slowed=slowed)
 

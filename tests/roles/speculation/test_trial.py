@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 import pytest
 
 from roles.speculation.events import Began, Cancel, Drafted, DrafterReady, Drop, PassDone, Run, Tell
-from roles.speculation.experience import LOOK_PASSES, LOOK_WITHIN, MOST_DEBT, MOST_DRAFTERS, SHORTEST, Experience
+from roles.speculation.experience import (
+    LOOK_PASSES,
+    LOOK_WITHIN,
+    MOST_DEBT,
+    MOST_DRAFTERS,
+    MOST_LOOK_PASSES,
+    SHORTEST,
+    Experience,
+)
 from roles.speculation.lines import Line
 from roles.speculation.outlook import Outlook
 from roles.speculation.simulation import DrafterSetting, Outcome, Setting, constant, mean_token_s, simulate
@@ -50,6 +58,10 @@ class Text:
     def works(self) -> None:
         if not self.trial.resting:
             self.experience.works(self)
+
+    def looks(self, *seconds: float) -> None:
+        for each in seconds:
+            self.passes(1, seconds=each)
 
     def passes(self, count: int, *, tokens: int = 1, seconds: float = STEP_S, drafts: int = 0) -> None:
         for _ in range(count):
@@ -160,12 +172,57 @@ def test_a_step_alone_is_looked_at_first_and_then_rarely() -> None:
     assert text.trial.resting
     text.passes(LOOK_PASSES)
     assert not text.trial.resting
-    assert text.experience.step_s() == STEP_S
+    assert text.experience.step_s() == pytest.approx(STEP_S)
     assert 0.4 < text.trial.share < 0.6
     text.passes((RENEWED_TOKENS - 4) // 4, tokens=4, seconds=2 * STEP_S, drafts=6)
     assert not text.trial.resting
     text.passes(1, tokens=4, seconds=2 * STEP_S, drafts=6)
     assert text.trial.resting
+
+
+def test_a_step_alone_is_a_mean_as_what_tokens_take_is() -> None:
+    text = Text(Experience())
+    text.passes(LOOK_TOKENS, seconds=1.15, drafts=1)
+    text.looks(*[2.0, 1.0, 1.0, 1.0] * 2)  # the mean is 1.25
+    assert not text.trial.resting
+    assert text.experience.step_s() == pytest.approx(1.25)
+    assert text.experience.alone().usual_s == 1.0
+
+
+def test_one_step_that_stood_still_does_not_count() -> None:
+    text = Text(Experience())
+    text.passes(LOOK_TOKENS, seconds=STEP_S, drafts=1)
+    text.looks(*[STEP_S] * 7, 1000 * STEP_S)
+    assert text.experience.step_s() < 1.5 * STEP_S
+    text = Text(Experience(STEP_S))
+    text.passes(1, seconds=STEP_S, drafts=1)
+    text.passes(1, seconds=1000 * STEP_S, drafts=1)
+    assert text.trial.share < 5
+
+
+def test_steps_that_differ_are_looked_at_longer_and_one_by_chance_is_not_owed() -> None:
+    alike, differ = Text(Experience(), slowed=2.0), Text(Experience(), slowed=2.0)
+    for text in (alike, differ):
+        text.passes(LOOK_TOKENS, seconds=1.1 * STEP_S, drafts=1)
+    alike.passes(LOOK_PASSES)
+    differ.looks(*[0.5 * STEP_S, 1.5 * STEP_S] * 5)
+    assert alike.experience.debt > 60
+    assert differ.experience.looking  # not sure yet
+    differ.looks(*[0.5 * STEP_S, 1.5 * STEP_S])
+    assert differ.trial.resting
+    assert not differ.experience.looking
+    assert differ.experience.debt < 10
+
+
+def test_nobody_rests_because_of_a_step_of_another_moment() -> None:
+    text = Text(Experience(STEP_S))
+    text.passes(LOOK_TOKENS // 2, tokens=2, seconds=STEP_S, drafts=1)
+    text.passes(LOOK_PASSES)
+    while not text.experience.looking:
+        text.passes(1, tokens=2, seconds=3 * STEP_S, drafts=1)  # the machine has other work, too
+    text.passes(MOST_LOOK_PASSES, seconds=3 * STEP_S)
+    assert not text.trial.resting
+    assert text.experience.debt == 0
 
 
 def test_longer_contexts_are_measured_for_themselves() -> None:
@@ -179,8 +236,8 @@ def test_longer_contexts_are_measured_for_themselves() -> None:
     assert text.trial.resting
     text.passes(LOOK_PASSES, seconds=3 * STEP_S)
     assert not text.trial.resting
-    assert experience.step_s(experience.place(100)) == STEP_S
-    assert experience.step_s(experience.place(4 * SHORTEST)) == 3 * STEP_S
+    assert experience.step_s(experience.place(100)) == pytest.approx(STEP_S)
+    assert experience.step_s(experience.place(4 * SHORTEST)) == pytest.approx(3 * STEP_S)
 
 
 def test_while_any_drafter_works_no_step_is_alone() -> None:
@@ -197,7 +254,7 @@ def test_while_any_drafter_works_no_step_is_alone() -> None:
     assert experience.looking
     text.passes(1, seconds=STEP_S)
     assert not experience.looking
-    assert experience.step_s(experience.place(100)) == STEP_S
+    assert experience.step_s(experience.place(100)) == pytest.approx(STEP_S)
 
 
 def test_who_looks_and_does_not_go_on_holds_up_nobody() -> None:
