@@ -422,7 +422,7 @@ class Drafter:
     def _tell_probs_untrusted(self, session: _Session, position: int) -> None:
         """Raises ``ProtocolError``: nothing was drafted there, or it was asked before. A verifier asks before it tells
         what comes instead, so what it asks about stands in the line."""
-        weighed = session.weighed.pop(position, None) if position < session.drafted else None
+        weighed = session.weighed.pop(position, None) if position < session.core.sent else None
         if weighed is None:
             raise ProtocolError(f"a verifier asks about a draft at position {position}, where there is none")
         message, data = announced(position, weighed.probs)

@@ -55,6 +55,11 @@ class Drafting:
         self._running = False
 
     @property
+    def sent(self) -> int:
+        """Positions that the verifier knows, by what it told or was sent, and that are in the line."""
+        return self._sent
+
+    @property
     def verified(self) -> tuple[int, ...]:
         """What both sides share."""
         return tuple(self._ids[: self._verified])

@@ -11,16 +11,22 @@ import numpy as np
 import pytest
 import torch
 
+from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.serving import DraftProbs, Sampling, Weighed
 from roles.drafter.drafter import Drafter, Serves
-from roles.drafter.testing import DrafterHost
+from roles.drafter.testing import DrafterHost, drafter_hosts, model_serves
 from roles.speculation.ngram import NgramEngine
+from roles.speculation.probs import weighed_untrusted
+from roles.speculation.received import packed
 from roles.verifier.drafter_link import PROBS_S, ROW_S, Seat
 from tests.compute.chances import p_value_behind
 from wire.connection import Connection
+from wire.memory import MemoryNetwork
+from wire.speculation_messages import DraftReady, Drafts, ProbsWanted, Verdict
 from wire.virtual import run_virtual
 
 from .rejecting import PASS_S, VOCAB, Chain, Liar, Scene, behind
+from .test_drafters_hostile import OPENING, verifier_of
 
 SAMPLING = Sampling(seed=11, method="rejection")
 TOKENS = 800
@@ -263,6 +269,33 @@ def test_what_comes_instead_waits_for_no_turn_of_others() -> None:
 
     run_virtual(main())
     assert over == ["pass", "instead", "pass", "pass"]
+
+
+def test_a_verifier_that_asks_about_a_draft_that_was_not_sent_yet_harms_nobody() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        host = DrafterHost("d", network.at("d"), model_serves(Chain(DRAFTERS["by chance"])))
+        opening = replace(OPENING, count=1, prompt=1, vocab_size=VOCAB, method="rejection")
+        async with drafter_hosts([host]), verifier_of(network) as verifier:
+            verifier.open(opening, encode_ids([0]))
+            assert isinstance((await verifier.next())[1], DraftReady)
+            drafts: list[int] = []
+            while len(drafts) < opening.depth:
+                _, message = await verifier.next()
+                assert isinstance(message, Drafts)
+                drafts += weighed_untrusted(message, 0, vocab_size=VOCAB)[0]
+            await asyncio.sleep(1)  # virtual: it drafts no further
+            verdict = Verdict(2, opening.depth, packed([(drafts[2] + 1) % VOCAB], VOCAB))
+            verifier.connection.send(verdict, generation=1, stream=1)
+            await asyncio.sleep(1.5 * host.step_s)  # one of the next line was drafted, and waits for another
+            verifier.connection.send(ProbsWanted(4), stream=1)
+            await verifier.told_off()
+            async with verifier_of(network, name="w") as other:
+                other.open(opening, encode_ids([0]))
+                assert isinstance((await other.next())[1], DraftReady)
+                assert isinstance((await other.next())[1], Drafts)
+
+    run_virtual(main())
 
 
 def test_the_likeliest_token_is_just_compared() -> None:
