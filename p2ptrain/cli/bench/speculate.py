@@ -183,13 +183,19 @@ def pauses(at_s: Sequence[float], first: int) -> float:
 
 @asynccontextmanager
 async def opened(
-    verifier: Members, drafter: Members, for_drafter: dict[str, Any], for_verifier: dict[str, Any], prompt: str
+    verifier: Members,
+    drafter: Members,
+    for_drafter: dict[str, Any],
+    for_verifier: dict[str, Any],
+    prompt: str,
+    tokens: int,
 ) -> AsyncIterator[dict[str, Any]]:
-    """Both sides, that have met. ``prompt``: of short texts that are not counted. Raises as ``Members.all``."""
+    """Both sides, that have met. ``prompt``: of short texts that are not counted. ``tokens``: of one that is, which
+    they are not longer than. Raises as ``Members.all``."""
     (listening,) = await drafter.all("speculate", part="be drafter", seconds=3, **for_drafter)
     at = {"port": listening["port"], "tokenizer": listening["tokenizer"]}
     await verifier.all("speculate", part="be verifier", seconds=3, **for_verifier, **at)
-    await verifier.all("speculate", part="meet", prompt=prompt, seconds=4)
+    await verifier.all("speculate", part="meet", prompt=prompt, tokens=tokens, seconds=4)
     yield listening
     await verifier.all("speculate", part="close")
 
@@ -258,7 +264,9 @@ class SpeculateBench:
             (answer,) = await verifier.all("speculate", part=part, **order)
             return Texts.of(answer["texts"], expected[:count], what)
 
-        async with opened(verifier, drafter, *self._sides(alpha, round_trip_ms, texts), "hello") as listening:
+        async with opened(
+            verifier, drafter, *self._sides(alpha, round_trip_ms, texts), "hello", plan.tokens
+        ) as listening:
             order: dict[str, Any] = {"prompts": prompts[:1], "tokens": shorter, "speculate": False}
             (answer,) = await verifier.all("speculate", part="write", seconds=text_s, sampling=GREEDY, **order)
             alone = Texts.of(answer["texts"], [expected[0][:shorter]], "alone")
@@ -272,7 +280,9 @@ class SpeculateBench:
         plan, alpha = self.plan, max(self.plan.alphas)
         (prompt,) = prompts_for(alpha, plan.tokens, 1)
         expected = [text_after(prompt.encode(), plan.tokens)]
-        async with opened(verifier, drafter, *self._sides(alpha, round_trip_ms, texts), "hello") as listening:
+        async with opened(
+            verifier, drafter, *self._sides(alpha, round_trip_ms, texts), "hello", plan.tokens
+        ) as listening:
             kill = {"kill_pid": listening["pid"], "kill_after": plan.tokens // 2}
             order = {"prompts": [prompt], "tokens": plan.tokens, "speculate": True, "sampling": GREEDY, **kill}
             (answer,) = await verifier.all("speculate", part="write", seconds=plan.tokens * plan.alone_s, **order)

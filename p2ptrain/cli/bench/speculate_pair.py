@@ -137,7 +137,7 @@ class PairBench:
         link = {"rtt_ms": round_trip_ms, "jitter_ms": plan.jitter_ms, "threads": plan.threads}
         for_drafter = {"draft_s": 0.0, "alpha": 1.0, "model": plan.drafter} | link
         for_verifier = {"pass_s": 0.0, "row_s": 0.0, "model": plan.verifier, "texts": ""} | link
-        async with opened(verifier, drafter, for_drafter, for_verifier, plan.prompts[0]):
+        async with opened(verifier, drafter, for_drafter, for_verifier, plan.prompts[0], plan.tokens):
             for drawn in self.drawn:
                 scene.console.progress(f"{round_trip_ms:g} ms, {drawn.name}")
                 alone, ahead = Texts(), Texts()

@@ -207,13 +207,16 @@ class VerifierSide:
         await self._service.warm_up()
         return {}
 
-    async def meet(self, *, prompt: str) -> Answer:
+    async def meet(self, *, prompt: str, tokens: int = MEET_TOKENS) -> Answer:
         """Write short texts until the drafter has had a part in one: both are awake then, as they are where a verifier
-        has written before. Raises ``DeadlineExceeded``:
-        it has none."""
+        has written before. ``tokens``: of a text that is measured, which may be as long as the models allow.
+
+        Raises:
+            DeadlineExceeded: it has no part.
+        """
         due = time.monotonic() + MEET_S
         while time.monotonic() < due:
-            made = await self._written(prompt, MEET_TOKENS, speculate=True, sampling={"temperature": 0.0})
+            made = await self._written(prompt, min(tokens, MEET_TOKENS), speculate=True, sampling={"temperature": 0.0})
             if made["stats"]["drafters"]:
                 return {}
         raise DeadlineExceeded(f"the drafter took no part within {MEET_S:.0f} s: {'; '.join(self.said) or 'silence'}")
