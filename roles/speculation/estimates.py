@@ -6,7 +6,7 @@ Each estimate begins with a prior that costs little where it is wrong, and follo
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from statistics import median
 
@@ -17,6 +17,7 @@ PRIOR_WEIGHT = 3.0
 RECENT = 7
 """Measurements of a time of which the median is taken: one that is far off does not count."""
 SURE = 3
+"""Measurements of which one that is far off does not count."""
 PRIOR_SLOPE = 0.1
 """Share of a pass that each draft makes it longer, until that was measured."""
 SHORTEST_S = 1e-6
@@ -73,11 +74,6 @@ class Recent:
         """It was measured."""
         return bool(self._seen)
 
-    @property
-    def sure(self) -> bool:
-        """It was measured often enough that one which is far off does not count."""
-        return len(self._seen) >= SURE
-
 
 class PassTimes:
     """What a pass takes by its number of drafts: the medians of those that were, a line from the shortest elsewhere."""
@@ -86,6 +82,7 @@ class PassTimes:
         self._by_drafts: dict[int, Recent] = {}
         self._slopes: deque[float] = deque(maxlen=4 * RECENT)
         self._step_s = math.inf
+        self._since = Counter[int]()  # passes since the last one without drafts, by drafts
 
     def copy(self) -> PassTimes:
         """Another that begins with what this one has seen."""
@@ -93,15 +90,22 @@ class PassTimes:
         other._by_drafts = {drafts: item.copy() for drafts, item in self._by_drafts.items()}
         other._slopes.extend(self._slopes)
         other._step_s = self._step_s
+        other._since = self._since.copy()
         return other
 
     def add(self, drafts: int, seconds: float) -> None:
         """A pass was."""
         seconds = max(seconds, SHORTEST_S)
         self._by_drafts.setdefault(drafts, Recent(seconds)).add(seconds)
-        # What more work took is enough for less: it may be long since a step was measured.
+        if not drafts:
+            self._since.clear()
+        self._since[drafts] += 1
+        # What more work took since a step was measured is enough for less. Not what it took before: of many medians
+        # that waver the least is less than any pass takes, and would stand as long as no such pass is tried.
         self._step_s = min(
-            item.seconds for more, item in self._by_drafts.items() if not more or item.sure or not self.known
+            item.seconds
+            for more, item in self._by_drafts.items()
+            if not more or self._since[more] >= SURE or not self.known
         )
         if drafts and self.known:
             self._slopes.append((seconds - self._by_drafts[0].seconds) / drafts)

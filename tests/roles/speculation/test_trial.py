@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
+from roles.speculation.estimates import PassTimes
 from roles.speculation.events import Began, Cancel, Drafted, DrafterReady, Drop, PassDone, Run, Tell
 from roles.speculation.experience import (
     LOOK_PASSES,
@@ -223,6 +224,27 @@ def test_nobody_rests_because_of_a_step_of_another_moment() -> None:
     text.passes(MOST_LOOK_PASSES, seconds=3 * STEP_S)
     assert not text.trial.resting
     assert text.experience.debt == 0
+
+
+def test_times_that_waver_make_no_gain_rest() -> None:
+    drafter = DrafterSetting(0.8)
+    free = [Setting((drafter,), constant(STEP_S), 300, seed=seed, noise=0.5) for seed in range(6)]
+    judged_s = mean_token_s([simulate(replace(setting, experience=Experience())) for setting in free])
+    with pytest.MonkeyPatch.context() as unjudged:
+        unjudged.setattr(Trial, "passed", lambda *args, **how: None)
+        free_s = mean_token_s([simulate(setting) for setting in free])
+    assert judged_s <= 1.12 * free_s
+
+
+def test_a_lucky_pass_of_long_ago_is_no_step() -> None:
+    times = PassTimes()
+    times.add(0, STEP_S)
+    for _ in range(3):
+        times.add(2, STEP_S / 2)
+    assert times.seconds(0) == STEP_S / 2  # it was measured since
+    times.add(0, STEP_S)
+    assert times.seconds(0) == STEP_S
+    assert times.copy().seconds(0) == STEP_S
 
 
 def test_longer_contexts_are_measured_for_themselves() -> None:

@@ -98,7 +98,8 @@ def test_texts_at_once(tmp_path: Path, wrong_every: int, most: float, round_trip
                 assert drafted_s <= most * alone_s
             assert not serving.experience.sessions
             assert not serving.experience.looking
-            assert serving.experience.step_s() == pytest.approx(PASS_S)
+            # Their mean may have one in it that waited for another text's session to be closed.
+            assert serving.experience.alone().usual_s == pytest.approx(PASS_S)
             await source.close()
         await serving.close()
 
