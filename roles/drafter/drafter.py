@@ -18,7 +18,7 @@ from functools import partial
 from itertools import count
 
 from p2ptrain.core.activations import IDS, encode_ids
-from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, ProtocolError, Refused
+from p2ptrain.core.errors import ConnectionLost, JobFailed, NetworkError, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.serving import Weighed
 from p2ptrain.core.world import World
 from roles.background import Background
@@ -349,7 +349,14 @@ class Drafter:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
-            await self._step(session)
+            try:
+                await self._step(session)
+            except Exception as mistake:  # of this program: others shall not lose their drafter by it  # noqa: BLE001
+                context = {"message": "a session failed", "exception": mistake}
+                asyncio.get_running_loop().call_exception_handler(context)
+                if not session.closed:
+                    self._refuse(session.caller, session.stream, JobFailed(f"{type(mistake).__name__}: {mistake}"))
+                    self._close(session)
 
     async def _step(self, session: _Session) -> None:
         """Run what a session wants, or a piece of it."""

@@ -628,3 +628,28 @@ def test_a_drafter_of_another_tokenizer_is_told_of_once() -> None:
             await source.close()
 
     run_virtual(main())
+
+
+def test_a_mistake_of_the_program_ends_one_session_only() -> None:
+    class Mistaken(Wobbly):
+        def run(self, session: str, **how: Any) -> Ran:
+            if how["keep"] > 20 and session == "draft-1":
+                return Ran(b"", None)  # type: ignore[arg-type] - that is the mistake
+            return super().run(session, **how)
+
+    async def main() -> None:
+        heard: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(context["exception"]))
+        network = MemoryNetwork()
+        host = DrafterHost("d", network.at("d"), model_serves(Mistaken(0.9)))
+        source = Drafters(around_of(network.at("verifier")), Tokens(VOCAB, TOKENIZER), look_up=False)
+        async with drafter_hosts([host]):
+            source.here([host.at])
+            await asyncio.sleep(1)
+            texts = await asyncio.gather(*(write(source, PROMPT, 120, GREEDY) for _ in range(2)))
+            assert [written.tokens for written in texts] == [EXPECTED] * 2
+            assert max(written.stats.accepted for written in texts) > 60, "the other one had its drafter to the end"
+            await source.close()
+        assert [type(mistake) for mistake in heard] == [TypeError]
+
+    run_virtual(main())
