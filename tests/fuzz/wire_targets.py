@@ -221,11 +221,18 @@ HANDSHAKE_MESSAGES = Target(
 )
 MESSAGES = Target(
     "messages",
-    st.one_of([_bodies(kind) for kind in MESSAGE_TYPES if kind > LAST_HANDSHAKE_KIND])
+    st.one_of([_bodies(kind) for kind, cls in MESSAGE_TYPES.items() if kind > LAST_HANDSHAKE_KIND and cls.KEYED])
     | st.tuples(st.integers(0, 255).filter(lambda kind: kind not in KINDS), st.binary(max_size=20)),
     _check_message,
-    (*_PARSERS, "wire.codec._values_untrusted"),
+    _PARSERS,
     peak_bytes=40 << 20,  # lists that claim 4096 items, a thousand deep: given back within the call
+)
+BARE_MESSAGES = Target(
+    "messages-bare",
+    st.one_of([_bodies(kind) for kind, cls in MESSAGE_TYPES.items() if not cls.KEYED]),
+    _check_message,
+    ("wire.codec.decode_untrusted", "wire.codec._values_untrusted"),
+    peak_bytes=1 << 20,
 )
 
 # ------------------------------------------------------------------------------------------------------------ records
@@ -393,4 +400,4 @@ def _check_address(text: str) -> None:
 
 ADDRESS = Target("addresses", mutated_text(_ADDRESSES, _PIECES) | ANY_TEXT, _check_address, (), peak_bytes=256 << 10)
 
-TARGETS = (FRAMES, HANDSHAKE_MESSAGES, MESSAGES, RECORD, HANDSHAKE, TICKET, ADDRESS)
+TARGETS = (FRAMES, HANDSHAKE_MESSAGES, MESSAGES, BARE_MESSAGES, RECORD, HANDSHAKE, TICKET, ADDRESS)
