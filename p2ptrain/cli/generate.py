@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -225,16 +226,17 @@ class Shown:
 
     def broken(self) -> None:
         """Whatever is said next begins on a line of its own."""
-        if self._is_open:
+        was_open, self._is_open = self._is_open, False
+        if was_open:
             typer.echo()
-        self._is_open = False
 
     def leaving(self, console: Console) -> Callable[[str], None]:
         """How to say that the person wants to leave: below the text, of which no more is shown."""
 
         def say(text: str) -> None:
-            self.broken()
             self._quiet = True
+            with suppress(BrokenPipeError):  # who reads the text may have left first
+                self.broken()
             console.event("info", text)
 
         return say

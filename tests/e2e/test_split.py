@@ -213,9 +213,11 @@ def test_ctrl_c_leaves_at_once_and_takes_nothing_from_others(cluster: Cluster) -
     leaving = subprocess.Popen(
         cluster.command("generate", "hello", "--split", str(STAGES), *options(50_000, None)),
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert leaving.stdout is not None
+    assert leaving.stderr is not None
     assert len(os.read(leaving.stdout.fileno(), 16)) > 0, "the text has begun"
     staying = subprocess.Popen(
         cluster.command("generate", "x", "--split", str(STAGES), "--json", *options(100, 5)),
@@ -229,6 +231,10 @@ def test_ctrl_c_leaves_at_once_and_takes_nothing_from_others(cluster: Cluster) -
     code = leaving.wait(DEADLINE_S)
     assert time.monotonic() - began < LEFT_S
     assert code == 130
+    said = leaving.stderr.read()
+    leaving.stderr.close()
+    assert "leaving" in said
+    assert "Traceback" not in said
     out, _ = staying.communicate(timeout=DEADLINE_S)
     assert json.loads(out)["text"] == reference(cluster.checkpoint, ["x"], 100, 5)[0]
 
