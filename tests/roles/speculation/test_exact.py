@@ -295,7 +295,8 @@ class Speculation(RuleBasedStateMachine):
                 assert line.number == drafter.core.number
                 assert drafter.core.verified == self.core.history[: line.told]
                 fresh = drafter.core.epoch > line.epoch  # it was cut, and has not drafted since
-                assert fresh or (line.epoch == drafter.core.epoch and not line.dead)
+                untold = line.depth == 0 and line.told < len(self.core.history)  # it rests, and hears of it later
+                assert fresh or (line.epoch == drafter.core.epoch and (untold or not line.dead))
         while not self.ended:
             if self.running:
                 self.computes()
