@@ -103,31 +103,26 @@ class _LoopThread:
     def _begin(self, call: Callable[[], Any], future: asyncio.Future[Any], end_at: float) -> None:
         if future.cancelled():
             return
-        result: Any = None
-        problem: BaseException | None = None
-        try:
-            result = call()
-        except BaseException as raised:  # noqa: BLE001 - carried to the caller, as the real thread does it
-            problem = raised
-        asyncio.get_running_loop().call_at(end_at, settle, future, result, problem)
+        asyncio.get_running_loop().call_at(end_at, settle, future, *outcome_of(call))
 
 
 def _carried_out(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], call: Callable[[], Any]) -> bool:
     """Call, and hand over what came of it; False where the loop is closed, and so nobody waits any more."""
     if future.cancelled():
         return True
-    result, error = None, None
     try:
-        result = call()
-    except BaseException as raised:  # noqa: BLE001 - carried to the caller, who decides
-        error = raised
-    try:
-        loop.call_soon_threadsafe(settle, future, result, error)
+        loop.call_soon_threadsafe(settle, future, *outcome_of(call))
     except RuntimeError:
         return False
-    finally:
-        del error  # it holds a traceback, which holds this frame
     return True
+
+
+def outcome_of(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """What ``call`` gives, or raises. No frame keeps what was raised, whose traceback would hold the frame in turn."""
+    try:
+        return call(), None
+    except BaseException as raised:  # noqa: BLE001 - carried to the caller, who decides
+        return None, raised
 
 
 def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from p2ptrain.core.threads import Thread, settle
+from p2ptrain.core.threads import Thread, outcome_of, settle
 from roles.sim.loop import Process
 
 T = TypeVar("T")
@@ -62,14 +62,9 @@ class _SimThread:
     def _call(self, call: Callable[[], Any], future: asyncio.Future[Any], end_at: float) -> None:
         if not self._process.alive:
             return
-        result: Any = None
-        problem: BaseException | None = None
-        try:
-            result = call()
-        except BaseException as raised:  # noqa: BLE001 - carried to the caller, as the real thread does it
-            problem = raised
+        outcome = outcome_of(call)
         if self._process.alive:
-            asyncio.get_running_loop().call_at(end_at, settle, future, result, problem)
+            asyncio.get_running_loop().call_at(end_at, settle, future, *outcome)
 
 
 _SEEN_EARLY = 0.25
