@@ -56,11 +56,12 @@ M = TypeVar("M", bound=Message)
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """One control frame, decoded."""
+    """One control frame, decoded. ``body_bytes``: it was so long, without the header."""
 
     message: Message
     generation: int
     stream: int
+    body_bytes: int = 0
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -412,7 +413,7 @@ class Connection(asyncio.BufferedProtocol):
         message = decode_untrusted(frame.kind, frame.body)
         if isinstance(message, Refuse):
             self._refusal = message  # its last word, and so the cause of the end that follows
-        self._inbox.append(Received(message, frame.generation, frame.stream))
+        self._inbox.append(Received(message, frame.generation, frame.stream, len(frame.body)))
         self._steer_reading()
         self._wake()
 

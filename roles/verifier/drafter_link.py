@@ -410,7 +410,7 @@ class DrafterLink:
         seat = self.seats.get(stream)
         if seat is None:
             return None  # the session was over when this was on its way
-        seat.bytes_in += len(encode(message))
+        seat.bytes_in += received.body_bytes
         seat.frames += 1
         match message:
             case DraftReady() if seat.ready:
