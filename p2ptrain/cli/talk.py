@@ -14,6 +14,7 @@ from typing import Any
 import typer
 
 from p2ptrain.cli.output import printable
+from p2ptrain.cli.prompting import typed_line
 from p2ptrain.cli.sources import Answer
 from p2ptrain.cli.speakers import Speaker
 from p2ptrain.cli.text_options import write
@@ -74,12 +75,11 @@ class Talk:
 
     def _typed(self) -> Iterator[str]:
         """Lines of a person. Ctrl+C after a cancelled answer, or twice, leaves; so does Ctrl+D."""
-        _edit_lines()
         warned = False
         while True:
             count = len(self.answers)
             try:
-                line = input(_PROMPT)
+                line = typed_line(_PROMPT)
             except EOFError:
                 typer.echo()
                 return
@@ -245,11 +245,3 @@ class _Shown:
             self._waits = False
             sys.stderr.write("\r" + " " * len(_THINKING) + "\r")
             sys.stderr.flush()
-
-
-def _edit_lines() -> None:
-    """Arrow keys and the history of what was typed, where this Python can."""
-    import contextlib
-
-    with contextlib.suppress(ImportError):  # Windows, or an interpreter that was built without it
-        import readline  # noqa: F401 - input() uses it from now on

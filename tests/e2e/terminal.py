@@ -15,12 +15,16 @@ DEADLINE_S = 60.0
 
 
 class Terminal:
-    """A process whose standard streams are one terminal."""
+    """A process whose standard streams are one terminal.
 
-    def __init__(self, *arguments: str) -> None:
+    Args:
+        program: what Python runs with ``arguments``.
+    """
+
+    def __init__(self, *arguments: str, program: tuple[str, ...] = ("-m", "p2ptrain")) -> None:
         self.here, there = pty.openpty()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "p2ptrain", *arguments],
+            [sys.executable, *program, *arguments],
             stdin=there,
             stdout=there,
             stderr=there,
