@@ -1,7 +1,8 @@
 """How a verifier has fared of late, over all texts that drafters may have a part in. Pure.
 
 *Sums* only grow: of each text, and so of all of them together. What grew within the last tokens are the figures of
-late. They stand still while nothing is written, and then say how it was when something was.
+late. They stand still while nothing is written, and then say how it was when something was. What tokens would have
+taken without drafts is added up as they come, by what a step alone took then: a machine's load changes.
 """
 
 from __future__ import annotations
@@ -61,13 +62,18 @@ class Recent:
 
     def __init__(self) -> None:
         self._known: deque[Sums] = deque([{}])
+        self._compared = {"compared": 0.0, "compared_s": 0.0, "alone_s": 0.0}
 
-    def note(self, sums: Sums) -> None:
-        """The sums as they are now."""
+    def note(self, sums: Sums, step_s: float) -> None:
+        """The sums as they are now. ``step_s``: of a step of the verifier alone, now; 0: it is not known."""
         known = self._known
+        if step_s > 0:
+            after, pass_s = (sums.get(name, 0.0) - known[-1].get(name, 0.0) for name in ("after", "pass_s"))
+            for name, more in (("compared", after), ("compared_s", pass_s), ("alone_s", step_s * after)):
+                self._compared[name] += more
         if len(known) > 1 and _tokens(sums) - _tokens(known[-2]) < _GRAIN_TOKENS:
             known.pop()
-        known.append(dict(sums))
+        known.append({**sums, **self._compared})
         while len(known) > 2 and _tokens(known[-1]) - _tokens(known[1]) >= RECENT_TOKENS:
             known.popleft()
 
@@ -86,13 +92,14 @@ def figures_of(grown: Sums, step_s: float) -> dict[str, float]:
     """Figures for people and programs, of what is known.
 
     Args:
-        step_s: of a step of the verifier alone; 0: it is not known.
+        step_s: of a step of the verifier alone, now; 0: it is not known.
 
     Returns:
         ``alpha``, and by place in the pass ``right_at_1`` and so on; ``accepted_length`` in tokens a pass;
         ``alone_share`` of the passes that had no drafts; ``wasted_share`` of the drafts; ``bytes_per_token``;
-        ``token_ms`` and its parts, as of ``WritingStats.as_map``; ``alone_ms``, and ``speed_up``: how many times as
-        fast the model's passes gave tokens as steps alone do; ``look_up_share`` of the right drafts.
+        ``token_ms`` and its parts, as of ``WritingStats.as_map``; ``alone_ms`` that each would have taken without
+        drafts, and ``speed_up``: how many times as fast the model's passes gave tokens; ``look_up_share`` of the
+        right drafts.
     """
     found: dict[str, float] = {}
 
@@ -115,10 +122,12 @@ def figures_of(grown: Sums, step_s: float) -> dict[str, float]:
         share(f"{name}_ms", 1e3 * seconds, after)
     if after > 0:
         found["rest_ms"] = max(0.0, found["token_ms"] - sum(found[f"{name}_ms"] for name in _PARTS))
-    if step_s > 0:
+    compared, alone_s = grown.get("compared", 0.0), grown.get("alone_s", 0.0)
+    if compared >= SURE_TOKENS:
+        share("speed_up", alone_s, grown.get("compared_s", 0.0))
+        share("alone_ms", 1e3 * alone_s, compared)
+    elif step_s > 0:
         found["alone_ms"] = 1e3 * step_s
-        if after >= SURE_TOKENS:
-            share("speed_up", step_s * after, grown.get("pass_s", 0.0))
     shares = shares_of(grown)
     if "" in shares:
         found["look_up_share"] = shares[""]

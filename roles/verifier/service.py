@@ -320,7 +320,7 @@ class VerifierService:
 
     def _note_recent(self) -> None:
         under_way = [session.sums() for session, running in self._running.items() if running.speculates]
-        self._recent.note(added([self._ended_sums, *under_way]))
+        self._recent.note(added([self._ended_sums, *under_way]), self.experience.step_s())
 
     def _expected_s(self, places: int) -> float:
         """Until so many places have become free, as far as is known."""

@@ -19,7 +19,9 @@ def stats() -> Stats:
 
 def test_the_figures_of_a_text() -> None:
     sums = sums_of(stats(), SPENT, bytes_moved=410, right_by={"d1": 6, "": 2, "d2": 0})
-    found = figures_of(sums, 0.1)
+    recent = Recent()
+    recent.note(sums, 0.1)
+    found = figures_of(recent.grown, 0.1)
     assert found == {
         "alpha": 0.5,
         "right_at_1": 0.75,
@@ -45,7 +47,9 @@ def test_the_figures_of_a_text() -> None:
 def test_nothing_is_said_of_what_is_not_known() -> None:
     assert figures_of({}, 0.0) == {}
     assert figures_of({}, 0.05) == {"alone_ms": 50.0}
-    assert "speed_up" not in figures_of({"after": 15.0, "pass_s": 1.0}, 0.05), "that is chance"
+    few = Recent()
+    few.note({"tokens": 15.0, "after": 15.0, "pass_s": 1.0}, 0.05)
+    assert "speed_up" not in figures_of(few.grown, 0.05), "that is chance"
     assert shares_of(sums_of(Stats(), dict.fromkeys(SPENT, 0.0), bytes_moved=0, right_by={"d1": 0})) == {}
 
 
@@ -60,18 +64,38 @@ def test_what_is_long_ago_fades_and_the_last_figures_stay() -> None:
     recent = Recent()
     assert recent.grown == {}
     for tokens in range(0, 10_000, 7):
-        recent.note({"tokens": tokens, "right 1": min(tokens, 5000)})
+        recent.note({"tokens": tokens, "right 1": min(tokens, 5000)}, 0.0)
     grown = recent.grown
     assert RECENT_TOKENS <= grown["tokens"] < 1.2 * RECENT_TOKENS
     assert grown["right 1"] == 0, "that was long ago"
     for _ in range(100):  # nothing is written
-        recent.note({"tokens": tokens, "right 1": 5000})
+        recent.note({"tokens": tokens, "right 1": 5000}, 0.0)
     assert recent.grown == grown
     assert len(recent._known) < 40
 
 
 def test_the_first_tokens_are_seen_at_once() -> None:
     recent = Recent()
-    recent.note({})
-    recent.note({"tokens": 3, "by d1": 2})
-    assert recent.grown == {"tokens": 3, "by d1": 2}
+    recent.note({}, 0.0)
+    recent.note({"tokens": 3, "by d1": 2}, 0.0)
+    grown = recent.grown
+    assert (grown["tokens"], grown["by d1"]) == (3, 2)
+
+
+def test_tokens_are_held_against_what_a_step_took_when_they_came() -> None:
+    recent = Recent()
+    recent.note({"tokens": 32.0, "after": 32.0, "pass_s": 1.0}, 0.0)  # nobody knows yet: they are not compared
+    recent.note({"tokens": 132.0, "after": 132.0, "pass_s": 3.5}, 0.05)
+    recent.note({"tokens": 232.0, "after": 232.0, "pass_s": 8.5}, 0.1)  # the machine has other work, too
+    found = figures_of(recent.grown, 0.1)
+    assert found["speed_up"] == pytest.approx(2.0)
+    assert found["alone_ms"] == pytest.approx(75.0)
+
+
+def test_no_token_is_compared_twice() -> None:
+    recent = Recent()
+    for tokens in range(1, 3000):
+        recent.note({"tokens": tokens, "after": tokens, "pass_s": 0.02 * tokens}, 0.05)
+    grown = recent.grown
+    assert grown["compared"] == grown["after"]
+    assert figures_of(grown, 0.05)["speed_up"] == pytest.approx(2.5)
