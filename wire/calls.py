@@ -18,7 +18,7 @@ class Calls:
         self._last_id = 0
 
     async def ask(
-        self, send: Callable[[Message], None], method: str, params: dict[str, Any], *, whom: str, timeout_s: float
+        self, send: Callable[[Message], object], method: str, params: dict[str, Any], *, whom: str, timeout_s: float
     ) -> dict[str, Any]:
         """Send a request to ``whom`` and wait for the result.
 

@@ -186,16 +186,21 @@ class Connection(asyncio.BufferedProtocol):
         self.abort(error)
         raise error
 
-    def send(self, message: Message, *, generation: int = 0, stream: int = 0) -> None:
+    def send(self, message: Message, *, generation: int = 0, stream: int = 0) -> int:
         """Hand one control frame to the transport. Never blocks.
+
+        Returns:
+            Bytes of the message, as of ``Received.body_bytes``.
 
         Raises:
             ConnectionLost: the connection ended, or the peer does not read and the connection is closed for it.
             UserError: the message is longer than a frame may be.
         """
         self._check_open()
-        self._write_control(encode_control(message.KIND, encode(message), generation=generation, stream=stream))
+        body = encode(message)
+        self._write_control(encode_control(message.KIND, body, generation=generation, stream=stream))
         self._check_read()
+        return len(body)
 
     def send_with_bulk(self, message: Message, payload: memoryview, *, generation: int, stream: int) -> None:
         """``send`` and then ``send_bulk`` of what it announces, as one write: the other side wakes up once for both.

@@ -39,7 +39,6 @@ from roles.speculation.received import (
 from roles.verifier.drafter_record import DraftRecord, SeatRecord
 from roles.worker.stage_links import DIAL_S, QUIET_S, Line
 from wire.calls import Calls
-from wire.codec import encode
 from wire.connection import Received
 from wire.handshake import dial, local_hello
 from wire.messages import Message, Refuse, Response
@@ -252,7 +251,7 @@ class DrafterLink:
                     while True:
                         received = await line.frame()
                         if isinstance(received.message, ProbsHere):
-                            await self._take_probs_untrusted(line, received.message, received.stream)
+                            await self._take_probs_untrusted(line, received.message, received)
                         else:
                             self._take_untrusted(received)
                 finally:
@@ -363,10 +362,9 @@ class DrafterLink:
         """Raises ``UserError``: it is longer than a frame may be."""
         if self._line is None:
             return
-        seat.bytes_out += len(encode(message))
-        seat.frames += 1
         with suppress(ConnectionLost):
-            self._line.connection.send(message, generation=generation, stream=seat.stream)
+            seat.bytes_out += self._line.connection.send(message, generation=generation, stream=seat.stream)
+            seat.frames += 1
 
     def _forget(self, seat: Seat) -> None:
         seat.over = True
@@ -441,8 +439,9 @@ class DrafterLink:
             return weighed_untrusted(message, epoch, vocab_size=vocab_size)
         return drafts_untrusted(message, epoch, vocab_size=vocab_size), ()
 
-    async def _take_probs_untrusted(self, line: Line, message: ProbsHere, stream: int) -> None:
+    async def _take_probs_untrusted(self, line: Line, message: ProbsHere, received: Received) -> None:
         """Raises ``ProtocolError`` where no correct drafter says this, and as ``Line.bulk``."""
+        stream = received.stream
         vocab_size, seat = self._tokens.vocab_size, self.seats.get(stream)
         asked = seat.asked if seat is not None else None
         if not 0 < stream <= self._last_stream or (seat is not None and asked is None):
@@ -455,7 +454,7 @@ class DrafterLink:
             return  # the session was over when this was on its way
         if message.position != asked.position:
             raise ProtocolError(f"it speaks of position {message.position}, and was asked about {asked.position}")
-        seat.bytes_in += len(encode(message)) + len(data)
+        seat.bytes_in += received.body_bytes + len(data)
         seat.frames += 2
         probs = probs_untrusted(message, data, vocab_size=vocab_size, token=asked.token, weight=asked.weight)
         asked.answer.set_result(probs)

@@ -268,9 +268,8 @@ async def goes_silent(member: Member, connection: Connection, hello: Hello) -> N
         if not frozen:
             send(payload, generation=generation, stream=stream)
 
-    def control(message: Message, *, generation: int = 0, stream: int = 0) -> None:
-        if not frozen:
-            say(message, generation=generation, stream=stream)
+    def control(message: Message, *, generation: int = 0, stream: int = 0) -> int:
+        return 0 if frozen else say(message, generation=generation, stream=stream)
 
     connection.send_bulk, connection.send = bulk, control  # type: ignore[method-assign]
     await honest(member, connection, hello)

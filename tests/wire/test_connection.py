@@ -88,6 +88,17 @@ def test_control_frames_arrive_in_order_both_ways(play: Play):
     play(scenario)
 
 
+def test_both_sides_count_the_same_bytes_of_a_message(play: Play):
+    async def scenario(network: Network) -> None:
+        near, far = await joined(network)
+        for text in ("", "x" * 500):
+            size = near.send(Leave(text))
+            assert (await far.receive(timeout_s=5)).body_bytes == size > len(text)
+        await closed(near, far)
+
+    play(scenario)
+
+
 def test_bulk_lands_in_its_buffers_among_control_frames(play: Play):
     async def scenario(network: Network) -> None:
         near, far = await joined(network)
