@@ -33,6 +33,7 @@ from roles.speculation.events import (
     Told,
 )
 from roles.speculation.experience import Experience
+from roles.speculation.policy import MOST_DRAFTS
 from roles.speculation.received import packed
 from roles.speculation.stats import Stats
 from roles.speculation.verifying import Verifying
@@ -69,7 +70,7 @@ class Setting:
     Attributes:
         pass_s: that a pass with so many drafts takes the target.
         shared: a pass that begins while a drafter computes takes so much longer: they share processors.
-        experience: as of ``Verifying``. at_s: it begins then, for an experience of more than one.
+        experience, most_drafts: as of ``Verifying``. at_s: it begins then, for an experience of more than one.
         turn_s: after so much of a pass without drafts the target can begin the next one; 0: only when it ended.
         noise: of a pass's time, as sigma of a log-normal factor with median 1. load: the machine has other work by
             turns, ``load_s`` at a time: passes take this share longer then.
@@ -87,6 +88,7 @@ class Setting:
     noise: float = 0.0
     load: float = 0.0
     load_s: float = 1.0
+    most_drafts: int = MOST_DRAFTS
 
 
 @dataclass(slots=True)
@@ -215,7 +217,11 @@ class Simulation:
         dice = random.Random(setting.seed)  # noqa: S311 (dice)
         self.truth = [dice.randrange(VOCAB) for _ in range(setting.prompt + setting.tokens)]
         self.core = Verifying(
-            self.truth[: setting.prompt], max_new_tokens=setting.tokens, vocab_size=VOCAB, experience=setting.experience
+            self.truth[: setting.prompt],
+            max_new_tokens=setting.tokens,
+            vocab_size=VOCAB,
+            experience=setting.experience,
+            most_drafts=setting.most_drafts,
         )
         self.now = setting.at_s
         self.payload_bytes = 0
@@ -321,17 +327,26 @@ def expected_tokens(alpha: float, drafts: int) -> float:
     return float((1 - alpha ** (drafts + 1)) / (1 - alpha))
 
 
-def synchronous_s(alpha: float, draft_s: float, pass_s: Callable[[int], float], round_trip_s: float) -> float:
-    """Time of a token where each side waits for the other, with the best number of drafts."""
-    return min(
-        (drafts * draft_s + (round_trip_s if drafts else 0) + pass_s(drafts)) / expected_tokens(alpha, drafts)
-        for drafts in range(1, 65)
-    )
+def synchronous_s(
+    drafts: int, alpha: float, draft_s: float, pass_s: Callable[[int], float], round_trip_s: float
+) -> float:
+    """Time of a token where each side waits for the other, and so many drafts are asked for at a time."""
+    return (drafts * draft_s + round_trip_s + pass_s(drafts)) / expected_tokens(alpha, drafts)
 
 
-def drafting_ahead_s(alpha: float, draft_s: float, pass_s: float, round_trip_s: float, share: float = 0.4) -> float:
-    """Time of a token where the drafter drafts ahead; ``share`` of a pass is lost, on average, when it was wrong."""
-    return min(pass_s, alpha * draft_s + (1 - alpha) * (round_trip_s + (1 + share) * pass_s))
+def drafting_ahead_s(
+    alpha: float,
+    draft_s: float,
+    pass_s: float,
+    round_trip_s: float,
+    *,
+    share: float = 0.4,
+    most_drafts: int = MOST_DRAFTS,
+) -> float:
+    """Time of a token where the drafter drafts ahead; ``share`` of a pass is lost, on average, when it was wrong. No
+    pass gives more than its ``most_drafts`` are expected to."""
+    ahead_s = alpha * draft_s + (1 - alpha) * (round_trip_s + (1 + share) * pass_s)
+    return min(pass_s, max(ahead_s, pass_s / expected_tokens(alpha, most_drafts)))
 
 
 def mean_token_s(outcomes: Sequence[Outcome]) -> float:

@@ -62,6 +62,7 @@ class Verifying:
         vocab_size: token ids are below it.
         cached: positions of the prompt that the target has already; the last one is computed in any case.
         experience: of the verifier, which all its sessions share; None: this one is its first.
+        most_drafts: that a pass takes; at least 1.
 
     Attributes:
         tokens: new ones, in order.
@@ -78,9 +79,12 @@ class Verifying:
         vocab_size: int,
         cached: int = 0,
         experience: Experience | None = None,
+        most_drafts: int = policy.MOST_DRAFTS,
     ) -> None:
         if not ids or max_new_tokens < 1:
             raise ValueError("a generation has a prompt, and makes a token")
+        if most_drafts < 1:
+            raise ValueError("a pass without any drafts needs no drafters")
         self.ended = ""
         self.stats = Stats()
         self.right_of = Counter[int]()
@@ -89,6 +93,7 @@ class Verifying:
         self._stop = len(ids) + max_new_tokens
         self._stop_ids = frozenset(stop_ids)
         self._vocab_size = vocab_size
+        self._most_drafts = most_drafts
         self._held = min(cached, len(ids) - 1)  # positions that the target has and that are right
         self._pass: Run | None = None  # under way
         self._behind = Behind()
@@ -302,7 +307,7 @@ class Verifying:
             return []
         step_s = times.seconds(0)
         apart_s, flying = self._apart_s(step_s), tuple(behind.drafts)
-        room = min(self._stop - len(self._text) - len(flying) - 1, policy.MOST_DRAFTS, times.most)
+        room = min(self._stop - len(self._text) - len(flying) - 1, self._most_drafts, times.most)
         if not apart_s or room < 1:
             return []
         drafts, alpha = tuple[int, ...](), 0.0
@@ -332,7 +337,7 @@ class Verifying:
     def _choose(self, now: float) -> tuple[policy.Choice, int | None]:
         """What the next pass takes, after which wait, and whose drafts."""
         times, between_s = self._pass_times, self._between.seconds
-        room = min(self._stop - len(self._text) - 1, policy.MOST_DRAFTS, times.most)
+        room = min(self._stop - len(self._text) - 1, self._most_drafts, times.most)
         step_s = times.seconds(0) + between_s
         rate = max(1 / step_s, self._rate_tokens / self._rate_s if self._rate_s else 0.0)
         most_wait_s = self._idle_since + policy.LONGEST_WAIT * step_s - now

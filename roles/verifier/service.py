@@ -19,6 +19,7 @@ from p2ptrain.core.errors import P2PTrainError, Refused, ResourceError, UserErro
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.world import World
 from roles.speculation.experience import Experience
+from roles.speculation.policy import MOST_DRAFTS
 from roles.speculation.stats import Stats
 from roles.verifier.asking import Wish
 from roles.verifier.drafting_source import Connected, DrafterSource, NoDrafters
@@ -47,6 +48,7 @@ class ServiceOptions:
         sessions: texts written at a time. waiting: more of them that wait.
         positions: that one may have, prompt included; 0: as many as the model knows.
         kept: conversations whose computed part is kept for the next question. kept_s: for so long.
+        most_drafts: that a pass takes; how many are of use it finds out by itself.
     """
 
     sessions: int = 4
@@ -54,6 +56,7 @@ class ServiceOptions:
     positions: int = 0
     kept: int = 2
     kept_s: float = 180.0
+    most_drafts: int = MOST_DRAFTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +287,7 @@ class VerifierService:
             now=self._now,
             on_end=self._on_end,
             experience=self.experience,
+            most_drafts=self._options.most_drafts,
         )
         drafters = self._drafters if speculate else NoDrafters()
         self._running[session] = _Running(self._now(), opened, prepared.max_new_tokens, speculate)

@@ -17,6 +17,7 @@ from p2ptrain.core.serving import Sampling
 from roles.background import Background
 from roles.speculation import events as ev
 from roles.speculation.experience import Experience
+from roles.speculation.policy import MOST_DRAFTS
 from roles.speculation.verifying import Verifying
 from roles.verifier.asking import Piece
 from roles.verifier.drafting_source import DrafterFacts, DrafterSource, Drafting
@@ -39,6 +40,7 @@ class TextSession:
 
     Args:
         prompt: its ids. cached: the first so many of them the target's session has already.
+        most_drafts: as of ``Verifying``.
         on_end: called once, when nothing is computed any more: whether the target's session can be used again.
 
     Attributes:
@@ -58,6 +60,7 @@ class TextSession:
         now: Callable[[], float],
         on_end: Callable[[TextSession, bool], None],
         experience: Experience | None = None,
+        most_drafts: int = MOST_DRAFTS,
     ) -> None:
         self.prompt_tokens, self.left_out, self.ended = len(prompt), left_out, ""
         self.core = Verifying(
@@ -67,6 +70,7 @@ class TextSession:
             vocab_size=vocab_size,
             cached=cached,
             experience=experience,
+            most_drafts=most_drafts,
         )
         self._target, self._writer, self._now, self._on_end = target, writer, now, on_end
         self._stats = WritingStats(self.core.stats, began_at=now(), prompt_tokens=len(prompt), cached_tokens=cached)

@@ -23,11 +23,11 @@ from p2ptrain.cli.bench.report import Report, Table, times
 from p2ptrain.cli.bench.trial import Scene
 from p2ptrain.cli.stopping import unless_stopped
 from p2ptrain.core.errors import JobFailed
+from roles.speculation.policy import MOST_DRAFTS
 from roles.speculation.simulation import (
     DrafterSetting,
     Setting,
     drafting_ahead_s,
-    expected_tokens,
     growing,
     mean_token_s,
     simulate,
@@ -47,7 +47,6 @@ ALONE_TOKENS = 64
 """Of the text that is written without a drafter: all of its tokens take as long."""
 SETTLED = 64
 """Tokens after which a text's drafter is known."""
-_ALL_DRAFTS = 65
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +91,8 @@ class Plan:
     def best_drafts(self, alpha: float, round_trip_s: float) -> int:
         """Of a protocol whose sides wait for each other, by its formula."""
         return min(
-            range(1, _ALL_DRAFTS),
-            key=lambda drafts: (
-                (drafts * self.draft_s + round_trip_s + self.passes_s(drafts)) / expected_tokens(alpha, drafts)
-            ),
+            range(1, MOST_DRAFTS + 1),
+            key=lambda drafts: synchronous_s(drafts, alpha, self.draft_s, self.passes_s, round_trip_s),
         )
 
     def goal_s(self, alpha: float, round_trip_ms: float, alone_s: float) -> float | None:
@@ -346,7 +343,7 @@ class SpeculateBench:
             "in_turns_drafts": row.drafts,
             "simulated_s": row.simulated_s,
             "formula_ahead_s": drafting_ahead_s(row.alpha, plan.draft_s, plan.alone_s, round_trip_s),
-            "formula_in_turns_s": synchronous_s(row.alpha, plan.draft_s, plan.passes_s, round_trip_s),
+            "formula_in_turns_s": synchronous_s(row.drafts, row.alpha, plan.draft_s, plan.passes_s, round_trip_s),
             "goal_s": goal_s,
             "goal_reached": None if goal_s is None else token_s <= goal_s,
             "never_slower": slower <= NEVER_SLOWER,

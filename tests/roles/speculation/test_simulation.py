@@ -40,7 +40,7 @@ def test_a_good_drafter_at_any_distance(round_trip_s: float) -> None:
     token_s = mean_token_s(outcomes)
     assert token_s <= GOALS_S[round_trip_s]
     assert token_s <= 1.11 * drafting_ahead_s(0.8, DRAFT_S, PASS_S, round_trip_s)
-    assert token_s < synchronous_s(0.8, DRAFT_S, constant(PASS_S), round_trip_s)
+    assert token_s < min(synchronous_s(drafts, 0.8, DRAFT_S, constant(PASS_S), round_trip_s) for drafts in range(1, 65))
     assert sum(item.payload_bytes for item in outcomes) / sum(item.tokens for item in outcomes) < 16
 
 
@@ -74,6 +74,20 @@ def test_one_that_gets_better_is_found_again() -> None:
     drafter = DrafterSetting(0.0, DRAFT_S, 0.02, alphas=((300, 0.9),))
     outcome = simulate(Setting((drafter,), constant(PASS_S), 1500))
     assert outcome.token_s < 0.6 * PASS_S
+
+
+@pytest.mark.parametrize("turn_s", [0.0, PASS_S / 2])
+def test_no_pass_takes_more_drafts_than_it_may(turn_s: float) -> None:
+    drafter = DrafterSetting(0.9, DRAFT_S, 0.02)
+    token_s = {}
+    for most in (1, 3, 64):
+        setting = Setting((drafter,), constant(PASS_S), 256, turn_s=turn_s, most_drafts=most)
+        outcome = simulate(setting)
+        token_s[most] = outcome.token_s
+        assert max(drafts for _, drafts, _ in outcome.passes) == most or most == 64
+        if not turn_s:
+            assert outcome.token_s >= PASS_S / (1 + most)
+    assert token_s[64] < token_s[3] < token_s[1]
 
 
 def test_a_link_that_wavers() -> None:
