@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from p2ptrain.core.errors import NetworkError, ResourceError
+from p2ptrain.core.errors import ResourceError
 from p2ptrain.core.units import human_bytes
 
 if TYPE_CHECKING:
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from p2ptrain.cli.joining import ServeWish
     from p2ptrain.compute.conversation import ChatFormat
     from p2ptrain.compute.text import ModelText
-    from roles.chain.around import Around
     from roles.compute_thread import ComputeThread
     from roles.member import ServingMember
     from roles.verifier.http import Place
@@ -33,7 +31,6 @@ LEAVE_S = 0.8
 """A program of a member has a second to end (``cli.joining``)."""
 TYPICAL_POSITIONS = 4096
 """Of a session, where a split model's caches are planned: those for a whole context may be larger than its weights."""
-SEED_AWAY_S, ASK_AGAIN_S = 60.0, 1.0
 _WEIGHTS = "*.safetensors"
 
 
@@ -79,7 +76,9 @@ async def serve(member: ServingMember, wish: ServeWish, console: Console) -> Non
         name, sessions = model_name(directory), wish.sessions or USUAL_SESSIONS
         opened = _whole(member, wish, directory, compute, sessions, console)
         if wish.split is not None:
-            opened = _split(member, around, wish, directory, texts.text, sessions, console)
+            from p2ptrain.cli.serve_split import split_target
+
+            opened = split_target(member, around, wish, texts.text, sessions, console)
         target = await stack.enter_async_context(opened)
         drafters = Drafters(around, Tokens(target.vocab_size, texts.digest), look_up=wish.look_up)
         stack.push_async_callback(drafters.close)
@@ -169,77 +168,6 @@ def _cache_bytes(memory_bytes: int, directory: Path) -> int:
             remedy="give it more, or split the model over workers: --split",
         )
     return memory_bytes - weights_bytes
-
-
-@asynccontextmanager
-async def _split(
-    member: ServingMember,
-    around: Around,
-    wish: ServeWish,
-    directory: Path,
-    text: ModelText,
-    sessions: int,
-    console: Console,
-) -> AsyncIterator[Target]:
-    """The model on workers of the cluster. Raises as ``Crew`` and ``Chain``, ``UserError`` where nobody is there."""
-    from p2ptrain.cli.model_sizes import anatomy
-    from p2ptrain.cli.split import LoadingLine
-    from p2ptrain.core.activations import activation_bytes
-    from p2ptrain.core.errors import UserError
-    from roles.background import Background
-    from roles.chain.client import Chain
-    from roles.chain.models import local_model, tensor_table
-    from roles.chain.plan import Crew, workers_of
-    from roles.chain.recruiting import Recruiting
-    from roles.verifier.chain_target import ChainTarget
-
-    workers = await workers_of(partial(_asked, member))
-    if not workers:
-        raise UserError(
-            "no worker is there to hold a part of the model",
-            remedy="start some: p2ptrain join; or have it whole in this process: leave --split out",
-        )
-    crew = await Crew.meet(around, workers)
-    try:
-        console.progress(f"reading the files of {directory}")  # hashed, the first time
-        model = await local_model(around, directory)
-        found = anatomy(model.config, await tensor_table(around, model), "")
-        positions = min(text.context or TYPICAL_POSITIONS, TYPICAL_POSITIONS)
-        plan = await crew.plan(
-            model,
-            found.sizes,
-            positions=sessions * positions,
-            dtype="",
-            activation_bytes=activation_bytes(found.dtype, 1, found.width),
-            stages=wish.split or None,
-        )
-        chain = await Chain.load(crew, model, plan, on_progress=LoadingLine(plan, console).show)
-        console.clear()
-        target = ChainTarget(chain, label=directory.name, context=text.context)
-        recruiting = Background()
-        recruiting.start(Recruiting(chain, member.ask).run(), "recruiting")
-        try:
-            yield target
-        finally:
-            await _within(recruiting.stop())
-            await _within(target.close())
-    finally:
-        console.clear()
-        await _within(crew.close())
-
-
-async def _asked(member: ServingMember, method: str, params: dict[str, Any]) -> dict[str, Any]:
-    """What the seed answers; where it is away, as soon as it is back. Raises ``NetworkError``: that takes too long."""
-    import asyncio
-
-    due = member.world.clock.now() + SEED_AWAY_S
-    while True:
-        try:
-            return await member.ask(method, params)
-        except NetworkError:
-            if member.world.clock.now() > due:
-                raise
-            await asyncio.sleep(ASK_AGAIN_S)
 
 
 async def _place(stack: AsyncExitStack, member: ServingMember, wish: ServeWish) -> Place | None:

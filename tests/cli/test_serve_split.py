@@ -19,7 +19,7 @@ from p2ptrain.cli.joining import ServeWish
 from p2ptrain.compute.model import build_model, load_model
 from p2ptrain.compute.testing import tiny
 from p2ptrain.compute.tokenizer import Tokenizer
-from p2ptrain.core.errors import NetworkError, P2PTrainError
+from p2ptrain.core.errors import NetworkError, P2PTrainError, UserError
 from p2ptrain.core.serving import SamplingWish
 from p2ptrain.core.world import Network, World
 from roles.in_process import Cluster, Peer
@@ -38,6 +38,8 @@ PROMPT = "0, 1, 1, 2, 3, 5, 8"
 GREEDY, SAMPLED = SamplingWish(temperature=0.0), SamplingWish(temperature=0.9, top_k=40, top_p=0.95, seed=7)
 ONE_PART_BYTES = 700 << 10
 """Of a worker: it holds one part with its sessions' caches, and has no room for two."""
+HALF_BYTES = 600 << 10
+"""Of a worker that is planned for: too little for all layers, and enough for half of them."""
 
 
 def reference(checkpoint: Path, tokens: int, sampling: SamplingWish) -> tuple[int, ...]:
@@ -66,10 +68,10 @@ class VirtualCluster(Cluster):
 class Served:
     """A verifier with its model on workers, a drafter, and a client."""
 
-    def __init__(self, cluster: Cluster, model: Path) -> None:
+    def __init__(self, cluster: Cluster, model: Path, split: int = 2) -> None:
         self.cluster, self._model = cluster, model
         self.workers: dict[str, Peer] = {}
-        self.verifier = self._serve("verifier", serve_verifier.serve, ServeWish("verifier", model, split=2))
+        self.verifier = self._serve("verifier", serve_verifier.serve, ServeWish("verifier", model, split=split))
         self.drafter: Peer | None = None
         self.client: VerifierClient
 
@@ -84,7 +86,19 @@ class Served:
         self.drafter = self._serve("drafter", serve_drafter.serve, wish)
 
     def told(self, kind: str) -> int:
-        return sum(each == kind for _, each, _ in self.verifier.told)
+        return len(self.said(kind))
+
+    def said(self, kind: str) -> list[str]:
+        return [text for _, each, text in self.verifier.told if each == kind]
+
+    async def until(self, kind: str, count: int = 1) -> None:
+        await self.until_said(kind, lambda said: len(said) >= count)
+
+    async def until_said(self, kind: str, fits: Callable[[list[str]], bool]) -> None:
+        while True:
+            if fits(self.said(kind)):
+                return
+            await asyncio.sleep(0.05)  # virtual
 
     async def ask(self, tokens: int, sampling: SamplingWish, at: dict[int, Callable[[], Any]] | None = None) -> Any:
         """A text's tokens and figures; ``at``: what happens once so many are there."""
@@ -113,8 +127,8 @@ def _parts(worker: Any) -> list[Any]:
     return list(worker._stages.shelf.parts.values())
 
 
-def join(cluster: Cluster, slot: int) -> Peer:
-    return cluster.join(slot=slot, holding=holding(device="cpu", threads=1, memory_bytes=ONE_PART_BYTES))
+def join(cluster: Cluster, slot: int, memory_bytes: int = ONE_PART_BYTES) -> Peer:
+    return cluster.join(slot=slot, holding=holding(device="cpu", threads=1, memory_bytes=memory_bytes))
 
 
 @asynccontextmanager
@@ -144,9 +158,7 @@ async def serving(tmp_path: Path, model: Path) -> AsyncIterator[Served]:
 
 
 def test_a_split_verifiers_text_is_transformers_own_whoever_dies(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    build_model(tiny(layers=4, context=256), 256, seed=1).save_pretrained(model)
-    Tokenizer.of_bytes().save(model)
+    model = made(tmp_path)
     expected = {sampling: reference(model, 60, sampling) for sampling in (GREEDY, SAMPLED)}
 
     async def scene() -> None:
@@ -183,5 +195,83 @@ def test_a_split_verifiers_text_is_transformers_own_whoever_dies(tmp_path: Path)
                 else:
                     break
             assert tokens == expected[GREEDY]
+
+    run_virtual(scene())
+
+
+def made(tmp_path: Path) -> Path:
+    model = tmp_path / "model"
+    build_model(tiny(layers=4, context=256), 256, seed=1).save_pretrained(model)
+    Tokenizer.of_bytes().save(model)
+    return model
+
+
+@asynccontextmanager
+async def alone(tmp_path: Path, model: Path, split: int) -> AsyncIterator[Served]:
+    """A seed, and a verifier that was started before anybody else."""
+    cluster = VirtualCluster(tmp_path / "cluster", MemoryNetwork())
+    await cluster.start_seed()
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            yield Served(cluster, model, split)
+    finally:
+        await cluster.close()
+
+
+def test_it_waits_for_enough_workers_and_says_for_what(tmp_path: Path) -> None:
+    model = made(tmp_path)
+
+    async def scene() -> None:
+        async with alone(tmp_path, model, 2) as served:
+            await served.until("waiting")
+            await asyncio.sleep(60)  # virtual: it is told once, and waited for as long as it takes
+            assert served.told("waiting") == 1
+            assert "no worker is there" in served.said("waiting")[0]
+            assert "p2ptrain join" in served.said("waiting")[0]
+            join(served.cluster, 1)
+            await served.until("waiting", 2)
+            assert "1 of 2 workers are there" in served.said("waiting")[1]
+            join(served.cluster, 2)
+            await served.until("serving")
+            assert served.told("waiting") == 2
+
+    run_virtual(scene())
+
+
+def test_it_waits_for_enough_memory(tmp_path: Path) -> None:
+    model = made(tmp_path)
+
+    async def scene() -> None:
+        async with alone(tmp_path, model, 0) as served:
+            join(served.cluster, 1, HALF_BYTES)
+            await served.until_said("waiting", lambda said: "the model needs" in "".join(said))
+            join(served.cluster, 2, HALF_BYTES)
+            await served.until("serving")
+
+    run_virtual(scene())
+
+
+def test_who_waits_for_workers_leaves_at_once(tmp_path: Path) -> None:
+    model = made(tmp_path)
+
+    async def scene() -> None:
+        async with alone(tmp_path, model, 2) as served:
+            await served.until("waiting")
+            served.verifier.stop.set()
+            async with asyncio.timeout(1.5):
+                await served.verifier.task
+
+    run_virtual(scene())
+
+
+def test_more_stages_than_layers_are_not_waited_for(tmp_path: Path) -> None:
+    model = made(tmp_path)
+
+    async def scene() -> None:
+        async with alone(tmp_path, model, 9) as served:
+            with pytest.raises(UserError, match="the model has 4 layers"):
+                await served.verifier.task
+            served.cluster.peers.clear()  # its end was looked at
+            served.verifier.identity.release()
 
     run_virtual(scene())
