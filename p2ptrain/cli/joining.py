@@ -176,7 +176,13 @@ async def stay(joining: Joining, make: Make) -> None:
 
 
 async def served(joining: Joining, wish: ServeWish) -> None:
-    """Be a verifier or a drafter until Ctrl+C. Raises ``P2PTrainError``."""
+    """Be a verifier or a drafter until Ctrl+C. Raises ``P2PTrainError``, before it joins where HTTP cannot be answered
+    as ``wish`` has it."""
+    if wish.http is not None:
+        from roles.verifier.http import check_place
+
+        await check_place(*wish.http, wish.api_keys)
+
     from p2ptrain.core.world import real_world
     from roles.member import MemberOptions, ServingMember
     from roles.worker.build import capabilities

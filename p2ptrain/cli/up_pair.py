@@ -65,10 +65,9 @@ class HttpWish:
 
     async def check(self) -> None:
         """Raise ``UserError`` where the verifier could not listen there: it would be known after the training."""
-        from roles.verifier.http import place_at, read_key
+        from roles.verifier.http import check_place
 
-        key = None if self.key_file is None else read_key(self.key_file, lambda _: None)
-        (await place_at(self.host, self.port, key)).close()
+        await check_place(self.host, self.port, self.key_file)
 
     def options(self) -> list[str]:
         """Of ``join``."""

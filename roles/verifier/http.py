@@ -104,6 +104,11 @@ async def place_at(host: str, port: int, key: str | None = None) -> Place:
     return Place(sock, address, key)
 
 
+async def check_place(host: str, port: int, key_file: Path | None) -> None:
+    """Raise ``UserError`` where nothing could be answered at ``host:port`` with the key in this file; None: without."""
+    (await place_at(host, port, None if key_file is None else read_key(key_file, lambda _: None))).close()
+
+
 @asynccontextmanager
 async def serving_at(service: TextService, place: Place, *, world: World) -> AsyncIterator[None]:
     """Answer at ``place`` while the body runs, and close it. As ``serving_http``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from p2ptrain.cli import join as command_of
 from p2ptrain.cli import joining
 from p2ptrain.cli.joining import Joining, ServeWish
+from p2ptrain.core.errors import UserError
 
 Command = Callable[..., Any]
 
@@ -134,3 +136,13 @@ def test_nonsense_is_told_with_a_remedy(command: Command, arguments: list[str], 
     assert outcome.code == 2
     assert problem in outcome.err
     assert remedy in outcome.err
+
+
+async def test_what_http_cannot_be_is_refused_before_anything_is_dialled(model: Path, tmp_path: Path) -> None:
+    root = tmp_path / "state"
+    of = Joining("verifier", [("127.0.0.1", 1)], "", root, None, "", 0, ("", 0), "", 0, 0, "", False)
+    with pytest.raises(UserError, match="needs a key"):
+        await joining.served(of, ServeWish("verifier", model, http=("0.0.0.0", 0)))
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="is in use"):
+        await joining.served(of, ServeWish("verifier", model, http=taken.getsockname()[:2]))
+    assert not root.exists()
