@@ -11,6 +11,8 @@ DEFAULT_PORT = 7337
 MAX_HOST_CHARS = 255
 """As long as a name in the DNS may be (RFC 1035, section 2.3.4)."""
 
+_SECRET = re.compile(r"[A-Za-z0-9_=-]{24,}")
+_NAME = re.compile(r"[a-z0-9_-]+")
 _ADDRESS = re.compile(r"(?:\[(?P<v6>[^\[\]]+)\]|(?P<host>[^\s:/@\[\]]+))(?::(?P<port>\d{1,5}))?", re.ASCII)
 
 
@@ -26,14 +28,23 @@ def parse_address(text: str, *, default_port: int = DEFAULT_PORT) -> tuple[str, 
         try:
             ipaddress.IPv6Address(host)
         except ValueError:
-            raise _bad_address(text, f"{host!r} is no IPv6 address") from None
+            raise _bad_address(text, f"{without_secrets(host)!r} is no IPv6 address") from None
     if not 1 <= port <= 65535:
         raise _bad_address(text, f"port {port} is not between 1 and 65535")
     return host, port
 
 
+def without_secrets(text: str) -> str:
+    """What a person typed, fit to be shown: pieces that may be of a ticket are left out, wherever they stand.
+
+    A ticket's secret is among more than 24 letters in a row, large and small ones; a host's name is told from that by
+    its small letters.
+    """
+    return _SECRET.sub(lambda found: found[0] if _NAME.fullmatch(found[0]) else "…", text)
+
+
 def _bad_address(text: str, why: str) -> UserError:
     return UserError(
-        f"{text!r} is not an address: {why}",
+        f"{without_secrets(text)!r} is not an address: {why}",
         remedy=f"write host, host:port or [IPv6]:port, such as 192.168.1.20:{DEFAULT_PORT} or [fe80::1]:{DEFAULT_PORT}",
     )

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Self
 
 from p2ptrain.core.errors import ProtocolError, UserError
-from wire.address import parse_address
+from wire.address import parse_address, without_secrets
 from wire.transport_base import format_address
 
 ROLES = ("worker", "operator", "seed", "verifier", "drafter")
@@ -35,7 +35,8 @@ MAX_TICKET_CHARS = 512
 _VERSION = 1
 _CHECKSUM_BYTES = 2
 _BODY_BYTES = 1 + ID_BYTES + SECRET_BYTES + PIN_BYTES
-_BODY = re.compile(rf"[A-Za-z0-9_-]{{{(_BODY_BYTES + _CHECKSUM_BYTES) * 4 // 3}}}")
+_BODY_CHARS = (_BODY_BYTES + _CHECKSUM_BYTES) * 4 // 3
+_BODY = re.compile(r"[A-Za-z0-9_-]+")
 _PROOF_LABEL = b"p2ptrain enrolment proof 1"
 
 
@@ -84,13 +85,18 @@ class Ticket:
         """
         if len(text) > MAX_TICKET_CHARS:
             raise _no_ticket(f"it is longer than {MAX_TICKET_CHARS} characters")
-        address, _, encoded = "".join(text.split()).rpartition("/")
+        address, slash, encoded = "".join(text.split()).rpartition("/")
+        if not slash:
+            raise _no_ticket("no slash stands between the seed's address and what follows it")
+        if len(encoded) != _BODY_CHARS:
+            lost = f"{len(encoded)} letters follow the slash, and a ticket has {_BODY_CHARS} there"
+            raise _no_ticket(lost)
         if not _BODY.fullmatch(encoded):
-            raise _no_ticket("what follows the address has not the length or the letters of one")
+            raise _no_ticket("behind the slash are letters or signs that no ticket has")
         raw = urlsafe_b64decode(encoded)
         body = raw[:_BODY_BYTES]
         if raw[_BODY_BYTES:] != _checksum(body):
-            raise _no_ticket("a part of it was changed or lost")
+            raise _no_ticket("behind the slash a letter or more of it are others than they were")
         version, role = body[0] >> 4, body[0] & 15
         if version != _VERSION or role >= len(ROLES):
             raise _no_ticket(f"it is of version {version}, kind {role}", "use the same release of p2ptrain as the seed")
@@ -115,8 +121,9 @@ def local_ticket_path(state_dir: Path, role: str) -> Path:
 
 
 def is_ticket(text: str) -> bool:
-    """Whether ``text``, given where an address is wanted, was meant to be a ticket: no address has a slash."""
-    return "/" in text
+    """Whether ``text``, given where an address is wanted, was meant to be a ticket: no address has a slash, and none is
+    like what follows it in a ticket."""
+    return "/" in text or without_secrets(text) != text
 
 
 def proof(secret: bytes, nonce: bytes, csr_der: bytes) -> bytes:

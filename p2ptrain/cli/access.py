@@ -141,7 +141,8 @@ def read_target(text: str) -> Ticket | tuple[str, int]:
     try:
         return Ticket.parse_untrusted(text)
     except ProtocolError as error:
-        raise UserError(error.message, remedy=error.remedy) from error
+        remedy = f"a file that holds one is named with @: @{text}" if _is_file(text) else error.remedy
+        raise UserError(error.message, remedy=remedy) from error
 
 
 def shown_address(target: Ticket | tuple[str, int]) -> str:
@@ -149,7 +150,16 @@ def shown_address(target: Ticket | tuple[str, int]) -> str:
     return format_address(*target) if isinstance(target, tuple) else format_address(target.host, target.port)
 
 
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):  # too long, or a name that cannot be
+        return False
+
+
 def _read(path: Path) -> str:
+    from wire.address import without_secrets
+
     try:
         with path.open("rb") as file:
             data = file.read(MAX_TARGET_BYTES + 1)
@@ -158,7 +168,11 @@ def _read(path: Path) -> str:
         return data.decode().strip()
     except (OSError, ValueError) as error:  # the latter: bytes that are no text, or a path that is none
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise UserError(f"cannot read {path}: {reason}", remedy="name a file that holds a ticket") from error
+        shown = without_secrets(str(path))  # who writes @ before a ticket names no file
+        remedy = "name a file that holds a ticket"
+        if shown != str(path):
+            remedy += ", or leave the @ out: a ticket itself is given without it"
+        raise UserError(f"cannot read {shown}: {reason}", remedy=remedy) from error
 
 
 async def reach(target: Ticket | tuple[str, int], caller: Caller, base: Network, *, afresh: bool = False) -> Access:

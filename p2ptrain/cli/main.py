@@ -78,7 +78,9 @@ def _translated(error: Exception) -> P2PTrainError:
     if callable(usage):
         context = getattr(error, "ctx", None)
         path = context.command_path if context is not None else "p2ptrain"
-        return UserError(str(usage()).rstrip("."), remedy=f"`{path} --help` says what there is")
+        from wire.address import without_secrets  # a ticket that a terminal broke in two is a wrong argument
+
+        return UserError(without_secrets(str(usage())).rstrip("."), remedy=f"`{path} --help` says what there is")
     return P2PTrainError(
         f"a mistake in this program: {type(error).__name__}: {error}",
         remedy=f"set {DEBUG_VARIABLE}=1 and run it again: the traceback that you then see belongs into a bug report",

@@ -98,6 +98,40 @@ def test_a_ticket_that_was_damaged_is_refused_without_being_repeated(
     assert damaged[30:60] not in outcome.err + outcome.out
 
 
+BODY = str(SAMPLE).partition("/")[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wrong"),
+    [
+        ([f"10.0.0.7:7337{BODY}"], "no slash"),
+        ([BODY], "no slash"),
+        ([f"10.0.0.7:7337/{BODY[:50]}"], "50 letters follow the slash, and a ticket has 76 there"),
+        ([f"10.0.0.7:7337/{BODY[:40]}", BODY[40:]], "unexpected extra argument"),
+        ([f"10.0.0.7:7337/{BODY[:40]}!{BODY[41:]}"], "letters or signs that no ticket has"),
+        ([f"10.0.0.7:7337/{BODY[:40]},{BODY[41:]}"], "40 letters follow the slash"),
+        ([f"10.0.0.7,{BODY}"], "no slash"),
+        ([f"a b:c/{BODY}"], "what stands before the slash is not an address"),
+        ([f"@{SAMPLE}"], "leave the @ out"),
+        (["--advertise", str(SAMPLE)], "is not an address"),
+    ],
+)
+def test_a_garbled_ticket_is_refused_with_the_part_that_is_wrong_and_without_its_secret(
+    command: Command, arguments: list[str], wrong: str
+) -> None:
+    outcome = command("join", *arguments)
+    said = outcome.err + outcome.out
+    assert outcome.code == 2
+    assert wrong in said
+    assert not [at for at in range(len(BODY) - 12) if BODY[at : at + 12] in said]
+
+
+def test_a_file_is_named_with_a_sign_before_it(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text(str(SAMPLE))
+    outcome = command("peers", "--seed", str(tmp_path / "t.txt"))
+    assert (outcome.code, f"@{tmp_path / 't.txt'}" in outcome.err) == (2, True)
+
+
 def test_a_file_that_is_none(command: Command, tmp_path: Path) -> None:
     for name, content in (("missing", None), ("binary", b"\xff\xfe\x00"), ("zeros", bytes(300)), ("nul\0", None)):
         if content:
