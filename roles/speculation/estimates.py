@@ -5,8 +5,7 @@ Each estimate begins with a prior that costs little where it is wrong, and follo
 
 from __future__ import annotations
 
-import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 from statistics import median
 
@@ -16,10 +15,14 @@ PRIOR_ALPHA = 0.6
 PRIOR_WEIGHT = 3.0
 RECENT = 7
 """Measurements of a time of which the median is taken: one that is far off does not count."""
-SURE = 3
-"""Measurements of which one that is far off does not count."""
-PRIOR_SLOPE = 0.1
-"""Share of a pass that each draft makes it longer, until that was measured."""
+FADED = 0.97
+"""Weight of a pass when the next one comes: the last thirty count most."""
+FAR_OFF = 4.0
+"""Times what was expected: no pass counts as more, for one that stood still says nothing of the next."""
+PRIOR_SLOPE, SLOPE_WEIGHT = 0.1, 1.0
+"""Share of a pass that each draft makes it longer, until that was measured; it counts as a pass with one draft."""
+LINE_WEIGHT = 2.0
+"""Passes that the line counts as, beside those that had as many drafts."""
 SHORTEST_S = 1e-6
 
 
@@ -76,39 +79,43 @@ class Recent:
 
 
 class PassTimes:
-    """What a pass takes by its number of drafts: the medians of those that were, a line from the shortest elsewhere."""
+    """What a pass takes by its number of drafts: a line through all that were lately, and the more there are of one
+    number, the more their own mean. What was long ago fades: no number is held dear for good for one unlucky pass.
+    """
 
     def __init__(self) -> None:
-        self._by_drafts: dict[int, Recent] = {}
-        self._slopes: deque[float] = deque(maxlen=4 * RECENT)
-        self._step_s = math.inf
-        self._since = Counter[int]()  # passes since the last one without drafts, by drafts
+        self._by_drafts: dict[int, tuple[float, float]] = {}  # weight and mean
+        self._step_s = self._slope_s = 0.0
 
     def copy(self) -> PassTimes:
         """Another that begins with what this one has seen."""
         other = PassTimes()
-        other._by_drafts = {drafts: item.copy() for drafts, item in self._by_drafts.items()}
-        other._slopes.extend(self._slopes)
-        other._step_s = self._step_s
-        other._since = self._since.copy()
+        other._by_drafts = dict(self._by_drafts)
+        other._step_s, other._slope_s = self._step_s, self._slope_s
         return other
 
     def add(self, drafts: int, seconds: float) -> None:
         """A pass was."""
         seconds = max(seconds, SHORTEST_S)
-        self._by_drafts.setdefault(drafts, Recent(seconds)).add(seconds)
-        if not drafts:
-            self._since.clear()
-        self._since[drafts] += 1
-        # What more work took since a step was measured is enough for less. Not what it took before: of many medians
-        # that waver the least is less than any pass takes, and would stand as long as no such pass is tried.
-        self._step_s = min(
-            item.seconds
-            for more, item in self._by_drafts.items()
-            if not more or self._since[more] >= SURE or not self.known
-        )
-        if drafts and self.known:
-            self._slopes.append((seconds - self._by_drafts[0].seconds) / drafts)
+        if self.known:
+            seconds = min(seconds, FAR_OFF * self.seconds(drafts))
+        for other, (weight, mean_s) in self._by_drafts.items():
+            self._by_drafts[other] = FADED * weight, mean_s
+        weight, mean_s = self._by_drafts.get(drafts, (0.0, 0.0))
+        self._by_drafts[drafts] = weight + 1, (weight * mean_s + seconds) / (weight + 1)
+        self._fit()
+
+    def _fit(self) -> None:
+        """The line of least squares, with a prior for its slope."""
+        items = [(weight, drafts, mean_s) for drafts, (weight, mean_s) in self._by_drafts.items()]
+        whole = sum(weight for weight, _, _ in items)
+        first = sum(weight * drafts for weight, drafts, _ in items) / whole
+        mean_s = sum(weight * seconds for weight, _, seconds in items) / whole
+        square = sum(weight * (drafts - first) ** 2 for weight, drafts, _ in items)
+        product = sum(weight * (drafts - first) * (seconds - mean_s) for weight, drafts, seconds in items)
+        prior_s = PRIOR_SLOPE * mean_s / (1 + PRIOR_SLOPE * first)
+        self._slope_s = max(0.0, (product + SLOPE_WEIGHT * prior_s) / (square + SLOPE_WEIGHT))
+        self._step_s = max(mean_s - self._slope_s * first, SHORTEST_S)
 
     @property
     def known(self) -> bool:
@@ -122,13 +129,10 @@ class PassTimes:
 
     def seconds(self, drafts: int) -> float:
         """The estimate. Needs ``known``."""
-        if not drafts:
-            return self._step_s
-        if drafts in self._by_drafts:
-            return max(self._by_drafts[drafts].seconds, self.seconds(0))
-        step_s = self.seconds(0)
-        slope = median(self._slopes) if self._slopes else PRIOR_SLOPE * step_s
-        return step_s + drafts * max(slope, 0.0)
+        weight, mean_s = self._by_drafts.get(drafts, (0.0, 0.0))
+        line_s = self._step_s + drafts * self._slope_s
+        seconds = (weight * mean_s + LINE_WEIGHT * line_s) / (weight + LINE_WEIGHT)
+        return max(seconds, self.seconds(0)) if drafts else seconds
 
 
 class Pace:
