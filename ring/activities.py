@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ring.token import Flag
 from ring.view import View
-from wire.messages import LedgerRow, Report
+from wire.job_messages import LedgerRow, Report
 
 # ------------------------------------------------------------------------------------------------------------- events
 

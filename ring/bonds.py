@@ -20,7 +20,8 @@ from ring.detector import Memory
 from ring.liveness import REASON_CHARS, Neighbour, Watch
 from ring.view import View
 from wire.connection import Connection
-from wire.messages import Leave, MemberLost
+from wire.heal_messages import MemberLost
+from wire.messages import Leave
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from enum import StrEnum
 from ring.order import Links
 from ring.plan import Wishes
 from ring.view import View
-from wire.messages import MemberRecord, Report
+from wire.job_messages import MemberRecord, Report
 
 STANDSTILL = frozenset({"held", "broken", "done"})
 """Values of ``Report.status`` by which a member says that it trains no more in the view that it names."""

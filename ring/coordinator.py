@@ -60,7 +60,7 @@ from ring.coordination import BESIDE, ENDED, LEAVE_S, STANDSTILL, TORN_S, Phase
 from ring.decisions import Decisions
 from ring.formation import Reports, holds
 from ring.roster import Known
-from wire.messages import Report
+from wire.job_messages import Report
 
 
 class Coordinator(Decisions):

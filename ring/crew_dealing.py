@@ -18,7 +18,7 @@ from ring.formation import holds
 from ring.suspects import Bench, LinkJudge
 from ring.training_costs import Trainee, Training
 from ring.view import View
-from wire.messages import MemberRecord, Report
+from wire.job_messages import MemberRecord, Report
 
 MAX_HOLDERS = 8
 """Of a checkpoint, who are told to a worker that lacks it."""

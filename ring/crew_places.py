@@ -11,7 +11,7 @@ from ring.crew_dealing import Dealing
 from ring.crewing import NOTHING, Crew, State, Worker, holding, in_groups, report_of, shared_states, standing_status
 from ring.formation import holds
 from ring.view import View
-from wire.messages import Report
+from wire.job_messages import Report
 
 
 class Places(Dealing):

@@ -15,7 +15,7 @@ from ring.coordination import STANDSTILL, Peer
 from ring.formation import holds
 from ring.order import LinkQuality, Links, known_link
 from ring.view import View
-from wire.messages import MemberRecord, Report
+from wire.job_messages import MemberRecord, Report
 
 State = tuple[int, str]
 NOTHING: State = (0, "0" * 32)

@@ -34,7 +34,7 @@ from ring import coordination as co
 from ring.coordination import BESIDE, ENDED, Phase
 from ring.crew_making import Making
 from ring.crewing import NOTHING, Worker, report_of
-from wire.messages import Report
+from wire.job_messages import Report
 
 
 class Crews(Making):

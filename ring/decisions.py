@@ -20,7 +20,7 @@ from ring.roster import Known, Roster
 from ring.spoilt import StepJudge
 from ring.suspects import Bench, LinkJudge
 from ring.view import View
-from wire.messages import MemberRecord, Report
+from wire.job_messages import MemberRecord, Report
 
 
 class Decisions:

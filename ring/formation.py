@@ -10,7 +10,7 @@ from ring.balance import balanced
 from ring.coordination import STANDSTILL, Peer
 from ring.view import View, shares
 from wire.frame import CONTROL_FRAME_BYTES
-from wire.messages import MemberRecord, Report
+from wire.job_messages import MemberRecord, Report
 
 Reports = dict[str, Report]
 """Peer id → the report of a peer that stands still."""

@@ -23,7 +23,7 @@ from itertools import accumulate
 from p2ptrain.core.errors import ProtocolError
 from ring.token import is_lineage, next_lineage
 from ring.view import View
-from wire.messages import LedgerRow, LedgerRows
+from wire.job_messages import LedgerRow, LedgerRows
 
 DIGEST_BYTES = 16
 MAX_MEMBERS = 1024

@@ -29,7 +29,8 @@ from ring.detector import Memory
 from ring.view import LABEL, MAX_STREAMS, View
 from wire.connection import Connection
 from wire.handshake import HANDSHAKE_TIMEOUT_S, RefusalCode, dial
-from wire.messages import Hello, MemberRecord, Refuse
+from wire.job_messages import MemberRecord
+from wire.messages import Hello, Refuse
 
 MAX_HELD = 16
 HOLD_S = 60.0

@@ -20,7 +20,9 @@ from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NetworkError,
 from p2ptrain.core.world import Clock
 from ring.detector import FailureDetector, Memory, Pace
 from wire.connection import Connection
-from wire.messages import Heartbeat, HeartbeatAck, Leave, MemberLost, MemberRecord, Message, Refuse
+from wire.heal_messages import MemberLost
+from wire.job_messages import MemberRecord
+from wire.messages import Heartbeat, HeartbeatAck, Leave, Message, Refuse
 
 AT_WORK = "between operations"
 """The state, in a beat, of a member that waits for nobody."""

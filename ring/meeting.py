@@ -17,7 +17,7 @@ from ring.liveness import Neighbour
 from ring.view import View
 from wire.connection import Connection
 from wire.handshake import local_hello
-from wire.messages import MemberRecord
+from wire.job_messages import MemberRecord
 
 DIAL_PART = 0.4
 """Of the time to form: for dialling. Who knows which link is missing says so before all others' time is up."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ring.view import View
-from wire.messages import Report
+from wire.job_messages import Report
 from wire.records import RecoveryInfo
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from ring.coordination import STANDSTILL, Peer
 from ring.formation import Reports, holds
 from ring.view import View
-from wire.messages import Report
+from wire.job_messages import Report
 
 
 @dataclass(slots=True)

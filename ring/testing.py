@@ -24,7 +24,7 @@ from ring.activities import (
 from ring.token import first_lineage, next_lineage
 from ring.transaction import Transaction
 from ring.view import View, shares
-from wire.messages import LedgerRow, MemberRecord, Report
+from wire.job_messages import LedgerRow, MemberRecord, Report
 
 JOB = "job"
 MICRO_BATCHES = 8

@@ -70,7 +70,7 @@ from ring.guard import Fault, Guard, odd_ones_out, verdict
 from ring.phases import LASTING, NEXT, RUNNING, UNINTERRUPTIBLE, InvalidTransition, Phase
 from ring.token import Flag, Token, next_lineage
 from ring.view import View
-from wire.messages import LedgerRow, Report
+from wire.job_messages import LedgerRow, Report
 
 __all__ = ["REASON_CHARS", "InvalidTransition", "Phase", "Transaction"]
 

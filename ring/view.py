@@ -8,7 +8,7 @@ from enum import IntEnum
 
 from p2ptrain.core.errors import ProtocolError
 from ring.token import is_lineage
-from wire.messages import MemberRecord, ViewAnnounced
+from wire.job_messages import MemberRecord, ViewAnnounced
 
 LONGEST_SILENCE_S = 86_400.0
 MAX_STREAMS = 16

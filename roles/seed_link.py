@@ -22,19 +22,8 @@ from roles.known_seeds import Known
 from wire.calls import Calls
 from wire.connection import Connection
 from wire.handshake import RefusalCode, dial
-from wire.messages import (
-    CheckpointSaved,
-    EventNotice,
-    Heartbeat,
-    HeartbeatAck,
-    Hello,
-    Leave,
-    Message,
-    Response,
-    Seeds,
-    StepMetrics,
-    Welcome,
-)
+from wire.job_messages import CheckpointSaved, StepMetrics
+from wire.messages import EventNotice, Heartbeat, HeartbeatAck, Hello, Leave, Message, Response, Seeds, Welcome
 
 DIAL_TIMEOUT_S = 10.0  # dial, handshake (5 s) and the seed's dial-back (3 s) fit
 FIRST_DELAY_S = 0.1

@@ -1,4 +1,4 @@
-"""Messages to msgpack maps (or bare values) and back, checked against the annotations of ``wire.messages``.
+"""Messages to msgpack maps (or bare values) and back, checked against the annotations in ``wire.messages``.
 
 The annotations are the schema: each is compiled once into a check of the decoded value's exact type. Whatever a peer
 sends, ``decode_untrusted`` returns a message whose every field has the annotated type, or raises ``ProtocolError``.
@@ -16,7 +16,15 @@ from typing import Any
 import msgpack
 
 from p2ptrain.core.errors import ProtocolError
-from wire import chain_messages, generate_messages, messages, speculation_messages
+from wire import (
+    chain_messages,
+    enrol_messages,
+    generate_messages,
+    heal_messages,
+    job_messages,
+    messages,
+    speculation_messages,
+)
 from wire.frame import CONTROL_FRAME_BYTES, LAST_HANDSHAKE_KIND
 from wire.messages import PROTOCOL_VERSION, Hello, Message, Welcome
 
@@ -27,9 +35,18 @@ MAX_HANDSHAKE_ITEMS = 64
 MAX_DEPTH = 8
 """Levels of lists and maps in a free-form value."""
 
+_MODULES = (
+    messages,
+    enrol_messages,
+    job_messages,
+    heal_messages,
+    chain_messages,
+    speculation_messages,
+    generate_messages,
+)
 MESSAGE_TYPES: dict[int, type[Message]] = {
     item.KIND: item
-    for module in (messages, chain_messages, speculation_messages, generate_messages)
+    for module in _MODULES
     for item in vars(module).values()
     if isinstance(item, type) and issubclass(item, Message) and item is not Message
 }

@@ -43,16 +43,9 @@ from wire.credentials import (
     pem_of,
     unverified_context,
 )
+from wire.enrol_messages import CaOffer, CaRequest, EnrolChallenge, EnrolGranted, EnrolProof, EnrolRequest
 from wire.handshake import ENROL, RefusalCode, dial, local_hello
-from wire.messages import (
-    CaOffer,
-    CaRequest,
-    EnrolChallenge,
-    EnrolGranted,
-    EnrolProof,
-    EnrolRequest,
-    Refuse,
-)
+from wire.messages import Refuse
 from wire.ticket import NONCE_BYTES, Ticket, proof
 from wire.tls import TlsDialler
 

@@ -18,7 +18,7 @@ from p2ptrain.compute.sampling import WindowSampler
 from p2ptrain.core.errors import ProtocolError
 from ring.ledger import DIGEST_BYTES, MAX_MEMBERS, Audit, Began, Fault, Head, pack_counts
 from ring.token import is_lineage
-from wire.messages import LedgerRow
+from wire.job_messages import LedgerRow
 
 if TYPE_CHECKING:
     from configs.schema import Profile

@@ -13,7 +13,7 @@ from roles.seed.jobs import Desk, newest_of_all_stages, saved_of
 from roles.seed.peers import Link, checkpoint_of
 from roles.seed.store import Records, Store
 from roles.seed.updates import Board
-from wire.messages import CheckpointSaved
+from wire.job_messages import CheckpointSaved
 from wire.records import CheckpointInfo
 
 MAX_NOTING = 64

@@ -17,7 +17,7 @@ from roles.seed.ledger import Ledger
 from roles.seed.peers import clipped, whole
 from roles.seed.store import Records, Store
 from roles.seed.updates import Board
-from wire.messages import LedgerRows, StepMetrics
+from wire.job_messages import LedgerRows, StepMetrics
 from wire.records import RecoveryInfo
 
 _STANDING = frozenset({str(phase) for phase in (*ENDED, Phase.PAUSED)})

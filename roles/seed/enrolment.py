@@ -29,19 +29,9 @@ from roles.seed.tickets import MAX_USES, ROLES, TicketRecord
 from wire.address import parse_address
 from wire.connection import GARBLED, Connection, last_word
 from wire.enrol import RENEW
+from wire.enrol_messages import CaOffer, CaRequest, EnrolChallenge, EnrolGranted, EnrolProof, EnrolRequest
 from wire.handshake import HANDSHAKE_TIMEOUT_S, RefusalCode
-from wire.messages import (
-    CaOffer,
-    CaRequest,
-    EnrolChallenge,
-    EnrolGranted,
-    EnrolProof,
-    EnrolRequest,
-    Hello,
-    Refuse,
-    Request,
-    Response,
-)
+from wire.messages import Hello, Refuse, Request, Response
 from wire.ticket import NONCE_BYTES, Ticket, verify_proof
 from wire.transport_base import format_address
 

@@ -28,7 +28,8 @@ from roles.seed.peers import MAX_WHOLE, Link, announced_to, ring_beats, seen_fro
 from roles.seed.specs import cut_spec, device_of, seen_for, stages_of, training_of, wishes_of
 from roles.seed.store import JobRecord, Records, Store
 from roles.seed.updates import Board
-from wire.messages import Assign, CatchUp, Hold, MemberRecord, Message, Release, SaveNow, StepMetrics
+from wire.job_messages import Assign, CatchUp, Hold, MemberRecord, Release, SaveNow, StepMetrics
+from wire.messages import Message
 from wire.records import CheckpointInfo, JobInfo, MetricRow
 
 _METRICS = frozenset(item.name for item in dataclasses.fields(MetricRow)) - {

@@ -15,7 +15,7 @@ from dataclasses import astuple, dataclass
 from ring.ledger import Begins, Head, Placed, anew, begun, continuing, counting, counts_of_untrusted, rows_untrusted
 from ring.token import next_lineage
 from ring.view import View
-from wire.messages import LedgerRow, LedgerRows
+from wire.job_messages import LedgerRow, LedgerRows
 
 ROWS_KEPT = 1_000_000
 ROWS_AHEAD = 4096

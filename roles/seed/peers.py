@@ -21,16 +21,8 @@ from ring.view import View
 from wire.calls import Calls
 from wire.connection import Connection, Received, last_word
 from wire.handshake import RefusalCode
-from wire.messages import (
-    CheckpointSaved,
-    Heartbeat,
-    Hello,
-    MemberRecord,
-    Message,
-    Report,
-    StepMetrics,
-    ViewAnnounced,
-)
+from wire.job_messages import CheckpointSaved, MemberRecord, Report, StepMetrics, ViewAnnounced
+from wire.messages import Heartbeat, Hello, Message
 from wire.records import CheckpointInfo, PeerInfo, ServingInfo
 from wire.transport_base import format_address, is_loopback
 

@@ -21,7 +21,8 @@ from roles.seed.store import RECOVERIES_KEPT, JobRecord, Records
 from roles.seed.updates import first_that_fit, newest_that_fit
 from wire.connection import Connection
 from wire.enrol import RENEW
-from wire.messages import LedgerRow, Request, Response
+from wire.job_messages import LedgerRow
+from wire.messages import Request, Response
 from wire.records import CheckpointInfo
 
 if TYPE_CHECKING:

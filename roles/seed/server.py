@@ -48,22 +48,18 @@ from roles.seed.updates import Board, Map
 from wire.chain_messages import PartsHeld
 from wire.connection import Connection, last_word
 from wire.handshake import RefusalCode, dial, local_hello, local_welcome
+from wire.job_messages import CheckpointSaved, LedgerRows, Release, Report, StepMetrics
 from wire.messages import (
-    CheckpointSaved,
     EventNotice,
     Heartbeat,
     HeartbeatAck,
     Hello,
     Leave,
-    LedgerRows,
     Message,
     Refuse,
-    Release,
-    Report,
     Request,
     Response,
     Seeds,
-    StepMetrics,
     Welcome,
 )
 from wire.records import ClusterInfo, EventInfo, PeerInfo

@@ -31,7 +31,7 @@ from ring.ledger import Began, Head
 from ring.view import View
 from roles.seed import feed, ledger
 from roles.seed.ledger import LedgerEntry
-from wire.messages import LedgerRow, MemberRecord
+from wire.job_messages import LedgerRow, MemberRecord
 from wire.records import CheckpointInfo, EventInfo, MetricRow, RecoveryInfo
 
 EVENTS_KEPT = 20_000

@@ -31,7 +31,7 @@ from ring.transaction import Transaction
 from ring.view import View
 from roles.sim.engine import SimEngine
 from roles.sim.loop import Process
-from wire.messages import LedgerRow
+from wire.job_messages import LedgerRow
 
 if TYPE_CHECKING:
     from roles.sim.cluster import Machine

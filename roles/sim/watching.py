@@ -24,7 +24,7 @@ from roles.sim.engine import bits_of
 from roles.sim.loop import PROCESS
 from roles.strategies.sync import SyncStrategy
 from roles.worker.keeper import Keeper
-from wire.messages import CheckpointSaved
+from wire.job_messages import CheckpointSaved
 
 if TYPE_CHECKING:
     from roles.sim.cluster import Machine, Simulation

@@ -16,7 +16,7 @@ from roles.engine import WHOLE, Engine, Stage
 from roles.worker.keeper import Keeper
 from roles.worker.snapshot import Snapshots
 from roles.worker.surroundings import Surroundings
-from wire.messages import CheckpointSaved
+from wire.job_messages import CheckpointSaved
 
 STANDSTILL_S = 30.0
 """A member that gets nowhere for so long will not save what others wait for."""

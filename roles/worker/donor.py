@@ -53,20 +53,9 @@ from roles.worker.surroundings import Surroundings
 from roles.worker.transfer import WINDOW
 from wire.connection import Connection
 from wire.handshake import RefusalCode
-from wire.messages import (
-    BlobRecord,
-    ChunkRequest,
-    HealOffer,
-    HealRequest,
-    Hello,
-    LedgerRow,
-    Message,
-    Refuse,
-    StepGone,
-    StepRequest,
-    StillHere,
-    TableRequest,
-)
+from wire.heal_messages import BlobRecord, ChunkRequest, HealOffer, HealRequest, StepGone, StepRequest, TableRequest
+from wire.job_messages import LedgerRow
+from wire.messages import Hello, Message, Refuse, StillHere
 
 MAX_FOLLOWERS = 4
 """Whom one member serves at a time beside its ring; others ask other members, or heal within the ring."""

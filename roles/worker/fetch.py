@@ -25,17 +25,9 @@ from roles.worker.given import ANSWER_S, CHUNK_BYTES, DIGEST_BYTES, chunks_of, l
 from roles.worker.transfer import Agreement, Ask, GiveUp, Transfer
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
-from wire.messages import (
-    ChunkRequest,
-    HealOffer,
-    HealRequest,
-    MemberRecord,
-    Message,
-    StepGone,
-    StepLogged,
-    StepRequest,
-    TableRequest,
-)
+from wire.heal_messages import ChunkRequest, HealOffer, HealRequest, StepGone, StepLogged, StepRequest, TableRequest
+from wire.job_messages import MemberRecord
+from wire.messages import Message
 
 DONORS = 4
 """Donors that are asked at a time; each hashes its whole state for it. More are asked as these fail."""

@@ -25,7 +25,8 @@ from roles.worker.stage_links import QUIET_S, Line
 from wire.chain_messages import TensorRequest
 from wire.connection import Connection
 from wire.handshake import RefusalCode
-from wire.messages import FilesOffer, FilesRequest, Hello, Refuse
+from wire.heal_messages import FilesOffer, FilesRequest
+from wire.messages import Hello, Refuse
 
 MAX_TAKERS = 8
 MAX_MANIFEST_BYTES = 48 << 10

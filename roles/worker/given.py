@@ -12,7 +12,7 @@ import xxhash
 from p2ptrain.core.errors import ProtocolError
 from roles.engine import Blob, Engine
 from roles.worker.snapshot import Snapshot
-from wire.messages import ChunkRequest, StepLogged
+from wire.heal_messages import ChunkRequest, StepLogged
 
 CHUNK_BYTES = 1 << 20
 DIGEST_BYTES = 16

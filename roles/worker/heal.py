@@ -21,7 +21,8 @@ from ring.transaction import Transaction
 from roles.engine import WHOLE, Applied, Engine, Stage
 from roles.worker.fetch import Behind, Fetch, Self, Step
 from roles.worker.surroundings import Surroundings
-from wire.messages import CatchUp, HealRequest, MemberRecord, Report
+from wire.heal_messages import HealRequest
+from wire.job_messages import CatchUp, MemberRecord, Report
 
 TELL_EVERY_S = 10.0
 """How often people hear of a transfer that is under way."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import islice
 
 from ring.token import next_lineage
-from wire.messages import LedgerRow, LedgerRows
+from wire.job_messages import LedgerRow, LedgerRows
 
 ROWS = 4096
 """Newest ones kept: a seed that was away for so many steps does not learn of older ones."""

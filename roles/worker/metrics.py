@@ -10,7 +10,8 @@ from ring.view import View
 from roles.engine import Applied, Stage
 from roles.strategies import StageLoad
 from wire.chain_messages import HeldPart
-from wire.messages import Message, StepMetrics
+from wire.job_messages import StepMetrics
+from wire.messages import Message
 
 KEPT = 256
 """Newest rows that a member remembers for the one that should tell of them."""

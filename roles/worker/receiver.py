@@ -26,7 +26,7 @@ from roles.model_table import RANGE_BYTES, TableTaker, model_id
 from roles.worker.stage_links import QUIET_S, Line
 from wire.chain_messages import TensorGone, TensorRecord, TensorRequest, TensorsPage, TensorsRequest
 from wire.connection import Connection
-from wire.messages import FilesOffer, FilesRequest
+from wire.heal_messages import FilesOffer, FilesRequest
 
 AHEAD_BYTES = 32 << 20
 SLOWEST_BYTES_S = 64 << 10

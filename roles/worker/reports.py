@@ -21,7 +21,7 @@ from roles.worker.metrics import StepTeller, described, held
 from roles.worker.surroundings import Surroundings
 from roles.worker.timing import StepClock, UnitTime
 from wire.chain_messages import HeldPart
-from wire.messages import LedgerRow, Report
+from wire.job_messages import LedgerRow, Report
 
 
 class Reports:

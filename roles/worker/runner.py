@@ -56,7 +56,8 @@ from roles.worker.surroundings import Surroundings
 from roles.worker.wholes import Wholes, keeps
 from wire.chain_messages import HeldPart
 from wire.connection import Connection
-from wire.messages import CatchUp, Hello, MemberRecord
+from wire.job_messages import CatchUp, MemberRecord
+from wire.messages import Hello
 
 FIRST_STEP_S = 600.0
 

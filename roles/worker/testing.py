@@ -24,7 +24,9 @@ from roles.worker.donor import Donations
 from roles.worker.snapshot import Snapshots
 from wire.connection import Connection
 from wire.handshake import local_welcome, serve
-from wire.messages import HealRequest, Hello, LedgerRow, MemberRecord, Message, TableRequest, Welcome
+from wire.heal_messages import HealRequest, TableRequest
+from wire.job_messages import LedgerRow, MemberRecord
+from wire.messages import Hello, Message, Welcome
 
 JOB = "job"
 MOST_STEPS = 200

@@ -31,7 +31,8 @@ from roles.worker.receiver import Receiver
 from roles.worker.stage_links import dial_worker
 from roles.worker.surroundings import Surroundings
 from wire.handshake import local_hello
-from wire.messages import FilesRequest, MemberRecord
+from wire.heal_messages import FilesRequest
+from wire.job_messages import MemberRecord
 
 BESIDE_BYTES, ALONE_BYTES = 256 << 10, 1 << 20
 """Of a file that are asked for at a time: beside a ring that trains, and while nothing else goes on."""

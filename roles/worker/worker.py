@@ -33,23 +33,8 @@ from roles.worker.stages import PURPOSES, Holding, Stages, StageSurroundings
 from roles.worker.surroundings import Notify, Surroundings
 from wire.connection import Connection
 from wire.handshake import RefusalCode, local_hello, local_welcome, serve
-from wire.messages import (
-    Assign,
-    CatchUp,
-    EventNotice,
-    Hello,
-    Hold,
-    Message,
-    Refuse,
-    Release,
-    Report,
-    Request,
-    Response,
-    SaveNow,
-    Scalar,
-    ViewAnnounced,
-    Welcome,
-)
+from wire.job_messages import Assign, CatchUp, Hold, Release, Report, SaveNow, ViewAnnounced
+from wire.messages import EventNotice, Hello, Message, Refuse, Request, Response, Scalar, Welcome
 from wire.renewal import Member
 from wire.transport_base import told_of
 

@@ -36,30 +36,23 @@ from roles.worker.given import CHUNK_BYTES, chunk_untrusted
 from wire.codec import MESSAGE_TYPES, encode
 from wire.connection import Connection
 from wire.credentials import PeerIdentity, unverified_context
+from wire.enrol_messages import CaRequest, EnrolProof, EnrolRequest
 from wire.frame import encode_control
 from wire.half_open import HalfOpen
 from wire.handshake import local_hello, local_welcome, serve
-from wire.memory import MemoryNetwork
-from wire.messages import (
+from wire.heal_messages import (
     BlobRecord,
-    CaRequest,
     ChunkRequest,
-    EnrolProof,
-    EnrolRequest,
     HealOffer,
     HealRequest,
-    Hello,
-    MemberRecord,
-    Message,
-    Refuse,
-    Request,
-    Response,
     StepGone,
     StepLogged,
     StepRequest,
     TableRequest,
-    Welcome,
 )
+from wire.job_messages import MemberRecord
+from wire.memory import MemoryNetwork
+from wire.messages import Hello, Message, Refuse, Request, Response, Welcome
 from wire.testing import credentials
 from wire.ticket import proof
 from wire.tls import TlsNetwork

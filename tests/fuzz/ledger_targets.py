@@ -11,7 +11,7 @@ from p2ptrain.core.errors import ProtocolError
 from ring.ledger import MAX_MEMBERS, counts_of_untrusted, pack_counts
 from ring.view import View
 from roles.seed.ledger import Ledger
-from wire.messages import LedgerRow, LedgerRows, MemberRecord
+from wire.job_messages import LedgerRow, LedgerRows, MemberRecord
 
 from .engine import Target
 from .strategies import FREE, made, mostly

@@ -24,7 +24,7 @@ from ring.view import CODEC_NAMES, MAX_STAGES, View
 from roles.seed.links import measured_untrusted
 from roles.worker.links import targets_untrusted
 from roles.worker.worker import _stage_untrusted
-from wire.messages import MemberRecord, ViewAnnounced
+from wire.job_messages import MemberRecord, ViewAnnounced
 
 from .engine import Target
 from .strategies import FREE, REAL, WHOLE, made, mostly, mutated, mutated_text

@@ -20,7 +20,7 @@ import uvloop
 from ring.codecs import codec_named
 from ring.local import LocalMember
 from ring.view import View
-from wire.messages import MemberRecord
+from wire.job_messages import MemberRecord
 from wire.transport import TcpNetwork
 
 RING_PORT, STORE_PORT = 7400, 7401

@@ -21,8 +21,9 @@ from ring.schedule import Kind, Schedule, extended, gpipe, one_f_one_b
 from wire.connection import Received
 from wire.emulate import EmulatedNetwork
 from wire.handshake import RefusalCode, dial, local_hello
+from wire.heal_messages import MemberLost
+from wire.job_messages import StepMetrics
 from wire.memory import MemoryNetwork
-from wire.messages import MemberLost, StepMetrics
 from wire.shaper import LinkPreset
 from wire.transport import TcpNetwork
 from wire.virtual import run_virtual

@@ -11,7 +11,7 @@ from ring import coordination as co
 from ring.coordination import ENDED, LEAVE_S, RETURN_S, TORN_S, TRANSITIONS, InvalidTransition, Phase
 from ring.coordinator import Coordinator
 from ring.view import View
-from wire.messages import Report
+from wire.job_messages import Report
 
 TERMS = co.Terms(workers=2, micro_batches=8)
 

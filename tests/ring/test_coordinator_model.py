@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 from ring import coordination as co
 from ring.coordinator import Coordinator
 from ring.view import View
-from wire.messages import Report
+from wire.job_messages import Report
 
 TERMS = co.Terms(workers=2, micro_batches=3)
 PEERS = ["a", "b", "c", "d", "e"]

@@ -13,7 +13,7 @@ from ring.suspects import FIRST_FALL_S, QUIET
 from tests.ring.test_coordinator import Desk, healthy, ids, peer
 from wire.codec import encode
 from wire.frame import CONTROL_FRAME_BYTES
-from wire.messages import MemberRecord, Report
+from wire.job_messages import MemberRecord, Report
 
 
 def asked(desk: Desk) -> list[str]:

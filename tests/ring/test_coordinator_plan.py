@@ -10,7 +10,7 @@ from ring.coordinator import Coordinator
 from ring.order import LinkQuality
 from ring.plan import Wishes
 from ring.view import View
-from wire.messages import Report
+from wire.job_messages import Report
 
 FAST, SLOW = LinkQuality(1e-3, 1e9), LinkQuality(0.02, 20e6)
 NAMES = ("a", "b", "c", "d")

@@ -14,7 +14,7 @@ from ring.crews import Crews
 from ring.model_sizes import ModelSizes
 from ring.training_costs import ModelShape, Training
 from ring.view import View
-from wire.messages import Report
+from wire.job_messages import Report
 
 L = {step: f"{step + 1:032x}" for step in range(40)}
 """The lineage of each step."""

@@ -21,7 +21,7 @@ from ring.crews import Crews
 from ring.model_sizes import ModelSizes
 from ring.training_costs import ModelShape, Training
 from ring.view import View
-from wire.messages import Report
+from wire.job_messages import Report
 
 PEERS = ["a", "b", "c", "d", "e", "f"]
 TERMS = co.Terms(workers=1, micro_batches=2)

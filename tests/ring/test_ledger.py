@@ -27,7 +27,7 @@ from ring.ledger import (
 )
 from ring.token import next_lineage
 from ring.view import View
-from wire.messages import LedgerRow, LedgerRows
+from wire.job_messages import LedgerRow, LedgerRows
 
 M = 8
 START = "00" * 16

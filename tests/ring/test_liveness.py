@@ -15,8 +15,9 @@ from ring.detector import ENOUGH_MOVES
 from ring.local import LocalMember, local_ring, local_view
 from ring.session import RingSession
 from wire.emulate import EmulatedNetwork
+from wire.heal_messages import MemberLost
 from wire.memory import MemoryNetwork
-from wire.messages import HeartbeatAck, MemberLost
+from wire.messages import HeartbeatAck
 from wire.shaper import preset_named
 from wire.virtual import VirtualClockLoop, run_virtual
 

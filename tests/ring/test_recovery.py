@@ -10,7 +10,7 @@ from ring.coordination import Peer
 from ring.formation import records
 from ring.recovery import Recorder
 from ring.view import View
-from wire.messages import Report
+from wire.job_messages import Report
 from wire.records import PHASES, RecoveryInfo, percentile, recovery_spread
 
 

@@ -15,8 +15,8 @@ from ring.codecs import codec_named
 from ring.local import LocalMember, local_ring
 from ring.session import RingBroken, RingSession
 from ring.view import CODEC_NAMES
+from wire.job_messages import StepMetrics
 from wire.memory import MemoryNetwork
-from wire.messages import StepMetrics
 from wire.transport import TcpNetwork
 
 AT_ONCE_S = 5.0  # generous for a slow machine, far below every deadline that could otherwise have ended a wait

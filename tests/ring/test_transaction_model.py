@@ -41,7 +41,7 @@ from ring.testing import MICRO_BATCHES, ORIGIN, Member, digest_of, view
 from ring.token import Flag, Token, next_lineage
 from ring.transaction import Phase
 from ring.view import View
-from wire.messages import LedgerRow
+from wire.job_messages import LedgerRow
 
 STEPS = 6
 EVERY = 2

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from p2ptrain.core.errors import ProtocolError
 from ring.view import View, shares
-from wire.messages import MemberRecord, ViewAnnounced
+from wire.job_messages import MemberRecord, ViewAnnounced
 
 
 def make_view(*names: str) -> View:

@@ -11,7 +11,7 @@ import xxhash
 from p2ptrain.core.world import LoopClock
 from roles.worker.fetch import Base, Fetch, Self, _Donor
 from roles.worker.testing import FIRST, JOB, engine_of
-from wire.messages import HealRequest, StepLogged
+from wire.heal_messages import HealRequest, StepLogged
 
 
 def fetch_of(connection: Any) -> tuple[Fetch, _Donor]:

@@ -33,8 +33,8 @@ from roles.worker.testing import (
     set_view,
     spoils,
 )
+from wire.job_messages import CatchUp, Report
 from wire.memory import MemoryNetwork
-from wire.messages import CatchUp, Report
 from wire.virtual import run_virtual
 
 NUMEL = 400_001

@@ -39,8 +39,9 @@ from roles.worker.testing import (
 )
 from roles.worker.transfer import STRIKES
 from wire.handshake import dial, local_hello
+from wire.heal_messages import ChunkRequest, HealOffer, HealRequest
+from wire.job_messages import Report
 from wire.memory import MemoryNetwork
-from wire.messages import ChunkRequest, HealOffer, HealRequest, Report
 from wire.transport import TcpNetwork
 from wire.virtual import run_virtual
 

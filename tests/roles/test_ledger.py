@@ -20,7 +20,7 @@ from roles.in_process import Cluster
 from roles.seed import ledger as module
 from roles.seed.ledger import Ledger
 from roles.seed.store import JobRecord, Records
-from wire.messages import LedgerRow, LedgerRows
+from wire.job_messages import LedgerRow, LedgerRows
 
 JOB = JobRecord("j1", "first", "tiny", "sync", workers=2, micro_batches=8, steps_total=10**6, keep=3, created_at=1.0)
 START = "00" * 16

@@ -6,7 +6,8 @@ from p2ptrain.core.training import Applied
 from ring.view import View
 from roles.worker.metrics import KEPT, StepTeller
 from tests.ring.test_recovery import view
-from wire.messages import Message, StepMetrics
+from wire.job_messages import StepMetrics
+from wire.messages import Message
 
 
 class Member:

@@ -16,7 +16,7 @@ from roles.engine import WHOLE
 from roles.worker.forming import FORM_TIMEOUT_S, Forming
 from roles.worker.reports import Reports
 from roles.worker.runner import JobRunner
-from wire.messages import Report
+from wire.job_messages import Report
 
 
 def told(core: Transaction) -> Report:

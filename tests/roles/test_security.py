@@ -23,18 +23,10 @@ from wire.client import SeedClient
 from wire.connection import Connection
 from wire.credentials import CERTIFICATE_LIFETIME_S
 from wire.enrol import enrol
+from wire.enrol_messages import EnrolChallenge, EnrolGranted, EnrolProof, EnrolRequest
 from wire.handshake import RefusalCode, dial, local_hello, local_welcome, serve
-from wire.messages import (
-    EnrolChallenge,
-    EnrolGranted,
-    EnrolProof,
-    EnrolRequest,
-    Hello,
-    MemberRecord,
-    Request,
-    Response,
-    Welcome,
-)
+from wire.job_messages import MemberRecord
+from wire.messages import Hello, Request, Response, Welcome
 from wire.renewal import Member
 from wire.ticket import ROLES, Ticket
 from wire.transport import TcpNetwork

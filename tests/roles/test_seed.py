@@ -36,28 +36,30 @@ from wire.codec import encode
 from wire.connection import Connection
 from wire.frame import CONTROL_FRAME_BYTES
 from wire.handshake import RefusalCode, Server, dial, local_hello, local_welcome, serve
-from wire.memory import MemoryNetwork
-from wire.messages import (
+from wire.job_messages import (
     Assign,
     CheckpointSaved,
+    Hold,
+    LedgerRow,
+    LedgerRows,
+    Release,
+    Report,
+    SaveNow,
+    StepMetrics,
+    ViewAnnounced,
+)
+from wire.memory import MemoryNetwork
+from wire.messages import (
     EventNotice,
     Heartbeat,
     HeartbeatAck,
     Hello,
-    Hold,
     Leave,
-    LedgerRow,
-    LedgerRows,
     Message,
     Refuse,
-    Release,
-    Report,
     Request,
     Response,
-    SaveNow,
-    StepMetrics,
     Update,
-    ViewAnnounced,
     Welcome,
 )
 from wire.records import EventInfo, MetricRow

@@ -24,22 +24,9 @@ from wire.chain_messages import PartsHeld
 from wire.codec import MESSAGE_TYPES
 from wire.connection import Connection
 from wire.handshake import Server, dial, local_hello, local_welcome, serve
+from wire.job_messages import Assign, CheckpointSaved, Report, StepMetrics, ViewAnnounced
 from wire.memory import MemoryNetwork
-from wire.messages import (
-    Assign,
-    CheckpointSaved,
-    EventNotice,
-    Heartbeat,
-    HeartbeatAck,
-    Hello,
-    Leave,
-    Message,
-    Report,
-    Response,
-    StepMetrics,
-    ViewAnnounced,
-    Welcome,
-)
+from wire.messages import EventNotice, Heartbeat, HeartbeatAck, Hello, Leave, Message, Response, Welcome
 from wire.speculation_messages import Serving
 
 DEADLINE_S = 10.0

@@ -18,18 +18,9 @@ from roles.known_seeds import Known
 from roles.seed_link import RESENT_SAVES, Pulse, SeedLink
 from wire.connection import Connection
 from wire.handshake import RefusalCode, Server, local_hello, local_welcome, serve
+from wire.job_messages import CheckpointSaved, SaveNow, StepMetrics
 from wire.memory import MemoryNetwork
-from wire.messages import (
-    CheckpointSaved,
-    Heartbeat,
-    HeartbeatAck,
-    Hello,
-    Message,
-    Refuse,
-    SaveNow,
-    StepMetrics,
-    Welcome,
-)
+from wire.messages import Heartbeat, HeartbeatAck, Hello, Message, Refuse, Welcome
 from wire.virtual import run_virtual
 
 T = TypeVar("T")

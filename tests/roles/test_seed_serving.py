@@ -21,7 +21,8 @@ from tests.roles.test_planned import PROFILE, SHAPE
 from wire.chain_messages import PartsHeld
 from wire.connection import Connection
 from wire.handshake import RefusalCode, dial, local_hello, local_welcome, serve
-from wire.messages import CheckpointSaved, EventNotice, Hello, LedgerRows, Message, Report, StepMetrics, Welcome
+from wire.job_messages import CheckpointSaved, LedgerRows, Report, StepMetrics
+from wire.messages import EventNotice, Hello, Message, Welcome
 from wire.records import ServingInfo
 from wire.speculation_messages import MAX_DRAFTERS, DraftersHere, Serving
 

@@ -27,8 +27,8 @@ from roles.strategies.staged import StagedStrategy
 from roles.strategies.sync import SyncStrategy
 from roles.worker.fetch import Fetch, Self, _Donor
 from roles.worker.testing import ME, Inline, world_of
+from wire.heal_messages import HealOffer, HealRequest, StepLogged
 from wire.memory import MemoryNetwork
-from wire.messages import HealOffer, HealRequest, StepLogged
 
 
 def split_profile(stages: int, replicas: int, **job: Any) -> Profile:

@@ -29,7 +29,7 @@ from roles.sim.engine import undisturbed
 from roles.sim.loop import Process, SimLoop
 from roles.sim.watching import watched
 from wire.client import SeedClient
-from wire.messages import ViewAnnounced
+from wire.job_messages import ViewAnnounced
 
 GOOD: dict[str, Any] = {"peer_id": "0123456789ab", "seat": 2, "leader": "10.0.0.1:7337", "following": True}
 BAD = [

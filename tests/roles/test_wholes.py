@@ -25,8 +25,9 @@ from roles.stand_in import StandInEngine
 from roles.worker import checkpointing, file_giver, wholes
 from roles.worker.file_giver import CheckpointFiles
 from roles.worker.wholes import keeps, offered_untrusted
+from wire.heal_messages import FilesRequest
+from wire.job_messages import MemberRecord
 from wire.memory import MemoryNetwork
-from wire.messages import FilesRequest, MemberRecord
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from ring.token import first_lineage, next_lineage
 from roles.worker.ledger import BATCH_BYTES, ROWS, Ledger
 from wire.codec import encode
 from wire.frame import CONTROL_FRAME_BYTES
-from wire.messages import LedgerRow, LedgerRows
+from wire.job_messages import LedgerRow, LedgerRows
 
 ORIGIN = first_lineage("spec")
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import types
 import typing
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -13,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import wire
 from p2ptrain.core.errors import ProtocolError
-from wire import chain_messages, generate_messages, messages, speculation_messages
 from wire.codec import (
     MAX_DEPTH,
     MAX_HANDSHAKE_ITEMS,
@@ -24,23 +26,9 @@ from wire.codec import (
     decode_untrusted,
     encode,
 )
-from wire.messages import (
-    BULK_KIND,
-    PROTOCOL_VERSION,
-    BlobRecord,
-    CheckpointSaved,
-    HealOffer,
-    Heartbeat,
-    Hello,
-    LedgerRow,
-    LedgerRows,
-    Message,
-    Refuse,
-    Request,
-    StepMetrics,
-    Update,
-    Welcome,
-)
+from wire.heal_messages import BlobRecord, HealOffer
+from wire.job_messages import CheckpointSaved, LedgerRow, LedgerRows, StepMetrics
+from wire.messages import BULK_KIND, PROTOCOL_VERSION, Heartbeat, Hello, Message, Refuse, Request, Update, Welcome
 from wire.speculation_messages import Drafts
 
 TEXT = st.text(max_size=12)
@@ -115,7 +103,8 @@ HELLO = {
 
 
 def test_every_message_class_has_its_own_kind():
-    modules = (messages, chain_messages, speculation_messages, generate_messages)
+    files = sorted(Path(wire.__file__).parent.glob("*messages.py"))
+    modules = [importlib.import_module(f"wire.{file.stem}") for file in files]
     items = [item for module in modules for item in vars(module).values()]
     classes = {item for item in items if isinstance(item, type) and issubclass(item, Message)}
     assert len(MESSAGE_TYPES) == len(classes) - 1 > 20
