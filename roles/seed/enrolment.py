@@ -19,11 +19,11 @@ import base64
 import binascii
 import secrets
 from collections.abc import Callable
-from typing import Any
 
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused, UserError
 from p2ptrain.core.world import Clock
 from roles.seed.authority import FIRST_TICKET_S, LONGEST_TICKET_S, Authority
+from roles.seed.params import Params, Result
 from roles.seed.peers import clipped
 from roles.seed.tickets import MAX_USES, ROLES, TicketRecord
 from wire.address import parse_address
@@ -38,8 +38,6 @@ from wire.transport_base import format_address
 MAX_HOST_CHARS = 255
 SHORTEST_TICKET_S = 1.0
 _EVERYWHERE = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared, not bound
-Params = dict[str, Any]
-Result = dict[str, Any]
 
 
 class Gate:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import difflib
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.ids import new_id
 from ring import coordination as co
 from ring.coordination import ENDED, Phase
 from ring.ledger import counts_of_untrusted
-from ring.token import is_lineage
-from roles.seed.peers import NAME_CHARS, clipped
+from roles.seed.archive import Archive
+from roles.seed.params import Params, Result, did_you_mean, label_of, text_of, whole_of
+from roles.seed.peers import clipped
 from roles.seed.planning import checked_profile, checked_shape, planned
 from roles.seed.store import RECOVERIES_KEPT, JobRecord, Records
 from roles.seed.updates import first_that_fit, newest_that_fit
@@ -23,11 +23,9 @@ from wire.connection import Connection
 from wire.enrol import RENEW
 from wire.job_messages import LedgerRow
 from wire.messages import Request, Response
-from wire.records import CheckpointInfo
 
 if TYPE_CHECKING:
     from roles.seed.jobs import Desk
-    from roles.seed.peers import Link
     from roles.seed.server import Seed
 
 IDLE_S = 120.0
@@ -36,8 +34,6 @@ MAX_SPEC_BYTES = 32 << 10
 MAX_ROWS = 200
 MAX_SINK_BYTES = 16 << 20
 SINK_S = 60.0
-WORKER_S = 10.0
-VERIFY_S = 60.0  # it reads the whole checkpoint
 FIRST_ROWS = 300
 FIRST_RECOVERIES = 100
 LEDGER_ROWS = 512
@@ -45,8 +41,6 @@ ANSWER_BYTES = 40 << 10
 """Of the items in an answer, whatever they are; with what is around them it fits a frame."""
 
 _SLOW = frozenset({"checkpoints.restore", "checkpoints.delete", "jobs.plan"})
-Params = dict[str, Any]
-Result = dict[str, Any]
 
 
 class Clerk:
@@ -54,6 +48,7 @@ class Clerk:
 
     def __init__(self, seed: Seed) -> None:
         self._seed = seed
+        self._archive = Archive(seed.checkpoints, seed.desks, seed.links)
         self._sink = asyncio.Lock()  # one at a time: it costs memory and bandwidth
         self._methods: dict[str, Callable[[Params, Connection], Awaitable[Result]]] = {
             "cluster.info": self._cluster_info,
@@ -131,7 +126,7 @@ class Clerk:
         try:
             if method is None:
                 raise Refused("unknown-method", f"there is no request {clipped(request.method, 80)!r}"
-                              + _did_you_mean(request.method, self._methods))  # fmt: skip
+                              + did_you_mean(request.method, self._methods))  # fmt: skip
             return Response(request.id, await method(request.params, connection))
         except Refused as problem:
             return Response(request.id, {}, problem.code, problem.message, problem.remedy)
@@ -179,7 +174,7 @@ class Clerk:
 
     def _peer(self, params: Params) -> tuple[str, str]:
         """Id and name of the worker meant by an id or a name, of those that are or were here."""
-        text = _text(params, "peer", 128)
+        text = text_of(params, "peer", 128)
         infos = {info.id: info.name for info in self._seed.peer_infos()}
         if text in infos or self._seed.gate.knows(text):
             return text, infos.get(text, text)
@@ -189,7 +184,7 @@ class Clerk:
         if named:
             ids = ", ".join(peer_id for peer_id, _ in named[:4])
             raise Refused("ambiguous", f"{len(named)} peers are called {text!r}: {ids}", remedy="give the id")
-        hint = _did_you_mean(text, [*infos, *infos.values()])
+        hint = did_you_mean(text, [*infos, *infos.values()])
         raise Refused("unknown-peer", f"there is no peer {clipped(text, 80)!r}{hint}", remedy="see p2ptrain peers")
 
     # ------------------------------------------------------------------------------------------------------- tickets
@@ -202,13 +197,13 @@ class Clerk:
     # ------------------------------------------------------------------------------------------------------------- jobs
 
     async def _jobs_create(self, params: Params, connection: Connection) -> Result:
-        spec = _text(params, "spec", MAX_SPEC_BYTES)
+        spec = text_of(params, "spec", MAX_SPEC_BYTES)
         profile = checked_profile(spec)
         shape = checked_shape(params, profile)
         record = JobRecord(
             id=new_id(),
-            name=_label(params, "name"),
-            profile=_label(params, "profile"),
+            name=label_of(params, "name"),
+            profile=label_of(params, "profile"),
             strategy=profile.job.strategy,
             workers=profile.job.workers,
             micro_batches=profile.batch.micro_batches,
@@ -221,7 +216,7 @@ class Clerk:
         return {"job": record.id}
 
     async def _jobs_plan(self, params: Params, connection: Connection) -> Result:
-        profile = checked_profile(_text(params, "spec", MAX_SPEC_BYTES))
+        profile = checked_profile(text_of(params, "spec", MAX_SPEC_BYTES))
         shape = checked_shape(params, profile)
         if shape is None:
             raise Refused("bad-shape", "a plan is made of a split model and its sizes", remedy="give shape")
@@ -278,7 +273,7 @@ class Clerk:
 
     def _desk(self, params: Params) -> Desk:
         """The job meant by an id, the beginning of one, or a name (of several with that name, the newest)."""
-        text, desks = _text(params, "job", 128), self._seed.desks
+        text, desks = text_of(params, "job", 128), self._seed.desks
         if text in desks:
             return desks[text]
         named = [desk for desk in desks.values() if desk.record.name == text]
@@ -291,14 +286,14 @@ class Clerk:
             ids = ", ".join(desk.id for desk in begun[:4])
             raise Refused("ambiguous", f"several jobs begin with {text!r}: {ids}", remedy="give more of the id")
         known = [*desks, *(desk.record.name for desk in desks.values())]
-        hint = _did_you_mean(text, known)
+        hint = did_you_mean(text, known)
         raise Refused("unknown-job", f"there is no job {clipped(text, 80)!r}{hint}", remedy="see p2ptrain jobs list")
 
     # ------------------------------------------------------------------------------------------- ledger and recoveries
 
     async def _jobs_ledger(self, params: Params, connection: Connection) -> Result:
         """Rows of later steps, as many as fit: runs of steps with the same generation and shares."""
-        desk, after = self._desk(params), _whole(params, "after_step", 0, 0, 2**53)
+        desk, after = self._desk(params), whole_of(params, "after_step", 0, 0, 2**53)
         head = await self._seed.store.call(Records.ledger_head, desk.id)
         rows = await self._seed.store.call(Records.ledger_rows, desk.id, after, LEDGER_ROWS)
         runs = [
@@ -314,26 +309,26 @@ class Clerk:
         return {"head": begins, "runs": first_that_fit(runs, ANSWER_BYTES), "windows": desk.record.windows}
 
     async def _jobs_views(self, params: Params, connection: Connection) -> Result:
-        desk, after = self._desk(params), _whole(params, "after_generation", 0, 0, 2**53)
+        desk, after = self._desk(params), whole_of(params, "after_generation", 0, 0, 2**53)
         views = await self._seed.store.call(Records.views, desk.id, after, MAX_ROWS)
         items = [dataclasses.asdict(view) | {"members": list(view.members)} for view in views]
         return {"views": first_that_fit(items, ANSWER_BYTES)}
 
     async def _recoveries_list(self, params: Params, connection: Connection) -> Result:
-        desk, limit = self._desk(params), _whole(params, "limit", MAX_ROWS, 1, RECOVERIES_KEPT)
+        desk, limit = self._desk(params), whole_of(params, "limit", MAX_ROWS, 1, RECOVERIES_KEPT)
         found = await self._seed.store.call(Records.recoveries, desk.id, limit)
         return {"recoveries": newest_that_fit(item.to_map() for item in found), "total": len(found)}
 
     # ----------------------------------------------------------------------------------------------- metrics and events
 
     async def _metrics_history(self, params: Params, connection: Connection) -> Result:
-        desk, limit = self._desk(params), _whole(params, "limit", MAX_ROWS, 1, MAX_ROWS)
-        after = _whole(params, "after_step", -1, -1, 2**53)
+        desk, limit = self._desk(params), whole_of(params, "limit", MAX_ROWS, 1, MAX_ROWS)
+        after = whole_of(params, "after_step", -1, -1, 2**53)
         rows = await self._seed.store.call(Records.metrics, desk.id, after, limit)
         return {"rows": [row.to_map() for row in rows]}
 
     async def _events_list(self, params: Params, connection: Connection) -> Result:
-        after, limit = _whole(params, "after_id", 0, 0, 2**53), _whole(params, "limit", MAX_ROWS, 1, MAX_ROWS)
+        after, limit = whole_of(params, "after_id", 0, 0, 2**53), whole_of(params, "limit", MAX_ROWS, 1, MAX_ROWS)
         events = await self._seed.store.call(Records.events, after, limit)
         return {"events": [event.to_map() for event in events]}
 
@@ -345,13 +340,12 @@ class Clerk:
         return {"checkpoints": newest_that_fit(item.to_map() for item in found), "total": len(found)}
 
     async def _checkpoints_restore(self, params: Params, connection: Connection) -> Result:
-        checkpoint = self._checkpoint(params)
+        checkpoint = self._archive.named(text_of(params, "id", 256))
         desk = self._seed.desks.get(checkpoint.job)
         if desk is None:
             raise Refused("unknown-job", f"the job {checkpoint.job} of that checkpoint is not known here")
-        self._check_whole(desk, checkpoint)
-        lineage = await self._verified_everywhere(desk, checkpoint)  # before anybody sets newer ones aside
-        holder = self._holder(checkpoint)
+        lineage = await self._archive.verified(desk, checkpoint)  # before anybody sets newer ones aside
+        holder = self._archive.holder(checkpoint)
         other = self._seed.desks.get(holder.job)
         if other is not None and other is not desk and self._seed.may_yield(other):
             await other.post(co.Yield())
@@ -361,85 +355,10 @@ class Clerk:
         restored = co.Restore(checkpoint.step, checkpoint.peer_id, lineage)
         return await self._tell(desk, restored, f"goes back to step {checkpoint.step}")
 
-    def _check_whole(self, desk: Desk, checkpoint: CheckpointInfo) -> None:
-        """Raise ``Refused`` where a split model cannot go back to it, for nobody here has the other stages'."""
-        if desk.stages > 1 and not _is_whole(found := self._alike_here(checkpoint), desk.stages):
-            stages = sorted({item.stage for item in found if item.stage is not None})
-            where = f"of {desk.stages} stages only {stages} have a checkpoint at a worker here"
-            text = f"step {checkpoint.step} is not here as a whole: {where}"
-            raise Refused("holder-away", text, remedy="start the workers that hold the others, or choose another step")
-
-    def _stage(self, checkpoint: CheckpointInfo) -> Params:
-        desk = self._seed.desks.get(checkpoint.job)
-        return {} if desk is None or checkpoint.stage is None else {"stage": checkpoint.stage, "stages": desk.stages}
-
-    async def _verified_everywhere(self, desk: Desk, checkpoint: CheckpointInfo) -> str:
-        """The lineage of a checkpoint, of which its holder has just read every byte; of a split model, all who are here
-        and hold one of that step, of each stage at least one. They spare it from now on, until they have gone back."""
-        lineage = await self._verified(checkpoint)
-        if desk.stages == 1:
-            return lineage
-        others = [item for item in self._alike_here(checkpoint) if item.id != checkpoint.id]
-        found = await asyncio.gather(*map(self._lineage_or_problem, others))
-        good = [item for item, told in zip(others, found, strict=True) if told == lineage]
-        if not _is_whole([checkpoint, *good], desk.stages):
-            for told in found:
-                if isinstance(told, P2PTrainError):
-                    raise told
-            text = f"what the stages have saved as step {checkpoint.step} is not of one state"
-            raise Refused("damaged", text, remedy="choose another step")
-        return lineage
-
-    async def _lineage_or_problem(self, checkpoint: CheckpointInfo) -> str | P2PTrainError:
-        try:
-            return await self._verified(checkpoint)
-        except P2PTrainError as problem:
-            return problem
-
-    def _alike_here(self, checkpoint: CheckpointInfo) -> list[CheckpointInfo]:
-        """Those of the same step whose holders are connected."""
-        return [
-            item
-            for item in self._seed.checkpoints.known.values()
-            if (item.job, item.step) == (checkpoint.job, checkpoint.step) and item.peer_id in self._seed.links
-        ]
-
-    async def _verified(self, checkpoint: CheckpointInfo) -> str:
-        """The lineage of a checkpoint, of which its holder has just read every byte."""
-        params = {"job": checkpoint.job, "step": checkpoint.step, **self._stage(checkpoint)}
-        result = await self._holder(checkpoint).ask("checkpoint.verify", params, timeout_s=VERIFY_S)
-        lineage = result.get("lineage")
-        if result.get("step") != checkpoint.step or not isinstance(lineage, str) or not is_lineage(lineage):
-            raise Refused("damaged", f"{checkpoint.peer_name} does not say what state that checkpoint holds")
-        return lineage
-
     async def _checkpoints_delete(self, params: Params, connection: Connection) -> Result:
-        checkpoint = self._checkpoint(params)
-        params, was_there = {"job": checkpoint.job, "step": checkpoint.step, **self._stage(checkpoint)}, True
-        try:
-            await self._holder(checkpoint).ask("checkpoint.delete", params, timeout_s=WORKER_S)
-        except Refused as problem:
-            if problem.code != "not-here":
-                raise
-            was_there = False  # somebody removed it there
-        await self._seed.checkpoints.drop([checkpoint.id])
+        checkpoint = self._archive.named(text_of(params, "id", 256))
+        was_there = await self._archive.delete(checkpoint)
         return {"deleted": checkpoint.id, "was_there": was_there}
-
-    def _holder(self, checkpoint: CheckpointInfo) -> Link:
-        holder = self._seed.links.get(checkpoint.peer_id)
-        if holder is None:
-            text = f"{checkpoint.peer_name}, which holds that checkpoint, is not connected"
-            raise Refused("holder-away", text, remedy="start that worker, or choose a checkpoint of another")
-        return holder
-
-    def _checkpoint(self, params: Params) -> CheckpointInfo:
-        text = _text(params, "id", 256)
-        found = self._seed.checkpoints.known.get(text)
-        if found is None:
-            hint = _did_you_mean(text, self._seed.checkpoints.known)
-            what = f"there is no checkpoint {clipped(text, 120)!r}{hint}"
-            raise Refused("unknown-checkpoint", what, remedy="see p2ptrain checkpoints list")
-        return found
 
     # ----------------------------------------------------------------------------------------------------------- probes
 
@@ -449,8 +368,8 @@ class Clerk:
     async def _probe_sink(self, params: Params, connection: Connection) -> Result:
         """Takes one bulk frame, which may follow at once, and answers when it has it all."""
         size_bytes, stream = (
-            _whole(params, "size_bytes", None, 0, MAX_SINK_BYTES),
-            _whole(params, "stream", None, 0, 2**31),
+            whole_of(params, "size_bytes", None, 0, MAX_SINK_BYTES),
+            whole_of(params, "stream", None, 0, 2**31),
         )
         if self._sink.locked():
             raise Refused("busy", "another operator measures its bandwidth", remedy="try again in a minute")
@@ -473,7 +392,7 @@ class Clerk:
 
     async def _probe_dialback(self, params: Params, connection: Connection) -> Result:
         """Whether the operator's machine is reached on a port; only its own address is dialled."""
-        port = _whole(params, "port", None, 1, 65535)
+        port = whole_of(params, "port", None, 1, 65535)
         try:
             await self._seed.dial_back(connection.remote[0], port)
         except P2PTrainError as problem:
@@ -494,40 +413,6 @@ def _runs(rows: Iterable[LedgerRow]) -> list[list[LedgerRow]]:
     return runs
 
 
-def _text(params: Params, name: str, limit: int) -> str:
-    value = params.get(name)
-    if not isinstance(value, str) or not value:
-        raise Refused("bad-parameter", f"{name} must be text", remedy=f"give {name}")
-    if len(value) > limit or len(value.encode(errors="replace")) > limit:
-        raise Refused("bad-parameter", f"{name} has more than {limit} bytes", remedy="make it shorter")
-    return value
-
-
-def _label(params: Params, name: str) -> str:
-    label = clipped(_text(params, name, NAME_CHARS), NAME_CHARS)
-    if not label:
-        raise Refused("bad-parameter", f"{name} has nothing that can be shown", remedy=f"give {name}")
-    return label
-
-
-def _whole(params: Params, name: str, default: int | None, least: int, most: int) -> int:
-    value = params.get(name, default)
-    if type(value) is not int or not least <= value <= most:
-        raise Refused("bad-parameter", f"{name} must be a whole number from {least} to {most}", remedy=f"change {name}")
-    return value
-
-
-def _is_whole(checkpoints: Iterable[CheckpointInfo], stages: int) -> bool:
-    """Whether these have all parts of a split model: one has them all, or there is one for each stage."""
-    found = {item.stage for item in checkpoints}
-    return None in found or len(found) == stages
-
-
 def _wrong_state(desk: Desk, verb: str, why: str, remedy: str = "see p2ptrain jobs show") -> Refused:
     text = f"job {desk.record.name} is {desk.core.state} and cannot be {verb}: {why}"
     return Refused("wrong-state", text, remedy=remedy)
-
-
-def _did_you_mean(text: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(text, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""

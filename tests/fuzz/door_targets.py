@@ -482,6 +482,7 @@ def _methods() -> list[str]:
 
     class NoSeed:
         gate = NoGate()
+        checkpoints = desks = links = None
 
     return [name for name in Clerk(NoSeed())._methods if name != "probe.sink"]  # type: ignore[arg-type]
 
