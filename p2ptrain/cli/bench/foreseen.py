@@ -7,7 +7,7 @@ the text is known beforehand, whoever writes it, and how often the drafter is ri
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from itertools import count
 
@@ -21,6 +21,8 @@ VOCAB = 256
 CONTEXT = 1 << 16
 CONFIG = f'{{"model_type": "stand-in", "vocab_size": {VOCAB}, "max_position_embeddings": {CONTEXT}}}'
 _FINE = 1 << 32
+
+Take = Callable[[float, float], None]
 _AWAKE_S = 0.001
 """Before the end of a time that is to be met."""
 
@@ -71,10 +73,10 @@ def prompts_for(alpha: float, tokens: int, wanted: int) -> list[str]:
     return found
 
 
-def _take_until(due: float) -> None:
-    """Take time until then, by the performance counter. A sleep alone ends late, by up to a millisecond where the
-    processor went to sleep as well, and no model that computes has that."""
-    while (left_s := due - time.perf_counter()) > 0:
+def take(seconds: float, began: float) -> None:
+    """Let so much time pass since ``began``, by the performance counter. A sleep alone ends late, by up to a
+    millisecond where the processor went to sleep as well, and no model that computes has that."""
+    while (left_s := began + seconds - time.perf_counter()) > 0:
         time.sleep(max(0.0, left_s - _AWAKE_S))
 
 
@@ -84,14 +86,23 @@ class TimedModel:
     Args:
         pass_s: that a pass takes. row_s: longer for each pick beyond the first.
         alpha: how often it picks what the verifier's picks.
+        take: as ``take``: how that time passes.
     """
 
     width, vocab_size, encoding, device = 1, VOCAB, "fp32", "stand-in"
     weights_bytes, cache_position_bytes = 0, 8
 
-    def __init__(self, pass_s: float, *, row_s: float = 0.0, alpha: float = 1.0, spec: PartSpec | None = None) -> None:
+    def __init__(
+        self,
+        pass_s: float,
+        *,
+        row_s: float = 0.0,
+        alpha: float = 1.0,
+        spec: PartSpec | None = None,
+        take: Take = take,
+    ) -> None:
         self.spec = spec or PartSpec(CONFIG, 0, 1, 1)
-        self._pass_s, self._row_s, self._alpha = pass_s, row_s, alpha
+        self._pass_s, self._row_s, self._alpha, self._take = pass_s, row_s, alpha, take
         self._states: dict[str, list[int]] = {}  # by session, behind each position, and before the first
 
     def open(self, session: str, *, positions: int, sampling: Sampling) -> None:
@@ -111,7 +122,7 @@ class TimedModel:
         picks: int,
         draw: int,
     ) -> Ran:
-        due = time.perf_counter() + self._pass_s + self._row_s * max(0, picks - 1)
+        began = time.perf_counter()
         states = self._states[session]
         if not 0 <= keep < len(states) or payload.nbytes != 4 * count:
             raise ProtocolError(f"{keep} positions of {len(states) - 1} and {payload.nbytes} bytes of ids cannot be")
@@ -119,7 +130,7 @@ class TimedModel:
         ids = np.frombuffer(payload, "<i4" if encoding == IDS else "<f4").astype("<i4")
         for token in ids.tolist():
             states.append(_after(states[-1], token))
-        _take_until(due)
+        self._take(self._pass_s + self._row_s * max(0, picks - 1), began)
         if self.spec.stop < self.spec.layers:
             return Ran(memoryview(ids.astype("<f4").tobytes()), ())
         picked = states[len(states) - picks :] if picks else []

@@ -36,9 +36,7 @@ from wire.transport import TcpNetwork
 
 if TYPE_CHECKING:
     from p2ptrain.cli.bench.piped import Piped
-    from p2ptrain.cli.bench.speculated import DrafterSide, VerifierSide
-    from p2ptrain.cli.bench.speculated_exact import Exactly
-    from p2ptrain.cli.bench.timed_chain import StageSide
+    from p2ptrain.cli.bench.sides import Side
     from p2ptrain.cli.bench.training import Training
     from p2ptrain.compute.rivals import GlooGroup
 
@@ -91,7 +89,7 @@ class Member:
         self._piece_bytes = 0
         self._training: Training | None = None
         self._piped: Piped | None = None
-        self._side: DrafterSide | StageSide | VerifierSide | Exactly | None = None
+        self._side: Side | None = None
         self._orders: dict[str, Callable[..., Awaitable[Answer]]] = {
             "start": self.start,
             "listen": self.listen,
@@ -354,24 +352,11 @@ class Member:
     # ------------------------------------------------------------------------------------------- speculative decoding
 
     async def speculate(self, *, part: str, **arguments: Any) -> Answer:
-        """``be drafter``, ``be stage``, ``be verifier`` and ``be exact`` open a side of it, the last one both;
-        ``assisted`` needs none; others are its methods."""
-        from p2ptrain.cli.bench import speculated, timed_chain
+        from p2ptrain.cli.bench.place import this_process
+        from p2ptrain.cli.bench.sides import Side
 
-        if part == "assisted":
-            return await speculated.assisted(**arguments)
-        if part == "be drafter":
-            self._side = speculated.DrafterSide()
-        elif part == "be stage":
-            self._side, arguments["number"] = timed_chain.StageSide(), self.rank
-        elif part == "be verifier":
-            self._side = speculated.VerifierSide()
-        elif part == "be exact":
-            from p2ptrain.cli.bench.speculated_exact import Exactly
-
-            self._side = Exactly()
-        does: Callable[..., Awaitable[Answer]] = getattr(self._side, "open" if part.startswith("be ") else part)
-        return await does(**arguments)
+        self._side = self._side or Side(self.rank, this_process())
+        return await self._side.carry_out(part, arguments)
 
 
 def _tile(rank: int, dtype: str, storage: np.dtype[Any]) -> npt.NDArray[Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from p2ptrain.cli.sizes import size_of
 from p2ptrain.core.errors import ResourceError, UserError
+from roles.speculation.policy import MOST_DRAFTS
 
 MAX_PEERS = 16
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1}
@@ -84,6 +85,19 @@ def shares_of(text: str) -> list[float]:
     if not parts or not all(_SHARE.fullmatch(part) and float(part) <= 1 for part in parts):
         raise UserError(f"{text!r} is no list of numbers from 0 to 1", remedy="such as --alpha .6,.8,.95")
     return sorted({float(part) for part in parts})
+
+
+def depths_of(text: str) -> list[int]:
+    """The numbers of drafts in a comma-separated list, ascending, each once, then 0 for ``auto``. Raises
+    ``UserError``."""
+    parts = [part.strip().lower() for part in text.split(",") if part.strip()]
+    numbers = {int(part[:4]) for part in parts if part.isdecimal()}
+    wrong = [part for part in parts if part != "auto" and not part.isdecimal()]
+    if not parts or wrong or not all(1 <= number <= MOST_DRAFTS for number in numbers):
+        raise UserError(
+            f"{text!r} is no list of depths from 1 to {MOST_DRAFTS}, or auto", remedy="such as --depth 1,2,4,8,16,auto"
+        )
+    return sorted(numbers) + [0] * ("auto" in parts)
 
 
 def check_peers(peers: int, what: str = "peers") -> None:

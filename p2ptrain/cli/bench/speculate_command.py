@@ -20,7 +20,21 @@ def speculate(
     rtt: Annotated[
         str, typer.Option("--rtt", metavar="LIST", help="Emulated round trips to the drafter, in milliseconds.")
     ] = "0,20,80,200",
-    sweep: Annotated[bool, typer.Option("--sweep", help=f"--alpha {ALPHAS}: some minutes.")] = False,
+    depth: Annotated[
+        str,
+        typer.Option(
+            "--depth",
+            metavar="LIST",
+            help="The most drafts that a pass may take, such as 1,2,4,8,16,auto: each is measured for itself.",
+        ),
+    ] = "auto",
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help=f"--alpha {ALPHAS}: a quarter of an hour, with --virtual a minute.")
+    ] = False,
+    virtual: Annotated[
+        bool,
+        typer.Option("--virtual", help="On virtual time, in one process: quick, and the same on every machine."),
+    ] = False,
     jitter_ms: Annotated[
         float | None,
         typer.Option(
@@ -85,13 +99,15 @@ def speculate(
 
     A verifier and a drafter as join starts them, in processes of their own, over a link that is made as slow as a far
     one. Their models only take time, and the drafter is right as often as it is told to be. Beside it: the verifier
-    alone, a protocol that waits for each answer, the same rules in a simulation, and the formulas. With --verifier and
+    alone, a protocol that waits for each answer, the same rules in a simulation, and the formulas. With --depth, the
+    same with fewer drafts in a pass than it would take by itself. With --verifier and
     --drafter a real pair, beside transformers' assisted generation. Every text is compared with the verifier's own.
 
     \b
     Examples:
       p2ptrain bench speculate
       p2ptrain bench speculate --alpha .6,.9 --rtt 40 --growth .02 --json speculate.json
+      p2ptrain bench speculate --depth 1,2,4,8,16,auto --sweep --virtual
       p2ptrain bench speculate --chain --kill
       p2ptrain bench speculate --verifier big/ --drafter small/ --rtt 0,20 --threads 1
       p2ptrain bench speculate --verifier big/ --drafter small/ --exact --texts 100 --json exact.json
@@ -99,9 +115,10 @@ def speculate(
     from p2ptrain.cli.bench import plan as plans
     from p2ptrain.cli.bench.machine import circumstances, origin
     from p2ptrain.cli.bench.report import Targets, publish
-    from p2ptrain.cli.bench.speculate import Plan, SpeculateBench
+    from p2ptrain.cli.bench.speculate import SpeculateBench
     from p2ptrain.cli.bench.speculate_exact import ExactBench, ExactPlan, exact_prompts
     from p2ptrain.cli.bench.speculate_pair import PairBench, PairPlan, prompts_of
+    from p2ptrain.cli.bench.speculate_rows import Plan
     from p2ptrain.cli.bench.trial import conduct
 
     targets = Targets(json_to, csv_to)
@@ -113,6 +130,9 @@ def speculate(
         raise UserError("a real pair has two models", remedy="give both --verifier DIR and --drafter DIR")
     if exact and verifier is None:
         raise UserError("--exact is for a real pair", remedy="give --verifier DIR and --drafter DIR")
+    if virtual and verifier is not None:
+        raise UserError("real models take real time", remedy="leave out --virtual; --exact is on virtual time")
+    depths = plans.depths_of(depth)
     noted = circumstances()
     work: ExactBench | PairBench | SpeculateBench
     if verifier is not None and drafter is not None and exact:
@@ -149,11 +169,13 @@ def speculate(
                 chain=chain,
                 kill=kill,
                 threads=threads,
+                depths=depths,
+                virtual=virtual,
             )
         )
     complete = run(conduct(work.measure), children=True)
     report = work.report(origin(), complete=complete)
-    report.notes += [] if exact else noted  # nothing of it depends on how fast the machine is
+    report.notes += [] if exact or virtual else noted  # nothing of it depends on how fast the machine is
     publish(report, targets)
     if isinstance(work, ExactBench):
         work.check()

@@ -13,7 +13,8 @@ from typing import Any
 from p2ptrain.cli.bench.machine import Origin
 from p2ptrain.cli.bench.members import Interrupted, Members, started
 from p2ptrain.cli.bench.report import Report, Table, times
-from p2ptrain.cli.bench.speculate import Texts, opened
+from p2ptrain.cli.bench.speculate import opened
+from p2ptrain.cli.bench.speculate_rows import Texts
 from p2ptrain.cli.bench.trial import Scene
 from p2ptrain.cli.stopping import unless_stopped
 from p2ptrain.core.errors import UserError

@@ -1,23 +1,22 @@
-"""Both sides of speculative decoding in processes of their own, for ``bench speculate``.
+"""Both sides of speculative decoding, for ``bench speculate``: each in a process of its own, or on virtual time.
 
 The verifier is the service that ``join --role verifier`` runs, the drafter what ``join --role drafter`` runs, without a
-seed between them: the models take time only, or are real. Between them is TCP over an emulated link. The rival drafts
-when it is asked to, over the same link, with the same models.
+seed between them: the models take time only, or are real. Between them is an emulated link. The rival drafts when it
+is asked to, over the same link, with the same models.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from p2ptrain.cli.bench.foreseen import CONFIG, TimedModel
+from p2ptrain.cli.bench.place import Place
 from p2ptrain.cli.bench.timed_chain import timed_chain
 from p2ptrain.compute.conversation import ChatFormat
 from p2ptrain.compute.text import ModelText
@@ -25,12 +24,12 @@ from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.activations import IDS, encode_ids
 from p2ptrain.core.errors import DeadlineExceeded, ProtocolError
 from p2ptrain.core.serving import Sampling, SamplingWish
-from p2ptrain.core.world import Network, World, real_world
-from ring.local import HOST
+from p2ptrain.core.world import World
 from roles.background import Background
 from roles.chain.around import Around
 from roles.compute_thread import ComputeThread
 from roles.drafter.drafter import Drafter, Serves
+from roles.speculation.policy import MOST_DRAFTS
 from roles.verifier.asking import Wish
 from roles.verifier.chain_target import ChainTarget
 from roles.verifier.drafter_link import Tokens
@@ -39,12 +38,9 @@ from roles.verifier.service import ServiceOptions, VerifierService
 from roles.verifier.target import Target
 from roles.verifier.whole_target import WholeTarget, load_whole_engine
 from wire.connection import Connection
-from wire.emulate import EmulatedNetwork
 from wire.handshake import Server, dial, local_hello, local_welcome, serve
 from wire.messages import Hello, Refuse, Request, Response, Welcome
-from wire.shaper import LinkPreset
 from wire.speculation_messages import DrafterAt
-from wire.transport import TcpNetwork
 
 MEET_S = 30.0
 """For a drafter to take part in a text."""
@@ -54,14 +50,6 @@ DRAFTER, VERIFIER = "drafter", "verifier"
 _METHOD = "draft"
 
 Answer = dict[str, Any]
-
-
-def _world(rtt_ms: float, jitter_ms: float, seed: int) -> World:
-    """Whose connections send over a link of half that round trip; 0: over the loopback as it is."""
-    network: Network = TcpNetwork()
-    if rtt_ms or jitter_ms:
-        network = EmulatedNetwork(network, LinkPreset("emulated", rtt_ms / 2, jitter_ms), seed=seed)
-    return real_world(network)
 
 
 def _prepare(threads: int) -> None:
@@ -75,7 +63,8 @@ def _prepare(threads: int) -> None:
 class DrafterSide:
     """A drafter, and the same model for whoever asks for drafts and waits for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: Place) -> None:
+        self._place = place
         self._servers: list[Server] = []
         self._tasks = Background()
         self._compute: ComputeThread | None = None
@@ -83,10 +72,11 @@ class DrafterSide:
     async def open(
         self, *, rtt_ms: float, jitter_ms: float, draft_s: float, alpha: float, model: str, threads: int
     ) -> Answer:
-        """Listen: the ports, and the process to kill. ``model``: a directory; empty for a stand-in."""
-        world = _world(rtt_ms, jitter_ms, 1)
+        """Listen: where, and the process to kill. ``model``: a directory; empty for a stand-in."""
+        place = self._place
+        world = place.world(rtt_ms / 2, jitter_ms, 1)
         compute = self._compute = ComputeThread(world.threads)
-        serves = Serves(TimedModel(draft_s, alpha=alpha), "stand-in", tokenizer="stand-in")
+        serves = Serves(TimedModel(draft_s, alpha=alpha, take=place.take), "stand-in", tokenizer="stand-in")
         if model:
             await compute.run(_prepare, threads)
             engine, context = await load_whole_engine(Path(model), compute, device="cpu")
@@ -99,10 +89,11 @@ class DrafterSide:
             await self._draft_when_asked(connection, serves, compute)
 
         for answer in (drafter.serve, wait_and_draft):
-            server = await serve(world.network, HOST, 0, decide=_welcome, serve=answer, on_problem=_nobody)
+            server = await serve(world.network, place.host, 0, decide=_welcome, serve=answer, on_problem=_nobody)
             self._servers.append(server)
         port, rival_port = (server.address[1] for server in self._servers)
-        return {"port": port, "rival_port": rival_port, "pid": os.getpid(), "tokenizer": serves.tokenizer}
+        at = {"host": place.host, "port": port, "rival_port": rival_port, "process": place.process}
+        return at | {"tokenizer": serves.tokenizer}
 
     async def _draft_when_asked(self, connection: Connection, serves: Serves, compute: ComputeThread) -> None:
         """The rival's other side: each request cuts the text and adds to it, and asks for so many drafts."""
@@ -146,7 +137,9 @@ class DrafterSide:
 class VerifierSide:
     """A verifier's service, who reads its texts, and the rival."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._at: Answer = {}  # the drafter
         self._service: VerifierService | None = None
         self._drafters: Drafters | None = None
         self._target: Target | None = None
@@ -163,15 +156,18 @@ class VerifierSide:
         row_s: float,
         model: str,
         threads: int,
-        port: int,
-        tokenizer: str,
+        drafter: Answer,
         texts: str,
         stages: Sequence[Answer] = (),
         ring_s: float = 0.0,
+        most_drafts: int = MOST_DRAFTS,
     ) -> Answer:
-        """Be there, with a drafter at ``port``. ``texts``: a directory to write the stand-in's text side to.
+        """Be there, with a drafter that listens. ``texts``: a directory to write the stand-in's text side to.
         ``stages``: that compute in its place (``timed_chain``), on a ring of ``ring_s``."""
-        world = self._world = _world(rtt_ms, jitter_ms, 2)
+        place = self._place
+        self._at = drafter
+        world = self._world = place.world(rtt_ms / 2, jitter_ms, 2)
+        files = world.threads.start("files")
         compute = ComputeThread(world.threads)
         if model:
             await compute.run(_prepare, threads)
@@ -181,19 +177,21 @@ class VerifierSide:
             digest = text.tokenizer.digest
         else:
             if stages:
-                timed = timed_chain(stages, ring_s=ring_s, root=Path(texts))
+                timed = timed_chain(place, stages, ring_s=ring_s, root=Path(texts))
                 self._target = ChainTarget(await self._chain.enter_async_context(timed), label="stand-in")
             else:
-                stand_in = TimedModel(pass_s, row_s=row_s)
+                stand_in = TimedModel(pass_s, row_s=row_s, take=place.take)
                 self._target = WholeTarget(stand_in, compute, world.clock, label="stand-in")
-            text, digest = await asyncio.to_thread(_text_side, Path(texts)), "stand-in"
+            text, digest = await files.submit(partial(_text_side, Path(texts))), "stand-in"
         said = self.said
-        around = Around(world, VERIFIER, VERIFIER, HOST, notify=lambda level, kind, text: said.append(text))
+        around = Around(world, VERIFIER, VERIFIER, place.host, notify=lambda level, kind, text: said.append(text))
         self._drafters = Drafters(around, Tokens(self._target.vocab_size, digest), look_up=False)
         vocab_size = self._target.vocab_size
-        self._drafters.here([DrafterAt(DRAFTER, DRAFTER, HOST, port, DRAFTER, vocab_size, tokenizer)])
-        options = ServiceOptions(kept=0)  # each text begins anew
-        form = await asyncio.to_thread(ChatFormat, text)
+        host, port, tokenizer = (drafter[name] for name in ("host", "port", "tokenizer"))
+        self._drafters.here([DrafterAt(DRAFTER, DRAFTER, host, port, DRAFTER, vocab_size, tokenizer)])
+        options = ServiceOptions(kept=0, most_drafts=most_drafts)  # each text begins anew
+        form = await files.submit(partial(ChatFormat, text))
+        files.close()
         self._service = VerifierService(
             world,
             self._target,
@@ -214,8 +212,10 @@ class VerifierSide:
         Raises:
             DeadlineExceeded: it has no part.
         """
-        due = time.monotonic() + MEET_S
-        while time.monotonic() < due:
+        assert self._world is not None
+        now = self._world.clock.now
+        due = now() + MEET_S
+        while now() < due:
             made = await self._written(prompt, min(tokens, MEET_TOKENS), speculate=True, sampling={"temperature": 0.0})
             if made["stats"]["drafters"]:
                 return {}
@@ -228,12 +228,10 @@ class VerifierSide:
         tokens: int,
         speculate: bool,
         sampling: dict[str, Any],
-        kill_pid: int = 0,
         kill_after: int = 0,
     ) -> Answer:
-        """Texts, one after the other. ``kill_pid``: that process is killed when so many tokens of a text are there."""
-        how: dict[str, Any] = {"speculate": speculate, "sampling": sampling}
-        how |= {"kill_pid": kill_pid, "kill_after": kill_after}
+        """Texts, one after the other. ``kill_after``: the drafter is killed when so many tokens of a text are there."""
+        how: dict[str, Any] = {"speculate": speculate, "sampling": sampling, "kill_after": kill_after}
         return {"texts": [await self._written(prompt, tokens, **how) for prompt in prompts]}
 
     async def _written(
@@ -243,11 +241,12 @@ class VerifierSide:
         *,
         speculate: bool,
         sampling: dict[str, Any],
-        kill_pid: int = 0,
         kill_after: int = 0,
     ) -> Answer:
         """``ids``, when each came (``at_s``, from the first on), and ``stats``. Raises ``P2PTrainError``."""
         assert self._service is not None
+        assert self._world is not None
+        now = self._world.clock.now
         speculates = "auto" if speculate else "off"
         wish = Wish(prompt, max_new_tokens=tokens, sampling=SamplingWish(**sampling), speculate=speculates)
         ids: list[int] = []
@@ -257,21 +256,22 @@ class VerifierSide:
         try:
             async for piece in writing:
                 ids += piece.tokens
-                came_s += [time.perf_counter()] * len(piece.tokens)
-                if kill_pid and not killed_at and len(ids) >= kill_after:
-                    os.kill(kill_pid, signal.SIGKILL)
+                came_s += [now()] * len(piece.tokens)
+                if kill_after and not killed_at and len(ids) >= kill_after:
+                    self._place.kill(self._at["process"])
                     killed_at = len(ids)
         finally:
             await writing.close()
         at_s = [at - came_s[0] for at in came_s]
         return {"ids": ids, "at_s": at_s, "stats": writing.stats(), "killed_at": killed_at}
 
-    async def write_in_turns(self, *, prompts: Sequence[str], tokens: int, drafts: int, port: int) -> Answer:
+    async def write_in_turns(self, *, prompts: Sequence[str], tokens: int, drafts: int) -> Answer:
         """The rival's texts: ask for ``drafts``, wait, verify, and ask again. ``ids`` and ``at_s`` of each."""
         assert self._world is not None
         assert self._target is not None
         hello = local_hello(peer_id=VERIFIER, name=VERIFIER, roles=[VERIFIER], purpose="draft")
-        connection, _ = await dial(self._world.network, HOST, port, hello, timeout_s=ANSWER_S)
+        host, port = self._at["host"], self._at["rival_port"]
+        connection, _ = await dial(self._world.network, host, port, hello, timeout_s=ANSWER_S)
         try:
             ids = [list(prompt.encode()) for prompt in prompts]
             return {"texts": [await self._in_turns(connection, each, tokens, drafts) for each in ids]}
@@ -280,14 +280,15 @@ class VerifierSide:
 
     async def _in_turns(self, connection: Connection, history: list[int], tokens: int, drafts: int) -> Answer:
         assert self._target is not None
-        prompt = len(history)
+        assert self._world is not None
+        prompt, now = len(history), self._world.clock.now
         session = await self._target.open(positions=prompt + tokens + drafts + 1, sampling=Sampling(0.0))
         shared = 0  # positions that the drafter has, and that are right
         came_s: list[float] = []
         try:
             passed = await session.run(keep=0, ids=history, picks=1, draw=0, prefill=True)
             history += passed.tokens
-            came_s.append(time.perf_counter())
+            came_s.append(now())
             while len(history) < prompt + tokens:
                 params = {"keep": shared, "ids": history[shared:], "drafts": drafts}
                 connection.send(Request(len(history), _METHOD, params))
@@ -303,7 +304,7 @@ class VerifierSide:
                 # The drafter has run all of its drafts but the last one.
                 shared = len(history) + min(right, len(drafted) - 1)
                 history += passed.tokens[: right + 1]
-                came_s += [time.perf_counter()] * (right + 1)
+                came_s += [now()] * (right + 1)
         finally:
             await session.close()
         ids = history[prompt : prompt + tokens]
