@@ -5,17 +5,15 @@ a frame. A session begins with all ids so far. From then on its core (``roles.sp
 engine runs next, and what is sent; verdicts go into it as soon as they come.
 
 One engine computes for all, one step at a time, in turns. What a session wants computed is looked at anew when its turn
-comes: a verdict that cuts a line never waits for more than the one step under way.
+comes: a verdict that cuts a line never waits for more than the step under way, or a few short ones.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import count
+from itertools import count, takewhile
 
 from p2ptrain.core.activations import IDS, encode_ids
 from p2ptrain.core.errors import ConnectionLost, JobFailed, NetworkError, P2PTrainError, ProtocolError, Refused
@@ -39,7 +37,7 @@ from roles.speculation.received import (
     packed,
     told_untrusted,
 )
-from roles.stage_engine import Ran, StageEngine, WeighingEngine
+from roles.stage_engine import StageEngine, WeighingEngine
 from roles.worker.stage_links import QUIET_S, Line
 from roles.worker.stage_requests import MAX_POSITIONS
 from roles.worker.turns import Turns
@@ -65,6 +63,8 @@ BEAT_S = 0.5
 """A verifier hears from this drafter so often, before it has said what silence means to it."""
 SHARED_PIECE = 256
 """Positions of a prompt that are taken in at a time where other sessions wait for their next draft."""
+AT_ONCE_S = 0.002
+"""Drafts are made at once that take so long: a verdict that cuts them may wait for that."""
 REASON_CHARS = 400
 PROBS_BYTES = 64 << 20
 """Of a session, for what its drafts were drawn from: few drafts ahead where the vocabulary is large."""
@@ -139,6 +139,15 @@ class _Session:
             return packed(tokens, vocab_size)
         weights = [self.weighed[at].weight for at in range(position, position + len(tokens))]
         return packed_weighed(tokens, weights, vocab_size)
+
+
+@dataclass(slots=True)
+class _Made:
+    """Drafts; of which the engine has taken in the first ``taken``; what each was drawn from, if that is kept."""
+
+    tokens: list[int] = field(default_factory=list)
+    weighed: list[Weighed] = field(default_factory=list)
+    taken: int = 0
 
 
 class Drafter:
@@ -366,7 +375,7 @@ class Drafter:
         piece = left if len(self._sessions) == 1 else min(left, SHARED_PIECE)
         session.running = True
         try:
-            ran, weighed = await self._compute_piece(session, run, piece, last=piece == left)
+            made = await self._compute_piece(session, run, piece, last=piece == left)
         except P2PTrainError as problem:
             if not session.closed:
                 self._refuse(session.caller, session.stream, problem)
@@ -381,14 +390,13 @@ class Drafter:
             self._turns.add(session)
             return
         session.wanted = None
-        session.weighed.update(enumerate(weighed, run.keep + len(run.ids)))
-        known = all(token < session.opening.vocab_size for token in ran.tokens)  # else no token of the verifier's
-        self._feed(session, RunDone(ran.tokens if known else ()))
+        session.weighed.update(enumerate(made.weighed, run.keep + len(run.ids)))
+        vocab_size = session.opening.vocab_size
+        tokens = tuple(takewhile(lambda token: token < vocab_size, made.tokens))  # others are not the verifier's
+        self._feed(session, RunDone(tokens, min(made.taken, len(tokens))))
 
-    async def _compute_piece(
-        self, session: _Session, run: Run, piece: int, *, last: bool
-    ) -> tuple[Ran, tuple[Weighed, ...]]:
-        """What came, and what it was drawn from where drafts are rejected by that.
+    async def _compute_piece(self, session: _Session, run: Run, piece: int, *, last: bool) -> _Made:
+        """What came of a piece of a run, and behind the last one as many drafts as are of use, and soon made.
 
         Raises:
             P2PTrainError: the engine cannot, or the session is too long for it.
@@ -404,27 +412,39 @@ class Drafter:
             await self._compute.run(self._engine.open, session.name, positions=session.positions, sampling=sampling)
         # The verifier's vocabulary may be padded to more: a token that only it has is taken for another one.
         ids = [min(token, self._engine.vocab_size - 1) for token in run.ids[session.taken : session.taken + piece]]
-        work = partial(
-            self._engine.run,
-            session.name,
-            keep=keep,
-            payload=memoryview(encode_ids(ids)),
-            count=piece,
-            encoding=IDS,
-            out_encoding=IDS,
-            picks=run.picks if last else 0,
-            draw=run.draw,
-        )
-        weighs = last and run.picks > 0 and session.opening.sampling.rejects
-        ran, weighed = await self._compute.run(self._run_and_weigh, work, session.name if weighs else "")
+        drafts = 0
+        if last and run.picks:
+            soon = int(AT_ONCE_S / self.gauge.step_s) if self.gauge.step_s else 1
+            drafts = max(1, min(run.most, soon, session.positions - keep - piece + 1))
+        weighs = session.opening.sampling.rejects
+        made = await self._compute.run(self._made, session.name, keep, ids, drafts, run.draw, weighs=weighs)
         now = self._now()
-        self.gauge.ran(now, now - began, positions=piece)
-        return ran, weighed
+        self.gauge.ran(now, now - began, positions=piece, drafts=1 + made.taken)
+        return made
 
-    def _run_and_weigh(self, work: Callable[[], Ran], weighed: str) -> tuple[Ran, tuple[Weighed, ...]]:
-        """On the compute thread. ``weighed``: the session; empty: nobody will ask."""
-        ran = work()
-        return ran, self._weighing.weighed(weighed) if weighed and self._weighing is not None else ()
+    def _made(self, name: str, keep: int, ids: list[int], drafts: int, draw: int, *, weighs: bool) -> _Made:
+        """On the compute thread: take ``ids`` in, and draft: all at once, for the way to this thread and back may take
+        as long as a draft."""
+        made = _Made()
+        while True:
+            ran = self._engine.run(
+                name,
+                keep=keep,
+                payload=memoryview(encode_ids(ids)),
+                count=len(ids),
+                encoding=IDS,
+                out_encoding=IDS,
+                picks=min(drafts, 1),
+                draw=draw + len(made.tokens),
+            )
+            if drafts and weighs and self._weighing is not None:
+                made.weighed += self._weighing.weighed(name)
+            made.tokens += ran.tokens
+            if len(made.tokens) >= drafts or len(ran.tokens) != 1:
+                return made
+            keep += len(ids)
+            ids = list(ran.tokens)
+            made.taken += 1
 
     def _tell_probs_untrusted(self, session: _Session, position: int) -> None:
         """Raises ``ProtocolError``: nothing was drafted there, or it was asked before. A verifier asks before it tells

@@ -28,10 +28,10 @@ class Gauge:
         """Of one draft, by the median; 0 before the first."""
         return median(self._steps_s) if self._steps_s else 0.0
 
-    def ran(self, now: float, took_s: float, *, positions: int) -> None:
-        """The engine computed."""
+    def ran(self, now: float, took_s: float, *, positions: int, drafts: int) -> None:
+        """The engine took in so many positions, and drafted."""
         if positions == 1:
-            self._steps_s.append(took_s)
+            self._steps_s.append(took_s / drafts)
         self._add(now, took_s, 0)
 
     def drafted(self, now: float, tokens: int) -> None:

@@ -75,8 +75,8 @@ class Drafting:
                 pass
             case Told():
                 self._told(event)
-            case RunDone(tokens):
-                self._done(tokens)
+            case RunDone(tokens, taken):
+                self._done(tokens, taken)
             case RunDropped():
                 self._running = False
         sends = self._sends()
@@ -132,9 +132,9 @@ class Drafting:
         self._reach = stop
         ids = tuple(self._ids[self._held : stop])
         draw = size - self._prompt if picks else 0
-        return [Run(self._held, ids, picks, draw, prefill=not self.ready)]
+        return [Run(self._held, ids, picks, draw, prefill=not self.ready, most=max(1, self._limit - size))]
 
-    def _done(self, tokens: Sequence[int]) -> None:
+    def _done(self, tokens: Sequence[int], taken: int) -> None:
         if not self._running:
             return
         self._running = False
@@ -143,6 +143,7 @@ class Drafting:
         if self._held == len(self._ids):
             room = min(max(self._limit - self._held, 1), self._positions - self._held)
             self._ids += tokens[:room]
+            self._held += min(taken, len(tokens[:room]) - 1) if tokens else 0  # the last one is for the next run
 
     @property
     def _limit(self) -> int:

@@ -99,9 +99,11 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class RunDone:
-    """The picks of the ``Run`` that was asked for. A look-up may give more than one, or none if it knows none."""
+    """The picks of the ``Run`` that was asked for, and what the model would pick behind these. A look-up gives none if
+    it knows none. ``taken``: of the tokens, the first so many the model has taken in as well."""
 
     tokens: tuple[int, ...]
+    taken: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,7 @@ class Run:
     One at a time: the next one is asked for when this one is done; of a target that has room for several (``PassDone``)
     there may be some, answered in their order. ``draw``: number of the first pick's draw.
     ``drafter``: verifying: whose drafts the ids are but for the first; 0: there are none.
+    ``most``: drafting: tokens that are of use, the pick and what the model would pick behind it.
     """
 
     keep: int
@@ -127,6 +130,7 @@ class Run:
     draw: int
     prefill: bool = False
     drafter: int = 0
+    most: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -634,7 +634,7 @@ def test_a_mistake_of_the_program_ends_one_session_only() -> None:
     class Mistaken(Wobbly):
         def run(self, session: str, **how: Any) -> Ran:
             if how["keep"] > 20 and session == "draft-1":
-                return Ran(b"", None)  # type: ignore[arg-type] - that is the mistake
+                return Ran(memoryview(b""), ("a word",))  # type: ignore[arg-type] - that is the mistake
             return super().run(session, **how)
 
     async def main() -> None:

@@ -211,7 +211,13 @@ class Speculation(RuleBasedStateMachine):
                     while len(picks) < count:
                         picks.append(guess((*prefix, *picks), drafter.alpha, drafter.seed))
                     picks = picks[:count]
-            self.drafts(number, drafter, RunDone(tuple(picks)))
+                else:  # a quick model, which takes in what it picks, and picks again
+                    at_once = data.draw(st.integers(1, run.most))
+                    while picks and len(picks) < at_once:
+                        drafter.model.history.append(picks[-1])
+                        picks.append(guess(tuple(drafter.model.history), drafter.alpha, drafter.seed))
+            taken = 0 if drafter.many else max(0, len(picks) - 1)
+            self.drafts(number, drafter, RunDone(tuple(picks), taken))
 
     @rule(data=st.data())
     def drafter_is_asked_anew(self, data: Any) -> None:
