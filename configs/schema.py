@@ -157,7 +157,8 @@ class Pipeline(Table):
 
 class Drafter(Table):
     """A smaller model, which `p2ptrain up` trains in a job of its own, on the same text, and then lets draft for the
-    model. What is not said here is as in the model's job."""
+    model. What is not said here is as in the model's job; and so is what only a shipped profile says here, of its steps
+    and learning rate, where you say job.steps or optimizer.lr."""
 
     layers: int = Field(
         default=0,
@@ -171,6 +172,11 @@ class Drafter(Table):
     intermediate_size: int = Field(default=172, ge=8, le=2**20, description="Width of its feed-forward layer.")
     steps: int = Field(default=0, ge=0, le=10**9, description="Optimizer steps of its run; 0: job.steps.")
     lr: float = Field(default=0.0, ge=0, le=10, description="Its highest learning rate; 0: optimizer.lr.")
+
+
+DERIVED = {"drafter.steps": "job.steps", "drafter.lr": "optimizer.lr"}
+"""Settings of a drafter whose 0 means another one. Where a person says that one, and only a profile that ships says
+its own, it is 0: who asks for ten steps means both."""
 
 
 class Optimizer(Table):

@@ -273,6 +273,25 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     assert _refusal(str(large))[0] == f"{large} is larger than a profile may be (1048576 bytes)"
 
 
+def test_what_a_person_says_of_the_model_goes_for_a_shipped_drafter_too(tmp_path: Path) -> None:
+    mine = _file(tmp_path, 'base = "pair"\n[job]\nsteps = 7\n')
+    for loaded in (
+        load("pair", {}, ["job.steps=7"]),
+        load(mine, {}, []),
+        load("pair", {"P2PTRAIN__JOB__STEPS": "7"}, []),
+    ):
+        drafter = loaded.profile.of_drafter()
+        assert (drafter.job.steps, loaded.sources["drafter.steps"]) == (7, "as job.steps")
+        assert drafter.optimizer.lr == load("pair", {}, []).profile.drafter.lr, "of that nobody said anything"
+    assert load("pair", {}, ["optimizer.lr=0.25"]).profile.of_drafter().optimizer.lr == 0.25
+
+
+def test_what_a_person_says_of_the_drafter_stays(tmp_path: Path) -> None:
+    mine = _file(tmp_path, 'base = "pair"\n[drafter]\nsteps = 9\n')
+    for loaded in (load(mine, {}, ["job.steps=7"]), load("pair", {}, ["drafter.steps=9", "job.steps=7"])):
+        assert (loaded.profile.of_drafter().job.steps, loaded.profile.job.steps) == (9, 7)
+
+
 @pytest.mark.parametrize("text", ["2,3", "[2, 3]", " 2 , 3 "])
 def test_a_list_is_written_with_or_without_brackets(text: str) -> None:
     split = ["job.strategy=pipeline", "job.workers=3", "pipeline.stages=3"]
