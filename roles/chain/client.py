@@ -40,6 +40,7 @@ class Chain:
         plan: who holds what, now.
         lacking: stages that nobody can hold, as far as is known. Sessions fail meanwhile, new ones too.
         recruits: somebody looks for workers that come, or come back, and tells of them (``recruit``).
+        coming: of those, who is there and cannot be given a stage yet, for people; empty where nobody is.
         on_lack: called when ``lacking`` grew.
     """
 
@@ -53,6 +54,7 @@ class Chain:
         self._sessions: set[GenerationSession] = set()
         self.lacking: set[int] = set()
         self.recruits = False
+        self.coming: Callable[[], str] = lambda: ""
         self.on_lack: Callable[[], None] = lambda: None
         self._about: Loaded | None = None  # of any stage: what all of them say alike
         self._useless: set[str] = set()  # peers that are lost, or were of no use: they get no other stage
@@ -392,7 +394,9 @@ class Chain:
             said = "; ".join([found.reason, *reasons])
             text = f"{self._named(index)} has nobody to hold it: {said}"
             remedy = "start another worker with enough memory: p2ptrain join"
-            if self.recruits:
+            if coming := self.coming():
+                remedy = f"{coming}: the chain goes on by itself where that will do, ask again in a moment"
+            elif self.recruits:
                 remedy += "; the chain goes on by itself when it, or one that was lost, is there: ask again then"
             raise ResourceError(text, remedy=remedy)
         self._set_plan(made=found.placement)

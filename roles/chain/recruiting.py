@@ -26,13 +26,15 @@ GATHER_S = 0.5
 """Whoever is ready within this time of each other is told of together: two stages then go to two of them."""
 AGAIN_S, MOST_AGAIN_S = 1.0, 60.0
 """Until a worker that could not be used is tried again; doubled each time."""
+_NAMED = 3
 
 
 @dataclass(slots=True)
 class _Refused:
-    """A worker that could not be used: where it was, and when it is tried again."""
+    """A worker that could not be used: where it was, why, and when it is tried again."""
 
     worker: WorkerAt
+    reason: str
     wait_s: float
     due: float
 
@@ -48,11 +50,12 @@ class Recruiting:
         self._chain, self._crew, self._ask = chain, chain.crew, ask
         self._now = chain.around.world.clock.now
         self._dialling: dict[str, asyncio.Task[None]] = {}
+        self._asked: dict[str, tuple[str, float]] = {}  # who is dialled: its name, and since when
         self._found: list[Peer] = []
         self._refused: dict[str, _Refused] = {}
         self._lacks = asyncio.Event()
         self._tasks = Background()
-        chain.recruits, chain.on_lack = True, self._lacks.set
+        chain.recruits, chain.coming, chain.on_lack = True, self.coming, self._lacks.set
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -61,8 +64,20 @@ class Recruiting:
                 await self._look()
                 await self._pause(LACK_S if self._chain.lacking else LOOK_S)
         finally:
-            self._chain.recruits = False
+            self._chain.recruits, self._chain.coming = False, lambda: ""
             await self._tasks.stop()
+
+    def coming(self) -> str:
+        """Who is there and holds nothing yet, and what is under way with it; empty where nobody is. One that has just
+        started may answer late: it loads what it computes with, and measures itself."""
+        now = self._now()
+        told = [f"{name} is there, and has been asked for {now - since:.0f} s" for name, since in self._asked.values()]
+        told += [
+            f"{refused.worker.name} cannot be used yet ({refused.reason}), and is tried again"
+            for id, refused in self._refused.items()
+            if id not in self._asked and id not in self._crew.peers
+        ]
+        return "; ".join(told[:_NAMED])
 
     async def _pause(self, seconds: float) -> None:
         self._lacks.clear()
@@ -107,16 +122,19 @@ class Recruiting:
         return not peer.lost and peer.worker.peer_id not in self._dialling and not self._chain.held_by(peer)
 
     async def _dial(self, worker: WorkerAt) -> None:
+        if self._chain.lacking and worker.peer_id not in self._refused:
+            self._chain.around.notify("info", "recruit", f"{worker.name} is there: it is asked what it can hold")
+        self._asked[worker.peer_id] = worker.name, self._now()
         try:
             peer = await self._crew.admit(worker)
-        except P2PTrainError:
-            self._later(worker)
+        except P2PTrainError as problem:
+            self._later(worker, problem.message)
         else:
             self._refused.pop(worker.peer_id, None)
             self._chain.around.notify("info", "spare", f"{worker.name} is there, and may hold a stage")
             self._found.append(peer)
         finally:
-            del self._dialling[worker.peer_id]
+            del self._dialling[worker.peer_id], self._asked[worker.peer_id]
 
     async def _renew(self, peer: Peer) -> None:
         id = peer.worker.peer_id
@@ -128,12 +146,12 @@ class Recruiting:
         else:
             # Without more memory it is tried all the same, now and then: what kept it from loading may be over.
             if offer.memory_bytes > before.memory_bytes or refused is None or self._now() >= refused.due:
-                self._later(peer.worker)
+                self._later(peer.worker, "it has no room")
                 self._found.append(peer)
         finally:
             del self._dialling[id]
 
-    def _later(self, worker: WorkerAt) -> None:
+    def _later(self, worker: WorkerAt, reason: str) -> None:
         before = self._refused.get(worker.peer_id)
         wait_s = AGAIN_S if before is None or before.worker != worker else min(2 * before.wait_s, MOST_AGAIN_S)
-        self._refused[worker.peer_id] = _Refused(worker, wait_s, self._now() + wait_s)
+        self._refused[worker.peer_id] = _Refused(worker, reason, wait_s, self._now() + wait_s)

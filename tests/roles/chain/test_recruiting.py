@@ -196,6 +196,37 @@ def test_who_cannot_be_reached_holds_up_nobody_and_is_left_in_peace(
     play(tmp_path, test, names=THREE, limit_bytes=ONE_PART_BYTES)
 
 
+def test_a_refusal_says_who_is_there_and_what_is_under_way(tmp_path: Path) -> None:
+    async def refused(chain: Chain) -> str:
+        with pytest.raises(ResourceError, match="has nobody to hold it") as caught:
+            await written(chain)
+        return caught.value.remedy
+
+    async def test(scene: Scene) -> None:
+        seed = Seed()
+        async with recruited(scene, seed) as chain:
+            scene.kill("w1")
+            del seed.here["w1"]
+            await asyncio.sleep(2)  # virtual
+            assert "start another worker" in await refused(chain)
+            scene.network.silence("client", "far")
+            seed.here["far"] = PORT
+            await asyncio.sleep(3)  # virtual
+            remedy = await refused(chain)
+            assert "far is there, and has been asked for " in remedy
+            assert "ask again in a moment" in remedy
+            assert told(scene, "recruit") == ["far is there: it is asked what it can hold"]
+            del seed.here["far"]
+            seed.here["nobody"] = PORT
+            await asyncio.sleep(20)  # virtual
+            assert "nobody cannot be used yet (" in await refused(chain)
+            del seed.here["nobody"]
+            await asyncio.sleep(20)  # virtual
+            assert "start another worker" in await refused(chain)
+
+    play(tmp_path, test, names=THREE, limit_bytes=ONE_PART_BYTES)
+
+
 def test_a_spare_that_has_room_later(tmp_path: Path) -> None:
     async def test(scene: Scene) -> None:
         seed = Seed()
