@@ -134,7 +134,7 @@ class P2PTrainApp(App[bool]):
 
     def on_mount(self) -> None:
         self._lay_out(self.size)
-        self.action_view(1)
+        self.action_view(self.view)
         if self._refresh_hz:
             self.set_interval(1 / self._refresh_hz, self.refresh_panels)
         self.run_worker(self.source.run(), name="source", exclusive=True, group="source")
@@ -231,6 +231,12 @@ class P2PTrainApp(App[bool]):
         ]
         self.screen_stack[0].query_one("#tabs", Static).update(Content(" ").join(tabs))
         self.call_after_refresh(self._enter_view)
+
+    def go_to(self, number: int) -> None:
+        """The same, for whoever shows this app: it begins there where it has not begun, and stays where it ends."""
+        self.view = number
+        if self.screen_stack and self.screen_stack[0].query(HeaderBar):
+            self.action_view(number)
 
     def _enter_view(self) -> None:
         self.refresh_panels()

@@ -215,6 +215,8 @@ class PairCluster:
         self._served = True
         if not self.quiet:
             self._tell()
+        elif self.view is not None:
+            self.view.serves("\n".join(["from another terminal:", *self._ways()]))
         await self._watch()
 
     def aloud(self) -> None:
@@ -330,14 +332,19 @@ class PairCluster:
             print_json({**where, "seconds": seconds, **self._trained})
             return
         print_pairs([(role, _line(self._trained[role])) for role in (VERIFIER, DRAFTER)])
-        options = f" --seed {seed_at}" * (plan.port != DEFAULT_PORT)
         typer.echo("\nThey serve. From another terminal:\n")
-        typer.echo(f'  p2ptrain generate "def " --stats{options}')
-        typer.echo(f"  p2ptrain chat{options}")
-        typer.echo(f"  p2ptrain tui {seed_at}")
-        if self._http is not None and self._http_at:
-            typer.echo(f"  {self._http.example(self._http_at)}")
+        for way in [*self._ways(), f"p2ptrain tui {seed_at}"]:
+            typer.echo(f"  {way}")
         typer.echo("\nCtrl+C stops everything; the same command serves them again at once.")
+
+    def _ways(self) -> list[str]:
+        """Commands that ask them."""
+        port = self._plan.port
+        options = f" --seed 127.0.0.1:{port}" * (port != DEFAULT_PORT)
+        ways = [f'p2ptrain generate "def " --stats{options}', f"p2ptrain chat{options}"]
+        if self._http is not None and self._http_at:
+            ways.append(self._http.example(self._http_at))
+        return ways
 
 
 async def trained_before(client: SeedClient, profile: Profile) -> dict[str, Any] | None:

@@ -35,6 +35,13 @@ class View:
         if level != "info":
             self.app.tell(level, "Trouble", text)
 
+    def serves(self, text: str) -> None:
+        """What was trained is served now: that view is shown, and how to ask."""
+        from tui.app import SERVING
+
+        self.app.go_to(SERVING)
+        self.app.tell("info", "They serve", text)
+
     def _over(self, work: asyncio.Task[Any]) -> None:
         if work.cancelled():
             return

@@ -225,10 +225,6 @@ async def test_behind_a_view_nothing_is_said_until_it_is_closed(
     serving = asyncio.Event()
     shown: list[str] = []
 
-    async def both(client: Any) -> dict[str, Any]:
-        serving.set()
-        return {"verifier": {}, "drafter": {}}
-
     class Shown:
         def __init__(self, port: int) -> None:
             assert port == free_port
@@ -242,7 +238,10 @@ async def test_behind_a_view_nothing_is_said_until_it_is_closed(
         def say(self, level: str, text: str) -> None:
             assert level == "info"
 
-    monkeypatch.setattr(up_pair, "_both_serve", both)
+        def serves(self, text: str) -> None:
+            assert f"p2ptrain chat --seed 127.0.0.1:{free_port}" in text
+            serving.set()
+
     monkeypatch.setattr(up_pair, "View", Shown)
     machine.full_screen = True
     assert (await served(machine, free_port))["state"] == "serving"

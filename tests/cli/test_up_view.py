@@ -10,15 +10,24 @@ import pytest
 
 from p2ptrain.cli.up_view import View
 from p2ptrain.core.errors import JobFailed
+from tui.app import SERVING
 from tui.demo import DemoSource
 
 
-async def seen(view: View, work: Coroutine[Any, Any, None], monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """Severities and texts of the notices that are there once ``work`` has ended, while the view stands."""
+async def seen(
+    view: View,
+    work: Coroutine[Any, Any, None],
+    monkeypatch: pytest.MonkeyPatch,
+    standing: asyncio.Event | None = None,
+) -> list[tuple[str, str]]:
+    """Severities and texts of the notices that are there once ``work`` has ended, while the view stands; ``standing``
+    is set when it does."""
     task, found = asyncio.ensure_future(work), list[tuple[str, str]]()
 
     async def stands() -> bool:
         async with view.app.run_test(notifications=True) as pilot:
+            if standing is not None:
+                standing.set()
             await asyncio.wait({task})
             await pilot.pause()
             notices = list(view.app._notifications)
@@ -72,3 +81,18 @@ async def test_trouble_meanwhile_is_said_within_the_view_and_what_is_usual_is_no
     found = await seen(view, stopped(), monkeypatch)
     assert ("warning", "Trouble: the drafter ended") in found
     assert not any("workers start" in text for _, text in found)
+
+
+@pytest.mark.parametrize("early", [True, False])
+async def test_what_is_served_is_shown_with_how_to_ask(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    view, standing = View(1), asyncio.Event()
+
+    async def serves() -> None:
+        if not early:
+            await standing.wait()
+        view.serves("p2ptrain chat")
+
+    found = await seen(view, serves(), monkeypatch, standing)
+    assert ("information", "They serve: p2ptrain chat") in found
+    assert view.app.view == SERVING
+    assert view.app.has_class("-serving")
