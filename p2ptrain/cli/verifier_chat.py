@@ -31,6 +31,9 @@ LOOK_AGAIN_S = 1.0
 MOST_ASKS = 3
 """Of one question, where the verifier is lost each time: it may be the question that ends it."""
 _ENDED_S = 2 * LEAVE_S
+_IF_LOST = (
+    "ask again: the question waits until it, or another one of its model, is there; or: p2ptrain chat --verifier NAME"
+)
 _PASSING = frozenset({RefusalCode.BUSY, RefusalCode.SHUTTING_DOWN, RefusalCode.STANDBY, RefusalCode.STALE_TERM})
 _MORE_PIECES = 64  # than tokens: what was held back, and long texts cut
 
@@ -136,7 +139,7 @@ class VerifierSpeaker:
     async def _serve(self, ready: Future[VerifierClient]) -> None:
         self._loop, self._serving = asyncio.get_running_loop(), asyncio.current_task()
         try:
-            self._client = await dialled(self._wanted.seed, self._wanted.name)
+            self._client = await dialled(self._wanted.seed, self._wanted.name, if_lost=_IF_LOST)
             ready.set_result(self._client)
             await asyncio.Event().wait()  # until ``close`` cancels this
         except asyncio.CancelledError:
@@ -186,7 +189,7 @@ class VerifierSpeaker:
         try:
             while True:
                 try:
-                    self._client = await dialled(self._wanted.seed, self._wanted.name, like=at)
+                    self._client = await dialled(self._wanted.seed, self._wanted.name, like=at, if_lost=_IF_LOST)
                 except P2PTrainError as problem:
                     waited_s = time.monotonic() - began
                     if waited_s > self._waits_s or not _may_come_back(problem):

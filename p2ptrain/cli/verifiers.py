@@ -10,17 +10,20 @@ from p2ptrain.cli.runtime import REQUEST_TIMEOUT_S, open_operator, operator_name
 from p2ptrain.cli.split import LEAVE_S, within
 from p2ptrain.core.errors import Unreachable, UserError
 from p2ptrain.core.ids import new_id
-from roles.verifier.client import VerifierAt, VerifierClient, verifiers_untrusted
+from roles.verifier.client import IF_LOST, VerifierAt, VerifierClient, verifiers_untrusted
 
 _OTHER_WAYS = "or let a checkpoint of this machine write: --checkpoint DIR, or --job JOB"
 
 
-async def dialled(seed: str, name: str = "", *, like: VerifierAt | None = None) -> VerifierClient:
+async def dialled(
+    seed: str, name: str = "", *, like: VerifierAt | None = None, if_lost: str = IF_LOST
+) -> VerifierClient:
     """Dial a verifier that the seed knows.
 
     Args:
         name: which, or its id; empty: there is one, or all have the same model.
         like: one that was used before: it, or another one with its model.
+        if_lost: what a person can do where it is lost later.
 
     Raises:
         UserError: there is none, or it is not clear which.
@@ -40,7 +43,12 @@ async def dialled(seed: str, name: str = "", *, like: VerifierAt | None = None) 
     found = verifiers_untrusted(answer)
     meant = again(found, like) if like is not None and not name else chosen(found, name)
     return await VerifierClient.dial(
-        access.network, meant, seed_host=access.host, peer_id=access.peer_id or new_id(), name=operator_name()
+        access.network,
+        meant,
+        seed_host=access.host,
+        peer_id=access.peer_id or new_id(),
+        name=operator_name(),
+        if_lost=if_lost,
     )
 
 

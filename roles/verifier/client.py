@@ -36,6 +36,7 @@ MOST_PIECES = 1 << 16
 """That may wait here for who reads them, of one text: far more than a correct verifier sends to somebody who does."""
 
 MOST_CHARS = 1 << 28
+IF_LOST = "ask again when it is back, or ask another one: p2ptrain generate --verifier NAME"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +92,9 @@ class VerifierClient:
         verifier: who it is.
     """
 
-    def __init__(self, verifier: VerifierAt, connection: Connection) -> None:
+    def __init__(self, verifier: VerifierAt, connection: Connection, if_lost: str = IF_LOST) -> None:
         self.verifier = verifier
+        self._if_lost = if_lost
         self._connection = connection
         self._line = Line(connection, QUIET_S)
         self._texts: dict[int, Text] = {}
@@ -102,8 +104,17 @@ class VerifierClient:
         self._hearing = self._tasks.start(self._hear(), f"verifier {verifier.name}")
 
     @classmethod
-    async def dial(cls, network: Network, verifier: VerifierAt, *, seed_host: str, peer_id: str, name: str) -> Self:
-        """Raises as ``wire.handshake.dial``."""
+    async def dial(
+        cls,
+        network: Network,
+        verifier: VerifierAt,
+        *,
+        seed_host: str,
+        peer_id: str,
+        name: str,
+        if_lost: str = IF_LOST,
+    ) -> Self:
+        """``if_lost``: what a person can do where it is lost. Raises as ``wire.handshake.dial``."""
         hello = local_hello(peer_id=peer_id, name=name, roles=["operator"], purpose="generate")
         connection, welcome = await dial(
             network,
@@ -117,7 +128,7 @@ class VerifierClient:
         if welcome.peer_id != verifier.id:
             connection.abort()
             raise Refused("wrong-identity", f"another peer answers where {verifier.name} should be")
-        return cls(verifier, connection)
+        return cls(verifier, connection, if_lost)
 
     @property
     def lost(self) -> bool:
@@ -168,11 +179,13 @@ class VerifierClient:
     def _lost(self, text: Text | None) -> NetworkError:
         assert self._problem is not None
         name, why = self.verifier.name, self._problem.message
-        remedy = "ask again when it is back, or ask another one: p2ptrain generate --verifier NAME"
         if text is None:
-            return NetworkError(f"the verifier {name} is lost: {why}", remedy=self._problem.remedy or remedy)
+            remedy = self._problem.remedy or self._if_lost
+            return NetworkError(f"the verifier {name} is lost: {why}", remedy=remedy)
         made = f"{text.count} tokens ({text.chars} characters) of its text had come"
-        return NetworkError(f"the verifier {name} was lost in the middle of a text: {why}; {made}", remedy=remedy)
+        return NetworkError(
+            f"the verifier {name} was lost in the middle of a text: {why}; {made}", remedy=self._if_lost
+        )
 
     # ------------------------------------------------------------------------------------------------------ internals
 

@@ -303,6 +303,7 @@ def test_a_verifier_that_is_killed_in_mid_text(command: Command, at: list[str], 
     assert outcome.out == PROMPT + _shown(reference(PROMPT, 20)).rstrip("�") + "\n"
     assert "the verifier big one was lost in the middle of a text" in outcome.err
     assert "20 tokens" in outcome.err
+    assert "p2ptrain generate --verifier NAME" in outcome.err
     verifier.start()
 
 
@@ -402,6 +403,7 @@ def test_a_verifier_that_is_lost_in_mid_answer_and_comes_back(
     assert partial.rstrip("�") in outcome.out
     assert outcome.out.index(partial.rstrip("�")) < outcome.out.rindex(whole)
     assert "lost in the middle of a text" in outcome.err
+    assert "or: p2ptrain chat --verifier NAME" in outcome.err
     assert "waiting for the verifier big one" in outcome.err
     assert "drafters: none" in outcome.out
 
