@@ -31,7 +31,13 @@ async def serve(member: ServingMember, wish: ServeWish, console: Console) -> Non
     compute = ComputeThread(member.world.threads)
     try:
         serves = await _loaded(wish.model, wish, compute, console) if wish.model is not None else _look_up(wish)
-        drafter = Drafter(member.world, compute, serves, most_sessions=wish.sessions or MAX_SESSIONS)
+        drafter = Drafter(
+            member.world,
+            compute,
+            serves,
+            most_sessions=wish.sessions or MAX_SESSIONS,
+            tell=lambda text: console.event("info", text),
+        )
         member.answer("draft", drafter.serve, judge=drafter.decide)
         member.serves(drafter.serving)
         known = f", {serves.context} tokens of context" if serves.context else ""

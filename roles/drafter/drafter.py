@@ -11,6 +11,7 @@ comes: a verdict that cuts a line never waits for more than the step under way, 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count, takewhile
@@ -39,7 +40,7 @@ from roles.speculation.received import (
 )
 from roles.stage_engine import StageEngine, WeighingEngine
 from roles.worker.stage_links import QUIET_S, Line
-from roles.worker.stage_requests import MAX_POSITIONS
+from roles.worker.stage_requests import MAX_POSITIONS, printable
 from roles.worker.turns import Turns
 from wire.connection import Connection, Received
 from wire.handshake import RefusalCode
@@ -90,12 +91,14 @@ class Serves:
 
 @dataclass(eq=False)
 class _Caller:
-    """A verifier's connection. ``last``: the highest number of a session that it opened."""
+    """A verifier's connection. ``last``: the highest number of a session that it opened. ``right``: tokens of its texts
+    that were drafted here."""
 
     line: Line
     name: str
     sessions: dict[int, _Session] = field(default_factory=dict)
     last: int = 0
+    right: int = 0
 
     def say(self, message: Message, *, generation: int = 0, stream: int = 0) -> None:
         with suppress(ConnectionLost):  # then its end is on its way, and with it the end of its sessions
@@ -153,14 +156,24 @@ class _Made:
 class Drafter:
     """See the module's docstring.
 
+    Args:
+        tell: told, for people, of verifiers that come and go.
+
     Attributes:
         gauge: what it does, in figures.
     """
 
     def __init__(
-        self, world: World, compute: ComputeThread, serves: Serves, *, most_sessions: int = MAX_SESSIONS
+        self,
+        world: World,
+        compute: ComputeThread,
+        serves: Serves,
+        *,
+        most_sessions: int = MAX_SESSIONS,
+        tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.serves = serves
+        self._tell = tell
         self.gauge = Gauge()
         self._engine = serves.engine
         self._weighing = serves.engine if isinstance(serves.engine, WeighingEngine) else None
@@ -197,8 +210,9 @@ class Drafter:
 
     async def serve(self, connection: Connection, hello: Hello) -> None:
         """Draft for one verifier, until its connection ends. Raises ``ProtocolError``, ``Refused``: for cause."""
-        caller = _Caller(Line(connection, QUIET_S, beat_s=BEAT_S), hello.name)
+        caller = _Caller(Line(connection, QUIET_S, beat_s=BEAT_S), printable(hello.name) or "a verifier")
         self._callers.add(caller)
+        self._tell(f"{caller.name} is there: its texts are drafted for")
         try:
             async with caller.line.alive():
                 while True:
@@ -207,6 +221,7 @@ class Drafter:
             return  # it is gone, in its own way
         finally:
             self._callers.discard(caller)
+            self._tell(f"{caller.name} has gone; {caller.right} of its tokens were drafted here")
             for session in list(caller.sessions.values()):
                 self._close(session)
 
@@ -321,6 +336,7 @@ class Drafter:
         queued = session.wanted is not None and not session.running and not session.taken
         epoch, right = session.core.epoch, told.start - session.verified
         self._feed(session, told)
+        session.caller.right += right
         self.gauge.judged(right, session.core.epoch != epoch)
         session.verified = told.start + len(told.tokens)
         for position in [each for each in session.weighed if each < session.verified]:

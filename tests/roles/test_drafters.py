@@ -94,6 +94,22 @@ def test_the_text_is_that_of_plain_decoding_and_comes_sooner(sampling: Sampling,
     run_virtual(main())
 
 
+def test_who_lends_a_drafter_hears_of_verifiers_that_come_and_go() -> None:
+    async def main() -> None:
+        scene, told = Scene(), list[str]()
+        host = scene.host("d1", Wobbly(0.9))
+        host.options["tell"] = told.append
+        async with scene.running(host):
+            assert told == ["verifier is there: its texts are drafted for"]
+            for _ in range(2):  # a text is no event
+                written = await write(scene.drafters, PROMPT, 100, GREEDY)
+            assert written.stats.accepted > 40
+        assert told[1:] == [f"verifier has gone; {host.drafter.gauge.right} of its tokens were drafted here"]
+        assert host.drafter.gauge.right > 80
+
+    run_virtual(main())
+
+
 def test_a_drafter_drafts_for_many_sessions_at_a_time_and_none_waits_for_all() -> None:
     prompts = [[number + 1, 7, 7 * number] for number in range(6)]
 
