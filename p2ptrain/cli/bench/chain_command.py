@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from p2ptrain.cli.runtime import run
-from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
+from p2ptrain.cli.bench.options import CsvTo, JsonTo, carry_out, checked, leave
+from p2ptrain.core.errors import UserError
 
 
 def chain(
@@ -37,10 +37,8 @@ def chain(
     kill: Annotated[
         bool, typer.Option("--kill", help="Kill stages with -9 as well, at each round trip: some minutes each.")
     ] = False,
-    json_to: Annotated[
-        str, typer.Option("--json", metavar="FILE", help="Write JSON; - for standard output, alone.")
-    ] = "",
-    csv_to: Annotated[str, typer.Option("--csv", metavar="FILE", help="Write CSV, one row a token.")] = "",
+    json_to: JsonTo = "",
+    csv_to: CsvTo = "",
 ) -> None:
     """A model split over workers, link by link.
 
@@ -58,12 +56,10 @@ def chain(
     """
     from p2ptrain.cli.bench import plan as plans
     from p2ptrain.cli.bench.chain import ChainBench, Plan, check_memory
-    from p2ptrain.cli.bench.machine import available_bytes, circumstances, origin
-    from p2ptrain.cli.bench.report import Targets, publish
+    from p2ptrain.cli.bench.machine import available_bytes, circumstances
     from p2ptrain.cli.bench.trial import conduct
 
-    targets = Targets(json_to, csv_to)
-    targets.check()
+    targets = checked(json_to, csv_to)
     round_trips_ms = plans.milliseconds_of(rtt)
     if stages > layers:
         raise UserError(f"a model of {layers} layers has no {stages} stages", remedy=f"give --stages 1 to {layers}")
@@ -73,9 +69,4 @@ def chain(
     check_memory(plan, available_bytes())
     noted = circumstances()
     work = ChainBench(plan)
-    complete = run(conduct(work.measure), children=True)
-    report = work.report(origin(), complete=complete)
-    report.notes += noted
-    publish(report, targets)
-    if not complete:
-        raise typer.Exit(EXIT_INTERRUPTED)
+    leave(carry_out(work, conduct(work.measure), targets, noted))

@@ -9,10 +9,11 @@ from typing import Annotated
 import typer
 
 from p2ptrain.cli.bench.chain_command import chain
+from p2ptrain.cli.bench.options import CsvTo, JsonTo, PlotTo, carry_out, checked, leave, publish
 from p2ptrain.cli.bench.speculate_command import speculate
 from p2ptrain.cli.lazy import new_typer
 from p2ptrain.cli.runtime import ProfileOption, SetOption, run
-from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
+from p2ptrain.core.errors import UserError
 
 app = new_typer(
     help="Measure this machine: the ring, training steps, pipelines, links and codecs, each beside what it must beat."
@@ -41,9 +42,6 @@ CodecOption = Annotated[
     str, typer.Option("--codec", metavar="NAME", help="How elements travel: fp32, bf16, fp16, int8, int4, topk.")
 ]
 TlsOption = Annotated[bool, typer.Option("--tls", help="Encrypt, as peers do off the loopback.")]
-JsonTo = Annotated[str, typer.Option("--json", metavar="FILE", help="Write JSON; - for standard output, alone.")]
-CsvTo = Annotated[str, typer.Option("--csv", metavar="FILE", help="Write CSV, one row a sample.")]
-PlotTo = Annotated[str, typer.Option("--plot", metavar="FILE.svg", help="Draw it as SVG.")]
 
 
 @app.command()
@@ -84,11 +82,9 @@ def allreduce(
     from p2ptrain.cli.bench import plan
     from p2ptrain.cli.bench.allreduce import AllReduce, Plan
     from p2ptrain.cli.bench.conduct import Ring, conduct
-    from p2ptrain.cli.bench.machine import available_bytes, origin
-    from p2ptrain.cli.bench.report import Targets, publish
+    from p2ptrain.cli.bench.machine import available_bytes
 
-    targets = Targets(json_to, csv_to, plot_to)
-    targets.check()
+    targets = checked(json_to, csv_to, plot_to)
     plan.check_peers(peers)
     _check_link(link)
     _check_codec(codec)
@@ -101,9 +97,7 @@ def allreduce(
     plan.check_memory(peers, chosen[-1], available_bytes())
     ring = Ring(link, tls, streams, sub_chunk_bytes, codec)
     work = AllReduce(Plan(peers, chosen, dtype, ring, rounds, sub_chunk_bytes or PIECE_BYTES))
-    complete = run(conduct(peers, 1, work.measure), children=True)
-    publish(work.report(origin(), complete=complete), targets)
-    _leave(complete)
+    leave(carry_out(work, conduct(peers, 1, work.measure), targets))
 
 
 @app.command()
@@ -141,12 +135,9 @@ def step(
     from configs.loader import load
     from p2ptrain.cli.bench import plan
     from p2ptrain.cli.bench.conduct import Ring, conduct
-    from p2ptrain.cli.bench.machine import origin
-    from p2ptrain.cli.bench.report import Targets, publish
     from p2ptrain.cli.bench.step import Plan, Steps
 
-    targets = Targets(json_to, csv_to, plot_to)
-    targets.check()
+    targets = checked(json_to, csv_to, plot_to)
     plan.check_peers(workers, "workers")
     _check_link(link)
     loaded = load(profile, os.environ, sets).profile
@@ -161,9 +152,7 @@ def step(
     name = Path(profile).stem
     ring = Ring(link, tls, max(1, loaded.ring.streams), loaded.ring.sub_chunk_bytes, codec)
     work = Steps(Plan(loaded.to_spec(), name, workers, threads, steps, ring, loaded.job.exact))
-    complete = run(conduct(workers, threads, work.measure), children=True)
-    publish(work.report(origin(), complete=complete), targets)
-    _leave(complete)
+    leave(carry_out(work, conduct(workers, threads, work.measure), targets))
 
 
 @app.command()
@@ -196,12 +185,9 @@ def heal(
       p2ptrain bench heal --profile small --members 3
     """
     from p2ptrain.cli.bench.heal import TINY, Heals, Plan
-    from p2ptrain.cli.bench.machine import origin
-    from p2ptrain.cli.bench.report import Targets, publish
     from p2ptrain.cli.bench.trial import adapted, conduct
 
-    targets = Targets(json_to, csv_to)
-    targets.check()
+    targets = checked(json_to, csv_to)
     wanted = {"checkpoint.every": 0, "validation.every": 0} | (TINY if profile == "tiny" else {})
     must = {"job.workers": members, "job.steps": ENDLESS_STEPS, "device.threads": threads}
     loaded = adapted(profile, sets, wanted, must)
@@ -212,9 +198,7 @@ def heal(
             remedy=f"give --members {micro_batches - 1} or less, or --set batch.micro_batches={members + 1}",
         )
     work = Heals(Plan(Path(profile).stem, loaded, heals, quiet))
-    complete = run(conduct(work.measure), children=True)
-    publish(work.report(origin(), complete=complete), targets)
-    _leave(complete)
+    leave(carry_out(work, conduct(work.measure), targets))
 
 
 @app.command()
@@ -236,15 +220,10 @@ def link(
     """
     from p2ptrain.cli.bench.conduct import conduct
     from p2ptrain.cli.bench.link import MEMBERS, Link, Plan
-    from p2ptrain.cli.bench.machine import origin
-    from p2ptrain.cli.bench.report import Targets, publish
 
-    targets = Targets(json_to, csv_to, plot_to)
-    targets.check()
+    targets = checked(json_to, csv_to, plot_to)
     work = Link(Plan(rounds))
-    complete = run(conduct(MEMBERS, 1, work.measure), children=True)
-    publish(work.report(origin(), complete=complete), targets)
-    _leave(complete)
+    leave(carry_out(work, conduct(MEMBERS, 1, work.measure), targets))
 
 
 @app.command()
@@ -273,12 +252,10 @@ def codecs(
     """
     from p2ptrain.cli.bench import plan
     from p2ptrain.cli.bench.codecs import Codecs, Plan
-    from p2ptrain.cli.bench.machine import available_bytes, origin
-    from p2ptrain.cli.bench.report import Targets, publish
+    from p2ptrain.cli.bench.machine import available_bytes
     from p2ptrain.cli.console import Console
 
-    targets = Targets(json_to, csv_to, plot_to)
-    targets.check()
+    targets = checked(json_to, csv_to, plot_to)
     counts = plan.counts_of(members)
     plan.check_fits(f"gradients of {counts[-1]} members", counts[-1] * numel * plan.ERROR_BYTES, available_bytes())
     console = Console()
@@ -290,8 +267,8 @@ def codecs(
         complete = False
     finally:
         console.finish()
-    publish(work.report(origin(), complete=complete), targets)
-    _leave(complete)
+    publish(work, targets, complete=complete)
+    leave(complete)
 
 
 @app.command()
@@ -321,20 +298,15 @@ def uneven(
       p2ptrain bench uneven
       p2ptrain bench uneven --slower 2 --set job.exact=true --json uneven.json
     """
-    from p2ptrain.cli.bench.machine import origin
-    from p2ptrain.cli.bench.report import Targets, publish
     from p2ptrain.cli.bench.trial import adapted, conduct
     from p2ptrain.cli.bench.uneven import Plan, Uneven
 
-    targets = Targets(json_to, csv_to)
-    targets.check()
+    targets = checked(json_to, csv_to)
     _check_signals()
     wanted = {"batch.micro_batches": FINE_MICRO_BATCHES, "device.threads": 1, "validation.every": 0}
     loaded = adapted(profile, sets, wanted, {"job.workers": 2, "checkpoint.every": 0})
     work = Uneven(Plan(Path(profile).stem, loaded, slower, steps, rounds))
-    complete = run(conduct(work.measure), children=True)
-    publish(work.report(origin(), complete=complete), targets)
-    _leave(complete)
+    leave(carry_out(work, conduct(work.measure), targets))
     if work.wrong:
         raise typer.Exit(EXIT_WRONG)
 
@@ -371,14 +343,12 @@ def save(
       p2ptrain bench save
       p2ptrain bench save --size 100M --saves 10 --state /mnt/disk
     """
-    from p2ptrain.cli.bench.machine import available_bytes, origin
-    from p2ptrain.cli.bench.report import Targets, publish
+    from p2ptrain.cli.bench.machine import available_bytes
     from p2ptrain.cli.bench.save import KEPT, Plan, Saves, check_room, settings_for
     from p2ptrain.cli.bench.trial import adapted, conduct
     from p2ptrain.cli.sizes import size_of
 
-    targets = Targets(json_to, csv_to)
-    targets.check()
+    targets = checked(json_to, csv_to)
     size_bytes = size_of(size)
     check_room(size_bytes, workers, state, available_bytes())
     wanted = settings_for(size_bytes) | {"batch.micro_batches": max(4, workers), "batch.micro_batch_sequences": 1}
@@ -386,9 +356,7 @@ def save(
     must = {"job.workers": workers, "job.steps": ENDLESS_STEPS, "checkpoint.every": 0}
     profile = adapted("tiny", sets, wanted, must)
     work = Saves(Plan(profile, saves, quiet, os.cpu_count() or 1))
-    complete = run(conduct(work.measure, state), children=True)
-    publish(work.report(origin(), complete=complete), targets)
-    _leave(complete)
+    leave(carry_out(work, conduct(work.measure, state), targets))
 
 
 @app.command()
@@ -439,21 +407,17 @@ def pipeline(
     """
     from p2ptrain.cli.bench import plan
     from p2ptrain.cli.bench.conduct import conduct
-    from p2ptrain.cli.bench.machine import available_bytes, origin
+    from p2ptrain.cli.bench.machine import available_bytes
     from p2ptrain.cli.bench.pipeline import Pipeline, Plan, check_memory
-    from p2ptrain.cli.bench.report import Targets, publish
     from p2ptrain.cli.sizes import size_of
 
-    targets = Targets(json_to, csv_to, plot_to)
-    targets.check()
+    targets = checked(json_to, csv_to, plot_to)
     payload_bytes = size_of(payload)
     check_memory(stages, micro_batches, payload_bytes, available_bytes())
     round_trips_ms = plan.milliseconds_of(rtt)
     times_s = (forward_ms / 1e3, backward_ms / 1e3)
     work = Pipeline(Plan(stages, micro_batches, round_trips_ms, *times_s, steps, payload_bytes, max_in_flight))
-    complete = run(conduct(stages, 1, work.measure), children=True)
-    publish(work.report(origin(), complete=complete), targets)
-    _leave(complete)
+    leave(carry_out(work, conduct(stages, 1, work.measure), targets))
 
 
 app.command()(chain)
@@ -500,8 +464,3 @@ def _check_codec(name: str) -> None:
 def _check_signals() -> None:
     if os.name != "posix":
         raise UserError("this system cannot stop a process and let it go on", remedy="measure on Linux or macOS")
-
-
-def _leave(complete: bool) -> None:
-    if not complete:
-        raise typer.Exit(EXIT_INTERRUPTED)

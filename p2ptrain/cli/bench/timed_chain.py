@@ -7,9 +7,9 @@ them is TCP over emulated links, each as long as the others: what a token travel
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from p2ptrain.cli.bench.foreseen import CONTEXT, VOCAB, Take, TimedModel
@@ -48,13 +48,6 @@ class _Builder(StandInBuilder):
         return self._timed
 
 
-@dataclass
-class _Parts:
-    """What ``Stage`` wants of its parts."""
-
-    holding: Holding
-
-
 class StageSide:
     """A worker that holds a part."""
 
@@ -66,16 +59,15 @@ class StageSide:
         self, *, number: int, stages: int, ring_s: float, pass_s: float, row_s: float, root: str
     ) -> dict[str, Any]:
         """Listen: its name and port. ``pass_s``: of the whole chain, of which this takes its part."""
-
         place = self._place
 
         def build(spec: PartSpec, names: tuple[str, ...]) -> _Builder:
             return _Builder(spec, names, pass_s=pass_s / stages, row_s=row_s, take=place.take)
 
-        holding = Holding(build, LIMIT_BYTES, lambda: 1e9, lambda: 2 * LIMIT_BYTES)
+        parts = SimpleNamespace(holding=Holding(build, LIMIT_BYTES, lambda: 1e9, lambda: 2 * LIMIT_BYTES))
         network = chain_world(place, stages, ring_s).network
         name = f"stage-{number}"
-        self._stage = Stage(name, network, Path(root) / name, _Parts(holding), place.threads, host=place.host, port=0)
+        self._stage = Stage(name, network, Path(root) / name, parts, place.threads, host=place.host, port=0)
         await self._stage.start()
         return {"name": name, "host": place.host, "port": self._stage.server.address[1]}
 
@@ -94,17 +86,12 @@ async def timed_chain(
     around = Around(chain_world(place, count, ring_s), "verifier", "verifier", place.host)
     workers = [WorkerAt(stage["name"], stage["name"], stage["host"], stage["port"]) for stage in stages]
     config = stand_in_config(layers=count, vocab_size=VOCAB, context=CONTEXT, rows=1)
-    crew = await Crew.meet(around, workers)
-    try:
+    sizes = ModelSizes((ACTIVATION_BYTES,) * count, (ACTIVATION_BYTES,) * count, 1, 1, 0)
+    wanted: dict[str, Any] = {"positions": 4 * CONTEXT, "activation_bytes": ACTIVATION_BYTES, "stages": count}
+    async with AsyncExitStack() as stack:
+        crew = await Crew.meet(around, workers)
+        stack.push_async_callback(crew.close)
         model = await local_model(around, write_model(root / "model", config))
-        sizes = ModelSizes((ACTIVATION_BYTES,) * count, (ACTIVATION_BYTES,) * count, 1, 1, 0)
-        plan = await crew.plan(
-            model, sizes, positions=4 * CONTEXT, activation_bytes=ACTIVATION_BYTES, stages=count, measure_s=0.0
-        )
-        chain = await Chain.load(crew, model, plan)
-        try:
-            yield chain
-        finally:
-            await chain.close()
-    finally:
-        await crew.close()
+        chain = await Chain.load(crew, model, await crew.plan(model, sizes, measure_s=0.0, **wanted))
+        stack.push_async_callback(chain.close)
+        yield chain
