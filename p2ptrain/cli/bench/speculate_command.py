@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from p2ptrain.cli.runtime import run
-from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
+from p2ptrain.cli.bench.options import CsvTo, JsonTo, carry_out, checked, leave
+from p2ptrain.core.errors import UserError
 
 ALPHAS = "0,.3,.6,.8,.9,1"
 
@@ -90,10 +90,8 @@ def speculate(
     threads: Annotated[
         int, typer.Option("--threads", metavar="N", min=1, max=1024, help="CPU threads of each real model.")
     ] = 1,
-    json_to: Annotated[
-        str, typer.Option("--json", metavar="FILE", help="Write JSON; - for standard output, alone.")
-    ] = "",
-    csv_to: Annotated[str, typer.Option("--csv", metavar="FILE", help="Write CSV, one row a text.")] = "",
+    json_to: JsonTo = "",
+    csv_to: CsvTo = "",
 ) -> None:
     """Speculative decoding with a drafter that is far away.
 
@@ -113,16 +111,14 @@ def speculate(
       p2ptrain bench speculate --verifier big/ --drafter small/ --exact --texts 100 --json exact.json
     """
     from p2ptrain.cli.bench import plan as plans
-    from p2ptrain.cli.bench.machine import circumstances, origin
-    from p2ptrain.cli.bench.report import Targets, publish
+    from p2ptrain.cli.bench.machine import circumstances
     from p2ptrain.cli.bench.speculate import SpeculateBench
     from p2ptrain.cli.bench.speculate_exact import ExactBench, ExactPlan, exact_prompts
     from p2ptrain.cli.bench.speculate_pair import PairBench, PairPlan, prompts_of
     from p2ptrain.cli.bench.speculate_rows import Plan
     from p2ptrain.cli.bench.trial import conduct
 
-    targets = Targets(json_to, csv_to)
-    targets.check()
+    targets = checked(json_to, csv_to)
     round_trips_ms = plans.milliseconds_of(rtt)
     if 0 < tokens < 8:
         raise UserError(f"--tokens {tokens} is too short a text to measure", remedy="give at least 8")
@@ -133,7 +129,7 @@ def speculate(
     if virtual and verifier is not None:
         raise UserError("real models take real time", remedy="leave out --virtual; --exact is on virtual time")
     depths = plans.depths_of(depth)
-    noted = circumstances()
+    noted = [] if exact or virtual else circumstances()  # nothing of those depends on how fast the machine is
     work: ExactBench | PairBench | SpeculateBench
     if verifier is not None and drafter is not None and exact:
         wanted = exact_prompts(texts or 100, None if prompts is None else prompts_of(prompts))
@@ -152,9 +148,8 @@ def speculate(
             )
         )
     elif verifier is not None and drafter is not None:
-        jitter = jitter_ms or 0.0
-        plan = PairPlan(str(verifier), str(drafter), prompts_of(prompts), tokens or 64, round_trips_ms, jitter, threads)
-        work = PairBench(plan)
+        pair, wanted = (str(verifier), str(drafter)), prompts_of(prompts)
+        work = PairBench(PairPlan(*pair, wanted, tokens or 64, round_trips_ms, jitter_ms or 0.0, threads, depths))
     else:
         alphas = plans.shares_of(ALPHAS if sweep else alpha)
         stand_ins = (pass_ms / 1e3, growth, draft_ms / 1e3)
@@ -173,11 +168,7 @@ def speculate(
                 virtual=virtual,
             )
         )
-    complete = run(conduct(work.measure), children=True)
-    report = work.report(origin(), complete=complete)
-    report.notes += [] if exact or virtual else noted  # nothing of it depends on how fast the machine is
-    publish(report, targets)
+    complete = carry_out(work, conduct(work.measure), targets, noted)
     if isinstance(work, ExactBench):
         work.check()
-    if not complete:
-        raise typer.Exit(EXIT_INTERRUPTED)
+    leave(complete)

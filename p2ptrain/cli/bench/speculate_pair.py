@@ -7,6 +7,7 @@ must write the same text; drawn, transformers' assisted one is another text of t
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from p2ptrain.cli.bench.machine import Origin
 from p2ptrain.cli.bench.members import Interrupted, Members, started
 from p2ptrain.cli.bench.report import Report, Table, times
 from p2ptrain.cli.bench.speculate import opened
-from p2ptrain.cli.bench.speculate_rows import Texts
+from p2ptrain.cli.bench.speculate_rows import AUTO, Texts
 from p2ptrain.cli.bench.trial import Scene
 from p2ptrain.cli.stopping import unless_stopped
 from p2ptrain.core.errors import UserError
+from roles.speculation.policy import MOST_DRAFTS
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -48,9 +50,13 @@ PROMPTS = (
 )
 
 
+At = tuple[float, int]
+"""Round trip in milliseconds, and depth."""
+
+
 @dataclass(frozen=True, slots=True)
 class PairPlan:
-    """What to measure. ``threads``: of each model's kernels."""
+    """What to measure. ``threads``: of each model's kernels. ``depths``: as of ``Where``."""
 
     verifier: str
     drafter: str
@@ -59,19 +65,20 @@ class PairPlan:
     round_trips_ms: list[float]
     jitter_ms: float = 0.0
     threads: int = 1
+    depths: list[int] = field(default_factory=lambda: [AUTO])
 
 
 @dataclass(slots=True)
 class Drawn:
-    """One way to draw. ``plain``, ``assisted``: transformers', with ids and seconds; the others: by round trip.
+    """One way to draw. ``plain``, ``assisted``: transformers', with ids and seconds; the others: by distance and depth.
     ``assisted`` is empty where vocabularies are padded to different sizes: transformers does not take such a pair."""
 
     name: str
     alpha: float = 0.0
     plain: list[dict[str, Any]] = field(default_factory=list)
     assisted: list[dict[str, Any]] = field(default_factory=list)
-    alone: dict[float, Texts] = field(default_factory=dict)
-    ahead: dict[float, Texts] = field(default_factory=dict)
+    alone: dict[At, Texts] = field(default_factory=dict)
+    ahead: dict[At, Texts] = field(default_factory=dict)
     alpha_by_rejection: float = 0.0
 
     def rate(self, texts: list[dict[str, Any]]) -> float:
@@ -119,9 +126,9 @@ class PairBench:
                 say(f"transformers, {drawn.name}")
                 await self._assisted(rival, drawn)
         async with started(1, scene.stop, threads=plan.threads) as verifier:
-            for round_trip_ms in plan.round_trips_ms:
+            for at in product(plan.round_trips_ms, plan.depths):
                 async with started(1, scene.stop, threads=plan.threads) as drafter:
-                    await self._at(scene, verifier, drafter, round_trip_ms)
+                    await self._at(scene, verifier, drafter, at)
         return True
 
     async def _assisted(self, rival: Members, drawn: Drawn) -> None:
@@ -133,14 +140,15 @@ class PairBench:
         drawn.plain, drawn.assisted = answer["plain"], answer["assisted"]
         drawn.alpha, drawn.alpha_by_rejection = answer["alpha"], answer["alpha_by_rejection"]
 
-    async def _at(self, scene: Scene, verifier: Members, drafter: Members, round_trip_ms: float) -> None:
-        plan = self.plan
+    async def _at(self, scene: Scene, verifier: Members, drafter: Members, at: At) -> None:
+        plan, (round_trip_ms, depth) = self.plan, at
         link = {"rtt_ms": round_trip_ms, "jitter_ms": plan.jitter_ms, "threads": plan.threads}
         for_drafter = {"draft_s": 0.0, "alpha": 1.0, "model": plan.drafter} | link
         for_verifier = {"pass_s": 0.0, "row_s": 0.0, "model": plan.verifier, "texts": ""} | link
+        for_verifier["most_drafts"] = depth or MOST_DRAFTS
         async with opened(verifier, drafter, for_drafter, for_verifier, plan.prompts[0], plan.tokens):
             for drawn in self.drawn:
-                scene.console.progress(f"{round_trip_ms:g} ms, {drawn.name}")
+                scene.console.progress(f"{round_trip_ms:g} ms, {drawn.name}" + (f", depth {depth}" if depth else ""))
                 alone, ahead = Texts(), Texts()
                 for prompt, plain in zip(plan.prompts, drawn.plain, strict=True):
                     for speculate, texts in ((False, alone), (True, ahead)):  # in turn, for the machine's sake
@@ -148,7 +156,7 @@ class PairBench:
                         order["sampling"] = SAMPLINGS[drawn.name]
                         (answer,) = await verifier.all("speculate", part="write", seconds=TEXT_S, **order)
                         texts.add(Texts.of(answer["texts"], [plain["tokens"]], f"{drawn.name}, {prompt!r}"))
-                drawn.alone[round_trip_ms], drawn.ahead[round_trip_ms] = alone, ahead
+                drawn.alone[at], drawn.ahead[at] = alone, ahead
 
     # ------------------------------------------------------------------------------------------------------ the report
 
@@ -157,15 +165,16 @@ class PairBench:
         names = f"{Path(plan.verifier).name} and {Path(plan.drafter).name}"
         title = f"speculate · {names} · {len(plan.prompts)} texts of {plan.tokens} tokens"
         report = Report("speculate", title, origin, asdict(plan), complete=complete)
-        results = [self._result(drawn, distance) for drawn in self.drawn for distance in drawn.ahead]
+        results = [self._result(drawn, at) for drawn in self.drawn for at in drawn.ahead]
         report.results = {"rows": results}
-        columns = ["DRAWN", "ROUND TRIP", "ALPHA", "REJECTION", "A PASS", "ALONE", "AHEAD", "FASTER"]
+        columns = ["DRAWN", "ROUND TRIP", "DEPTH", "ALPHA", "REJECTION", "A PASS", "ALONE", "AHEAD", "FASTER"]
         columns += ["HF ALONE", "HF ASSISTED"]
         rows = []
         for row in results:
             found = [
                 row["name"],
                 f"{row['round_trip_ms']:g} ms",
+                str(row["most_drafts"] or "auto"),
                 f"{row['alpha']:.2f}",
                 f"{row['alpha_by_rejection']:.2f}",
                 f"{row['accepted_length']:.1f}",
@@ -180,27 +189,30 @@ class PairBench:
             "generation, both models in one process, without any distance",
             "alone and ahead wrote the text of transformers' generate, token for token, greedily and drawn; alpha: how "
             "often the drafter's next token is the verifier's where all before are, over these texts; rejection: how "
-            "often it would be kept with --sampling rejection; a pass: tokens that one gives, ahead",
+            "often it would be kept with --sampling rejection; a pass: tokens that one gives, ahead; depth: the most "
+            "drafts that a pass may take, auto: as many as the program finds of use",
             f"verifier and drafter have {plan.threads} threads each; on few cores they take them from each other",
         ]
         report.samples = [
             {
                 "drawn": drawn.name,
-                "round_trip_ms": distance,
+                "round_trip_ms": round_trip_ms,
+                "most_drafts": depth or "auto",
                 "text": number,
                 "token_s": at_s[-1] / max(1, len(at_s) - 1),
             }
             for drawn in self.drawn
-            for distance, texts in drawn.ahead.items()
+            for (round_trip_ms, depth), texts in drawn.ahead.items()
             for number, at_s in enumerate(texts.at_s)
         ]
         return report
 
-    def _result(self, drawn: Drawn, round_trip_ms: float) -> dict[str, Any]:
-        alone, ahead = drawn.alone[round_trip_ms], drawn.ahead[round_trip_ms]
+    def _result(self, drawn: Drawn, at: At) -> dict[str, Any]:
+        alone, ahead = drawn.alone[at], drawn.ahead[at]
         return {
             "name": drawn.name,
-            "round_trip_ms": round_trip_ms,
+            "round_trip_ms": at[0],
+            "most_drafts": at[1] or None,
             "alpha": drawn.alpha,
             "alpha_by_rejection": drawn.alpha_by_rejection,
             "accepted_length": ahead.total("tokens") / max(1.0, ahead.total("passes")),

@@ -114,6 +114,10 @@ def _depth(row: Result) -> str:
     return str(row["most_drafts"] or "auto")
 
 
+def _at_most(row: Result) -> str:
+    return f"≤{row['most_drafts']} drafts" if row["most_drafts"] else "auto"
+
+
 def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{1e3 * seconds:.1f}"
 
@@ -143,14 +147,14 @@ def _measured(results: Sequence[Result]) -> Table:
 def _expected(results: Sequence[Result]) -> Table:
     columns = ["AHEAD", "SETTLED", "SIMULATED", "FORMULA", "IN TURNS", "ITS FORMULA", "ITS DRAFTS"]
     names = ("token_s", "settled_s", "simulated_s", "formula_ahead_s", "in_turns_s", "formula_in_turns_s")
-    rows = [[*(_ms(row[name]) for name in names), str(row["in_turns_drafts"])] for row in results]
+    rows = [[*(_ms(row[name] or None) for name in names), str(row["in_turns_drafts"])] for row in results]
     return _table(results, columns, rows)
 
 
 def _depths(results: Sequence[Result], depths: Sequence[Result]) -> Table:
     """A column for each depth: what a token takes."""
     names = list(dict.fromkeys(row["most_drafts"] for row in results if row["most_drafts"]))
-    columns = ["ROUND TRIP", "ALPHA", *(f"{name} DRAFTS" for name in names), "AUTO", "BEST FIXED", "AUTO OF IT"]
+    columns = ["ROUND TRIP", "ALPHA", *(f"≤{name}" for name in names), "AUTO", "BEST FIXED", "AUTO OF IT"]
     rows = []
     for row in depths:
         token_s = dict(row["token_s"])
@@ -170,19 +174,23 @@ def _killed(kills: Sequence[Kill]) -> Table:
 
 
 def _picture(results: Sequence[Result]) -> list[str]:
-    """What a token takes, measured and by the formula."""
-    turns, ahead = FILLS[1], FILLS[0]
+    """What a token takes, measured and by the formula; where there are several depths, by those."""
+
+    def bar(label: str, row: Result, name: str, formula: str, fill: str) -> Bar:
+        return Bar(label, row[name], f"{_ms(row[name])} ms · formula {_ms(row[formula])}", fill)
+
     groups = []
-    for _, group in groupby(results, _place):
+    for place, group in groupby(results, _place):
         rows = list(group)
         drawn = [Bar("alone", rows[0]["alone_s"], f"{_ms(rows[0]['alone_s'])} ms", FILLS[2])]
-        for row in rows:
-            depth = "" if len(rows) == 1 else f", {_depth(row)}"
-            for name, value, fill in (("in turns", "in_turns_s", turns), ("ahead", "token_s", ahead)):
-                formula_s = row["formula_in_turns_s" if value == "in_turns_s" else "formula_ahead_s"]
-                text = f"{_ms(row[value])} ms · formula {_ms(formula_s)}"
-                drawn.append(Bar(name + depth, row[value], text, fill))
-        groups.append((", ".join(_place(rows[0])), drawn))
+        if rows[1:]:
+            fills = [FILLS[1] if row["most_drafts"] else FILLS[0] for row in rows]
+            pairs = zip(rows, fills, strict=True)
+            drawn += [bar(_at_most(row), row, "token_s", "formula_ahead_s", fill) for row, fill in pairs]
+        else:
+            drawn.append(bar("in turns", rows[0], "in_turns_s", "formula_in_turns_s", FILLS[1]))
+            drawn.append(bar("ahead", rows[0], "token_s", "formula_ahead_s", FILLS[0]))
+        groups.append((", ".join(place), drawn))
     return bars(groups, common=True)
 
 
