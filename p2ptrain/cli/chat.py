@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from p2ptrain.cli.lazy import new_typer
-from p2ptrain.cli.output import print_json
+from p2ptrain.cli.output import failure, print_json
 from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, is_text
 from p2ptrain.cli.split_options import (
     DryRunOption,
@@ -42,7 +42,7 @@ from p2ptrain.cli.text_options import (
     say_unused,
     stop_strings,
 )
-from p2ptrain.core.errors import EXIT_INTERRUPTED
+from p2ptrain.core.errors import EXIT_INTERRUPTED, P2PTrainError
 from p2ptrain.core.serving import COUPLED, REJECTION, SamplingWish
 
 if TYPE_CHECKING:
@@ -134,7 +134,12 @@ def chat(
         talk = Talk(speaker, system=system, quiet=as_json)
         if sys.stdin.isatty() and not as_json:
             typer.secho(f"({speaker.label}: {speaker.about}. /help lists commands)", dim=True, err=True)
-        talk.run()
+        try:
+            talk.run()
+        except P2PTrainError as problem:
+            if as_json and talk.answers:
+                print_json(talk.document() | {"error": failure(problem)})
+            raise
         if as_json:
             print_json(talk.document())
         elif stats:

@@ -13,6 +13,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from p2ptrain.core.errors import EXIT_INTERRUPTED, P2PTrainError, StorageError, UserError
 
@@ -29,7 +30,9 @@ def main(args: Sequence[str] | None = None) -> None:
             stream.reconfigure(errors="replace")  # a place that cannot show "→" shows "?" instead of failing
     try:
         from p2ptrain.cli.commands import app
+        from p2ptrain.cli.output import json_output
 
+        json_output.begin(sys.argv[1:] if args is None else args)
         code = app(args=None if args is None else list(args), prog_name="p2ptrain", standalone_mode=False)
     except KeyboardInterrupt:  # before Typer watches for it
         code = EXIT_INTERRUPTED
@@ -49,19 +52,24 @@ def _open_missing_streams() -> None:
 
 
 def told(error: Exception) -> int:
-    """Tell a person what happened and what to do; the exit code. In debugging it is raised again."""
+    """Tell a person, and a program that wants JSON, what happened and what to do; the exit code. In debugging it is
+    raised again."""
     if os.environ.get(DEBUG_VARIABLE, "") not in ("", "0"):
         raise error
     import typer
 
-    from p2ptrain.cli.output import printable
+    from p2ptrain.cli.output import failure, json_output, print_json, printable
 
     known = _translated(error)
+    code = known.exit_code if known is error or isinstance(known, UserError | StorageError) else EXIT_MISTAKE
     typer.secho("error: ", fg="red", bold=True, err=True, nl=False)
     typer.echo(printable(known.message), err=True)
     if known.remedy:
         typer.echo(f"  → {printable(known.remedy)}", err=True)
-    return known.exit_code if known is error or isinstance(known, UserError | StorageError) else EXIT_MISTAKE
+    if json_output.wanted_of(error) and not json_output.written:
+        with suppress(OSError):  # it may be that very output that failed
+            print_json({"error": failure(known) | {"exit_code": code}})
+    return code
 
 
 def _translated(error: Exception) -> P2PTrainError:

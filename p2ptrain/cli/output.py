@@ -1,4 +1,10 @@
-"""What commands write: tables for people, one JSON document for programs, and nothing that a terminal would obey."""
+"""What commands write: tables for people, one JSON document for programs, and nothing that a terminal would obey.
+
+With ``--json`` standard output is one JSON document, however the command ends: where it fails before it has written
+one, ``{"error": {"message", "remedy", "exit_code"}}``, with the ``code`` of a refusal; a document of what was done in
+part has that ``error`` too. What people read is on standard error all the same. Only a command that was interrupted
+may leave without a word.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +12,50 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+if TYPE_CHECKING:
+    from p2ptrain.core.errors import P2PTrainError
+
 _PIPE_COLUMNS = 240  # a table that is piped into a file or `grep` is not folded at 80 columns
+
+
+@dataclass
+class JsonOutput:
+    """Of this process. ``typed``: its arguments; ``wanted``: a document was asked for; ``written``: there is one."""
+
+    typed: Sequence[str] = ()
+    wanted: bool = False
+    written: bool = False
+
+    def begin(self, typed: Sequence[str]) -> None:
+        self.typed, self.wanted, self.written = typed, False, False
+
+    def want(self, value: bool) -> bool:
+        """The callback of ``--json``."""
+        self.wanted = self.wanted or value
+        return value
+
+    def wanted_of(self, error: Exception) -> bool:
+        """Whether a document was asked for, be it that the command line could not be read to its end."""
+        context = getattr(error, "ctx", None)
+        options = context.command.params if context is not None else ()
+        has_it = any("--json" in option.opts and option.is_flag for option in options)
+        return self.wanted or (has_it and "--json" in self.typed)
+
+
+json_output = JsonOutput()
+
+
+def failure(error: P2PTrainError) -> dict[str, Any]:
+    """What a document says of an error, under ``error``."""
+    from p2ptrain.core.errors import Refused
+
+    said = {"message": error.message, "remedy": error.remedy, "exit_code": error.exit_code}
+    return said | ({"code": error.code} if isinstance(error, Refused) else {})
 
 
 def printable(text: str) -> str:
@@ -20,6 +65,7 @@ def printable(text: str) -> str:
 
 def print_json(document: object) -> None:
     """One JSON document on standard output."""
+    json_output.written = True
     # Line by line: where Python buffers nothing, a signal, as of a child that ends, may cut a long write short.
     for line in json.dumps(document, indent=2, ensure_ascii=True).splitlines():
         typer.echo(line)

@@ -12,7 +12,7 @@ import typer
 from p2ptrain.cli.console import Console
 from p2ptrain.cli.generate import Shown
 from p2ptrain.cli.in_order import InOrder
-from p2ptrain.cli.output import print_json
+from p2ptrain.cli.output import failure, print_json
 from p2ptrain.cli.sources import Answer
 from p2ptrain.cli.stopping import stop_on_signals, unless_stopped
 from p2ptrain.cli.verifier_stats import print_verifier_stats
@@ -174,7 +174,7 @@ def _show_broken(client: VerifierClient, order: Order, writing: _Writing, proble
     if maps:
         texts = [maps.get(index) for index in range(len(order.prompts))]
         document: dict[str, Any] = {"verifier": client.verifier.name, "model": client.verifier.model}
-        document |= (maps[0] if order.is_one else {"texts": texts}) | {"error": problem.message}
+        document |= (maps[0] if order.is_one else {"texts": texts}) | {"error": failure(problem)}
         print_json(document)
 
 

@@ -198,6 +198,10 @@ def test_a_model_that_is_lost_ends_no_conversation(
     assert source.prompts[-1] == "User: a\nAssistant: one\nUser: c\nAssistant:"
     assert (tmp_path / "x.txt").read_text() == "User: a\nAssistant: one\n"
     assert chat(["b"], ["tw"], piped=True)[0].code == 3
+    broken = chat(["a", "b"], ["one", "tw"], "--json", piped=True)[0]
+    assert (broken.code, broken.json["error"]["message"]) == (3, "box1 is lost")
+    assert [answer["text"] for answer in broken.json["answers"]] == ["one"], "what had been said is there"
+    assert broken.json["turns"] == [{"role": "user", "content": "a"}, {"role": "assistant", "content": "one"}]
 
 
 def test_why_an_answer_was_cut_off(chat: Callable[..., Any]) -> None:

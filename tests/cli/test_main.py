@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import p2ptrain
-from p2ptrain.cli import lazy, runtime
+from p2ptrain.cli import lazy, output, runtime
 from p2ptrain.cli.commands import Commands
 from p2ptrain.core import errors
 from wire.transport_base import is_loopback
@@ -59,6 +59,44 @@ def test_a_full_disk_under_the_output(command: Command, monkeypatch: pytest.Monk
     outcome = command("profiles", "list")
     assert (outcome.code, outcome.out) == (6, "")
     assert outcome.err == "error: cannot write the output: the disk is full\n  → make room, or write it elsewhere\n"
+
+
+def test_what_fails_is_one_document_where_json_is_wanted(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    _fail_with(monkeypatch, errors.Refused("busy", "it is busy", remedy="ask again"))
+    outcome = command("profiles", "list", "--json")
+    said = {"message": "it is busy", "remedy": "ask again", "exit_code": 4, "code": "busy"}
+    assert (outcome.code, outcome.json) == (4, {"error": said})
+    assert outcome.err == "error: it is busy\n  → ask again\n", "people read the same"
+    assert command("profiles", "list").out == "", "of another command before it nothing is left"
+    _fail_with(monkeypatch, RuntimeError("oh"))
+    assert command("profiles", "list", "--json").json["error"]["exit_code"] == 70
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("profiles", "list", "--json", "--nonsense"),
+        ("profiles", "list", "--nonsense", "--json"),
+        ("jobs", "show", "--json"),
+        ("generate", "--json", "x", "--tokens", "none"),
+        ("generate", "x", "--temperature", "warm", "--json"),
+    ],
+)
+def test_a_wrong_argument_too_is_a_document(command: Command, arguments: tuple[str, ...]) -> None:
+    outcome = command(*arguments)
+    assert (outcome.code, outcome.json["error"]["exit_code"]) == (2, 2)
+    assert outcome.json["error"]["message"] in outcome.err
+
+
+def test_what_fails_behind_its_document_writes_no_second_one(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def printed(document: object) -> None:
+        output.print_json(document)
+        raise errors.JobFailed("it ended later")
+
+    monkeypatch.setattr("p2ptrain.cli.profiles.print_json", printed)
+    outcome = command("profiles", "list", "--json")
+    assert (outcome.code, "profiles" in outcome.json) == (5, True)
+    assert "it ended later" in outcome.err
 
 
 def test_version(command: Command) -> None:

@@ -126,7 +126,7 @@ def test_no_peers_yet_says_what_to_do(command: Command, fake_seed: Any) -> None:
 def test_a_seed_that_talks_nonsense_is_a_peer_error(command: Command, fake_seed: Any, answer: dict[str, Any]) -> None:
     fake_seed.answers["peers.list"] = answer
     outcome = command("peers", "--json")
-    assert (outcome.code, outcome.out) == (4, "")
+    assert (outcome.code, list(outcome.json)) == (4, ["error"])
     assert outcome.err.startswith("error: ")
 
 

@@ -101,5 +101,5 @@ def test_no_part_yet_says_what_to_do(command: Command, fake_seed: Any) -> None:
 def test_a_seed_that_talks_nonsense_is_a_peer_error(command: Command, fake_seed: Any, answer: dict[str, Any]) -> None:
     fake_seed.answers["parts.list"] = answer
     outcome = command("parts", "--json")
-    assert (outcome.code, outcome.out) == (4, "")
+    assert (outcome.code, list(outcome.json)) == (4, ["error"])
     assert outcome.err.startswith("error: ")

@@ -314,7 +314,8 @@ def test_a_text_that_is_broken_off_is_given_to_programs_too(
     outcome = command("generate", PROMPT, *at, "-n", "400", "--no-speculation", "--json")
     assert outcome.code == 3
     assert outcome.err == "error: big one: a stage is gone (after 40 tokens of the text)\n  → start another\n"
-    assert outcome.json["error"] == "big one: a stage is gone (after 40 tokens of the text)"
+    message = "big one: a stage is gone (after 40 tokens of the text)"
+    assert outcome.json["error"] == {"message": message, "remedy": "start another", "exit_code": 3}
     assert (outcome.json["ended"], outcome.json["tokens"]) == ("failed", 40)
     whole = text_of(reference(PROMPT, 400))
     assert outcome.json["text"]

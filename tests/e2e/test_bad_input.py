@@ -229,7 +229,7 @@ async def test_nobody_there(machine: Any, nobody: int) -> None:
     for arguments in (
         ["join", address, "--state", "state"],
         ["peers", "--seed", address],
-        ["jobs", "list", "--seed", address, "--json"],
+        ["jobs", "list", "--seed", address],
         ["checkpoints", "list", "--seed", address],
         ["generate", "hi", "--job", "tiny", "--seed", address],
     ):

@@ -86,7 +86,8 @@ async def audited(address: str, job: str, timeout_s: float) -> Verdict:
         document = json.loads(output)
     except ValueError:
         document = None
-    return Verdict(name, code == 0, _short(document) if document is not None else error or f"exit code {code}")
+    found = isinstance(document, dict) and "error" not in document
+    return Verdict(name, code == 0, _short(document) if found else error or f"exit code {code}")
 
 
 def _short(document: object) -> str:
