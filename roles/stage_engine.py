@@ -78,6 +78,10 @@ class WeighingEngine(StageEngine, Protocol):
         """Of the session's last ``run``: what its picks were drawn from, in order."""
         ...
 
+    def row_bytes(self, sampling: Sampling) -> int:
+        """Of what one pick of such a session is drawn from, at most."""
+        ...
+
 
 @runtime_checkable
 class JudgingEngine(WeighingEngine, Protocol):

@@ -30,6 +30,7 @@ from p2ptrain.core.serving import DraftProbs, Judged, Sampling, Weighed
 Array = npt.NDArray[Any]
 KEEP, INSTEAD = "keep", "instead"
 """Of ``uniform``: whether a draft is kept, and what comes in place of one that is not."""
+ID_BYTES, PROB_BYTES = 4, 4
 SPARSE = 2
 """Entries of a row, at least, for each that may come, for ids to be written beside the probabilities: it is shorter."""
 
@@ -83,7 +84,7 @@ class RejectionPicker(Picker):
         for number, (token, weight) in enumerate(zip(drafts, weights, strict=True), draw):
             row = probs[number - draw]
             if not kept(float(row[token]), weight, uniform(self._seed, number, KEEP)):
-                self._rejected = row, token, number
+                self._rejected = row.clone(), token, number  # the others need not stay in memory for it
                 return Judged(tuple(drafts[: number - draw]), rejected=True)
         with one_thread():
             return Judged((*drafts, *self._drawn(probs[-1:], draw + len(drafts))), rejected=False)
@@ -104,6 +105,13 @@ class RejectionPicker(Picker):
         """What tokens are drawn from: (rows, vocab), float32, on the CPU. Raises as ``judge``."""
         with one_thread():
             return self._warped(self._scores(logits)).softmax(-1)
+
+
+def row_bytes(vocab_size: int, top_k: int) -> int:
+    """Of what ``weigh`` gives beside the weight, at most, unless there are tokens that are exactly as likely as the
+    last of the ``top_k`` (0: all may come)."""
+    all_bytes = PROB_BYTES * vocab_size
+    return min(all_bytes, (ID_BYTES + PROB_BYTES) * top_k) if top_k else all_bytes
 
 
 def weigh(row: Tensor, token: int) -> Weighed:

@@ -23,7 +23,7 @@ from p2ptrain.compute.cache import PartCache, kv_shape
 from p2ptrain.compute.device import Device, check_memory, pick_device
 from p2ptrain.compute.model import check_architecture, first_line, without_dropout
 from p2ptrain.compute.picking import Picker
-from p2ptrain.compute.rejection import RejectionPicker
+from p2ptrain.compute.rejection import RejectionPicker, row_bytes
 from p2ptrain.compute.split import PartAssembly, PartModel
 from p2ptrain.compute.split_check import check_splits
 from p2ptrain.core.activations import IDS, activation_bytes, decode_ids
@@ -202,6 +202,10 @@ class ServedPart:
     def weighed(self, session: str) -> tuple[Weighed, ...]:
         """As of ``roles.stage_engine.WeighingEngine``. Raises ``ProtocolError``: the session does not reject."""
         return self._rejecting(session).weighed()
+
+    def row_bytes(self, sampling: Sampling) -> int:
+        """As of ``roles.stage_engine.WeighingEngine``."""
+        return row_bytes(sampling.vocab_size or self.vocab_size, sampling.top_k)
 
     def judge(
         self, session: str, *, keep: int, payload: memoryview, count: int, draw: int, weights: Sequence[float]

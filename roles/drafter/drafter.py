@@ -17,19 +17,27 @@ from dataclasses import dataclass, field, replace
 from itertools import count, takewhile
 
 from p2ptrain.core.activations import IDS, encode_ids
-from p2ptrain.core.errors import ConnectionLost, JobFailed, NetworkError, P2PTrainError, ProtocolError, Refused
+from p2ptrain.core.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    JobFailed,
+    NetworkError,
+    P2PTrainError,
+    ProtocolError,
+    Refused,
+)
 from p2ptrain.core.serving import Weighed
 from p2ptrain.core.world import World
 from roles.background import Background
 from roles.compute_thread import ComputeThread
 from roles.drafter.gauge import Gauge
-from roles.speculation.drafting import GROUP, Drafting
+from roles.drafter.room import Room, room_for
+from roles.speculation.drafting import Drafting
 from roles.speculation.events import Began, DrafterEvent, Run, RunDone, RunDropped, Send, Told
 from roles.speculation.probs import announced, packed_weighed, wanted_untrusted
 from roles.speculation.received import (
     ENGINE,
     FULL,
-    MAX_DEPTH,
     OTHER_TOKENIZER,
     TOO_LONG,
     Opening,
@@ -67,8 +75,8 @@ SHARED_PIECE = 256
 AT_ONCE_S = 0.002
 """Drafts are made at once that take so long: a verdict that cuts them may wait for that."""
 REASON_CHARS = 400
-PROBS_BYTES = 64 << 20
-"""Of a session, for what its drafts were drawn from: few drafts ahead where the vocabulary is large."""
+UNREAD_BYTES = 64 << 20
+"""Of a verifier's connection: of what it asked for and does not read."""
 LONGER = "draft with a model of a longer context, or with ngram"
 
 
@@ -79,7 +87,7 @@ class Serves:
     Attributes:
         model: its name, for people. context: positions that it knows; 0: any number, or nobody says.
         tokenizer: a digest; of a look-up empty: it takes any ids.
-        limit_bytes: of all sessions' caches together; 0: no limit.
+        limit_bytes: of all sessions together, their caches and what drafts were drawn from; 0: no limit.
     """
 
     engine: StageEngine
@@ -110,7 +118,7 @@ class _Session:
     """One session.
 
     Attributes:
-        name: with the engine. positions: that it may have there. verified: of them, by the last verdict.
+        name: with the engine. verified: positions, by the last verdict.
         drafted: position behind the drafts that were sent last; 0 before the first.
         wanted: what the core wants run; None while it wants nothing.
         taken: positions of ``wanted`` that were run already, in pieces. running: a piece is under way.
@@ -124,7 +132,7 @@ class _Session:
     caller: _Caller
     core: Drafting
     opening: Opening
-    positions: int
+    room: Room
     verified: int
     drafted: int = 0
     wanted: Run | None = None
@@ -273,14 +281,14 @@ class Drafter:
         data = await caller.line.bulk(opening.ids_bytes, stream=stream)
         ids = ids_untrusted(data, vocab_size=opening.vocab_size)
         try:
-            positions = self._admitted(opening)  # others may have been, meanwhile
+            room = self._admitted(opening)  # others may have been, meanwhile
         except Refused as refused:
             self._refuse(caller, stream, refused)
             return
-        depth = min(opening.depth, _most_ahead(opening))
+        depth = min(opening.depth, room.ahead)
         core = Drafting(ids, prompt=opening.prompt, positions=opening.positions, depth=depth)
         name = f"draft-{next(self._names)}"
-        session = _Session(name, stream, caller, core, opening, positions, verified=opening.count)
+        session = _Session(name, stream, caller, core, opening, room, verified=opening.count)
         caller.sessions[stream] = session
         self._sessions.add(session)
         self._feed(session, Began())
@@ -291,9 +299,9 @@ class Drafter:
         into = memoryview(self._sink)[:ids_bytes]
         await caller.line.landed(caller.line.post(into, stream=stream))
 
-    def _admitted(self, opening: Opening) -> int:
-        """Positions that the session may have here. Raises ``Refused``."""
-        serves, engine = self.serves, self._engine
+    def _admitted(self, opening: Opening) -> Room:
+        """What the session may have here. Raises ``Refused``."""
+        serves = self.serves
         if serves.tokenizer and opening.tokenizer != serves.tokenizer:  # vocabularies may be padded differently
             text = f"{serves.model} has another tokenizer than the verifier's model"
             raise Refused(OTHER_TOKENIZER, text, remedy="draft with a model of the same family, or with ngram")
@@ -308,11 +316,14 @@ class Drafter:
             raise Refused(
                 FULL, f"{self._most_sessions} sessions are drafted for already", remedy="start another drafter"
             )
-        held = sum(session.positions for session in self._sessions)
-        if serves.limit_bytes and (held + positions) * engine.cache_position_bytes > serves.limit_bytes:
-            text = f"no memory for {positions} positions more beside {held}"
-            raise Refused(FULL, text, remedy="start another drafter, or give this one more memory: --memory")
-        return positions
+        weighing = self._weighing if opening.sampling.rejects else None
+        return room_for(
+            positions,
+            position_bytes=self._engine.cache_position_bytes,
+            row_bytes=weighing.row_bytes(opening.sampling) if weighing is not None else 0,
+            left_bytes=serves.limit_bytes - sum(session.room.nbytes for session in self._sessions),
+            limit_bytes=serves.limit_bytes,
+        )
 
     def _refuse(self, caller: _Caller, stream: int, problem: P2PTrainError) -> None:
         code = problem.code if isinstance(problem, Refused) else ENGINE
@@ -326,13 +337,14 @@ class Drafter:
         self._sessions.discard(session)
         session.caller.sessions.pop(session.stream, None)
         self._turns.drop(session)
-        self._background.start(_ended(self._compute.submit(self._engine.close, session.name)), "close session")
+        if session.opened:  # else the thread need not hear of it: a verifier may open and close faster than it works
+            self._background.start(_ended(self._compute.submit(self._engine.close, session.name)), "close session")
 
     # -------------------------------------------------------------------------------------------------------- the core
 
     def _told_untrusted(self, session: _Session, told: Told) -> None:
         """Raises ``ProtocolError``: a verdict that no correct verifier says."""
-        told = replace(told, depth=min(told.depth, _most_ahead(session.opening)))
+        told = replace(told, depth=min(told.depth, session.room.ahead))
         queued = session.wanted is not None and not session.running and not session.taken
         epoch, right = session.core.epoch, told.start - session.verified
         self._feed(session, told)
@@ -406,7 +418,8 @@ class Drafter:
             self._turns.add(session)
             return
         session.wanted = None
-        session.weighed.update(enumerate(made.weighed, run.keep + len(run.ids)))
+        made_at = enumerate(made.weighed, run.keep + len(run.ids))
+        session.weighed.update((at, weighed) for at, weighed in made_at if at >= session.verified)
         vocab_size = session.opening.vocab_size
         tokens = tuple(takewhile(lambda token: token < vocab_size, made.tokens))  # others are not the verifier's
         self._feed(session, RunDone(tokens, min(made.taken, len(tokens))))
@@ -418,20 +431,21 @@ class Drafter:
             P2PTrainError: the engine cannot, or the session is too long for it.
         """
         keep = run.keep + session.taken
-        if keep + piece > session.positions:
+        if keep + piece > session.room.positions:
             text = f"{keep + piece} tokens, and {self.serves.model} knows {self.serves.context} positions"
             raise Refused(TOO_LONG, text, remedy=LONGER)
         began = self._now()
         if not session.opened:
             session.opened = True
             sampling = session.opening.sampling
-            await self._compute.run(self._engine.open, session.name, positions=session.positions, sampling=sampling)
+            positions = session.room.positions
+            await self._compute.run(self._engine.open, session.name, positions=positions, sampling=sampling)
         # The verifier's vocabulary may be padded to more: a token that only it has is taken for another one.
         ids = [min(token, self._engine.vocab_size - 1) for token in run.ids[session.taken : session.taken + piece]]
         drafts = 0
         if last and run.picks:
             soon = int(AT_ONCE_S / self.gauge.step_s) if self.gauge.step_s else 1
-            drafts = max(1, min(run.most, soon, session.positions - keep - piece + 1))
+            drafts = max(1, min(run.most, soon, session.room.positions - keep - piece + 1))
         weighs = session.opening.sampling.rejects
         made = await self._compute.run(self._made, session.name, keep, ids, drafts, run.draw, weighs=weighs)
         now = self._now()
@@ -470,15 +484,11 @@ class Drafter:
             raise ProtocolError(f"a verifier asks about a draft at position {position}, where there is none")
         message, data = announced(position, weighed.probs)
         session.caller.say(message, stream=session.stream)
+        connection = session.caller.line.connection
         with suppress(ConnectionLost):
-            session.caller.line.connection.send_bulk(memoryview(data), generation=0, stream=session.stream)
-
-
-def _most_ahead(opening: Opening) -> int:
-    """Drafts beyond what is verified whose probabilities there is room for."""
-    if not opening.sampling.rejects:
-        return MAX_DEPTH
-    return max(1, PROBS_BYTES // (4 * opening.vocab_size) - 3 * GROUP)
+            connection.send_bulk(memoryview(data), generation=0, stream=session.stream)
+        if (unsent_bytes := connection.unsent_bytes) > UNREAD_BYTES:
+            connection.abort(DeadlineExceeded(f"{unsent_bytes} bytes wait that it asked for, and does not read"))
 
 
 async def _ended(call: asyncio.Future[None]) -> None:

@@ -168,7 +168,7 @@ class Liar:
         return local_welcome(peer_id=self.name, name=self.name, wall=0.0)
 
     async def _serve(self, connection: Connection, hello: Hello) -> None:
-        line = Line(connection, 600.0)
+        line = Line(connection, 600.0, beat_s=0.5)
         verified: dict[int, int] = {}  # by stream
         async with line.alive():
             while True:

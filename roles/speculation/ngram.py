@@ -166,6 +166,10 @@ class NgramEngine:
         """As of ``WeighingEngine``: what is looked up is certain."""
         return tuple(Weighed(1.0, DraftProbs.certain(token)) for token in self._guessed.get(session, ()))
 
+    def row_bytes(self, sampling: Sampling) -> int:
+        """As of ``WeighingEngine``."""
+        return DraftProbs.certain(0).nbytes
+
     def close(self, session: str) -> None:
         """As of ``StageEngine``."""
         self._sessions.pop(session, None)

@@ -26,6 +26,9 @@ from wire.handshake import RefusalCode
 T = TypeVar("T")
 
 MAX_SESSIONS = 64
+REJECTING_BYTES = 3 * 4
+"""For each token of the vocabulary, in a session that rejects drafts: the probabilities of a place whose draft was
+rejected, and what the drafter says of it (ids, and probabilities)."""
 _CLOSE_REMEDY = "try again when other texts are finished"
 
 OnBytes = Callable[[int, int], None]
@@ -39,7 +42,8 @@ class WholeTarget:
         engine: of all layers. compute: the thread on which it was made; it ends with this target.
         context: positions that the model knows; None: nobody says.
         max_sessions: at a time.
-        cache_bytes: of all sessions together; 0: what the engine finds free.
+        cache_bytes: of all sessions together, with what those need beside it that reject drafts; 0: what the engine
+            finds free.
     """
 
     def __init__(
@@ -73,8 +77,9 @@ class WholeTarget:
         """
         if sampling.rejects and self._judging is None:
             raise UserError(f"{self.label} cannot reject drafts", remedy="leave out --sampling rejection")
-        name, need_bytes = new_id(), positions * self._engine.cache_position_bytes
-        self._check(positions, need_bytes)
+        beside_bytes = REJECTING_BYTES * self.vocab_size if sampling.rejects else 0
+        name, need_bytes = new_id(), positions * self._engine.cache_position_bytes + beside_bytes
+        self._check(positions, need_bytes, beside_bytes)
         self._promised[name] = need_bytes
         try:
             await self._in_turn(partial(self._engine.open, name, positions=positions, sampling=sampling))
@@ -153,7 +158,8 @@ class WholeTarget:
 
     # ------------------------------------------------------------------------------------------------------- internals
 
-    def _check(self, positions: int, need_bytes: int) -> None:
+    def _check(self, positions: int, need_bytes: int, beside_bytes: int) -> None:
+        """``beside_bytes``: of those needed, for what is no position."""
         if self._closed:
             raise Refused(RefusalCode.SHUTTING_DOWN, f"{self.label} is being let go", remedy="try again later")
         if positions < 1:
@@ -164,11 +170,12 @@ class WholeTarget:
                 remedy=f"ask for at most {self.context}, prompt and new tokens together",
             )
         if self._cache_bytes and need_bytes > self._cache_bytes:
-            most = self._cache_bytes // max(1, self._engine.cache_position_bytes)
+            most = (self._cache_bytes - beside_bytes) // max(1, self._engine.cache_position_bytes)
+            rejecting = f" that rejects drafts ({beside_bytes / 2**20:,.1f} MiB)" if beside_bytes else ""
             raise UserError(
-                f"a session of {positions} positions takes {need_bytes / 2**20:,.0f} MiB, and sessions may take "
-                f"{self._cache_bytes / 2**20:,.0f} MiB",
-                remedy=f"ask for at most {most} positions, or give the verifier more memory",
+                f"a session of {positions} positions{rejecting} takes {need_bytes / 2**20:,.0f} MiB, and sessions may "
+                f"take {self._cache_bytes / 2**20:,.0f} MiB",
+                remedy=(f"ask for at most {most} positions, or " if most > 0 else "") + "give the verifier more memory",
             )
         if len(self._promised) >= self._max_sessions:
             raise Refused(RefusalCode.BUSY, f"{self._max_sessions} sessions are open", remedy=_CLOSE_REMEDY)

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 
 from p2ptrain.compute.picking import Picker
-from p2ptrain.compute.rejection import RejectionPicker
+from p2ptrain.compute.rejection import RejectionPicker, row_bytes
 from p2ptrain.core.activations import decode_ids
 from p2ptrain.core.serving import DraftProbs, Judged, PartSpec, Ran, Sampling, Weighed
 from p2ptrain.core.threads import LoopThreads
@@ -60,6 +60,9 @@ class Chain:
 
     def weighed(self, session: str) -> tuple[Weighed, ...]:
         return cast(RejectionPicker, self._sessions[session][0]).weighed()
+
+    def row_bytes(self, sampling: Sampling) -> int:
+        return row_bytes(self.vocab_size, sampling.top_k)
 
     def judge(
         self, session: str, *, keep: int, payload: memoryview, count: int, draw: int, weights: Sequence[float]
