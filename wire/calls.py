@@ -41,11 +41,14 @@ class Calls:
             raise Refused(response.error_code, f"{whom}: {response.error_message}", remedy=response.error_remedy)
         return response.result
 
-    def answered(self, response: Response) -> None:
-        """Hand an answer to its caller; one that nobody waits for any more is dropped."""
+    def answered(self, response: Response) -> bool:
+        """Hand an answer to its caller; one that nobody waits for any more, or ever did, is dropped: whether it was
+        wanted."""
         answer = self._pending.get(response.id)
-        if answer is not None and not answer.done():
-            answer.set_result(response)
+        if answer is None or answer.done():
+            return False
+        answer.set_result(response)
+        return True
 
     def lost(self, whom: str) -> None:
         """No answer will come."""

@@ -24,6 +24,7 @@ MAX_VOCAB = 1 << 8 * MOST_TOKEN_BYTES
 DIGEST_CHARS = 128
 MAX_STEP_S = 3600.0
 OTHER_TOKENIZER, TOO_LONG, FULL, ENGINE = "other-tokenizer", "too-long", "full", "engine"
+REFUSALS = (OTHER_TOKENIZER, TOO_LONG, FULL, ENGINE)
 """Codes of ``DraftRefused``."""
 
 

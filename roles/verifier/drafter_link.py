@@ -26,10 +26,11 @@ from p2ptrain.core.errors import (
 from p2ptrain.core.serving import DraftProbs, Sampling
 from roles.chain.around import Around
 from roles.speculation.events import Drafted, Tell
-from roles.speculation.probs import probs_bytes_untrusted, probs_untrusted, weighed_untrusted
+from roles.speculation.probs import weighed_untrusted
 from roles.speculation.received import (
     ENGINE,
     OTHER_TOKENIZER,
+    REFUSALS,
     TOO_LONG,
     drafts_untrusted,
     packed,
@@ -37,7 +38,10 @@ from roles.speculation.received import (
     step_untrusted,
 )
 from roles.verifier.drafter_record import DraftRecord, SeatRecord
+from roles.verifier.rows import Asked, Rows
+from roles.verifier.standing import Standing
 from roles.worker.stage_links import DIAL_S, QUIET_S, Line
+from roles.worker.stage_requests import printable
 from wire.calls import Calls
 from wire.connection import Received
 from wire.handshake import dial, local_hello
@@ -57,8 +61,6 @@ from wire.transport_base import is_loopback
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0
 """Between two attempts to reach a drafter; it doubles while they fail."""
-STRUCK_WAIT_S, LONGEST_STRUCK_S = 60.0, 3600.0
-"""The same for one that sent what no correct drafter sends."""
 STEADY_S = 10.0
 """A connection that lived so long counts as a success."""
 READY_S = 120.0
@@ -68,11 +70,13 @@ LATE = "late"
 REFUSED_WAIT_S = 5.0
 """Until one that refused a session is asked for another; it may be full, or its engine may have failed."""
 PROBS_S = 2.0
-"""For what a draft was drawn from, or the announcement of it, and four ways."""
-ROW_S = 5.0
-"""For the rest of it, once announced: without it a token's chances are not right, and a slow link is no fault."""
+"""For the announcement of what a draft was drawn from, and four ways."""
 PINGS = 9
 PING_S = 5.0
+FARTHEST_S = 1.0
+"""One way. What takes longer is no distance, and who answers late on purpose shall not be waited for the longer."""
+LATE_FRAMES = 1024
+"""About a session that is over: what was on its way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +96,6 @@ class Beginning:
     positions: int
     sampling: Sampling
     depth: int
-
-
-@dataclass(slots=True)
-class Asked:
-    """From which probabilities a token with ``weight`` came. ``answer``: None: nobody says. ``announced``: it comes."""
-
-    position: int
-    token: int
-    weight: float
-    answer: asyncio.Future[DraftProbs | None]
-    announced: bool = False
 
 
 @dataclass(eq=False)
@@ -163,6 +156,7 @@ class DrafterLink:
     """See the module's docstring. ``run`` is its life.
 
     Args:
+        standing: of the peer, which outlives this link.
         on_change: told when it can be asked now, and when no more.
 
     Attributes:
@@ -172,10 +166,17 @@ class DrafterLink:
     """
 
     def __init__(
-        self, around: Around, at: DrafterAt, tokens: Tokens, *, on_change: Callable[[DrafterLink], None]
+        self,
+        around: Around,
+        at: DrafterAt,
+        tokens: Tokens,
+        standing: Standing,
+        *,
+        on_change: Callable[[DrafterLink], None],
     ) -> None:
         self.at = at
         self.record = DraftRecord()
+        self.standing = standing
         self.there = False
         self.seats: dict[int, Seat] = {}
         self._around = around
@@ -184,12 +185,12 @@ class DrafterLink:
         self._on_change = on_change
         self._line: Line | None = None
         self._calls = Calls()
+        self._rows = Rows(tokens.vocab_size, self._now)
         self._round_trips_s: deque[float] = deque(maxlen=PINGS)
         self._last_stream = 0
-        self._strikes = 0
+        self._late = 0  # frames that may still come about sessions that are over
         self._struck: ProtocolError | None = None
         self._refused_until = 0.0  # it refused a session: it is asked for no other until then
-        self._said: set[str] = set()
 
     @property
     def name(self) -> str:
@@ -210,15 +211,17 @@ class DrafterLink:
     async def run(self) -> None:
         """Dial, listen, and dial again, until cancelled."""
         wait_s = FIRST_WAIT_S
+        await asyncio.sleep(self.standing.not_before - self._now())
         while True:
             began = self._now()
+            self.standing.dialled(began)
             try:
                 await self._connected()
             except P2PTrainError as problem:
                 self._tell_why(problem)
                 if isinstance(problem, ProtocolError):
-                    self._strikes += 1
-                    wait_s = min(STRUCK_WAIT_S * 2 ** (self._strikes - 1), LONGEST_STRUCK_S)
+                    wait_s = self.standing.struck(self._now())
+                    self._on_change(self)  # another may be dialled in its place
                 elif self._now() - began >= STEADY_S:
                     wait_s = FIRST_WAIT_S
             await asyncio.sleep(wait_s * self._around.world.random.uniform(0.8, 1.2))
@@ -240,7 +243,8 @@ class DrafterLink:
         )
         line = self._line = Line(connection, QUIET_S, beat_s=around.silence_s / 4)
         self._struck = None
-        self._last_stream = 0
+        self._rows = Rows(self._tokens.vocab_size, self._now)
+        self._last_stream = self._late = 0
         self._refused_until = 0.0
         self._round_trips_s.clear()
         problem: P2PTrainError = ConnectionLost("it closed the connection")
@@ -251,7 +255,7 @@ class DrafterLink:
                     while True:
                         received = await line.frame()
                         if isinstance(received.message, ProbsHere):
-                            await self._take_probs_untrusted(line, received.message, received)
+                            await self._take_row_untrusted(line, received.message, received)
                         else:
                             self._take_untrusted(received)
                 finally:
@@ -273,10 +277,8 @@ class DrafterLink:
             self._on_change(self)
 
     def _tell_why(self, problem: P2PTrainError) -> None:
-        """People hear of each reason once."""
-        what = problem.code if isinstance(problem, Refused) else type(problem).__name__
-        if what not in self._said:
-            self._said.add(what)
+        """People hear of each reason once, and after long again."""
+        if self.standing.fault_is_news(problem, self._now()):
             remedy = f"; {problem.remedy}" if problem.remedy else ""
             self._around.notify("warning", "drafter-lost", f"drafter {self.name}: {problem.message}{remedy}")
 
@@ -331,14 +333,19 @@ class DrafterLink:
             asyncio.get_running_loop().call_soon(self._give_up, seat, TOO_LONG)
 
     async def probs(self, seat: Seat, asked: Asked) -> DraftProbs | None:
-        """Ask, and wait for the answer; one that takes too long to answer is lost. Never raises."""
+        """Ask, and wait for the answer. One that takes too long to answer is lost, and at fault, unless it says nothing
+        else either. Never raises."""
+        line, began, patience_s = self._line, self._now(), PROBS_S + 4 * self.record.latency_s
         self._say(seat, ProbsWanted(asked.position))
         try:
-            await asyncio.wait([asked.answer], timeout=PROBS_S + 4 * self.record.latency_s)
-            if asked.announced:
-                await asyncio.wait([asked.answer], timeout=ROW_S)
-            if not asked.answer.done() and self._line is not None:
-                self._line.connection.abort(DeadlineExceeded("it did not say what it drew a draft from in time"))
+            await self._rows.wait(asked, seat.stream, patience_s)
+            if not asked.answer.done() and line is not None and line is self._line:
+                text = "it did not say what it drew a draft from in time"
+                remedy = "over a slow link leave out --sampling rejection"
+                if line.connection.last_heard > began + patience_s / 2:
+                    self.strike(ProtocolError(text, remedy=remedy))
+                else:
+                    line.connection.abort(DeadlineExceeded(text))
             return asked.answer.result() if asked.answer.done() else None
         finally:
             seat.asked = None
@@ -368,6 +375,7 @@ class DrafterLink:
 
     def _forget(self, seat: Seat) -> None:
         seat.over = True
+        self._late += LATE_FRAMES
         self.seats.pop(seat.stream, None)
         if seat.asked is not None and not seat.asked.answer.done():
             seat.asked.answer.set_result(None)
@@ -391,9 +399,11 @@ class DrafterLink:
         stream, message = received.stream, received.message
         match message:
             case Response():
-                return self._calls.answered(message)
-            case Refuse():
-                raise Refused(message.code, f"it refuses: {message.message}", remedy=message.remedy)
+                if not self._calls.answered(message):
+                    raise ProtocolError("it answers what it was not asked")
+                return
+            case Refuse(code, text, remedy):
+                raise Refused(code, f"it refuses: {printable(text)}", remedy=printable(remedy))
             case Drafts() | DraftReady() | DraftRefused():
                 pass
             case _:
@@ -406,8 +416,11 @@ class DrafterLink:
             case DraftReady():
                 self.record.step_s = step_untrusted(message) or self.record.step_s
         seat = self.seats.get(stream)
-        if seat is None:
-            return None  # the session was over when this was on its way
+        if seat is None:  # the session was over when this was on its way
+            self._late -= 1
+            if self._late < 0:
+                raise ProtocolError("it goes on about sessions that are over")
+            return
         seat.bytes_in += received.body_bytes
         seat.frames += 1
         match message:
@@ -425,10 +438,10 @@ class DrafterLink:
                 seat.on_drafted(seat, Drafted(seat.drafter, received.generation, position, tokens, weights))
             case DraftRefused():
                 refused = refused_untrusted(message)
-                seat.refused = refused.code or ENGINE
+                seat.refused = refused.code if refused.code in REFUSALS else ENGINE
+                self._rows.ended(stream)
                 self._refused_by(refused)
                 self._lose(seat)
-        return None
 
     def _drafts_untrusted(self, message: Drafts, stream: int, epoch: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """Raises ``ProtocolError``. Of a session that is over it does not matter what they were."""
@@ -439,25 +452,13 @@ class DrafterLink:
             return weighed_untrusted(message, epoch, vocab_size=vocab_size)
         return drafts_untrusted(message, epoch, vocab_size=vocab_size), ()
 
-    async def _take_probs_untrusted(self, line: Line, message: ProbsHere, received: Received) -> None:
-        """Raises ``ProtocolError`` where no correct drafter says this, and as ``Line.bulk``."""
-        stream = received.stream
-        vocab_size, seat = self._tokens.vocab_size, self.seats.get(stream)
-        asked = seat.asked if seat is not None else None
-        if not 0 < stream <= self._last_stream or (seat is not None and asked is None):
-            raise ProtocolError("it says what it drew a draft from, and was not asked")
-        size_bytes = probs_bytes_untrusted(message, vocab_size=vocab_size)
-        if asked is not None:
-            asked.announced = True
-        data = await line.bulk(size_bytes, stream=stream)
-        if seat is None or asked is None or asked.answer.done():
-            return  # the session was over when this was on its way
-        if message.position != asked.position:
-            raise ProtocolError(f"it speaks of position {message.position}, and was asked about {asked.position}")
-        seat.bytes_in += received.body_bytes + len(data)
-        seat.frames += 2
-        probs = probs_untrusted(message, data, vocab_size=vocab_size, token=asked.token, weight=asked.weight)
-        asked.answer.set_result(probs)
+    async def _take_row_untrusted(self, line: Line, message: ProbsHere, received: Received) -> None:
+        """Raises as ``Rows.take_untrusted``."""
+        size_bytes = await self._rows.take_untrusted(line, message, received)
+        seat = self.seats.get(received.stream)
+        if seat is not None:
+            seat.bytes_in += size_bytes
+            seat.frames += 2
 
     def _refused_by(self, refused: Refused) -> None:
         self._tell_why(refused)
@@ -475,10 +476,11 @@ class DrafterLink:
                 with suppress(Refused):
                     await self._calls.ask(line.connection.send, "probe.clock", {}, whom=self.name, timeout_s=QUIET_S)
                 self._round_trips_s.append(self._now() - began)
-                self.record.latency_s = median(self._round_trips_s) / 2
+                self.record.latency_s = min(median(self._round_trips_s) / 2, FARTHEST_S)
                 if not self.there:
                     self.there = True
-                    self._around.notify("info", "drafter", self._described())
+                    if self.standing.there_is_news(self._now()):
+                        self._around.notify("info", "drafter", self._described())
                     self._on_change(self)
                 for seat in [each for each in self.seats.values() if each.ready]:
                     seat.on_latency(seat)

@@ -11,8 +11,12 @@ PRIOR, PRIOR_WEIGHT = 0.6, 4.0
 """Acceptance before anything is known, and for how many drafts that stands."""
 MEMORY = 0.99
 """What counted drafts weigh when one more is counted: the last hundred decide."""
-USUAL_STEP_S = 0.005
+USUAL_STEP_S, USUAL_PASS_S = 0.005, 0.05
+"""Of a draft where the drafter does not say, and of a verifier's pass."""
 HOPELESS, HOPELESS_AFTER = 0.1, 32
+SILENT_TOKENS = 128
+"""Of the text, without a draft of one that is to draft: from then on each verdict counts against it. Sooner, it may be
+far away."""
 
 
 class DraftRecord:
@@ -46,10 +50,11 @@ class DraftRecord:
             self.counted += 1
 
     def cost_s(self, sessions: int) -> float:
-        """Seconds that a right token costs, roughly, beside so many other sessions: its own draft and those that were
-        thrown away, and a round trip where the line was broken. The less, the better the drafter."""
-        alpha = max(self.alpha, 0.01)
-        return (1 + sessions) * (self.step_s or USUAL_STEP_S) / alpha + 2 * self.latency_s * (1 - alpha)
+        """Seconds that a token of the text costs, roughly, beside so many other sessions: its draft, and where that is
+        wrong a pass and a round trip. The less, the better the drafter. That it says how fast it is helps one little
+        that is rarely right."""
+        draft_s = (1 + sessions) * (self.step_s or USUAL_STEP_S)
+        return draft_s + (1 - self.alpha) * (USUAL_PASS_S + 2 * self.latency_s)
 
 
 class SeatRecord:
@@ -64,6 +69,7 @@ class SeatRecord:
         self._epoch = 0
         self._dead = False  # the line was contradicted: drafts of this epoch count no more
         self._drafts: dict[int, int] = {}  # position → token, of the line, not told of
+        self._silent = 0  # tokens that were told since it drafted
 
     def drafted(self, epoch: int, position: int, tokens: Sequence[int]) -> bool:
         """Drafts came. Whether they fit is for the session to see: what does not is of no account.
@@ -72,6 +78,7 @@ class SeatRecord:
             Whether a line was taken back of which no verdict has found anything wrong: what was wrong with it came
             after the verdict that said so, or the drafter drafts now this, now that.
         """
+        self._silent = 0
         if epoch < self._epoch or (epoch == self._epoch and self._dead):
             return False
         taken_back = epoch > self._epoch and bool(self._drafts)
@@ -83,8 +90,10 @@ class SeatRecord:
         return taken_back
 
     def judged(self, tell: Tell) -> tuple[int, bool]:
-        """A verdict is told: how many drafts it finds right, and whether it then finds one wrong."""
+        """A verdict is told: how many drafts it finds right, and whether it then finds one wrong, or that there were
+        none for long."""
         right, wrong = 0, False
+        self._silent += len(tell.tokens) if tell.depth else 0
         for position in range(self._told, tell.start):
             right += position in self._drafts
         for position, token in enumerate(tell.tokens, tell.start):
@@ -97,4 +106,4 @@ class SeatRecord:
         self._told = tell.start + len(tell.tokens)
         self._drafts = {} if wrong else {at: token for at, token in self._drafts.items() if at >= self._told}
         self._dead = self._dead or wrong
-        return right, wrong
+        return right, wrong or (tell.depth > 0 and self._silent > SILENT_TOKENS)

@@ -9,6 +9,7 @@ correct drafter says loses its places at once.
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from p2ptrain.core.errors import ProtocolError
@@ -20,13 +21,16 @@ from roles.speculation.received import FULL
 from roles.verifier.drafter_link import Beginning, DrafterLink, Seat, Tokens
 from roles.verifier.drafting_source import Connected, DrafterFacts, Drafting, DraftingEvent
 from roles.verifier.look_up import LookUp
+from roles.verifier.standing import Standing
 from wire.speculation_messages import DrafterAt
 
 SEATS = 2
 """Drafters of one session, besides the look-up."""
 LOOK_UP = "n-gram look-up"
 MAX_LINKS = 16
-"""Drafters that a verifier is connected to."""
+"""Drafters that a verifier is connected to, or dials."""
+MAX_STANDINGS = 256
+"""Peers that are remembered, the last ones."""
 
 
 class Drafters:
@@ -46,9 +50,10 @@ class Drafters:
         self._links: dict[str, DrafterLink] = {}  # by peer id
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._listed: dict[str, DrafterAt] = {}  # by the seed, and of use
-        self._unfit: set[tuple[str, str]] = set()  # peer id and tokenizer, told of
+        self._standings: OrderedDict[str, Standing] = OrderedDict()  # by peer id
         self._sessions: set[_SessionDrafting] = set()
         self._tasks = Background()
+        self._closed = False
 
     def here(self, drafters: Iterable[DrafterAt]) -> None:
         """All drafters that there are now, as the seed says. One that it tells of no more is kept while it lives."""
@@ -57,11 +62,7 @@ class Drafters:
             at = self._listed.get(peer_id)
             if (at is not None and at != link.at) or (at is None and not link.there):
                 self._let_go(peer_id)
-        for peer_id, at in self._listed.items():
-            if peer_id not in self._links and len(self._links) < MAX_LINKS:
-                link = DrafterLink(self._around, at, self._tokens, on_change=self._changed)
-                self._links[peer_id] = link
-                self._lives[peer_id] = self._tasks.start(link.run(), f"drafter {at.name}")
+        self._dial()
 
     def open(
         self,
@@ -75,6 +76,7 @@ class Drafters:
     ) -> Drafting:
         """As of ``DrafterSource``."""
         beginning = Beginning(tuple(ids), prompt, positions, sampling, depth)
+        self._dial()  # by now it may be known who is of no use
         session = _SessionDrafting(self, beginning, on_event, self._seats)
         self._sessions.add(session)
         if self._look_up:
@@ -92,6 +94,7 @@ class Drafters:
 
     async def close(self) -> None:
         """Let go of all drafters. Never raises."""
+        self._closed = True
         for session in list(self._sessions):
             session.close()
         await self._tasks.stop()
@@ -108,12 +111,39 @@ class Drafters:
 
     # ------------------------------------------------------------------------------------------------------- internals
 
+    def _dial(self) -> None:
+        """As many as there may be. Who is struck takes no place; who is of no use gives its place to one that was not
+        tried."""
+        if self._closed:
+            return
+        now = self._around.world.clock.now()
+        others = [at for peer_id, at in self._listed.items() if peer_id not in self._links]
+        others.sort(key=lambda at: self._standing(at.peer_id).of_no_use)
+        for at in others:
+            standing = self._standing(at.peer_id)
+            taken = [link for link in self._links.values() if link.standing.struck_until <= now]
+            if len(taken) >= MAX_LINKS:
+                useless = next((link for link in taken if link.record.hopeless), None)
+                if useless is None or standing.of_no_use:
+                    return
+                useless.standing.of_no_use = True
+                self._let_go(useless.at.peer_id)
+            link = DrafterLink(self._around, at, self._tokens, standing, on_change=self._changed)
+            self._links[at.peer_id] = link
+            self._lives[at.peer_id] = self._tasks.start(link.run(), f"drafter {at.name}")
+
+    def _standing(self, peer_id: str) -> Standing:
+        standing = self._standings.pop(peer_id, None) or Standing()
+        self._standings[peer_id] = standing
+        while len(self._standings) > MAX_STANDINGS:
+            self._standings.popitem(last=False)
+        return standing
+
     def _fits(self, at: DrafterAt) -> bool:
         """Whether it drafts the same tokens. A look-up has no tokenizer: it takes any."""
         if at.tokenizer in ("", self._tokens.tokenizer):
             return True
-        if (at.peer_id, at.tokenizer) not in self._unfit:
-            self._unfit.add((at.peer_id, at.tokenizer))
+        if self._standing(at.peer_id).unfit_is_news(at.tokenizer, self._around.world.clock.now()):
             text = f"drafter {at.name} is of no use here: {at.model} has another tokenizer"
             self._around.notify("warning", "other-tokenizer", f"{text}; draft with a model of the same family")
         return False
@@ -124,8 +154,10 @@ class Drafters:
 
     def _changed(self, link: DrafterLink) -> None:
         peer_id = link.at.peer_id
-        if not link.there and peer_id not in self._listed and self._links.get(peer_id) is link:
-            self._let_go(peer_id)
+        if not link.there:
+            if peer_id not in self._listed and self._links.get(peer_id) is link:
+                self._let_go(peer_id)
+            self._dial()
         for session in list(self._sessions):
             session.fill()
 

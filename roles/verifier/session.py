@@ -184,6 +184,8 @@ class TextSession:
             case ev.Tell():
                 self._drafting.tell(instruction)
             case ev.Drop(drafter, reason):
+                if self._judging is not None:
+                    self._judging.note(ev.DrafterLost(drafter))
                 self._drafting.drop(drafter, reason)
             case ev.Give(tokens):
                 self._give(tokens)

@@ -25,6 +25,8 @@ LATE = 8
 meanwhile lies unread, and the other side may have been held up as well (the loading of a library stops the loop, a
 machine that is too busy all of its processes)."""
 DIAL_S = 5.0
+BEATS_PER_S, MOST_BEATS = 100.0, 4096
+"""That the other side may say it lives, in the long run, and at once: after a while in which nobody listened."""
 LINK_UNSENT_BYTES = 4 << 20
 """Bytes to the next stage that may wait unsent; beyond, the session that they are of computes no further."""
 
@@ -52,6 +54,7 @@ class Line:
         self._beat_s = beat_s
         self._now = asyncio.get_running_loop().time
         self._waiting: set[asyncio.Future[None]] = set()
+        self._beats, self._beats_at = 0.0, self._now()
 
     @property
     def waits(self) -> bool:
@@ -108,6 +111,14 @@ class Line:
                 continue
             if not isinstance(received.message, StillHere):
                 return received
+            self._count_beat()
+
+    def _count_beat(self) -> None:
+        """Raises ``ProtocolError``: it says nothing else, and all the time."""
+        now = self._now()
+        self._beats, self._beats_at = max(0.0, self._beats - BEATS_PER_S * (now - self._beats_at)) + 1, now
+        if self._beats > MOST_BEATS:
+            raise ProtocolError(f"it said {MOST_BEATS} times that it lives, and little else")
 
     async def bulk(self, size_bytes: int, *, stream: int) -> bytearray:
         """The bulk frame that was announced: ``size_bytes`` have been checked, and are allocated here.

@@ -151,7 +151,8 @@ LINKS = Target(
     lambda said: run_virtual(_drafted(said)),
     (
         "roles.verifier.drafter_link.DrafterLink._drafts_untrusted",
-        "roles.verifier.drafter_link.DrafterLink._take_probs_untrusted",
+        "roles.verifier.drafter_link.DrafterLink._take_row_untrusted",
+        "roles.verifier.rows.Rows.take_untrusted",
     ),
     peak_bytes=16 << 20,
     weight=8,

@@ -40,8 +40,8 @@ from roles.worker.stage_links import Line
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.memory import MemoryNetwork
-from wire.messages import Message
-from wire.speculation_messages import DraftClose, DraftOpen, DraftReady, DraftRefused, Drafts, Verdict
+from wire.messages import Message, Response
+from wire.speculation_messages import DraftClose, DraftOpen, DraftReady, DraftRefused, Drafts, ProbsHere, Verdict
 from wire.virtual import run_virtual
 
 PROMPT = [5, 80, 11, 11, 3]
@@ -162,6 +162,8 @@ LIES = {
     "a step of no length": garbage(DraftReady(float("nan"))),
     "a verifier's word": garbage(Verdict(0, 1, b"")),
     "a hole": late_garbage,
+    "an answer to nothing": garbage(Response(77, {})),
+    "a row that nobody asked for": garbage(ProbsHere(len(PROMPT), VOCAB, False)),
 }
 
 
