@@ -18,7 +18,7 @@ import pytest
 from p2ptrain.cli.bench import plan
 from p2ptrain.cli.bench.allreduce import GLOO, LIMIT, PLAIN, RING, AllReduce, Plan, Sized
 from p2ptrain.cli.bench.conduct import Ring
-from p2ptrain.cli.bench.drawing import FILLS, Bar, Line, Point, bars, chart_svg
+from p2ptrain.cli.bench.drawing import FILLS, MARK, Bar, Line, Point, bars, chart_svg
 from p2ptrain.cli.bench.heal import Heal, Heals, inside_of, pinned
 from p2ptrain.cli.bench.heal import Plan as HealPlan
 from p2ptrain.cli.bench.machine import origin
@@ -109,6 +109,9 @@ def test_bars_are_true_and_fit() -> None:
     assert "▏" in lines[3], "nothing is still seen"
     assert bars(groups, common=True)[2].count(FILLS[0]) == 0
     assert len(set(FILLS)) == len(FILLS)
+    inside, at_the_end = bars([("", [Bar("a", 1.0, "1", mark=0.5), Bar("b", 0.5, "0.5", mark=1.0)])], width=30)
+    assert inside.index(MARK) == (inside.index("█") + inside.rindex("█") + 1) // 2
+    assert at_the_end.index(MARK) == inside.rindex("█"), "a mark is seen beyond the bar, and on the same scale"
 
 
 def test_the_chart_is_svg_with_a_line_for_each_series() -> None:

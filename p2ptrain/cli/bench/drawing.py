@@ -10,16 +10,22 @@ from html import escape
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 FILLS = ("█", "▒", "░", "▚")
 """One a series: they differ on paper and without colour."""
+MARK = "┃"
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One line: ``value`` draws it, ``text`` says what it is."""
+    """One line: ``value`` draws it, ``text`` says what it is; ``mark`` is a value that it is held against."""
 
     label: str
     value: float
     text: str
     fill: str = FILLS[0]
+    mark: float | None = None
+
+    @property
+    def reach(self) -> float:
+        return max(self.value, self.mark or 0.0)
 
 
 def bars(groups: Sequence[tuple[str, Sequence[Bar]]], *, width: int = 80, common: bool = False) -> list[str]:
@@ -29,17 +35,20 @@ def bars(groups: Sequence[tuple[str, Sequence[Bar]]], *, width: int = 80, common
         groups: title and bars; each group is drawn against its own longest bar.
         common: all are drawn against the longest bar of all.
     """
-    longest_of_all = max((bar.value for _, items in groups for bar in items), default=0.0)
+    longest_of_all = max((bar.reach for _, items in groups for bar in items), default=0.0)
     title_width = max((len(title) for title, _ in groups), default=0)
     label_width = max((len(bar.label) for _, items in groups for bar in items), default=0)
     text_width = max((len(bar.text) for _, items in groups for bar in items), default=0)
     room = max(8, width - title_width - label_width - text_width - 4)
     lines: list[str] = []
     for title, items in groups:
-        longest = (longest_of_all if common else max((bar.value for bar in items), default=0.0)) or 1.0
+        longest = (longest_of_all if common else max((bar.reach for bar in items), default=0.0)) or 1.0
         for number, bar in enumerate(items):
             head = title if not number else ""
             drawn = _bar(bar.value / longest * room, bar.fill)
+            if bar.mark is not None:
+                at = min(int(bar.mark / longest * room), room - 1)
+                drawn = f"{drawn[:at]:<{at}}{MARK}{drawn[at + 1 :]}"
             lines.append(f"{head:>{title_width}}  {bar.label:<{label_width}} {drawn} {bar.text}".rstrip())
     return lines
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
-from p2ptrain.cli.bench.drawing import FILLS, Bar, bars
+from p2ptrain.cli.bench.drawing import FILLS, MARK, Bar, bars
 from p2ptrain.cli.bench.machine import Origin
 from p2ptrain.cli.bench.report import Report, Table, times
 from p2ptrain.cli.bench.speculate_rows import (
@@ -177,7 +177,7 @@ def _picture(results: Sequence[Result]) -> list[str]:
     """What a token takes, measured and by the formula; where there are several depths, by those."""
 
     def bar(label: str, row: Result, name: str, formula: str, fill: str) -> Bar:
-        return Bar(label, row[name], f"{_ms(row[name])} ms · formula {_ms(row[formula])}", fill)
+        return Bar(label, row[name], f"{_ms(row[name])} ms · formula {_ms(row[formula])}", fill, row[formula])
 
     groups = []
     for place, group in groupby(results, _place):
@@ -198,7 +198,7 @@ def _notes(plan: Plan, results: Sequence[Result], depths: Sequence[Result], kill
     notes = [
         "milliseconds of a token, from a text's first token to its last, what must be learned first included; "
         "what a verifier learns is kept for its next texts, and one short text before them is not counted; "
-        f"settled: behind the first {SETTLED} tokens",
+        f"settled: behind the first {SETTLED} tokens; {MARK}: where the formula is",
         "alone: the same service without a drafter; in turns: draft, send, verify, answer, with the best fixed "
         "number of drafts, or as many as the depth says; ahead: this program; depth: the most drafts that a pass may "
         "take, auto: as many as the program finds of use; a pass: tokens that one gives; wasted: of the drafts, those "
