@@ -142,7 +142,7 @@ def chat(
             raise
         if as_json:
             print_json(talk.document())
-        elif stats:
+        elif stats and talk.answers:
             talk.show_stats()
     except Leaving:
         sys.stdout.flush()

@@ -28,6 +28,8 @@ def main(args: Sequence[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a place that cannot show "→" shows "?" instead of failing
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="strict")  # in the C locales bytes that are no text would come as half letters
     try:
         from p2ptrain.cli.commands import app
         from p2ptrain.cli.output import json_output

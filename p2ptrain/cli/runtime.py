@@ -48,8 +48,11 @@ def run(main: Coroutine[Any, Any, T], *, children: bool = False) -> T:
     Args:
         children: it starts processes.
     """
-    with asyncio.Runner(loop_factory=_loop_factory(children)) as runner:
-        return runner.run(main)
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory(children)) as runner:
+            return runner.run(main)
+    finally:
+        main.close()  # after Ctrl+C before it began Python would complain that nobody awaited it
 
 
 def _loop_factory(children: bool) -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -81,6 +81,9 @@ def with_number(args: list[str]) -> list[str]:
     return given
 
 
+_OF_VERIFIERS_TOO = ("--stats", "--sessions")
+
+
 @dataclass(frozen=True, slots=True)
 class SplitWish:
     """How a model is to be split.
@@ -119,6 +122,10 @@ def split_wish(split: int | None, dtype: str, wire: str, positions: int, **other
         given = {"--dtype": bool(dtype), "--wire": bool(wire), "--positions": bool(positions)}
         given |= {f"--{name.replace('_', '-')}": value for name, value in others.items()}
         if extra := next((name for name, value in given.items() if value), None):
-            raise UserError(f"{extra} is for a model that is split", remedy="add --split, or leave it out")
+            meant = f"{extra} is for a model that is split"
+            if extra in _OF_VERIFIERS_TOO:
+                remedy = "add --split; or leave out --checkpoint and --job, so that a verifier writes; or leave it out"
+                raise UserError(f"{meant}, or a verifier's", remedy=remedy)
+            raise UserError(meant, remedy="add --split, or leave it out")
         return None
     return SplitWish(split or None, dtype, wire, positions)

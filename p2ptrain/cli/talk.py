@@ -155,7 +155,9 @@ class Talk:
 
     def _tell(self, answer: Answer, *, full: bool) -> None:
         speed = answer.tokens / max(answer.seconds, 1e-9)
-        said = f"{answer.tokens} tokens, {speed:.0f} tokens/s"
+        said = f"{answer.tokens} token{'s' * (answer.tokens != 1)}, {speed:.0f} tokens/s"
+        if answer.tokens and not answer.text and answer.ended != "cancelled":
+            said += ", nothing but white space: the question is forgotten"
         if answer.ended == "cancelled":
             said += "; cancelled. Ctrl+C again leaves" if answer.text else "; cancelled, the question is forgotten"
         elif answer.ended == "length":
@@ -181,7 +183,8 @@ class Talk:
             self.conversation.reset()
             self._say("a new conversation")
         elif name == "/stats":
-            self.show_stats()
+            if not self._quiet:  # one document has all of it
+                self.show_stats()
         elif name == "/save":
             self._save(rest.strip())
         else:

@@ -32,15 +32,19 @@ def print_verifier_stats(stats: dict[str, Any]) -> None:
             typer.echo(f"right by place in the pass: {' '.join(by_place)}")
     if known.get("drafted"):
         carried = f"; {known['bytes_per_token']:.1f} bytes of messages a token" if "bytes_per_token" in known else ""
-        typer.echo(f"{known['drafted']:.0f} drafts came, {known.get('wasted', 0):.0f} of no use{carried}")
+        fate = f"{known.get('wasted', 0):.0f} of them wrong, or behind a wrong one"
+        fate = fate if known.get("verified", 1) else "none was used"
+        typer.echo(f"{known['drafted']:.0f} drafts came, {fate}{carried}")
     if isinstance(rejection := stats.get("rejection"), dict):
         _print_rejection({name: value for name, value in rejection.items() if isinstance(value, int | float)})
-    rested = "; none drafted: where they are no gain they rest" if stats.get("drafters") and not _drafted(known) else ""
-    typer.echo(f"drafters: {drafters_text(stats)}{rested}")
+    typer.echo(f"drafters: {drafters_text(stats)}{_rested(known) if stats.get('drafters') else ''}")
 
 
-def _drafted(known: dict[str, float]) -> bool:
-    return bool(known.get("drafted", 1))  # where it is not told nothing is said of it
+def _rested(known: dict[str, float]) -> str:
+    """Why nothing was made of them; where it is not told nothing is said of it."""
+    if not known.get("drafted", 1):
+        return "; none drafted: where they are no gain they rest"
+    return "" if known.get("verified", 1) else "; where they are no gain the verifier goes on by itself"
 
 
 def _print_rejection(known: dict[str, float]) -> None:

@@ -242,6 +242,16 @@ def test_json_is_one_document(chat: Callable[..., Any]) -> None:
     assert [answer["text"] for answer in outcome.json["answers"]] == ["one", "two"]
     assert [turn["content"] for turn in outcome.json["turns"]] == ["a", "one", "b", "two"]
     assert outcome.json["answers"][0].keys() == {"prompt", "text", "tokens", "seconds", "first_s", "ended"}
+    outcome, _ = chat(["a", "/stats"], ["one"], "--json", piped=True)
+    assert [answer["text"] for answer in outcome.json["answers"]] == ["one"], "nothing stands beside the document"
+
+
+def test_an_answer_of_white_space_is_told(chat: Callable[..., Any]) -> None:
+    outcome, source = chat(["a", "b"], ["\n  ", "x"])
+    assert "(3 tokens, " in outcome.err
+    assert ", nothing but white space: the question is forgotten" in outcome.err
+    assert source.prompts[-1] == "User: b\nAssistant:"
+    assert "(1 token, " in outcome.err
 
 
 @pytest.mark.parametrize("arguments", [["--split"], ["-c", "here", "--job", "tiny"]])

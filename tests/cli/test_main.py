@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import inspect
 import os
 import re
 import signal
@@ -173,6 +174,16 @@ def test_an_interrupt_is_130(command: Command, monkeypatch: pytest.MonkeyPatch) 
     assert command("profiles", "list").code == 128 + signal.SIGINT
 
 
+def test_an_interrupt_before_the_loop_is_there_leaves_nothing_to_complain_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None: ...
+
+    coroutine = work()
+    monkeypatch.setattr(runtime, "_loop_factory", lambda children: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        runtime.run(coroutine)
+    assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
+
+
 def test_a_reader_that_has_enough_is_no_error() -> None:
     reading, writing = os.pipe()
     os.close(reading)
@@ -198,6 +209,22 @@ def test_a_place_that_cannot_show_every_letter_is_no_error() -> None:
         )
         assert process.returncode == code
         assert b"Traceback" not in process.stderr
+
+
+def test_bytes_that_are_no_text_are_refused_in_a_c_locale_too() -> None:
+    """There Python would read them as half letters, which nothing can encode."""
+    script = (
+        "import sys; from p2ptrain.cli import commands, main; commands.app = lambda **_: sys.stdin.read(); main.main()"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", script],
+        input=b"\xff\n",
+        env=os.environ | {"LC_ALL": "C"},
+        capture_output=True,
+        timeout=30,
+        check=False,
+    )
+    assert b"UnicodeDecodeError" in process.stderr
 
 
 def test_the_default_port_is_that_of_the_wire() -> None:

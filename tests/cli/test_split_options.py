@@ -41,7 +41,8 @@ def test_what_travels(wire: str, encodings: tuple[str, str]) -> None:
     ("arguments", "said"),
     [
         (["generate", "x", "--dtype", "bf16"], "--dtype is for a model that is split"),
-        (["generate", "x", "--sessions", "2", "-c", "d"], "--sessions is for a model that is split"),
+        (["generate", "x", "--sessions", "2", "-c", "d"], "--sessions is for a model that is split, or a verifier's"),
+        (["chat", "--stats", "-c", "d"], "--stats is for a model that is split, or a verifier's"),
         (["generate", "x", "--dry-run"], "--dry-run is for a model that is split"),
         (["chat", "--wire", "bf16"], "--wire is for a model that is split"),
         (["chat", "--split", "--dtype", "int8"], "--dtype int8 is not a type to compute in"),

@@ -224,6 +224,16 @@ def test_what_rejection_costs_is_shown(capsys: pytest.CaptureFixture[str]) -> No
     )
 
 
+def test_drafts_that_came_and_were_not_used(capsys: pytest.CaptureFixture[str]) -> None:
+    drafters = [{"name": "d1", "model": "tiny"}]
+    print_verifier_stats({"drafted": 9, "verified": 0, "wasted": 4, "drafters": drafters})
+    assert capsys.readouterr().out == (
+        "9 drafts came, none was used\ndrafters: d1 (tiny); where they are no gain the verifier goes on by itself\n"
+    )
+    print_verifier_stats({"drafted": 9, "verified": 5, "wasted": 4, "drafters": drafters})
+    assert capsys.readouterr().out == "9 drafts came, 4 of them wrong, or behind a wrong one\ndrafters: d1 (tiny)\n"
+
+
 def test_two_texts_that_must_be_equal_and_are_not(command: Command, at: list[str], verifier: Verifier) -> None:
     verifier.target.before = lambda count: verifier.target.stage._layers.__setitem__(
         0, verifier.target.stage._layers[0] + count
