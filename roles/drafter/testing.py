@@ -14,7 +14,7 @@ from p2ptrain.core.activations import IDS, encode_ids
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.serving import Ran, Sampling
-from p2ptrain.core.threads import LoopThreads
+from p2ptrain.core.threads import LoopThreads, RealThreads, Threads
 from p2ptrain.core.world import LoopClock, Network, World
 from roles.chain.around import Around
 from roles.compute_thread import ComputeThread
@@ -77,10 +77,10 @@ def whole(*, config: str = CONFIG, seed: int = 1, **options: Any) -> StandInStag
 
 @dataclass
 class DrafterHost:
-    """One drafter. It goes by its host's name and listens on ``PORT``.
+    """One drafter. It goes by its host's name and listens on ``PORT``, or on any port of ``host``, with real threads.
 
     Attributes:
-        step_s: that each of its engine's runs takes.
+        step_s: that each of its engine's runs takes, where threads are not real.
     """
 
     name: str
@@ -89,24 +89,29 @@ class DrafterHost:
     step_s: float = 0.005
     options: dict[str, Any] = field(default_factory=dict)
     problems: list[P2PTrainError] = field(default_factory=list)
+    host: str = ""
 
     @property
     def at(self) -> DrafterAt:
         """As the seed tells of it."""
         vocab_size = self.serves.engine.vocab_size if self.serves.tokenizer else 0
-        return DrafterAt(self.name, self.name, self.name, PORT, self.serves.model, vocab_size, self.serves.tokenizer)
+        host, port = self.server.address if self.host else (self.name, PORT)
+        return DrafterAt(self.name, self.name, host, port, self.serves.model, vocab_size, self.serves.tokenizer)
 
     async def start(self) -> None:
         """Listen. It may be started again after ``stop``."""
-        threads = LoopThreads()
-        threads.call_s["compute"] = self.step_s
+        threads: Threads = RealThreads()
+        if not self.host:
+            threads = LoopThreads()
+            threads.call_s["compute"] = self.step_s
         world = World(LoopClock(), self.network, RealDisk(), random.Random(1), threads)  # noqa: S311 - jitter
-        self.drafter = Drafter(world, ComputeThread(threads), self.serves, **self.options)
+        self._compute = ComputeThread(threads)
+        self.drafter = Drafter(world, self._compute, self.serves, **self.options)
         self._run = asyncio.create_task(self.drafter.run(), name=self.name)
         self.server: Server = await serve(
             self.network,
-            "0.0.0.0",  # noqa: S104 - under its own name
-            PORT,
+            self.host or "0.0.0.0",  # noqa: S104 - under its own name
+            0 if self.host else PORT,
             decide=self._decide,
             serve=self.drafter.serve,
             on_problem=lambda problem, _: self.problems.append(problem),
@@ -120,6 +125,7 @@ class DrafterHost:
         self._run.cancel()
         result = await asyncio.gather(self._run, return_exceptions=True)
         await self.server.close()
+        self._compute.close()
         assert not self.drafter.sessions
         unexpected = [item for item in result if not isinstance(item, asyncio.CancelledError)]
         assert not unexpected, unexpected
@@ -147,18 +153,21 @@ class Liar:
     closed: list[int] = field(default_factory=list)
     takes_in: Callable[[int], bool] = lambda stream: True
     problems: list[P2PTrainError] = field(default_factory=list)
+    host: str = ""
+    vocab_size: int = VOCAB
 
     @property
     def at(self) -> DrafterAt:
         """As the seed tells of it."""
-        return DrafterAt(self.name, self.name, self.name, PORT, "a lying model", VOCAB, TOKENIZER)
+        host, port = self.server.address if self.host else (self.name, PORT)
+        return DrafterAt(self.name, self.name, host, port, "a lying model", self.vocab_size, TOKENIZER)
 
     async def start(self) -> None:
         """Listen."""
         self.server: Server = await serve(
             self.network,
-            "0.0.0.0",  # noqa: S104 - under its own name
-            PORT,
+            self.host or "0.0.0.0",  # noqa: S104 - under its own name
+            0 if self.host else PORT,
             decide=self._decide,
             serve=self._serve,
             on_problem=lambda problem, _: self.problems.append(problem),
@@ -186,7 +195,7 @@ class Liar:
                     case Verdict() as verdict:
                         self.verdicts += 1
                         stream, number = frame.stream, frame.generation
-                        told = told_untrusted(verdict, number, verified=verified[stream], vocab_size=VOCAB)
+                        told = told_untrusted(verdict, number, verified=verified[stream], vocab_size=self.vocab_size)
                         verified[stream] = told.start + len(told.tokens)
                         self.says(stream, told, number, connection)
                     case ProbsWanted(position):

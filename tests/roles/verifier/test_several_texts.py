@@ -37,8 +37,8 @@ TOKENIZER = "bytes"
 class Often:
     """The verifier's model, wrong in one of so many places."""
 
-    def __init__(self, wrong_every: int) -> None:
-        self._whole: StandInStage = stand_in_part(CONFIG, 0, 2)
+    def __init__(self, wrong_every: int, **options: Any) -> None:
+        self._whole: StandInStage = stand_in_part(CONFIG, 0, 2, **options)
         self._wrong_every = wrong_every
 
     def __getattr__(self, name: str) -> Any:
