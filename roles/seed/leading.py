@@ -13,12 +13,12 @@ from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused, UserError
 from p2ptrain.core.ids import is_id
 from p2ptrain.core.world import World
-from roles.seed.followers import SEATS_FACT, Seat, seats_of, seats_text, with_seat
+from roles.seed.followers import SEATS_FACT, Followers, Seat, seats_of, seats_text, with_seat
 from roles.seed.peers import check_numbers
 from roles.seed.standby import CLUSTER_FACT, TERM_FACT, Marker
 from roles.seed.store import SCHEMA_VERSION, Records, Store
@@ -27,9 +27,6 @@ from wire.address import parse_address
 from wire.handshake import RefusalCode, dial, local_hello
 from wire.messages import MAX_TERM, Hello, Refuse
 from wire.transport_base import format_address
-
-if TYPE_CHECKING:
-    from roles.seed.server import Seed
 
 ASK_S = 5.0
 """Between two rounds of asking; each of the seeds may take as long to answer."""
@@ -177,12 +174,10 @@ class Rivals:
             self._ask.clear()
 
 
-async def others_lead(seed: Seed, *, port: int) -> Rival | None:
+async def others_lead(world: World, followers: Followers, hello: Hello) -> Rival | None:
     """Ask, and so tell, the seeds that were here and do not follow now."""
-    places = seed.followers.absent()
-    if not places:
-        return None
-    return await leading_among(seed.world, places, seed.introduction("probe", port))
+    places = followers.absent()
+    return await leading_among(world, places, hello) if places else None
 
 
 def refused_as_standby(hello: Hello, cluster: str, *, full: bool) -> Refuse | None:

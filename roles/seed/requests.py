@@ -143,7 +143,7 @@ class Clerk:
             feed.touch("checkpoints", seed.checkpoints.known)
             feed.touch("parts", [part.id for part in seed.parts.infos()])
             feed.touch("serving", [info.id for info in seed.services.infos()])
-            feed.add(seed.recent)
+            feed.add(seed.diary.recent)
             shown = [desk.id for desk in seed.desks.values() if desk.live] or list(seed.desks)[-1:]
             for job in shown[:4]:
                 feed.add(await seed.store.call(Records.last_metrics, job, FIRST_ROWS))
@@ -394,7 +394,7 @@ class Clerk:
         """Whether the operator's machine is reached on a port; only its own address is dialled."""
         port = whole_of(params, "port", None, 1, 65535)
         try:
-            await self._seed.dial_back(connection.remote[0], port)
+            await self._seed.door.dial_back(connection.remote[0], port)
         except P2PTrainError as problem:
             remedy = "let that port in through the firewall of this machine"
             raise Refused("unreachable", f"dial-back failed: {problem.message}", remedy=remedy) from problem

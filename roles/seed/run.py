@@ -97,7 +97,8 @@ async def run_seed(
             guard = Guard(authority, encryption.ticket_host)
         await begin(world, store, state_dir)
         seed = await Seed.open(world, store, name=name, beats=Beats(heartbeat_s, death_s), guard=guard)
-        server = await serve(world.network, host, port, decide=seed.decide, serve=seed.serve, on_problem=seed.problem)
+        door = seed.door.decide
+        server = await serve(world.network, host, port, decide=door, serve=seed.serve, on_problem=seed.diary.refused)
         try:
             ticket = await seed.gate.opened(server.address)
             if encryption is not None and ticket is not None:
@@ -120,7 +121,9 @@ async def _until(
         async with asyncio.TaskGroup() as tasks:
             work = tasks.create_task(_work(seed, own, server.address))
             how = ", encrypted" if seed.gate.encrypted else ""
-            seed.note("info", "seed-started", f"the seed listens on {format_address(*server.address)}{how}", "", "")
+            seed.diary.note(
+                "info", "seed-started", f"the seed listens on {format_address(*server.address)}{how}", "", ""
+            )
             on_ready(server.address)
             await stop.wait()
             seed.stop()

@@ -1,16 +1,10 @@
-"""The seed's shell: who connects, who is lost, who gets which job, and the diary.
-
-A worker is let in after the seed dialled it back: who cannot be reached by the seed can hardly be reached by its
-neighbours, and is told so at once, with a remedy, instead of breaking a ring later.
-"""
+"""The seed's shell: what peers say, who is lost, who gets which job, and what people see of it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Collection
 from functools import partial
-from weakref import WeakKeyDictionary
 
 from p2ptrain import __version__
 from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused
@@ -19,17 +13,18 @@ from ring import coordination as co
 from ring.detector import FailureDetector, Memory
 from roles.background import started_in
 from roles.seed.catalogue import Catalogue
+from roles.seed.diary import Diary
+from roles.seed.door import Door
 from roles.seed.enrolment import Gate
 from roles.seed.followers import Followers
 from roles.seed.jobs import Desk, History, Office, history
-from roles.seed.leading import Rivals, others_lead, refused_as_standby, term_and_seats
+from roles.seed.leading import Rivals, others_lead, term_and_seats
 from roles.seed.links import Survey
 from roles.seed.options import Beats, Guard, cluster_id
 from roles.seed.parts import Holdings
 from roles.seed.peers import (
     NAME_CHARS,
     Link,
-    check_hello,
     check_numbers,
     check_part,
     check_step,
@@ -39,15 +34,14 @@ from roles.seed.peers import (
     say_last,
 )
 from roles.seed.requests import Clerk
-from roles.seed.serving import ASKED_BY_VERIFIERS, Services, check_role
+from roles.seed.serving import ASKED_BY_VERIFIERS, Services
 from roles.seed.specs import stages_of
 from roles.seed.store import JobRecord, PeerRecord, Records, Store
-from roles.seed.strangers import Strangers
 from roles.seed.succession import first_generation
 from roles.seed.updates import Board, Map
 from wire.chain_messages import PartsHeld
 from wire.connection import Connection, last_word
-from wire.handshake import RefusalCode, dial, local_hello, local_welcome
+from wire.handshake import RefusalCode
 from wire.job_messages import CheckpointSaved, LedgerRows, Release, Report, StepMetrics
 from wire.messages import (
     EventNotice,
@@ -60,21 +54,14 @@ from wire.messages import (
     Request,
     Response,
     Seeds,
-    Welcome,
 )
-from wire.records import ClusterInfo, EventInfo, PeerInfo
+from wire.records import ClusterInfo, PeerInfo
 from wire.speculation_messages import Serving
-from wire.transport_base import format_address, is_loopback, told_of
+from wire.transport_base import format_address
 
-DIAL_BACK_S = 3.0
 LOST_SHOWN_S = 60.0
 """How long a lost worker stays in the list, as lost."""
-MAX_PEERS = 1024
-MAX_OPERATORS = 64
-MAX_KINDS_CHARS = 24
-RECENT_EVENTS = 100
 AGE_S = 1.0
-LEVELS = frozenset({"info", "warning", "error"})
 
 
 class Seed:
@@ -89,18 +76,14 @@ class Seed:
         self.links: dict[str, Link] = {}
         self.desks: dict[str, Desk] = {}  # oldest first
         self.checkpoints = Catalogue(world.clock, store, self.board, self.desks)
-        self.recent: deque[EventInfo] = deque(maxlen=RECENT_EVENTS)
+        self.diary = Diary(world.clock, store, self.board)
+        self.note = self.diary.note
         self._cluster_id, self._name, self._beats = cluster_id, name, beats
         self._started_at = world.clock.wall()
-        self._address, self._host = "", "127.0.0.1"
-        self._last_event_id = 0
+        self._address = ""
         self._lost: dict[str, Link] = {}
-        self._measured: WeakKeyDictionary[Connection, float] = WeakKeyDictionary()  # round trip, ms
-        self._operators: set[Connection] = set()
         self._memory = Memory()
-        self._strangers = Strangers()
         self._tasks: asyncio.TaskGroup | None = None
-        self._stopping = False
         self.gate = Gate(guard.authority, world.clock, guard.ticket_host, self.note)
         self.followers = Followers(
             clock=world.clock,
@@ -112,6 +95,16 @@ class Seed:
             note=self.note,
         )
         self.rivals = Rivals(term)
+        self.door = Door(
+            world=world,
+            cluster_id=cluster_id,
+            name=name,
+            beats=beats,
+            links=self.links,
+            gate=self.gate,
+            followers=self.followers,
+            rivals=self.rivals,
+        )
         self._clerk = Clerk(self)
         self.parts = Holdings(partial(self.board.touch, "parts"))
         self.services = Services(self.links, self._served)
@@ -135,9 +128,7 @@ class Seed:
         term, seats = await store.call(term_and_seats)
         seed = cls(world, store, await cluster_id(store), name[:NAME_CHARS], beats, guard, term)
         seed.followers.seats = seats
-        seed._last_event_id = await store.call(Records.last_event_id)
-        recent = await store.call(Records.events, seed._last_event_id - RECENT_EVENTS, RECENT_EVENTS)
-        seed.recent.extend(recent)
+        await seed.diary.load()
         for record, spec in await store.call(Records.jobs):
             known = await store.call(history, record.id, split=stages_of(spec) > 1)
             seed.desks[record.id] = Desk(seed.office, record, spec, known)
@@ -149,168 +140,49 @@ class Seed:
         self._tasks = tasks
         self.survey.start(tasks)
         self.checkpoints.start(tasks)
-        self._address, self._host = format_address(*address), address[0]
+        self._address, self.door.host = format_address(*address), address[0]
         for desk in self.desks.values():
             tasks.create_task(desk.run(), name=f"job {desk.id}")
         tasks.create_task(self.store.run(), name="store")
         tasks.create_task(self._age(), name="ages")
         tasks.create_task(self.followers.run(), name="standbys")
-        others = partial(others_lead, self, port=address[1])
+        others = partial(others_lead, self.world, self.followers, self.door.introduction("probe", address[1]))
         tasks.create_task(self.rivals.watch(others), name="rivals")
 
     def stop(self) -> None:
         """Tell everybody that the seed goes; workers train on and look for it again."""
-        self._stopping = True
+        self.door.closed = True
         last_word = Refuse(RefusalCode.SHUTTING_DOWN, "the seed is stopping", "running rings train on; start it again")
-        for connection in [link.connection for link in self.links.values()] + list(self._operators):
+        for connection in [link.connection for link in self.links.values()] + list(self.door.operators):
             if not connection.closed.is_set() and connection.close_cause is None:
                 say(connection, last_word)
         self.followers.say(last_word)
 
-    # -------------------------------------------------------------------------------------------------------- handshake
-
-    async def decide(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
-        """Who is let in."""
-        if self._stopping:
-            return Refuse(RefusalCode.SHUTTING_DOWN, "the seed is stopping", "try again when it is back")
-        self.gate.judge(connection)
-        if refusal := self.rivals.judge(hello, self._cluster_id, connection.remote[0]):
-            return refusal
-        match hello.purpose:
-            case "peer":
-                return await self._decide_peer(hello, connection)
-            case "standby":
-                return await self._decide_standby(hello, connection)
-            case "operator" if len(self._operators) >= MAX_OPERATORS:
-                return Refuse(RefusalCode.FULL, f"{MAX_OPERATORS} operators are connected", "close one of them")
-            case "operator" | "probe":
-                return self._welcome(0.0, 0.0)
-            case "enrol" if self.gate.encrypted:
-                return self._welcome(0.0, 0.0)
-        text = f"this is a seed: it does not answer {hello.purpose[:40]!r}"
-        return Refuse(RefusalCode.ROLE, text, "dial the member itself")
-
-    async def _decide_peer(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
-        check_hello(hello)
-        check_role(hello)
-        host = hello.host or connection.remote[0]
-        old = self.links.get(hello.peer_id)
-        if old is not None and not self._is_replaced(old, host, hello.port):
-            text = f"a {old.role} with this id ({hello.peer_id}) is already here, as {old.name} at {old.host}"
-            return Refuse(RefusalCode.DUPLICATE_PEER, text, "stop the other one, or give this one its own --state")
-        listens = hello.capabilities.get("listens")
-        if isinstance(listens, str) and is_loopback(listens) and not is_loopback(self._host):
-            text = "members of other machines join this seed, and this one listens on the loopback only"
-            return Refuse(RefusalCode.LOOPBACK_ONLY, text, "join with --host 0.0.0.0")
-        if len(self.links) >= MAX_PEERS:
-            return Refuse(RefusalCode.FULL, f"{MAX_PEERS} peers are here", "start another seed")
-        began = self.world.clock.now()
-        try:
-            await self.dial_back(host, hello.port, hello.peer_id)
-        except P2PTrainError as problem:
-            text = f"the seed cannot reach this {hello.roles[0]} back: {problem.message}"
-            remedy = "let its port in through the firewall, or choose the address with --host or --advertise"
-            return Refuse(RefusalCode.UNREACHABLE, text, remedy)
-        rtt_ms = (self.world.clock.now() - began) / 2 * 1e3  # TCP's handshake is one round trip, ours another
-        if (least_s := connection.least_rtt_s) is not None:
-            rtt_ms = min(rtt_ms, least_s * 1e3)  # a worker that loads its libraries answers late, its kernel does not
-        self._measured[connection] = rtt_ms
-        return self._welcome(*self._beats.at(rtt_ms), connection.remote[0])
-
-    async def _decide_standby(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
-        """It must hold the same tables, be of this cluster or of none, and be reached."""
-        if refusal := refused_as_standby(hello, self._cluster_id, full=self.followers.full):
-            return refusal
-        began, host = self.world.clock.now(), hello.host or connection.remote[0]
-        try:
-            await self.dial_back(host, hello.port)
-        except P2PTrainError as problem:
-            if not isinstance(problem, Refused) or problem.code != RefusalCode.STANDBY:  # as it says to everybody
-                text = f"the seed cannot reach this standby back: {problem.message}"
-                return Refuse(RefusalCode.UNREACHABLE, text, "let its port in through the firewall, or use --host")
-        rtt_ms = (self.world.clock.now() - began) / 2 * 1e3
-        self._measured[connection] = rtt_ms
-        return self._welcome(*self._beats.at(rtt_ms), connection.remote[0])
-
-    def _tell_seeds(self) -> None:
-        """Workers are told which standbys there are."""
-        for link in self.links.values():
-            link.say(Seeds(self.followers.term, self.followers.addresses(link.connection.remote[0])))
-        self.board.touch("cluster", "")
-
-    def _is_replaced(self, old: Link, host: str, port: int) -> bool:
-        """Whether a new connection takes the place of ``old``: it is closed, silent, or evidently the same process."""
-        silent_s = self.world.clock.now() - old.connection.last_heard
-        closed = old.connection.closed.is_set() or old.connection.close_cause is not None
-        return closed or silent_s > 2 * old.heartbeat_s or (old.host, old.port) == (host, port)
-
-    async def dial_back(self, host: str, port: int, peer_id: str = "") -> None:
-        """Reach a port of somebody who wants to be reached. Raises ``P2PTrainError``."""
-        hello = self.introduction("probe", 0)
-        connection, welcome = await dial(
-            self.world.network, host, port, hello, timeout_s=DIAL_BACK_S, expect_peer=peer_id
-        )
-        await connection.close()
-        if peer_id and welcome.peer_id != peer_id:
-            raise ProtocolError(f"another peer ({welcome.name[:NAME_CHARS]}) answers there")
-
-    def introduction(self, purpose: str, port: int) -> Hello:
-        """To workers, and to other seeds."""
-        return local_hello(
-            peer_id=self._cluster_id,
-            name=self._name,
-            roles=["seed"],
-            purpose=purpose,
-            port=port,
-            cluster=self._cluster_id,
-            term=self.followers.term,
-        )
-
-    def _welcome(self, heartbeat_s: float, death_s: float, host: str = "127.0.0.1") -> Welcome:
-        return local_welcome(
-            peer_id=self._cluster_id,
-            name=self._name,
-            wall=self.world.clock.wall(),
-            cluster_id=self._cluster_id,
-            heartbeat_s=heartbeat_s,
-            death_s=death_s,
-            term=self.followers.term,
-            seeds=self.followers.addresses(host),
-        )
+    # ------------------------------------------------------------------------------------------------------ connections
 
     async def serve(self, connection: Connection, hello: Hello) -> None:
         """One connection, until it ends."""
         if hello.purpose == "peer":
             await self._serve_peer(connection, hello)
         elif hello.purpose == "standby":
-            beats = self._beats.at(self._measured.pop(connection))
+            beats = self._beats.at(self.door.measured.pop(connection))
             await self.followers.serve(connection, hello, hello.host or connection.remote[0], beats)
         elif hello.purpose == "enrol":
             await self.gate.enrol(connection, hello)
         elif hello.purpose == "operator":
-            self._operators.add(connection)
+            self.door.operators.add(connection)
             try:
                 await self._clerk.serve(connection)
             except P2PTrainError as problem:
                 say_last(connection, problem)
                 raise
             finally:
-                self._operators.discard(connection)
-
-    def problem(self, problem: P2PTrainError, address: tuple[str, int]) -> None:
-        """A stranger was refused, or sent nonsense."""
-        if isinstance(problem, Refused | ProtocolError):
-            reason = problem.message.replace(format_address(*address), "")  # the port is another one each time
-            text = self._strangers.told(address[0], reason, told_of(address, problem.message), self.world.clock.now())
-            # Commands on this machine ask in plain whether the seed is: no reason to warn anybody.
-            asked = getattr(problem, "code", "") == "tls-required" and is_loopback(address[0])
-            if text is not None:
-                self.note("info" if asked else "warning", "refused", text, "", "")
+                self.door.operators.discard(connection)
 
     # ------------------------------------------------------------------------------------------------------------ peers
 
     async def _serve_peer(self, connection: Connection, hello: Hello) -> None:
-        rtt_ms = self._measured.pop(connection)
+        rtt_ms = self.door.measured.pop(connection)
         host = hello.host or connection.remote[0]
         clock, beats = self.world.clock, self._beats.at(rtt_ms)
         rhythm, _ = self._memory.of(hello.peer_id)
@@ -338,8 +210,14 @@ class Seed:
             say_last(connection, problem)
             raise
         finally:
-            if not self._stopping and self.links.get(link.id) is link:
+            if not self.door.closed and self.links.get(link.id) is link:
                 self._gone(link, farewell)
+
+    def _tell_seeds(self) -> None:
+        """Workers are told which standbys there are."""
+        for link in self.links.values():
+            link.say(Seeds(self.followers.term, self.followers.addresses(link.connection.remote[0])))
+        self.board.touch("cluster", "")
 
     def _take_back(self, link: Link) -> None:
         """Its ring may have run on while the link was down: then it stays as it is."""
@@ -432,7 +310,7 @@ class Seed:
         for link in list(self.links.values()):
             if problem := self._unwelcome(link.connection):
                 self._gone(link, co.PeerLeft(link.id, problem.message))
-        for connection in list(self._operators):
+        for connection in list(self.door.operators):
             self._unwelcome(connection)
         self.followers.drop(self._unwelcome)
 
@@ -541,16 +419,6 @@ class Seed:
         await self.store.call(Records.forget_job, desk.id)
 
     # -------------------------------------------------------------------------------------------------- what people see
-
-    def note(self, level: str, kind: str, text: str, peer: str = "", job: str = "") -> None:
-        """Into the diary."""
-        self._last_event_id += 1
-        level = level if level in LEVELS else "info"
-        wall = self.world.clock.wall()
-        event = EventInfo(self._last_event_id, wall, level, clipped(kind, MAX_KINDS_CHARS), clipped(text), peer, job)
-        self.store.add(event)
-        self.recent.append(event)
-        self.board.add(event)
 
     def cluster_info(self) -> ClusterInfo:
         return ClusterInfo(
