@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, Refused
+from p2ptrain.core.texts import shortened
 from p2ptrain.core.world import Clock
 from ring.detector import Memory
 from ring.liveness import REASON_CHARS, Neighbour, Watch
@@ -167,7 +168,7 @@ class Bonds:
             return
         me = self._view.members[self._rank].peer_id
         if news is None and neighbour is not None:
-            news = MemberLost(neighbour.peer_id, me, error.message[:REASON_CHARS])
+            news = MemberLost(neighbour.peer_id, me, shortened(error.message, REASON_CHARS))
             kind = ConnectionLost if isinstance(error, Refused) else type(error)
             error = kind(f"lost {neighbour.title}: {error.message}", remedy=error.remedy)
         elif news is not None and neighbour is not None:
@@ -188,7 +189,7 @@ class Bonds:
         """End it with the news of whom another ring of the same view lost; whether it knows the one and who saw it."""
         if self._view.rank_of(broken.suspect) is None or self._view.rank_of(broken.beside) is None:
             return False
-        news = MemberLost(broken.suspect, broken.beside, broken.cause.message[:REASON_CHARS])
+        news = MemberLost(broken.suspect, broken.beside, shortened(broken.cause.message, REASON_CHARS))
         self.give_up(None, broken.cause, news)
         return True
 
@@ -196,13 +197,13 @@ class Bonds:
         """A neighbour says who was lost. News of this member itself, or of no member, only tell that it goes."""
         rank = self._view.rank_of(news.peer_id)
         if rank is None or rank == self._rank or self._view.rank_of(news.beside) is None:
-            self.give_up(neighbour, ConnectionLost(f"it ended the session: {news.reason[:REASON_CHARS]}"))
+            self.give_up(neighbour, ConnectionLost(f"it ended the session: {shortened(news.reason, REASON_CHARS)}"))
         else:
-            self.give_up(neighbour, ConnectionLost(news.reason[:REASON_CHARS]), news)
+            self.give_up(neighbour, ConnectionLost(shortened(news.reason, REASON_CHARS)), news)
 
     def _leave(self, neighbour: Neighbour, reason: str) -> None:
         for connection in neighbour.connections:
-            if neighbour.say(connection, Leave(reason[:REASON_CHARS]), self._view.generation):
+            if neighbour.say(connection, Leave(shortened(reason, REASON_CHARS)), self._view.generation):
                 self._part(connection)
             else:
                 connection.abort()

@@ -37,6 +37,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from p2ptrain.core.texts import shortened
 from ring.activities import (
     Apply,
     Boundary,
@@ -159,7 +160,7 @@ class Transaction:
             prepared_lineage=self.prepared_lineage,
             square_sum=self.square_sum,
             suspect=suspect,
-            reason=reason[:REASON_CHARS],
+            reason=shortened(reason, REASON_CHARS),
             cause=cause,
             beside=beside,
         )

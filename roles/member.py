@@ -23,12 +23,12 @@ from typing import Any
 
 from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused, first_error
 from p2ptrain.core.ids import is_id
+from p2ptrain.core.texts import printable
 from p2ptrain.core.world import World
 from roles.gauges import Gauges
 from roles.identity import Identity
 from roles.membership import Membership, Notify
 from roles.seed_link import Pulse
-from roles.worker.stage_requests import printable
 from wire.connection import Connection
 from wire.handshake import RefusalCode, local_hello, local_welcome, serve
 from wire.messages import EventNotice, Hello, Message, Refuse, Request, Response, Scalar, Welcome

@@ -47,7 +47,7 @@ MAX_ROWS = 4000
 RECENT_ROWS = 512
 """The newest rows of a series are never thinned: the throughput line shows every step."""
 MAX_VALIDATIONS = 1000
-MAX_TEXT = 300
+MAX_TEXT = 1000
 
 R = TypeVar("R", bound=Record)
 

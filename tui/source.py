@@ -228,6 +228,7 @@ class SeedSource:
     ) -> AsyncIterator[int]:
         """Apply page after page; yields how far each led. What the seed refuses is shown, and left out."""
         topic = {"rows": "metrics"}.get(items_key, items_key)
+        least = 1 if topic == "events" else PAGE  # of a page that is not the last; long events fill one sooner
         while True:
             try:
                 items = await self._page(method, items_key, **params, **{after_key: after, "limit": PAGE})
@@ -235,7 +236,7 @@ class SeedSource:
                 self._note(error)
                 return
             self._apply(topic, [{**params, **item} if isinstance(item, dict) else item for item in items])
-            if len(items) < PAGE:
+            if len(items) < least:
                 return
             after = _advance(items, place_key, after)
             yield after

@@ -25,6 +25,7 @@ from p2ptrain.core.errors import (
     ProtocolError,
     Refused,
 )
+from p2ptrain.core.texts import shortened
 from wire.codec import MESSAGE_TYPES, decode_untrusted, encode
 from wire.frame import (
     BulkDone,
@@ -457,7 +458,7 @@ def last_word(code: str, error: P2PTrainError) -> Refuse:
 
 
 def _printable(text: str) -> str:
-    return text.encode("utf-8", "replace").decode()[:MAX_REFUSE_CHARS]
+    return shortened(text.encode("utf-8", "replace").decode(), MAX_REFUSE_CHARS)
 
 
 def _address(name: object) -> tuple[str, int]:

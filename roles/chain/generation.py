@@ -20,6 +20,7 @@ from p2ptrain.core.errors import (
 )
 from p2ptrain.core.ids import new_id
 from p2ptrain.core.serving import Sampling
+from p2ptrain.core.texts import shortened
 from roles.background import Background
 from roles.chain import events as ev
 from roles.chain.around import Token
@@ -234,9 +235,9 @@ class GenerationSession:
                 return
             if message.lost != sender:
                 self._chain.doubt(message.lost)
-            reason = f"{peer.name}: {message.reason[:400]}"
+            reason = f"{peer.name}: {shortened(message.reason)}"
             self.event(
-                ev.Broken(sender, message.attempt, message.lost, message.code[:64], reason, message.remedy[:400])
+                ev.Broken(sender, message.attempt, message.lost, message.code[:64], reason, shortened(message.remedy))
             )
         else:
             arrived = arrived_untrusted(message, self._chain.vocab_size)

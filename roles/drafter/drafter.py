@@ -27,6 +27,7 @@ from p2ptrain.core.errors import (
     Refused,
 )
 from p2ptrain.core.serving import Weighed
+from p2ptrain.core.texts import shortened
 from p2ptrain.core.world import World
 from roles.background import Background
 from roles.compute_thread import ComputeThread
@@ -74,7 +75,6 @@ SHARED_PIECE = 256
 """Positions of a prompt that are taken in at a time where other sessions wait for their next draft."""
 AT_ONCE_S = 0.002
 """Drafts are made at once that take so long: a verdict that cuts them may wait for that."""
-REASON_CHARS = 400
 UNREAD_BYTES = 64 << 20
 """Of a verifier's connection: of what it asked for and does not read."""
 LONGER = "draft with a model of a longer context, or with ngram"
@@ -327,7 +327,7 @@ class Drafter:
 
     def _refuse(self, caller: _Caller, stream: int, problem: P2PTrainError) -> None:
         code = problem.code if isinstance(problem, Refused) else ENGINE
-        caller.say(DraftRefused(code, problem.message[:REASON_CHARS], problem.remedy[:REASON_CHARS]), stream=stream)
+        caller.say(DraftRefused(code, shortened(problem.message), shortened(problem.remedy)), stream=stream)
 
     def _close(self, session: _Session) -> None:
         """Forget a session. What is computed for it now is dropped."""

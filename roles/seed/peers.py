@@ -29,8 +29,8 @@ from wire.transport_base import format_address, is_loopback
 NAME_CHARS = 64
 REASON_BYTES = 480
 """Of a report's reason: the cause and the remedy of a job that failed."""
-TEXT_BYTES = 190
-"""Of an event's text: 200 events and what is around them fit a frame of 64 KiB."""
+TEXT_BYTES = 1000
+"""Of an event's text: what happened and what to do, with a path."""
 MAX_WHOLE = 2**53
 """No number that a peer sends is larger, or less than 0: SQLite, msgpack and viewers of any kind hold these."""
 MAX_FLOPS = 10**18

@@ -330,7 +330,7 @@ class Clerk:
     async def _events_list(self, params: Params, connection: Connection) -> Result:
         after, limit = whole_of(params, "after_id", 0, 0, 2**53), whole_of(params, "limit", MAX_ROWS, 1, MAX_ROWS)
         events = await self._seed.store.call(Records.events, after, limit)
-        return {"events": [event.to_map() for event in events]}
+        return {"events": first_that_fit((event.to_map() for event in events), ANSWER_BYTES)}
 
     # ------------------------------------------------------------------------------------------------------ checkpoints
 

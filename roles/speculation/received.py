@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from p2ptrain.core.activations import ID_BYTES, decode_ids
 from p2ptrain.core.errors import ProtocolError, Refused, UserError
 from p2ptrain.core.serving import Sampling, check_sampling, method_of
+from p2ptrain.core.texts import printable
 from roles.speculation.events import Told
-from roles.worker.stage_requests import LONGEST_SILENCE_S, MAX_POSITIONS, SHORTEST_SILENCE_S, printable
+from roles.worker.stage_requests import LONGEST_SILENCE_S, MAX_POSITIONS, SHORTEST_SILENCE_S
 from wire.speculation_messages import DraftOpen, DraftReady, DraftRefused, Drafts, Verdict
 
 MAX_DEPTH = 256
@@ -138,7 +139,7 @@ def step_untrusted(message: DraftReady) -> float:
 
 def refused_untrusted(message: DraftRefused) -> Refused:
     """What a drafter says when it does not draft, fit to be shown. Never raises."""
-    return Refused(printable(message.code), printable(message.reason), remedy=printable(message.remedy))
+    return Refused(printable(message.code, 64), printable(message.reason), remedy=printable(message.remedy))
 
 
 def _check_depth_untrusted(depth: int) -> None:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused, UserError
 from p2ptrain.core.serving import SamplingWish, method_of
+from p2ptrain.core.texts import shortened
 from roles.background import Background
 from roles.verifier.asking import Piece, Said, TextService, Wish, Writing
 from roles.verifier.places import BUSY
@@ -187,7 +188,7 @@ def wish_untrusted(ask: wire.Ask, data: bytes | bytearray) -> Wish:
         sampling = SamplingWish(ask.temperature, ask.top_k, ask.top_p, ask.seed, method_of(ask.sampling))
         texts = list(_cut(data, ask.sizes))
     except (UserError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"a question that cannot be: {str(error)[:200]}") from error
+        raise ProtocolError(f"a question that cannot be: {shortened(str(error), 200)}") from error
     said = tuple(Said(role[:40], text) for role, text in zip(ask.roles, texts, strict=False))
     return Wish(
         prompt="" if said else texts[0],

@@ -15,6 +15,7 @@ from p2ptrain.core.errors import (
     StorageError,
     UserError,
 )
+from p2ptrain.core.texts import printable, shortened
 from wire.generate_messages import AskRefused
 
 _CODES: dict[str, type[P2PTrainError]] = {
@@ -27,7 +28,7 @@ _CODES: dict[str, type[P2PTrainError]] = {
     "protocol-error": ProtocolError,
 }
 """The most particular class comes last of those that an error is one of."""
-_CHARS = 400
+_CODE_CHARS = 64
 
 
 def refused(error: P2PTrainError) -> AskRefused:
@@ -36,7 +37,7 @@ def refused(error: P2PTrainError) -> AskRefused:
     for name, kind in _CODES.items():
         if isinstance(error, kind):
             code = name
-    return AskRefused(code[:_CHARS], error.message[:_CHARS], error.remedy[:_CHARS])
+    return AskRefused(shortened(code, _CODE_CHARS), shortened(error.message), shortened(error.remedy))
 
 
 def failed(mistake: Exception) -> JobFailed:
@@ -49,12 +50,8 @@ def failed(mistake: Exception) -> JobFailed:
 
 def error_untrusted(message: AskRefused, who: str, more: str = "") -> P2PTrainError:
     """What a verifier said, as the error that a person is shown. Never raises. ``more``: what is known beside it."""
-    text, remedy = f"{who}: {_printable(message.reason)}{more}", _printable(message.remedy)
+    text, remedy = f"{who}: {printable(message.reason)}{more}", printable(message.remedy)
     kind = _CODES.get(message.code)
     if kind is None or kind is ProtocolError:
-        return Refused(_printable(message.code), text, remedy=remedy)
+        return Refused(printable(message.code, _CODE_CHARS), text, remedy=remedy)
     return kind(text, remedy=remedy)
-
-
-def _printable(text: str) -> str:
-    return "".join(each if each.isprintable() else "?" for each in text)[:_CHARS]

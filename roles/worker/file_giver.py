@@ -17,10 +17,11 @@ from p2ptrain.core.checkpoints import MANIFEST, CheckpointEntry, manifest_of, re
 from p2ptrain.core.disk import Disk
 from p2ptrain.core.errors import ProtocolError, StorageError
 from p2ptrain.core.ids import is_id
+from p2ptrain.core.texts import shortened
 from p2ptrain.core.threads import Thread
 from ring.view import MAX_STAGES
 from roles.engine import WHOLE, Stage
-from roles.worker.giver import REASON_CHARS, give_range
+from roles.worker.giver import give_range
 from roles.worker.stage_links import QUIET_S, Line
 from wire.chain_messages import TensorRequest
 from wire.connection import Connection
@@ -101,7 +102,7 @@ class FileGiver:
                     closed.cancel()
                 manifest = await self._thread.submit(lambda: self._found(offered, asked, stage))
         except StorageError as problem:
-            return FilesOffer(b"", problem.message[:REASON_CHARS])
+            return FilesOffer(b"", shortened(problem.message))
         if manifest is None:
             return FilesOffer(b"", f"there is no checkpoint of step {asked.step} of {stage} here")
         return FilesOffer(manifest)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 from p2ptrain.core.errors import DeadlineExceeded, ProtocolError, StorageError
+from p2ptrain.core.texts import shortened
 from p2ptrain.core.threads import Thread
 from roles.model_directory import ModelDirectory
 from roles.model_table import RANGE_BYTES, page_of
@@ -16,7 +17,6 @@ from roles.worker.stage_links import QUIET_S, Line
 from wire.chain_messages import TensorGone, TensorRequest, TensorsPage, TensorsRequest
 from wire.connection import Connection
 
-REASON_CHARS = 400
 GIVEN_NO_MORE = "the model is not given here any more: whoever had it given is gone"
 
 
@@ -68,7 +68,7 @@ async def give_range(
     try:
         data = await disk.submit(read)
     except StorageError as problem:
-        connection.send(TensorGone(asked.stream, problem.message[:REASON_CHARS]))
+        connection.send(TensorGone(asked.stream, shortened(problem.message)))
         return 0
     connection.send_bulk(memoryview(data), generation=0, stream=asked.stream)
     left = connection.unsent_bytes

@@ -22,6 +22,7 @@ from p2ptrain.core.errors import (
     Refused,
     ResourceError,
 )
+from p2ptrain.core.texts import shortened
 from roles.model_table import RANGE_BYTES, TableTaker, model_id
 from roles.worker.stage_links import QUIET_S, Line
 from wire.chain_messages import TensorGone, TensorRecord, TensorRequest, TensorsPage, TensorsRequest
@@ -112,7 +113,7 @@ class Receiver:
                 self._line.connection.send(TensorsRequest(self._model, len(taker.records)))
                 page = await self._given(self._page, 0)
                 if page.error:
-                    raise ProtocolError(page.error[:400])
+                    raise ProtocolError(shortened(page.error))
                 taker.take_untrusted(page)
                 self._earn(sum(len(record.name) for record in page.tensors))
             found = model_id(config, taker.records.values())
@@ -148,7 +149,7 @@ class Receiver:
             self._line.connection.send(request)
             offer = await self._line.landed(self._offer)
             if offer.reason:
-                raise ProtocolError(offer.reason[:400])
+                raise ProtocolError(shortened(offer.reason))
         return offer
 
     async def pieces(self, name: str, size_bytes: int, piece_bytes: Callable[[], int]) -> AsyncIterator[bytearray]:
@@ -215,7 +216,7 @@ class Receiver:
                     case FilesOffer() if self._offer is not None and not self._offer.done():
                         self._offer.set_result(message)
                     case TensorGone(_, reason):
-                        raise ProtocolError(f"it cannot give what it promised: {reason[:400]}")
+                        raise ProtocolError(f"it cannot give what it promised: {shortened(reason)}")
                     case _:
                         raise ProtocolError(f"a giver of tensors sent {type(message).__name__}")
         except P2PTrainError as problem:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from p2ptrain.core import texts
 from p2ptrain.core.activations import ENCODINGS
 from p2ptrain.core.errors import ProtocolError, UserError
 from p2ptrain.core.ids import is_id
@@ -229,7 +230,7 @@ def _is_place(path: str) -> bool:
 
 def printable(text: str) -> str:
     """What a peer calls something, for a terminal."""
-    return "".join(each if each.isprintable() else "?" for each in text)[:NAME_CHARS]
+    return texts.printable(text, NAME_CHARS)
 
 
 # ---------------------------------------------------------------------------------------------------- single values

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from p2ptrain.core.activations import ID_BYTES, IDS, encode_ids
 from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.serving import Ran
+from p2ptrain.core.texts import shortened
 from p2ptrain.core.world import World
 from roles.background import Background
 from roles.compute_thread import ComputeThread
@@ -31,7 +32,6 @@ from wire.messages import Message
 REPLAY_S = 600.0
 """For one work of a replay, which waits until the next stage has computed earlier ones. How long all of it may take is
 for the client to say, who knows how many positions there are."""
-REASON_CHARS = 400
 NEXT_STAGE, UNKNOWN_SESSION, DUPLICATE = "next-stage", "unknown-session", "duplicate"
 
 
@@ -390,8 +390,8 @@ class StageWorks:
                 core.attempt,
                 lost,
                 code,
-                problem.message[:REASON_CHARS],
-                problem.remedy[:REASON_CHARS],
+                shortened(problem.message),
+                shortened(problem.remedy),
             )
         )
 

@@ -11,6 +11,7 @@ from configs.schema import Profile
 from p2ptrain.core.disk import Disk
 from p2ptrain.core.errors import JobFailed, P2PTrainError, ProtocolError, Refused, first_error
 from p2ptrain.core.ids import is_id
+from p2ptrain.core.texts import shortened
 from p2ptrain.core.threads import Thread
 from p2ptrain.core.world import World
 from ring.session import Inbound
@@ -323,7 +324,7 @@ class Worker:
         except ProtocolError as problem:  # a seed of another version: no reason to leave it
             reason = f"this version cannot read the job's profile: {problem.message}"
             self._notify("error", "worker-failed", reason)
-            self._link.send(Report(message.job, 0, "failed", 0, 0, "", reason=reason[:REASON_CHARS]))
+            self._link.send(Report(message.job, 0, "failed", 0, 0, "", reason=shortened(reason, REASON_CHARS)))
             return
         if self._stages is not None:
             self._tasks.create_task(self._stages.job_assigned(), name="make room for the job")

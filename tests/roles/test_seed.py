@@ -28,7 +28,7 @@ from roles.seed import options as options_module
 from roles.seed import requests as requests_module
 from roles.seed import run_seed
 from roles.seed import updates as updates_module
-from roles.seed.peers import REASON_BYTES, TEXT_BYTES, announced_to, clipped
+from roles.seed.peers import REASON_BYTES, TEXT_BYTES, announced_to
 from roles.seed.store import Records, Store
 from roles.seed.updates import Board
 from wire.client import SeedClient
@@ -62,7 +62,7 @@ from wire.messages import (
     Update,
     Welcome,
 )
-from wire.records import EventInfo, MetricRow
+from wire.records import MetricRow
 
 HOST, DEADLINE_S = "127.0.0.1", 10.0
 M = TypeVar("M", bound=Message)
@@ -1080,10 +1080,25 @@ async def test_a_bandwidth_probe_without_its_bytes_ends_the_connection(
 async def test_a_full_page_of_the_largest_rows_fits_a_frame() -> None:
     big = 1.2345678901234567e-300
     row = MetricRow("0123456789ab", 2**31, big, big, big, big, big, big, big, big, big, big, 1000, 2**31)
-    event = EventInfo(2**31, big, "warning", "k" * 24, clipped("ü" * 999), "0123456789ab", "0123456789ab")
-    assert len(event.text.encode()) <= TEXT_BYTES
-    for name, item in (("rows", row), ("events", event)):
-        assert len(encode(Response(2**31, {name: [item.to_map()] * 200}))) < CONTROL_FRAME_BYTES - 64
+    assert len(encode(Response(2**31, {"rows": [row.to_map()] * 200}))) < CONTROL_FRAME_BYTES - 64
+
+
+async def test_long_events_come_in_more_pages_and_none_is_left_out(bench: Bench) -> None:
+    texts = [f"{number}" + "ü" * number for number in range(0, TEXT_BYTES, 7)]
+    worker = await bench.worker("a")
+    for text in texts:
+        worker.say(EventNotice("warning", "k", text))
+    await worker.beaten()
+    found, pages = list[dict[str, Any]](), 0
+    while page := (await bench.ask("events.list", after_id=found[-1]["id"] if found else 0))["events"]:
+        found, pages = found + page, pages + 1
+    assert pages > 2
+    told = [event["text"] for event in found if event["kind"] == "k"]
+    assert len(told) == len(texts)
+    for text, shown in zip(texts, told, strict=True):
+        whole = f"name-a: {text}"
+        assert shown == whole or (shown.endswith("…") and whole.startswith(shown[:-1]))
+        assert len(shown.encode()) <= TEXT_BYTES
 
 
 # ------------------------------------------------------------------------------------------------------------- updates
