@@ -217,7 +217,7 @@ def test_on_virtual_time_the_same_is_the_same_again(command: Command) -> None:
         (80.0, None),
     ]
     for row in first["rows"]:
-        assert row["alone_s"] == pytest.approx(0.05)
+        assert row["alone_s"] == pytest.approx(0.05, rel=0.01)
         assert row["in_turns_s"] == pytest.approx(row["formula_in_turns_s"], rel=0.1)
         assert row["accepted_length"] <= 1 + (row["most_drafts"] or 64)
     assert first["rows"][1]["token_s"] < first["rows"][0]["token_s"]
@@ -228,7 +228,7 @@ def test_on_virtual_time_the_same_is_the_same_again(command: Command) -> None:
 def test_a_chain_and_a_death_on_virtual_time(command: Command) -> None:
     found = measured(command, "--rtt", "20", "--chain", "--kill")
     (row,), (kill,) = found["rows"], found["kills"]
-    assert row["alone_s"] == pytest.approx(0.13)
+    assert row["alone_s"] == pytest.approx(0.13, rel=0.01)
     assert row["token_s"] < row["alone_s"] / 2
     assert kill["held"]
 
@@ -247,12 +247,14 @@ def test_calls_on_virtual_time_take_what_they_say() -> None:
         never.cancel()
         failing = thread.submit(lambda: 1 // 0)
         assert await other.submit(partial(call, 0.125)) == 0.125
-        assert now() == 0.125, "beside the first thread's"
+        assert now() == pytest.approx(0.125, rel=0.02), "beside the first thread's"
         assert await asyncio.gather(*calls) == [0.25, 0.5]
-        assert now() == 0.75, "one after the other"
+        over = now()
+        assert over == pytest.approx(0.75, rel=0.02), "one after the other"
+        assert over != 0.75, "nothing takes exactly as long as it says"
         with pytest.raises(ZeroDivisionError):
             await failing
-        assert now() == 0.75, "whoever does not wait any more takes no time"
+        assert now() == over, "whoever does not wait any more takes no time"
 
     run_virtual(main())
 

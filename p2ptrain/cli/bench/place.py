@@ -1,6 +1,7 @@
 """Where a side of ``bench speculate`` is: a process of its own, or a host of a network in memory, on virtual time.
 
-On virtual time nothing but passes, drafts and links takes any, whatever else the machine does.
+On virtual time nothing but passes, drafts and links takes any, whatever else the machine does, and the same setting is
+the same run.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ from wire.shaper import LinkPreset
 from wire.transport import TcpNetwork
 
 T = TypeVar("T")
+
+SPREAD = 0.02
+"""By which a call takes longer or shorter than it says, at most. Where all took exactly as long, and ten drafts as long
+as a pass, each pass would end at the same moment of a draft; on a machine it is another one each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,8 @@ def in_memory(network: MemoryNetwork, host: str) -> Place:
 
 
 class TimedThreads:
-    """Threads whose calls run on the event loop, one after another, each as long as it says; for virtual time."""
+    """Threads whose calls run on the event loop, one after another, each about as long as it says; for virtual
+    time."""
 
     def __init__(self) -> None:
         self.taken_s = 0.0
@@ -81,6 +87,7 @@ class _TimedThread:
     def __init__(self, threads: TimedThreads) -> None:
         self._threads = threads
         self._calls: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
+        self._dice = random.Random(1)  # noqa: S311
 
     def submit(self, call: Callable[[], T]) -> asyncio.Future[T]:
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
@@ -96,7 +103,8 @@ class _TimedThread:
         call, future = self._calls[0]
         self._threads.taken_s = 0.0
         outcome = (None, None) if future.cancelled() else outcome_of(call)
-        asyncio.get_running_loop().call_later(self._threads.taken_s, self._end, future, *outcome)
+        takes_s = self._threads.taken_s * self._dice.uniform(1 - SPREAD, 1 + SPREAD)
+        asyncio.get_running_loop().call_later(takes_s, self._end, future, *outcome)
 
     def _end(self, future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
         settle(future, result, error)

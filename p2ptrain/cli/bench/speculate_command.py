@@ -29,7 +29,7 @@ def speculate(
         ),
     ] = "auto",
     sweep: Annotated[
-        bool, typer.Option("--sweep", help=f"--alpha {ALPHAS}: a quarter of an hour, with --virtual a minute.")
+        bool, typer.Option("--sweep", help=f"--alpha {ALPHAS}: half an hour, with --virtual a minute.")
     ] = False,
     virtual: Annotated[
         bool,

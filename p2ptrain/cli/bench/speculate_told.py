@@ -10,6 +10,7 @@ from typing import Any
 
 from p2ptrain.cli.bench.drawing import FILLS, MARK, Bar, bars
 from p2ptrain.cli.bench.machine import Origin
+from p2ptrain.cli.bench.place import SPREAD
 from p2ptrain.cli.bench.report import Report, Table, times
 from p2ptrain.cli.bench.speculate_rows import (
     ALONE_TOKENS,
@@ -209,8 +210,9 @@ def _notes(plan: Plan, results: Sequence[Result], depths: Sequence[Result], kill
     ]
     if plan.virtual:
         notes.append(
-            "virtual time: the same service, drafter and messages in one process, where passes, drafts and links take "
-            "exactly the time that they are said to take, and nothing else takes any"
+            "virtual time: the same service, drafter and messages in one process, where passes and drafts take what "
+            f"they are said to take, within {SPREAD:.0%}, drawn alike in each run; links take exactly that, and "
+            "nothing else takes any time"
         )
     if plan.chain:
         notes.append(
