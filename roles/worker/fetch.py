@@ -2,7 +2,8 @@
 
 ``Fetch`` talks to several donors at a time. Once each of them has offered something or failed, most of them decide what
 is right, and the pieces are asked for: chunks of a state, straight into their place, then the reduced bytes of the
-steps that lead on from it. Which piece comes from whom is the core's affair (``roles.worker.transfer``).
+steps that lead on from it. What a donor may say at all is checked in ``roles.worker.offered``; which piece comes from
+whom is the core's affair (``roles.worker.transfer``).
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import xxhash
 
 from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, ProtocolError
 from p2ptrain.core.world import World
-from ring.token import is_lineage, joined_digest, next_lineage
-from roles.engine import WHOLE, Blob, Stage
+from ring.token import joined_digest, next_lineage
 from roles.worker.donor import conversation
 from roles.worker.given import ANSWER_S, CHUNK_BYTES, DIGEST_BYTES, chunks_of, log_limit_bytes
+from roles.worker.offered import Base, News, Self, base_untrusted, news_untrusted
 from roles.worker.transfer import Agreement, Ask, GiveUp, Transfer
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
@@ -36,16 +37,6 @@ STEPS_AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
-    """A state, and the value that donors of it agree on. Without a root: the one that this member holds already."""
-
-    step: int
-    lineage: str
-    square_sum: float = 0.0
-    root: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
 class Step:
     """A committed step, fetched and verified. ``lineage``: after it. ``data`` may be overwritten once it was used."""
 
@@ -55,25 +46,8 @@ class Step:
     data: memoryview
 
 
-_News = tuple[bytes, float, bytes]
-"""Of a step: digest, squared norm, and the digests of all stages of a split model."""
-
-
 class Behind(NetworkError):
     """The steps that lead on from what this member holds are kept by nobody any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Self:
-    """Who fetches, and what its own model is like: offers that differ are refused. ``stage``: the part of it that it
-    holds, and takes."""
-
-    peer_id: str
-    name: str
-    seed_host: str
-    state: Sequence[Blob]
-    reduce_bytes: int
-    stage: Stage = WHOLE
 
 
 @dataclass(slots=True, eq=False)
@@ -136,9 +110,9 @@ class Fetch:
         self._state = Transfer()
         self._steps = Transfer(STEPS_AHEAD)
         self._buffers = [memoryview(bytearray(me.reduce_bytes)) for _ in range(STEPS_AHEAD)]
-        self._news: dict[int, Agreement[_News]] = {}
-        self._done: dict[int, _News] = {}  # what was applied, as far back as a log can reach
-        self._agreed: dict[int, _News] = {}  # what is known of the steps that are wanted
+        self._news: dict[int, Agreement[News]] = {}
+        self._done: dict[int, News] = {}  # what was applied, as far back as a log can reach
+        self._agreed: dict[int, News] = {}  # what is known of the steps that are wanted
         self._next = -1  # the step to apply next; -1: the state is not complete
         self._lineage = ""
         self._torn = False
@@ -286,30 +260,10 @@ class Fetch:
     def _offered_untrusted(self, donor: _Donor, offer: HealOffer) -> None:
         if donor.offer is not None:
             raise ProtocolError("a second offer")
-        base = self._base_of_untrusted(offer)
-        donor.offer = base
+        donor.offer = base = base_untrusted(offer, self._request, self._me)
         self._unanswered -= 1
         self._bases.says(donor.peer_id, base)
         self._donors_changed()
-
-    def _base_of_untrusted(self, offer: HealOffer) -> Base:
-        request = self._request
-        if offer.chunk_bytes != CHUNK_BYTES:
-            raise ProtocolError(f"it gives chunks of {offer.chunk_bytes} bytes, this version takes {CHUNK_BYTES}")
-        if not is_lineage(offer.lineage) or offer.step < 0:
-            raise ProtocolError(f"it offers a state of step {offer.step} whose lineage is none")
-        if not offer.blobs:
-            if (offer.step, offer.lineage) != (request.have_step, request.have_lineage):
-                raise ProtocolError("it offers steps after a state that is not this member's")
-            return Base(offer.step, offer.lineage)
-        if request.step >= 0 and (offer.step, offer.lineage) != (request.step, request.lineage):
-            raise ProtocolError(f"it offers step {offer.step}, not step {request.step} as asked for")
-        mine = [(blob.name, blob.view.nbytes) for blob in self._me.state]
-        if [(record.name, record.size_bytes) for record in offer.blobs] != mine:
-            raise ProtocolError("its state has other parts or sizes than this model's")
-        if len(offer.root) != DIGEST_BYTES:
-            raise ProtocolError("its table's digest is none")
-        return Base(offer.step, offer.lineage, offer.square_sum, offer.root)
 
     def _donors_changed(self) -> None:
         """Somebody offered something, or is gone: most donors decide what is fetched."""
@@ -408,13 +362,9 @@ class Fetch:
     def _logged_untrusted(self, donor: _Donor, news: StepLogged) -> None:
         if donor.offer is None or (donor.last >= 0 and news.step != donor.last + 1) or news.step < 1:
             raise ProtocolError(f"it tells of step {news.step} out of turn")
-        if len(news.digest) != DIGEST_BYTES or news.size_bytes != self._me.reduce_bytes:
-            raise ProtocolError(f"it tells of step {news.step} what cannot be")
-        if not self._fits_the_stages(news):
-            raise ProtocolError(f"it tells of step {news.step} what is not of {self._me.stage}")
+        value = news_untrusted(news, self._me)
         donor.first = donor.first if donor.last >= 0 else news.step
         donor.last = news.step
-        value = (news.digest, news.square_sum, news.digests)
         if self._done.get(news.step, value) != value:
             raise ProtocolError(f"its step {news.step} is not the one that others gave: it is on another course")
         most = 2 * self._log_steps + STEPS_AHEAD
@@ -423,13 +373,6 @@ class Fetch:
             if self._next < 0 and len(self._news) > most:
                 self._news.pop(min(self._news))  # older than any state that can still be used
         self._steps_changed()
-
-    def _fits_the_stages(self, news: StepLogged) -> bool:
-        stage = self._me.stage
-        if not stage.split:
-            return not news.digests
-        own = news.digests[DIGEST_BYTES * stage.index : DIGEST_BYTES * (stage.index + 1)]
-        return len(news.digests) == DIGEST_BYTES * stage.count and own == news.digest
 
     def _steps_changed(self) -> None:
         self._changed.set()

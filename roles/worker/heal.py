@@ -19,7 +19,8 @@ from p2ptrain.core.errors import NetworkError, P2PTrainError, PeerError
 from ring.activities import Event, Followed, Heal, Torn, Unloaded
 from ring.transaction import Transaction
 from roles.engine import WHOLE, Applied, Engine, Stage
-from roles.worker.fetch import Behind, Fetch, Self, Step
+from roles.worker.fetch import Behind, Fetch, Step
+from roles.worker.offered import Self
 from roles.worker.surroundings import Surroundings
 from wire.heal_messages import HealRequest
 from wire.job_messages import CatchUp, MemberRecord, Report

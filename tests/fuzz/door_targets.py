@@ -31,8 +31,9 @@ from roles.seed.requests import Clerk
 from roles.seed.tickets import TicketRecord
 from roles.stand_in import StandInEngine
 from roles.worker.donor import Donations
-from roles.worker.fetch import Fetch, Self, _Donor
+from roles.worker.fetch import Fetch, _Donor
 from roles.worker.given import CHUNK_BYTES, chunk_untrusted
+from roles.worker.offered import Self
 from wire.codec import MESSAGE_TYPES, encode
 from wire.connection import Connection
 from wire.credentials import PeerIdentity, unverified_context
@@ -463,8 +464,9 @@ HEALING = Target(
         "roles.worker.given.chunk_untrusted",
         "roles.worker.fetch.Fetch._heard_untrusted",
         "roles.worker.fetch.Fetch._offered_untrusted",
-        "roles.worker.fetch.Fetch._base_of_untrusted",
         "roles.worker.fetch.Fetch._logged_untrusted",
+        "roles.worker.offered.base_untrusted",
+        "roles.worker.offered.news_untrusted",
     ),
     peak_bytes=1 << 20,
     weight=100,

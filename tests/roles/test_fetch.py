@@ -9,7 +9,8 @@ from typing import Any
 import xxhash
 
 from p2ptrain.core.world import LoopClock
-from roles.worker.fetch import Base, Fetch, Self, _Donor
+from roles.worker.fetch import Fetch, _Donor
+from roles.worker.offered import Base, Self
 from roles.worker.testing import FIRST, JOB, engine_of
 from wire.heal_messages import HealRequest, StepLogged
 

@@ -25,7 +25,8 @@ from roles.stand_in import StandInEngine
 from roles.strategies import Contribution
 from roles.strategies.staged import StagedStrategy
 from roles.strategies.sync import SyncStrategy
-from roles.worker.fetch import Fetch, Self, _Donor
+from roles.worker.fetch import Fetch, _Donor
+from roles.worker.offered import Self
 from roles.worker.testing import ME, Inline, world_of
 from wire.heal_messages import HealOffer, HealRequest, StepLogged
 from wire.memory import MemoryNetwork
