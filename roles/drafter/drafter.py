@@ -229,7 +229,7 @@ class Drafter:
             return  # it is gone, in its own way
         finally:
             self._callers.discard(caller)
-            self._tell(f"{caller.name} has gone; {caller.right} of its tokens were drafted here")
+            self._tell(f"the connection to {caller.name} has ended; {caller.right} of its tokens were drafted here")
             for session in list(caller.sessions.values()):
                 self._close(session)
 

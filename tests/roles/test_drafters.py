@@ -104,7 +104,9 @@ def test_who_lends_a_drafter_hears_of_verifiers_that_come_and_go() -> None:
             for _ in range(2):  # a text is no event
                 written = await write(scene.drafters, PROMPT, 100, GREEDY)
             assert written.stats.accepted > 40
-        assert told[1:] == [f"verifier has gone; {host.drafter.gauge.right} of its tokens were drafted here"]
+        assert told[1:] == [
+            f"the connection to verifier has ended; {host.drafter.gauge.right} of its tokens were drafted here"
+        ]
         assert host.drafter.gauge.right > 80
 
     run_virtual(main())
