@@ -37,6 +37,7 @@ from p2ptrain.cli.text_options import (
     VerifierOption,
     by_verifier,
     check_one,
+    no_device,
     one_checkpoint,
     sampling_wish,
     say_unused,
@@ -118,10 +119,13 @@ def chat(
     of_verifiers = {"verifier": verifier, "no_speculation": no_speculation, "sampling": wished.method == REJECTION}
     if by_verifier(checkpoint, job, split, **of_verifiers):
         split_wish(split, dtype, wire, positions, dry_run=dry_run)  # refuses what is only of split models
+        no_device(device)
         speaker = _verifier(seed, verifier, max_new_tokens, wished, stops, not no_speculation, quiet=as_json)
     else:
         wish = split_wish(split, dtype, wire, positions, dry_run=dry_run, stats=stats)
         check_one("chat", checkpoint, job)
+        if wish is not None:
+            no_device(device)
         if wish is not None and dry_run:
             from p2ptrain.cli.split import Wanted
             from p2ptrain.cli.split_chat import dry_run as show_plan

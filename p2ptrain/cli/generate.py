@@ -38,6 +38,7 @@ from p2ptrain.cli.text_options import (
     VerifierOption,
     by_verifier,
     check_one,
+    no_device,
     one_checkpoint,
     sampling_wish,
     say_unused,
@@ -136,6 +137,7 @@ def generate(
     of_verifiers = {"verifier": verifier, "no_speculation": no_speculation, "compare": compare, "sampling": rejects}
     if by_verifier(checkpoint, job, split, **of_verifiers):
         split_wish(split, dtype, wire, positions, dry_run=dry_run)  # refuses what is only of split models
+        no_device(device)
         if compare and no_speculation:
             raise UserError("--compare compares with drafters", remedy="leave out --no-speculation")
 
@@ -161,6 +163,7 @@ def generate(
     wish = split_wish(split, dtype, wire, positions, dry_run=dry_run, stats=stats, sessions=sessions > 0)
     if wish is not None:
         check_one("generate", checkpoint, job)
+        no_device(device)
 
         from p2ptrain.cli.split import Wanted
         from p2ptrain.cli.split_generate import Order, generate_split

@@ -188,7 +188,7 @@ def join(
         slot=slot,
         host=host,
         port=port,
-        advertise=_host_and_port("--advertise", advertise, "the address that others shall dial") or ("", 0),
+        advertise=host_and_port("--advertise", advertise, "the address that others shall dial") or ("", 0),
         device=device,
         threads=threads,
         memory_bytes=memory_bytes,
@@ -204,7 +204,7 @@ def join(
         sessions=sessions,
         split=split,
         look_up=bool(drafter),
-        http=_host_and_port("--http", http, "where programs on this machine, or others, shall reach it"),
+        http=host_and_port("--http", http, "where programs on this machine, or others, shall reach it"),
         api_keys=api_keys,
     )
     _check_drafter(drafter)
@@ -271,7 +271,7 @@ def _checked(wish: ServeWish, model: str) -> ServeWish:
     if not model:
         also = f", or --model {LOOK_UP}, which needs none" if role == "drafter" else ""
         raise UserError(f"a {role} needs a model", remedy=f"name its directory with --model{also}")
-    if model == LOOK_UP:
+    if model.lower() == LOOK_UP and not Path(model).exists():
         if role != "drafter":
             raise UserError(f"--model {LOOK_UP} is for drafters", remedy="name the directory of a model")
         if extra := "--device" if wish.device else "--threads" if wish.threads else "":
@@ -312,15 +312,21 @@ def _check_device(kind: str) -> None:
         raise UserError(f"--device {kind} is not a device", remedy="use auto, cpu, cuda, cuda:1, ... or mps")
 
 
-def _host_and_port(option: str, text: str, meaning: str) -> tuple[str, int] | None:
+def host_and_port(option: str, text: str, meaning: str) -> tuple[str, int] | None:
+    """What an option names; None where it is empty. Raises ``UserError``."""
     from p2ptrain.core.errors import UserError
     from wire.client import parse_address
 
     if not text:
         return None
-    host, port = parse_address(text, default_port=1)
-    if port != parse_address(text, default_port=2)[1]:
-        raise UserError(f"{option} {text} names no port", remedy=f"write HOST:PORT, {meaning}")
+    remedy = f"write HOST:PORT, such as 127.0.0.1:8000: {meaning}"
+    try:
+        host, port = parse_address(text, default_port=1)
+        named = port == parse_address(text, default_port=2)[1]
+    except UserError as problem:
+        raise UserError(f"{option}: {problem.message}", remedy=remedy) from None
+    if not named:
+        raise UserError(f"{option} {text} names no port", remedy=remedy)
     return host, port
 
 

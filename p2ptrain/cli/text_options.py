@@ -11,7 +11,7 @@ import typer
 from p2ptrain.cli.output import checked
 from p2ptrain.cli.runtime import ask
 from p2ptrain.core.errors import StorageError, UserError
-from p2ptrain.core.serving import SamplingWish, method_of
+from p2ptrain.core.serving import REJECTION, SamplingWish, method_of
 
 if TYPE_CHECKING:
     from p2ptrain.compute.text import ModelText
@@ -76,7 +76,18 @@ def sampling_wish(
     temperature: float | None, top_k: int | None, top_p: float | None, random_seed: int, sampling: str
 ) -> SamplingWish:
     """Raises ``UserError``: that cannot be asked for."""
-    return SamplingWish(temperature, top_k, top_p, random_seed, method_of(sampling))
+    method = method_of(sampling)
+    if method == REJECTION and temperature == 0:
+        text = "--sampling rejection is for tokens that are drawn, and at --temperature 0 the likeliest is taken"
+        raise UserError(text, remedy="give a higher temperature, or leave --sampling out")
+    return SamplingWish(temperature, top_k, top_p, random_seed, method)
+
+
+def no_device(device: str) -> None:
+    """Raises ``UserError`` where ``--device`` is given for a model that others compute."""
+    if device != "auto":
+        text = f"--device {device} means nothing here: a verifier, or workers, compute the model"
+        raise UserError(text, remedy="leave it out, and give it to them: p2ptrain join --device ...")
 
 
 def stop_strings(given: list[str]) -> tuple[str, ...]:

@@ -83,7 +83,7 @@ class HttpWish:
 
 def http_wish(http: str, key_file: Path | None, profile: Profile) -> HttpWish | None:
     """What ``up --http`` asks for. Raises ``UserError`` where nobody would answer, or it names no place."""
-    from wire.client import parse_address
+    from p2ptrain.cli.join import host_and_port
 
     if not http:
         if key_file is not None:
@@ -92,10 +92,9 @@ def http_wish(http: str, key_file: Path | None, profile: Profile) -> HttpWish | 
     if not profile.drafter.layers:
         remedy = "choose a profile with a [drafter], such as pair, or leave it out"
         raise UserError("--http is answered by a verifier, and this profile trains none", remedy=remedy)
-    host, port = parse_address(http, default_port=1)
-    if port != parse_address(http, default_port=2)[1]:
-        raise UserError(f"--http {http} names no port", remedy="write HOST:PORT")
-    return HttpWish(host, port, None if key_file is None else key_file.absolute())
+    place = host_and_port("--http", http, "where programs on this machine, or others, shall reach the verifier")
+    assert place is not None
+    return HttpWish(*place, None if key_file is None else key_file.absolute())
 
 
 async def pair(plan: Plan, http: HttpWish | None, *, full_screen: bool, as_json: bool) -> dict[str, Any] | None:

@@ -6,12 +6,16 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+from p2ptrain.cli.output import checked
 from p2ptrain.cli.runtime import REQUEST_TIMEOUT_S, open_operator, operator_name
 from p2ptrain.cli.split import LEAVE_S, within
 from p2ptrain.core.errors import Unreachable, UserError
 from p2ptrain.core.ids import new_id
-from roles.verifier.client import IF_LOST, VerifierAt, VerifierClient, verifiers_untrusted
+from roles.verifier.client import IF_LOST, VERIFIER, VerifierAt, VerifierClient, verifiers_untrusted
+from wire.client import SeedClient
+from wire.records import PeerInfo
 
+_GONE = frozenset({"lost", "away", "leaving", "failed"})
 _OTHER_WAYS = "or let a checkpoint of this machine write: --checkpoint DIR, or --job JOB"
 
 
@@ -37,10 +41,12 @@ async def dialled(
         raise Unreachable(problem.message, remedy=remedy) from problem
     try:
         await access.freshen(client.request)
-        answer = await client.request("serving.list", {}, timeout_s=REQUEST_TIMEOUT_S)
+        found = verifiers_untrusted(await client.request("serving.list", {}, timeout_s=REQUEST_TIMEOUT_S))
+        if not found and (coming := await _loading(client)):
+            text = f"no verifier writes text yet: {coming} is there, and loads its model, or waits for workers"
+            raise UserError(text, remedy=f"ask again in a moment; its terminal says how far it is; {_OTHER_WAYS}")
     finally:
         await client.close()
-    found = verifiers_untrusted(answer)
     meant = again(found, like) if like is not None and not name else chosen(found, name)
     return await VerifierClient.dial(
         access.network,
@@ -50,6 +56,13 @@ async def dialled(
         name=operator_name(),
         if_lost=if_lost,
     )
+
+
+async def _loading(client: SeedClient) -> str:
+    """Verifiers that have joined and serve nothing yet, by name; empty where there are none."""
+    answer = await client.request("peers.list", {}, timeout_s=REQUEST_TIMEOUT_S)
+    peers = [PeerInfo.from_map_untrusted(item) for item in checked(answer, "peers", list)]
+    return ", ".join(sorted(peer.name for peer in peers if VERIFIER in peer.roles and peer.state not in _GONE))
 
 
 @asynccontextmanager

@@ -28,6 +28,7 @@ from roles.verifier.testing import ScriptedDrafters, ScriptedTarget, failing_at,
 from wire.connection import Connection
 from wire.handshake import Server, local_welcome, serve
 from wire.messages import Hello, Welcome
+from wire.records import PeerInfo
 from wire.transport import TcpNetwork
 
 Command = Callable[..., Any]
@@ -245,6 +246,7 @@ def test_two_texts_that_must_be_equal_and_are_not(command: Command, at: list[str
 
 def test_nobody_is_there(command: Command, fake_seed: Any) -> None:
     fake_seed.answers["serving.list"] = {"serving": []}
+    fake_seed.answers["peers.list"] = {"peers": []}
     for words in (["generate", "x"], ["chat"]):
         outcome = command(*words, "--seed", fake_seed.address)
         assert (outcome.code, outcome.out) == (2, "")
@@ -254,6 +256,18 @@ def test_nobody_is_there(command: Command, fake_seed: Any) -> None:
     outcome = command("generate", "x", "--seed", "127.0.0.1:1")
     assert outcome.code == 3
     assert "--checkpoint DIR, or --job JOB" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("state", "said"), [("building", "no verifier writes text yet: slow is"), ("lost", "no verifier is there")]
+)
+def test_one_that_loads_its_model_is_told_of(command: Command, fake_seed: Any, state: str, said: str) -> None:
+    peers = [PeerInfo("b" * 12, "slow", ["verifier"], "cpu", state, "127.0.0.1:1", joined_at=0.0),
+             PeerInfo("c" * 12, "other", ["drafter"], "cpu", "building", "127.0.0.1:2", joined_at=0.0)]  # fmt: skip
+    fake_seed.answers["serving.list"] = {"serving": []}
+    fake_seed.answers["peers.list"] = {"peers": [peer.to_map() for peer in peers]}
+    outcome = command("generate", "x", "--seed", fake_seed.address)
+    assert (outcome.code, said in outcome.err) == (2, True)
 
 
 def test_which_verifier(command: Command, fake_seed: Any, verifier: Verifier) -> None:
@@ -288,6 +302,10 @@ def test_which_verifier(command: Command, fake_seed: Any, verifier: Verifier) ->
         (["chat", "--split", "--job", "j", "--no-speculation"], "--no-speculation is for text of a verifier"),
         (["generate", "x", "-c", "d", "--sampling", "rejection"], "--sampling is for text of a verifier"),
         (["chat", "--job", "j", "--sampling", "rejection"], "--sampling is for text of a verifier"),
+        (["chat", "--sampling", "rejection", "--temperature", "0"], "at --temperature 0 the likeliest is taken"),
+        (["generate", "x", "--device", "cuda"], "a verifier, or workers, compute the model"),
+        (["chat", "--device", "cpu"], "a verifier, or workers, compute the model"),
+        (["generate", "x", "--split", "-c", "d", "--device", "cpu"], "a verifier, or workers, compute the model"),
         (["generate", "x", "--sampling", "luck"], "use coupled or rejection"),
     ],
 )
@@ -498,6 +516,7 @@ def test_a_verifier_that_stays_away_ends_a_pipe(
         yield "what is a ring?\n"
         verifier.stop()
         fake_seed.answers["serving.list"] = {"serving": []}
+        fake_seed.answers["peers.list"] = {"peers": []}
         yield "and a chain?\n"
 
     monkeypatch.setattr(sys, "stdin", _Piped(lines()))
