@@ -14,8 +14,10 @@ import pytest
 from p2ptrain.cli.bench import plan as plans
 from p2ptrain.cli.bench.foreseen import TimedModel, prompts_for, text_after
 from p2ptrain.cli.bench.machine import origin
+from p2ptrain.cli.bench.members import Interrupted
 from p2ptrain.cli.bench.place import TimedThreads, this_process
 from p2ptrain.cli.bench.progress import Remaining
+from p2ptrain.cli.bench.sides import here
 from p2ptrain.cli.bench.speculate import SpeculateBench
 from p2ptrain.cli.bench.speculate_pair import PROMPTS, Drawn, PairBench, PairPlan, prompts_of
 from p2ptrain.cli.bench.speculate_rows import Kill, Plan, Row, Texts, Where, pauses
@@ -28,6 +30,14 @@ from wire.virtual import run_virtual
 
 Command = Callable[..., Any]
 PLAN = Plan([0.8], [0.0, 80.0])
+DRAFTER: dict[str, Any] = {
+    "rtt_ms": 0.0,
+    "jitter_ms": 0.0,
+    "draft_s": 0.001,
+    "alpha": 1.0,
+    "model": "",
+    "threads": 1,
+}
 
 
 def ran(model: TimedModel, keep: int, ids: list[int], picks: int) -> list[int]:
@@ -223,6 +233,19 @@ def test_on_virtual_time_the_same_is_the_same_again(command: Command) -> None:
     assert first["rows"][1]["token_s"] < first["rows"][0]["token_s"]
     (again,) = measured(command, "--rtt", "80", "--depth", "1")["rows"]
     assert again == pytest.approx(first["rows"][2], rel=1e-9)
+
+
+def test_who_presses_ctrl_c_waits_for_one_order_at_most() -> None:
+    stop = asyncio.Event()
+
+    async def main() -> None:
+        async with here(stop)(1) as sides:
+            assert await sides.all("speculate", part="be drafter", **DRAFTER)
+            stop.set()
+            await sides.all("speculate", part="close")
+
+    with pytest.raises(Interrupted):
+        run_virtual(main())
 
 
 def test_a_chain_and_a_death_on_virtual_time(command: Command) -> None:

@@ -25,7 +25,8 @@ def speculate(
         typer.Option(
             "--depth",
             metavar="LIST",
-            help="The most drafts that a pass may take, such as 1,2,4,8,16,auto: each is measured for itself.",
+            help="The most drafts that a pass may take, such as 1,2,4,8,16,auto: each is measured for itself, with "
+            "--sweep at each alpha.",
         ),
     ] = "auto",
     sweep: Annotated[
