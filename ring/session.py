@@ -18,19 +18,14 @@ the leaver lies ahead of the end of its connection.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from p2ptrain.core.errors import (
-    ConnectionLost,
-    DeadlineExceeded,
-    P2PTrainError,
-)
+from p2ptrain.core.errors import ConnectionLost, P2PTrainError
 from p2ptrain.core.world import World
 from ring import collectives
 from ring.bonds import Bonds, RingBroken
@@ -39,10 +34,11 @@ from ring.collectives import Schedule
 from ring.cutting import LEAST_SUB_CHUNK_BYTES, MOST_SUB_CHUNK_BYTES, cut
 from ring.detector import Memory
 from ring.dtypes import Array, storage_dtype, sum_into
-from ring.lanes import Flow, Lane, Residual
+from ring.lanes import Residual
 from ring.links import Inbound, Kin
 from ring.liveness import AT_WORK, Neighbour
 from ring.meeting import Meeting
+from ring.operations import Operation, Operations
 from ring.view import MAX_STREAMS, MAX_SUB_CHUNK_BYTES, MIN_SUB_CHUNK_BYTES, View
 from wire.connection import Connection
 
@@ -62,32 +58,12 @@ class RingStats:
     rtt_ms: float | None
 
 
-@dataclass(eq=False, slots=True)
-class _Operation:
-    """What was submitted and is under way.
-
-    Attributes:
-        flows_left: of its flows, those that are not done.
-        finish: called when all are, before ``future`` resolves.
-    """
-
-    title: str
-    patience_s: float
-    began_at: float
-    future: asyncio.Future[None]
-    finish: Callable[[], None] | None = None
-    flows: list[tuple[Lane, Flow]] = field(default_factory=list)
-    flows_left: int = 0
-    first_received_at: float | None = None
-
-
 class RingSession:
     """A member's place in the ring of one view. Made by ``form``; ended by ``close``, or by the loss of a neighbour.
 
     Attributes:
         rank, size: this member's, and how many there are.
         broken: resolves to ``RingBroken`` as soon as the session can do no more, for whatever reason.
-        progress: sub-chunks received so far, and whatever else the owner counts; it goes out with every beat.
     """
 
     def __init__(
@@ -103,19 +79,17 @@ class RingSession:
     ) -> None:
         self.view = view
         self.rank, self.size = rank, view.size
-        self.progress = 0
-        self._waited_s = 0.0
-        self._received_at = 0.0
         self._world = world
         self._sub_chunk_bytes = sub_chunk_bytes
         self._spare: list[npt.NDArray[np.uint8]] = []  # memory of small operations, as many as were ever under way
-        self._operations: dict[int, _Operation] = {}  # stream → what is under way, oldest first
-        self._stream = 0
-        self._moved_at = 0.0  # when anything last went forward
-        self._patience: asyncio.TimerHandle | None = None
-        self._judged_at = 0.0  # when it fires
-        self._parted: Neighbour | None = None  # it left while the last operation could still end well
-        self._lanes: list[Lane] = []
+        self._operations = Operations(
+            clock=world.clock,
+            generation=view.generation,
+            left=left,
+            right=right,
+            give_up=self._give_up,
+            lost=self._lost,
+        )
         self._bonds = Bonds(
             clock=world.clock,
             view=view,
@@ -125,15 +99,10 @@ class RingSession:
             memory=memory or Memory(),
             status=self._status,
             on_end=self._ended,
-            on_beat=self._judge_pace,
+            on_beat=self._operations.judge_pace,
             on_broken=self._settle,
         )
         self.broken = self._bonds.broken
-        if left is not None and right is not None:
-            self._lanes = [
-                Lane(incoming, outgoing, view.generation, on_progress=self._moved, on_error=self._lane_failed)
-                for incoming, outgoing in zip(left.bulks, right.bulks, strict=True)
-            ]
 
     # ---------------------------------------------------------------------------------------------- forming and ending
 
@@ -205,7 +174,7 @@ class RingSession:
 
     def close(self, reason: str = "the view ended") -> None:
         """Leave the ring, without waiting (``wait_closed`` does). Operations under way fail, here and everywhere."""
-        self._bonds.close(f"this member left the ring: {reason}", reason, orderly=not self._operations)
+        self._bonds.close(f"this member left the ring: {reason}", reason, orderly=not self._operations.under_way)
 
     def lost_elsewhere(self, broken: RingBroken) -> None:
         """Another ring of this view broke, and this one ends with it: its neighbours hear who was lost there, or they
@@ -264,19 +233,20 @@ class RingSession:
         operation = self._begin("all-reduce", patience_s)
         if self.size * buffer.nbytes <= min(SMALL_BYTES, self._sub_chunk_bytes or SMALL_BYTES):
             return self._gathered(operation, buffer, dtype)
+        lanes = self._operations.lanes
         cuts = cut(
             buffer.size,
             buffer.itemsize,
             members=self.size,
-            lanes=len(self._lanes),
+            lanes=len(lanes),
             sub_chunk_bytes=self._sub_chunk_bytes,
             block_numel=codec.block_numel if codec is not None else 1,
         )
-        for lane, (start, stop, sub_chunk_numel, depth) in zip(self._lanes, cuts, strict=False):
+        for lane, (start, stop, sub_chunk_numel, depth) in zip(lanes, cuts, strict=False):
             schedule = collectives.all_reduce(self.rank, self.size, stop - start, sub_chunk_numel, depth)
             feedback = residual[start:stop] if residual is not None else None
-            self._add(operation, lane, schedule, buffer[start:stop], dtype, sub_chunk_numel, codec, feedback)
-        return self._start(operation)
+            self._operations.add(operation, lane, schedule, buffer[start:stop], dtype, sub_chunk_numel, codec, feedback)
+        return self._operations.start(operation)
 
     async def all_reduce(
         self,
@@ -315,7 +285,7 @@ class RingSession:
 
     def audit(self) -> None:
         """Hash all bytes of the operations to come. All members call it between the same two operations."""
-        for lane in self._lanes:
+        for lane in self._operations.lanes:
             lane.audit()
 
     def take_hop_sums(self) -> tuple[int, int]:
@@ -324,7 +294,7 @@ class RingSession:
         Where all members ask between the same two operations, the left neighbour's first is this one's second, or the
         hop between them spoils what it carries. (0, 0) where nothing is audited.
         """
-        pairs = [lane.take_sums() for lane in self._lanes]
+        pairs = [lane.take_sums() for lane in self._operations.lanes]
         sent, received = b"".join(pair[0] for pair in pairs), b"".join(pair[1] for pair in pairs)
         return (xxhash.xxh3_64_intdigest(sent), xxhash.xxh3_64_intdigest(received)) if sent else (0, 0)
 
@@ -336,12 +306,18 @@ class RingSession:
         return self._bonds.neighbours
 
     @property
+    def progress(self) -> int:
+        """Sub-chunks received so far, and whatever else the owner counts; it goes out with every beat."""
+        return self._operations.progress
+
+    @progress.setter
+    def progress(self, value: int) -> None:
+        self._operations.progress = value
+
+    @property
     def waited_s(self) -> float:
         """Running total: how long the left neighbour sent nothing, for what comes next had not begun at its side."""
-        oldest = next(iter(self._operations.values()), None)
-        if oldest is None or oldest.first_received_at is not None:
-            return self._waited_s
-        return self._waited_s + self._world.clock.now() - max(oldest.began_at, self._received_at)
+        return self._operations.waited_s
 
     @property
     def bytes_in(self) -> int:
@@ -361,11 +337,11 @@ class RingSession:
     async def _run(self, title: str, schedule: Schedule, array: Array, sub_chunk_numel: int, patience_s: float) -> None:
         """One schedule over bytes, on the first lane."""
         operation = self._begin(title, patience_s)
-        for lane in self._lanes[:1]:
-            self._add(operation, lane, schedule, array, "uint8", sub_chunk_numel)
-        await self._start(operation)
+        for lane in self._operations.lanes[:1]:
+            self._operations.add(operation, lane, schedule, array, "uint8", sub_chunk_numel)
+        await self._operations.start(operation)
 
-    def _gathered(self, operation: _Operation, buffer: Array, dtype: str) -> asyncio.Future[None]:
+    def _gathered(self, operation: Operation, buffer: Array, dtype: str) -> asyncio.Future[None]:
         """A small all-reduce: every member gets all arrays and adds them up in rank order."""
         memory = (
             self._spare.pop() if self._spare else np.empty(SMALL_BYTES, np.uint8)
@@ -381,126 +357,19 @@ class RingSession:
 
         operation.finish = finish
         schedule = collectives.all_gather(self.rank, self.size, parts.size, max(buffer.size, 1))
-        for lane in self._lanes[:1]:
-            self._add(operation, lane, schedule, parts.reshape(-1), dtype, max(buffer.size, 1))
-        return self._start(operation)
+        for lane in self._operations.lanes[:1]:
+            self._operations.add(operation, lane, schedule, parts.reshape(-1), dtype, max(buffer.size, 1))
+        return self._operations.start(operation)
 
-    def _begin(self, title: str, patience_s: float) -> _Operation:
+    def _begin(self, title: str, patience_s: float) -> Operation:
         if self.broken.done():
             raise self._bonds.failure()
-        self._stream += 1
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        return _Operation(title, patience_s, self._world.clock.now(), future)
-
-    def _add(
-        self,
-        operation: _Operation,
-        lane: Lane,
-        schedule: Schedule,
-        array: Array,
-        dtype: str,
-        sub_chunk_numel: int,
-        codec: Codec | None = None,
-        residual: Residual | None = None,
-    ) -> None:
-        def done() -> None:
-            operation.flows_left -= 1
-            if not operation.flows_left:
-                self._complete(stream, operation)
-
-        stream = self._stream
-        flow = Flow(schedule, array, dtype, stream, sub_chunk_numel, done, codec, residual)
-        operation.flows.append((lane, flow))
-
-    def _start(self, operation: _Operation) -> asyncio.Future[None]:
-        operation.flows_left = len(operation.flows)
-        if not operation.flows:
-            self._complete(0, operation)
-            return operation.future
-        self._operations[self._stream] = operation
-        operation.future.add_done_callback(self._abandoned)
-        if len(self._operations) == 1:
-            self._moved_at = operation.began_at
-        if self._patience is None or operation.began_at + operation.patience_s < self._judged_at:
-            self._await_progress(operation.patience_s)
-        for lane, flow in operation.flows:
-            lane.submit(flow)
-        return operation.future
-
-    def _complete(self, stream: int, operation: _Operation) -> None:
-        """All of the operation was received and flushed."""
-        if operation.finish is not None:
-            operation.finish()
-        self._operations.pop(stream, None)
-        if not operation.future.done():
-            operation.future.set_result(None)
-        if not self._operations and self._parted is not None:
-            self._bonds.give_up(self._parted, ConnectionLost("it left the ring"))
-
-    def _abandoned(self, future: asyncio.Future[None]) -> None:
-        """Whoever waited for an operation does so no more: memory is posted and borrowed, so the session must end."""
-        if future.cancelled():
-            self._bonds.give_up(None, ConnectionLost("an operation was abandoned by this member"))
-
-    def _moved(self, flow: Flow | None) -> None:
-        """A sub-chunk of ``flow`` arrived, or, where that is None, the kernel took what was sent."""
-        self._moved_at = now = self._world.clock.now()
-        if flow is None:
-            return
-        self.progress += 1
-        operation = self._operations.get(flow.stream)
-        if operation is not None and operation.first_received_at is None:
-            operation.first_received_at = now
-            self._waited_s += now - max(operation.began_at, self._received_at)
-        self._received_at = now
-
-    def _lane_failed(self, connection: Connection, error: P2PTrainError) -> None:
-        self._bonds.lost(self._bonds.whose(connection), connection, error)
-
-    def _await_progress(self, in_s: float) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-        self._judged_at = self._world.clock.now() + in_s
-        self._patience = asyncio.get_running_loop().call_later(in_s, self._judge_progress)
-
-    def _judge_progress(self) -> None:
-        """Break where nothing moved for as long as the oldest operation may stand still.
-
-        The timer outlives operations: to set and cancel one for each would cost a small operation a tenth of its time.
-        """
-        if not self._operations:
-            self._patience = None
-            return
-        title, patience_s = next((item.title, item.patience_s) for item in self._operations.values())
-        still_s = self._world.clock.now() - self._moved_at
-        if still_s < patience_s:
-            self._await_progress(patience_s - still_s)
-            return
-        starving = any(lane.expects for lane in self._lanes)
-        what = f"sent no part of the {title}" if starving else f"took no part of the {title}"
-        remedy = "it may be stuck or very slow: look at its log"
-        silence = DeadlineExceeded(f"{what} for {patience_s:g} s", remedy=remedy)
-        self._bonds.give_up(self._bonds.left if starving else self._bonds.right, silence)
-
-    def _judge_pace(self, left: Neighbour) -> None:
-        """Break where the left neighbour beats, waits for nobody, and gets nowhere while this member waits for it."""
-        operation = next(iter(self._operations.values()), None)
-        if operation is None or left.pace is None or not any(lane.expects for lane in self._lanes):
-            return
-        now = self._world.clock.now()
-        stuck_at = left.pace.stuck_at(operation.patience_s, max(operation.began_at, self._moved_at))
-        if stuck_at is not None and now >= stuck_at:
-            what = (
-                f"it beats, but has got nowhere since the {operation.title} wanted it {now - self._moved_at:.0f} s ago"
-            )
-            remedy = "it is stuck, not slow: look at its log, restart it"
-            self._bonds.give_up(left, DeadlineExceeded(what, remedy=remedy))
+        return self._operations.begin(title, patience_s)
 
     # -------------------------------------------------------------------------------------------------------- breaking
 
     def _status(self) -> tuple[int, int, str]:
-        titles = (operation.title for operation in self._operations.values())
-        return self.progress, self.view.step, next(titles, AT_WORK)
+        return self.progress, self.view.step, self._operations.title or AT_WORK
 
     def _ended(self, neighbour: Neighbour, connection: Connection, error: P2PTrainError) -> None:
         """A connection is gone. That breaks the session, unless the operations under way can still end well without
@@ -508,25 +377,17 @@ class RingSession:
         """
         if not neighbour.leaving:
             self._bonds.lost(neighbour, connection, error)
-            return
-        lanes = [lane for lane, bulk in zip(self._lanes, neighbour.bulks, strict=True) if bulk is connection]
-        starving = neighbour is self._bonds.left and any(lane.expects for lane in lanes)
-        if not self._operations or starving:
-            self._bonds.give_up(neighbour, ConnectionLost("it left the ring"))
-        elif self._parted is None:
-            self._parted = neighbour
+        elif not self._operations.ends_without(neighbour, connection):
+            self._give_up(neighbour, ConnectionLost("it left the ring"))
+
+    def _lost(self, connection: Connection, error: P2PTrainError) -> None:
+        self._bonds.lost(self._bonds.whose(connection), connection, error)
+
+    def _give_up(self, neighbour: Neighbour | None, error: P2PTrainError) -> None:
+        self._bonds.give_up(neighbour, error)
 
     def _settle(self) -> None:
-        """The end has come: nothing of an operation is touched any more."""
-        for lane in self._lanes:
-            lane.stop()
-        if self._patience is not None:
-            self._patience.cancel()
-        operations, self._operations = self._operations, {}
-        for operation in operations.values():
-            if not operation.future.done():
-                operation.future.set_exception(self._bonds.failure())
-                operation.future.exception()  # it may be that nobody waits any more; ``broken`` tells, too
+        self._operations.settle(self._bonds.failure)
 
 
 def _check_buffer(buffer: Array, storage: np.dtype[Any]) -> None:

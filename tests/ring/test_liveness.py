@@ -233,7 +233,7 @@ async def test_beats_say_how_far_this_member_is():
 @virtual
 async def test_members_that_have_lost_count_of_the_operations_do_not_mix_them():
     async with local_ring(2, MemoryNetwork()) as members:
-        members[0].session._stream += 1
+        members[0].session._operations._stream += 1
         ends = await asyncio.gather(
             *(member.session.all_gather(b"12", patience_s=30) for member in members), return_exceptions=True
         )

@@ -103,7 +103,13 @@ def held(members: list[LocalMember]) -> Held:
 
 def parts_of(session: RingSession) -> list[object]:
     connections = [connection for neighbour in session.neighbours for connection in neighbour.connections]
-    return [session, *session._lanes, *connections, *(connection._decoder for connection in connections)]
+    return [
+        session,
+        session._operations,
+        *session._operations.lanes,
+        *connections,
+        *(connection._decoder for connection in connections),
+    ]
 
 
 def lengths_of(part: object) -> list[int]:
