@@ -21,7 +21,7 @@ FAR_OFF = 4.0
 """Times what was expected: no pass counts as more, for one that stood still says nothing of the next."""
 PRIOR_SLOPE, SLOPE_WEIGHT = 0.1, 1.0
 """Share of a pass that each draft makes it longer, until that was measured; it counts as a pass with one draft."""
-LINE_WEIGHT = 2.0
+LINE_WEIGHT = 4.0
 """Passes that the line counts as, beside those that had as many drafts."""
 SHORTEST_S = 1e-6
 

@@ -9,24 +9,21 @@ positions; what a step takes from one result to the next also for whether other 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
-from statistics import fmean, median, pstdev
+from collections import OrderedDict
 
-from roles.speculation.estimates import Acceptance, Pace, PassTimes
+from roles.speculation.estimates import FAR_OFF, Acceptance, Pace, PassTimes
 
 SHORTEST = 512
 """Positions up to which there is no difference."""
 MOST_DRAFTERS = 64
-LOOK_PASSES, MOST_LOOK_PASSES = 3, 12
-"""Steps alone that are measured at a time, at least and at most: more where they differ so that few say little."""
-RECENT_TOKENS = 256
-"""Steps that were measured so many tokens before the last one are of another moment: the load of a machine changes."""
-ALIKE = 0.05
-"""Spread of steps of which few say enough."""
-ENOUGH_STEPS = 8
-"""Of others."""
-FAR_OFF = 4.0
-"""Times the median: no step counts as more, for one that stood still says nothing of the next."""
+MEMORY_TOKENS = 256
+"""Steps that were measured so many tokens before count for less, as do shares: the load of a machine changes."""
+MOST_STEPS = 24.0
+"""That a mean is of, about."""
+LEAST_SPREAD = 0.05
+"""Of steps: three may look alike by chance."""
+FRESH_TOKENS, FRESH_STEPS = 64, 8.0
+"""Tokens since a step alone was measured, and such steps, with which it need not be measured anew."""
 LOOK_WITHIN = 64
 """Tokens of all texts together: a look that takes longer is of one who does not go on, and holds up nobody."""
 MOST_DEBT = 1024.0
@@ -40,35 +37,33 @@ class Alone:
     """Steps alone of one place.
 
     Attributes:
-        seconds: their mean, as what tokens take with drafters is a mean. usual_s: their median. spread: their standard
-            deviation, of the mean. count: of those that these stand on.
+        seconds: their mean, old ones fading.
         written: tokens that there were when the last of them was measured.
     """
 
     def __init__(self, seconds: float = 0.0) -> None:
-        self._steps: deque[tuple[float, int]] = deque(maxlen=MOST_LOOK_PASSES)
-        self.seconds = self.usual_s = seconds
-        self.spread = 0.0
-        self.count = self.written = 0
+        self.seconds = seconds
+        self.written = 0
+        self._weight = self._variance = 0.0
 
     def add(self, seconds: float, written: int) -> None:
         """One more."""
-        self._steps.append((seconds, written))
-        while written - self._steps[0][1] > RECENT_TOKENS:
-            self._steps.popleft()
-        self.usual_s = median(step_s for step_s, _ in self._steps)
-        steps = [min(step_s, FAR_OFF * self.usual_s) for step_s, _ in self._steps]
-        self.seconds, self.count, self.written = fmean(steps), len(steps), written
-        self.spread = pstdev(steps) / self.seconds if self.seconds else 0.0
+        weight = min(self.steps(written), MOST_STEPS)
+        if weight >= 1:  # one that stood still says nothing of the next
+            seconds = min(seconds, FAR_OFF * self.seconds)
+        part = 1 / (weight + 1)
+        off_s = seconds - self.seconds
+        self.seconds += part * off_s
+        self._variance = (1 - part) * (self._variance + part * off_s * off_s)
+        self._weight, self.written = weight + 1, written
 
-    @property
-    def enough(self) -> bool:
-        """Whether the spread is known, too: three steps may look alike by chance."""
-        return (self.count >= LOOK_PASSES and self.spread <= ALIKE) or self.count >= ENOUGH_STEPS
+    def steps(self, written: int) -> float:
+        """That the mean is of, when so many tokens are written."""
+        return self._weight * math.exp((self.written - written) / MEMORY_TOKENS)
 
-    def doubt(self, passes: float) -> float:
-        """Standard error of what is told of so many passes by these steps, if those differ as much; a share."""
-        return self.spread * math.sqrt(1 / self.count + 1 / max(passes, 1.0)) if self.count else 0.0
+    def doubt(self, written: int) -> float:
+        """Standard error of the mean, of it."""
+        return max(LEAST_SPREAD, math.sqrt(self._variance) / self.seconds) / math.sqrt(self.steps(written))
 
 
 class Known:
@@ -87,12 +82,15 @@ class Experience:
 
     Attributes:
         sessions: that write now.
+        share: what a token took with drafters in the texts so far, of a step alone; 1 before there were any.
         debt: tokens that are to be written before drafters are tried again that may slow the verifier down.
     """
 
     def __init__(self, step_s: float = 0.0) -> None:
         self.sessions = 0
+        self.share = 1.0
         self.debt = 0.0
+        self._shared = 0.0  # tokens that the share is of
         self._written = 0
         self._first = Alone(step_s)
         self._alone: dict[Place, Alone] = {}
@@ -120,10 +118,25 @@ class Experience:
         """Of a step alone; as of ``alone``."""
         return self.alone(place).seconds
 
-    def measured(self, place: Place, *, within: float = float("inf")) -> bool:
-        """Whether that was measured there, since so many tokens were written."""
+    def doubt(self, place: Place | None) -> float:
+        """Its standard error, of it; infinite where none was measured there."""
+        alone = self._alone.get(place) if place else None
+        return alone.doubt(self._written) if alone else math.inf
+
+    def fresh(self, place: Place) -> bool:
+        """Whether it was measured there a moment ago, and well."""
         alone = self._alone.get(place)
-        return alone is not None and self._written - alone.written <= within
+        return (
+            alone is not None
+            and self._written - alone.written <= FRESH_TOKENS
+            and alone.steps(self._written) >= FRESH_STEPS
+        )
+
+    def learn(self, tokens: float, steps: float) -> None:
+        """With drafters so many tokens took as long as so many steps alone."""
+        kept = self._shared * math.exp(-tokens / MEMORY_TOKENS)
+        self._shared = kept + tokens
+        self.share += (steps - self.share * tokens) / self._shared
 
     def passed(self, place: Place, tokens: int, seconds: float, began_at: float, *, resting: bool) -> bool:
         """A pass of one that has drafters gave tokens. ``resting``: its drafters rest, and it had no drafts.

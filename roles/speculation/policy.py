@@ -25,7 +25,7 @@ MOST_LOSS = 0.03
 """Of the time that plain decoding takes: may be lost, in all."""
 FIRST_LOSS = 0.8
 """In steps of plain decoding: so much more, or nothing could ever be tried."""
-MOST_BANKED = 2.0
+MOST_BANKED = 6.0
 """In steps of plain decoding: a gain of before that may be lost again."""
 MOST_DRAFTS = 64
 """In a pass."""

@@ -418,9 +418,7 @@ class Verifying:
         self._guard.passed(self._waited_s + (usual_s if drafts or several else step_s), tokens, step_s)
         if self._drafters or self._trial.resting:
             place = experience.place(len(self._text))
-            alone_s = experience.alone(place).usual_s
-            slowed = step_s / alone_s if alone_s else 1.0
-            self._trial.passed(place, tokens, seconds, now - took_s, drafts=drafts, slowed=slowed)
+            self._trial.passed(place, tokens, seconds, now - took_s, drafts=drafts)
 
     def _grow(self, picks: Sequence[int]) -> tuple[int, ...]:
         """Take picks into the text, up to its end."""
