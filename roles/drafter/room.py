@@ -38,8 +38,10 @@ def room_for(positions: int, *, position_bytes: int, row_bytes: int, left_bytes:
     """
     cache_bytes, ahead, least = positions * position_bytes, MAX_DEPTH, 0
     if row_bytes:
-        free_bytes = min(ROWS_BYTES, left_bytes - cache_bytes) if limit_bytes else ROWS_BYTES
-        ahead, least = most_ahead(free_bytes // row_bytes), LEAST_AHEAD
+        free_bytes, least = left_bytes - cache_bytes if limit_bytes else 2 * ROWS_BYTES, LEAST_AHEAD
+        ahead = most_ahead(min(ROWS_BYTES, free_bytes // 2) // row_bytes)  # others may come
+        if ahead < least:
+            ahead = min(least, most_ahead(free_bytes // row_bytes))
     if limit_bytes and (ahead < least or cache_bytes > left_bytes):
         drafts = f" and {least} drafts with all of their probabilities" if least else ""
         need_mib, left_mib, limit_mib = (

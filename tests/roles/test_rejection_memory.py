@@ -59,7 +59,7 @@ async def _drafted(verifier: Verifier) -> int:
         return tokens
 
 
-@pytest.mark.parametrize(("count", "ahead"), [(10, 4), (15, 6), (100, 8)])
+@pytest.mark.parametrize(("count", "ahead"), [(10, 4), (19, 4), (30, 6), (100, 8)])
 def test_a_drafter_with_little_memory_drafts_less_far_ahead(count: int, ahead: int) -> None:
     async def main() -> None:
         network = MemoryNetwork()
