@@ -7,7 +7,7 @@ says so once and looks again, until there are enough of them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 LOOK_S = 1.0
 """Between two looks at which workers are there."""
+OnWait = Callable[[], Awaitable[None]]
 _MORE_MEMORY = "start more of them, or some with more memory: p2ptrain join; or take fewer --sessions"
 AGAIN_LOOKS = 15
 """The same workers are asked again after so many: they may have memory now, or be reached."""
@@ -40,9 +41,18 @@ AGAIN_LOOKS = 15
 
 @asynccontextmanager
 async def split_target(
-    member: ServingMember, around: Around, wish: ServeWish, text: ModelText, sessions: int, console: Console
+    member: ServingMember,
+    around: Around,
+    wish: ServeWish,
+    text: ModelText,
+    sessions: int,
+    console: Console,
+    on_wait: OnWait,
 ) -> AsyncIterator[Target]:
     """The model on workers of the cluster, as soon as there are enough of them.
+
+    Args:
+        on_wait: called once, when they are waited for.
 
     Raises:
         UserError: it has fewer layers than ``wish.split``.
@@ -58,7 +68,8 @@ async def split_target(
         text_ = f"a chain of {wish.split} stages was asked for, and the model has {found.sizes.layers} layers"
         raise UserError(text_, remedy=f"give --split {found.sizes.layers} at most, or no number to have the best one")
     positions = sessions * min(text.context or TYPICAL_POSITIONS, TYPICAL_POSITIONS)
-    chain = await Mustering(member, around, console).chain(model, found, positions=positions, stages=wish.split or None)
+    mustering = Mustering(member, around, console, on_wait)
+    chain = await mustering.chain(model, found, positions=positions, stages=wish.split or None)
     try:
         target = ChainTarget(chain, label=wish.model.name, context=text.context)
         recruiting = Background()
@@ -75,8 +86,8 @@ async def split_target(
 class Mustering:
     """Workers for a chain, waited for."""
 
-    def __init__(self, member: ServingMember, around: Around, console: Console) -> None:
-        self._member, self._around, self._console = member, around, console
+    def __init__(self, member: ServingMember, around: Around, console: Console, on_wait: OnWait) -> None:
+        self._member, self._around, self._console, self._on_wait = member, around, console, on_wait
         self._said = ""
 
     async def chain(self, model: Model, found: Anatomy, *, positions: int, stages: int | None) -> Chain:
@@ -90,6 +101,8 @@ class Mustering:
             try:
                 return await self._loaded(workers, model, found, positions=positions, stages=stages)
             except _TooFew as lack:
+                if not self._said:
+                    await self._on_wait()
                 self._say(lack.problem)
             await self._others_than(workers)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,11 +76,13 @@ async def serve(member: ServingMember, wish: ServeWish, console: Console) -> Non
         )
         name, sessions = model_name(directory), wish.sessions or USUAL_SESSIONS
         opened = _whole(member, wish, directory, compute, sessions, console)
-        if wish.split is not None:
-            from p2ptrain.cli.serve_split import split_target
+        async with AsyncExitStack() as waiting:
+            if wish.split is not None:
+                from p2ptrain.cli.serve_split import split_target
 
-            opened = split_target(member, around, wish, texts.text, sessions, console)
-        target = await stack.enter_async_context(opened)
+                on_wait = partial(_told_to_wait, waiting, place)
+                opened = split_target(member, around, wish, texts.text, sessions, console, on_wait)
+            target = await stack.enter_async_context(opened)
         drafters = Drafters(around, Tokens(target.vocab_size, texts.digest), look_up=wish.look_up)
         stack.push_async_callback(drafters.close)
         service = VerifierService(
@@ -183,6 +186,14 @@ async def _place(stack: AsyncExitStack, member: ServingMember, wish: ServeWish) 
     place = await place_at(*wish.http, key)
     stack.callback(place.close)
     return place
+
+
+async def _told_to_wait(waiting: AsyncExitStack, place: Place | None) -> None:
+    """Programs hear at once that the model may be long in coming; a model that is being loaded is waited for."""
+    if place is not None:
+        from roles.verifier.http import not_yet_at
+
+        await waiting.enter_async_context(not_yet_at(place))
 
 
 async def _http(stack: AsyncExitStack, member: ServingMember, place: Place | None, service: VerifierService) -> str:

@@ -52,6 +52,12 @@ UNACKNOWLEDGED_S = 60.0
 """After which the kernel gives a machine up that answers no more."""
 
 KEY_CHARS = range(16, 513)
+_NOT_YET = Problem(
+    503,
+    "this verifier waits for workers that hold its model: ask again later; its terminal says what it lacks",
+    code="model_unreachable",
+    headers={"retry-after": str(RETRY_AFTER_S)},
+)
 _MAKE_KEY = "make one: python3 -c 'import secrets; print(secrets.token_urlsafe(32))' > FILE; chmod 600 FILE"
 
 
@@ -112,8 +118,29 @@ async def check_place(host: str, port: int, key_file: Path | None) -> None:
 @asynccontextmanager
 async def serving_at(service: TextService, place: Place, *, world: World) -> AsyncIterator[None]:
     """Answer at ``place`` while the body runs, and close it. As ``serving_http``."""
-    sock, local = place.sock, is_loopback(place.address[0])
+    local = is_loopback(place.address[0])
     app = HttpApp(service, key=place.key, local=local, clock=world.clock, random=world.random)
+    try:
+        async with _answering(app, place.sock, app.stop):
+            yield
+    finally:
+        await app.settle(timeout_s=STOP_S)
+
+
+@asynccontextmanager
+async def not_yet_at(place: Place) -> AsyncIterator[None]:
+    """Tell whoever asks at ``place`` that the model is waited for, while the body runs. The place stays."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await _NOT_YET.response()(scope, receive, send)
+
+    async with _answering(app, place.sock.dup(), lambda: None):
+        yield
+
+
+@asynccontextmanager
+async def _answering(app: ASGIApp, sock: socket.socket, stop: Callable[[], None]) -> AsyncIterator[None]:
+    """``app`` answers at ``sock`` while the body runs; then ``stop`` is called, connections end, and it is closed."""
     config = Config(
         _timed(app),
         http=_Connection,
@@ -140,11 +167,10 @@ async def serving_at(service: TextService, place: Place, *, world: World) -> Asy
     try:
         yield
     finally:
-        app.stop()
+        stop()
         await server.shutdown(sockets=[sock])
         for connection in list(server.server_state.connections):
             connection.transport.abort()  # of clients that do not read how it ended
-        await app.settle(timeout_s=STOP_S)
 
 
 def read_key(path: Path, warn: Callable[[str], None]) -> str:

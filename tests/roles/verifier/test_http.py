@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import openai
 import pytest
 
 from p2ptrain.core.errors import NetworkError, Refused, ResourceError, TooLong, UserError
+from p2ptrain.core.world import real_world
 from roles.verifier.asking import Said, Wish
+from roles.verifier.http import not_yet_at, place_at, serving_at
+from wire.memory import MemoryNetwork
 
-from .conftest import PATIENCE_S, Endpoint
-from .scripted import MODEL, ScriptedWriting
+from .conftest import PATIENCE_S, Endpoint, request
+from .scripted import MODEL, ScriptedService, ScriptedWriting
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -253,3 +257,21 @@ async def test_many_streams_at_once(endpoint: Endpoint) -> None:
     async with asyncio.timeout(PATIENCE_S):
         *texts, _ = await asyncio.gather(*map(read, range(many)), let_go())
     assert texts == [f"{number} and {number}" for number in range(many)]
+
+
+async def test_a_model_that_is_waited_for_is_told_of_until_it_is_there() -> None:
+    place = await place_at("127.0.0.1", 0)
+    host, port = place.address
+    service, world = ScriptedService(), real_world(MemoryNetwork())
+    asker = Endpoint(service, host, port, None, [])  # type: ignore[arg-type]
+    async with not_yet_at(place):
+        for status, headers, body in (
+            await asker.post("/v1/completions", b"{}"),
+            await asker.raw(request("GET", "/v1/models")),
+        ):
+            assert (status, headers["retry-after"]) == (503, "2")
+            error = json.loads(body)["error"]
+            assert (error["type"], error["code"]) == ("server_error", "model_unreachable")
+            assert "waits for workers" in error["message"]
+    async with serving_at(service, place, world=world):
+        assert (await asker.raw(request("GET", "/health")))[0] == 200
