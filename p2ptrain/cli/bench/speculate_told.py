@@ -230,7 +230,8 @@ def _notes(plan: Plan, results: Sequence[Result], depths: Sequence[Result], kill
     if shares := [row["auto_share"] for row in depths if row["auto_share"] is not None]:
         notes.append(
             f"auto takes {times(min(shares))} to {times(max(shares))} of the time of the best fixed depth, which is "
-            "another one from setting to setting, and which nobody knows beforehand"
+            "another one from setting to setting, and which nobody knows beforehand; some per cent are chance: more "
+            "--texts, less of it"
         )
     if kills:
         held = sum(kill.held for kill in kills)
