@@ -159,7 +159,7 @@ class Talk:
         if answer.tokens and not answer.text and answer.ended != "cancelled":
             said += ", nothing but white space: the question is forgotten"
         if answer.ended == "cancelled":
-            said += "; cancelled. Ctrl+C again leaves" if answer.text else "; cancelled, the question is forgotten"
+            said = f"{said}; cancelled. Ctrl+C again leaves" if answer.text else "cancelled, the question is forgotten"
         elif answer.ended == "length":
             said += "; cut off, the context is full" if full else "; cut off, --tokens N allows more"
         self._say(said)

@@ -122,7 +122,7 @@ def test_a_cancelled_answer_keeps_the_conversation_and_a_second_ctrl_c_leaves(ch
 
 def test_an_answer_cancelled_before_it_began_is_no_turn(chat: Callable[..., Any]) -> None:
     outcome, source = chat(["a", "b"], [CTRL_C, "fine"])
-    assert "the question is forgotten" in outcome.err
+    assert "(cancelled, the question is forgotten)" in outcome.err
     assert source.prompts[-1] == "User: b\nAssistant:"
 
 
