@@ -30,6 +30,8 @@ if any member applied step s, every member had sent its token for s, hence holds
 
 The core is strategy-agnostic: what "compute" and "reduce" do is the strategy's affair; it gets back a digest and
 squared norms.
+
+It is longer than a module should be, for it is one machine: each rule is kept by several activities together.
 """
 
 from __future__ import annotations

@@ -28,6 +28,8 @@ A stage whose own work failed is closed and opened again at the same peer; a sec
 it is replaced. A stage that cannot reach the next one costs the next one its place, and a second time itself. Too many
 setbacks without an answer end the session. All stages alive and yet no answer in time: the attempt is raised, which
 costs a hung stage its place, for it does not answer that; after ``MOST_STALLS`` in a row the session ends.
+
+It is longer than a module should be, for there is no script to take out of it: every event ends in the same comparison.
 """
 
 from __future__ import annotations
