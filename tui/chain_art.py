@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 from rich.cells import cell_len
 
+from p2ptrain.core.units import layers_text
 from tui import format as fmt
 from tui.chains import Chain, Gap
 from tui.format import Look, Span, fit
@@ -56,15 +57,15 @@ def _title(chain: Chain, width: int) -> Row:
     name = f"{chain.name} #{chain.number + 1}" if chain.number else chain.name
     found = [Span(fit(name, width), "strong")]
     if chain.missing:
-        found.append(Span(f"  {GONE.symbol} {chain.missing} of {_plural(chain.layers, 'layer')} missing", GONE.role))
+        found.append(Span(f"  {GONE.symbol} {chain.missing} of {fmt.plural(chain.layers, 'layer')} missing", GONE.role))
     kind = " · ".join(sorted({part.dtype for part in parts} - {""}))
     pace = f" · {fmt.count(chain.tokens_per_s)} tok/s"
-    use = "in training" if chain.trains else _plural(chain.sessions, "session")
-    found += [Span(f"  {_plural(chain.layers, 'layer')} · {use}", "dim")]
+    use = "in training" if chain.trains else fmt.plural(chain.sessions, "session")
+    found += [Span(f"  {fmt.plural(chain.layers, 'layer')} · {use}", "dim")]
     found += [Span(pace, "accent" if chain.tokens_per_s else "dim")]
     if chain.bubble is not None:
         found.append(Span(f" · bubble {fmt.percent(chain.bubble)}", "dim"))
-    found += [Span(f" · {word}", "dim") for word in (kind, _plural(len(parts), "stage")) if word]
+    found += [Span(f" · {word}", "dim") for word in (kind, fmt.plural(len(parts), "stage")) if word]
     return _as_fits(found, width)
 
 
@@ -118,7 +119,7 @@ def _draw_stage(canvas: Canvas, x: int, y: int, box: int, part: PartInfo, look: 
     slowest = chain.slowest is part
     role = SLOWEST.role if slowest else look.role
     canvas.box(x, y, box, BOX_HEIGHT, role)
-    title = f" {fmt.layers(part.start, part.stop)} {look.symbol} "
+    title = f" {layers_text(part.start, part.stop)} {look.symbol} "
     canvas.put(x + 1, y, title, role)
     if slowest:
         mark = next(
@@ -139,7 +140,7 @@ def _stage_lines(part: PartInfo, chain: Chain, inner: int) -> list[Row]:
     longest = chain.slowest.compute_ms if chain.slowest else part.compute_ms
     role = SLOWEST.role if chain.slowest is part else "calm"
     pace = f"{fmt.count(part.tokens_per_s)} tok/s"
-    told = [f"{_plural(part.sessions, 'session')} · {pace}", f"{part.sessions} ses · {pace}", pace]
+    told = [f"{fmt.plural(part.sessions, 'session')} · {pace}", f"{part.sessions} ses · {pace}", pace]
     if chain.trains:
         told = [f"training · {pace}", pace]
     return [
@@ -191,7 +192,7 @@ def _draw_gap(canvas: Canvas, x: int, y: int, box: int, gap: Gap) -> None:
     canvas.dashed = True
     canvas.box(x, y, box, BOX_HEIGHT, GONE.role)
     canvas.dashed = False
-    canvas.put(x + 1, y, f" {fmt.layers(gap.start, gap.stop)} {GONE.symbol} ", GONE.role)
+    canvas.put(x + 1, y, f" {layers_text(gap.start, gap.stop)} {GONE.symbol} ", GONE.role)
     for row, text in enumerate(_why(gap)):
         canvas.put(x + 2, y + 2 + row, fit(text, box - 4), GONE.role)
 
@@ -226,10 +227,10 @@ def _put_below(canvas: Canvas, x: int, y: int, box: int, part: PartInfo) -> None
 def _lines(chain: Chain, look_of: LookOf, width: int) -> list[Row]:
     """A header line, and a line per stage with as many columns as fit."""
     parts = chain.parts
-    ranges = max([cell_len(fmt.layers(stage.start, stage.stop)) for stage in chain.stages], default=1)
+    ranges = max([cell_len(layers_text(stage.start, stage.stop)) for stage in chain.stages], default=1)
     names = min(18, max([cell_len(part.peer_name or part.peer) for part in parts], default=4))
     columns: list[tuple[str, int, Callable[[PartInfo], Row]]] = [
-        ("layers", max(6, ranges), lambda part: [Span(fmt.layers(part.start, part.stop), "strong")]),
+        ("layers", max(6, ranges), lambda part: [Span(layers_text(part.start, part.stop), "strong")]),
         ("", 1, lambda part: [Span(SLOWEST.symbol if part is chain.slowest else " ", SLOWEST.role)]),
         ("held by", 2 + max(5, names), lambda part: _name(part, look_of(part.peer), max(5, names))),
         ("a work", 8, lambda part: [Span(f"{_work(part):>8}", SLOWEST.role if part is chain.slowest else "")]),
@@ -257,7 +258,7 @@ def _lines(chain: Chain, look_of: LookOf, width: int) -> list[Row]:
     rows = [_joined([[Span(fit(label, cells), "dim")] for label, cells, _ in shown], [cells for _, cells, _ in shown])]
     for stage in chain.stages:
         if isinstance(stage, Gap):
-            text = f"{fmt.layers(stage.start, stage.stop):<{max(6, ranges)}} {GONE.symbol} {' '.join(_why(stage))}"
+            text = f"{layers_text(stage.start, stage.stop):<{max(6, ranges)}} {GONE.symbol} {' '.join(_why(stage))}"
             rows.append([Span(fit(text, width), GONE.role)])
         else:
             rows.append(_joined([draw(stage) for _, _, draw in shown], [cells for _, cells, _ in shown]))
@@ -286,13 +287,9 @@ def _beside(chain: Chain, look_of: LookOf, width: int) -> Row:
     room = width - 8
     for index, part in enumerate(chain.beside):
         look = look_of(part.peer)
-        text = f"{fit(part.peer_name or part.peer, 18)} {fmt.layers(part.start, part.stop)}  "
+        text = f"{fit(part.peer_name or part.peer, 18)} {layers_text(part.start, part.stop)}  "
         if cell_len(text) + 2 > room - 6:  # room to say how many more there are
             return [*row, Span(fit(f"+{len(chain.beside) - index}", max(0, room)), "dim")]
         row += [Span(f"{look.symbol} ", look.role), Span(text)]
         room -= cell_len(text) + 2
     return row
-
-
-def _plural(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"

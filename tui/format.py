@@ -105,6 +105,11 @@ def count(value: float | None) -> str:
     return _scaled(value, ("", "k", "M", "G", "T"), 1000.0)
 
 
+def plural(number: int, what: str) -> str:
+    """``1 layer``, ``2 layers``."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def size(value: float | None) -> str:
     """``1.50 GiB``. Binary units, as memory is sold."""
     return _scaled(value, (" B", " KiB", " MiB", " GiB", " TiB"), 1024.0)
@@ -240,11 +245,6 @@ def split_bar(parts: Split, width: int) -> list[Span]:
     cells = _largest_remainder(values, width)
     looks = (("█", "compute"), ("▓", "communicate"), ("░", "wait"))
     return [Span(texture * count_, role) for (texture, role), count_ in zip(looks, cells, strict=True) if count_]
-
-
-def layers(start: int, stop: int) -> str:
-    """``0–11`` for the layers [0, 12), ``3`` for the layers [3, 4)."""
-    return f"{start}–{stop - 1}" if stop - start > 1 else str(start)
 
 
 def stacked_bar(parts: Sequence[tuple[Look, float]], whole: float, width: int) -> list[Span]:

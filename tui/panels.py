@@ -84,13 +84,13 @@ class HeaderBar(Widget):
         spans.append(Span(f" {fmt.fit(cluster.name, 24)}", "strong"))
         spans.append(Span(f"  {cluster.address or frame.address}", "dim"))
         spans.append(
-            Span(f"  {_plural(len(frame.store.peers), 'peer')} · {_plural(len(frame.store.jobs), 'job')}", "dim")
+            Span(f"  {fmt.plural(len(frame.store.peers), 'peer')} · {fmt.plural(len(frame.store.jobs), 'job')}", "dim")
         )
         spans.append(Span(f"  up {fmt.duration(frame.wall - cluster.started_at)}", "dim"))
         if models := len({part.model for part in frame.store.parts.values()}):
-            spans.append(Span(f"  {_plural(models, 'model')} split", "dim"))
+            spans.append(Span(f"  {fmt.plural(models, 'model')} split", "dim"))
         if models := models_of(frame.store.serving.values()):
-            spans.append(Span(f"  {_plural(models, 'model')} served", "dim"))
+            spans.append(Span(f"  {fmt.plural(models, 'model')} served", "dim"))
         return spans
 
     def _right(self, frame: Frame) -> list[Span]:
@@ -115,10 +115,6 @@ def set_title(widget: Widget, title: str) -> None:
     """Set the border's title where it changed: setting it redraws the widget. Names are shown, not read as markup."""
     if widget.border_title != (escaped := escape(title)):
         widget.border_title = escaped
-
-
-def _plural(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 class RingPanel(Widget, can_focus=True):
@@ -219,14 +215,15 @@ def what_next(frame: Frame) -> list[list[Span]]:
         ]
     workers = sum(map(_trains, store.peers.values()))
     if frame.job is None and not workers:
+        writing = fmt.plural(len(store.peers), "peer")
         return [
             [Span("nobody here trains", "strong")],
             [],
-            [Span(f"{_plural(len(store.peers), 'peer')} write text: 6 shows them. On each machine that should train:")],
+            [Span(f"{writing} write text: 6 shows them. On each machine that should train:")],
             [Span(f"  p2ptrain join {seed_address(frame)}", "accent")],
         ]
     if frame.job is None:
-        many = _plural(workers, "worker")
+        many = fmt.plural(workers, "worker")
         return [
             [Span(f"{many} ready, no job yet", "strong")],
             [],

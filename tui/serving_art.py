@@ -56,7 +56,7 @@ def _title(verifier: Verifier, look_of: LookOf, width: int) -> Row:
     info, look = verifier.info, look_of(verifier.info.id)
     row = [Span(f"{look.symbol} ", look.role), Span(f"{fit(info.name, 24)}  ", "strong"), Span(fit(info.model, 40))]
     written = verifier.figure("tokens") or 0.0
-    told = ["idle" if verifier.idle else _plural(info.sessions, "text")]
+    told = ["idle" if verifier.idle else fmt.plural(info.sessions, "text")]
     if waiting := verifier.figure("waiting"):
         told.append(f"{fmt.count(waiting)} waiting")
     told += [f"{fmt.count(written)} tokens so far" if written else "nothing written yet"]
@@ -221,7 +221,3 @@ def _cut(row: Row, width: int) -> Row:
             kept.append(Span(text, span.role))
         width -= cell_len(text)
     return kept
-
-
-def _plural(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"

@@ -361,16 +361,17 @@ class ServingInfo(Record):
         """Raise ``ProtocolError`` where its place or its figures cannot be."""
         if not 0 < self.port < 65536:
             raise ProtocolError(f"a {self.role[:40]} at port {self.port}")
-        if not all(isinstance(name, str) and _is_figure(value) for name, value in self.stats.items()):
+        if not all(isinstance(name, str) and is_figure(value) for name, value in self.stats.items()):
             raise ProtocolError("something is served with a figure that is none")
         if min(self.vocab_size, self.context, self.sessions) < 0:
             raise ProtocolError("something is served whose sizes are less than nothing")
         for figures in (self.drafter_alpha, self.drafter_latency_ms, self.drafter_share):
-            if len(figures) not in (0, len(self.drafters)) or not all(map(_is_figure, figures)):
+            if len(figures) not in (0, len(self.drafters)) or not all(map(is_figure, figures)):
                 raise ProtocolError("drafters with figures that are none, or too many")
 
 
-def _is_figure(value: object) -> bool:
+def is_figure(value: object) -> bool:
+    """Whether it is a number that can be kept and shown; infinity and what is no number are not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_FIGURE
 
 

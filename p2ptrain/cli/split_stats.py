@@ -10,7 +10,7 @@ import typer
 
 from p2ptrain.cli.output import print_table
 from p2ptrain.core.activations import IDS, activation_bytes
-from p2ptrain.core.units import human_bytes
+from p2ptrain.core.units import human_bytes, layers_text
 from roles.chain.around import Token
 from roles.chain.client import Chain
 
@@ -109,11 +109,6 @@ def print_split_facts(facts: dict[str, Any]) -> None:
         )
     for mending in facts["mendings"]:
         typer.echo(f"{mending['lost']} was lost; the text went on {mending['seconds']:.2f} s later")
-
-
-def layers_text(start: int, stop: int) -> str:
-    """``4–7``: the layers of [start, stop)."""
-    return f"{start}–{stop - 1}" if stop - start > 1 else str(start)
 
 
 def _ms(value: float | None) -> str:

@@ -29,11 +29,6 @@ HOST = "127.0.0.1"
 TORCH_VERSION = torch.__version__
 
 
-def use_one_thread() -> None:
-    """For comparing networks: nothing in this process computes on more than one core."""
-    torch.set_num_threads(1)
-
-
 def why_no_gloo() -> str:
     """Why this torch has no Gloo; empty where it has."""
     if not dist.is_available():

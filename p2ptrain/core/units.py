@@ -1,4 +1,4 @@
-"""Sizes as people read them."""
+"""Sizes and ranges as people read them."""
 
 from __future__ import annotations
 
@@ -10,3 +10,8 @@ def human_bytes(size_bytes: float) -> str:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
         size_bytes /= 1024
     return f"{size_bytes:.1f} TiB"
+
+
+def layers_text(start: int, stop: int) -> str:
+    """``0–11`` for the layers [0, 12), ``3`` for the layers [3, 4)."""
+    return f"{start}–{stop - 1}" if stop - start > 1 else str(start)

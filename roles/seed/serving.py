@@ -5,7 +5,6 @@ It is kept in memory only, as long as a member's link lives: a member says it ag
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
 
@@ -15,7 +14,7 @@ from roles.seed.links import host_seen_from
 from roles.seed.peers import MAX_WHOLE, NAME_CHARS, Link, clipped
 from wire.handshake import PERMITTED
 from wire.messages import EventNotice, Hello
-from wire.records import MAX_FIGURE, ServingInfo
+from wire.records import ServingInfo, is_figure
 from wire.speculation_messages import MAX_DRAFTERS, DrafterAt, DraftersHere, Serving
 
 ASKED_BY_VERIFIERS = frozenset({"peers.list", "parts.list", "checkpoints.list", "serving.list"})
@@ -116,10 +115,6 @@ def _seen_from(host: str, info: ServingInfo) -> DrafterAt:
     )
 
 
-def _is_figure(value: float) -> bool:
-    return math.isfinite(value) and abs(value) <= MAX_FIGURE
-
-
 def _model(info: ServingInfo) -> tuple[str, int, str, str]:
     return info.model, info.vocab_size, info.tokenizer, info.weights
 
@@ -136,12 +131,12 @@ def serving_untrusted(link: Link, message: Serving) -> ServingInfo:
         raise ProtocolError("weights whose digest is none")
     if len(message.stats) > MAX_STATS or not all(map(_STAT.fullmatch, message.stats)):
         raise ProtocolError("figures with names that are none, or too many")
-    if not all(map(_is_figure, message.stats.values())):
+    if not all(map(is_figure, message.stats.values())):
         raise ProtocolError("a figure that cannot be")
     if len(message.drafters) > MAX_DRAFTERS or not all(map(is_id, message.drafters)):
         raise ProtocolError("drafters that are none, or too many")
     for figures in (message.drafter_alpha, message.drafter_latency_ms, message.drafter_share):
-        if len(figures) not in (0, len(message.drafters)) or not all(map(_is_figure, figures)):
+        if len(figures) not in (0, len(message.drafters)) or not all(map(is_figure, figures)):
             raise ProtocolError("drafters with figures that are none, or too many")
     return ServingInfo(
         id=link.id,

@@ -19,7 +19,7 @@ from p2ptrain.compute.stage import StageSpec
 from p2ptrain.compute.testing import tiny, tiny_trainer
 from p2ptrain.core.errors import ConfigError, StorageError
 from p2ptrain.core.tensor_files import INDEX_FILE
-from p2ptrain.core.weights_index import directory_index
+from p2ptrain.core.weights_index import weights_index
 
 from .pipelines import MODEL, Pipeline
 from .saving import save
@@ -61,7 +61,9 @@ def test_first_weights_are_those_of_the_whole_and_all_files_together_are_it(
     for name, tensor in loaded.state_dict().items():
         assert torch.equal(tensor, expected[name]), name
     assert (loaded.get_input_embeddings().weight is loaded.get_output_embeddings().weight) == spec.tie_embeddings
-    assert (tmp_path / INDEX_FILE).read_bytes() == directory_index(tmp_path)
+    files = {path.name: load_file(path) for path in tmp_path.glob("model-*.safetensors")}
+    sizes = {file: {name: tensor.nbytes for name, tensor in tensors.items()} for file, tensors in files.items()}
+    assert (tmp_path / INDEX_FILE).read_bytes() == weights_index(sizes)
     again = Pipeline(text_file, BOUNDS, model=ModelSpec(path=tmp_path))
     assert states(again.stages) == states(pipeline.stages)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from tui import format as fmt
+from p2ptrain.core.units import layers_text
 from tui.chain_art import draw_chain
 from tui.chains import Chain, Gap, chains_of
 from tui.format import Look, Span
@@ -96,7 +96,7 @@ def test_every_stage_is_drawn_and_the_slowest_is_marked_not_only_coloured(count:
     rows = draw_chain(chain(count), look_of, width)
     text = "\n".join(plain(rows))
     for index in range(count):
-        assert fmt.layers(2 * index, 2 * index + 2) in text
+        assert layers_text(2 * index, 2 * index + 2) in text
         assert f"peer{index}" in text or width < 24
     assert text.count("!") == 1
     (mark,) = [span for row in rows for span in row if "!" in span.text]
