@@ -23,7 +23,7 @@ from p2ptrain.core.errors import (
     Refused,
     UserError,
 )
-from p2ptrain.core.serving import DraftProbs, Sampling
+from p2ptrain.core.serving import DraftProbs
 from roles.chain.around import Around
 from roles.speculation.events import Drafted, Tell
 from roles.speculation.probs import weighed_untrusted
@@ -37,8 +37,9 @@ from roles.speculation.received import (
     refused_untrusted,
     step_untrusted,
 )
-from roles.verifier.drafter_record import DraftRecord, SeatRecord
+from roles.verifier.drafter_record import DraftRecord
 from roles.verifier.rows import Asked, Rows
+from roles.verifier.seat import Beginning, Seat
 from roles.verifier.standing import Standing
 from roles.worker.stage_links import DIAL_S, QUIET_S, Line
 from roles.worker.stage_requests import printable
@@ -85,71 +86,6 @@ class Tokens:
 
     vocab_size: int
     tokenizer: str
-
-
-@dataclass(frozen=True, slots=True)
-class Beginning:
-    """What a session begins with, as of ``roles.verifier.drafting_source.DrafterSource.open``."""
-
-    ids: tuple[int, ...]
-    prompt: int
-    positions: int
-    sampling: Sampling
-    depth: int
-
-
-@dataclass(eq=False)
-class Seat:
-    """One session's place at one drafter.
-
-    Attributes:
-        drafter: its number in the session. stream: the session's number on the connection.
-        on_ready: the ids of the beginning are taken in. on_lost: the last of what is told; not after ``leave``.
-        refused: the code, where the drafter refused it, or had to be left.
-        ready: the first has been told. over: the last has been, or needs not.
-        drafted: position behind the drafts that came last; 0 before the first.
-        bytes_in, bytes_out: of bodies. frames: that they came and went in.
-        asked: what it was asked about a draft, and has not said.
-    """
-
-    link: DrafterLink
-    drafter: int
-    beginning: Beginning
-    on_ready: Callable[[Seat], None]
-    on_drafted: Callable[[Seat, Drafted], None]
-    on_latency: Callable[[Seat], None]
-    on_lost: Callable[[Seat], None]
-    stream: int = 0
-    refused: str = ""
-    ready: bool = False
-    over: bool = False
-    drafted: int = 0
-    bytes_in: int = 0
-    bytes_out: int = 0
-    frames: int = 0
-    asked: Asked | None = None
-
-    def __post_init__(self) -> None:
-        self.record = SeatRecord(len(self.beginning.ids))
-        self.due_at = 0.0
-
-    def tell(self, tell: Tell) -> None:
-        """Give it a verdict. Never raises: that it is lost is told otherwise."""
-        if not self.over:
-            self.link.tell(self, tell)
-
-    async def probs(self, position: int, token: int, weight: float) -> DraftProbs | None:
-        """As of ``roles.verifier.drafting_source.Drafting``. One at a time."""
-        if self.over:
-            return None
-        assert self.asked is None
-        asked = self.asked = Asked(position, token, weight, asyncio.get_running_loop().create_future())
-        return await self.link.probs(self, asked)
-
-    def leave(self) -> None:
-        """The session needs it no more."""
-        if not self.over:
-            self.link.leave(self)
 
 
 class DrafterLink:
@@ -299,7 +235,7 @@ class DrafterLink:
         assert line is not None
         seat = Seat(self, drafter, beginning, on_ready, on_drafted, on_latency, on_lost)
         self._last_stream += 1
-        seat.stream, seat.due_at = self._last_stream, self._now() + READY_S
+        seat.stream, seat.opened_at = self._last_stream, self._now()
         self.seats[seat.stream] = seat
         line.silence_s = min(line.silence_s, self._silence_s)
         sampling = beginning.sampling
@@ -352,6 +288,7 @@ class DrafterLink:
 
     def leave(self, seat: Seat) -> None:
         """Its session needs it no more. Never raises."""
+        self.record.unready += not any(each.ready for each in self.seats.values())
         self._forget(seat)
         self._say(seat, DraftClose())
 
@@ -427,7 +364,7 @@ class DrafterLink:
             case DraftReady() if seat.ready:
                 raise ProtocolError("a session of it is ready twice")
             case DraftReady():
-                seat.ready = True
+                seat.ready, self.record.unready = True, 0
                 seat.on_ready(seat)
             case Drafts() if not seat.ready:
                 raise ProtocolError("it drafts for a session before it is ready")
@@ -485,13 +422,16 @@ class DrafterLink:
                 for seat in [each for each in self.seats.values() if each.ready]:
                     seat.on_latency(seat)
                 self._leave_late()
+                if any(seat.slow(self._now()) for seat in self.seats.values()):
+                    self._on_change(self)
                 await asyncio.sleep(FIRST_WAIT_S if len(self._round_trips_s) < PINGS else PING_S)
         except NetworkError as problem:
             line.connection.abort(problem)
 
     def _leave_late(self) -> None:
         """Sessions whose tokens are still not taken in: others, of shorter texts, may be well served."""
-        late = [each for each in self.seats.values() if each.due_at < self._now() and not each.ready]
+        long_ago = self._now() - READY_S
+        late = [each for each in self.seats.values() if each.opened_at < long_ago and not each.ready]
         for seat in late:
             self._tell_why(DeadlineExceeded(f"it did not take in a session's tokens within {READY_S:g} s"))
             self._give_up(seat, LATE)

@@ -11,6 +11,8 @@ PRIOR, PRIOR_WEIGHT = 0.6, 4.0
 """Acceptance before anything is known, and for how many drafts that stands."""
 MEMORY = 0.99
 """What counted drafts weigh when one more is counted: the last hundred decide."""
+UNREADY = 4
+"""Sessions in a row that it had not taken in when they were over, after which it is known to be of no use."""
 USUAL_STEP_S, USUAL_PASS_S = 0.005, 0.05
 """Of a draft where the drafter does not say, and of a verifier's pass."""
 HOPELESS, HOPELESS_AFTER = 0.1, 32
@@ -25,11 +27,12 @@ class DraftRecord:
     Attributes:
         latency_s: one way. step_s: of a draft; 0 where it is not known.
         counted: drafts that were judged, in all.
+        unready: sessions in a row that were over before it had taken them in, or any other.
     """
 
     def __init__(self) -> None:
         self.latency_s = self.step_s = 0.0
-        self.counted = 0
+        self.counted = self.unready = 0
         self._right = self._weight = 0.0
 
     @property
@@ -40,7 +43,7 @@ class DraftRecord:
     @property
     def hopeless(self) -> bool:
         """Whether what it drafts is known to be of no use."""
-        return self.counted >= HOPELESS_AFTER and self.alpha < HOPELESS
+        return self.unready >= UNREADY or (self.counted >= HOPELESS_AFTER and self.alpha < HOPELESS)
 
     def count(self, right: int, *, wrong: bool) -> None:
         """So many drafts were right, and then one was wrong, or the verdict ended."""

@@ -18,9 +18,10 @@ from roles.background import Background
 from roles.chain.around import Around
 from roles.speculation.events import DrafterLost, DrafterReady, Latency, Tell
 from roles.speculation.received import FULL
-from roles.verifier.drafter_link import Beginning, DrafterLink, Seat, Tokens
+from roles.verifier.drafter_link import DrafterLink, Tokens
 from roles.verifier.drafting_source import Connected, DrafterFacts, Drafting, DraftingEvent
 from roles.verifier.look_up import LookUp
+from roles.verifier.seat import Beginning, Seat
 from roles.verifier.standing import Standing
 from wire.speculation_messages import DrafterAt
 
@@ -54,6 +55,7 @@ class Drafters:
         self._sessions: set[_SessionDrafting] = set()
         self._tasks = Background()
         self._closed = False
+        self.now = around.world.clock.now
 
     def here(self, drafters: Iterable[DrafterAt]) -> None:
         """All drafters that there are now, as the seed says. One that it tells of no more is kept while it lives."""
@@ -104,7 +106,7 @@ class Drafters:
     def candidates(self, but: Iterable[DrafterLink]) -> list[DrafterLink]:
         """Drafters that can be asked for a seat, the best first."""
         free = [link for link in self._links.values() if link.free and link not in set(but)]
-        return sorted(free, key=lambda link: link.record.cost_s(len(link.seats)))
+        return sorted(free, key=lambda link: (link.record.hopeless, link.record.cost_s(len(link.seats))))
 
     def forget(self, session: _SessionDrafting) -> None:
         self._sessions.discard(session)
@@ -116,7 +118,7 @@ class Drafters:
         tried."""
         if self._closed:
             return
-        now = self._around.world.clock.now()
+        now = self.now()
         others = [at for peer_id, at in self._listed.items() if peer_id not in self._links]
         others.sort(key=lambda at: self._standing(at.peer_id).of_no_use)
         for at in others:
@@ -143,7 +145,7 @@ class Drafters:
         """Whether it drafts the same tokens. A look-up has no tokenizer: it takes any."""
         if at.tokenizer in ("", self._tokens.tokenizer):
             return True
-        if self._standing(at.peer_id).unfit_is_news(at.tokenizer, self._around.world.clock.now()):
+        if self._standing(at.peer_id).unfit_is_news(at.tokenizer, self.now()):
             text = f"drafter {at.name} is of no use here: {at.model} has another tokenizer"
             self._around.notify("warning", "other-tokenizer", f"{text}; draft with a model of the same family")
         return False
@@ -185,12 +187,13 @@ class _SessionDrafting:
         self._local = LookUp(self._last, self._beginning, vocab_size, self._tell_event)
 
     def fill(self) -> None:
-        """Take a seat wherever one may be had, up to as many as the session may have."""
+        """Take a seat wherever one may be had, up to as many as the session may have, but for those that take long."""
         if self._closed:
             return
+        now = self._drafters.now()
         taken = [seat.link for seat in self._seats.values()]
         for link in self._drafters.candidates([*taken, *self._tried]):
-            if len(self._seats) >= self._most:
+            if sum(not seat.slow(now) for seat in self._seats.values()) >= self._most:
                 break
             self._sit(link)
 

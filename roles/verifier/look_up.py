@@ -9,7 +9,7 @@ from p2ptrain.core.activations import IDS, encode_ids
 from roles.speculation.drafting import Drafting
 from roles.speculation.events import Began, Drafted, DrafterEvent, DrafterReady, Run, RunDone, Send, Tell, Told
 from roles.speculation.ngram import NgramEngine
-from roles.verifier.drafter_link import Beginning
+from roles.verifier.seat import Beginning
 
 SESSION = "here"
 NAME = "look-up"

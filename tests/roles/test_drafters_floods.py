@@ -26,7 +26,7 @@ from roles.speculation.events import Tell, Told
 from roles.speculation.received import packed
 from roles.stage_stand_in import tokens_of
 from roles.verifier.drafter_link import LATE_FRAMES, Tokens
-from roles.verifier.drafter_record import SILENT_TOKENS, DraftRecord, SeatRecord
+from roles.verifier.drafter_record import SILENT_TOKENS, UNREADY, DraftRecord, SeatRecord
 from roles.verifier.drafters import Drafters
 from roles.verifier.standing import LONGEST_STRUCK_S, REDIAL_S, STRUCK_S, Standing
 from roles.worker.stage_links import MOST_BEATS
@@ -226,6 +226,28 @@ def test_one_that_never_drafts_gives_its_place_away() -> None:
             assert written.tokens == EXPECTED
             assert [facts.peer_id for facts in written.facts] == ["bad", "good"]
             assert written.stats.accepted > 50
+            await scene.source.close()
+
+    run_virtual(main())
+
+
+def test_those_that_never_take_a_session_in_keep_nobody_out() -> None:
+    async def main() -> None:
+        scene = Scene(seats=2)
+        duds = [Liar(name, scene.network.at(name), says_nothing, takes_in=lambda stream: False) for name in ("a", "b")]
+        good = scene.good()
+        async with drafter_hosts([*duds, good]):
+            scene.source.here([dud.at for dud in duds])
+            await asyncio.sleep(1)
+            writing = asyncio.create_task(write(scene.source, PROMPT, 400, GREEDY))
+            await asyncio.sleep(0.1)
+            scene.source.here([*(dud.at for dud in duds), good.at])
+            written = await writing
+            assert written.tokens == EXPECTED
+            assert [facts.peer_id for facts in written.facts] == ["good"], "they are slow"
+            for _ in range(UNREADY + 1):
+                written = await write(scene.source, PROMPT, 20, GREEDY)
+            assert [facts.peer_id for facts in written.facts] == ["good"], "they never were ready"
             await scene.source.close()
 
     run_virtual(main())

@@ -18,8 +18,9 @@ from roles.drafter.testing import DrafterHost, drafter_hosts, model_serves
 from roles.speculation.ngram import NgramEngine
 from roles.speculation.probs import weighed_untrusted
 from roles.speculation.received import packed
-from roles.verifier.drafter_link import PROBS_S, Seat
+from roles.verifier.drafter_link import PROBS_S
 from roles.verifier.rows import ROW_S
+from roles.verifier.seat import Seat
 from tests.compute.chances import p_value_behind
 from wire.connection import Connection
 from wire.memory import MemoryNetwork
