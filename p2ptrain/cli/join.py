@@ -204,7 +204,7 @@ def join(
         sessions=sessions,
         split=split,
         look_up=bool(drafter),
-        http=host_and_port("--http", http, "where programs on this machine, or others, shall reach it"),
+        http=host_and_port("--http", http, "such as 127.0.0.1:8000, where programs shall reach it"),
         api_keys=api_keys,
     )
     _check_drafter(drafter)
@@ -319,7 +319,7 @@ def host_and_port(option: str, text: str, meaning: str) -> tuple[str, int] | Non
 
     if not text:
         return None
-    remedy = f"write HOST:PORT, such as 127.0.0.1:8000: {meaning}"
+    remedy = f"write HOST:PORT, {meaning}"
     try:
         host, port = parse_address(text, default_port=1)
         named = port == parse_address(text, default_port=2)[1]

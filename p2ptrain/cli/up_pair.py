@@ -92,7 +92,7 @@ def http_wish(http: str, key_file: Path | None, profile: Profile) -> HttpWish | 
     if not profile.drafter.layers:
         remedy = "choose a profile with a [drafter], such as pair, or leave it out"
         raise UserError("--http is answered by a verifier, and this profile trains none", remedy=remedy)
-    place = host_and_port("--http", http, "where programs on this machine, or others, shall reach the verifier")
+    place = host_and_port("--http", http, "such as 127.0.0.1:8000, where programs shall reach it")
     assert place is not None
     return HttpWish(*place, None if key_file is None else key_file.absolute())
 
