@@ -90,14 +90,8 @@ def load(profile: str, environ: Mapping[str, str], sets: Sequence[str]) -> Loade
     for key, setting in layers:
         settings.pop(key, None)  # inserted anew, so that the order of the map is the order of strength
         settings[key] = setting
-    derived = {
-        own: of
-        for own, of in DERIVED.items()
-        if own in settings
-        and is_shipped(settings[own].source)
-        and of in settings
-        and not is_shipped(settings[of].source)
-    }
+    said = {key for key, setting in settings.items() if not is_shipped(setting.source)}
+    derived = {own: of for own, of in DERIVED.items() if own in settings and own not in said and of in said}
     for own in derived:
         del settings[own]
     sources = {key: settings[key].source if key in settings else DEFAULT_SOURCE for key in _FIELDS}
