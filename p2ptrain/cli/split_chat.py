@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from p2ptrain.cli.console import Console
+from p2ptrain.cli.kept_open import KeptOpen
 from p2ptrain.cli.placement import placement_map
 from p2ptrain.cli.runtime import run
 from p2ptrain.cli.sources import pumped
@@ -25,7 +26,6 @@ from roles.chain.generation import GenerationSession
 
 MOST_POSITIONS = 4096
 """Of a conversation where nobody says more: caches for a whole context may be larger than the weights."""
-_ENDED_S = 2 * LEAVE_S
 
 
 def positions_of(wanted: Wanted, text: ModelText) -> int:
@@ -51,25 +51,15 @@ class ChainSource:
         self._meter = Meter()
         self._mendings: list[tuple[str, float]] = []
         self._session: GenerationSession | None = None
-        self._serving: asyncio.Task[None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        ready: Future[tuple[Planned, Chain]] = Future()
-        self._thread = threading.Thread(target=self._run, args=(ready,), name="chain", daemon=True)
-        self._thread.start()
-        try:
-            self._plan, self._chain = ready.result()
-        except BaseException:
-            self.close()
-            raise
+        self._kept = KeptOpen(self._opened, name="chain")
+        self._plan, self._chain = self._kept.value
         self.text, self.label = self._plan.text, self._plan.label
         self.context: int | None = min(self._plan.plan.positions, self.text.context or self._plan.plan.positions)
 
     def tokens(
         self, ids: Sequence[int], *, max_new_tokens: int, sampling: Sampling, end_tokens: frozenset[int]
     ) -> Generator[int, None, None]:
-        loop = self._loop
-        assert loop is not None
-
+        loop = self._kept.loop
         unwanted = threading.Event()
 
         def work(hand_over: Callable[[int], bool]) -> None:
@@ -89,37 +79,19 @@ class ChainSource:
 
     def close(self) -> None:
         """Let the workers go; what they loaded stays for the next client."""
-        if self._loop is not None and self._serving is not None:
-            serving = self._serving
-            try:
-                self._loop.call_soon_threadsafe(serving.cancel)
-            except RuntimeError:
-                return  # the loop has ended
-        self._thread.join(_ENDED_S)
+        self._kept.close()
 
     # ----------------------------------------------------------------------------------------- on the chain's thread
 
-    def _run(self, ready: Future[tuple[Planned, Chain]]) -> None:
-        try:
-            run(self._serve(ready))
-        except BaseException as error:  # noqa: BLE001 - raised again by whoever waits for the chain
-            if not ready.done():
-                ready.set_exception(error)
-
-    async def _serve(self, ready: Future[tuple[Planned, Chain]]) -> None:
-        self._loop, self._serving = asyncio.get_running_loop(), asyncio.current_task()
+    @asynccontextmanager
+    async def _opened(self) -> AsyncIterator[tuple[Planned, Chain]]:
         wanted = self._wanted
-        try:
-            async with planned(wanted, lambda text: positions_of(wanted, text), Console(quiet=self._quiet)) as plan:
-                chain = await plan.load()
-                try:
-                    ready.set_result((plan, chain))
-                    await asyncio.Event().wait()  # until ``close`` cancels this
-                finally:
-                    await within(LEAVE_S, chain.close())
-        except asyncio.CancelledError:
-            if not ready.done():
-                raise
+        async with planned(wanted, lambda text: positions_of(wanted, text), Console(quiet=self._quiet)) as plan:
+            chain = await plan.load()
+            try:
+                yield plan, chain
+            finally:
+                await within(LEAVE_S, chain.close())
 
     async def _answer(
         self,

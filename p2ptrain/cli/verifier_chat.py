@@ -6,15 +6,15 @@ Its connection says that it lives while the person types, so it is on a loop of 
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import AsyncIterator, Callable, Generator
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from p2ptrain.cli.console import Console
-from p2ptrain.cli.runtime import run
+from p2ptrain.cli.kept_open import KeptOpen
 from p2ptrain.cli.sources import pumped
 from p2ptrain.cli.split import LEAVE_S, within
 from p2ptrain.cli.verifier_stats import print_verifier_stats
@@ -30,7 +30,6 @@ PERSON_WAITS_S, PIPE_WAITS_S = 3600.0, 60.0
 LOOK_AGAIN_S = 1.0
 MOST_ASKS = 3
 """Of one question, where the verifier is lost each time: it may be the question that ends it."""
-_ENDED_S = 2 * LEAVE_S
 _IF_LOST = (
     "ask again: the question waits until it, or another one of its model, is there; or: p2ptrain chat --verifier NAME"
 )
@@ -57,16 +56,8 @@ class VerifierSpeaker:
         self._client: VerifierClient | None = None
         self._left_out = 0
         self._stats: dict[str, Any] = {}
-        self._serving: asyncio.Task[None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        ready: Future[VerifierClient] = Future()
-        self._thread = threading.Thread(target=self._run, args=(ready,), name="verifier", daemon=True)
-        self._thread.start()
-        try:
-            at = ready.result().verifier
-        except BaseException:
-            self.close()
-            raise
+        self._kept = KeptOpen(self._opened, name="verifier")
+        at = self._kept.value.verifier
         self.label, self.context = f"{at.model} of the verifier {at.name}", at.context or None
         known = "" if self.context is None else f"{self.context} tokens of context, "
         count = at.drafters
@@ -91,13 +82,7 @@ class VerifierSpeaker:
         print_verifier_stats(self._stats)
 
     def close(self) -> None:
-        if self._loop is not None and self._serving is not None:
-            serving = self._serving
-            try:
-                self._loop.call_soon_threadsafe(serving.cancel)
-            except RuntimeError:
-                return  # the loop has ended
-        self._thread.join(_ENDED_S)
+        self._kept.close()
 
     # ------------------------------------------------------------------------------------------------- for its answers
 
@@ -108,8 +93,7 @@ class VerifierSpeaker:
 
     def pumped(self, speaking: VerifierSpeaking, wish: Wish) -> Generator[str, None, None]:
         """Pieces of an answer, out of the thread of the connection."""
-        loop = self._loop
-        assert loop is not None
+        loop = self._kept.loop
         began: Future[asyncio.Task[None]] = Future()
 
         async def answer(hand_over: Callable[[str], bool]) -> None:
@@ -129,25 +113,13 @@ class VerifierSpeaker:
 
     # ---------------------------------------------------------------------------------------- on the verifier's thread
 
-    def _run(self, ready: Future[VerifierClient]) -> None:
+    @asynccontextmanager
+    async def _opened(self) -> AsyncIterator[VerifierClient]:
+        self._client = await dialled(self._wanted.seed, self._wanted.name, if_lost=_IF_LOST)
         try:
-            run(self._serve(ready))
-        except BaseException as error:  # noqa: BLE001 - raised again by whoever waits for the verifier
-            if not ready.done():
-                ready.set_exception(error)
-
-    async def _serve(self, ready: Future[VerifierClient]) -> None:
-        self._loop, self._serving = asyncio.get_running_loop(), asyncio.current_task()
-        try:
-            self._client = await dialled(self._wanted.seed, self._wanted.name, if_lost=_IF_LOST)
-            ready.set_result(self._client)
-            await asyncio.Event().wait()  # until ``close`` cancels this
-        except asyncio.CancelledError:
-            if not ready.done():
-                raise
-        finally:
-            if self._client is not None:
-                await within(LEAVE_S, self._client.close())
+            yield self._client
+        finally:  # another one may be in its place by now
+            await within(LEAVE_S, self._client.close())
 
     async def _answer(self, speaking: VerifierSpeaking, wish: Wish, hand_over: Callable[[str], bool]) -> None:
         text = await self._asked(wish)
