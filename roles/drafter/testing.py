@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
 
 from p2ptrain.core.activations import IDS, encode_ids
 from p2ptrain.core.disk import RealDisk
-from p2ptrain.core.errors import P2PTrainError
+from p2ptrain.core.errors import ConnectionLost, P2PTrainError
 from p2ptrain.core.serving import Ran, Sampling
 from p2ptrain.core.threads import LoopThreads, RealThreads, Threads
 from p2ptrain.core.world import LoopClock, Network, World
@@ -138,6 +138,7 @@ class Liar:
     Args:
         says: from the session's stream, the verdict (None: the session was opened), its number and the connection.
         takes_in: whether it ever says so of a stream.
+        late_s: after so long it says what time it is.
         answers: from the stream, the position of a draft about which it is asked, and the connection.
 
     Attributes:
@@ -155,6 +156,7 @@ class Liar:
     problems: list[P2PTrainError] = field(default_factory=list)
     host: str = ""
     vocab_size: int = VOCAB
+    late_s: float = 0.0
 
     @property
     def at(self) -> DrafterAt:
@@ -201,7 +203,11 @@ class Liar:
                     case ProbsWanted(position):
                         self.answers(frame.stream, position, connection)
                     case Request(id=number):
-                        connection.send(Response(number, {}))
+                        asyncio.get_running_loop().call_later(self.late_s, self._clock, connection, number)
+
+    def _clock(self, connection: Connection, number: int) -> None:
+        with suppress(ConnectionLost):
+            connection.send(Response(number, {}))
 
     async def stop(self) -> None:
         """End."""

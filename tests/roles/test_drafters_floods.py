@@ -25,7 +25,7 @@ from roles.drafter.testing import (
 from roles.speculation.events import Tell, Told
 from roles.speculation.received import packed
 from roles.stage_stand_in import tokens_of
-from roles.verifier.drafter_link import LATE_FRAMES, Tokens
+from roles.verifier.drafter_link import FARTHEST_S, LATE_FRAMES, Tokens
 from roles.verifier.drafter_record import SILENT_TOKENS, UNREADY, DraftRecord, SeatRecord
 from roles.verifier.drafters import Drafters
 from roles.verifier.standing import LONGEST_STRUCK_S, REDIAL_S, STRUCK_S, Standing
@@ -247,6 +247,22 @@ def test_those_that_never_take_a_session_in_keep_nobody_out(texts: int, tokens: 
                 assert written.tokens == EXPECTED[:tokens]
             assert [facts.peer_id for facts in written.facts] == ["good"]
             await scene.source.close()
+
+    run_virtual(main())
+
+
+def test_who_answers_late_is_not_waited_for_the_longer() -> None:
+    async def main() -> None:
+        scene = Scene()
+        far = scene.liar("far")
+        far.late_s = 8.0
+        async with drafter_hosts([far]):
+            scene.source.here([far.at])
+            await asyncio.sleep(20)
+            (connected,) = scene.source.connected()
+            assert connected.latency_s == FARTHEST_S
+            await scene.source.close()
+            await asyncio.sleep(far.late_s)
 
     run_virtual(main())
 
