@@ -17,6 +17,7 @@ from p2ptrain.cli.runtime import (
     SEED_HELP,
     SEED_VARIABLE,
     STATE_DEFAULT,
+    check_one_of,
     default_state_dir,
     is_name,
     is_text,
@@ -174,7 +175,8 @@ def join(
     # Workers on one machine share its cores. OpenMP's threads spin while they wait, by default, and so take them from
     # one another: a step was seen to take ten times as long. It must be said before torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    _check_role(role)
+    seed = "; a standby is `p2ptrain seed --standby`" if role in ("seed", "standby") else ""
+    check_one_of("--role", role, ROLES, seed)
     targets = read_targets(address)
     _check_device(device)
     memory_bytes = size_of(memory) if memory else 0
@@ -225,19 +227,6 @@ def _to_the_end(main: Coroutine[Any, Any, None]) -> None:
     # A kernel may still run on the compute thread. The interpreter's own shutdown would wait for it, or end the thread
     # within it, which aborts the process.
     os._exit(code)
-
-
-def _check_role(role: str) -> None:
-    import difflib
-
-    from p2ptrain.core.errors import UserError
-
-    if role in ROLES:
-        return
-    near = difflib.get_close_matches(role, ROLES, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    seed = "; a standby is `p2ptrain seed --standby`" if role in ("seed", "standby") else ""
-    raise UserError(f"--role {role} is none", remedy=f"{hint}use {', '.join(ROLES)}{seed}")
 
 
 def _checked(wish: ServeWish, model: str) -> ServeWish:

@@ -176,12 +176,16 @@ async def stay(joining: Joining, make: Make) -> None:
 
 
 async def served(joining: Joining, wish: ServeWish) -> None:
-    """Be a verifier or a drafter until Ctrl+C. Raises ``P2PTrainError``, before it joins where HTTP cannot be answered
-    as ``wish`` has it."""
+    """Be a verifier or a drafter until Ctrl+C. Raises ``P2PTrainError``; where HTTP cannot be answered as ``wish`` has
+    it, or its model has no room, before it joins."""
     if wish.http is not None:
         from roles.verifier.http import check_place
 
         await check_place(*wish.http, wish.api_keys)
+    if wish.role == "verifier" and wish.split is None and wish.model is not None:
+        from p2ptrain.cli.serve_verifier import cache_bytes
+
+        cache_bytes(wish.memory_bytes, wish.model)
 
     from p2ptrain.core.world import real_world
     from roles.member import MemberOptions, ServingMember

@@ -202,6 +202,19 @@ def is_name(text: str) -> str:
     return text
 
 
+def check_one_of(option: str, value: str, values: Sequence[str], more: str = "") -> None:
+    """Raises ``UserError`` where the value of an option is none of those that it takes. ``more``: for its remedy."""
+    import difflib
+
+    from p2ptrain.core.errors import UserError
+
+    if value in values:
+        return
+    near = difflib.get_close_matches(value, values, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise UserError(f"{option} {value} is none", remedy=f"{hint}use {', '.join(values)}{more}")
+
+
 def operator_name() -> str:
     """How this command line introduces itself: the machine's name."""
     import socket

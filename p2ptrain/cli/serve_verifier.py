@@ -151,7 +151,7 @@ async def _whole(
         device=wish.device or "auto",
         on_bytes=show,
         max_sessions=2 * sessions + 1,  # those that write, and those that are kept for the next question
-        cache_bytes=_cache_bytes(wish.memory_bytes, directory),
+        cache_bytes=cache_bytes(wish.memory_bytes, directory),
     )
     console.clear()
     try:
@@ -160,7 +160,7 @@ async def _whole(
         await _within(target.close())
 
 
-def _cache_bytes(memory_bytes: int, directory: Path) -> int:
+def cache_bytes(memory_bytes: int, directory: Path) -> int:
     """What ``--memory`` leaves for caches beside the weights; 0: as much as is free. Raises ``ResourceError``."""
     if not memory_bytes:
         return 0

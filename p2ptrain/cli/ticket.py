@@ -9,7 +9,7 @@ import typer
 
 from p2ptrain.cli.lazy import new_typer
 from p2ptrain.cli.output import checked, confirm, human_seconds, human_time, print_json, print_table, printable
-from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, YesOption, ask, is_text, not_empty
+from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, YesOption, ask, check_one_of, is_text, not_empty
 from p2ptrain.core.errors import UserError
 
 app = new_typer(help="Make, list, revoke and replace the tickets with which other machines join.")
@@ -61,7 +61,10 @@ def new(
     """
     if operator and role not in ("", "operator"):
         raise UserError("--operator and --role exclude each other", remedy="leave one of them out")
+    from wire.ticket import ROLES
+
     role = role or ("operator" if operator else "worker")
+    check_one_of("--role", role, ROLES)
     params: dict[str, Any] = {"role": role, "expires_s": _seconds(expires)}
     params |= {name: value for name, value in (("uses", uses), ("host", host)) if value}
     _show(ask(seed, "tickets.new", **params), as_json)

@@ -12,7 +12,7 @@ import pytest
 from p2ptrain.cli import join as command_of
 from p2ptrain.cli import joining
 from p2ptrain.cli.joining import Joining, ServeWish
-from p2ptrain.core.errors import UserError
+from p2ptrain.core.errors import ResourceError, UserError
 
 Command = Callable[..., Any]
 
@@ -148,4 +148,7 @@ async def test_what_http_cannot_be_is_refused_before_anything_is_dialled(model: 
         await joining.served(of, ServeWish("verifier", model, http=("0.0.0.0", 0)))
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="is in use"):
         await joining.served(of, ServeWish("verifier", model, http=taken.getsockname()[:2]))
+    (model / "model.safetensors").write_bytes(bytes(5000))
+    with pytest.raises(ResourceError, match="--memory says"):
+        await joining.served(of, ServeWish("verifier", model, memory_bytes=4000))
     assert not root.exists()

@@ -13,7 +13,7 @@ import pytest
 from p2ptrain.cli.access import EVERYWHERE, shown_host
 from p2ptrain.cli.console import Console
 from p2ptrain.cli.joining import ServeWish
-from p2ptrain.cli.serve_verifier import _cache_bytes, model_name, serve
+from p2ptrain.cli.serve_verifier import cache_bytes, model_name, serve
 from p2ptrain.core.errors import ConfigError, ResourceError, UserError
 from p2ptrain.core.world import real_world
 from wire.memory import MemoryNetwork
@@ -54,7 +54,7 @@ def test_what_is_announced_is_what_others_can_use() -> None:
 def test_what_memory_is_left_for_caches(tmp_path: Path) -> None:
     (tmp_path / "model-1.safetensors").write_bytes(bytes(1000))
     (tmp_path / "model-2.safetensors").write_bytes(bytes(500))
-    assert _cache_bytes(0, tmp_path) == 0
-    assert _cache_bytes(4000, tmp_path) == 2500
+    assert cache_bytes(0, tmp_path) == 0
+    assert cache_bytes(4000, tmp_path) == 2500
     with pytest.raises(ResourceError, match="--memory says"):
-        _cache_bytes(1500, tmp_path)
+        cache_bytes(1500, tmp_path)

@@ -39,6 +39,12 @@ def test_a_new_ticket_is_alone_on_standard_output(command: Command, fake_seed: A
     assert fake_seed.asked[-1] == ("tickets.new", {"role": "worker", "expires_s": 604_800.0})
 
 
+def test_a_role_that_is_none_is_not_asked_for(command: Command, fake_seed: Any) -> None:
+    outcome = command("ticket", "new", "--role", "verifer")
+    assert (outcome.code, fake_seed.asked) == (2, [])
+    assert "did you mean verifier? use worker, operator, seed, verifier, drafter" in outcome.err
+
+
 @pytest.mark.parametrize("text", ["", "7", "d", "-1d", "7w", "1e3s", "٣d"])
 def test_no_time(command: Command, fake_seed: Any, text: str) -> None:
     outcome = command("ticket", "new", "--expires", text)
