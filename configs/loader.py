@@ -21,7 +21,8 @@ import tomli
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from configs.schema import DERIVED, Conflict, Profile, fields, tables
+from configs.conflicts import Conflict
+from configs.schema import DERIVED, Profile, fields, tables
 from p2ptrain.core.errors import ConfigError
 
 PROFILES_DIR = Path(__file__).parent / "profiles"

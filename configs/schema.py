@@ -7,12 +7,12 @@ A profile says what a job is, never where it runs: every member of a job gets th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
+from configs.conflicts import check
 from p2ptrain.core.errors import ProtocolError
 
 LinkPresetName = Literal["", "lan", "wifi", "metro", "wan", "transcontinental", "satellite", "lossy"]
@@ -23,20 +23,6 @@ SPEC_LIMIT_BYTES = 32 * 1024
 _TEXT_LIMIT = 1024  # characters of a path; three of them stay far below SPEC_LIMIT_BYTES
 
 Text = Annotated[str, Field(max_length=_TEXT_LIMIT)]
-
-
-class Conflict(ValueError):
-    """Settings that cannot all hold.
-
-    Args:
-        keys: the dotted keys that take part, such as ``model.heads``.
-        problem: what is wrong, naming keys and values.
-        remedy: what would be right.
-    """
-
-    def __init__(self, *keys: str, problem: str, remedy: str) -> None:
-        super().__init__(problem)
-        self.keys, self.problem, self.remedy = keys, problem, remedy
 
 
 class Table(BaseModel):
@@ -345,104 +331,13 @@ class Profile(Table):
 
     @model_validator(mode="after")
     def _cross_check(self) -> Profile:
-        if not self.model.path:  # a directory brings its own sizes; compute checks those
-            self._check_divides("model.hidden_size", "model.heads")
-            self._check_divides("model.heads", "model.kv_heads")
-            self._check_at_most("data.sequence_tokens", "model.context")
-        self._check_workers()
-        self._check_beats()
-        self._check_pipeline()
-        self._check_exact()
-        self._check_drafter()
+        check(self)
         return self
-
-    def _check_exact(self) -> None:
-        if self.job.exact and self.ring.codec not in ("fp32", "auto"):
-            problem = f"job.exact = true and ring.codec = {self.ring.codec!r}: a codec rounds what exact sums keep"
-            remedy = "ring.codec = 'fp32', or job.exact = false"
-            raise Conflict("job.exact", "ring.codec", problem=problem, remedy=remedy)
 
     @property
     def stages(self) -> int:
         """Parts of the model; 1 where it is not split."""
         return max(self.pipeline.stages, 1)
-
-    def _check_workers(self) -> None:
-        if self.stages == 1:
-            self._check_at_most("job.workers", "batch.micro_batches", why=": some would have nothing to do")
-        elif self.job.workers // self.stages > self.batch.micro_batches:
-            keys = ("job.workers", "pipeline.stages", "batch.micro_batches")
-            problem = f"{_said(self, *keys)}: more crews than micro-batches, and some would have nothing to do"
-            most = self.batch.micro_batches * self.stages
-            raise Conflict(*keys, problem=problem, remedy=f"job.workers at most {most}")
-
-    def _check_pipeline(self) -> None:
-        split, stages = self.job.strategy == "pipeline", self.pipeline.stages
-        if split != (stages >= 2):
-            keys = ("job.strategy", "pipeline.stages")
-            remedy = "strategy 'pipeline' with pipeline.stages of 2 or more, or strategy 'sync' with 0"
-            raise Conflict(*keys, problem=f"{_said(self, *keys)}: they belong together", remedy=remedy)
-        if not split:
-            return
-        self._check_at_most("pipeline.stages", "job.workers", why=": each part needs a worker")
-        if self.job.exact:
-            problem = "job.exact = true and job.strategy = 'pipeline': exact sums are not made of a model in parts yet"
-            raise Conflict("job.exact", "job.strategy", problem=problem, remedy="job.exact = false")
-        if not self.model.path:
-            self._check_at_most("pipeline.stages", "model.layers", why=": a part without a layer")
-        self._check_cuts()
-
-    def _check_cuts(self) -> None:
-        cuts, stages = self.pipeline.cuts, self.pipeline.stages
-        if not cuts:
-            return
-        if len(cuts) != stages - 1:
-            keys: tuple[str, ...] = ("pipeline.cuts", "pipeline.stages")
-            problem = f"{_said(self, *keys)}: {len(cuts)} cuts make {len(cuts) + 1} parts"
-            raise Conflict(*keys, problem=problem, remedy=f"{stages - 1} cuts, or none")
-        if any(before >= after for before, after in pairwise(cuts)):
-            problem = f"{_said(self, 'pipeline.cuts')}: they must grow, for each begins the next part"
-            raise Conflict("pipeline.cuts", problem=problem, remedy=f"such as {sorted(set(cuts))}")
-        if not self.model.path and cuts[-1] >= self.model.layers:
-            keys = ("pipeline.cuts", "model.layers")
-            problem = f"{_said(self, *keys)}: the last part would have no layer"
-            raise Conflict(*keys, problem=problem, remedy=f"the last cut at most {self.model.layers - 1}")
-
-    def _check_drafter(self) -> None:
-        if not self.drafter.layers:
-            return
-        if self.model.path:
-            keys = ("drafter.layers", "model.path")
-            problem = f"{_said(self, *keys)}: a drafter is a new model of bytes, and knows other tokens than that one"
-            raise Conflict(*keys, problem=problem, remedy="drafter.layers = 0, or a new model")
-        self._check_at_most("drafter.layers", "model.layers", why=": it would draft no sooner than the model writes")
-        self._check_divides("drafter.hidden_size", "drafter.heads")
-        self._check_divides("drafter.heads", "drafter.kv_heads")
-
-    def _check_divides(self, key: str, by_key: str) -> None:
-        value, by = self.value(key), self.value(by_key)
-        if value % by:
-            below = value // by * by or by
-            problem = f"{key} = {value} is not a multiple of {by_key} = {by}"
-            raise Conflict(key, by_key, problem=problem, remedy=f"{key} could be {below} or {below + by}")
-
-    def _check_at_most(self, key: str, most_key: str, *, why: str = "") -> None:
-        value, most = self.value(key), self.value(most_key)
-        if value > most:
-            problem = f"{key} = {value} is more than {most_key} = {most}{why}"
-            raise Conflict(
-                key, most_key, problem=problem, remedy=f"{key} at most {most}, or {most_key} at least {value}"
-            )
-
-    def _check_beats(self) -> None:
-        keys = ("membership.heartbeat_s", "membership.death_s")
-        beat, death = self.membership.heartbeat_s, self.membership.death_s
-        both = f"{keys[0]} = {beat} and {keys[1]} = {death}"
-        if (beat == 0) != (death == 0):
-            raise Conflict(*keys, problem=f"{both}: one is measured, one is set", remedy="set both, or neither")
-        if death < 2 * beat:
-            remedy = f"{keys[1]} at least {2 * beat}, so that one late beat is no death"
-            raise Conflict(*keys, problem=f"{both}: death comes within two beats", remedy=remedy)
 
     def value(self, key: str) -> Any:
         """The value of a dotted key, such as ``optimizer.lr``."""
@@ -483,11 +378,6 @@ class Profile(Table):
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(str(part) for part in first["loc"]) or "the whole"
             raise ProtocolError(f"a job's profile is not valid: {where}: {first['msg']}") from error
-
-
-def _said(profile: Profile, *keys: str) -> str:
-    """What the profile says of some settings, for people."""
-    return ", ".join(f"{key} = {profile.value(key)!r}" for key in keys)
 
 
 def fields() -> Iterator[tuple[str, FieldInfo]]:
