@@ -150,7 +150,7 @@ class Trial:
             return
         self.resting = True
         owed = self._tried * max(0.0, share - 1) / MOST_LOSS
-        if share >= SLOWED + DOUBTS * self._doubt:
+        if share >= max(SLOWED, 1 + DOUBTS * self._doubt):
             self._experience.owe(owed)
         self._left = min(max(float(self._rest), owed), float(REST_TOKENS[1])) - self._looked
         self._rest = min(2 * self._rest, REST_TOKENS[1])
