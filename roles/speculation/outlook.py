@@ -123,15 +123,6 @@ class Outlook:
 
     # ---------------------------------------------------------------------------------------------- what it will say
 
-    def idle(self, size: int) -> bool:
-        """Whether the drafter does nothing of use until it hears of the text's ``size`` tokens."""
-        line = self.line
-        if self.resting:
-            return False
-        if line.dead:
-            return self._ended_at is None
-        return max(line.end, size) + GROUP > line.told + line.depth
-
     def verdict(self, size: int, now: float) -> tuple[int, int, int]:
         """As of ``Line``."""
         line, rested = self.line, not self.line.depth
@@ -146,6 +137,10 @@ class Outlook:
     def anew_s(self) -> float:
         """That it takes the drafter to begin a line anew and have some drafts of it there."""
         return self.pace.restart_s + 2 * GROUP * self.pace.step.seconds
+
+    def late(self, size: int) -> int:
+        """Drafts that come before those behind the text's ``size`` tokens, as far as it is known."""
+        return max(0, size - (self._ended if self.line.dead else self.line.end))
 
     def waits_s(self, size: int, most: int, now: float) -> list[float]:
         """Until there is one draft behind the text's ``size`` tokens, two, and so on, as far as it is known."""

@@ -46,6 +46,7 @@ def choose(
     pass_s: Callable[[int], float],
     rate: float,
     *,
+    late: int = 0,
     kept_s: float,
     most_wait_s: float,
     most_loss_s: float,
@@ -56,13 +57,15 @@ def choose(
         waits_s: until that many drafts are there, of one more each; 0 where they are.
         alpha: acceptance.
         rate: tokens a second.
+        late: drafts that come before them, for what the text has already: they must be right, too.
         kept_s: what it is worth that the line goes on.
         most_wait_s: that may be waited.
         most_loss_s: that may be lost, against a step of plain decoding, if no draft is right.
     """
+    sure = alpha**late
     kept = rate * kept_s * alpha
-    best = Choice(0, 0.0, 1.0 - rate * pass_s(0) + kept)
-    expected, sure = 1.0, 1.0
+    best = Choice(0, 0.0, 1.0 - rate * pass_s(0) + sure * kept)
+    expected = 1.0
     for drafts, wait_s in enumerate(waits_s, 1):
         cost_s = wait_s + pass_s(drafts)
         if wait_s > most_wait_s or cost_s - pass_s(0) > most_loss_s:

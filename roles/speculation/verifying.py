@@ -47,9 +47,8 @@ CHUNK, SHARED_CHUNK = 2048, 256
 RATE_DECAY = 0.9
 """Weight of a pass in the rate when the next one comes."""
 OPENING_DEPTH = 8
-MOST_UNTOLD = 2
-"""Tokens that a drafter is not told of at once; see ``_most_untold``."""
-MOST_UNTOLD_AT_REST = 32
+TOLD_AT_REST = 32
+"""Tokens that a drafter at rest is told of at a time."""
 
 
 class Verifying:
@@ -244,20 +243,9 @@ class Verifying:
         size = len(self._text)
         out = self._reviewed(now)
         for drafter, outlook in self._drafters.items():
-            if outlook.line.told == size:
-                continue
-            if outlook.idle(size) or size - outlook.line.told >= self._most_untold(outlook):
+            if size - outlook.line.told >= (TOLD_AT_REST if outlook.resting else 1):
                 out.append(self._tell(drafter, now))
         return out
-
-    def _most_untold(self, outlook: Outlook) -> int:
-        """Tokens that a drafter may not know of: the farther it is, the less the news would change, and each costs."""
-        if outlook.resting:
-            return MOST_UNTOLD_AT_REST
-        if not self._pass_times.known:
-            return 1
-        passes = outlook.pace.restart_s / self._pass_times.seconds(0)
-        return max(1, min(MOST_UNTOLD, round(passes)))
 
     def _tell(self, drafter: int, now: float) -> Tell:
         outlook = self._drafters[drafter]
@@ -352,6 +340,7 @@ class Verifying:
                 outlook.acceptance.alpha,
                 lambda drafts: times.seconds(drafts) + between_s,
                 rate,
+                late=outlook.late(len(self._text)),
                 kept_s=min(policy.KEPT * step_s, outlook.anew_s),
                 most_wait_s=most_wait_s,
                 most_loss_s=most_loss_s,
