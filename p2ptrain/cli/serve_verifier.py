@@ -32,7 +32,6 @@ LEAVE_S = 0.8
 """A program of a member has a second to end (``cli.joining``)."""
 TYPICAL_POSITIONS = 4096
 """Of a session, where a split model's caches are planned: those for a whole context may be larger than its weights."""
-_WEIGHTS = "*.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +163,9 @@ def cache_bytes(memory_bytes: int, directory: Path) -> int:
     """What ``--memory`` leaves for caches beside the weights; 0: as much as is free. Raises ``ResourceError``."""
     if not memory_bytes:
         return 0
-    weights_bytes = sum(path.stat().st_size for path in directory.glob(_WEIGHTS))
+    from p2ptrain.core.tensor_files import TensorTable  # which knows them from an optimizer's state beside them
+
+    weights_bytes = sum(entry.size_bytes for entry in TensorTable(directory).entries.values())
     if weights_bytes >= memory_bytes:
         raise ResourceError(
             f"the model in {directory} has {human_bytes(weights_bytes)}, and --memory says {human_bytes(memory_bytes)}",

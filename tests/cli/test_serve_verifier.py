@@ -8,7 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from p2ptrain.cli.access import EVERYWHERE, shown_host
 from p2ptrain.cli.console import Console
@@ -52,8 +54,8 @@ def test_what_is_announced_is_what_others_can_use() -> None:
 
 
 def test_what_memory_is_left_for_caches(tmp_path: Path) -> None:
-    (tmp_path / "model-1.safetensors").write_bytes(bytes(1000))
-    (tmp_path / "model-2.safetensors").write_bytes(bytes(500))
+    save_file({"a": np.zeros(1000, np.uint8), "b": np.zeros(500, np.uint8)}, tmp_path / "model.safetensors")
+    save_file({"moments": np.zeros(9000, np.uint8)}, tmp_path / "optimizer.safetensors")
     assert cache_bytes(0, tmp_path) == 0
     assert cache_bytes(4000, tmp_path) == 2500
     with pytest.raises(ResourceError, match="--memory says"):
