@@ -11,6 +11,7 @@ import pytest
 import uvloop
 
 from p2ptrain.core.world import Listener, Network, OnProblem, ProtocolFactory
+from wire import recorder
 from wire.credentials import Credentials
 from wire.emulate import EmulatedNetwork
 from wire.shaper import LinkPreset
@@ -82,3 +83,31 @@ def play(request: pytest.FixtureRequest) -> Play:
 def play_virtual() -> Play:
     """Runs a scenario in memory on virtual time: waiting is free, and every time is exact."""
     return _player("memory")
+
+
+PLAIN_STAGES: dict[str, tuple[Callable[[], asyncio.AbstractEventLoop], Callable[[], Network]]] = {
+    "asyncio": (asyncio.new_event_loop, TcpNetwork),
+    "uvloop": (uvloop.new_event_loop, TcpNetwork),
+    "memory": (VirtualClockLoop, MemoryNetwork),
+}
+
+
+def _plain_player(stage: str) -> Play:
+    loop, network = PLAIN_STAGES[stage]
+
+    async def scene(scenario: Scenario) -> None:
+        await scenario(network())
+
+    return lambda scenario: recorder.play(scene(scenario), loop_factory=loop)
+
+
+@pytest.fixture(params=PLAIN_STAGES)
+def on_stage(request: pytest.FixtureRequest) -> Play:
+    """Runs a scenario, which puts TLS over the network itself, on TCP with both event loops and in memory."""
+    return _plain_player(request.param)
+
+
+@pytest.fixture
+def in_memory() -> Play:
+    """The same in memory on virtual time."""
+    return _plain_player("memory")

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -38,41 +37,14 @@ from wire.enrol_messages import CaOffer, CaRequest, EnrolChallenge, EnrolGranted
 from wire.frame import encode_control
 from wire.handshake import Server, dial, local_hello, local_welcome, serve
 from wire.messages import Hello, Message, Refuse, Welcome
-from wire.recorder import Recorder, play
+from wire.recorder import Recorder
 from wire.testing import Run, credentials, run
 from wire.ticket import NONCE_BYTES, Ticket, proof, verify_proof
 from wire.tls import TlsDialler, TlsNetwork
-from wire.transport import MemoryNetwork, TcpNetwork
-from wire.virtual import VirtualClockLoop
 
 HOST = "127.0.0.1"
 SECRET = bytes(range(50, 66))
-STAGES: dict[str, tuple[Callable[[], asyncio.AbstractEventLoop], Callable[[], Network]]] = {
-    "asyncio": (asyncio.new_event_loop, TcpNetwork),
-    "uvloop": (uvloop.new_event_loop, TcpNetwork),
-    "memory": (VirtualClockLoop, MemoryNetwork),
-}
-Scenario = Callable[[Network], Awaitable[None]]
-Play = Callable[[Scenario], None]
-
-
-def player(stage: str) -> Play:
-    loop, network = STAGES[stage]
-
-    async def scene(scenario: Scenario) -> None:
-        await scenario(network())
-
-    return lambda scenario: play(scene(scenario), loop_factory=loop)
-
-
-@pytest.fixture(params=STAGES)
-def on_stage(request: pytest.FixtureRequest) -> Play:
-    return player(request.param)
-
-
-@pytest.fixture
-def in_memory() -> Play:
-    return player("memory")
+Play = Callable[[Callable[[Network], Awaitable[None]]], None]
 
 
 class Seed:

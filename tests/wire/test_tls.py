@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
-import uvloop
 
 from p2ptrain.core.errors import (
     ConnectionLost,
@@ -27,42 +26,16 @@ from wire.credentials import Credentials, PeerIdentity, authority_context, unver
 from wire.half_open import MAX_HALF_OPEN_PER_MACHINE
 from wire.handshake import Dialler, Server, dial, judge_answerer, judge_caller, local_hello, local_welcome, serve
 from wire.messages import EventNotice, Hello, Refuse, Welcome
-from wire.recorder import Recorder, play
+from wire.recorder import Recorder
 from wire.testing import credentials, run
 from wire.ticket import ROLES
 from wire.tls import HANDSHAKE_TIMEOUT_S, TlsDialler, TlsNetwork
-from wire.transport import MemoryNetwork, TcpNetwork
-from wire.virtual import VirtualClockLoop
+from wire.transport import MemoryNetwork
 
 HOST = "127.0.0.1"
 EVERYWHERE = "0.0.0.0"
 HOUR_S = 3600.0
-STAGES: dict[str, tuple[Callable[[], asyncio.AbstractEventLoop], Callable[[], Network]]] = {
-    "asyncio": (asyncio.new_event_loop, TcpNetwork),
-    "uvloop": (uvloop.new_event_loop, TcpNetwork),
-    "memory": (VirtualClockLoop, MemoryNetwork),
-}
-Scenario = Callable[[Network], Awaitable[None]]
-Play = Callable[[Scenario], None]
-
-
-def player(stage: str) -> Play:
-    loop, network = STAGES[stage]
-
-    async def scene(scenario: Scenario) -> None:
-        await scenario(network())
-
-    return lambda scenario: play(scene(scenario), loop_factory=loop)
-
-
-@pytest.fixture(params=STAGES)
-def on_stage(request: pytest.FixtureRequest) -> Play:
-    return player(request.param)
-
-
-@pytest.fixture
-def in_memory() -> Play:
-    return player("memory")
+Play = Callable[[Callable[[Network], Awaitable[None]]], None]
 
 
 class Seed:
@@ -404,15 +377,15 @@ def test_a_plain_caller_is_told_that_the_cluster_is_encrypted(on_stage: Play) ->
     on_stage(scenario)
 
 
-@pytest.mark.parametrize("stage", ["asyncio", "uvloop"])  # in memory a reset overtakes the last word
-def test_a_caller_of_a_plain_seed_is_told_that_it_is_plain(stage: str) -> None:
+@pytest.mark.parametrize("on_stage", ["asyncio", "uvloop"], indirect=True)  # in memory a reset overtakes the last word
+def test_a_caller_of_a_plain_seed_is_told_that_it_is_plain(on_stage: Play) -> None:
     async def scenario(network: Network) -> None:
         async with Seed().listening(network) as seed:
             error = await refused(tls(network, credentials("a1")), seed)
             assert error.code == "not-encrypted"
             assert "speaks TLS" in (await seed.problem()).message
 
-    player(stage)(scenario)
+    on_stage(scenario)
 
 
 @pytest.mark.parametrize("words", [b"GET / HTTP/1.1\r\n\r\n", b"\0", b"\x17\x03\x03\0\0", b"\x16" * 9])
