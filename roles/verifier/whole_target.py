@@ -16,6 +16,7 @@ from p2ptrain.core.activations import IDS, encode_ids
 from p2ptrain.core.errors import P2PTrainError, Refused, UserError
 from p2ptrain.core.ids import new_id
 from p2ptrain.core.serving import DraftProbs, Sampling
+from p2ptrain.core.units import human_bytes
 from p2ptrain.core.world import Clock
 from roles.chain.works import CHUNK
 from roles.compute_thread import ComputeThread
@@ -171,16 +172,16 @@ class WholeTarget:
             )
         if self._cache_bytes and need_bytes > self._cache_bytes:
             most = (self._cache_bytes - beside_bytes) // max(1, self._engine.cache_position_bytes)
-            rejecting = f" that rejects drafts ({beside_bytes / 2**20:,.1f} MiB)" if beside_bytes else ""
+            rejecting = f" that rejects drafts ({human_bytes(beside_bytes)})" if beside_bytes else ""
             raise UserError(
-                f"a session of {positions} positions{rejecting} takes {need_bytes / 2**20:,.0f} MiB, and sessions may "
-                f"take {self._cache_bytes / 2**20:,.0f} MiB",
+                f"a session of {positions} positions{rejecting} takes {human_bytes(need_bytes)}, and sessions may take "
+                f"{human_bytes(self._cache_bytes)}",
                 remedy=(f"ask for at most {most} positions, or " if most > 0 else "") + "give the verifier more memory",
             )
         if len(self._promised) >= self._max_sessions:
             raise Refused(RefusalCode.BUSY, f"{self._max_sessions} sessions are open", remedy=_CLOSE_REMEDY)
         if self._cache_bytes and sum(self._promised.values()) + need_bytes > self._cache_bytes:
-            text = f"other sessions leave too little of {self._cache_bytes / 2**20:,.0f} MiB for {positions} positions"
+            text = f"other sessions leave too little of {human_bytes(self._cache_bytes)} for {positions} positions"
             raise Refused(RefusalCode.BUSY, text, remedy=_CLOSE_REMEDY)
 
     async def _in_turn(self, call: Callable[[], T]) -> tuple[T, float]:

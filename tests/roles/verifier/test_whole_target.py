@@ -166,7 +166,7 @@ def test_sessions_and_their_memory_are_bounded() -> None:
             with refused(UserError, "context of 200") as caught:
                 await target.open(positions=201, sampling=GREEDY)
             assert "200" in caught.value.remedy
-            with refused(UserError, "sessions may take") as caught:
+            with refused(UserError, r"takes \d[^,]* KiB, and sessions may take \d") as caught:
                 await target.open(positions=101, sampling=GREEDY)
             assert "100 positions" in caught.value.remedy
             with refused(UserError, "0 positions"):
