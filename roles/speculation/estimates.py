@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from statistics import median
 
 DECAY = 0.98
@@ -24,6 +25,29 @@ PRIOR_SLOPE, SLOPE_WEIGHT = 0.1, 1.0
 LINE_WEIGHT = 4.0
 """Passes that the line counts as, beside those that had as many drafts."""
 SHORTEST_S = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A pass behind the prompt, from the result before it to its own.
+
+    Attributes:
+        drafts: that it had. tokens: that it gave.
+        between_s: from the result before to this pass, but for waiting. waited_s: for drafts. took_s: the pass itself.
+        began_at: when.
+    """
+
+    drafts: int
+    tokens: int
+    between_s: float
+    waited_s: float
+    took_s: float
+    began_at: float
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.between_s + self.waited_s + self.took_s
 
 
 class Acceptance:

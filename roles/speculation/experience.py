@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 
-from roles.speculation.estimates import FAR_OFF, Acceptance, Pace, PassTimes
+from roles.speculation.estimates import FAR_OFF, Acceptance, Pace, Passed, PassTimes
 
 SHORTEST = 512
 """Positions up to which there is no difference."""
@@ -138,17 +138,17 @@ class Experience:
         self._shared = kept + tokens
         self.share += (steps - self.share * tokens) / self._shared
 
-    def passed(self, place: Place, tokens: int, seconds: float, began_at: float, *, resting: bool) -> bool:
-        """A pass of one that has drafters gave tokens. ``resting``: its drafters rest, and it had no drafts.
+    def passed(self, place: Place, passed: Passed, *, resting: bool) -> bool:
+        """A pass of one that has drafters gave tokens. ``resting``: its drafters rest.
 
         Returns:
             Whether it was a step alone.
         """
-        self._written += tokens
-        self.debt = max(0.0, self.debt - tokens)
-        if not resting or self._working or began_at < self._quiet_from:
+        self._written += passed.tokens
+        self.debt = max(0.0, self.debt - passed.tokens)
+        if not resting or passed.drafts or self._working or passed.began_at < self._quiet_from:
             return False
-        self._alone.setdefault(place, Alone()).add(seconds, self._written)
+        self._alone.setdefault(place, Alone()).add(passed.seconds, self._written)
         return True
 
     # -------------------------------------------------------------------------------------- who works, and who looks

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 
-from roles.speculation.estimates import FAR_OFF
+from roles.speculation.estimates import FAR_OFF, Passed
 from roles.speculation.experience import Experience, Place
 from roles.speculation.policy import MOST_LOSS
 
@@ -84,19 +84,18 @@ class Trial:
             error *= self._tokens / (self._tokens + self._prior)
         return math.hypot(error, self._experience.doubt(self._place))
 
-    def passed(self, place: Place, tokens: int, seconds: float, began_at: float, *, drafts: int) -> None:
-        """A pass gave tokens, so long after the one before it gave some."""
+    def passed(self, place: Place, passed: Passed) -> None:
+        """A pass gave tokens."""
         experience = self._experience
-        idle = (self.resting or experience.looking) and not drafts
-        alone = experience.passed(place, tokens, seconds, began_at, resting=idle)
+        alone = experience.passed(place, passed, resting=self.resting or experience.looking)
         if not self.resting:
             if not experience.looking:  # else another text's drafters made them rest
-                self._worked(place, tokens, seconds, drafts)
+                self._worked(place, passed)
             return
-        self._left -= tokens
+        self._left -= passed.tokens
         if self._looking:
             self._looked += alone
-            self._looking = max(0, self._looking - tokens)
+            self._looking = max(0, self._looking - passed.tokens)
             if self._looked >= LOOK_PASSES or not self._looking:
                 self._judge()
         elif self._left <= 0 and not experience.debt:
@@ -107,7 +106,8 @@ class Trial:
         self._experience.looked(self)
         self._learned()
 
-    def _worked(self, place: Place, tokens: int, seconds: float, drafts: int) -> None:
+    def _worked(self, place: Place, passed: Passed) -> None:
+        drafts, tokens, seconds = passed.drafts, passed.tokens, passed.seconds
         self._tried += tokens
         self._grace = 0 if drafts else max(0, self._grace - tokens)
         if self._grace:

@@ -17,7 +17,7 @@ from itertools import islice
 
 from roles.speculation import policy
 from roles.speculation.behind import LEAST_CHANCE, Behind
-from roles.speculation.estimates import PassTimes, Recent
+from roles.speculation.estimates import Passed, PassTimes, Recent
 from roles.speculation.events import (
     Began,
     Cancel,
@@ -370,8 +370,6 @@ class Verifying:
             self._measure(event.took_s, len(drafts), len(fresh), now)
             if self._guide is not None:
                 self.right_of[self._guide] += accepted
-            self._rate_tokens = RATE_DECAY * self._rate_tokens + len(fresh)
-            self._rate_s = RATE_DECAY * self._rate_s + max(now - self._idle_since, 1e-6)
         self._idle_since, self._arrived_s = now, 0.0
         self.stats.tokens += len(fresh)
         out: list[VerifierInstruction] = [Give(fresh)]
@@ -388,26 +386,25 @@ class Verifying:
 
     def _measure(self, took_s: float, drafts: int, tokens: int, now: float) -> None:
         """A pass behind the prompt gave tokens: what it tells of passes, of drafters, and of what was lost by them."""
-        times, experience = self._pass_times, self._experience
+        times, experience, since_s = self._pass_times, self._experience, now - self._idle_since
         working = any(not outlook.resting for outlook in self._drafters.values())
         if (working and not self._behind.delayed) or not times.known:
             times.add(drafts, took_s)
         step_s = times.seconds(0)
-        several = self._apart_s(step_s) > 0
-        took_s = min(took_s, now - self._idle_since)  # before, others were in front
-        between_s = now - self._idle_since - self._waited_s - took_s
-        if experience.sessions > 1:  # other texts' passes, mostly
-            between_s = 0.0
-        between_s = min(max(between_s, 0.0), step_s)  # whoever reads may be slow, and a machine may sleep
+        took_s = min(took_s, since_s)  # before, others were in front
+        # Whoever reads may be slow, and a machine may sleep; between several texts' passes are the others', mostly.
+        between_s = min(max(since_s - self._waited_s - took_s, 0.0), step_s) if experience.sessions <= 1 else 0.0
+        passed = Passed(drafts, tokens, between_s, self._waited_s, took_s, now - took_s)
         self._between.add(between_s)
-        seconds = self._waited_s + took_s + between_s
-        step_s += self._between.seconds
+        self._rate_tokens = RATE_DECAY * self._rate_tokens + tokens
+        self._rate_s = RATE_DECAY * self._rate_s + max(since_s, 1e-6)
         # What a pass took more than such passes take is chance, and would be counted against drafts alone.
-        usual_s = min(took_s, times.seconds(drafts)) + between_s
-        self._guard.passed(self._waited_s + (usual_s if drafts or several else step_s), tokens, step_s)
+        chance_s = max(0.0, took_s - times.seconds(drafts))
+        if not drafts and not self._apart_s(step_s):
+            chance_s = took_s + between_s - step_s - self._between.seconds
+        self._guard.passed(passed.seconds - chance_s, tokens, step_s + self._between.seconds)
         if self._drafters or self._trial.resting:
-            place = experience.place(len(self._text))
-            self._trial.passed(place, tokens, seconds, now - took_s, drafts=drafts)
+            self._trial.passed(experience.place(len(self._text)), passed)
 
     def _grow(self, picks: Sequence[int]) -> tuple[int, ...]:
         """Take picks into the text, up to its end."""

@@ -7,7 +7,7 @@ from math import exp, inf
 
 import pytest
 
-from roles.speculation.estimates import Acceptance, PassTimes
+from roles.speculation.estimates import Acceptance, Passed, PassTimes
 from roles.speculation.events import Began, Cancel, Drafted, DrafterReady, Drop, PassDone, Run, Tell
 from roles.speculation.experience import (
     FRESH_TOKENS,
@@ -65,7 +65,7 @@ class Text:
         for _ in range(count):
             began_at, self.now = self.now, self.now + seconds
             place = self.experience.place(self.context)
-            self.trial.passed(place, tokens, seconds, began_at, drafts=drafts)
+            self.trial.passed(place, Passed(drafts, tokens, 0.0, 0.0, seconds, began_at))
             if self.trial.resting:
                 self.experience.rests(self, self.now)
             else:
