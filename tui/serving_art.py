@@ -30,6 +30,8 @@ WAIT, REST = Look("▒", "warn"), Look("·", "border")
 SPENT_LOOKS = {"verify": VERIFY, "draft": DRAFT, "wire": WIRE, "wait": WAIT, "rest": REST}
 SHARES = (0.97, 1.03)
 """Of the verifier's own speed: between them it is neither slower nor faster."""
+_WAITS = 0.1
+"""Of a token's time: who waits longer has a token take longer than a step, however fast those are."""
 _LABEL = 10
 _CHART_ROWS = 3
 _LEVELS = " ▁▂▃▄▅▆▇█"
@@ -87,7 +89,8 @@ def _token(verifier: Verifier, width: int) -> list[Row]:
     if (speed_up := verifier.figure("speed_up")) is not None:
         role = "bad" if speed_up < SHARES[0] else "good" if speed_up > SHARES[1] else "strong"
         alone = verifier.figure("alone_ms")
-        beside = "" if alone is None else f" ({fmt.millis(alone)})"
+        step = " a step" if dict(parts).get("wait", 0.0) > _WAITS * whole else ""
+        beside = "" if alone is None else f" ({fmt.millis(alone)}{step})"
         words = " as fast as alone" if width >= _ROOMY else " alone"
         told += [Span(" · ", "dim"), Span(f"{speed_up:.2f}×", role), Span(f"{words}{beside}", "dim")]
     cells = width - _LABEL - sum(cell_len(span.text) for span in told)

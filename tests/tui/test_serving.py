@@ -86,6 +86,15 @@ def test_speculation_that_costs_is_not_praised(speed_up: float, role: str):
     assert [span.role for row in rows for span in row if span.text == f"{speed_up:.2f}×"] == [role]
 
 
+def test_a_text_that_waits_for_others_is_not_held_against_a_step():
+    """Its tokens take longer than those of a verifier alone, and it is as fast."""
+    told = {"token_ms": 30.0, "verify_ms": 8.0, "wait_ms": 22.0, "speed_up": 1.0, "alone_ms": 8.0}
+    info = dataclasses.replace(verifier(1), stats=told)
+    assert any("1.00× as fast as alone (8 ms a step)" in line for line in drawn(Verifier(info, ()), 130))
+    info = dataclasses.replace(info, stats=told | {"wait_ms": 0.5})
+    assert any("1.00× as fast as alone (8 ms)" in line for line in drawn(Verifier(info, ()), 130))
+
+
 def test_the_bars_stand_beside_the_drafters_or_below_them():
     (one,) = verifiers_of(by_id(verifier(1), *drafters(1)))
     beside, below = drawn(one, 130), drawn(one, 76)
