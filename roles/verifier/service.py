@@ -38,6 +38,8 @@ WARM_UP = (8, 9)
 _ROLES = (SYSTEM, USER, ASSISTANT)
 _FIRST_GUESS_S = 30.0
 """That a text takes, before any was written."""
+_USUAL_OF = 4
+"""Of so many texts what one takes is a mean; later ones count the more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,7 @@ class VerifierService:
         self._total = Stats()
         self._recent, self._ended_sums = Recent(), dict[str, float]()
         self.experience = Experience()
-        self._usual_s = _FIRST_GUESS_S
+        self._usual_s, self._usual_of = _FIRST_GUESS_S, 0
         self._preparing = 0
         self._closed = False
         self._on_change = on_change
@@ -307,7 +309,8 @@ class VerifierService:
         if running.speculates:
             self._ended_sums = added([self._ended_sums, session.sums()])
             self._note_recent()
-        self._usual_s += (now - running.began_at - self._usual_s) / 4
+        self._usual_of = min(self._usual_of + 1, _USUAL_OF)
+        self._usual_s += (now - running.began_at - self._usual_s) / self._usual_of
         self._places.leave()
         self._ended.set()
         self._on_change()

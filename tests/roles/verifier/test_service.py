@@ -310,6 +310,23 @@ def test_who_waits_and_who_is_refused(tmp_path: Path) -> None:
     within(scene())
 
 
+def test_what_a_text_takes_is_known_from_the_first(tmp_path: Path) -> None:
+    """The guess of before, half a minute, would send people away for many times as long as it takes."""
+
+    async def scene() -> None:
+        target = ScriptedTarget()
+        serving = service(tmp_path, target, sessions=1, waiting=0)
+        await read(await serving.write(wish()))
+        second = await serving.write(wish())
+        with pytest.raises(Refused) as busy:
+            await serving.write(wish())
+        assert "try again in 2 s" in busy.value.remedy
+        await read(second)
+        await settled(serving, target)
+
+    within(scene())
+
+
 def test_nobody_waits_for_ever(tmp_path: Path) -> None:
     async def scene() -> None:
         held = asyncio.Event()
