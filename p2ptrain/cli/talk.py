@@ -29,6 +29,7 @@ HELP = """\
   /quit        leave, as Ctrl+D does
   Ctrl+C cancels an answer; what was said so far stays. A line that begins with a space is never a command."""
 _PROMPT, _THINKING = "> ", "…"
+_LONGEST = 1 << 24  # a line that is longer is most likely no question
 
 
 class Talk:
@@ -96,14 +97,16 @@ class Talk:
             warned = len(self.answers) > count and self.answers[-1].ended == "cancelled"
 
     def _piped(self) -> Iterator[str]:
-        lines = iter(sys.stdin)
         while True:
             try:
-                line = next(lines)
-            except StopIteration:
-                return
+                line = sys.stdin.readline(_LONGEST + 1)
             except UnicodeDecodeError as error:
                 raise UserError("standard input is not UTF-8 text") from error
+            if not line:
+                return
+            if len(line) > _LONGEST:
+                text = f"standard input has a line of more than {_LONGEST >> 20} Mi characters"
+                raise UserError(text, remedy="each line is a question")
             yield line.rstrip("\r\n")
 
     # --------------------------------------------------------------------------------------------------- questions

@@ -227,6 +227,17 @@ def test_over_a_pipe_a_mistake_ends_it(chat: Callable[..., Any]) -> None:
     assert chat(["a", "b"], ["o" + CTRL_C, "x"], piped=True)[0].code == 130
 
 
+def test_a_line_that_does_not_end_is_refused_before_it_is_read_to_its_end(
+    chat: Callable[..., Any], command: Command, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat([], [])
+    endless = io.TextIOWrapper(io.BytesIO(b"\0" * (20 << 20)), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", endless)
+    outcome = command("chat", "-c", str(checkpoint))
+    assert (outcome.code, "a line of more than 16 Mi characters" in outcome.err) == (2, True)
+    assert endless.read(1) == "\0"
+
+
 def test_what_is_no_text_is_refused(
     chat: Callable[..., Any], command: Command, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
