@@ -123,6 +123,11 @@ class Experience:
         alone = self._alone.get(place) if place else None
         return alone.doubt(self._written) if alone else math.inf
 
+    @property
+    def unseen(self) -> bool:
+        """Texts were written, and no step alone was measured: they were too short to."""
+        return not self._alone and self._written >= FRESH_TOKENS / 2
+
     def fresh(self, place: Place) -> bool:
         """Whether it was measured there a moment ago, and well."""
         alone = self._alone.get(place)

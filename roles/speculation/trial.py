@@ -55,7 +55,10 @@ class Trial:
         self._looking = 0  # tokens left for the look; 0: there is none
         self._tried = 0  # tokens since they began or were found a gain
         self._begin()
-        self.resting = experience.debt > 0
+        self.resting = experience.debt > 0 or experience.unseen
+        if experience.unseen:
+            self._looking = LOOK_TOKENS
+            experience.look(self)
 
     def _clear(self) -> None:
         self._tokens = self._seconds = 0.0  # sums of passes, old ones fading
@@ -144,7 +147,7 @@ class Trial:
         unseen = self._looking == 0 == self._looked  # another text's drafters never stopped
         self._looking = 0
         share = self.share
-        if share <= GAIN or unseen:
+        if share <= GAIN or unseen or not self._tokens:
             self._rest = REST_TOKENS[0]
             self._begin()
             return

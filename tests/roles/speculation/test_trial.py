@@ -267,6 +267,20 @@ def test_nor_do_they_let_a_drafter_that_slows_the_verifier_down_work_on(sigma: f
         assert speed_up(made, sigma, Experience()) >= 0.95, (alpha, shared)
 
 
+def test_texts_that_end_before_a_look_leave_it_to_the_next() -> None:
+    experience = Experience()
+    short = Text(experience)
+    short.passes(BLOCK_TOKENS, seconds=2 * STEP_S)
+    experience.rests(short, short.now)
+    short.trial.end()
+    text = Text(experience, now=short.now)
+    assert text.trial.resting
+    text.passes(LOOK_PASSES)
+    assert not text.trial.resting
+    assert experience.step_s() == pytest.approx(STEP_S)
+    assert not Text(experience).trial.resting
+
+
 def test_longer_contexts_are_measured_for_themselves() -> None:
     experience = Experience()
     text = Text(experience)
