@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from p2ptrain.cli import join as command_of
 from p2ptrain.cli import joining
@@ -148,7 +150,7 @@ async def test_what_http_cannot_be_is_refused_before_anything_is_dialled(model: 
         await joining.served(of, ServeWish("verifier", model, http=("0.0.0.0", 0)))
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="is in use"):
         await joining.served(of, ServeWish("verifier", model, http=taken.getsockname()[:2]))
-    (model / "model.safetensors").write_bytes(bytes(5000))
+    save_file({"weight": np.zeros(1250, np.float32)}, model / "model.safetensors")
     with pytest.raises(ResourceError, match="--memory says"):
         await joining.served(of, ServeWish("verifier", model, memory_bytes=4000))
     assert not root.exists()

@@ -533,5 +533,5 @@ class _Piped:
     def isatty(self) -> bool:
         return False
 
-    def __iter__(self) -> Iterator[str]:
-        return self._lines
+    def readline(self, _: int = -1) -> str:
+        return next(self._lines, "")
