@@ -46,8 +46,8 @@ class Passed:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
-        return self.between_s + self.waited_s + self.took_s
+        """All of it, and never nothing: shares are taken of it."""
+        return max(self.between_s + self.waited_s + self.took_s, SHORTEST_S)
 
 
 class Acceptance:

@@ -62,8 +62,10 @@ class Alone:
         return self._weight * math.exp((self.written - written) / MEMORY_TOKENS)
 
     def doubt(self, written: int) -> float:
-        """Standard error of the mean, of it."""
-        return max(LEAST_SPREAD, math.sqrt(self._variance) / self.seconds) / math.sqrt(self.steps(written))
+        """Standard error of the mean, of it; infinite where the last of them is so long ago that it says nothing."""
+        steps = self.steps(written)
+        spread = max(LEAST_SPREAD, math.sqrt(self._variance) / self.seconds)
+        return spread / math.sqrt(steps) if steps else math.inf
 
 
 class Known:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from math import exp, inf
+from math import exp, inf, isinf
 
 import pytest
 
@@ -293,6 +293,27 @@ def test_longer_contexts_are_measured_for_themselves() -> None:
     assert not text.trial.resting
     assert experience.step_s(experience.place(100)) == pytest.approx(STEP_S)
     assert experience.step_s(experience.place(4 * SHORTEST)) == pytest.approx(3 * STEP_S)
+
+
+def test_a_step_of_very_long_ago_is_measured_anew() -> None:
+    text = Text(Experience())
+    until_it_looks(text, tokens=2, drafts=1)
+    text.passes(LOOK_PASSES)
+    place, text.context = text.experience.place(100), 4 * SHORTEST
+    while not isinf(text.experience.doubt(place)):
+        text.passes(100, tokens=60, drafts=60)
+    text.context = 100
+    until_it_looks(text, tokens=2, seconds=2 * STEP_S, drafts=1)
+    text.passes(LOOK_PASSES, seconds=2 * STEP_S)
+    assert text.experience.step_s(place) == pytest.approx(2 * STEP_S)
+
+
+def test_passes_that_take_no_time_at_all_are_no_mistake() -> None:
+    text = Text(Experience())
+    until_it_looks(text, seconds=0.0, drafts=1)
+    text.passes(LOOK_PASSES, seconds=0.0)
+    until_it_looks(text, seconds=STEP_S, drafts=1)
+    assert text.trial.share > 1
 
 
 def test_while_any_drafter_works_no_step_is_alone() -> None:
