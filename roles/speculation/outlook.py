@@ -18,6 +18,8 @@ FORGOTTEN = 32
 """Tokens of a rest after which a drafter shows anew how often it is right: the text has changed."""
 LEAST_ALPHA, MOST_ALPHA = 0.3, 0.95
 """What is expected of a drafter, at least and at most, in a new text, by what it did in others."""
+LONGEST_STOP_S = 1.0
+"""That a drafter is thought to work on when it was told to rest: it may say what it likes of how long a draft takes."""
 SHORTEST_WAIT_S = 0.0005
 """Drafts that are not there are not there at once: without this, a wait that rounds to nothing would never end."""
 
@@ -112,7 +114,7 @@ class Outlook:
     @property
     def stops_s(self) -> float:
         """From when it is told to rest, until it does nothing any more."""
-        return self.pace.latency_s + 2 * self.pace.step.seconds
+        return self.pace.latency_s + min(2 * self.pace.step.seconds, LONGEST_STOP_S)
 
     @property
     def depth(self) -> int:

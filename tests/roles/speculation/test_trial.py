@@ -308,6 +308,16 @@ def test_a_step_of_very_long_ago_is_measured_anew() -> None:
     assert text.experience.step_s(place) == pytest.approx(2 * STEP_S)
 
 
+def test_who_says_that_a_draft_takes_an_hour_keeps_nobody_from_measuring_a_step() -> None:
+    experience = Experience()
+    core = Verifying([1, 2, 3], max_new_tokens=200, vocab_size=9, experience=experience)
+    core.handle(Began(), 0.0)
+    core.handle(DrafterReady(1, 3, 0.1, 3600.0), 0.0)
+    for number in range(1, 100):
+        core.handle(PassDone((5,), STEP_S), STEP_S * number)
+    assert experience.step_s(experience.place(100)) == pytest.approx(STEP_S)
+
+
 def test_passes_that_take_no_time_at_all_are_no_mistake() -> None:
     text = Text(Experience())
     until_it_looks(text, seconds=0.0, drafts=1)
