@@ -26,6 +26,9 @@ FRESH_TOKENS, FRESH_STEPS = 64, 8.0
 """Tokens since a step alone was measured, and such steps, with which it need not be measured anew."""
 LOOK_WITHIN = 64
 """Tokens of all texts together: a look that takes longer is of one who does not go on, and holds up nobody."""
+STILL_TOKENS = 128
+"""Of all texts together: a drafter that was told nothing meanwhile has drafted all that it may. Who reads slowly holds
+up its text, and with it what its drafters are to hear, but no look of the others."""
 MOST_DEBT = 1024.0
 """Tokens."""
 
@@ -98,7 +101,7 @@ class Experience:
         self._alone: dict[Place, Alone] = {}
         self._pass_times: dict[int, PassTimes] = {}
         self._drafters: OrderedDict[str, Known] = OrderedDict()
-        self._working: set[object] = set()
+        self._working: dict[object, int] = {}  # and how many tokens were written when it was told of its text last
         self._looking: dict[object, int] = {}  # and how many tokens were written when it began
         self._quiet_from = 0.0
 
@@ -153,7 +156,8 @@ class Experience:
         """
         self._written += passed.tokens
         self.debt = max(0.0, self.debt - passed.tokens)
-        if not resting or passed.drafts or self._working or passed.began_at < self._quiet_from:
+        working = any(self._written - told < STILL_TOKENS for told in self._working.values())
+        if not resting or passed.drafts or working or passed.began_at < self._quiet_from:
             return False
         self._alone.setdefault(place, Alone()).add(passed.seconds, self._written)
         return True
@@ -161,13 +165,13 @@ class Experience:
     # -------------------------------------------------------------------------------------- who works, and who looks
 
     def works(self, who: object) -> None:
-        """A drafter works from now on."""
-        self._working.add(who)
+        """A drafter works from now on, or goes on: it was told of its text."""
+        self._working[who] = self._written
 
     def rests(self, who: object, quiet_from: float) -> None:
         """A drafter does nothing any more, from then on."""
         if who in self._working:
-            self._working.discard(who)
+            del self._working[who]
             self._quiet_from = max(self._quiet_from, quiet_from)
 
     @property

@@ -229,6 +229,18 @@ def test_nobody_rests_when_no_step_could_be_measured() -> None:
     assert not experience.looking
 
 
+def test_a_text_that_does_not_go_on_keeps_no_other_from_measuring_a_step() -> None:
+    experience = Experience(STEP_S)
+    Text(experience)  # who reads it is slow, so its drafters are not told to rest
+    text = Text(experience)
+    for _ in range(3):
+        assert experience.debt == 0
+        until_it_looks(text, seconds=2 * STEP_S, drafts=1)
+        text.passes(LOOK_TOKENS)
+    assert text.trial.resting
+    assert experience.debt > 0
+
+
 def settings(alpha: float, *, sigma: float, shared: float, share: float) -> list[Setting]:
     """Of a verifier on processors that others use, too: its passes are short, and their times waver."""
     drafter = DrafterSetting(alpha, 0.0012)
