@@ -22,9 +22,7 @@ class Sides(Protocol):
 
     def __len__(self) -> int: ...
 
-    async def all(
-        self, do: str, *, each: Sequence[dict[str, Any]] | None = None, seconds: float = 0.0, **arguments: Any
-    ) -> list[Answer]: ...
+    async def all(self, do: str, *, seconds: float = 0.0, **arguments: Any) -> list[Answer]: ...
 
 
 Start = Callable[[int], AbstractAsyncContextManager[Sides]]
@@ -67,9 +65,7 @@ class _Here:
     def __len__(self) -> int:
         return len(self._sides)
 
-    async def all(
-        self, do: str, *, each: Sequence[dict[str, Any]] | None = None, seconds: float = 0.0, **arguments: Any
-    ) -> list[Answer]:
+    async def all(self, do: str, *, seconds: float = 0.0, **arguments: Any) -> list[Answer]:
         """As of ``Members``. Raises ``P2PTrainError``, ``Interrupted``."""
         if self._stop.is_set():
             raise Interrupted
