@@ -203,7 +203,8 @@ def _notes(plan: Plan, results: Sequence[Result], depths: Sequence[Result], kill
         "alone: the same service without a drafter; in turns: draft, send, verify, answer, with the best fixed "
         "number of drafts, or as many as the depth says; ahead: this program; depth: the most drafts that a pass may "
         "take, auto: as many as the program finds of use; a pass: tokens that one gives; wasted: of the drafts, those "
-        "that no pass used; bytes: bodies of drafts and verdicts, a token; frames: with the headers around them",
+        "that were wrong, or behind a wrong one; bytes: bodies of drafts and verdicts, a token; frames: with the "
+        "headers around them",
         f"{plan.texts} texts of {plan.tokens} tokens each, one in turns, and "
         f"the first {ALONE_TOKENS} tokens alone; all were the verifier's "
         "own, token for token. As many drafts are right as alpha says; models that only take time, nothing else",
