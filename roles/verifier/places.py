@@ -13,6 +13,11 @@ SHORTEST_WAIT_S, LONGEST_WAIT_S = 10.0, 600.0
 BUSY = RefusalCode.BUSY
 
 
+def patience_s(expected_s: float) -> float:
+    """For so long somebody waits for what is expected after that time: what is expected is a guess."""
+    return min(max(2 * expected_s, SHORTEST_WAIT_S), LONGEST_WAIT_S)
+
+
 class Places:
     """So many texts at a time, and so many that wait.
 
@@ -45,15 +50,15 @@ class Places:
             raise self._refused(f"{self._most} texts are being written, and {ahead - 1} wait", expected_s)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
-        patience_s = min(max(2 * expected_s, SHORTEST_WAIT_S), LONGEST_WAIT_S)
+        wait_s = patience_s(expected_s)
         try:
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(wait_s):
                 await turn
         except TimeoutError:
             if _given(turn):  # in this very moment
                 return
             self._give_up(turn)
-            raise self._refused(f"no place became free within {patience_s:.0f} s", expected_s) from None
+            raise self._refused(f"no place became free within {wait_s:.0f} s", expected_s) from None
         except asyncio.CancelledError:
             if _given(turn):
                 self.leave()

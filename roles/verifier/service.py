@@ -24,7 +24,7 @@ from roles.speculation.stats import Stats
 from roles.verifier.asking import Wish
 from roles.verifier.drafting_source import Connected, DrafterSource, NoDrafters
 from roles.verifier.kept import Kept, KeptSession
-from roles.verifier.places import BUSY, LONGEST_WAIT_S, Places
+from roles.verifier.places import BUSY, LONGEST_WAIT_S, Places, patience_s
 from roles.verifier.recent import Recent, added, figures_of, shares_of
 from roles.verifier.session import TextSession
 from roles.verifier.stats import Rate, summed
@@ -250,7 +250,7 @@ class VerifierService:
         room = needs
         if prepared.grows:
             room = max(needs, min(self.context or CONVERSATION_POSITIONS, CONVERSATION_POSITIONS))
-        due = self._now() + min(2 * self._expected_s(1), LONGEST_WAIT_S)
+        due = self._now() + patience_s(self._expected_s(1))
         while True:
             try:
                 session = await self._target.open(positions=room, sampling=prepared.sampling)

@@ -396,6 +396,23 @@ def test_memory_that_others_have_is_waited_for(tmp_path: Path) -> None:
     within(scene())
 
 
+def test_memory_is_waited_for_a_while_though_the_texts_before_were_short(tmp_path: Path) -> None:
+    async def scene() -> None:
+        held = asyncio.Event()
+        target = ScriptedTarget(room=60, before=lambda count: held.wait() if count else None)
+        serving = service(tmp_path, target, kept=0)
+        await read(await serving.write(wish(1)))
+        first = await serving.write(wish())  # its prompt takes much longer than that whole text did
+        second = asyncio.create_task(serving.write(wish()))
+        await asyncio.sleep(5)
+        held.set()
+        await read(first)
+        assert (await read(await second))[1] == list(reference(PROMPT, 40))
+        await settled(serving, target)
+
+    within(scene())
+
+
 @pytest.mark.parametrize("when", ["prefill", "writing", "unread"])
 def test_closing_ends_it_soon(tmp_path: Path, when: str) -> None:
     async def scene() -> None:
