@@ -76,8 +76,8 @@ PINGS = 9
 PING_S = 5.0
 FARTHEST_S = 1.0
 """One way. What takes longer is no distance, and who answers late on purpose shall not be waited for the longer."""
-LATE_FRAMES = 1024
-"""About a session that is over: what was on its way."""
+LATE_FRAMES, MOST_LATE_FRAMES = 1024, 1 << 16
+"""About a session that is over: what was on its way; and about all those of before together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +312,7 @@ class DrafterLink:
 
     def _forget(self, seat: Seat) -> None:
         seat.over = True
-        self._late += LATE_FRAMES
+        self._late = min(self._late + LATE_FRAMES, MOST_LATE_FRAMES)
         self.seats.pop(seat.stream, None)
         if seat.asked is not None and not seat.asked.answer.done():
             seat.asked.answer.set_result(None)
