@@ -7,7 +7,9 @@ from roles.speculation.received import REFUSALS
 from wire.handshake import RefusalCode
 
 STRUCK_S, LONGEST_STRUCK_S = 60.0, 3600.0
-"""For so long one is not dialled that sent what no correct drafter sends; it doubles each time."""
+"""For so long one is not dialled that sent what no correct drafter sends, or owed an answer; it doubles each time, and
+begins anew where that is longer ago than the longest: a slow link now and then shall not cost an honest one its place.
+"""
 REDIAL_S = 5.0
 """Between two dials of one that says each time that it is elsewhere, or another."""
 SAID_S, THERE_S = 3600.0, 60.0
@@ -42,6 +44,8 @@ class Standing:
 
     def struck(self, now: float) -> float:
         """It is at fault. Returns for how long it is not dialled."""
+        if now > self.struck_until + LONGEST_STRUCK_S:
+            self._strikes = 0
         wait_s = min(STRUCK_S * 2.0**self._strikes, LONGEST_STRUCK_S)
         self._strikes += wait_s < LONGEST_STRUCK_S
         self.struck_until = now + wait_s

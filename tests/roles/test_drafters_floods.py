@@ -88,6 +88,31 @@ def test_who_goes_on_about_a_session_that_is_over_is_cut_off() -> None:
     run_virtual(main())
 
 
+def test_many_sessions_that_are_over_let_nobody_go_on_about_them_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roles.verifier.drafter_link.MOST_LATE_FRAMES", 2 * LATE_FRAMES)
+    connections: list[Connection] = []
+
+    def says(stream: int, verdict: Told | None, number: int, connection: Connection) -> None:
+        connections.append(connection)
+
+    async def main() -> None:
+        scene = Scene()
+        liar = scene.liar("bad", says)
+        async with drafter_hosts([liar]):
+            scene.source.here([liar.at])
+            await asyncio.sleep(1)
+            for _ in range(4):
+                await write(scene.source, PROMPT, 10, GREEDY)
+            for frames, listed in ((2 * LATE_FRAMES, ["bad"]), (1, [])):
+                for _ in range(frames):
+                    connections[-1].send(Drafts(len(PROMPT), packed([1], VOCAB)), stream=1)
+                await asyncio.sleep(1)
+                assert there(scene.source) == listed
+            await scene.source.close()
+
+    run_virtual(main())
+
+
 def test_who_only_says_that_it_lives_and_all_the_time_is_cut_off() -> None:
     def says(stream: int, verdict: Told | None, number: int, connection: Connection) -> None:
         for _ in range(MOST_BEATS + 100 if verdict is None else 0):
@@ -297,3 +322,7 @@ def test_strikes_weigh_more_each_time_up_to_an_hour() -> None:
         now = standing.not_before
     assert waits[:3] == [STRUCK_S, 2 * STRUCK_S, 4 * STRUCK_S]
     assert waits[-1] == LONGEST_STRUCK_S
+    now += LONGEST_STRUCK_S
+    assert standing.struck(now) == LONGEST_STRUCK_S
+    now = standing.not_before + LONGEST_STRUCK_S + 1
+    assert standing.struck(now) == STRUCK_S, "that was long ago"
