@@ -87,7 +87,8 @@ class Ticket:
             raise _no_ticket(f"it is longer than {MAX_TICKET_CHARS} characters")
         address, slash, encoded = "".join(text.split()).rpartition("/")
         if not slash:
-            raise _no_ticket("no slash stands between the seed's address and what follows it")
+            remedy = "copy the whole ticket again; or, if it is the name of a machine, write it in small letters"
+            raise _no_ticket("no slash stands between the seed's address and what follows it", remedy)
         if len(encoded) != _BODY_CHARS:
             lost = f"{len(encoded)} letters follow the slash, and a ticket has {_BODY_CHARS} there"
             raise _no_ticket(lost)

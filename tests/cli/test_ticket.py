@@ -90,6 +90,14 @@ def test_what_a_person_gives_is_an_address_a_ticket_or_a_file(tmp_path: Path) ->
     assert read_target(wrapped) == SAMPLE, "as a terminal breaks it"
 
 
+def test_a_machines_long_name_in_large_letters_may_be_half_a_ticket_and_is_refused_with_what_would_do() -> None:
+    name = "Alexandras-MacBook-Pro-16-inch.local"
+    with pytest.raises(UserError, match="not a ticket") as caught:
+        read_target(f"{name}:7337")
+    assert "in small letters" in caught.value.remedy
+    assert read_target(f"{name.lower()}:7337") == (name.lower(), 7337)
+
+
 @pytest.mark.parametrize(
     "command_line", [("join",), ("tui",), ("check",), ("peers", "--seed"), ("jobs", "list", "--seed")]
 )
