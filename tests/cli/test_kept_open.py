@@ -15,6 +15,12 @@ from p2ptrain.cli.kept_open import KeptOpen
 from p2ptrain.core.errors import Unreachable
 
 
+@pytest.fixture(autouse=True)
+def no_haste(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is, ``close`` waits for the thread's end."""
+    monkeypatch.setattr(kept_open, "_ENDED_S", 60.0)
+
+
 class Door:
     def __init__(self) -> None:
         self.left_on = ""
