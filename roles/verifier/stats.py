@@ -13,6 +13,8 @@ from wire.frame import HEADER
 WINDOW_S = 5.0
 """Over which a rate is taken."""
 _GRAIN_S = 0.25
+MOST_TOLD = 32
+"""Drafters of one text, those that were right most often: figures have to fit a message, whoever came."""
 
 
 class WritingStats:
@@ -94,8 +96,20 @@ class WritingStats:
             "bytes_out": bytes_out,
             "bytes_per_token": (bytes_in + bytes_out) / self._tokens if self._tokens else None,
             "frame_bytes_per_token": (bytes_in + bytes_out + headers) / self._tokens if self._tokens else None,
-            "drafters": [each.as_map() | {"accepted": right_of.get(each.drafter, 0)} for each in drafters],
+            "drafters": _told(drafters, right_of),
         }
+
+
+def _told(drafters: Sequence[DrafterFacts], right_of: Mapping[int, int]) -> list[dict[str, Any]]:
+    """One for each peer, however often it came and went."""
+    found: dict[str, dict[str, Any]] = {}
+    for each in drafters:
+        told = each.as_map() | {"accepted": right_of.get(each.drafter, 0)}
+        if (before := found.get(each.peer_id)) is not None:
+            told |= {name: told[name] + before[name] for name in ("bytes_in", "bytes_out", "accepted")}
+        found[each.peer_id] = told
+    best = sorted(found, key=lambda peer_id: -found[peer_id]["accepted"])[:MOST_TOLD]
+    return [told for peer_id, told in found.items() if peer_id in best]
 
 
 def speculation_map(core: Stats) -> dict[str, Any]:
