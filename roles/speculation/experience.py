@@ -29,7 +29,7 @@ LOOK_WITHIN = 64
 STILL_TOKENS = 128
 """Of all texts together: a drafter that was told nothing meanwhile has drafted all that it may. Who reads slowly holds
 up its text, and with it what its drafters are to hear, but no look of the others."""
-MOST_DEBT = 1024.0
+LEAST_DEBT, MOST_DEBT = 64.0, 1024.0
 """Tokens."""
 
 Place = tuple[int, bool]
@@ -95,6 +95,7 @@ class Experience:
         self.sessions = 0
         self.share = 1.0
         self.debt = 0.0
+        self._least_debt = LEAST_DEBT  # of the next time
         self._shared = 0.0  # tokens that the share is of
         self._written = 0
         self._first = Alone(step_s)
@@ -187,9 +188,18 @@ class Experience:
         """It has, or does not want to any more."""
         self._looking.pop(who, None)
 
-    def owe(self, tokens: float) -> None:
-        """Drafters slowed the verifier down: so many tokens more make up for it."""
-        self.debt = min(self.debt + tokens, MOST_DEBT)
+    def owe(self, tokens: float, *, slowed: bool) -> None:
+        """Drafters are no gain: so many tokens more make up for it. Where they ``slowed`` steps down it will be so in
+        other texts, too: at least twice as many as the last time, if they were no gain in between."""
+        self.debt += tokens
+        if slowed:
+            self.debt = max(self.debt, self._least_debt)
+            self._least_debt = min(2 * self._least_debt, MOST_DEBT)
+        self.debt = min(self.debt, MOST_DEBT)
+
+    def gained(self) -> None:
+        """Drafters are a gain."""
+        self._least_debt = LEAST_DEBT
 
     # ------------------------------------------------------------------------------------------------ passes, drafters
 

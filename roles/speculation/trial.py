@@ -63,6 +63,7 @@ class Trial:
     def _clear(self) -> None:
         self._tokens = self._seconds = 0.0  # sums of passes, old ones fading
         self._squares = [0.0, 0.0, 0.0]  # of tokens, of both, of seconds
+        self._steps, self._count = 0.0, 0  # passes without drafts while drafters work: what they took, and how many
         self._prior = PRIOR_TOKENS  # fading with them
 
     def _begin(self) -> None:
@@ -86,6 +87,11 @@ class Trial:
             error = math.sqrt(max(0.0, seconds - 2 * ratio_s * both + ratio_s**2 * tokens)) / self._seconds
             error *= self._tokens / (self._tokens + self._prior)
         return math.hypot(error, self._experience.doubt(self._place))
+
+    @property
+    def _slowed(self) -> bool:
+        """Whether steps take longer while drafters work: they share processors with the verifier, or the way."""
+        return self._count >= LOOK_PASSES and self._steps >= SLOWED * self._count
 
     def passed(self, place: Place, passed: Passed) -> None:
         """A pass gave tokens."""
@@ -112,13 +118,17 @@ class Trial:
     def _worked(self, place: Place, passed: Passed) -> None:
         drafts, tokens, seconds = passed.drafts, passed.tokens, passed.seconds
         self._tried += tokens
+        step_s = self._experience.step_s(place)
+        if not drafts and step_s:
+            self._steps += min((seconds - passed.waited_s) / step_s, FAR_OFF)
+            self._count += 1
         self._grace = 0 if drafts else max(0, self._grace - tokens)
         if self._grace:
             return
         if place != self._place:
             self._learned()
             self._place = place
-        if step_s := self._experience.step_s(place):
+        if step_s:
             seconds = min(seconds, FAR_OFF * (1 + drafts) * step_s)
         kept = (1 - 1 / MEMORY_TOKENS) ** tokens
         self._prior *= kept
@@ -134,6 +144,7 @@ class Trial:
         if share * (1 + DOUBTS * doubt) <= GAIN:
             self._since = self._tried = 0
             self._rest = REST_TOKENS[0]
+            self._experience.gained()
             return
         self._looked, self._looking = 0, LOOK_TOKENS
         if self._experience.fresh(place):
@@ -154,7 +165,7 @@ class Trial:
         self.resting = True
         owed = self._tried * max(0.0, share - 1) / MOST_LOSS
         if share >= max(SLOWED, 1 + DOUBTS * self._doubt):
-            self._experience.owe(owed)
+            self._experience.owe(owed, slowed=self._slowed)
         self._left = min(max(float(self._rest), owed), float(REST_TOKENS[1])) - self._looked
         self._rest = min(2 * self._rest, REST_TOKENS[1])
         self._learned()

@@ -163,6 +163,38 @@ def test_what_slows_the_verifier_down_is_owed_by_all_texts() -> None:
     assert not other.trial.resting
 
 
+def owed(experience: Experience, *, step_s: float, pass_s: float) -> float:
+    """By a text whose drafters are no gain: steps take ``step_s`` while they work, and each fifth pass, with drafts,
+    the other. It is paid."""
+    text = Text(experience)
+    for number in range(8 * BLOCK_TOKENS):
+        while text.trial.resting and not experience.debt:
+            text.passes(1)
+        if experience.debt:
+            break
+        drafts = 0 if number % 5 else 3
+        text.passes(1, seconds=step_s if not drafts else pass_s, drafts=drafts)
+    debt = experience.debt
+    text.rest()
+    text.trial.end()
+    return debt
+
+
+def test_who_slows_steps_down_again_and_again_is_tried_less_and_less() -> None:
+    experience = Experience(STEP_S)
+    debts = [owed(experience, step_s=1.3 * STEP_S, pass_s=1.3 * STEP_S) for _ in range(8)]
+    assert 0 < debts[1] < 200
+    assert debts[-1] == MOST_DEBT
+    gains = Text(experience)
+    gains.passes(4 * BLOCK_TOKENS, tokens=3, drafts=3)
+    assert 0 < owed(experience, step_s=1.3 * STEP_S, pass_s=1.3 * STEP_S) < 300
+
+
+def test_who_is_only_wrong_is_not() -> None:
+    experience = Experience(STEP_S)
+    assert all(0 < owed(experience, step_s=STEP_S, pass_s=2.5 * STEP_S) < 300 for _ in range(8))
+
+
 def test_the_next_text_begins_with_what_was_learned() -> None:
     experience = Experience()
     drafter = DrafterSetting(0.8)
