@@ -22,6 +22,8 @@ MOST_STEPS = 24.0
 """That a mean is of, about."""
 LEAST_SPREAD = 0.05
 """Of steps: three may look alike by chance."""
+SURE = 2.0
+"""Standard errors."""
 FRESH_TOKENS, FRESH_STEPS = 64, 8.0
 """Tokens since a step alone was measured, and such steps, with which it need not be measured anew."""
 LOOK_WITHIN = 64
@@ -41,7 +43,7 @@ class Alone:
 
     Attributes:
         seconds: their mean, old ones fading.
-        written: tokens that there were when the last of them was measured.
+        written: tokens that there were when the last of them was measured, or a bound of it.
     """
 
     def __init__(self, seconds: float = 0.0) -> None:
@@ -67,8 +69,20 @@ class Alone:
     def doubt(self, written: int) -> float:
         """Standard error of the mean, of it; infinite where the last of them is so long ago that it says nothing."""
         steps = self.steps(written)
-        spread = max(LEAST_SPREAD, math.sqrt(self._variance) / self.seconds)
-        return spread / math.sqrt(steps) if steps else math.inf
+        return self._spread / math.sqrt(steps) if steps else math.inf
+
+    def at_most(self, share: float, steps: int, written: int) -> bool:
+        """As of ``Experience``."""
+        doubt = math.hypot(self._spread / math.sqrt(steps), self.doubt(written))
+        if not 0 < share * (1 + SURE * doubt) < 1:
+            return False
+        self.seconds *= share
+        self._weight, self.written = min(self.steps(written), steps), written
+        return True
+
+    @property
+    def _spread(self) -> float:
+        return max(LEAST_SPREAD, math.sqrt(self._variance) / self.seconds)
 
 
 class Known:
@@ -142,6 +156,16 @@ class Experience:
             and self._written - alone.written <= FRESH_TOKENS
             and alone.steps(self._written) >= FRESH_STEPS
         )
+
+    def at_most(self, place: Place, share: float, steps: int) -> bool:
+        """So many steps took this share of one alone, while drafters worked. Where that is surely less, the machine has
+        less to do than it had then, and a step alone takes no longer than they did.
+
+        Returns:
+            Whether it is.
+        """
+        alone = self._alone.get(place)
+        return alone is not None and alone.at_most(share, steps, self._written)
 
     def learn(self, tokens: float, steps: float) -> None:
         """With drafters so many tokens took as long as so many steps alone."""

@@ -3,9 +3,10 @@
 That drafts are right is not enough: a drafter may slow down each pass, or the way between passes. So all that a text
 takes while they work, from result to result, is held against what its tokens would take the verifier alone: the
 *share*, a ratio of two means, which begins with what it was in the texts before. As long as it is surely below 1
-nobody looks. Where it is not sure, the drafters of all texts rest for a few passes, and a step alone is measured anew:
-the machine may be a busier one than it was. Where it is above 1 then they *rest*, for as long as makes up for what was
-lost, and longer each time; then they are tried again.
+nobody looks; only, a step alone takes no longer than steps among drafters' passes do. Where it is not sure, the
+drafters of all texts rest for a few passes, and a step alone is measured anew: the machine may be a busier one than it
+was. Where it is above 1 then they *rest*, for as long as makes up for what was lost, and longer each time; then they
+are tried again.
 """
 
 from __future__ import annotations
@@ -141,8 +142,11 @@ class Trial:
         plain = self._since >= LEAST_TOKENS and share > 1 + DOUBTS * min(doubt, MOST_DOUBT)
         if self._since < BLOCK_TOKENS and not plain:
             return
+        if self._count >= LOOK_PASSES and self._experience.at_most(place, self._steps / self._count, self._count):
+            share, doubt = self.share, self._doubt
         if share * (1 + DOUBTS * doubt) <= GAIN:
             self._since = self._tried = 0
+            self._steps, self._count = 0.0, 0
             self._rest = REST_TOKENS[0]
             self._experience.gained()
             return

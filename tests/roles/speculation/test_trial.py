@@ -251,6 +251,24 @@ def test_nobody_rests_because_of_a_step_of_another_moment() -> None:
     assert text.experience.debt == 0
 
 
+def test_steps_that_became_shorter_while_drafters_worked_are_looked_at() -> None:
+    """The step alone is of a busier machine, so drafters seem a gain, and are none."""
+    text = Text(Experience())
+    until_it_looks(text, tokens=2, seconds=2 * STEP_S, drafts=2)
+    text.passes(LOOK_PASSES, seconds=2 * STEP_S)
+    text.passes(2 * BLOCK_TOKENS, tokens=2, seconds=2 * STEP_S, drafts=2)
+    assert not text.trial.resting
+    for _ in range(2 * BLOCK_TOKENS):
+        text.passes(3)
+        text.passes(1, seconds=1.8 * STEP_S, drafts=2)
+        if text.trial.resting:
+            break
+    assert text.trial.resting
+    text.passes(LOOK_PASSES)
+    assert text.experience.step_s() == pytest.approx(STEP_S)
+    assert text.trial.resting
+
+
 def test_nobody_rests_when_no_step_could_be_measured() -> None:
     experience = Experience(STEP_S)
     Text(experience)  # another one, whose drafters do not stop
