@@ -214,7 +214,7 @@ class Experience:
 
     def owe(self, tokens: float, *, slowed: bool) -> None:
         """Drafters are no gain: so many tokens more make up for it. Where they ``slowed`` steps down it will be so in
-        other texts, too: at least twice as many as the last time, if they were no gain in between."""
+        other texts, too: at least twice as many as the last time, but for gains in between."""
         self.debt += tokens
         if slowed:
             self.debt = max(self.debt, self._least_debt)
@@ -222,8 +222,8 @@ class Experience:
         self.debt = min(self.debt, MOST_DEBT)
 
     def gained(self) -> None:
-        """Drafters are a gain."""
-        self._least_debt = LEAST_DEBT
+        """Drafters were a gain for a while; which may be chance."""
+        self._least_debt = max(self._least_debt / 2, LEAST_DEBT)
 
     # ------------------------------------------------------------------------------------------------ passes, drafters
 
