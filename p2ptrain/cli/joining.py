@@ -75,6 +75,7 @@ class ServeWish:
             None: it is whole, in this process.
         http: of a verifier: where to listen for HTTP; None: nowhere. api_keys: file with the keys that it takes.
         look_up: of a verifier: whether it also drafts by n-gram look-up itself.
+        dtype: of weights, caches and arithmetic: ``fp32``, ``bf16`` or ``fp16``; empty: what the model says.
     """
 
     role: str
@@ -87,6 +88,7 @@ class ServeWish:
     http: tuple[str, int] | None = None
     api_keys: Path | None = None
     look_up: bool = False
+    dtype: str = ""
 
 
 class Running(Protocol):
@@ -185,7 +187,7 @@ async def served(joining: Joining, wish: ServeWish) -> None:
     if wish.role == "verifier" and wish.split is None and wish.model is not None:
         from p2ptrain.cli.serve_verifier import cache_bytes
 
-        cache_bytes(wish.memory_bytes, wish.model)
+        cache_bytes(wish.memory_bytes, wish.model, wish.dtype)
 
     from p2ptrain.core.world import real_world
     from roles.member import MemberOptions, ServingMember

@@ -14,6 +14,7 @@ from typing import Any
 
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.model_config import config_untrusted
+from p2ptrain.core.tensor_files import TensorEntry
 from ring.placement import ModelSizes
 from wire.chain_messages import TensorRecord
 
@@ -62,16 +63,21 @@ def anatomy(config: str, tensors: Mapping[str, TensorRecord], dtype: str = "") -
         raise ConfigError(text, remedy="use the config.json of these weights: one number is a multiple of the other")
     said = str(table.get("dtype") or table.get("torch_dtype") or "").removeprefix("torch.")
     computed = dtype or _IN_CONFIG.get(said, "fp32")
-    weights = {
-        name: ELEMENT_BYTES[computed] * prod(record.shape)
-        for name, record in tensors.items()
-        if record.dtype in _IN_FILES and not _COMPUTED.search(name)
-    }
+    weights = weights_in(computed, tensors)
     sizes = _by_names(table, weights, ELEMENT_BYTES[computed]) or _by_building(config, computed)
     width = _number(table, "hidden_size", "n_embd")
     if width is None:
         raise ConfigError("the model's configuration does not say how wide it is", remedy="add hidden_size to it")
     return Anatomy(sizes, computed, width)
+
+
+def weights_in(dtype: str, tensors: Mapping[str, TensorRecord] | Mapping[str, TensorEntry]) -> dict[str, int]:
+    """Bytes of each weight, by name, where the model is computed in ``dtype``, whatever its files hold."""
+    return {
+        name: ELEMENT_BYTES[dtype] * prod(tensor.shape)
+        for name, tensor in tensors.items()
+        if tensor.dtype in _IN_FILES and not _COMPUTED.search(name)
+    }
 
 
 def _by_names(table: Mapping[str, Any], weights: Mapping[str, int], element_bytes: int) -> ModelSizes | None:

@@ -41,7 +41,7 @@ async def serve(member: ServingMember, wish: ServeWish, console: Console) -> Non
         member.answer("draft", drafter.serve, judge=drafter.decide)
         member.serves(drafter.serving)
         known = f", {serves.context} tokens of context" if serves.context else ""
-        where = f" on {serves.engine.device}" if serves.tokenizer else ""
+        where = f" on {serves.engine.device} in {serves.engine.encoding}" if serves.tokenizer else ""
         member.notify("info", "serving", f"{serves.model} drafts{where}{known}")
         await drafter.run()
     finally:
@@ -70,7 +70,9 @@ async def _loaded(directory: Path, wish: ServeWish, compute: ComputeThread, cons
         console.progress(f"loading  {human_bytes(done_bytes)} of {human_bytes(total_bytes)}")
 
     await compute.run(_prepare, wish.threads)
-    engine, context = await load_whole_engine(directory, compute, device=wish.device or "auto", on_bytes=show)
+    engine, context = await load_whole_engine(
+        directory, compute, device=wish.device or "auto", dtype=wish.dtype, on_bytes=show
+    )
     limit_bytes = wish.memory_bytes - engine.weights_bytes if wish.memory_bytes else 0
     if wish.memory_bytes and limit_bytes <= 0:
         text = (

@@ -62,13 +62,13 @@ async def split_target(
     assert wish.split is not None
     console.progress(f"reading the files of {wish.model}")  # hashed, the first time
     model = await local_model(around, wish.model)
-    found = anatomy(model.config, await tensor_table(around, model), "")
+    found = anatomy(model.config, await tensor_table(around, model), wish.dtype)
     console.clear()
     if wish.split > found.sizes.layers:
         text_ = f"a chain of {wish.split} stages was asked for, and the model has {found.sizes.layers} layers"
         raise UserError(text_, remedy=f"give --split {found.sizes.layers} at most, or no number to have the best one")
     positions = sessions * min(text.context or TYPICAL_POSITIONS, TYPICAL_POSITIONS)
-    mustering = Mustering(member, around, console, on_wait)
+    mustering = Mustering(member, around, console, on_wait, dtype=wish.dtype)
     chain = await mustering.chain(model, found, positions=positions, stages=wish.split or None)
     try:
         target = ChainTarget(chain, label=wish.model.name, context=text.context)
@@ -84,11 +84,13 @@ async def split_target(
 
 
 class Mustering:
-    """Workers for a chain, waited for."""
+    """Workers for a chain, waited for. ``dtype``: that it computes in, as of ``PartSpec``."""
 
-    def __init__(self, member: ServingMember, around: Around, console: Console, on_wait: OnWait) -> None:
+    def __init__(
+        self, member: ServingMember, around: Around, console: Console, on_wait: OnWait, *, dtype: str = ""
+    ) -> None:
         self._member, self._around, self._console, self._on_wait = member, around, console, on_wait
-        self._said = ""
+        self._dtype, self._said = dtype, ""
 
     async def chain(self, model: Model, found: Anatomy, *, positions: int, stages: int | None) -> Chain:
         """A chain that is loaded. Its crew is the caller's to close.
@@ -149,7 +151,7 @@ class Mustering:
         bytes_each = activation_bytes(found.dtype, 1, found.width)
         try:
             return await crew.plan(
-                model, found.sizes, positions=positions, dtype="", activation_bytes=bytes_each, stages=stages
+                model, found.sizes, positions=positions, dtype=self._dtype, activation_bytes=bytes_each, stages=stages
             )
         except ResourceError as problem:  # its own remedy names what only a client with options of its own can do
             raise _TooFew(ResourceError(problem.message, remedy=_MORE_MEMORY)) from None

@@ -102,7 +102,8 @@ async def serve(member: ServingMember, wish: ServeWish, console: Console) -> Non
         member.answer("generate", Door(service).serve)
         _tell(member, service, target, texts, http)
         known = "" if service.context is None else f", {service.context} tokens of context"
-        member.notify("info", "serving", f"{name} writes text{known}" + (f"; HTTP at {http}" if http else ""))
+        text = f"{name} writes text in {service.facts()['dtype']}{known}"
+        member.notify("info", "serving", text + (f"; HTTP at {http}" if http else ""))
         await asyncio.Event().wait()  # until the member leaves
 
 
@@ -148,9 +149,10 @@ async def _whole(
         compute,
         member.world.clock,
         device=wish.device or "auto",
+        dtype=wish.dtype,
         on_bytes=show,
         max_sessions=2 * sessions + 1,  # those that write, and those that are kept for the next question
-        cache_bytes=cache_bytes(wish.memory_bytes, directory),
+        cache_bytes=cache_bytes(wish.memory_bytes, directory, wish.dtype),
     )
     console.clear()
     try:
@@ -159,16 +161,24 @@ async def _whole(
         await _within(target.close())
 
 
-def cache_bytes(memory_bytes: int, directory: Path) -> int:
-    """What ``--memory`` leaves for caches beside the weights; 0: as much as is free. Raises ``ResourceError``."""
+def cache_bytes(memory_bytes: int, directory: Path, dtype: str = "") -> int:
+    """What ``--memory`` leaves for caches beside the weights; 0: as much as is free. Raises ``ResourceError``.
+
+    Args:
+        dtype: that the weights are computed in; empty: as they are in the files.
+    """
     if not memory_bytes:
         return 0
+    from p2ptrain.cli.model_sizes import weights_in
     from p2ptrain.core.tensor_files import TensorTable  # which knows them from an optimizer's state beside them
 
-    weights_bytes = sum(entry.size_bytes for entry in TensorTable(directory).entries.values())
+    entries = TensorTable(directory).entries
+    in_files = sum(entry.size_bytes for entry in entries.values())
+    weights_bytes = sum(weights_in(dtype, entries).values()) if dtype else in_files
     if weights_bytes >= memory_bytes:
+        has = f"has {human_bytes(weights_bytes)}" + f" in {dtype}" * bool(dtype)
         raise ResourceError(
-            f"the model in {directory} has {human_bytes(weights_bytes)}, and --memory says {human_bytes(memory_bytes)}",
+            f"the model in {directory} {has}, and --memory says {human_bytes(memory_bytes)}",
             remedy="give it more, or split the model over workers: --split",
         )
     return memory_bytes - weights_bytes

@@ -105,6 +105,12 @@ class SplitWish:
         return ("", "int8") if self.wire == "int8" else (self.wire, self.wire)
 
 
+def check_dtype(dtype: str) -> None:
+    """Raises ``UserError`` where it is none of ``DTYPES``, nor empty."""
+    if dtype and dtype not in DTYPES:
+        raise UserError(f"--dtype {dtype} is not a type to compute in", remedy=f"use {', '.join(DTYPES)}")
+
+
 def split_wish(split: int | None, dtype: str, wire: str, positions: int, **others: bool) -> SplitWish | None:
     """What the options ask for; None where nothing is to be split.
 
@@ -114,8 +120,7 @@ def split_wish(split: int | None, dtype: str, wire: str, positions: int, **other
     Raises:
         UserError: they say what cannot be.
     """
-    if dtype and dtype not in DTYPES:
-        raise UserError(f"--dtype {dtype} is not a type to compute in", remedy=f"use {', '.join(DTYPES)}")
+    check_dtype(dtype)
     if wire and wire not in WIRES:
         raise UserError(f"--wire {wire} is not a type to send", remedy=f"use {', '.join(WIRES)}")
     if split is None:

@@ -88,6 +88,7 @@ class ChainTarget:
         plan = self._chain.plan
         return {
             "kind": "split",
+            "dtype": self._chain.encoding,
             "layers": plan.layers,
             "sessions": len(self._sessions),
             "stages": [{"name": stage.worker.name, "start": stage.start, "stop": stage.stop} for stage in plan.stages],

@@ -62,11 +62,11 @@ def test_a_verifier_and_its_options(
         "join", "10.0.0.7", "--role", "verifier", "--model", model, "--http", "127.0.0.1:8000",
         "--api-key-file", keys, "--sessions", "3", "--device", "cpu", "--threads", "2", "--memory", "1G",
         "--name", "big", "--advertise", "10.0.0.8:99", "--link", "20ms", "--slot", "4",
-        "--drafter", "ngram",
+        "--drafter", "ngram", "--dtype", "fp32",
     )  # fmt: skip
     assert (outcome.code, outcome.err) == (0, "")
     ((of, wish),) = begun
-    assert wish == ServeWish("verifier", model, "cpu", 2, 1 << 30, 3, None, ("127.0.0.1", 8000), keys, True)
+    assert wish == ServeWish("verifier", model, "cpu", 2, 1 << 30, 3, None, ("127.0.0.1", 8000), keys, True, "fp32")
     assert (of.targets, of.name, of.advertise, of.link, of.slot) == (
         [("10.0.0.7", 7337)],
         "big",
@@ -76,8 +76,8 @@ def test_a_verifier_and_its_options(
     )
     command("join", "--role", "verifier", "--model", model, "--split", "2", "--http", "[::1]:8000")
     assert begun[-1][1] == ServeWish("verifier", model, split=2, http=("::1", 8000))
-    command("join", "--role", "verifier", "--model", model, "--split")
-    assert begun[-1][1] == ServeWish("verifier", model, split=0)
+    command("join", "--role", "verifier", "--model", model, "--split", "--dtype", "bf16")
+    assert begun[-1][1] == ServeWish("verifier", model, split=0, dtype="bf16")
 
 
 def test_a_drafter_with_and_without_a_model(
@@ -85,7 +85,12 @@ def test_a_drafter_with_and_without_a_model(
 ) -> None:
     command("join", "--role", "drafter", "--model", model.parent / "model")
     command("join", "--role", "drafter", "--model", "ngram", "--sessions", "2")
-    assert [wish for _, wish in begun] == [ServeWish("drafter", model), ServeWish("drafter", None, sessions=2)]
+    command("join", "--role", "drafter", "--model", model, "--dtype", "fp16")
+    assert [wish for _, wish in begun] == [
+        ServeWish("drafter", model),
+        ServeWish("drafter", None, sessions=2),
+        ServeWish("drafter", model, dtype="fp16"),
+    ]
 
 
 def test_the_newest_checkpoint_of_a_directory_is_taken(
@@ -114,6 +119,8 @@ def test_the_newest_checkpoint_of_a_directory_is_taken(
         (["--role", "drafter", "--model", "nowhere"], "nowhere is not a directory", "checkpoints list"),
         (["--model", "x"], "--model is not for a worker", "--role drafter, or verifier"),
         (["--sessions", "2"], "--sessions is not for a worker", "--role drafter, or verifier"),
+        (["--dtype", "fp32"], "--dtype is not for a worker", "--role drafter, or verifier"),
+        (["--role", "verifier", "--model", "x", "--dtype", "int8"], "--dtype int8 is not a type", "fp32, bf16, fp16"),
         (["--http", "127.0.0.1:8000"], "--http is not for a worker", "--role verifier"),
         (["--split"], "--split is not for a worker", "--role verifier"),
         *(
@@ -122,7 +129,7 @@ def test_the_newest_checkpoint_of_a_directory_is_taken(
         ),
         *(
             (["--role", "drafter", "--model", "ngram", *given], f"{given[0]} means nothing", "leave it out")
-            for given in (["--device", "cuda"], ["--threads", "2"])
+            for given in (["--device", "cuda"], ["--threads", "2"], ["--dtype", "fp32"])
         ),
         (["--role", "drafter", "--model", "ngram", "--memory", "10"], "--memory 10 holds no model", "its unit"),
         (["--role", "drafter", "--model", "ngram", "--split", "2"], "--split is not for a drafter", "--role verifier"),
@@ -153,4 +160,7 @@ async def test_what_http_cannot_be_is_refused_before_anything_is_dialled(model: 
     save_file({"weight": np.zeros(1250, np.float32)}, model / "model.safetensors")
     with pytest.raises(ResourceError, match="--memory says"):
         await joining.served(of, ServeWish("verifier", model, memory_bytes=4000))
+    save_file({"weight": np.zeros(1250, np.float16)}, model / "model.safetensors")
+    with pytest.raises(ResourceError, match="in fp32, and --memory says"):
+        await joining.served(of, ServeWish("verifier", model, memory_bytes=4000, dtype="fp32"))
     assert not root.exists()

@@ -79,7 +79,9 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     async def load(directory: Path, compute: Any, **how: Any) -> Any:
         assert directory == tmp_path / "small"
         how["on_bytes"](5, 10)
-        return whole(), 512
+        engine = whole()
+        engine.encoding = how["dtype"] or engine.encoding
+        return engine, 512
 
     monkeypatch.setattr(whole_target, "load_whole_engine", load)
     monkeypatch.setattr(serve_drafter, "_prepare", lambda threads: None)
@@ -95,9 +97,14 @@ def test_a_model_is_told_of_with_what_verifiers_must_know(model: Path) -> None:
         said = member.serving()
         assert (said.model, said.vocab_size, said.context) == ("small", 97, 512)
         assert said.tokenizer == Tokenizer.of_bytes().digest
-        assert member.told == ["small drafts on stand-in, 512 tokens of context"]
+        assert member.told == ["small drafts on stand-in in fp32, 512 tokens of context"]
 
     run_virtual(main())
+
+
+def test_a_model_drafts_in_the_type_that_is_asked_for(model: Path) -> None:
+    member = run_virtual(served(ServeWish("drafter", model, dtype="bf16")))
+    assert member.told == ["small drafts on stand-in in bf16, 512 tokens of context"]
 
 
 def test_a_model_beyond_its_memory_or_without_a_tokenizer_is_refused(model: Path) -> None:

@@ -1,5 +1,6 @@
 """A verifier whose model is split over workers, as ``join`` starts it, in one process: its text is transformers' own,
-whoever drafts, whichever worker dies; and when nobody is left to take a stage it waits for one."""
+whoever drafts, whichever worker dies; and when nobody is left to take a stage it waits for one. A model computes in
+the type that is asked for, whole or split."""
 
 from __future__ import annotations
 
@@ -42,9 +43,11 @@ HALF_BYTES = 600 << 10
 """Of a worker that is planned for: too little for all layers, and enough for half of them."""
 
 
-def reference(checkpoint: Path, tokens: int, sampling: SamplingWish) -> tuple[int, ...]:
+def reference(
+    checkpoint: Path, tokens: int, sampling: SamplingWish, dtype: torch.dtype = torch.float32
+) -> tuple[int, ...]:
     """What ``transformers.generate`` writes with the whole model."""
-    model: Any = load_model(checkpoint).eval()
+    model: Any = load_model(checkpoint, dtype).eval()
     ids = torch.tensor([list(PROMPT.encode())])
     shape: dict[str, Any] = {"do_sample": False}
     if sampling.temperature:
@@ -68,10 +71,11 @@ class VirtualCluster(Cluster):
 class Served:
     """A verifier with its model on workers, a drafter, and a client."""
 
-    def __init__(self, cluster: Cluster, model: Path, split: int = 2) -> None:
+    def __init__(self, cluster: Cluster, model: Path, split: int | None = 2, dtype: str = "") -> None:
         self.cluster, self._model = cluster, model
         self.workers: dict[str, Peer] = {}
-        self.verifier = self._serve("verifier", serve_verifier.serve, ServeWish("verifier", model, split=split))
+        wish = ServeWish("verifier", model, split=split, dtype=dtype)
+        self.verifier = self._serve("verifier", serve_verifier.serve, wish)
         self.drafter: Peer | None = None
         self.client: VerifierClient
 
@@ -132,7 +136,7 @@ def join(cluster: Cluster, slot: int, memory_bytes: int = ONE_PART_BYTES) -> Pee
 
 
 @asynccontextmanager
-async def serving(tmp_path: Path, model: Path) -> AsyncIterator[Served]:
+async def serving(tmp_path: Path, model: Path, split: int | None = 2, dtype: str = "") -> AsyncIterator[Served]:
     cluster = VirtualCluster(tmp_path / "cluster", MemoryNetwork())
     await cluster.start_seed()
     try:
@@ -140,7 +144,7 @@ async def serving(tmp_path: Path, model: Path) -> AsyncIterator[Served]:
             workers = {str(slot): join(cluster, slot) for slot in (1, 2, 3)}
             for peer in workers.values():
                 await peer.joined.wait()
-            served = Served(cluster, model)
+            served = Served(cluster, model, split, dtype)
             served.workers = workers
             at = None
             while at is None:
@@ -199,21 +203,43 @@ def test_a_split_verifiers_text_is_transformers_own_whoever_dies(tmp_path: Path)
     run_virtual(scene())
 
 
-def made(tmp_path: Path) -> Path:
+@pytest.mark.parametrize("split", [None, 2])
+def test_a_model_of_bf16_writes_in_fp32_where_that_is_asked_for(tmp_path: Path, split: int | None) -> None:
+    model = made(tmp_path, torch.bfloat16)
+    expected = reference(model, 60, SAMPLED)
+    assert expected != reference(model, 60, SAMPLED, torch.bfloat16), "the two types can be told apart"
+
+    async def scene() -> None:
+        async with serving(tmp_path, model, split, "fp32") as served:
+            assert served.said("serving") == ["model writes text in fp32, 256 tokens of context"]
+            drafted: dict[str, Any] = {"drafters": []}
+            while not drafted["drafters"]:  # until they have met
+                tokens, drafted = await served.ask(16, SAMPLED)
+                assert tokens == expected[:16]
+            tokens, stats = await served.ask(60, SAMPLED)
+            assert tokens == expected
+            assert split is None or stats["accepted"] > 0, (
+                "drafts are no gain to a whole one: it is as fast as they are"
+            )
+
+    run_virtual(scene())
+
+
+def made(tmp_path: Path, dtype: torch.dtype = torch.float32) -> Path:
     model = tmp_path / "model"
-    build_model(tiny(layers=4, context=256), 256, seed=1).save_pretrained(model)
+    build_model(tiny(layers=4, context=256), 256, seed=1).to(dtype).save_pretrained(model)
     Tokenizer.of_bytes().save(model)
     return model
 
 
 @asynccontextmanager
-async def alone(tmp_path: Path, model: Path, split: int) -> AsyncIterator[Served]:
+async def alone(tmp_path: Path, model: Path, split: int, dtype: str = "") -> AsyncIterator[Served]:
     """A seed, and a verifier that was started before anybody else."""
     cluster = VirtualCluster(tmp_path / "cluster", MemoryNetwork())
     await cluster.start_seed()
     try:
         async with asyncio.timeout(PATIENCE_S):
-            yield Served(cluster, model, split)
+            yield Served(cluster, model, split, dtype)
     finally:
         await cluster.close()
 
@@ -249,6 +275,22 @@ def test_it_waits_for_enough_memory(tmp_path: Path) -> None:
             await served.until("serving")
 
     run_virtual(scene())
+
+
+def test_workers_need_the_memory_of_the_type_that_is_asked_for(tmp_path: Path) -> None:
+    model = made(tmp_path, torch.bfloat16)
+
+    async def scene(dtype: str, workers: int) -> None:
+        async with alone(tmp_path / (dtype or "own"), model, 0, dtype) as served:
+            for slot in range(1, workers):
+                join(served.cluster, slot, HALF_BYTES)
+                await served.until_said("waiting", lambda said: "the model needs" in "".join(said))
+            join(served.cluster, workers, HALF_BYTES)
+            await served.until("serving")
+            assert served.said("serving") == [f"model writes text in {dtype or 'bf16'}, 256 tokens of context"]
+
+    run_virtual(scene("fp32", 2))
+    run_virtual(scene("", 1))
 
 
 def test_who_waits_for_workers_leaves_at_once(tmp_path: Path) -> None:

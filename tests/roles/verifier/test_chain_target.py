@@ -76,7 +76,7 @@ def test_the_tokens_are_those_of_plain_decoding(tmp_path: Path, sampling: Sampli
                 assert bool(told.accepted) == bool(drafts)
                 await session.close()
             facts = target.facts()
-            assert (facts["kind"], facts["layers"], facts["sessions"]) == ("split", 6, 0)
+            assert (facts["kind"], facts["dtype"], facts["layers"], facts["sessions"]) == ("split", "fp32", 6, 0)
             assert [stage["name"] for stage in facts["stages"]] == [f"w{index}" for index in range(stages)]
         await asyncio.sleep(1)  # virtual: what was told of their ends arrives
         assert set(scene.sessions().values()) == {0}
