@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,11 +21,18 @@ from p2ptrain.compute.device import check_memory, pick_device
 from p2ptrain.compute.model import ModelSpec, load_model, model_config, parameter_count
 from p2ptrain.compute.picking import Picker
 from p2ptrain.compute.rejection import RejectionPicker
+from p2ptrain.compute.served_part import dtype_of
 from p2ptrain.compute.text import ModelText
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.serving import COLDEST, Sampling
 
 GenerationConfig: Any = _GenerationConfig  # its annotations are partial
+PASSES = (2, 3, 5, 8)
+"""Rows of passes, beside steps of one row and one pass over all, between which rounding is measured."""
+FURTHER = 4.0
+"""Rounding may be so many times what was measured: that is of some ways to compute a place, and there are others."""
+TRIES = 400
+"""Of logits that differ by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +76,24 @@ class Agreement:
         return self.positions / max(1, self.passes)
 
 
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """What rounding makes of the logits of one place.
+
+    Attributes:
+        most: by which a logit differs, at most, where passes have other numbers of rows; at least a unit in the last
+            place of the largest.
+        decides: each of the tokens that were asked about is picked with logits that differ by no more than
+            ``FURTHER`` times that.
+    """
+
+    most: float
+    decides: bool
+
+
 class AssistedPair:
-    """Two models on one device, and transformers' ``generate`` with one, or with both.
+    """Two models on one device, and transformers' ``generate`` with one, or with both. Each is computed in what its
+    files hold, as parts are.
 
     Args:
         verifier, drafter: directories with models of the same tokenizer.
@@ -100,8 +123,9 @@ class AssistedPair:
 
     def _loaded(self, directory: Path, text: ModelText) -> Any:
         config = model_config(ModelSpec(path=directory), text.tokenizer.vocab_size)
-        check_memory(parameter_count(config) * 4, self._place, f"the model in {directory}")
-        model: Any = load_model(directory, config=config)
+        dtype = dtype_of(config)
+        check_memory(parameter_count(config) * dtype.itemsize, self._place, f"the model in {directory}")
+        model: Any = load_model(directory, dtype, config=config)
         model.generation_config = GenerationConfig()  # as ``generate.LocalModel`` has it
         return model.to(self._place.torch_device).eval()
 
@@ -156,6 +180,34 @@ class AssistedPair:
             positions, alike = positions + len(right), alike + sum(right)
             passes += passes_with(right, depth)
         return Agreement(positions, alike, passes, depth, overlap)
+
+    def rounding(self, ids: Sequence[int], tokens: Sequence[int], sampling: Sampling, draw: int) -> Rounding:
+        """Whether rounding decides which of ``tokens`` the verifier picks behind ``ids``, a text with its prompt. The
+        same row of logits differs in its last bits with the rows that are computed beside it.
+
+        Args:
+            draw: number of the pick.
+        """
+        row = torch.tensor([list(ids)], dtype=torch.int64, device=self._place.torch_device)
+        with torch.inference_mode():
+            (step, *others) = (self._last_logits(row, rows) for rows in (1, *PASSES, len(ids)))
+        last_place = torch.finfo(self._verifier.dtype).eps * float(step.abs().max())
+        most = max(last_place, *(float((other - step).abs().max()) for other in others))
+        picker, generator = Picker(sampling), torch.Generator().manual_seed(0)
+        picked = set(picker.pick(step[None], draw))
+        for _ in range(TRIES):
+            if picked.issuperset(tokens):
+                break
+            off = torch.empty_like(step).uniform_(-FURTHER * most, FURTHER * most, generator=generator)
+            picked.update(picker.pick((step + off)[None], draw))
+        return Rounding(most, picked.issuperset(tokens))
+
+    def _last_logits(self, row: Tensor, rows: int) -> Tensor:
+        """(entries,), float32, on the CPU: those of the last position, which has so many rows in its pass."""
+        before = max(0, row.shape[1] - rows)
+        past = self._verifier(input_ids=row[:, :before], use_cache=True).past_key_values if before else None
+        out = self._verifier(input_ids=row[:, before:], past_key_values=past, use_cache=True, logits_to_keep=1)
+        return cast(Tensor, out.logits[0, -1].to(device="cpu", dtype=torch.float32))
 
     def _written(self, model: Any, ids: Sequence[int], max_new_tokens: int, sampling: Sampling, **more: Any) -> Written:
         sampled = sampling.temperature > COLDEST

@@ -80,10 +80,15 @@ def config_of(text: str) -> PretrainedConfig:
 
 
 def _dtype(spec: PartSpec, config: PretrainedConfig) -> torch.dtype:
-    if spec.dtype:
-        if spec.dtype not in DTYPES:
-            raise ConfigError(f"a part is not computed in {spec.dtype!r}", remedy=f"use {', '.join(DTYPES)}")
-        return DTYPES[spec.dtype]
+    if not spec.dtype:
+        return dtype_of(config)
+    if spec.dtype not in DTYPES:
+        raise ConfigError(f"a part is not computed in {spec.dtype!r}", remedy=f"use {', '.join(DTYPES)}")
+    return DTYPES[spec.dtype]
+
+
+def dtype_of(config: PretrainedConfig) -> torch.dtype:
+    """What a model is computed in where nobody says: what its configuration says that its files hold."""
     said = str(getattr(config, "dtype", None)).removeprefix("torch.")
     # A stage that has none of the files must come to the same answer as one that has them.
     return next((dtype for dtype in DTYPES.values() if str(dtype) == f"torch.{said}"), torch.float32)

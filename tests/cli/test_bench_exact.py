@@ -79,23 +79,54 @@ def _drawn(picker: Any, draw: int, entries: int) -> torch.Tensor:
     return torch.empty(entries).exponential_(1, generator=picker._at(draw, entries))
 
 
-def test_what_is_told_of_texts_that_differ() -> None:
-    plan = ExactPlan("big", "small", ["a", "b"], 3, [80.0])
-    work = ExactBench(plan)
+class Says:
+    """Members, of whom one is asked: rounding decides where the verifier picked an even token."""
+
+    async def all(self, do: str, *, places: list[dict[str, Any]], **how: Any) -> list[dict[str, Any]]:
+        assert (do, how["part"]) == ("speculate", "rounding")
+        return [{"places": [{"most": 2e-6, "decides": place["tokens"][0] % 2 == 0} for place in places]}]
+
+
+async def test_what_is_told_of_texts_that_differ() -> None:
+    work = ExactBench(ExactPlan("big", "small", ["a", "b"] * 6, 3, [80.0]))
     work.check()
     row = Row("greedy", 80.0)
     told = {"passes": 2, "drafted": 4, "accepted": 1, "wasted": 3}
     row.add({"kills": 2, "texts": [{"ids": [1, 2, 3], "kills": 1, **told}, {"ids": [4, 5, 7], "kills": 0, **told}]})
     work.rows = [row]
-    row.different = work._compare("greedy", "at 80 ms", 10, [[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 5]])
+    says: Any = Says()
+    others = await work._compare(says, "greedy", "at 80 ms", 10, [[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 5, 8]])
+    assert [(each.text, each.at, each.by_rounding) for each in others] == [(11, 2, True)]
+    work.check()
+    assert work.report(origin(), complete=True).results["different"] == 0
+    assert "1 texts part where two tokens are as good as equally likely: logits there differ by up to 2e-06" in str(
+        work.report(origin(), complete=True).notes
+    )
+    row.rounded = 1
+    await work._compare(says, "greedy", "at 80 ms", 10, [[1, 3, 3], [4, 6]], [[1, 4, 3], [4, 6, 8]])
+    row.different = 2
     report = work.report(origin(), complete=True)
-    assert report.tables[0].rows[0][2:] == ["2", "6", "1.50", "2 of 8", "2", "1", "1"]
-    assert report.results["different"] == 1
-    assert report.results["differences"][0]["at"] == 2
+    assert report.tables[0].rows[0][2:] == ["2", "6", "1.50", "2 of 8", "2", "1", "1", "2"]
+    assert (report.results["different"], report.results["rounded"]) == (2, 1)
+    assert [each["at"] for each in report.results["differences"]] == [2, 1, 2]
     assert any("2 texts with a drafter that was killed 2 times" in note for note in report.notes)
+    assert any("3 differ, 1 of them by rounding" in note for note in report.notes)
     assert any("up to 10% of a round trip" in note for note in report.notes)
-    with pytest.raises(JobFailed, match=r"1 texts .* text 12, greedy, at 80 ms, from its token 3 on"):
+    with pytest.raises(JobFailed, match=r"2 texts .* text 11, greedy, at 80 ms, from its token 2 on"):
         work.check()
+
+
+async def test_it_asks_transformers_model_what_rounding_does(models: Exactly) -> None:
+    sampling = SAMPLINGS["drawn"] | {"seed": 3}
+    order: dict[str, Any] = {"prompts": PROMPTS[:1], "tokens": TOKENS, "sampling": SAMPLINGS["drawn"], "seed": 3}
+    (text,) = (await models.plain(**order))["alone"]
+    at = TOKENS // 2
+    place = {"prompt": PROMPTS[0], "sampling": sampling, "before": text[:at]}
+    tokens = [[text[at], text[at]], [text[at], (text[at] + 1) % 256]]
+    same, other = (await models.rounding(places=[place | {"tokens": each} for each in tokens]))["places"]
+    assert same["decides"]
+    assert not other["decides"]
+    assert 0 < same["most"] < 1e-4
 
 
 def test_prompts() -> None:

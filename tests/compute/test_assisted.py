@@ -80,6 +80,34 @@ def test_vocabularies_that_are_padded_differently(
     assert larger.agreement(PROMPTS, TOKENS, sampling).positions == 2 * TOKENS
 
 
+def test_where_rounding_decides(models: tuple[Path, Path], tmp_path: Path) -> None:
+    """Two tokens with one row of the head are exactly as likely, and no third one is near."""
+    model: Any = load_model(models[0])
+    (first, second, *_) = torch.topk(model(torch.tensor(PROMPTS[:1])).logits[0, -1], 2).indices.tolist()
+    with torch.no_grad():
+        head = model.lm_head.weight
+        head[second] = head[first]
+    model.save_pretrained(tmp_path)
+    Tokenizer.of_bytes().save(tmp_path)
+    pair = AssistedPair(tmp_path, models[1], device="cpu", threads=1)
+    ids, third = PROMPTS[0], ({7, 8, 9} - {first, second}).pop()
+    for tokens, decides in (((first, second), True), ((second, first), True), ((first, third), False)):
+        found = pair.rounding(ids, tokens, GREEDY, 0)
+        assert found.decides is decides
+        assert 0 < found.most < 1e-4
+    one = pair.plain(ids, 1, SAMPLED).tokens[0]
+    assert pair.rounding(ids, (one, one), SAMPLED, 0).decides
+    assert not pair.rounding(ids, (first, second), SAMPLED, 0).decides, "noise parts them"
+
+
+def test_it_computes_in_what_the_files_hold(models: tuple[Path, Path], tmp_path: Path) -> None:
+    load_model(models[0], torch.bfloat16).save_pretrained(tmp_path)
+    Tokenizer.of_bytes().save(tmp_path)
+    pair = AssistedPair(tmp_path, tmp_path, device="cpu", threads=1)
+    assert len(pair.plain(PROMPTS[0], 4, GREEDY).tokens) == 4
+    assert pair.rounding(PROMPTS[0], (1,), GREEDY, 0).most > 1e-4
+
+
 def test_models_of_other_tokens_are_no_pair(models: tuple[Path, Path], tmp_path: Path) -> None:
     from tokenizers import Tokenizer as Fast
     from tokenizers.models import WordLevel

@@ -15,6 +15,7 @@ from p2ptrain.cli.bench.machine import Origin
 from p2ptrain.cli.bench.members import Interrupted, Members, started
 from p2ptrain.cli.bench.report import Report, Table, times
 from p2ptrain.cli.bench.speculate import opened
+from p2ptrain.cli.bench.speculate_parted import Parted, check, look_at, parted, told_of
 from p2ptrain.cli.bench.speculate_rows import AUTO, Texts
 from p2ptrain.cli.bench.trial import Scene
 from p2ptrain.cli.stopping import unless_stopped
@@ -25,7 +26,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "drawn": {"temperature": 0.8, "top_k": 50, "seed": 7},
 }
-TEXT_S = 5.0
+TEXT_S, LOAD_S = 5.0, 6.0
 PROMPTS = (
     "import os\nimport sys\n\ndef main(",
     "class Node:\n    def __init__(self, ",
@@ -106,11 +107,16 @@ def prompts_of(file: Path | None) -> list[str]:
 
 
 class PairBench:
-    """One run; ``drawn`` grows while it measures."""
+    """One run; ``drawn`` and ``parted`` grow while it measures."""
 
     def __init__(self, plan: PairPlan) -> None:
         self.plan = plan
         self.drawn: list[Drawn] = []
+        self.parted: list[Parted] = []
+
+    def check(self) -> None:
+        """Raises ``JobFailed``: a text is not the verifier's own, and not by rounding."""
+        check(self.parted)
 
     async def measure(self, scene: Scene) -> None:
         """Raises ``P2PTrainError``, ``Interrupted``."""
@@ -129,6 +135,12 @@ class PairBench:
             for at in product(plan.round_trips_ms, plan.depths):
                 async with started(1, scene.stop, threads=plan.threads) as drafter:
                     await self._at(scene, verifier, drafter, at)
+        if self.parted:
+            say(f"{len(self.parted)} texts part from transformers': is it rounding?")
+            async with started(1, scene.stop, threads=plan.threads) as members:
+                models: dict[str, Any] = {"verifier": plan.verifier, "drafter": plan.drafter, "threads": plan.threads}
+                await members.all("speculate", part="be exact", seconds=LOAD_S, **models)
+                await look_at(members, self.parted, plan.prompts, SAMPLINGS, None)
         return True
 
     async def _assisted(self, rival: Members, drawn: Drawn) -> None:
@@ -150,12 +162,16 @@ class PairBench:
             for drawn in self.drawn:
                 scene.console.progress(f"{round_trip_ms:g} ms, {drawn.name}" + (f", depth {depth}" if depth else ""))
                 alone, ahead = Texts(), Texts()
-                for prompt, plain in zip(plan.prompts, drawn.plain, strict=True):
+                for number, (prompt, plain) in enumerate(zip(plan.prompts, drawn.plain, strict=True)):
                     for speculate, texts in ((False, alone), (True, ahead)):  # in turn, for the machine's sake
                         order: dict[str, Any] = {"prompts": [prompt], "tokens": plan.tokens, "speculate": speculate}
                         order["sampling"] = SAMPLINGS[drawn.name]
                         (answer,) = await verifier.all("speculate", part="write", seconds=TEXT_S, **order)
-                        texts.add(Texts.of(answer["texts"], [plain["tokens"]], f"{drawn.name}, {prompt!r}"))
+                        texts.add(Texts.told(answer["texts"]))
+                        writer = f"{'ahead' if speculate else 'alone'} at {round_trip_ms:g} ms"
+                        (written,) = answer["texts"]
+                        if other := parted(drawn.name, writer, number, plain["tokens"], written["ids"]):
+                            self.parted.append(other)
                 drawn.alone[at], drawn.ahead[at] = alone, ahead
 
     # ------------------------------------------------------------------------------------------------------ the report
@@ -166,7 +182,7 @@ class PairBench:
         title = f"speculate · {names} · {len(plan.prompts)} texts of {plan.tokens} tokens"
         report = Report("speculate", title, origin, asdict(plan), complete=complete)
         results = [self._result(drawn, at) for drawn in self.drawn for at in drawn.ahead]
-        report.results = {"rows": results}
+        report.results = {"rows": results, "differences": [asdict(each) for each in self.parted]}
         columns = ["DRAWN", "ROUND TRIP", "DEPTH", "ALPHA", "REJECTION", "A PASS", "ALONE", "AHEAD", "FASTER"]
         columns += ["HF ALONE", "HF ASSISTED"]
         rows = []
@@ -187,12 +203,14 @@ class PairBench:
         report.notes = [
             "tokens a second, each text's prompt included. HF: transformers' generate by itself, and with its assisted "
             "generation, both models in one process, without any distance",
-            "alone and ahead wrote the text of transformers' generate, token for token, greedily and drawn; alpha: how "
+            "alone and ahead wrote the text of transformers' generate, token for token, greedily and drawn, but for "
+            f"{len(self.parted)}; alpha: how "
             "often the drafter's next token is the verifier's where all before are, over these texts; rejection: how "
             "often it would be kept with --sampling rejection; a pass: tokens that one gives, ahead; depth: the most "
             "drafts that a pass may take, auto: as many as the program finds of use",
             f"verifier and drafter have {plan.threads} threads each; on few cores they take them from each other",
         ]
+        report.notes += told_of(self.parted)
         report.samples = [
             {
                 "drawn": drawn.name,

@@ -140,6 +140,11 @@ class Texts:
         for number, (text, wanted) in enumerate(zip(texts, expected, strict=True), 1):
             if text["ids"] != list(wanted):
                 raise JobFailed(f"text {number}, {what}: not the verifier's own text; its times count for nothing")
+        return cls.told(texts)
+
+    @classmethod
+    def told(cls, texts: Sequence[dict[str, Any]]) -> Texts:
+        """Whatever they are."""
         return cls([text["at_s"] for text in texts], [text.get("stats", {}) for text in texts])
 
     def add(self, other: Texts) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +107,16 @@ class Exactly:
         return await asyncio.to_thread(
             lambda: run_virtual(cluster.write(prompts, tokens, sampling, seed, speculate=True))
         )
+
+    async def rounding(self, *, places: Sequence[Answer]) -> Answer:
+        """Whether rounding decides which of ``tokens`` is picked behind a ``prompt`` and the tokens ``before``:
+        ``places``, each a ``compute.assisted.Rounding``."""
+        return {"places": await asyncio.to_thread(lambda: [self._rounding(**place) for place in places])}
+
+    def _rounding(self, *, prompt: str, sampling: Answer, before: Sequence[int], tokens: Sequence[int]) -> Answer:
+        text = self._pair.text
+        ids = [*text.prompt_ids(prompt), *before]
+        return asdict(self._pair.rounding(ids, tokens, text.sampling(SamplingWish(**sampling)), len(before)))
 
     async def close(self) -> Answer:
         return {}
