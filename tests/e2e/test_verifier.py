@@ -87,7 +87,7 @@ async def test_texts_of_a_verifier_and_what_is_left_when_it_is_killed(
     verifier = await machine.join("--role", "verifier", *model, "--name", "big", "--drafter", "ngram")
     drafter = await machine.join("--role", "drafter", *model, "--name", "small")
     await verifier.until("model writes text in fp32, 60000 tokens of context")
-    await drafter.until("model drafts on cpu in fp32")
+    await drafter.until(r"model drafts on cpu \(1 thread\) in fp32")
     await served(machine, lambda big: True, 2)
 
     prompts = tmp_path / "prompts.txt"
