@@ -32,7 +32,8 @@ class Passed:
     """A pass behind the prompt, from the result before it to its own.
 
     Attributes:
-        drafts: that it had. tokens: that it gave.
+        drafts: that it had; where it began behind others its first token is one, too. tokens: that it
+            gave.
         between_s: from the result before to this pass, but for waiting. waited_s: for drafts. took_s: the pass itself.
         began_at: when.
     """

@@ -71,12 +71,12 @@ class Alone:
         steps = self.steps(written)
         return self._spread / math.sqrt(steps) if steps else math.inf
 
-    def at_most(self, share: float, steps: int, written: int) -> bool:
+    def at_most(self, seconds: float, steps: int, written: int) -> bool:
         """As of ``Experience``."""
         doubt = math.hypot(self._spread / math.sqrt(steps), self.doubt(written))
-        if not 0 < share * (1 + SURE * doubt) < 1:
+        if not 0 < seconds * (1 + SURE * doubt) < self.seconds:
             return False
-        self.seconds *= share
+        self.seconds = seconds
         self._weight, self.written = min(self.steps(written), steps), written
         return True
 
@@ -157,15 +157,15 @@ class Experience:
             and alone.steps(self._written) >= FRESH_STEPS
         )
 
-    def at_most(self, place: Place, share: float, steps: int) -> bool:
-        """So many steps took this share of one alone, while drafters worked. Where that is surely less, the machine has
+    def at_most(self, place: Place, seconds: float, steps: int) -> bool:
+        """So many steps took ``seconds`` each, while drafters worked. Where one alone surely took more, the machine has
         less to do than it had then, and a step alone takes no longer than they did.
 
         Returns:
             Whether it is.
         """
         alone = self._alone.get(place)
-        return alone is not None and alone.at_most(share, steps, self._written)
+        return alone is not None and alone.at_most(seconds, steps, self._written)
 
     def learn(self, tokens: float, steps: float) -> None:
         """With drafters so many tokens took as long as so many steps alone."""

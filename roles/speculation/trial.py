@@ -64,11 +64,15 @@ class Trial:
     def _clear(self) -> None:
         self._tokens = self._seconds = 0.0  # sums of passes, old ones fading
         self._squares = [0.0, 0.0, 0.0]  # of tokens, of both, of seconds
-        self._steps, self._count = 0.0, 0  # passes without drafts while drafters work: what they took, and how many
+        self._forget_steps()
         self._prior = PRIOR_TOKENS  # fading with them
+
+    def _forget_steps(self) -> None:
+        self._steps_s, self._steps = 0.0, 0  # passes without drafts while drafters work: what they took, and how many
 
     def _begin(self) -> None:
         self.resting = False
+        self._forget_steps()
         self._since, self._tried, self._grace = 0, 0, GRACE_TOKENS
 
     @property
@@ -92,7 +96,8 @@ class Trial:
     @property
     def _slowed(self) -> bool:
         """Whether steps take longer while drafters work: they share processors with the verifier, or the way."""
-        return self._count >= LOOK_PASSES and self._steps >= SLOWED * self._count
+        slow_s = SLOWED * self._steps * self._experience.step_s(self._place)
+        return self._steps >= LOOK_PASSES and self._steps_s >= slow_s
 
     def passed(self, place: Place, passed: Passed) -> None:
         """A pass gave tokens."""
@@ -120,9 +125,9 @@ class Trial:
         drafts, tokens, seconds = passed.drafts, passed.tokens, passed.seconds
         self._tried += tokens
         step_s = self._experience.step_s(place)
-        if not drafts and step_s:
-            self._steps += min((seconds - passed.waited_s) / step_s, FAR_OFF)
-            self._count += 1
+        if not drafts and step_s and place == self._place:
+            self._steps_s += min(seconds - passed.waited_s, FAR_OFF * step_s)
+            self._steps += 1
         self._grace = 0 if drafts else max(0, self._grace - tokens)
         if self._grace:
             return
@@ -142,11 +147,11 @@ class Trial:
         plain = self._since >= LEAST_TOKENS and share > 1 + DOUBTS * min(doubt, MOST_DOUBT)
         if self._since < BLOCK_TOKENS and not plain:
             return
-        if self._count >= LOOK_PASSES and self._experience.at_most(place, self._steps / self._count, self._count):
+        if self._steps >= LOOK_PASSES and self._experience.at_most(place, self._steps_s / self._steps, self._steps):
             share, doubt = self.share, self._doubt
         if share * (1 + DOUBTS * doubt) <= GAIN:
             self._since = self._tried = 0
-            self._steps, self._count = 0.0, 0
+            self._forget_steps()
             self._rest = REST_TOKENS[0]
             self._experience.gained()
             return

@@ -108,6 +108,7 @@ class Verifying:
         self._opening_depth = 0 if self._all_rest else OPENING_DEPTH
         self._guide: int | None = None  # whose drafts the pass under way has
         self._waited_s = 0.0  # before it
+        self._was_behind = False  # it began behind others: its ids are all drafts
         self._arrived_s = 0.0  # drafters' work on drafts that came while nothing was computed
         self._rate_tokens = 0.0
         self._rate_s = 0.0
@@ -277,7 +278,7 @@ class Verifying:
             if self._guide is not None:
                 drafts = tuple(islice(self._drafters[self._guide].line.ahead, choice.drafts))
         draw = len(self._text) - self._prompt
-        self._waited_s = now - self._idle_since
+        self._waited_s, self._was_behind = now - self._idle_since, False
         drafting_s = min(self._waited_s, self._arrived_s)
         self.stats.draft_s += drafting_s
         self.stats.wait_s += self._waited_s - drafting_s
@@ -381,7 +382,7 @@ class Verifying:
             return [*out, Finished(self.ended)]
         if (found := self._behind.next_in_front(self._text)) is not None:
             self._pass, self._guide = found
-            self._waited_s = 0.0
+            self._waited_s, self._was_behind = 0.0, True
         return [*out, *self._tells(now)]
 
     def _measure(self, took_s: float, drafts: int, tokens: int, now: float) -> None:
@@ -394,7 +395,7 @@ class Verifying:
         took_s = min(took_s, since_s)  # before, others were in front
         # Whoever reads may be slow, and a machine may sleep; between several texts' passes are the others', mostly.
         between_s = min(max(since_s - self._waited_s - took_s, 0.0), step_s) if experience.sessions <= 1 else 0.0
-        passed = Passed(drafts, tokens, between_s, self._waited_s, took_s, now - took_s)
+        passed = Passed(drafts + self._was_behind, tokens, between_s, self._waited_s, took_s, now - took_s)
         self._between.add(between_s)
         self._rate_tokens = RATE_DECAY * self._rate_tokens + tokens
         self._rate_s = RATE_DECAY * self._rate_s + max(since_s, 1e-6)

@@ -269,6 +269,30 @@ def test_steps_that_became_shorter_while_drafters_worked_are_looked_at() -> None
     assert text.trial.resting
 
 
+def test_what_several_texts_see_of_that_counts_once() -> None:
+    text = Text(Experience())
+    until_it_looks(text, tokens=2, seconds=2 * STEP_S, drafts=2)
+    text.passes(LOOK_PASSES, seconds=2 * STEP_S)
+    every = [text, Text(text.experience), Text(text.experience)]
+    for _ in range(BLOCK_TOKENS):
+        for each in every:
+            each.passes(1)
+            each.passes(1, tokens=2, drafts=2)
+    assert text.experience.step_s() == pytest.approx(STEP_S)
+    assert not any(each.trial.resting for each in every)
+
+
+def test_a_pass_that_began_behind_others_is_no_step() -> None:
+    """Its time from the result before to its own is a part of what it took."""
+    experience, drafter = Experience(STEP_S), DrafterSetting(0.8, 0.3 * STEP_S, round_trip_s=0.6 * STEP_S)
+    for seed in range(6):
+        setting = Setting(
+            (drafter,), constant(STEP_S), 400, 500, seed, 0.0, experience, 100.0 * seed, turn_s=STEP_S / 5
+        )
+        simulate(setting)
+        assert experience.step_s() == pytest.approx(STEP_S, rel=0.01)
+
+
 def test_nobody_rests_when_no_step_could_be_measured() -> None:
     experience = Experience(STEP_S)
     Text(experience)  # another one, whose drafters do not stop
