@@ -21,6 +21,8 @@ from p2ptrain.core.errors import JobFailed, StorageError
 LEAVE_S = 3.0  # a worker leaves within two seconds
 SEED_READY_S = 20.0
 TAIL_BYTES = 4096
+LINE_BYTES = 64 << 20
+"""Of one line that a child says: texts of a benchmark, with their times, come in one."""
 _ERROR, _REMEDY = "error: ", "  → "  # as ``p2ptrain.cli.main`` writes them
 
 
@@ -66,6 +68,7 @@ class Child:
                 stderr=sink,
                 start_new_session=True,
                 env=environment,
+                limit=LINE_BYTES,
             )
         return cls(name, process, log, log_start)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from p2ptrain.cli.bench.machine import origin
+from p2ptrain.cli.bench.members import Interrupted
 from p2ptrain.cli.bench.speculate_exact import SAMPLINGS, ExactBench, ExactPlan, Row, exact_prompts
 from p2ptrain.cli.bench.speculated_exact import Exactly
 from p2ptrain.compute.model import build_model
@@ -113,6 +114,31 @@ async def test_what_is_told_of_texts_that_differ() -> None:
     assert any("3 differ, 1 of them by rounding" in note for note in report.notes)
     assert any("up to 10% of a round trip" in note for note in report.notes)
     with pytest.raises(JobFailed, match=r"2 texts .* text 11, greedy, at 80 ms, from its token 2 on"):
+        work.check()
+
+
+class Stops:
+    """Members, and a person who asks to stop while one is asked."""
+
+    async def all(self, do: str, **how: Any) -> list[dict[str, Any]]:
+        raise Interrupted
+
+
+async def test_who_stops_before_that_is_asked_hears_of_no_mistake() -> None:
+    work = ExactBench(ExactPlan("big", "small", ["a", "b"], 3, [80.0]))
+    says: Any = Stops()
+    with pytest.raises(Interrupted):
+        await work._compare(says, "greedy", "at 80 ms", 0, [[1, 2, 3]], [[1, 2, 4]])
+    work.check()
+    report = work.report(origin(), complete=False)
+    assert (report.results["different"], report.results["rounded"]) == (0, 0)
+    assert [each["by_rounding"] for each in report.results["differences"]] == [None]
+    assert (
+        "text 1, greedy, at 80 ms, from its token 3 on: another one; nobody looked whether by rounding" in report.notes
+    )
+    with pytest.raises(Interrupted):
+        await work._compare(says, "greedy", "at 80 ms", 1, [[1, 2, 3], [1]], [[1, 3, 3], [1, 2]])
+    with pytest.raises(JobFailed, match=r"1 texts .* text 3, "):
         work.check()
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import signal
+import sys
 from pathlib import Path
+
+import pytest
 
 from p2ptrain.cli.children import Child
 
@@ -40,3 +43,14 @@ async def test_the_signal_that_killed_it(tmp_path: Path) -> None:
     failed = made.failed("it ended")
     assert failed.message == "it ended: it was killed by SIGKILL"
     assert failed.remedy == f"the machine may have run out of memory; its log is {tmp_path / 'log'}"
+
+
+async def test_a_line_of_many_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    talks = tmp_path / "talks"
+    talks.write_text(f"#!{sys.executable}\nprint('x' * 1_000_000)\n")
+    talks.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(talks))
+    made = await Child.start("one", [], tmp_path / "log", listen=True)
+    assert made.process.stdout is not None
+    assert len(await made.process.stdout.readline()) == 1_000_001
+    await made.process.wait()

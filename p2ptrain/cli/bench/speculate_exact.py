@@ -151,7 +151,7 @@ class ExactBench:
             row.add(answer)
             found = [text["ids"] for text in answer["texts"]]
             others = await self._compare(members, name, f"at {row.round_trip_ms:g} ms", start, wanted, found)
-            rounded = sum(each.by_rounding for each in others)
+            rounded = sum(each.by_rounding is True for each in others)
             row.rounded, row.different = row.rounded + rounded, row.different + len(others) - rounded
 
     async def _compare(
@@ -166,8 +166,8 @@ class ExactBench:
         pairs = enumerate(zip(wanted, found, strict=True), start)
         every = (parted(sampling, writer, text, right, ids) for text, (right, ids) in pairs)
         others = [each for each in every if each is not None]
-        await look_at(members, others, self.plan.prompts, SAMPLINGS, self.plan.seed)
         self.parted += others
+        await look_at(members, others, self.plan.prompts, SAMPLINGS, self.plan.seed)
         return others
 
     # ------------------------------------------------------------------------------------------------------ the report
@@ -180,13 +180,13 @@ class ExactBench:
         sums = {
             name: sum(getattr(row, name) for row in rows) for name in ("texts", "tokens", "kills", "killed", "accepted")
         }
-        different = sum(not each.by_rounding for each in self.parted)
+        different, rounded = (sum(each.by_rounding is which for each in self.parted) for which in (False, True))
         report.results = {
             "rows": [asdict(row) for row in rows],
             **sums,
             "generated": self.generated,
             "different": different,
-            "rounded": len(self.parted) - different,
+            "rounded": rounded,
             "differences": [asdict(each) for each in self.parted],
         }
         columns = ["DRAWN", "ROUND TRIP", "TEXTS", "TOKENS", "A PASS", "RIGHT DRAFTS", "KILLS", "IN TEXTS"]
@@ -211,7 +211,7 @@ class ExactBench:
         report.notes = [
             f"{sums['texts']:,} texts with a drafter that was killed {sums['kills']:,} times and came back, and "
             f"{self.generated:,} by transformers' generate, beside those of the verifier alone with the same seeds: "
-            f"{len(self.parted)} differ, {len(self.parted) - different} of them by rounding",
+            f"{len(self.parted)} differ, {rounded} of them by rounding",
             f"virtual time: a pass takes {1e3 * plan.pass_s:g} ms, a draft {1e3 * plan.draft_s:g} ms, and messages are "
             f"late by up to {jitter}; a pass: tokens that one gives; right drafts: of those that came, those that were "
             "right and in a pass; in texts: in how many of them the drafter died",

@@ -26,7 +26,7 @@ class Parted:
     Attributes:
         sampling: its name. writer: who wrote it.
         by_rounding: both tokens there are picks of this place, with logits that differ by no more than rounding makes
-            them. rounding: that is so much, as far as it was measured.
+            them; None: nobody looked yet. rounding: that is so much, as far as it was measured.
     """
 
     sampling: str
@@ -35,7 +35,7 @@ class Parted:
     at: int
     wanted: list[int]
     written: list[int]
-    by_rounding: bool = False
+    by_rounding: bool | None = None
     rounding: float = 0.0
 
     def __str__(self) -> str:
@@ -48,7 +48,10 @@ def parted(sampling: str, writer: str, text: int, wanted: Sequence[int], written
         return None
     pairs = enumerate(zip(wanted, written, strict=False))
     at = next((at for at, (one, other) in pairs if one != other), min(len(wanted), len(written)))
-    return Parted(sampling, writer, text, at, list(wanted), list(written))
+    found = Parted(sampling, writer, text, at, list(wanted), list(written))
+    if at == min(len(wanted), len(written)):
+        found.by_rounding = False  # one just ends
+    return found
 
 
 async def look_at(
@@ -61,7 +64,7 @@ async def look_at(
         prompts: by number of the text. samplings: by name. seed: text n is drawn with ``seed + n``; None: the
             sampling says.
     """
-    found = [each for each in found if each.at < min(len(each.wanted), len(each.written))]  # else one just ends
+    found = [each for each in found if each.by_rounding is None]
     if not found:
         return
     places = [
@@ -80,7 +83,7 @@ async def look_at(
 
 def check(found: Sequence[Parted]) -> None:
     """Raises ``JobFailed``: one of them is another text, and not by rounding."""
-    if wrong := [each for each in found if not each.by_rounding]:
+    if wrong := [each for each in found if each.by_rounding is False]:
         raise JobFailed(
             f"{len(wrong)} texts are not what they are to be; the first: {wrong[0]}",
             remedy="where transformers' alone differ, its kernels compute otherwise than those of one part; "
@@ -90,10 +93,9 @@ def check(found: Sequence[Parted]) -> None:
 
 def told_of(found: Sequence[Parted]) -> list[str]:
     """Notes of a report, of some of them."""
-    shown = [
-        f"{each}: another one; " + ("rounding decided there" if each.by_rounding else "not by rounding")
-        for each in sorted(found, key=lambda each: each.by_rounding)[:SHOWN]
-    ]
+    why = {False: "not by rounding", None: "nobody looked whether by rounding", True: "rounding decided there"}
+    first = sorted(found, key=lambda each: [*why].index(each.by_rounding))[:SHOWN]
+    shown = [f"{each}: another one; {why[each.by_rounding]}" for each in first]
     if rounded := [each.rounding for each in found if each.by_rounding]:
         shown.append(
             f"{len(rounded)} texts part where two tokens are as good as equally likely: logits there differ by up to "
