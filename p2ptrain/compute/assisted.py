@@ -205,8 +205,9 @@ class AssistedPair:
     def _last_logits(self, row: Tensor, rows: int) -> Tensor:
         """(entries,), float32, on the CPU: those of the last position, which has so many rows in its pass."""
         before = max(0, row.shape[1] - rows)
-        past = self._verifier(input_ids=row[:, :before], use_cache=True).past_key_values if before else None
-        out = self._verifier(input_ids=row[:, before:], past_key_values=past, use_cache=True, logits_to_keep=1)
+        how = {"use_cache": True, "logits_to_keep": 1}
+        past = self._verifier(input_ids=row[:, :before], **how).past_key_values if before else None
+        out = self._verifier(input_ids=row[:, before:], past_key_values=past, **how)
         return cast(Tensor, out.logits[0, -1].to(device="cpu", dtype=torch.float32))
 
     def _written(self, model: Any, ids: Sequence[int], max_new_tokens: int, sampling: Sampling, **more: Any) -> Written:

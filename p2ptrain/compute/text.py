@@ -89,6 +89,11 @@ class ModelText:
             )
         return ids
 
+    def until_end(self, tokens: Sequence[int]) -> list[int]:
+        """``tokens`` up to the first that ends a text, itself included."""
+        end = next((at for at, token in enumerate(tokens, 1) if token in self.end_tokens), len(tokens))
+        return list(tokens[:end])
+
     def writer(
         self, prompt: Sequence[int] = (), *, stop: Iterable[str] = (), end_tokens: frozenset[int] | None = None
     ) -> TextWriter:

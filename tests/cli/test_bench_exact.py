@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 from p2ptrain.cli.bench.machine import origin
 from p2ptrain.cli.bench.members import Interrupted
 from p2ptrain.cli.bench.speculate_exact import SAMPLINGS, ExactBench, ExactPlan, Row, exact_prompts
+from p2ptrain.cli.bench.speculated import assisted
 from p2ptrain.cli.bench.speculated_exact import Exactly
 from p2ptrain.compute.model import build_model
 from p2ptrain.compute.picking import Picker
@@ -153,6 +156,25 @@ async def test_it_asks_transformers_model_what_rounding_does(models: Exactly) ->
     assert same["decides"]
     assert not other["decides"]
     assert 0 < same["most"] < 1e-4
+
+
+async def test_texts_that_end_are_compared_up_to_their_end(
+    pair: tuple[Path, Path], models: Exactly, tmp_path: Path
+) -> None:
+    """Transformers goes on behind it, for its time is measured."""
+    greedy: dict[str, Any] = {"prompts": PROMPTS[:1], "tokens": TOKENS, "sampling": SAMPLINGS["greedy"]}
+    (text,) = (await models.plain(**greedy, seed=3))["alone"]
+    verifier = tmp_path / "verifier"
+    shutil.copytree(pair[0], verifier)
+    (verifier / "generation_config.json").write_text(json.dumps({"eos_token_id": text[TOKENS // 2]}))
+    both: dict[str, Any] = {"verifier": str(verifier), "drafter": str(pair[1]), "threads": 1}
+    ends = Exactly()
+    await ends.open(**both)
+    (alone,) = (await ends.plain(**greedy, seed=3))["alone"]
+    assert alone == text[: text.index(text[TOKENS // 2]) + 1]
+    (plain,) = (await assisted(**both, **greedy))["plain"]
+    assert plain["ended"] == alone
+    assert list(plain["tokens"]) == text
 
 
 def test_prompts() -> None:

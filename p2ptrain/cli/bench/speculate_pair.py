@@ -170,7 +170,7 @@ class PairBench:
                         texts.add(Texts.told(answer["texts"]))
                         writer = f"{'ahead' if speculate else 'alone'} at {round_trip_ms:g} ms"
                         (written,) = answer["texts"]
-                        if other := parted(drawn.name, writer, number, plain["tokens"], written["ids"]):
+                        if other := parted(drawn.name, writer, number, plain["ended"], written["ids"]):
                             self.parted.append(other)
                 drawn.alone[at], drawn.ahead[at] = alone, ahead
 

@@ -324,8 +324,8 @@ class VerifierSide:
 async def assisted(
     *, verifier: str, drafter: str, threads: int, prompts: Sequence[str], tokens: int, sampling: dict[str, Any]
 ) -> Answer:
-    """Transformers with the same pair in this process: seconds and ids of each text, alone and assisted, and how often
-    the drafter agrees."""
+    """Transformers with the same pair in this process: seconds and ids of each text, alone (``ended``: up to its end
+    token) and assisted, and how often the drafter agrees."""
 
     def measure() -> Answer:
         from p2ptrain.compute.assisted import AssistedPair
@@ -338,7 +338,8 @@ async def assisted(
             pair.assisted(ids[0], 4, drawn)  # the first passes load kernels
         plain, helped = [], []
         for each in ids:  # in turn: what else the machine does meets both
-            plain.append(asdict(pair.plain(each, tokens, drawn)))
+            made = pair.plain(each, tokens, drawn)
+            plain.append(asdict(made) | {"ended": pair.text.until_end(made.tokens)})
             if pair.can_assist:
                 helped.append(asdict(pair.assisted(each, tokens, drawn)))
         found = pair.agreement(ids, tokens, drawn)

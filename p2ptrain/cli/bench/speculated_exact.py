@@ -82,9 +82,7 @@ class Exactly:
         generated: list[list[int]] = []
         for number, prompt in enumerate(prompts):
             drawn = text.sampling(SamplingWish(**sampling, seed=seed + number))
-            made = self._pair.plain(text.prompt_ids(prompt), tokens, drawn).tokens
-            end = next((at for at, token in enumerate(made, 1) if token in text.end_tokens), len(made))
-            generated.append(list(made[:end]))
+            generated.append(text.until_end(self._pair.plain(text.prompt_ids(prompt), tokens, drawn).tokens))
         cluster = _Cluster(self, LinkPreset("none", 0.0), pass_s=0.0, draft_s=0.0, seed=seed)
         alone = run_virtual(cluster.write(prompts, tokens, sampling, seed, speculate=False))
         return {"generated": generated, "alone": [each["ids"] for each in alone["texts"]]}
