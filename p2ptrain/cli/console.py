@@ -1,5 +1,7 @@
 """What a long-running command says at its terminal: one line an event, and progress that does not scroll away.
 
+It goes on, and leaves in order, when nobody reads that any more: ``tee`` ends by the same Ctrl+C, a terminal is closed.
+
 On a terminal the progress is one line that is drawn over; elsewhere it is plain lines, one a second at most.
 """
 
@@ -8,6 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import typer
 
@@ -38,7 +41,8 @@ class Console:
         """One line with the time; its mark and colour tell the level."""
         self.clear()
         mark = typer.style(_MARKS.get(level, "·"), fg=_COLOURS.get(level, "cyan"), bold=level != "info")
-        typer.echo(f"{time.strftime('%H:%M:%S')} {mark} {printable(text)}", err=True)
+        with suppress(OSError):
+            typer.echo(f"{time.strftime('%H:%M:%S')} {mark} {printable(text)}", err=True)
 
     def progress(self, text: str, *, last: bool = False) -> None:
         """How far it is. Dropped where the one before is too fresh, except the ``last``."""
@@ -47,10 +51,10 @@ class Console:
             return
         self._next = now + (DRAWN_EVERY_S if self._live else PLAIN_EVERY_S)
         if not self._live:
-            typer.echo(text, err=True)
+            with suppress(OSError):
+                typer.echo(text, err=True)
             return
-        sys.stderr.write("\r" + text.ljust(self._drawn)[: max(len(text), self._drawn)])
-        sys.stderr.flush()
+        self._draw("\r" + text.ljust(self._drawn)[: max(len(text), self._drawn)])
         self._drawn = len(text)
         if last:
             self.finish()
@@ -58,16 +62,19 @@ class Console:
     def finish(self) -> None:
         """End the drawn line, so that what follows begins on a line of its own."""
         if self._drawn:
-            sys.stderr.write("\n")
-            sys.stderr.flush()
+            self._draw("\n")
             self._drawn = 0
 
     def clear(self) -> None:
         """Take the drawn line away: it is of no use once it is over."""
         if self._drawn:
-            sys.stderr.write("\r" + " " * self._drawn + "\r")
-            sys.stderr.flush()
+            self._draw("\r" + " " * self._drawn + "\r")
             self._drawn = 0
+
+    def _draw(self, text: str) -> None:
+        with suppress(OSError):
+            sys.stderr.write(text)
+            sys.stderr.flush()
 
 
 def step_line(applied: int, total: int, values: dict[str, float]) -> str:

@@ -33,8 +33,8 @@ def stop_on_signals(stop: asyncio.Event, say: Callable[[str], None]) -> None:
     def ask() -> None:
         if stop.is_set():
             os._exit(EXIT_INTERRUPTED)
+        stop.set()  # first: it holds whatever becomes of the words
         say(LEAVING)
-        stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         try:

@@ -1,0 +1,60 @@
+"""Ctrl+C is heard when nobody reads any more what is said: in ``p2ptrain join ... | tee log`` it ends both."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+import sys
+
+import pytest
+
+from p2ptrain.cli.console import Console
+from p2ptrain.cli.stopping import stop_on_signals, stoppable
+
+
+class Unread(io.StringIO):
+    """A terminal that is closed, or a pipe whose reader has ended."""
+
+    tries = 0
+
+    def write(self, text: str) -> int:
+        self.tries += 1
+        raise BrokenPipeError
+
+    def flush(self) -> None:
+        raise BrokenPipeError
+
+    def isatty(self) -> bool:
+        return True
+
+
+async def test_who_reads_may_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", unread := Unread())
+    console, stop = stoppable()
+    console.event("info", "joined")
+    os.kill(os.getpid(), signal.SIGINT)
+    async with asyncio.timeout(10):
+        await stop.wait()
+    assert unread.tries >= 2
+
+
+def test_nothing_is_said_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    for live in (True, False):
+        monkeypatch.setattr(sys, "stderr", unread := Unread())
+        monkeypatch.setattr(unread, "isatty", lambda live=live: live)
+        console = Console(lambda: 0.0)
+        console.progress("loading")
+        console.progress("loaded", last=True)
+        console.event("warning", "what is said next")
+        assert unread.tries >= 3
+
+
+async def test_it_is_asked_before_anything_is_said() -> None:
+    stop, asked = asyncio.Event(), list[bool]()
+    stop_on_signals(stop, lambda text: asked.append(stop.is_set()))
+    os.kill(os.getpid(), signal.SIGTERM)
+    async with asyncio.timeout(10):
+        await stop.wait()
+    assert asked == [True]
