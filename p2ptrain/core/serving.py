@@ -65,6 +65,12 @@ class Sampling:
         """Drafts are kept or rejected by their probabilities. The likeliest token is just compared."""
         return self.method == "rejection" and self.temperature > COLDEST
 
+    @property
+    def picked(self) -> str:
+        """How tokens are, in a word: the ``likeliest``, or drawn, by the method. Drafters foresee one better than
+        another."""
+        return self.method if self.temperature > COLDEST else "likeliest"
+
 
 MOST_TOP_K = 2**31
 """As a number, it travels to the last stage."""

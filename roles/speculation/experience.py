@@ -9,7 +9,7 @@ positions; what a step takes from one result to the next also for whether other 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 
 from roles.speculation.estimates import FAR_OFF, Acceptance, Pace, Passed, PassTimes
 
@@ -85,12 +85,51 @@ class Alone:
         return max(LEAST_SPREAD, math.sqrt(self._variance) / self.seconds)
 
 
+class Worth:
+    """What drafters are in texts whose tokens are picked in one way: the likeliest one is easier to foresee than a
+    drawn one, so they may be a gain in these, and none in those.
+
+    Attributes:
+        share: what a token took with drafters in the texts so far, of a step alone; 1 before there were any.
+        debt: tokens that are to be written before drafters are tried again that may slow the verifier down.
+    """
+
+    def __init__(self) -> None:
+        self.share = 1.0
+        self.debt = 0.0
+        self._least_debt = LEAST_DEBT  # of the next time
+        self._shared = 0.0  # tokens that the share is of
+
+    def learn(self, tokens: float, steps: float) -> None:
+        """With drafters so many tokens took as long as so many steps alone."""
+        kept = self._shared * math.exp(-tokens / MEMORY_TOKENS)
+        self._shared = kept + tokens
+        self.share += (steps - self.share * tokens) / self._shared
+
+    def owe(self, tokens: float, *, slowed: bool) -> None:
+        """Drafters are no gain: so many tokens more make up for it. Where they ``slowed`` steps down it will be so in
+        other texts, too: at least twice as many as the last time, but for gains in between."""
+        self.debt += tokens
+        if slowed:
+            self.debt = max(self.debt, self._least_debt)
+            self._least_debt = min(2 * self._least_debt, MOST_DEBT)
+        self.debt = min(self.debt, MOST_DEBT)
+
+    def gained(self) -> None:
+        """Drafters were a gain for a while; which may be chance."""
+        self._least_debt = max(self._least_debt / 2, LEAST_DEBT)
+
+    def wrote(self, tokens: int) -> None:
+        """So many more."""
+        self.debt = max(0.0, self.debt - tokens)
+
+
 class Known:
-    """A drafter, whatever the text."""
+    """A drafter, whatever the text. ``acceptance``: by how tokens are picked."""
 
     def __init__(self, pace: Pace) -> None:
         self.pace = pace
-        self.acceptance = Acceptance()
+        self.acceptance: defaultdict[str, Acceptance] = defaultdict(Acceptance)
 
 
 class Experience:
@@ -101,16 +140,11 @@ class Experience:
 
     Attributes:
         sessions: that write now.
-        share: what a token took with drafters in the texts so far, of a step alone; 1 before there were any.
-        debt: tokens that are to be written before drafters are tried again that may slow the verifier down.
     """
 
     def __init__(self, step_s: float = 0.0) -> None:
         self.sessions = 0
-        self.share = 1.0
-        self.debt = 0.0
-        self._least_debt = LEAST_DEBT  # of the next time
-        self._shared = 0.0  # tokens that the share is of
+        self._worth: defaultdict[str, Worth] = defaultdict(Worth)
         self._written = 0
         self._first = Alone(step_s)
         self._alone: dict[Place, Alone] = {}
@@ -123,6 +157,10 @@ class Experience:
     def place(self, positions: int) -> Place:
         """Where a pass behind so many positions belongs."""
         return max(positions, SHORTEST).bit_length(), self.sessions <= 1
+
+    def worth(self, picked: str) -> Worth:
+        """Of drafters, by how tokens are picked: a word out of few."""
+        return self._worth[picked]
 
     # ----------------------------------------------------------------------------------------------- a step alone
 
@@ -167,12 +205,6 @@ class Experience:
         alone = self._alone.get(place)
         return alone is not None and alone.at_most(seconds, steps, self._written)
 
-    def learn(self, tokens: float, steps: float) -> None:
-        """With drafters so many tokens took as long as so many steps alone."""
-        kept = self._shared * math.exp(-tokens / MEMORY_TOKENS)
-        self._shared = kept + tokens
-        self.share += (steps - self.share * tokens) / self._shared
-
     def passed(self, place: Place, passed: Passed, *, resting: bool) -> bool:
         """A pass of one that has drafters gave tokens. ``resting``: its drafters rest.
 
@@ -180,7 +212,6 @@ class Experience:
             Whether it was a step alone.
         """
         self._written += passed.tokens
-        self.debt = max(0.0, self.debt - passed.tokens)
         working = any(self._written - told < STILL_TOKENS for told in self._working.values())
         if not resting or passed.drafts or working or passed.began_at < self._quiet_from:
             return False
@@ -211,19 +242,6 @@ class Experience:
     def looked(self, who: object) -> None:
         """It has, or does not want to any more."""
         self._looking.pop(who, None)
-
-    def owe(self, tokens: float, *, slowed: bool) -> None:
-        """Drafters are no gain: so many tokens more make up for it. Where they ``slowed`` steps down it will be so in
-        other texts, too: at least twice as many as the last time, but for gains in between."""
-        self.debt += tokens
-        if slowed:
-            self.debt = max(self.debt, self._least_debt)
-            self._least_debt = min(2 * self._least_debt, MOST_DEBT)
-        self.debt = min(self.debt, MOST_DEBT)
-
-    def gained(self) -> None:
-        """Drafters were a gain for a while; which may be chance."""
-        self._least_debt = max(self._least_debt / 2, LEAST_DEBT)
 
     # ------------------------------------------------------------------------------------------------ passes, drafters
 

@@ -28,20 +28,20 @@ class Outlook:
     """One drafter of a session.
 
     Args:
-        known: of the drafter, from all texts.
+        known: of the drafter, from all texts. picked: how the tokens of this one are, as of ``Experience.worth``.
 
     Attributes:
         line, pace, acceptance: what is known of it; acceptance is that in this text.
         resting: it is told not to draft. rests_until: tokens of text.
     """
 
-    def __init__(self, line: Line, known: Known, now: float, *, resting: bool) -> None:
+    def __init__(self, line: Line, known: Known, now: float, *, resting: bool, picked: str = "") -> None:
         self.line = line
         self.pace = known.pace
         self.resting = resting
         self.rests_until = 0
-        self._known = known
-        alpha = known.acceptance.alpha
+        self._before = known.acceptance[picked]
+        alpha = self._before.alpha
         self.acceptance = Acceptance(min(max(alpha, LEAST_ALPHA), MOST_ALPHA))
         self._rested_at = line.told  # tokens of text
         self._rest = SHORTEST_REST
@@ -78,7 +78,7 @@ class Outlook:
         return compared
 
     def _compared(self, compared: Compared) -> None:
-        for acceptance in (self.acceptance, self._known.acceptance):
+        for acceptance in (self.acceptance, self._before):
             acceptance.add(compared.agreed, failed=compared.failed)
 
     # ----------------------------------------------------------------------------------------------- work and rest

@@ -70,7 +70,7 @@ class Setting:
     Attributes:
         pass_s: that a pass with so many drafts takes the target.
         shared: a pass that begins while a drafter computes takes so much longer: they share processors.
-        experience, most_drafts: as of ``Verifying``. at_s: it begins then, for an experience of more than one.
+        experience, most_drafts, picked: as of ``Verifying``. at_s: it begins then, for an experience of more than one.
         turn_s: after so much of a pass without drafts the target can begin the next one; 0: only when it ended.
         noise: of a pass's time, as sigma of a log-normal factor with median 1. load: the machine has other work by
             turns, ``load_s`` at a time: passes take this share longer then.
@@ -89,6 +89,7 @@ class Setting:
     load: float = 0.0
     load_s: float = 1.0
     most_drafts: int = MOST_DRAFTS
+    picked: str = ""
 
 
 @dataclass(slots=True)
@@ -222,6 +223,7 @@ class Simulation:
             vocab_size=VOCAB,
             experience=setting.experience,
             most_drafts=setting.most_drafts,
+            picked=setting.picked,
         )
         self.now = setting.at_s
         self.payload_bytes = 0

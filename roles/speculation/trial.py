@@ -40,14 +40,14 @@ SLOWED = 1.1
 
 
 class Trial:
-    """One text's.
+    """One text's. ``picked``: as of ``Experience.worth``.
 
     Attributes:
         resting: drafters are to rest.
     """
 
-    def __init__(self, experience: Experience) -> None:
-        self._experience = experience
+    def __init__(self, experience: Experience, picked: str = "") -> None:
+        self._experience, self._worth = experience, experience.worth(picked)
         self._place: Place | None = None
         self._clear()
         self._rest = REST_TOKENS[0]
@@ -56,7 +56,7 @@ class Trial:
         self._looking = 0  # tokens left for the look; 0: there is none
         self._tried = 0  # tokens since they began or were found a gain
         self._begin()
-        self.resting = experience.debt > 0 or experience.unseen
+        self.resting = self._worth.debt > 0 or experience.unseen
         if experience.unseen:
             self._looking = LOOK_TOKENS
             experience.look(self)
@@ -80,7 +80,7 @@ class Trial:
         """What a token takes with drafters, of a step alone."""
         step_s = self._experience.step_s(self._place)
         took = self._seconds / step_s if step_s else self._tokens
-        return (self._prior * self._experience.share + took) / (self._prior + self._tokens)
+        return (self._prior * self._worth.share + took) / (self._prior + self._tokens)
 
     @property
     def _doubt(self) -> float:
@@ -102,6 +102,7 @@ class Trial:
     def passed(self, place: Place, passed: Passed) -> None:
         """A pass gave tokens."""
         experience = self._experience
+        self._worth.wrote(passed.tokens)
         alone = experience.passed(place, passed, resting=self.resting or experience.looking)
         if not self.resting:
             if not experience.looking:  # else another text's drafters made them rest
@@ -113,7 +114,7 @@ class Trial:
             self._looking = max(0, self._looking - passed.tokens)
             if self._looked >= LOOK_PASSES or not self._looking:
                 self._judge()
-        elif self._left <= 0 and not experience.debt:
+        elif self._left <= 0 and not self._worth.debt:
             self._begin()
 
     def end(self) -> None:
@@ -153,7 +154,7 @@ class Trial:
             self._since = self._tried = 0
             self._forget_steps()
             self._rest = REST_TOKENS[0]
-            self._experience.gained()
+            self._worth.gained()
             return
         self._looked, self._looking = 0, LOOK_TOKENS
         if self._experience.fresh(place):
@@ -174,7 +175,7 @@ class Trial:
         self.resting = True
         owed = self._tried * max(0.0, share - 1) / MOST_LOSS
         if share >= max(SLOWED, 1 + DOUBTS * self._doubt):
-            self._experience.owe(owed, slowed=self._slowed)
+            self._worth.owe(owed, slowed=self._slowed)
         self._left = min(max(float(self._rest), owed), float(REST_TOKENS[1])) - self._looked
         self._rest = min(2 * self._rest, REST_TOKENS[1])
         self._learned()
@@ -183,5 +184,5 @@ class Trial:
         """What it was is what it begins with, here and in other texts."""
         step_s = self._experience.step_s(self._place)
         if self._tokens and step_s:
-            self._experience.learn(self._tokens, self._seconds / step_s)
+            self._worth.learn(self._tokens, self._seconds / step_s)
         self._clear()

@@ -62,6 +62,7 @@ class Verifying:
         cached: positions of the prompt that the target has already; the last one is computed in any case.
         experience: of the verifier, which all its sessions share; None: this one is its first.
         most_drafts: that a pass takes; at least 1.
+        picked: how tokens are, as of ``Experience.worth``.
 
     Attributes:
         tokens: new ones, in order.
@@ -79,6 +80,7 @@ class Verifying:
         cached: int = 0,
         experience: Experience | None = None,
         most_drafts: int = policy.MOST_DRAFTS,
+        picked: str = "",
     ) -> None:
         if not ids or max_new_tokens < 1:
             raise ValueError("a generation has a prompt, and makes a token")
@@ -103,7 +105,7 @@ class Verifying:
         self._began = False
         self._rota = Rota(self._drafters)
         self._guard = policy.Guard()
-        self._trial = Trial(self._experience)
+        self._trial, self._picked = Trial(self._experience, picked), picked
         self._between = Recent(0.0)  # from a result to the next pass, but for waiting for drafts
         self._opening_depth = 0 if self._all_rest else OPENING_DEPTH
         self._guide: int | None = None  # whose drafts the pass under way has
@@ -200,7 +202,7 @@ class Verifying:
             raise ValueError(f"a drafter was opened with {known} of {len(self._text)} tokens")
         line = Line(known, self.opening_depth)
         known_of_it = self._experience.drafter(event.name, event.latency_s, event.step_s)
-        outlook = Outlook(line, known_of_it, now, resting=self._all_rest)
+        outlook = Outlook(line, known_of_it, now, resting=self._all_rest, picked=self._picked)
         self._drafters[drafter] = outlook
         if line.depth:
             self._experience.works(outlook)

@@ -290,6 +290,7 @@ class VerifierService:
             on_end=self._on_end,
             experience=self.experience,
             most_drafts=self._options.most_drafts,
+            picked=prepared.sampling.picked,
         )
         drafters = self._drafters if speculate else NoDrafters()
         self._running[session] = _Running(self._now(), opened, prepared.max_new_tokens, speculate)

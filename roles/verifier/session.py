@@ -40,7 +40,7 @@ class TextSession:
 
     Args:
         prompt: its ids. cached: the first so many of them the target's session has already.
-        most_drafts: as of ``Verifying``.
+        most_drafts, picked: as of ``Verifying``.
         on_end: called once, when nothing is computed any more: whether the target's session can be used again.
 
     Attributes:
@@ -61,6 +61,7 @@ class TextSession:
         on_end: Callable[[TextSession, bool], None],
         experience: Experience | None = None,
         most_drafts: int = MOST_DRAFTS,
+        picked: str = "",
     ) -> None:
         self.prompt_tokens, self.left_out, self.ended = len(prompt), left_out, ""
         self.core = Verifying(
@@ -71,6 +72,7 @@ class TextSession:
             cached=cached,
             experience=experience,
             most_drafts=most_drafts,
+            picked=picked,
         )
         self._target, self._writer, self._now, self._on_end = target, writer, now, on_end
         self._stats = WritingStats(self.core.stats, began_at=now(), prompt_tokens=len(prompt), cached_tokens=cached)

@@ -54,6 +54,23 @@ async def settled(serving: VerifierService, target: ScriptedTarget) -> None:
     assert not serving.experience.looking
 
 
+def test_what_drafters_are_worth_is_known_by_how_tokens_are_picked(tmp_path: Path) -> None:
+    async def scene() -> None:
+        target = ScriptedTarget()
+        serving = service(tmp_path, target, ScriptedDrafters())
+        await serving.warm_up()
+        worth = serving.experience.worth
+        await read(await serving.write(wish(100)))
+        assert worth("likeliest").share < 1
+        assert worth("coupled").share == 1
+        await read(await serving.write(wish(100, sampling=SamplingWish(temperature=0.9))))
+        assert worth("coupled").share < 1
+        assert worth("rejection").share == 1
+        await settled(serving, target)
+
+    within(scene())
+
+
 @pytest.mark.parametrize("sampling", [SamplingWish(), SamplingWish(temperature=0.9, seed=11)])
 @pytest.mark.parametrize(
     "drafters",
