@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ from roles.worker.donor import Donations
 from roles.worker.snapshot import Snapshots
 from wire.connection import Connection
 from wire.handshake import local_welcome, serve
-from wire.heal_messages import HealRequest, TableRequest
+from wire.heal_messages import HealOffer, HealRequest, TableRequest
 from wire.job_messages import LedgerRow, MemberRecord
 from wire.messages import Hello, Message, Welcome
 
@@ -222,6 +223,34 @@ def dies_after(pieces: int) -> Serve:
                 asyncio.get_running_loop().call_soon(connection.abort)
 
         connection.send_bulk = counted  # type: ignore[method-assign]
+        await honest(member, connection, hello)
+
+    return serve
+
+
+def gives_once_all_have_offered(count: int) -> Serve:
+    """Whoever heals has heard each of ``count`` donors before it has everything: it begins when most have offered."""
+    offers, held = 0, list[Callable[[], None]]()
+
+    async def serve(member: Member, connection: Connection, hello: Hello) -> None:
+        send, send_bulk = connection.send, connection.send_bulk
+
+        def said(message: Message, **how: Any) -> int:
+            nonlocal offers
+            size = send(message, **how)
+            if isinstance(message, HealOffer):
+                offers += 1
+                while offers == count and held:
+                    held.pop(0)()
+            return size
+
+        def given(payload: memoryview, **how: Any) -> None:
+            if offers < count:
+                held.append(partial(send_bulk, payload, **how))
+            else:
+                send_bulk(payload, **how)
+
+        connection.send, connection.send_bulk = said, given  # type: ignore[method-assign]
         await honest(member, connection, hello)
 
     return serve

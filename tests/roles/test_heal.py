@@ -29,6 +29,7 @@ from roles.worker.testing import (
     dies_after,
     engine_of,
     flipped,
+    gives_once_all_have_offered,
     goes_silent,
     has_another_model,
     is_silent,
@@ -75,7 +76,8 @@ def networks() -> dict[str, Callable[[], Network]]:
 
 @pytest.mark.parametrize("network", networks())
 async def test_the_state_arrives_bit_by_bit_from_all_donors(network: str) -> None:
-    async with ring_of(networks()[network](), 3, numel=5_000_001, host="127.0.0.1") as ring:
+    behaviour = dict.fromkeys(range(3), gives_once_all_have_offered(3))
+    async with ring_of(networks()[network](), 3, numel=5_000_001, behaviour=behaviour, host="127.0.0.1") as ring:
         target = blank(5_000_001)
         done = await heal(ring, target)
     assert {target.digest()} == ring.digests()
