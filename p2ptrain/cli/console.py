@@ -41,8 +41,7 @@ class Console:
         """One line with the time; its mark and colour tell the level."""
         self.clear()
         mark = typer.style(_MARKS.get(level, "·"), fg=_COLOURS.get(level, "cyan"), bold=level != "info")
-        with suppress(OSError):
-            typer.echo(f"{time.strftime('%H:%M:%S')} {mark} {printable(text)}", err=True)
+        self._say(f"{time.strftime('%H:%M:%S')} {mark} {printable(text)}")
 
     def progress(self, text: str, *, last: bool = False) -> None:
         """How far it is. Dropped where the one before is too fresh, except the ``last``."""
@@ -51,8 +50,7 @@ class Console:
             return
         self._next = now + (DRAWN_EVERY_S if self._live else PLAIN_EVERY_S)
         if not self._live:
-            with suppress(OSError):
-                typer.echo(text, err=True)
+            self._say(text)
             return
         self._draw("\r" + text.ljust(self._drawn)[: max(len(text), self._drawn)])
         self._drawn = len(text)
@@ -70,6 +68,10 @@ class Console:
         if self._drawn:
             self._draw("\r" + " " * self._drawn + "\r")
             self._drawn = 0
+
+    def _say(self, text: str) -> None:
+        with suppress(OSError):
+            typer.echo(text, err=True)
 
     def _draw(self, text: str) -> None:
         with suppress(OSError):

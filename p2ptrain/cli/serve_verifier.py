@@ -173,8 +173,8 @@ def cache_bytes(memory_bytes: int, directory: Path, dtype: str = "") -> int:
     from p2ptrain.core.tensor_files import TensorTable  # which knows them from an optimizer's state beside them
 
     entries = TensorTable(directory).entries
-    in_files = sum(entry.size_bytes for entry in entries.values())
-    weights_bytes = sum(weights_in(dtype, entries).values()) if dtype else in_files
+    each = weights_in(dtype, entries).values() if dtype else (entry.size_bytes for entry in entries.values())
+    weights_bytes = sum(each)
     if weights_bytes >= memory_bytes:
         has = f"has {human_bytes(weights_bytes)}" + f" in {dtype}" * bool(dtype)
         raise ResourceError(

@@ -63,54 +63,41 @@ class Scene:
         return [text for level, _, text in self.told if level == "warning"]
 
 
-def test_who_goes_on_about_a_session_that_is_over_is_cut_off() -> None:
+def goes_on(texts: int, frames: int) -> list[str]:
+    """A drafter of so many texts that are over drafts for them: it is kept for so many frames, and not for one more.
+    Returns the warnings."""
     connections: list[Connection] = []
 
     def says(stream: int, verdict: Told | None, number: int, connection: Connection) -> None:
         connections.append(connection)
 
-    async def main() -> None:
+    async def main() -> list[str]:
         scene = Scene()
         liar = scene.liar("bad", says)
         async with drafter_hosts([liar]):
             scene.source.here([liar.at])
             await asyncio.sleep(1)
-            await write(scene.source, PROMPT, 10, GREEDY)
-            late = Drafts(len(PROMPT), packed([1], VOCAB))
-            for frames, listed in ((LATE_FRAMES, ["bad"]), (1, [])):
-                for _ in range(frames):
-                    connections[-1].send(late, stream=1)
+            for _ in range(texts):
+                await write(scene.source, PROMPT, 10, GREEDY)
+            for more, listed in ((frames, ["bad"]), (1, [])):
+                for _ in range(more):
+                    connections[-1].send(Drafts(len(PROMPT), packed([1], VOCAB)), stream=1)
                 await asyncio.sleep(1)
                 assert there(scene.source) == listed
-            assert "sessions that are over" in scene.warnings[0]
+            warnings = scene.warnings
             await scene.source.close()
+            return warnings
 
-    run_virtual(main())
+    return run_virtual(main())
+
+
+def test_who_goes_on_about_a_session_that_is_over_is_cut_off() -> None:
+    assert "sessions that are over" in goes_on(1, LATE_FRAMES)[0]
 
 
 def test_many_sessions_that_are_over_let_nobody_go_on_about_them_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("roles.verifier.drafter_link.MOST_LATE_FRAMES", 2 * LATE_FRAMES)
-    connections: list[Connection] = []
-
-    def says(stream: int, verdict: Told | None, number: int, connection: Connection) -> None:
-        connections.append(connection)
-
-    async def main() -> None:
-        scene = Scene()
-        liar = scene.liar("bad", says)
-        async with drafter_hosts([liar]):
-            scene.source.here([liar.at])
-            await asyncio.sleep(1)
-            for _ in range(4):
-                await write(scene.source, PROMPT, 10, GREEDY)
-            for frames, listed in ((2 * LATE_FRAMES, ["bad"]), (1, [])):
-                for _ in range(frames):
-                    connections[-1].send(Drafts(len(PROMPT), packed([1], VOCAB)), stream=1)
-                await asyncio.sleep(1)
-                assert there(scene.source) == listed
-            await scene.source.close()
-
-    run_virtual(main())
+    goes_on(4, 2 * LATE_FRAMES)
 
 
 def test_who_only_says_that_it_lives_and_all_the_time_is_cut_off() -> None:
