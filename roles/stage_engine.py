@@ -8,12 +8,12 @@ All methods block and are called on one dedicated compute thread (``roles.comput
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
-from p2ptrain.core.serving import DraftProbs, Judged, PartSpec, Ran, Sampling, Weighed
+from p2ptrain.core.serving import PartSpec, Ran, Sampling
 
-__all__ = ["BuildPart", "JudgingEngine", "PartBuilder", "PartSpec", "Ran", "Sampling", "StageEngine", "WeighingEngine"]
+__all__ = ["BuildPart", "PartBuilder", "PartSpec", "Ran", "Sampling", "StageEngine"]
 
 
 class StageEngine(Protocol):
@@ -67,42 +67,6 @@ class StageEngine(Protocol):
 
     def close(self, session: str) -> None:
         """Forget a session, its cache included; none of that name is fine."""
-        ...
-
-
-@runtime_checkable
-class WeighingEngine(StageEngine, Protocol):
-    """One that drafts where drafts are rejected by their probabilities: in sessions whose sampling ``rejects``."""
-
-    def weighed(self, session: str) -> tuple[Weighed, ...]:
-        """Of the session's last ``run``: what its picks were drawn from, in order."""
-        ...
-
-    def row_bytes(self, sampling: Sampling) -> int:
-        """Of what one pick of such a session is drawn from, at most."""
-        ...
-
-
-@runtime_checkable
-class JudgingEngine(WeighingEngine, Protocol):
-    """A whole model that keeps and rejects drafts by their probabilities, in sessions whose sampling ``rejects``."""
-
-    def judge(
-        self, session: str, *, keep: int, payload: memoryview, count: int, draw: int, weights: Sequence[float]
-    ) -> Judged:
-        """Cut and take as ``run`` with token ids, of which the last ones are drafts: keep or reject these.
-
-        Args:
-            draw: of the first draft. weights: with which the drafts were drawn, in (0, 1].
-
-        Raises:
-            ProtocolError: as ``run``, and for more weights than there are drafts: one position is before them.
-        """
-        ...
-
-    def settle(self, session: str, draft_probs: DraftProbs | None) -> int:
-        """The token in place of the draft that the session's last ``judge`` rejected; see
-        ``compute.rejection.RejectionPicker.settle``."""
         ...
 
 

@@ -27,7 +27,6 @@ class Ask(Message):
         max_new_tokens: 0: as many as the model's context has room for.
         temperature, top_k, top_p: None: what the model says.
         stop: the text ends before the first of these.
-        sampling: as ``method`` of ``p2ptrain.core.serving.Sampling``.
         speculate: ``auto``; ``off``: the verifier by itself.
     """
 
@@ -40,7 +39,6 @@ class Ask(Message):
     top_p: float | None
     seed: int
     stop: list[str]
-    sampling: str
     speculate: str
 
 

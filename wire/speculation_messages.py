@@ -4,7 +4,6 @@
 
     verifier → drafter   (purpose ``draft``)   DraftOpen, then one bulk frame → DraftReady | DraftRefused
     drafter → verifier   Drafts, its header's generation the epoch
-    verifier → drafter   ProbsWanted → ProbsHere, then one bulk frame: where drafts are rejected by their probabilities
     verifier → drafter   Verdict, its header's generation the verdict's number; DraftClose
     drafter → verifier   DraftRefused, also when a session cannot go on
     both ways when idle  StillHere
@@ -35,7 +34,7 @@ class DraftOpen(Message):
         count: ids in it. prompt: so many of them are the prompt's: the pick at position ``prompt`` has draw 0.
         positions: that the session may grow to.
         vocab_size, tokenizer: of the verifier's model: ids must mean the same. ``tokenizer`` is a digest.
-        temperature, top_k, top_p, seed, method: as of ``p2ptrain.core.serving.Sampling``.
+        temperature, top_k, top_p, seed: as of ``p2ptrain.core.serving.Sampling``.
         depth: positions beyond what is verified that may be drafted.
         silence_s: after which each side gives the other up; each says something four times as often.
     """
@@ -50,7 +49,6 @@ class DraftOpen(Message):
     top_k: int
     top_p: float
     seed: int
-    method: str
     depth: int
     silence_s: float
 
@@ -75,8 +73,7 @@ class DraftRefused(Message):
 
 @dataclass(frozen=True, slots=True)
 class Drafts(Message):
-    """Drafted ``tokens`` from ``position`` of the session on. Where drafts are rejected by their probabilities, behind
-    them as many of these (float32, little-endian).
+    """Drafted ``tokens`` from ``position`` of the session on.
 
     Attributes:
         position: 0: behind the drafts of the session that were sent last.
@@ -101,29 +98,6 @@ class Verdict(Message):
     right: int
     depth: int
     tokens: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class ProbsWanted(Message):
-    """The draft at ``position`` was rejected: from which probabilities was it drawn? Asked once of a draft."""
-
-    KIND: ClassVar[int] = 75
-    position: int
-
-
-@dataclass(frozen=True, slots=True)
-class ProbsHere(Message):
-    """From these; the bulk frame behind it has the ids of the tokens that may come (int32, little-endian, ascending),
-    where it is ``sparse``, and then the probability of each (float32); else those of all tokens from 0 on.
-
-    Attributes:
-        entries: probabilities in it.
-    """
-
-    KIND: ClassVar[int] = 76
-    position: int
-    entries: int
-    sparse: bool
 
 
 @dataclass(frozen=True, slots=True)

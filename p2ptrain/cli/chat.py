@@ -29,7 +29,6 @@ from p2ptrain.cli.text_options import (
     JobOption,
     NoSpeculationOption,
     RandomSeedOption,
-    SamplingOption,
     StopOption,
     TemperatureOption,
     TopKOption,
@@ -39,12 +38,11 @@ from p2ptrain.cli.text_options import (
     check_one,
     no_device,
     one_checkpoint,
-    sampling_wish,
     say_unused,
     stop_strings,
 )
 from p2ptrain.core.errors import EXIT_INTERRUPTED, P2PTrainError
-from p2ptrain.core.serving import COUPLED, REJECTION, SamplingWish
+from p2ptrain.core.serving import SamplingWish
 
 if TYPE_CHECKING:
     from p2ptrain.cli.sources import TokenSource
@@ -69,7 +67,6 @@ def chat(
     top_p: TopPOption = None,
     stop: StopOption = [],  # noqa: B006 - Typer copies it
     random_seed: RandomSeedOption = 0,
-    sampling: SamplingOption = COUPLED,
     device: DeviceOption = "auto",
     seed: SeedOption = DEFAULT_SEED,
     verifier: VerifierOption = "",
@@ -110,13 +107,13 @@ def chat(
       p2ptrain chat --split 3 --job tiny --dry-run
     """
     stops = stop_strings(stop)
-    wished = sampling_wish(temperature, top_k, top_p, random_seed, sampling)
+    wished = SamplingWish(temperature, top_k, top_p, random_seed)
 
     from p2ptrain.cli.sources import Leaving
     from p2ptrain.cli.talk import Talk
 
     speaker: Speaker
-    of_verifiers = {"verifier": verifier, "no_speculation": no_speculation, "sampling": wished.method == REJECTION}
+    of_verifiers = {"verifier": verifier, "no_speculation": no_speculation}
     if by_verifier(checkpoint, job, split, **of_verifiers):
         split_wish(split, dtype, wire, positions, dry_run=dry_run)  # refuses what is only of split models
         no_device(device)

@@ -30,7 +30,6 @@ from p2ptrain.cli.text_options import (
     JobOption,
     NoSpeculationOption,
     RandomSeedOption,
-    SamplingOption,
     StopOption,
     TemperatureOption,
     TopKOption,
@@ -40,13 +39,12 @@ from p2ptrain.cli.text_options import (
     check_one,
     no_device,
     one_checkpoint,
-    sampling_wish,
     say_unused,
     stop_strings,
     write,
 )
 from p2ptrain.core.errors import UserError
-from p2ptrain.core.serving import COUPLED, REJECTION
+from p2ptrain.core.serving import SamplingWish
 
 if TYPE_CHECKING:
     from p2ptrain.cli.console import Console
@@ -79,7 +77,6 @@ def generate(
     top_p: TopPOption = None,
     stop: StopOption = [],  # noqa: B006 - Typer copies it
     random_seed: RandomSeedOption = 0,
-    sampling: SamplingOption = COUPLED,
     device: DeviceOption = "auto",
     seed: SeedOption = DEFAULT_SEED,
     verifier: VerifierOption = "",
@@ -120,7 +117,6 @@ def generate(
     Examples:
       p2ptrain generate "Once upon a time" --stats
       p2ptrain generate --prompts prompts.txt --compare --json --seed 192.168.1.20
-      p2ptrain generate "Once upon a time" --temperature 0.8 --sampling rejection --stats
       p2ptrain generate "def main(" --checkpoint ./step-00000400
       p2ptrain generate "import " --job tiny --temperature 0 --tokens 80
       p2ptrain generate "def f(x):" -c ./step-00000400 --stop "\\ndef " --stop "\\nclass "
@@ -132,9 +128,8 @@ def generate(
     """
     asked = _prompts(prompt, prompts)
     stops = stop_strings(stop)
-    wished = sampling_wish(temperature, top_k, top_p, random_seed, sampling)
-    rejects = wished.method == REJECTION
-    of_verifiers = {"verifier": verifier, "no_speculation": no_speculation, "compare": compare, "sampling": rejects}
+    wished = SamplingWish(temperature, top_k, top_p, random_seed)
+    of_verifiers = {"verifier": verifier, "no_speculation": no_speculation, "compare": compare}
     if by_verifier(checkpoint, job, split, **of_verifiers):
         split_wish(split, dtype, wire, positions, dry_run=dry_run)  # refuses what is only of split models
         no_device(device)

@@ -11,7 +11,6 @@ import typer
 from p2ptrain.cli.output import checked
 from p2ptrain.cli.runtime import ask
 from p2ptrain.core.errors import StorageError, UserError
-from p2ptrain.core.serving import REJECTION, SamplingWish, method_of
 
 if TYPE_CHECKING:
     from p2ptrain.compute.text import ModelText
@@ -57,30 +56,10 @@ VerifierOption = Annotated[
 NoSpeculationOption = Annotated[
     bool, typer.Option("--no-speculation", help="Of a verifier: by itself, without drafters. The text is the same.")
 ]
-SamplingOption = Annotated[
-    str,
-    typer.Option(
-        "--sampling",
-        metavar="WAY",
-        help="Of a verifier, with drafters. coupled: the text is the verifier's own, token for token. rejection: drafts"
-        " are kept or rejected by their probabilities (Leviathan, Chen), and the text is another one each time.",
-    ),
-]
 DeviceOption = Annotated[str, typer.Option(metavar="KIND", help="auto, cpu, cuda, cuda:1, ... or mps.")]
 
 _JOINERS = "\u200c\u200d"  # letters and pictures of several parts are held together by these
 _SHOWN = {"n": "\n", "t": "\t", "\\": "\\"}
-
-
-def sampling_wish(
-    temperature: float | None, top_k: int | None, top_p: float | None, random_seed: int, sampling: str
-) -> SamplingWish:
-    """Raises ``UserError``: that cannot be asked for."""
-    method = method_of(sampling)
-    if method == REJECTION and temperature == 0:
-        text = "--sampling rejection is for tokens that are drawn, and at --temperature 0 the likeliest is taken"
-        raise UserError(text, remedy="give a higher temperature, or leave --sampling out")
-    return SamplingWish(temperature, top_k, top_p, random_seed, method)
 
 
 def no_device(device: str) -> None:

@@ -18,7 +18,7 @@ from p2ptrain.cli.stopping import stop_on_signals, unless_stopped
 from p2ptrain.cli.verifier_stats import print_verifier_stats
 from p2ptrain.cli.verifiers import connected
 from p2ptrain.core.errors import P2PTrainError
-from p2ptrain.core.serving import COUPLED, SamplingWish
+from p2ptrain.core.serving import SamplingWish
 from roles.verifier.asking import Wish
 from roles.verifier.client import VerifierClient
 
@@ -158,7 +158,7 @@ def _show(client: VerifierClient, order: Order, texts: list[Written], seconds: f
             print_verifier_stats(text.stats)
     if speedup is not None:
         typer.echo()
-        typer.echo(compared_text(speedup, coupled=order.sampling.method == COUPLED))
+        typer.echo(compared_text(speedup))
         seconds = sum(text.answer.seconds for text in texts)
     tokens = sum(text.answer.tokens for text in texts)
     speed = f"{tokens / max(seconds, 1e-9):.1f} tokens/s"
@@ -196,10 +196,9 @@ def _speedup(texts: list[Written]) -> dict[str, Any]:
     }
 
 
-def compared_text(compared: dict[str, Any], *, coupled: bool) -> str:
+def compared_text(compared: dict[str, Any]) -> str:
     """What ``_speedup`` found, for a person."""
-    other = f"the texts part, {ROUNDING}" if coupled else "texts of the same chances"
-    same = "the same text" if compared["same_text"] else other
+    same = "the same text" if compared["same_text"] else f"the texts part, {ROUNDING}"
     if compared["times"] is None:
         return f"{same}; they are too short to say how fast"
     pace = f"{compared['token_ms']:.1f} ms a token, alone {compared['alone_token_ms']:.1f} ms; {same}"

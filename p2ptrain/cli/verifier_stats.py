@@ -35,8 +35,6 @@ def print_verifier_stats(stats: dict[str, Any]) -> None:
         fate = f"{known.get('wasted', 0):.0f} of them wrong, or behind a wrong one"
         fate = fate if known.get("verified", 1) else "none was used"
         typer.echo(f"{known['drafted']:.0f} drafts came, {fate}{carried}")
-    if isinstance(rejection := stats.get("rejection"), dict):
-        _print_rejection({name: value for name, value in rejection.items() if isinstance(value, int | float)})
     typer.echo(f"drafters: {drafters_text(stats)}{_rested(known) if stats.get('drafters') else ''}")
 
 
@@ -45,23 +43,6 @@ def _rested(known: dict[str, float]) -> str:
     if not known.get("drafted", 1):
         return "; none drafted: where they are no gain they rest"
     return "" if known.get("verified", 1) else "; where they are no gain the verifier goes on by itself"
-
-
-def _print_rejection(known: dict[str, float]) -> None:
-    asked = known.get("asked", 0)
-    told = (
-        f", {known.get('probs_bytes', 0) / asked:,.0f} bytes and {known.get('stood_ms', 0):.1f} ms each"
-        if asked
-        else ""
-    )
-    typer.echo(
-        f"rejection sampling: {known.get('rejections', 0):.0f} drafts rejected; {asked:.0f} times a drafter was asked"
-        f" what it drew from{told}"
-    )
-    if inexact := known.get("inexact", 0):
-        typer.echo(
-            f"{inexact:.0f} tokens are not quite of the model's chances: their drafter was lost before it answered"
-        )
 
 
 def drafters_text(stats: dict[str, Any]) -> str:

@@ -6,7 +6,6 @@ what drafts are worth.
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,6 @@ from transformers import GenerationConfig as _GenerationConfig
 from p2ptrain.compute.device import check_memory, pick_device
 from p2ptrain.compute.model import ModelSpec, load_model, model_config, parameter_count
 from p2ptrain.compute.picking import Picker
-from p2ptrain.compute.rejection import RejectionPicker
 from p2ptrain.compute.served_part import dtype_of
 from p2ptrain.compute.text import ModelText
 from p2ptrain.core.errors import ConfigError
@@ -51,25 +49,17 @@ class Agreement:
         positions: new tokens of the verifier that were looked at.
         alike: those that the drafter would have drawn too: same draw, same tokens before it.
         passes: that the verifier would have needed with drafts of ``depth`` tokens, all there at once.
-        overlap: of the probabilities of both, summed over the positions: so many of the drafts would be kept if they
-            were rejected by their probabilities (Leviathan et al., 2023, theorem 3.5).
     """
 
     positions: int
     alike: int
     passes: int
     depth: int
-    overlap: float
 
     @property
     def alpha(self) -> float:
         """Share of the drafts that are right where all before them are."""
         return self.alike / max(1, self.positions)
-
-    @property
-    def alpha_by_rejection(self) -> float:
-        """The same where drafts are kept or rejected by their probabilities."""
-        return self.overlap / max(1, self.positions)
 
     @property
     def tokens_a_pass(self) -> float:
@@ -166,20 +156,17 @@ class AssistedPair:
         A draft counts only where all before it were right, so the verifier's text is all that the drafter need see.
         """
         positions = alike = passes = 0
-        overlap = 0.0
         known, drawn = self._sizes[1] - 1, replace(sampling, vocab_size=self._sizes[0])
         for ids in prompts:
             text = self.plain(ids, max_new_tokens, sampling).tokens
             row = torch.tensor([[*ids, *text[:-1]]], dtype=torch.int64, device=self._place.torch_device)
             with torch.inference_mode():
-                own = self._verifier(input_ids=row).logits[0, len(ids) - 1 :]
                 logits = self._drafter(input_ids=row.clamp(max=known)).logits[0, len(ids) - 1 :]
             drafts = Picker(drawn).pick(logits, 0)
-            overlap += _overlap(own, logits, drawn)
             right = [draft == token for draft, token in zip(drafts, text, strict=True)]
             positions, alike = positions + len(right), alike + sum(right)
             passes += passes_with(right, depth)
-        return Agreement(positions, alike, passes, depth, overlap)
+        return Agreement(positions, alike, passes, depth)
 
     def rounding(self, ids: Sequence[int], tokens: Sequence[int], sampling: Sampling, draw: int) -> Rounding:
         """Whether rounding decides which of ``tokens`` the verifier picks behind ``ids``, a text with its prompt. The
@@ -230,16 +217,6 @@ class AssistedPair:
             made = model.generate(prompt, attention_mask=mask, generation_config=settings, **more)
             tokens = tuple(made[0, len(ids) :].tolist())  # waits for a device
             return Written(tokens, time.perf_counter() - started)
-
-
-def _overlap(target: Tensor, draft: Tensor, sampling: Sampling) -> float:
-    """What both have of the probability, summed over the rows; of the likeliest token it is all or nothing."""
-    if sampling.temperature <= COLDEST:
-        return float(sum(map(operator.eq, Picker(sampling).pick(target, 0), Picker(sampling).pick(draft, 0))))
-    picker = RejectionPicker(replace(sampling, method="rejection"))
-    both = [picker.probs(logits) for logits in (target, draft)]
-    entries = min(probs.shape[1] for probs in both)
-    return float(torch.minimum(*(probs[:, :entries] for probs in both)).sum())
 
 
 def passes_with(right: Sequence[bool], depth: int) -> int:

@@ -9,7 +9,7 @@ picks its tokens. A ``run`` that fails leaves the session at the positions that 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,13 +23,12 @@ from p2ptrain.compute.cache import PartCache, kv_shape
 from p2ptrain.compute.device import Device, check_memory, pick_device
 from p2ptrain.compute.model import check_architecture, first_line, without_dropout
 from p2ptrain.compute.picking import Picker
-from p2ptrain.compute.rejection import RejectionPicker, row_bytes
 from p2ptrain.compute.split import PartAssembly, PartModel
 from p2ptrain.compute.split_check import check_splits
-from p2ptrain.core.activations import IDS, activation_bytes, decode_ids
+from p2ptrain.core.activations import IDS, activation_bytes
 from p2ptrain.core.errors import ConfigError, ProtocolError, ResourceError, UserError
 from p2ptrain.core.model_config import config_untrusted
-from p2ptrain.core.serving import DraftProbs, Judged, PartSpec, Ran, Sampling, Weighed
+from p2ptrain.core.serving import PartSpec, Ran, Sampling
 
 MAX_SESSIONS = 256
 
@@ -171,7 +170,7 @@ class ServedPart:
             )
         if len(self._sessions) >= MAX_SESSIONS:
             raise ResourceError(f"this part has {MAX_SESSIONS} sessions, the most it may have", remedy="close some")
-        picker = RejectionPicker(sampling) if sampling.rejects else Picker(sampling)
+        picker = Picker(sampling)
         check_memory(
             positions * self.cache_position_bytes, self._place, f"a cache of {positions} positions for a session"
         )
@@ -203,34 +202,6 @@ class ServedPart:
             if state.picker is not None:  # (a head's work is wasted where nothing is picked, but 0 would be all)
                 return Ran(memoryview(b""), state.picker.pick(out, draw) if picks else ())
             return Ran(encode(out, out_encoding), ())
-
-    def weighed(self, session: str) -> tuple[Weighed, ...]:
-        """As of ``roles.stage_engine.WeighingEngine``. Raises ``ProtocolError``: the session does not reject."""
-        return self._rejecting(session).weighed()
-
-    def row_bytes(self, sampling: Sampling) -> int:
-        """As of ``roles.stage_engine.WeighingEngine``."""
-        return row_bytes(sampling.vocab_size or self.vocab_size, sampling.top_k)
-
-    def judge(
-        self, session: str, *, keep: int, payload: memoryview, count: int, draw: int, weights: Sequence[float]
-    ) -> Judged:
-        """As of ``roles.stage_engine.WeighingEngine``. Raises as ``run``."""
-        picker, drafts = self._rejecting(session), len(weights)
-        state = self._checked(session, keep, count, drafts + 1, draw)
-        ids = decode_ids(bytes(payload))[count - drafts :]
-        with self._forward(state, keep, payload, count, IDS, logits=drafts + 1) as out:
-            return picker.judge(out, draw, ids, weights)
-
-    def settle(self, session: str, draft_probs: DraftProbs | None) -> int:
-        """As of ``roles.stage_engine.WeighingEngine``. Raises ``ProtocolError``: the session does not reject."""
-        return self._rejecting(session).settle(draft_probs)
-
-    def _rejecting(self, session: str) -> RejectionPicker:
-        state = self._sessions.get(session)
-        if state is None or not isinstance(state.picker, RejectionPicker):
-            raise ProtocolError(f"there is no session {session[:64]!r} on this part that rejects drafts")
-        return state.picker
 
     @contextmanager
     def _forward(

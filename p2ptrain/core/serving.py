@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast, get_args
+from typing import Any
 
 from p2ptrain.core.errors import ConfigError, UserError
 
 COLDEST = 1e-4
 """Below this temperature the scaled logits overflow and sampling has no distribution: it is the likeliest token."""
-
-Method = Literal["coupled", "rejection"]
-"""How drafts of another model are made use of where tokens are drawn. ``coupled``: both models draw with the same
-noise, and the text is the verifier's own, whatever is drafted. ``rejection``: a draft is kept with the chance that
-leaves the verifier's distribution as it is (Leviathan et al., 2023; Chen et al., 2023); another text each time."""
-METHODS: tuple[str, ...] = get_args(Method)
-COUPLED, REJECTION = METHODS
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +42,6 @@ class Sampling:
         top_p: sample from the fewest that have this probability together; 1 for all.
         vocab_size: that draws are made for, where it is not that of the model which picks: a drafter draws as the
             verifier does. Tokens beyond it are not picked. 0: the model's own.
-        method: of drafts; it makes a difference only where drafts of another model are used.
     """
 
     temperature: float = 1.0
@@ -58,18 +49,11 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
     vocab_size: int = 0
-    method: Method = "coupled"
-
-    @property
-    def rejects(self) -> bool:
-        """Drafts are kept or rejected by their probabilities. The likeliest token is just compared."""
-        return self.method == "rejection" and self.temperature > COLDEST
 
     @property
     def picked(self) -> str:
-        """How tokens are, in a word: the ``likeliest``, or drawn, by the method. Drafters foresee one better than
-        another."""
-        return self.method if self.temperature > COLDEST else "likeliest"
+        """How tokens are, in a word: the ``likeliest``, or ``drawn``. Drafters foresee one better than the other."""
+        return "drawn" if self.temperature > COLDEST else "likeliest"
 
 
 MOST_TOP_K = 2**31
@@ -86,11 +70,10 @@ class SamplingWish:
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
-    method: Method = "coupled"
 
     def __post_init__(self) -> None:
         top_p = 1.0 if self.top_p is None else self.top_p
-        check_sampling(Sampling(self.temperature or 0.0, self.top_k or 0, top_p, self.seed, method=self.method))
+        check_sampling(Sampling(self.temperature or 0.0, self.top_k or 0, top_p, self.seed))
 
     def of(self, said: Mapping[str, Any]) -> Sampling:
         """How tokens are picked of a model whose ``generation_config.json`` is ``said``: as transformers' ``generate``
@@ -103,13 +86,13 @@ class SamplingWish:
         given = (self.temperature, self.top_k, self.top_p)
         draws = said.get("do_sample") is True if given == (None, None, None) else self.temperature != 0
         if not draws:
-            return Sampling(0.0, seed=self.seed, method=self.method)
+            return Sampling(0.0, seed=self.seed)
         usual = {"temperature": USUAL.temperature, "top_k": USUAL.top_k, "top_p": USUAL.top_p}
         temperature, top_k, top_p = (
             value if value is not None else _number(said, name, usual[name])
             for value, name in zip(given, usual, strict=True)
         )
-        return Sampling(float(temperature), int(top_k), float(top_p), self.seed, method=self.method)
+        return Sampling(float(temperature), int(top_k), float(top_p), self.seed)
 
 
 def _number(said: Mapping[str, Any], name: str, usual: float) -> float:
@@ -140,14 +123,6 @@ def check_sampling(sampling: Sampling) -> None:
         raise UserError(f"top_p = {sampling.top_p} is not above 0 and at most 1", remedy="use 1 for all tokens")
     if not -(2**63) <= sampling.seed < 2**64:
         raise UserError(f"seed = {sampling.seed} does not have 64 bits", remedy="use a smaller number")
-    method_of(sampling.method)
-
-
-def method_of(name: str) -> Method:
-    """Raises ``UserError``: there is none of that name."""
-    if name not in METHODS:
-        raise UserError(f"sampling = {name[:40]!r} is no way to use drafts", remedy=f"use {' or '.join(METHODS)}")
-    return cast(Method, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,46 +136,3 @@ class Ran:
 
     payload: memoryview
     tokens: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class DraftProbs:
-    """What a drafter drew a draft from: the probabilities after temperature, top-k and top-p.
-
-    Attributes:
-        ids: of the tokens that have one, ascending (int32, little-endian); empty: all from 0 on.
-        probs: of each of them (float32, little-endian).
-    """
-
-    ids: bytes
-    probs: bytes
-
-    @classmethod
-    def certain(cls, token: int) -> DraftProbs:
-        """Nothing but this token can come."""
-        return cls(token.to_bytes(4, "little"), struct.pack("<f", 1.0))
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.ids) + len(self.probs)
-
-
-@dataclass(frozen=True, slots=True)
-class Weighed:
-    """A draft's own probability, a float32, and those of all tokens in its place."""
-
-    weight: float
-    probs: DraftProbs
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """What came of drafts that were kept or rejected.
-
-    Attributes:
-        tokens: the drafts that were kept, and, unless ``rejected``, the model's own next token.
-        rejected: the draft behind ``tokens`` was rejected; what comes in its place is to be drawn.
-    """
-
-    tokens: tuple[int, ...]
-    rejected: bool

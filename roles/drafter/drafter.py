@@ -13,29 +13,26 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count, takewhile
 
 from p2ptrain.core.activations import IDS, encode_ids
 from p2ptrain.core.errors import (
     ConnectionLost,
-    DeadlineExceeded,
     JobFailed,
     NetworkError,
     P2PTrainError,
     ProtocolError,
     Refused,
 )
-from p2ptrain.core.serving import Weighed
 from p2ptrain.core.texts import shortened
+from p2ptrain.core.units import human_bytes
 from p2ptrain.core.world import World
 from roles.background import Background
 from roles.compute_thread import ComputeThread
 from roles.drafter.gauge import Gauge
-from roles.drafter.room import Room, room_for
 from roles.speculation.drafting import Drafting
 from roles.speculation.events import Began, DrafterEvent, Run, RunDone, RunDropped, Send, Told
-from roles.speculation.probs import announced, packed_weighed, wanted_untrusted
 from roles.speculation.received import (
     ENGINE,
     FULL,
@@ -47,7 +44,7 @@ from roles.speculation.received import (
     packed,
     told_untrusted,
 )
-from roles.stage_engine import StageEngine, WeighingEngine
+from roles.stage_engine import StageEngine
 from roles.worker.stage_links import QUIET_S, Line
 from roles.worker.stage_requests import MAX_POSITIONS, printable
 from roles.worker.turns import Turns
@@ -60,7 +57,6 @@ from wire.speculation_messages import (
     DraftReady,
     DraftRefused,
     Drafts,
-    ProbsWanted,
     Serving,
     Verdict,
 )
@@ -75,8 +71,6 @@ SHARED_PIECE = 256
 """Positions of a prompt that are taken in at a time where other sessions wait for their next draft."""
 AT_ONCE_S = 0.002
 """Drafts are made at once that take so long: a verdict that cuts them may wait for that."""
-UNREAD_BYTES = 64 << 20
-"""Of a verifier's connection: of what it asked for and does not read."""
 LONGER = "draft with a model of a longer context, or with ngram"
 
 
@@ -87,7 +81,7 @@ class Serves:
     Attributes:
         model: its name, for people. context: positions that it knows; 0: any number, or nobody says.
         tokenizer: a digest; of a look-up empty: it takes any ids.
-        limit_bytes: of all sessions together, their caches and what drafts were drawn from; 0: no limit.
+        limit_bytes: of the caches of all sessions together; 0: no limit.
     """
 
     engine: StageEngine
@@ -118,13 +112,12 @@ class _Session:
     """One session.
 
     Attributes:
-        name: with the engine. verified: positions, by the last verdict.
+        name: with the engine. positions: that it may have; its cache takes ``cache_bytes``.
+        verified: positions, by the last verdict.
         drafted: position behind the drafts that were sent last; 0 before the first.
         wanted: what the core wants run; None while it wants nothing.
         taken: positions of ``wanted`` that were run already, in pieces. running: a piece is under way.
         opened: the engine knows it. ready: the verifier was told that the ids so far are taken in.
-        weighed: what drafts were drawn from, by position, until a verdict tells what is there: a verifier that rejects
-            drafts by their probabilities may ask.
     """
 
     name: str
@@ -132,7 +125,8 @@ class _Session:
     caller: _Caller
     core: Drafting
     opening: Opening
-    room: Room
+    positions: int
+    cache_bytes: int
     verified: int
     drafted: int = 0
     wanted: Run | None = None
@@ -141,23 +135,13 @@ class _Session:
     opened: bool = False
     ready: bool = False
     closed: bool = False
-    weighed: dict[int, Weighed] = field(default_factory=dict)
-
-    def packed(self, position: int, tokens: tuple[int, ...]) -> bytes:
-        """Drafts as they travel."""
-        vocab_size = self.opening.vocab_size
-        if not self.opening.sampling.rejects:
-            return packed(tokens, vocab_size)
-        weights = [self.weighed[at].weight for at in range(position, position + len(tokens))]
-        return packed_weighed(tokens, weights, vocab_size)
 
 
 @dataclass(slots=True)
 class _Made:
-    """Drafts; of which the engine has taken in the first ``taken``; what each was drawn from, if that is kept."""
+    """Drafts; of which the engine has taken in the first ``taken``."""
 
     tokens: list[int] = field(default_factory=list)
-    weighed: list[Weighed] = field(default_factory=list)
     taken: int = 0
 
 
@@ -184,7 +168,6 @@ class Drafter:
         self._tell = tell
         self.gauge = Gauge()
         self._engine = serves.engine
-        self._weighing = serves.engine if isinstance(serves.engine, WeighingEngine) else None
         self._now = world.clock.now
         self._compute = compute
         self._most_sessions = most_sessions
@@ -245,10 +228,6 @@ class Drafter:
                     number = received.generation
                     told = told_untrusted(verdict, number, verified=verified, vocab_size=vocab_size)
                     self._told_untrusted(session, told)
-            case ProbsWanted() as wanted:
-                session = self._find_untrusted(caller, stream)
-                if session is not None:
-                    self._tell_probs_untrusted(session, wanted_untrusted(wanted))
             case DraftClose():
                 session = self._find_untrusted(caller, stream)
                 if session is not None:
@@ -281,14 +260,13 @@ class Drafter:
         data = await caller.line.bulk(opening.ids_bytes, stream=stream)
         ids = ids_untrusted(data, vocab_size=opening.vocab_size)
         try:
-            room = self._admitted(opening)  # others may have been, meanwhile
+            positions, cache_bytes = self._admitted(opening)  # others may have been, meanwhile
         except Refused as refused:
             self._refuse(caller, stream, refused)
             return
-        depth = min(opening.depth, room.ahead)
-        core = Drafting(ids, prompt=opening.prompt, positions=opening.positions, depth=depth)
+        core = Drafting(ids, prompt=opening.prompt, positions=opening.positions, depth=opening.depth)
         name = f"draft-{next(self._names)}"
-        session = _Session(name, stream, caller, core, opening, room, verified=opening.count)
+        session = _Session(name, stream, caller, core, opening, positions, cache_bytes, verified=opening.count)
         caller.sessions[stream] = session
         self._sessions.add(session)
         self._feed(session, Began())
@@ -299,15 +277,12 @@ class Drafter:
         into = memoryview(self._sink)[:ids_bytes]
         await caller.line.landed(caller.line.post(into, stream=stream))
 
-    def _admitted(self, opening: Opening) -> Room:
-        """What the session may have here. Raises ``Refused``."""
+    def _admitted(self, opening: Opening) -> tuple[int, int]:
+        """Positions that the session may have here, and the bytes of its cache. Raises ``Refused``."""
         serves = self.serves
         if serves.tokenizer and opening.tokenizer != serves.tokenizer:  # vocabularies may be padded differently
             text = f"{serves.model} has another tokenizer than the verifier's model"
             raise Refused(OTHER_TOKENIZER, text, remedy="draft with a model of the same family, or with ngram")
-        if opening.sampling.rejects and self._weighing is None:
-            text = f"{serves.model} does not say with which probability it drafts"
-            raise Refused(ENGINE, text, remedy="leave out --sampling rejection")
         positions = min(opening.positions, serves.context or opening.positions)
         if positions <= opening.count:
             text = f"{opening.count} tokens, and {serves.model} knows {serves.context} positions"
@@ -316,14 +291,15 @@ class Drafter:
             raise Refused(
                 FULL, f"{self._most_sessions} sessions are drafted for already", remedy="start another drafter"
             )
-        weighing = self._weighing if opening.sampling.rejects else None
-        return room_for(
-            positions,
-            position_bytes=self._engine.cache_position_bytes,
-            row_bytes=weighing.row_bytes(opening.sampling) if weighing is not None else 0,
-            left_bytes=serves.limit_bytes - sum(session.room.nbytes for session in self._sessions),
-            limit_bytes=serves.limit_bytes,
-        )
+        cache_bytes = positions * self._engine.cache_position_bytes
+        left_bytes = serves.limit_bytes - sum(session.cache_bytes for session in self._sessions)
+        if serves.limit_bytes and cache_bytes > left_bytes:
+            text = (
+                f"{positions} positions take {human_bytes(cache_bytes)} of memory, and {human_bytes(left_bytes)} are"
+                f" left of {human_bytes(serves.limit_bytes)}"
+            )
+            raise Refused(FULL, text, remedy="start another drafter, or give this one more memory: --memory")
+        return positions, cache_bytes
 
     def _refuse(self, caller: _Caller, stream: int, problem: P2PTrainError) -> None:
         code = problem.code if isinstance(problem, Refused) else ENGINE
@@ -344,15 +320,12 @@ class Drafter:
 
     def _told_untrusted(self, session: _Session, told: Told) -> None:
         """Raises ``ProtocolError``: a verdict that no correct verifier says."""
-        told = replace(told, depth=min(told.depth, session.room.ahead))
         queued = session.wanted is not None and not session.running and not session.taken
         epoch, right = session.core.epoch, told.start - session.verified
         self._feed(session, told)
         session.caller.right += right
         self.gauge.judged(right, session.core.epoch != epoch)
         session.verified = told.start + len(told.tokens)
-        for position in [each for each in session.weighed if each < session.verified]:
-            del session.weighed[position]
         if queued:  # what is to be run depends on what was heard: a run that has not begun is asked for anew
             session.wanted = None
             self._feed(session, RunDropped())
@@ -375,7 +348,7 @@ class Drafter:
                     self.gauge.drafted(self._now(), len(tokens))
                     follows = position == session.drafted
                     session.drafted = position + len(tokens)
-                    drafts = Drafts(0 if follows else position, session.packed(position, tokens))
+                    drafts = Drafts(0 if follows else position, packed(tokens, session.opening.vocab_size))
                     session.caller.say(drafts, generation=epoch, stream=session.stream)
 
     async def run(self) -> None:
@@ -418,8 +391,6 @@ class Drafter:
             self._turns.add(session)
             return
         session.wanted = None
-        made_at = enumerate(made.weighed, run.keep + len(run.ids))
-        session.weighed.update((at, weighed) for at, weighed in made_at if at >= session.verified)
         vocab_size = session.opening.vocab_size
         tokens = tuple(takewhile(lambda token: token < vocab_size, made.tokens))  # others are not the verifier's
         self._feed(session, RunDone(tokens, min(made.taken, len(tokens))))
@@ -431,28 +402,27 @@ class Drafter:
             P2PTrainError: the engine cannot, or the session is too long for it.
         """
         keep = run.keep + session.taken
-        if keep + piece > session.room.positions:
+        if keep + piece > session.positions:
             text = f"{keep + piece} tokens, and {self.serves.model} knows {self.serves.context} positions"
             raise Refused(TOO_LONG, text, remedy=LONGER)
         began = self._now()
         if not session.opened:
             session.opened = True
             sampling = session.opening.sampling
-            positions = session.room.positions
+            positions = session.positions
             await self._compute.run(self._engine.open, session.name, positions=positions, sampling=sampling)
         # The verifier's vocabulary may be padded to more: a token that only it has is taken for another one.
         ids = [min(token, self._engine.vocab_size - 1) for token in run.ids[session.taken : session.taken + piece]]
         drafts = 0
         if last and run.picks:
             soon = int(AT_ONCE_S / self.gauge.step_s) if self.gauge.step_s else 1
-            drafts = max(1, min(run.most, soon, session.room.positions - keep - piece + 1))
-        weighs = session.opening.sampling.rejects
-        made = await self._compute.run(self._made, session.name, keep, ids, drafts, run.draw, weighs=weighs)
+            drafts = max(1, min(run.most, soon, session.positions - keep - piece + 1))
+        made = await self._compute.run(self._made, session.name, keep, ids, drafts, run.draw)
         now = self._now()
         self.gauge.ran(now, now - began, positions=piece, drafts=1 + made.taken)
         return made
 
-    def _made(self, name: str, keep: int, ids: list[int], drafts: int, draw: int, *, weighs: bool) -> _Made:
+    def _made(self, name: str, keep: int, ids: list[int], drafts: int, draw: int) -> _Made:
         """On the compute thread: take ``ids`` in, and draft: all at once, for the way to this thread and back may take
         as long as a draft."""
         made = _Made()
@@ -467,28 +437,12 @@ class Drafter:
                 picks=min(drafts, 1),
                 draw=draw + len(made.tokens),
             )
-            if drafts and weighs and self._weighing is not None:
-                made.weighed += self._weighing.weighed(name)
             made.tokens += ran.tokens
             if len(made.tokens) >= drafts or len(ran.tokens) != 1:
                 return made
             keep += len(ids)
             ids = list(ran.tokens)
             made.taken += 1
-
-    def _tell_probs_untrusted(self, session: _Session, position: int) -> None:
-        """Raises ``ProtocolError``: nothing was drafted there, or it was asked before. A verifier asks before it tells
-        what comes instead, so what it asks about stands in the line."""
-        weighed = session.weighed.pop(position, None) if position < session.core.sent else None
-        if weighed is None:
-            raise ProtocolError(f"a verifier asks about a draft at position {position}, where there is none")
-        message, data = announced(position, weighed.probs)
-        session.caller.say(message, stream=session.stream)
-        connection = session.caller.line.connection
-        with suppress(ConnectionLost):
-            connection.send_bulk(memoryview(data), generation=0, stream=session.stream)
-        if (unsent_bytes := connection.unsent_bytes) > UNREAD_BYTES:
-            connection.abort(DeadlineExceeded(f"{unsent_bytes} bytes wait that it asked for, and does not read"))
 
 
 async def _ended(call: asyncio.Future[None]) -> None:

@@ -30,7 +30,7 @@ from roles.worker.stage_links import Line
 from wire.connection import Connection
 from wire.handshake import Server, local_welcome, serve
 from wire.messages import Hello, Refuse, Request, Response, Welcome
-from wire.speculation_messages import DraftClose, DrafterAt, DraftOpen, DraftReady, ProbsWanted, Verdict
+from wire.speculation_messages import DraftClose, DrafterAt, DraftOpen, DraftReady, Verdict
 
 PORT = 4000
 VOCAB = 97
@@ -139,7 +139,6 @@ class Liar:
         says: from the session's stream, the verdict (None: the session was opened), its number and the connection.
         takes_in: whether it ever says so of a stream.
         late_s: after so long it says what time it is.
-        answers: from the stream, the position of a draft about which it is asked, and the connection.
 
     Attributes:
         verdicts: that came. openings: likewise. closed: streams that the verifier closed.
@@ -148,7 +147,6 @@ class Liar:
     name: str
     network: Network
     says: Callable[[int, Told | None, int, Connection], None]
-    answers: Callable[[int, int, Connection], None] = lambda stream, position, connection: None
     verdicts: int = 0
     openings: int = 0
     closed: list[int] = field(default_factory=list)
@@ -200,8 +198,6 @@ class Liar:
                         told = told_untrusted(verdict, number, verified=verified[stream], vocab_size=self.vocab_size)
                         verified[stream] = told.start + len(told.tokens)
                         self.says(stream, told, number, connection)
-                    case ProbsWanted(position):
-                        self.answers(frame.stream, position, connection)
                     case Request(id=number):
                         asyncio.get_running_loop().call_later(self.late_s, self._clock, connection, number)
 

@@ -17,8 +17,7 @@ class Began:
 
 @dataclass(frozen=True, slots=True)
 class PassDone:
-    """The pass that was asked for by ``Run``: its picks, how long the model computed, and how long it then stood, since
-    a drafter had to be asked about a draft that was rejected.
+    """The pass that was asked for by ``Run``: its picks, and how long the model computed.
 
     Attributes:
         turn_s: after so long the next one could begin; 0: only now.
@@ -26,7 +25,6 @@ class PassDone:
 
     tokens: tuple[int, ...]
     took_s: float
-    stood_s: float = 0.0
     turn_s: float = 0.0
 
 
@@ -64,14 +62,12 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """Tokens from a drafter: unchecked numbers of the line that began with verdict ``epoch``. ``weights``: with which
-    each was drawn, where drafts are rejected by them; the core does not look at them."""
+    """Tokens from a drafter: unchecked numbers of the line that began with verdict ``epoch``."""
 
     drafter: int
     epoch: int
     position: int
     tokens: tuple[int, ...]
-    weights: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from p2ptrain.core.activations import ID_BYTES, IDS, decode_ids
 from p2ptrain.core.errors import ProtocolError, UserError
-from p2ptrain.core.serving import DraftProbs, PartSpec, Ran, Sampling, Weighed
+from p2ptrain.core.serving import PartSpec, Ran, Sampling
 
 LONGEST = 4
 AHEAD = 8
@@ -161,14 +161,6 @@ class NgramEngine:
         index.extend(ids)
         self._guessed[session] = index.guesses(self._ahead) if picks else ()
         return Ran(memoryview(b""), self._guessed[session])
-
-    def weighed(self, session: str) -> tuple[Weighed, ...]:
-        """As of ``WeighingEngine``: what is looked up is certain."""
-        return tuple(Weighed(1.0, DraftProbs.certain(token)) for token in self._guessed.get(session, ()))
-
-    def row_bytes(self, sampling: Sampling) -> int:
-        """As of ``WeighingEngine``."""
-        return DraftProbs.certain(0).nbytes
 
     def close(self, session: str) -> None:
         """As of ``StageEngine``."""

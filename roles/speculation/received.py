@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from p2ptrain.core.activations import ID_BYTES, decode_ids
 from p2ptrain.core.errors import ProtocolError, Refused, UserError
-from p2ptrain.core.serving import Sampling, check_sampling, method_of
+from p2ptrain.core.serving import Sampling, check_sampling
 from p2ptrain.core.texts import printable
 from roles.speculation.events import Told
 from roles.worker.stage_requests import LONGEST_SILENCE_S, MAX_POSITIONS, SHORTEST_SILENCE_S
@@ -60,7 +60,7 @@ def opening_untrusted(message: DraftOpen) -> Opening:
         raise ProtocolError(f"a session in which silence is allowed for {message.silence_s:g} s")
     shape = (message.temperature, message.top_k, message.top_p)
     try:
-        sampling = Sampling(*shape, message.seed, message.vocab_size, method_of(message.method))
+        sampling = Sampling(*shape, message.seed, message.vocab_size)
         check_sampling(sampling)
     except UserError as error:
         raise ProtocolError(error.message) from error

@@ -367,8 +367,6 @@ class Verifying:
         accepted = next((at for at, token in enumerate(drafts) if token != event.tokens[at]), len(drafts))
         fresh = self._grow(event.tokens[: accepted + 1])
         if not run.prefill:
-            self._waited_s += event.stood_s
-            self.stats.wait_s += event.stood_s
             self._count(len(drafts), accepted, min(event.took_s, now - self._idle_since))
             self._measure(event.took_s, len(drafts), len(fresh), now)
             if self._guide is not None:

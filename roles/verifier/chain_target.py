@@ -51,16 +51,11 @@ class ChainTarget:
         """Begin a session of at most so many positions at every stage.
 
         Raises:
-            UserError: the model knows fewer positions; drafts are to be rejected, which a last stage does not do.
+            UserError: the model knows fewer positions.
             Refused: too many sessions are open.
             NetworkError: a stage is lost without a spare; it may come back.
             P2PTrainError: a stage refuses.
         """
-        if sampling.rejects:
-            raise UserError(
-                "a verifier whose model is split over workers does not reject drafts by their probabilities",
-                remedy="leave out --sampling rejection: the text is then the model's own, token for token",
-            )
         if positions < 1:
             raise UserError(f"a session of {positions} positions", remedy="ask for at least one")
         if self.context is not None and positions > self.context:

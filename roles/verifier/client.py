@@ -347,7 +347,6 @@ def question(wish: Wish) -> tuple[wire.Ask, bytes]:
         top_p=wanted.top_p,
         seed=wanted.seed,
         stop=list(wish.stop),
-        sampling=wanted.method,
         speculate=wish.speculate,
     )
     return ask, b"".join(texts)

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused, UserError
-from p2ptrain.core.serving import SamplingWish, method_of
+from p2ptrain.core.serving import SamplingWish
 from p2ptrain.core.texts import shortened
 from roles.background import Background
 from roles.verifier.asking import Piece, Said, TextService, Wish, Writing
@@ -185,7 +185,7 @@ def wish_untrusted(ask: wire.Ask, data: bytes | bytearray) -> Wish:
     if ask.speculate not in ("auto", "off"):
         raise ProtocolError("speculate is neither auto nor off")
     try:
-        sampling = SamplingWish(ask.temperature, ask.top_k, ask.top_p, ask.seed, method_of(ask.sampling))
+        sampling = SamplingWish(ask.temperature, ask.top_k, ask.top_p, ask.seed)
         texts = list(_cut(data, ask.sizes))
     except (UserError, UnicodeDecodeError) as error:
         raise ProtocolError(f"a question that cannot be: {shortened(str(error), 200)}") from error

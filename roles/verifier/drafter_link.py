@@ -23,10 +23,8 @@ from p2ptrain.core.errors import (
     Refused,
     UserError,
 )
-from p2ptrain.core.serving import DraftProbs
 from roles.chain.around import Around
 from roles.speculation.events import Drafted, Tell
-from roles.speculation.probs import weighed_untrusted
 from roles.speculation.received import (
     ENGINE,
     OTHER_TOKENIZER,
@@ -38,7 +36,6 @@ from roles.speculation.received import (
     step_untrusted,
 )
 from roles.verifier.drafter_record import DraftRecord
-from roles.verifier.rows import Asked, Rows
 from roles.verifier.seat import Beginning, Seat
 from roles.verifier.standing import Standing
 from roles.worker.stage_links import DIAL_S, QUIET_S, Line
@@ -54,8 +51,6 @@ from wire.speculation_messages import (
     DraftReady,
     DraftRefused,
     Drafts,
-    ProbsHere,
-    ProbsWanted,
     Verdict,
 )
 from wire.transport_base import is_loopback
@@ -70,8 +65,6 @@ LATE = "late"
 """Code of a seat whose drafter did not answer within ``READY_S``."""
 REFUSED_WAIT_S = 5.0
 """Until one that refused a session is asked for another; it may be full, or its engine may have failed."""
-PROBS_S = 2.0
-"""For the announcement of what a draft was drawn from, and four ways."""
 PINGS = 9
 PING_S = 5.0
 FARTHEST_S = 1.0
@@ -121,7 +114,6 @@ class DrafterLink:
         self._on_change = on_change
         self._line: Line | None = None
         self._calls = Calls()
-        self._rows = Rows(tokens.vocab_size, self._now)
         self._round_trips_s: deque[float] = deque(maxlen=PINGS)
         self._last_stream = 0
         self._late = 0  # frames that may still come about sessions that are over
@@ -179,7 +171,6 @@ class DrafterLink:
         )
         line = self._line = Line(connection, QUIET_S, beat_s=around.silence_s / 4)
         self._struck = None
-        self._rows = Rows(self._tokens.vocab_size, self._now)
         self._last_stream = self._late = 0
         self._refused_until = 0.0
         self._round_trips_s.clear()
@@ -190,10 +181,7 @@ class DrafterLink:
                 try:
                     while True:
                         received = await line.frame()
-                        if isinstance(received.message, ProbsHere):
-                            await self._take_row_untrusted(line, received.message, received)
-                        else:
-                            self._take_untrusted(received)
+                        self._take_untrusted(received)
                 finally:
                     pinging.cancel()
                     await asyncio.gather(pinging, return_exceptions=True)
@@ -249,7 +237,6 @@ class DrafterLink:
             sampling.top_k,
             sampling.top_p,
             sampling.seed,
-            sampling.method,
             beginning.depth,
             self._silence_s,
         )
@@ -267,24 +254,6 @@ class DrafterLink:
             self._say(seat, Verdict(tell.right, tell.depth, tokens), generation=tell.number)
         except (UserError, ValueError):  # more tokens than a frame holds: it came late to a long text
             asyncio.get_running_loop().call_soon(self._give_up, seat, TOO_LONG)
-
-    async def probs(self, seat: Seat, asked: Asked) -> DraftProbs | None:
-        """Ask, and wait for the answer. One that takes too long to answer is lost, and at fault, unless it says nothing
-        else either. Never raises."""
-        line, began, patience_s = self._line, self._now(), PROBS_S + 4 * self.record.latency_s
-        self._say(seat, ProbsWanted(asked.position))
-        try:
-            await self._rows.wait(asked, seat.stream, patience_s)
-            if not asked.answer.done() and line is not None and line is self._line:
-                text = "it did not say what it drew a draft from in time"
-                remedy = "over a slow link leave out --sampling rejection"
-                if line.connection.last_heard > began + patience_s / 2:
-                    self.strike(ProtocolError(text, remedy=remedy))
-                else:
-                    line.connection.abort(DeadlineExceeded(text))
-            return asked.answer.result() if asked.answer.done() else None
-        finally:
-            seat.asked = None
 
     def leave(self, seat: Seat) -> None:
         """Its session needs it no more. Never raises."""
@@ -314,8 +283,6 @@ class DrafterLink:
         seat.over = True
         self._late = min(self._late + LATE_FRAMES, MOST_LATE_FRAMES)
         self.seats.pop(seat.stream, None)
-        if seat.asked is not None and not seat.asked.answer.done():
-            seat.asked.answer.set_result(None)
 
     def _lose(self, seat: Seat) -> None:
         if not seat.over:
@@ -349,7 +316,7 @@ class DrafterLink:
             raise ProtocolError(f"it speaks of session {stream}, which was never opened")
         match message:
             case Drafts():
-                tokens, weights = self._drafts_untrusted(message, stream, received.generation)
+                tokens = self._drafts_untrusted(message, stream, received.generation)
             case DraftReady():
                 self.record.step_s = step_untrusted(message) or self.record.step_s
         seat = self.seats.get(stream)
@@ -372,30 +339,19 @@ class DrafterLink:
                 position = position or seat.drafted
                 seat.drafted = position + len(tokens)
                 self.record.count(0, wrong=seat.record.drafted(received.generation, position, tokens))
-                seat.on_drafted(seat, Drafted(seat.drafter, received.generation, position, tokens, weights))
+                seat.on_drafted(seat, Drafted(seat.drafter, received.generation, position, tokens))
             case DraftRefused():
                 refused = refused_untrusted(message)
                 seat.refused = refused.code if refused.code in REFUSALS else ENGINE
-                self._rows.ended(stream)
                 self._refused_by(refused)
                 self._lose(seat)
 
-    def _drafts_untrusted(self, message: Drafts, stream: int, epoch: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    def _drafts_untrusted(self, message: Drafts, stream: int, epoch: int) -> tuple[int, ...]:
         """Raises ``ProtocolError``. Of a session that is over it does not matter what they were."""
         vocab_size, seat = self._tokens.vocab_size, self.seats.get(stream)
         if seat is None:
-            return (), ()
-        if seat.beginning.sampling.rejects:
-            return weighed_untrusted(message, epoch, vocab_size=vocab_size)
-        return drafts_untrusted(message, epoch, vocab_size=vocab_size), ()
-
-    async def _take_row_untrusted(self, line: Line, message: ProbsHere, received: Received) -> None:
-        """Raises as ``Rows.take_untrusted``."""
-        size_bytes = await self._rows.take_untrusted(line, message, received)
-        seat = self.seats.get(received.stream)
-        if seat is not None:
-            seat.bytes_in += size_bytes
-            seat.frames += 2
+            return ()
+        return drafts_untrusted(message, epoch, vocab_size=vocab_size)
 
     def _refused_by(self, refused: Refused) -> None:
         self._tell_why(refused)

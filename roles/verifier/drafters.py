@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from p2ptrain.core.errors import ProtocolError
-from p2ptrain.core.serving import DraftProbs, Sampling
+from p2ptrain.core.serving import Sampling
 from roles.background import Background
 from roles.chain.around import Around
 from roles.speculation.events import DrafterLost, DrafterReady, Latency, Tell
@@ -238,10 +238,6 @@ class _SessionDrafting:
         seat.tell(tell)
         if seat.link.record.hopeless and self._better():
             asyncio.get_running_loop().call_soon(self._replace, seat)
-
-    async def probs(self, drafter: int, position: int, token: int, weight: float) -> DraftProbs | None:
-        seat = self._seats.get(drafter)
-        return None if seat is None else await seat.probs(position, token, weight)
 
     def drop(self, drafter: int, reason: str) -> None:
         """This drafter said what none says that is right: it loses its places."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from p2ptrain.core.serving import DraftProbs, Sampling
+from p2ptrain.core.serving import Sampling
 from roles.speculation.events import Drafted, DrafterLost, DrafterReady, Latency, Tell
 
 DraftingEvent = DrafterReady | Drafted | DrafterLost | Latency
@@ -70,11 +70,6 @@ class Drafting(Protocol):
     def tell(self, tell: Tell) -> None:
         """Give a verdict to the drafter that it is for. Never blocks nor raises: one that is gone by now hears no
         more, which its ``DrafterLost`` tells, or has told."""
-        ...
-
-    async def probs(self, drafter: int, position: int, token: int, weight: float) -> DraftProbs | None:
-        """From which probabilities this drafter drew the token that it drafted with that weight for that position,
-        which it is asked once; None where it is gone, or does not say. Never raises."""
         ...
 
     def drop(self, drafter: int, reason: str) -> None:
@@ -137,10 +132,6 @@ class NoDrafters:
 
     def tell(self, tell: Tell) -> None:
         """Nobody is there to hear it."""
-
-    async def probs(self, drafter: int, position: int, token: int, weight: float) -> DraftProbs | None:
-        """As ``tell``."""
-        return None
 
     def drop(self, drafter: int, reason: str) -> None:
         """As ``tell``."""

@@ -31,7 +31,7 @@ class LookUp:
         on_event: Callable[[DrafterReady | Drafted], None],
     ) -> None:
         self.drafter = drafter
-        self._known, self._weighs = len(beginning.ids), beginning.sampling.rejects
+        self._known = len(beginning.ids)
         self._on_event = on_event
         self._engine = NgramEngine(vocab_size)
         self._engine.open(SESSION, positions=beginning.positions, sampling=beginning.sampling)
@@ -60,8 +60,7 @@ class LookUp:
         for instruction in instructions:
             match instruction:
                 case Send(epoch, position, tokens):
-                    weights = (1.0,) * len(tokens) if self._weighs else ()  # what is looked up is certain
-                    self._on_event(Drafted(self.drafter, epoch, position, tokens, weights))
+                    self._on_event(Drafted(self.drafter, epoch, position, tokens))
                 case Run():
                     self._loop.call_soon(self._run, instruction)
 

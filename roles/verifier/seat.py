@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from p2ptrain.core.serving import DraftProbs, Sampling
+from p2ptrain.core.serving import Sampling
 from roles.speculation.events import Drafted, Tell
 from roles.verifier.drafter_record import SeatRecord
-from roles.verifier.rows import Asked
 
 if TYPE_CHECKING:
     from roles.verifier.drafter_link import DrafterLink
@@ -41,7 +39,6 @@ class Seat:
         ready: the first has been told. over: the last has been, or needs not.
         drafted: position behind the drafts that came last; 0 before the first.
         bytes_in, bytes_out: of bodies. frames: that they came and went in.
-        asked: what it was asked about a draft, and has not said.
     """
 
     link: DrafterLink
@@ -59,7 +56,6 @@ class Seat:
     bytes_in: int = 0
     bytes_out: int = 0
     frames: int = 0
-    asked: Asked | None = None
 
     def __post_init__(self) -> None:
         self.record = SeatRecord(len(self.beginning.ids))
@@ -73,14 +69,6 @@ class Seat:
         """Give it a verdict. Never raises: that it is lost is told otherwise."""
         if not self.over:
             self.link.tell(self, tell)
-
-    async def probs(self, position: int, token: int, weight: float) -> DraftProbs | None:
-        """As of ``roles.verifier.drafting_source.Drafting``. One at a time."""
-        if self.over:
-            return None
-        assert self.asked is None
-        asked = self.asked = Asked(position, token, weight, asyncio.get_running_loop().create_future())
-        return await self.link.probs(self, asked)
 
     def leave(self) -> None:
         """The session needs it no more."""

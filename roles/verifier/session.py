@@ -21,11 +21,10 @@ from roles.speculation.policy import MOST_DRAFTS
 from roles.speculation.verifying import Verifying
 from roles.verifier.asking import Piece
 from roles.verifier.drafting_source import DrafterFacts, DrafterSource, Drafting
-from roles.verifier.judging import Judging
 from roles.verifier.recent import Sums, sums_of
 from roles.verifier.refusals import failed
 from roles.verifier.stats import WritingStats
-from roles.verifier.target import JudgingSession, TargetSession
+from roles.verifier.target import TargetSession
 
 MOST_PIECES = 64
 """That may wait for who reads them."""
@@ -77,7 +76,6 @@ class TextSession:
         self._target, self._writer, self._now, self._on_end = target, writer, now, on_end
         self._stats = WritingStats(self.core.stats, began_at=now(), prompt_tokens=len(prompt), cached_tokens=cached)
         self._drafting: Drafting | None = None
-        self._judging: Judging | None = None
         self._pieces: deque[Piece] = deque()
         self._pending: deque[ev.VerifierEvent] = deque()
         self._handling = False
@@ -101,9 +99,6 @@ class TextSession:
             depth=self.core.opening_depth,
             on_event=self.event,
         )
-        if sampling.rejects:
-            assert isinstance(self._target, JudgingSession)
-            self._judging = Judging(self._target, self._drafting, self._now)
         self._task = self._tasks.start(self._compute(), "text")
         self.event(ev.Began())
 
@@ -124,8 +119,7 @@ class TextSession:
         return self._pieces.popleft()
 
     def stats(self) -> dict[str, Any]:
-        judged = {} if self._judging is None else {"rejection": self._judging.stats.as_map()}
-        return self._stats.as_map(self._now(), self._facts(), self.core.right_of) | judged
+        return self._stats.as_map(self._now(), self._facts(), self.core.right_of)
 
     def sums(self) -> Sums:
         """What ``roles.verifier.recent`` counts."""
@@ -162,10 +156,7 @@ class TextSession:
         self._handling = True
         try:
             while self._pending:
-                first = self._pending.popleft()
-                if self._judging is not None:
-                    self._judging.note(first)
-                for instruction in self.core.handle(first, self._now()):
+                for instruction in self.core.handle(self._pending.popleft(), self._now()):
                     self._carry_out(instruction)
         except Exception as mistake:  # of this program: nobody shall wait for what it was to do  # noqa: BLE001
             self._fail(failed(mistake))
@@ -177,8 +168,6 @@ class TextSession:
         assert self._drafting is not None
         match instruction:
             case ev.Run():
-                if self._judging is not None:
-                    self._judging.asked(instruction)
                 if not self._runs and not self._under_way:
                     self._stats.asked(self._now())
                 self._runs.append(instruction)
@@ -186,8 +175,6 @@ class TextSession:
             case ev.Tell():
                 self._drafting.tell(instruction)
             case ev.Drop(drafter, reason):
-                if self._judging is not None:
-                    self._judging.note(ev.DrafterLost(drafter))
                 self._drafting.drop(drafter, reason)
             case ev.Give(tokens):
                 self._give(tokens)
@@ -258,7 +245,7 @@ class TextSession:
             self._fail(failed(mistake))
         else:
             self._under_way -= 1
-            self._stats.passed(self._now(), done.took_s, done.stood_s, prefill=run.prefill)
+            self._stats.passed(self._now(), done.took_s, prefill=run.prefill)
             self.event(done)
         if self._over and not self._under_way:
             self._leave()
@@ -280,8 +267,6 @@ class TextSession:
 
     async def _done(self, run: ev.Run) -> ev.PassDone:
         """Raises ``P2PTrainError``."""
-        if self._judging is not None and run.drafter:
-            return await self._judging.run(run)
         passed = await self._target.run(keep=run.keep, ids=run.ids, picks=run.picks, draw=run.draw, prefill=run.prefill)
         return ev.PassDone(passed.tokens, passed.took_s, turn_s=passed.turn_s)
 

@@ -38,11 +38,10 @@ class WritingStats:
         """The core wants a pass."""
         self._asked_at = now
 
-    def passed(self, now: float, took_s: float, stood_s: float = 0.0, *, prefill: bool) -> None:
-        """The pass is done. ``stood_s``: it waited for a drafter's answer. What it took longer than that and the model
-        was others' turn, or that of whoever reads."""
+    def passed(self, now: float, took_s: float, *, prefill: bool) -> None:
+        """The pass is done. What it took longer than the model was others' turn, or that of whoever reads."""
         if not prefill:
-            self._turns_s += max(0.0, now - self._asked_at - took_s - stood_s)
+            self._turns_s += max(0.0, now - self._asked_at - took_s)
         self._asked_at = now  # of those behind it: before, this one was in front
 
     def given(self, count: int, now: float) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
-from p2ptrain.core.serving import DraftProbs, Sampling
+from p2ptrain.core.serving import Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,12 +15,10 @@ class Passed:
 
     Attributes:
         turn_s: of a target that can begin the next one before: when that was; 0: when this one ended.
-        rejected: of a pass that judged drafts: as of ``p2ptrain.core.serving.Judged``.
     """
 
     tokens: tuple[int, ...]
     took_s: float
-    rejected: bool = False
     turn_s: float = 0.0
 
 
@@ -48,20 +46,6 @@ class TargetSession(Protocol):
         ...
 
 
-@runtime_checkable
-class JudgingSession(TargetSession, Protocol):
-    """One whose sampling may be one that ``rejects``."""
-
-    async def judge(self, *, keep: int, ids: Sequence[int], draw: int, weights: Sequence[float]) -> Passed:
-        """As ``run``, but that the last ``ids``, one for each weight, are drafts, which are kept or rejected; see
-        ``roles.stage_engine.JudgingEngine.judge``."""
-        ...
-
-    async def settle(self, draft_probs: DraftProbs | None) -> int:
-        """What comes in place of the draft that was rejected; see ``roles.stage_engine.JudgingEngine.settle``."""
-        ...
-
-
 class Target(Protocol):
     """A model to write with.
 
@@ -76,8 +60,7 @@ class Target(Protocol):
     label: str
 
     async def open(self, *, positions: int, sampling: Sampling) -> TargetSession:
-        """Begin a session of at most so many positions; a ``JudgingSession`` where ``sampling.rejects``. Raises
-        ``P2PTrainError`` where there is no room for it, or it cannot judge."""
+        """Begin a session of at most so many positions. Raises ``P2PTrainError``: there is no room for it."""
         ...
 
     def facts(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from p2ptrain.compute.text import ModelText
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError, ResourceError
-from p2ptrain.core.serving import DraftProbs, Sampling
+from p2ptrain.core.serving import Sampling
 from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, Network, World
 from roles.background import Background
@@ -189,9 +189,6 @@ class _Drafting:
         told = ev.Told(tell.number, tell.start, tell.tokens, tell.depth)
         queue = self._inbox[tell.drafter]
         asyncio.get_running_loop().call_later(self._source.latency_s, queue.put_nowait, told)
-
-    async def probs(self, drafter: int, position: int, token: int, weight: float) -> DraftProbs | None:
-        raise AssertionError("nobody rejects by probabilities here")
 
     def drop(self, drafter: int, reason: str) -> None:
         self._source.dropped.append((drafter, reason))

@@ -15,21 +15,18 @@ from typing import Any, TypeVar
 from p2ptrain.core.activations import IDS, encode_ids
 from p2ptrain.core.errors import P2PTrainError, Refused, UserError
 from p2ptrain.core.ids import new_id
-from p2ptrain.core.serving import DraftProbs, Sampling
+from p2ptrain.core.serving import Sampling
 from p2ptrain.core.units import human_bytes
 from p2ptrain.core.world import Clock
 from roles.chain.works import CHUNK
 from roles.compute_thread import ComputeThread
-from roles.stage_engine import JudgingEngine, StageEngine
+from roles.stage_engine import StageEngine
 from roles.verifier.target import Passed
 from wire.handshake import RefusalCode
 
 T = TypeVar("T")
 
 MAX_SESSIONS = 64
-REJECTING_BYTES = 3 * 4
-"""For each token of the vocabulary, in a session that rejects drafts: the probabilities of a place whose draft was
-rejected, and what the drafter says of it (ids, and probabilities)."""
 _CLOSE_REMEDY = "try again when other texts are finished"
 
 OnBytes = Callable[[int, int], None]
@@ -43,8 +40,7 @@ class WholeTarget:
         engine: of all layers. compute: the thread on which it was made; it ends with this target.
         context: positions that the model knows; None: nobody says.
         max_sessions: at a time.
-        cache_bytes: of all sessions together, with what those need beside it that reject drafts; 0: what the engine
-            finds free.
+        cache_bytes: of all sessions together; 0: what the engine finds free.
     """
 
     def __init__(
@@ -60,7 +56,6 @@ class WholeTarget:
     ) -> None:
         self.vocab_size, self.context, self.label = engine.vocab_size, context, label
         self._engine, self._compute, self._clock = engine, compute, clock
-        self._judging = engine if isinstance(engine, JudgingEngine) else None
         self._max_sessions, self._cache_bytes = max_sessions, cache_bytes
         self._promised: dict[str, int] = {}  # by session, of its cache; until the engine has let it go
         self._sessions: set[WholeSession] = set()
@@ -71,16 +66,12 @@ class WholeTarget:
         """Begin a session of at most so many positions; its cache is allocated now.
 
         Raises:
-            UserError: the model knows fewer positions, the memory for caches is smaller than this one, or drafts are
-                to be rejected by an engine that cannot.
+            UserError: the model knows fewer positions, or the memory for caches is smaller than this one.
             Refused: too many sessions are open, or their caches leave too little.
             ResourceError: there is too little memory.
         """
-        if sampling.rejects and self._judging is None:
-            raise UserError(f"{self.label} cannot reject drafts", remedy="leave out --sampling rejection")
-        beside_bytes = REJECTING_BYTES * self.vocab_size if sampling.rejects else 0
-        name, need_bytes = new_id(), positions * self._engine.cache_position_bytes + beside_bytes
-        self._check(positions, need_bytes, beside_bytes)
+        name, need_bytes = new_id(), positions * self._engine.cache_position_bytes
+        self._check(positions, need_bytes)
         self._promised[name] = need_bytes
         try:
             await self._in_turn(partial(self._engine.open, name, positions=positions, sampling=sampling))
@@ -131,22 +122,6 @@ class WholeTarget:
         ran, took_s = await self._in_turn(work)
         return Passed(ran.tokens, took_s)
 
-    async def judge(self, name: str, *, keep: int, ids: Sequence[int], draw: int, weights: Sequence[float]) -> Passed:
-        """As of ``JudgingSession``."""
-        assert self._judging is not None
-        payload = memoryview(encode_ids(ids))
-        work = partial(
-            self._judging.judge, name, keep=keep, payload=payload, count=len(ids), draw=draw, weights=weights
-        )
-        judged, took_s = await self._in_turn(work)
-        return Passed(judged.tokens, took_s, judged.rejected)
-
-    async def settle(self, name: str, draft_probs: DraftProbs | None) -> int:
-        """As of ``JudgingSession``. It belongs to the pass before, and is short: it waits for the pass that is under
-        way, and not for those in turn behind it."""
-        assert self._judging is not None
-        return await asyncio.shield(self._compute.submit(self._judging.settle, name, draft_probs))
-
     async def forget(self, name: str) -> None:
         """Close a session behind what is under way. Never raises."""
         closing = asyncio.ensure_future(self._in_turn(partial(self._engine.close, name)))
@@ -159,7 +134,7 @@ class WholeTarget:
 
     # ------------------------------------------------------------------------------------------------------- internals
 
-    def _check(self, positions: int, need_bytes: int, beside_bytes: int) -> None:
+    def _check(self, positions: int, need_bytes: int) -> None:
         """``beside_bytes``: of those needed, for what is no position."""
         if self._closed:
             raise Refused(RefusalCode.SHUTTING_DOWN, f"{self.label} is being let go", remedy="try again later")
@@ -171,10 +146,9 @@ class WholeTarget:
                 remedy=f"ask for at most {self.context}, prompt and new tokens together",
             )
         if self._cache_bytes and need_bytes > self._cache_bytes:
-            most = (self._cache_bytes - beside_bytes) // max(1, self._engine.cache_position_bytes)
-            rejecting = f" that rejects drafts ({human_bytes(beside_bytes)})" if beside_bytes else ""
+            most = self._cache_bytes // max(1, self._engine.cache_position_bytes)
             raise UserError(
-                f"a session of {positions} positions{rejecting} takes {human_bytes(need_bytes)}, and sessions may take "
+                f"a session of {positions} positions takes {human_bytes(need_bytes)}, and sessions may take "
                 f"{human_bytes(self._cache_bytes)}",
                 remedy=(f"ask for at most {most} positions, or " if most > 0 else "") + "give the verifier more memory",
             )
@@ -222,14 +196,6 @@ class WholeSession:
     async def run(self, *, keep: int, ids: Sequence[int], picks: int, draw: int, prefill: bool) -> Passed:
         """See ``TargetSession``; ``prefill`` makes no difference here."""
         return await self._alone(self._target.run(self._name, keep=keep, ids=ids, picks=picks, draw=draw))
-
-    async def judge(self, *, keep: int, ids: Sequence[int], draw: int, weights: Sequence[float]) -> Passed:
-        """See ``JudgingSession``."""
-        return await self._alone(self._target.judge(self._name, keep=keep, ids=ids, draw=draw, weights=weights))
-
-    async def settle(self, draft_probs: DraftProbs | None) -> int:
-        """See ``JudgingSession``."""
-        return await self._alone(self._target.settle(self._name, draft_probs))
 
     async def _alone(self, work: Coroutine[Any, Any, T]) -> T:
         if self._running or self._closed:

@@ -303,7 +303,6 @@ def test_what_is_told_of_a_pair() -> None:
     work = PairBench(PairPlan("big", "small", ["a"], 11, [0.0]))
     plain, at = [{"tokens": [1, 2, 3], "seconds": 0.3}], (0.0, 0)
     work.drawn = [Drawn("greedy", 0.7, plain, plain, {at: texts(0.05, seconds=1.1)}, {at: texts(0.02, seconds=0.55)})]
-    work.drawn[0].alpha_by_rejection = 0.75
     report = work.report(origin(), complete=True)
     (row,) = report.results["rows"]
     assert row["faster"] == pytest.approx(2.0)

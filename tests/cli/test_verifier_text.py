@@ -177,12 +177,10 @@ def test_compared_with_the_verifier_alone(command: Command, at: list[str], verif
 
 
 def test_texts_that_are_not_the_same_are_told_of() -> None:
-    """Coupled, only rounding makes them so; with rejection each is another one."""
     compared = {"times": 1.5, "token_ms": 4.0, "alone_token_ms": 6.0, "accepted": 3, "same_text": False}
     pace = "1.50 times as fast as the verifier alone: 4.0 ms a token, alone 6.0 ms; "
-    assert compared_text(compared, coupled=True) == f"{pace}the texts part, {ROUNDING}"
-    assert compared_text(compared, coupled=False) == pace + "texts of the same chances"
-    assert compared_text(compared | {"same_text": True}, coupled=True) == pace + "the same text"
+    assert compared_text(compared) == f"{pace}the texts part, {ROUNDING}"
+    assert compared_text(compared | {"same_text": True}) == pace + "the same text"
 
 
 def test_nothing_is_compared_that_says_nothing(command: Command, at: list[str], verifier: Verifier) -> None:
@@ -214,25 +212,6 @@ def test_a_text_that_was_interrupted(
     outcome = command("generate", PROMPT, *at, "-n", "400", "--no-speculation")
     assert outcome.code == 130
     assert outcome.out == PROMPT + _shown(reference(PROMPT, 20)).rstrip("�") + f"\n{LEAVING}\n"
-
-
-def test_the_likeliest_tokens_are_the_same_by_rejection(command: Command, at: list[str]) -> None:
-    outcome = command("generate", PROMPT, *at, "-n", "30", "--sampling", "rejection", "--compare", "--json")
-    assert outcome.json["text"] == text_of(reference(PROMPT, 30))
-    assert outcome.json["compared"]["same_text"]
-    assert "rejection" not in outcome.json["stats"]
-
-
-def test_what_rejection_costs_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    judged = {"rejections": 7, "asked": 5, "probs_bytes": 2000, "stood_ms": 3.25, "inexact": 1}
-    print_verifier_stats({"rejection": judged})
-    said = capsys.readouterr().out
-    assert "7 drafts rejected; 5 times a drafter was asked what it drew from, 400 bytes and 3.2 ms each" in said
-    assert "1 tokens are not quite of the model's chances" in said
-    print_verifier_stats({"rejection": {"rejections": 7, "asked": 0, "inexact": None}})
-    assert capsys.readouterr().out.startswith(
-        "rejection sampling: 7 drafts rejected; 0 times a drafter was asked what it drew from\n"
-    )
 
 
 def test_drafts_that_came_and_were_not_used(capsys: pytest.CaptureFixture[str]) -> None:
@@ -312,13 +291,9 @@ def test_which_verifier(command: Command, fake_seed: Any, verifier: Verifier) ->
         (["generate", "x", "--job", "j", "--compare"], "--compare is for text of a verifier"),
         (["generate", "x", "--compare", "--no-speculation"], "--compare compares with drafters"),
         (["chat", "--split", "--job", "j", "--no-speculation"], "--no-speculation is for text of a verifier"),
-        (["generate", "x", "-c", "d", "--sampling", "rejection"], "--sampling is for text of a verifier"),
-        (["chat", "--job", "j", "--sampling", "rejection"], "--sampling is for text of a verifier"),
-        (["chat", "--sampling", "rejection", "--temperature", "0"], "at --temperature 0 the likeliest is taken"),
         (["generate", "x", "--device", "cuda"], "a verifier, or workers, compute the model"),
         (["chat", "--device", "cpu"], "a verifier, or workers, compute the model"),
         (["generate", "x", "--split", "-c", "d", "--device", "cpu"], "a verifier, or workers, compute the model"),
-        (["generate", "x", "--sampling", "luck"], "use coupled or rejection"),
     ],
 )
 def test_what_does_not_belong_together(command: Command, arguments: list[str], said: str) -> None:

@@ -54,11 +54,6 @@ def test_what_a_drafter_foresees(models: tuple[Path, Path], sampling: Sampling) 
     assert (itself.positions, itself.alpha, itself.passes) == (2 * TOKENS, 1.0, 2 * TOKENS // 6)
     found = AssistedPair(verifier, drafter, device="cpu").agreement(PROMPTS, TOKENS, sampling, depth=5)
     assert 0.1 < found.alpha < 1.0
-    assert itself.alpha_by_rejection == pytest.approx(1.0)
-    if sampling is GREEDY:
-        assert found.alpha_by_rejection == found.alpha
-    else:
-        assert found.alpha - 0.1 < found.alpha_by_rejection < 1.0, "what is alike by the same draw, is so by chance"
     assert 1.0 < found.tokens_a_pass < 6.0
 
 

@@ -16,9 +16,9 @@ from p2ptrain.compute.picking import Picker
 from p2ptrain.compute.served_part import MAX_SESSIONS, ServedPart, ServedPartBuilder, begin_part
 from p2ptrain.core.activations import activation_bytes, encode_ids
 from p2ptrain.core.errors import ConfigError, JobFailed, ProtocolError, ResourceError, UserError
-from p2ptrain.core.serving import Judged, PartSpec, Sampling
+from p2ptrain.core.serving import PartSpec, Sampling
 from p2ptrain.core.tensor_files import TensorTable
-from roles.stage_engine import JudgingEngine, PartBuilder, StageEngine
+from roles.stage_engine import PartBuilder, StageEngine
 
 from .families import VOCAB, make
 
@@ -234,7 +234,7 @@ def test_it_is_what_a_worker_needs(loaded: Callable[[str], Loaded]) -> None:
     """compute imports no roles: that the shapes agree is tried here."""
     part = loaded("gpt2")[2][0]
     assert set(StageEngine.__annotations__) <= set(vars(part))
-    for kind, wanted in ((ServedPart, JudgingEngine), (ServedPartBuilder, PartBuilder)):
+    for kind, wanted in ((ServedPart, StageEngine), (ServedPartBuilder, PartBuilder)):
         for name, method in inspect.getmembers(wanted, inspect.isfunction):
             if not name.startswith("_"):
                 here, there = (inspect.signature(each).parameters for each in (getattr(kind, name), method))
@@ -469,29 +469,3 @@ def test_where_frequencies_change_with_the_length_a_session_stays_within_it(tmp_
     picks = whole.run(ids, picks=32)
     chunked.run(ids[:20], picks=1)
     assert chunked.run(ids[20:], picks=12) == picks[20:]
-
-
-def test_drafts_that_are_judged(loaded: Callable[[str], Loaded]) -> None:
-    (part,) = load(loaded("gpt2")[0])
-    plain = Client([part], "plain", Sampling(seed=5))
-    own = Client([part], "s", Sampling(seed=5, method="rejection"))
-    own.run([3, 1, 4])
-    assert own.run([3, 1, 4], keep=0) == plain.run([3, 1, 4])
-    (weighed,) = part.weighed("s")
-    assert 0 < weighed.weight < 1
-    assert weighed.probs.nbytes == 4 * VOCAB
-    drafts = plain.run([7, 9, 2], picks=3, draw=1)
-
-    def judge(*weights: float) -> Judged:
-        payload = memoryview(encode_ids([7, 9, 2]))
-        return part.judge("s", keep=3, payload=payload, count=3, draw=1, weights=weights)
-
-    assert judge(1e-9, 1e-9) == Judged((9, 2, drafts[2]), rejected=False), "what a drafter hardly says is always kept"
-    assert judge(1e-9, 1e9) == Judged((9,), rejected=True)
-    assert part.settle("s", None) != 2
-    assert own.run([9], keep=4, draw=2) == drafts[1:2]
-    with pytest.raises(ProtocolError, match="to be picked for"):
-        judge(1, 1, 1)
-    for session in ("plain", "none"):
-        with pytest.raises(ProtocolError, match="that rejects drafts"):
-            part.weighed(session)

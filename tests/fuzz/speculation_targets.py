@@ -56,7 +56,7 @@ GREEDY = Sampling(temperature=0)
 _SMALL = st.integers(-1, 12)
 _IDS = st.lists(st.integers(0, VOCAB) | st.just((1 << 16) - 1), max_size=6).map(lambda ids: packed(ids, VOCAB))
 _BYTES = _IDS | mutated(_IDS)
-_OPENING = DraftOpen(3, 3, 40, VOCAB, TOKENIZER, 1.0, 0, 1.0, 0, "coupled", 8, 2.0)
+_OPENING = DraftOpen(3, 3, 40, VOCAB, TOKENIZER, 1.0, 0, 1.0, 0, 8, 2.0)
 _OPENINGS = made(
     DraftOpen,
     count=st.integers(0, 6),
@@ -68,7 +68,6 @@ _OPENINGS = made(
     top_k=st.integers(0, 5),
     top_p=st.sampled_from([1.0, 0.9]),
     seed=st.integers(0, 9),
-    method=st.sampled_from(["coupled", "coupled", "rejection", "another"]),
     depth=st.integers(0, 20),
     silence_s=st.sampled_from([0.5, 2.0]),
 )

@@ -46,7 +46,6 @@ verifier-refusals      why a verifier writes no more
 draft-words            what drafters and verifiers say to each other
 drafters               a whole drafter, told anything by a verifier
 drafter-links          a whole verifier's session, told anything by a drafter
-probability-...        the same where drafts are rejected by their probabilities
 =====================  ==================================================================================
 """
 
@@ -65,7 +64,6 @@ from . import (
     ledger_targets,
     model_targets,
     part_targets,
-    rejection_targets,
     ring_targets,
     serving_targets,
     speculation_targets,
@@ -94,7 +92,6 @@ TARGETS: tuple[Target, ...] = (
     *chain_targets.TARGETS,
     *verifier_targets.TARGETS,
     *speculation_targets.TARGETS,
-    *rejection_targets.TARGETS,
 )
 
 

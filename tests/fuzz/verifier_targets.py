@@ -39,7 +39,6 @@ _ASK = made(
     top_p=st.none() | mostly(st.just(1.0), REAL),
     seed=_FEW,
     stop=st.lists(TEXT, max_size=2) | st.just(["x"] * 17),
-    sampling=mostly(st.sampled_from(["coupled", "rejection"]), TEXT),
     speculate=mostly(st.sampled_from(["auto", "off"]), TEXT),
 )
 

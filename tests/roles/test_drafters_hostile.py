@@ -41,7 +41,7 @@ from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.memory import MemoryNetwork
 from wire.messages import Message, Response
-from wire.speculation_messages import DraftClose, DraftOpen, DraftReady, DraftRefused, Drafts, ProbsHere, Verdict
+from wire.speculation_messages import DraftClose, DraftOpen, DraftReady, DraftRefused, Drafts, Verdict
 from wire.virtual import run_virtual
 
 PROMPT = [5, 80, 11, 11, 3]
@@ -163,7 +163,6 @@ LIES = {
     "a verifier's word": garbage(Verdict(0, 1, b"")),
     "a hole": late_garbage,
     "an answer to nothing": garbage(Response(77, {})),
-    "a row that nobody asked for": garbage(ProbsHere(len(PROMPT), VOCAB, False)),
 }
 
 
@@ -267,7 +266,7 @@ def test_a_verdict_that_no_frame_holds_ends_that_session_on_both_sides(monkeypat
 
 # ------------------------------------------------------------------------------------------------- hostile verifiers
 
-OPENING = DraftOpen(5, 5, 64, VOCAB, TOKENIZER, 1.0, 0, 1.0, 0, "coupled", 8, 2.0)
+OPENING = DraftOpen(5, 5, 64, VOCAB, TOKENIZER, 1.0, 0, 1.0, 0, 8, 2.0)
 IDS = encode_ids(PROMPT)
 
 

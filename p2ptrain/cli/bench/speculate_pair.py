@@ -80,7 +80,6 @@ class Drawn:
     assisted: list[dict[str, Any]] = field(default_factory=list)
     alone: dict[At, Texts] = field(default_factory=dict)
     ahead: dict[At, Texts] = field(default_factory=dict)
-    alpha_by_rejection: float = 0.0
 
     def rate(self, texts: list[dict[str, Any]]) -> float:
         """Tokens a second, the prompt's pass included: transformers tells no other."""
@@ -150,7 +149,7 @@ class PairBench:
         seconds = TEXT_S * len(plan.prompts)
         (answer,) = await rival.all("speculate", part="assisted", seconds=seconds, **order, **sizes)
         drawn.plain, drawn.assisted = answer["plain"], answer["assisted"]
-        drawn.alpha, drawn.alpha_by_rejection = answer["alpha"], answer["alpha_by_rejection"]
+        drawn.alpha = answer["alpha"]
 
     async def _at(self, scene: Scene, verifier: Members, drafter: Members, at: At) -> None:
         plan, (round_trip_ms, depth) = self.plan, at
@@ -183,7 +182,7 @@ class PairBench:
         report = Report("speculate", title, origin, asdict(plan), complete=complete)
         results = [self._result(drawn, at) for drawn in self.drawn for at in drawn.ahead]
         report.results = {"rows": results, "differences": [asdict(each) for each in self.parted]}
-        columns = ["DRAWN", "ROUND TRIP", "DEPTH", "ALPHA", "REJECTION", "A PASS", "ALONE", "AHEAD", "FASTER"]
+        columns = ["DRAWN", "ROUND TRIP", "DEPTH", "ALPHA", "A PASS", "ALONE", "AHEAD", "FASTER"]
         columns += ["HF ALONE", "HF ASSISTED"]
         rows = []
         for row in results:
@@ -192,7 +191,6 @@ class PairBench:
                 f"{row['round_trip_ms']:g} ms",
                 str(row["most_drafts"] or "auto"),
                 f"{row['alpha']:.2f}",
-                f"{row['alpha_by_rejection']:.2f}",
                 f"{row['accepted_length']:.1f}",
             ]
             found += [f"{row[name]:.1f}/s" for name in ("alone_per_s", "ahead_per_s")]
@@ -205,9 +203,9 @@ class PairBench:
             "generation, both models in one process, without any distance",
             "alone and ahead wrote the text of transformers' generate, token for token, greedily and drawn, but for "
             f"{len(self.parted)}; alpha: how "
-            "often the drafter's next token is the verifier's where all before are, over these texts; rejection: how "
-            "often it would be kept with --sampling rejection; a pass: tokens that one gives, ahead; depth: the most "
-            "drafts that a pass may take, auto: as many as the program finds of use",
+            "often the drafter's next token is the verifier's where all before are, over these texts; "
+            "a pass: tokens that one gives, ahead; "
+            "depth: the most drafts that a pass may take, auto: as many as the program finds of use",
             f"verifier and drafter have {plan.threads} threads each; on few cores they take them from each other",
         ]
         report.notes += told_of(self.parted)
@@ -232,7 +230,6 @@ class PairBench:
             "round_trip_ms": at[0],
             "most_drafts": at[1] or None,
             "alpha": drawn.alpha,
-            "alpha_by_rejection": drawn.alpha_by_rejection,
             "accepted_length": ahead.total("tokens") / max(1.0, ahead.total("passes")),
             "alone_per_s": rate(alone),
             "ahead_per_s": rate(ahead),

@@ -343,8 +343,7 @@ async def assisted(
             if pair.can_assist:
                 helped.append(asdict(pair.assisted(each, tokens, drawn)))
         found = pair.agreement(ids, tokens, drawn)
-        alphas = {"alpha": found.alpha, "alpha_by_rejection": found.alpha_by_rejection}
-        return {"plain": plain, "assisted": helped, **alphas}
+        return {"plain": plain, "assisted": helped, "alpha": found.alpha}
 
     return await asyncio.to_thread(measure)
 

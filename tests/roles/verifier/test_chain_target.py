@@ -190,8 +190,6 @@ def test_what_cannot_be(tmp_path: Path) -> None:
                 with pytest.raises(UserError, match=words):
                     await target.open(positions=positions, sampling=GREEDY)
             session = await target.open(positions=10, sampling=GREEDY)
-            with pytest.raises(UserError, match="split over workers does not reject drafts"):
-                await target.open(positions=10, sampling=Sampling(method="rejection"))
             with pytest.raises(Refused, match="1 sessions are open"):
                 await target.open(positions=10, sampling=GREEDY)
             await session.close()

@@ -353,7 +353,6 @@ def _ask(**changed: Any) -> wire.Ask:
         "top_p": None,
         "seed": 0,
         "stop": [],
-        "sampling": "coupled",
         "speculate": "auto",
     }
     return wire.Ask(**(plain | changed))
@@ -377,7 +376,6 @@ def _ask(**changed: Any) -> wire.Ask:
         [_says(_ask(stop=[""])), _bulk(1, b"a")],
         [_says(_ask(max_new_tokens=-1)), _bulk(1, b"a")],
         [_says(_ask(speculate="no")), _bulk(1, b"a")],
-        [_says(_ask(sampling="as you like")), _bulk(1, b"a")],
         [_says(_ask(max_new_tokens=500)), _bulk(1, b"a"), _says(_ask()), _bulk(1, b"a")],
     ],
 )

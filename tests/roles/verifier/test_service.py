@@ -62,10 +62,9 @@ def test_what_drafters_are_worth_is_known_by_how_tokens_are_picked(tmp_path: Pat
         worth = serving.experience.worth
         await read(await serving.write(wish(100)))
         assert worth("likeliest").share < 1
-        assert worth("coupled").share == 1
+        assert worth("drawn").share == 1
         await read(await serving.write(wish(100, sampling=SamplingWish(temperature=0.9))))
-        assert worth("coupled").share < 1
-        assert worth("rejection").share == 1
+        assert worth("drawn").share < 1
         await settled(serving, target)
 
     within(scene())
