@@ -30,10 +30,10 @@ from wire.records import (
     MetricRow,
     PartInfo,
     PeerInfo,
-    Record,
     RecoveryInfo,
     ServingInfo,
 )
+from wire.schema import Record
 
 NAMES = ("atlas", "borea", "castor", "delos", "elara", "fjord", "gaia", "helios")
 DEVICES = (

@@ -26,10 +26,10 @@ from wire.records import (
     MetricRow,
     PartInfo,
     PeerInfo,
-    Record,
     RecoveryInfo,
     ServingInfo,
 )
+from wire.schema import Record
 
 MAX_PEERS = 1024
 MAX_JOBS = 512

@@ -16,9 +16,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from p2ptrain.core.errors import ProtocolError
 from wire.messages import Message
+from wire.schema import Amount, Bound, Count, IdOrNone, Token
 
 CHAIN_STREAM = 1
 """Stream of the bulk frame behind each ``Work``; frames keep their order, so one is enough."""
@@ -177,27 +179,37 @@ class HeldPart:
         next: peer id of the next stage; empty on the last one.
     """
 
-    part: str
-    model: str
+    part: Token
+    model: Token
     name: str
-    start: int
-    stop: int
-    layers: int
+    start: Count
+    stop: Count
+    layers: Annotated[int, Bound(1, 4096)]
     dtype: str
-    weights_bytes: int
-    cache_bytes: int
-    limit_bytes: int
-    sessions: int
-    compute_ms: float
-    busy: float
-    tokens_per_s: float
-    out_position_bytes: float
-    next: str
+    weights_bytes: Count
+    cache_bytes: Count
+    limit_bytes: Count
+    sessions: Count
+    compute_ms: Amount
+    busy: Amount
+    tokens_per_s: Amount
+    out_position_bytes: Amount
+    next: IdOrNone
+
+    def check(self) -> None:
+        """Raise ``ProtocolError`` where its layers cannot be."""
+        if not self.start < self.stop <= self.layers:
+            raise ProtocolError(f"a part of layers [{self.start}, {self.stop}) of {self.layers}")
 
 
 @dataclass(frozen=True, slots=True)
 class PartsHeld(Message):
-    """Worker to seed: all that it holds, when that changes, and once a second while it works. At most 16."""
+    """Worker to seed: all that it holds, when that changes, and once a second while it works."""
 
     KIND: ClassVar[int] = 47
-    parts: list[HeldPart]
+    parts: Annotated[list[HeldPart], Bound(0, 16)]
+
+    def check(self) -> None:
+        """Raise ``ProtocolError`` where a part is named twice."""
+        if len({part.part for part in self.parts}) < len(self.parts):
+            raise ProtocolError("a worker that holds a part twice")

@@ -1,15 +1,13 @@
-"""Messages to msgpack maps (or bare values) and back, checked against the annotations in ``wire.messages``.
+"""Messages to msgpack maps (or bare values) and back, checked against their annotations (``wire.schema``).
 
-The annotations are the schema: each is compiled once into a check of the decoded value's exact type. Whatever a peer
-sends, ``decode_untrusted`` returns a message whose every field has the annotated type, or raises ``ProtocolError``.
+Whatever a peer sends, ``decode_untrusted`` returns a message whose every field has the annotated type and is within the
+annotated bounds, or raises ``ProtocolError``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import types
 import typing
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -27,13 +25,12 @@ from wire import (
 )
 from wire.frame import CONTROL_FRAME_BYTES, LAST_HANDSHAKE_KIND
 from wire.messages import PROTOCOL_VERSION, Hello, Message, Welcome
+from wire.schema import instance_untrusted
 
 MAX_LIST_ITEMS = 4096
 MAX_MAP_ITEMS = 1024
 MAX_HANDSHAKE_ITEMS = 64
 """The same for handshake messages: nested lists that claim many items cost memory before they are found to be short."""
-MAX_DEPTH = 8
-"""Levels of lists and maps in a free-form value."""
 
 _MODULES = (
     messages,
@@ -54,8 +51,6 @@ MESSAGE_TYPES: dict[int, type[Message]] = {
 
 _NO_LISTS = {"max_array_len": 0, "max_map_len": 0, "max_ext_len": 0, "max_str_len": 0, "max_bin_len": 0}
 """Of what comes by the thousand: numbers only."""
-
-Check = Callable[[Any], Any]
 
 
 def encode(message: Message) -> bytes:
@@ -111,12 +106,11 @@ def decode_untrusted(kind: int, body: bytes | bytearray | memoryview) -> Message
         source = _unpack_untrusted(body, handshake=kind <= LAST_HANDSHAKE_KIND)
     else:
         source = _values_untrusted(cls, body)
-    if not isinstance(source, dict):
-        raise ProtocolError(f"{cls.__name__} is not a map")
-    if cls in (Hello, Welcome) and type(version := source.get("version")) is int and version != PROTOCOL_VERSION:
-        return _foreign(cls, version, source.get("software"))
-    message: Message = _message_check(kind)(source)
-    return message
+    if cls in (Hello, Welcome) and isinstance(source, dict):
+        version = source.get("version")
+        if type(version) is int and version != PROTOCOL_VERSION:
+            return _foreign(cls, version, source.get("software"))
+    return instance_untrusted(cls, source, lenient=kind <= LAST_HANDSHAKE_KIND)
 
 
 @cache
@@ -178,88 +172,3 @@ def _foreign(cls: type[Message], version: int, software: object) -> Message:
     if cls is Hello:
         return Hello(version, text, "", "", [], "")
     return Welcome(version, text, "", "", "", 0.0, 0.0, 0.0)
-
-
-# ------------------------------------------------------------------------------------- annotations, compiled to checks
-
-
-@cache
-def _message_check(kind: int) -> Check:
-    return _dataclass_check(MESSAGE_TYPES[kind], lenient=kind <= LAST_HANDSHAKE_KIND)
-
-
-def _dataclass_check(cls: type[Any], *, lenient: bool = False) -> Check:
-    """Map → instance. Every field must be there; where ``lenient``, defaults fill in and unknown fields are ignored."""
-    hints = typing.get_type_hints(cls)
-    fields = dataclasses.fields(cls)
-    checks = {item.name: _check(hints[item.name], f"{cls.__name__}.{item.name}") for item in fields}
-    optional = {
-        item.name
-        for item in fields
-        if item.default is not dataclasses.MISSING or item.default_factory is not dataclasses.MISSING
-    }
-
-    def check(source: dict[str, Any]) -> Any:
-        if missing := checks.keys() - source.keys() - (optional if lenient else set()):
-            raise ProtocolError(f"{cls.__name__} lacks {min(missing)!r}")
-        if not lenient and (unknown := source.keys() - checks.keys()):
-            raise ProtocolError(f"{cls.__name__} has an unknown field {min(unknown)[:40]!r}")
-        return cls(**{name: check_field(source[name]) for name, check_field in checks.items() if name in source})
-
-    return check
-
-
-def _check(hint: Any, where: str) -> Check:
-    """The check of one value; ``where`` names it in errors."""
-    if hint is Any:
-        return lambda value: _json_like(value, where, MAX_DEPTH)
-    arms: dict[type, Check] = {}
-    for arm in typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,):
-        if arm is float:
-            arms.setdefault(int, float)  # other encoders write 1.0 as 1; an int arm of the same union keeps it an int
-        arms[_runtime_type(arm)] = _arm_check(arm, where)
-
-    def check(value: Any) -> Any:
-        arm = arms.get(type(value))
-        if arm is None:
-            raise ProtocolError(f"{where} has type {type(value).__name__}")
-        return arm(value)
-
-    return check
-
-
-def _runtime_type(arm: Any) -> type:
-    """The type that msgpack makes of an annotation's values."""
-    result: type = dict if dataclasses.is_dataclass(arm) else typing.get_origin(arm) or arm
-    return result
-
-
-def _arm_check(arm: Any, where: str) -> Check:
-    if dataclasses.is_dataclass(arm):
-        assert isinstance(arm, type)
-        return _dataclass_check(arm)
-    origin, args = typing.get_origin(arm), typing.get_args(arm)
-    if origin is list:
-        item = _check(args[0], where)
-        return lambda value: [item(each) for each in value]
-    if origin is dict:
-        item = _check(args[1], where)
-        return lambda value: {key: item(each) for key, each in value.items()}
-    assert arm in (int, float, str, bytes, bool, types.NoneType), f"{where}: no check for {arm}"
-    return _unchanged
-
-
-def _unchanged(value: Any) -> Any:
-    return value
-
-
-def _json_like(value: Any, where: str, depth: int) -> Any:
-    if type(value) in (str, int, float, bool, types.NoneType):
-        return value
-    if depth == 0:
-        raise ProtocolError(f"{where} is more than {MAX_DEPTH} levels deep")
-    if type(value) is list:
-        return [_json_like(each, where, depth - 1) for each in value]
-    if type(value) is dict:
-        return {key: _json_like(each, where, depth - 1) for key, each in value.items()}
-    raise ProtocolError(f"{where} holds a {type(value).__name__}")

@@ -1,90 +1,23 @@
 """What the seed tells about the cluster: records shared by its store, the command line and the TUI.
 
-Every record is a frozen dataclass with ``to_map()`` (JSON-like, None for unknown) and ``from_map_untrusted(map)``
-(``ProtocolError`` on anything ill-typed; unknown keys are ignored so that an older viewer can watch a newer seed).
+Every record is a ``wire.schema.Record``: its annotations are its check. None stands for unknown.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import types
-import typing
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Annotated
 
 from p2ptrain.core.errors import ProtocolError
-
-_Fields = dict[str, tuple[tuple[type, ...], tuple[type, ...], bool]]
-_known_fields: dict[type, _Fields] = {}
-
-
-def _field_types(cls: type[Any]) -> _Fields:
-    """Field name → (accepted types, those of a list's items, required), from the annotations; found once per class."""
-    if cls not in _known_fields:
-        _known_fields[cls] = _read_annotations(cls)
-    return _known_fields[cls]
-
-
-def _read_annotations(cls: type[Any]) -> _Fields:
-    hints = typing.get_type_hints(cls)
-    result = {}
-    for item in dataclasses.fields(cls):
-        hint = hints[item.name]
-        of_items = _accepted(typing.get_args(hint)[0]) if typing.get_origin(hint) is list else ()
-        required = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
-        result[item.name] = (_accepted(hint), of_items, required)
-    return result
-
-
-def _accepted(hint: Any) -> tuple[type, ...]:
-    """The types that a value may have where this is annotated."""
-    args = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    accepted = tuple(typing.get_origin(arg) or arg for arg in args)
-    return (*accepted, int) if float in accepted else accepted
-
-
-def _fits(value: object, accepted: tuple[type, ...]) -> bool:
-    return isinstance(value, accepted) and (not isinstance(value, bool) or bool in accepted)
+from wire.schema import Amount, Bound, Count, Figure, Port, Record, Share
 
 
 def _figure(value: float | None) -> float | None:
     """A figure that a peer gave, None for what is none."""
     return float(value) if value is not None and math.isfinite(value) and value >= 0 else None
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """Base of all records."""
-
-    def to_map(self) -> dict[str, Any]:
-        """The record as a JSON-like map."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_map_untrusted(cls, source: object) -> Self:
-        """The record from a peer's map. Raises ``ProtocolError``."""
-        if not isinstance(source, dict):
-            raise ProtocolError(f"{cls.__name__} is not a map")
-        values: dict[str, Any] = {}
-        for name, (accepted, of_items, required) in _field_types(cls).items():
-            if name not in source:
-                if required:
-                    raise ProtocolError(f"{cls.__name__} lacks {name!r}")
-                continue
-            value = source[name]
-            if not _fits(value, accepted):
-                raise ProtocolError(f"{cls.__name__}.{name} has type {type(value).__name__}")
-            if isinstance(value, list) and not all(_fits(part, of_items) for part in value):
-                raise ProtocolError(f"{cls.__name__}.{name} has an item of another type")
-            values[name] = value
-        record = cls(**values)
-        record.check()
-        return record
-
-    def check(self) -> None:
-        """Raise ``ProtocolError`` where the values have their types, and yet cannot be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,12 +206,6 @@ class CheckpointInfo(Record):
     stage: int | None = None
 
 
-MAX_LAYERS = 4096
-"""Of a model that is split: viewers draw them."""
-MAX_FIGURE = 2**53
-"""No figure of a part is larger: msgpack, JSON and viewers of any kind hold these."""
-
-
 @dataclass(frozen=True, slots=True)
 class PartInfo(Record):
     """One part of a model (layers [start, stop) of ``layers``), and the worker that holds it. ``id`` is
@@ -299,29 +226,24 @@ class PartInfo(Record):
     part: str
     model: str
     name: str
-    start: int
-    stop: int
-    layers: int
+    start: Count
+    stop: Count
+    layers: Annotated[int, Bound(1, 4096)]
     dtype: str = ""
-    weights_bytes: int = 0
-    cache_bytes: int = 0
-    limit_bytes: int = 0
-    sessions: int = 0
-    compute_ms: float = 0.0
-    busy: float = 0.0
-    tokens_per_s: float = 0.0
-    out_position_bytes: float = 0.0
+    weights_bytes: Count = 0
+    cache_bytes: Count = 0
+    limit_bytes: Count = 0
+    sessions: Count = 0
+    compute_ms: Amount = 0.0
+    busy: Share = 0.0
+    tokens_per_s: Amount = 0.0
+    out_position_bytes: Amount = 0.0
     next: str = ""
 
     def check(self) -> None:
-        """Raise ``ProtocolError`` where its layers or its figures cannot be."""
-        if not 0 <= self.start < self.stop <= self.layers <= MAX_LAYERS:
+        """Raise ``ProtocolError`` where its layers cannot be."""
+        if not self.start < self.stop <= self.layers:
             raise ProtocolError(f"a part of layers [{self.start}, {self.stop}) of {self.layers}")
-        for name in _PART_FIGURES:
-            if not 0 <= getattr(self, name) <= MAX_FIGURE:  # nor is it so for what is not a number
-                raise ProtocolError(f"a part whose {name} is {getattr(self, name)}")
-        if self.busy > 1:
-            raise ProtocolError(f"a part that is busy for {self.busy} of its time")
 
     @property
     def used_bytes(self) -> int:
@@ -343,48 +265,85 @@ class ServingInfo(Record):
     name: str
     role: str
     host: str
-    port: int
+    port: Port
     model: str
-    vocab_size: int = 0
-    context: int = 0
+    vocab_size: Count = 0
+    context: Count = 0
     tokenizer: str = ""
     http: str = ""
-    sessions: int = 0
-    stats: dict[str, float] = dataclasses.field(default_factory=dict)
+    sessions: Count = 0
+    stats: dict[str, Figure] = dataclasses.field(default_factory=dict)
     drafters: list[str] = dataclasses.field(default_factory=list)
-    drafter_alpha: list[float] = dataclasses.field(default_factory=list)
-    drafter_latency_ms: list[float] = dataclasses.field(default_factory=list)
-    drafter_share: list[float] = dataclasses.field(default_factory=list)
+    drafter_alpha: list[Figure] = dataclasses.field(default_factory=list)
+    drafter_latency_ms: list[Figure] = dataclasses.field(default_factory=list)
+    drafter_share: list[Figure] = dataclasses.field(default_factory=list)
     weights: str = ""
 
     def check(self) -> None:
-        """Raise ``ProtocolError`` where its place or its figures cannot be."""
-        if not 0 < self.port < 65536:
-            raise ProtocolError(f"a {self.role[:40]} at port {self.port}")
-        if not all(isinstance(name, str) and is_figure(value) for name, value in self.stats.items()):
-            raise ProtocolError("something is served with a figure that is none")
-        if min(self.vocab_size, self.context, self.sessions) < 0:
-            raise ProtocolError("something is served whose sizes are less than nothing")
+        """Raise ``ProtocolError`` where a figure of a drafter is missing."""
         for figures in (self.drafter_alpha, self.drafter_latency_ms, self.drafter_share):
-            if len(figures) not in (0, len(self.drafters)) or not all(map(is_figure, figures)):
-                raise ProtocolError("drafters with figures that are none, or too many")
+            if len(figures) not in (0, len(self.drafters)):
+                raise ProtocolError("drafters with more or fewer figures than drafters")
 
 
-def is_figure(value: object) -> bool:
-    """Whether it is a number that can be kept and shown; infinity and what is no number are not."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_FIGURE
+@dataclass(frozen=True, slots=True)
+class StagePlanInfo(Record):
+    """One stage of a plan for the training of a split model (``ring.training_placement``).
+
+    Attributes:
+        peers, names: the workers that hold it, one for each crew.
+        start, stop: layers [start, stop).
+        weights_bytes, need_bytes: of its weights, and of all that training takes.
+        limit_bytes: the least that one of its workers gives; 0: unknown.
+        in_flight: micro-batches.
+        compute_s: of a micro-batch, both ways; None: unknown. hop_s: to the next stage and back.
+    """
+
+    stage: Count
+    peers: list[str]
+    names: list[str]
+    start: Count
+    stop: Count
+    weights_bytes: Count
+    need_bytes: Count
+    limit_bytes: Count = 0
+    in_flight: Count = 1
+    compute_s: Amount | None = None
+    hop_s: Amount | None = None
+
+    def check(self) -> None:
+        """Raise ``ProtocolError`` where its layers cannot be."""
+        if not self.start < self.stop:
+            raise ProtocolError(f"a stage of layers [{self.start}, {self.stop})")
 
 
-_PART_FIGURES = (
-    "weights_bytes",
-    "cache_bytes",
-    "limit_bytes",
-    "sessions",
-    "compute_ms",
-    "busy",
-    "tokens_per_s",
-    "out_position_bytes",
-)
+@dataclass(frozen=True, slots=True)
+class TrainingPlanInfo(Record):
+    """A plan for the training of a split model.
+
+    Attributes:
+        stages, crews, micro_batches: of a step, of all crews.
+        schedule: its name.
+        bubble, efficiency: 0 to 1, of a step without what follows. None, as all that follows, where no speed is known.
+        step_s, reduce_s: of a step; and, of that, what summing gradients takes.
+        tokens_per_s: of all crews.
+        exact: no plan is better, as far as is known.
+        spares: names of the workers that have no place in it.
+    """
+
+    stages: Count
+    crews: Count
+    micro_batches: Count
+    schedule: str
+    bubble: Amount | None = None
+    efficiency: Amount | None = None
+    step_s: Amount | None = None
+    reduce_s: Amount | None = None
+    tokens_per_s: Amount | None = None
+    exact: bool = False
+    spares: list[str] = dataclasses.field(default_factory=list)
+
+
 PHASES = ("detect", "agree", "form", "transfer", "commit")
 """Of a recovery, in order (``ring.recovery``)."""
 

@@ -18,12 +18,15 @@ token is two bytes (little-endian) where the vocabulary's size allows it, else t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from p2ptrain.core.errors import ProtocolError
 from wire.messages import Message
+from wire.schema import Bound, Count, Figure, Id, TokenOrNone
 
 MAX_DRAFTERS = 64
 """That a verifier is told of, and that it uses: with long names they fill a frame."""
+StatName = Annotated[str, Bound(pattern="[a-z][a-z0-9_]{0,39}")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,14 +149,20 @@ class Serving(Message):
 
     KIND: ClassVar[int] = 68
     model: str
-    vocab_size: int
-    context: int
-    tokenizer: str
+    vocab_size: Annotated[int, Bound(0, 1 << 31)]
+    context: Count
+    tokenizer: TokenOrNone
     http: str
-    sessions: int
-    stats: dict[str, float] = field(default_factory=dict)
-    drafters: list[str] = field(default_factory=list)
-    drafter_alpha: list[float] = field(default_factory=list)
-    drafter_latency_ms: list[float] = field(default_factory=list)
-    drafter_share: list[float] = field(default_factory=list)
-    weights: str = ""
+    sessions: Count
+    stats: Annotated[dict[StatName, Figure], Bound(0, 64)] = field(default_factory=dict)
+    drafters: Annotated[list[Id], Bound(0, MAX_DRAFTERS)] = field(default_factory=list)
+    drafter_alpha: list[Figure] = field(default_factory=list)
+    drafter_latency_ms: list[Figure] = field(default_factory=list)
+    drafter_share: list[Figure] = field(default_factory=list)
+    weights: TokenOrNone = ""
+
+    def check(self) -> None:
+        """Raise ``ProtocolError`` where a figure of a drafter is missing."""
+        for figures in (self.drafter_alpha, self.drafter_latency_ms, self.drafter_share):
+            if len(figures) not in (0, len(self.drafters)):
+                raise ProtocolError("drafters with more or fewer figures than drafters")

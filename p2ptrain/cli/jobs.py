@@ -35,8 +35,7 @@ from p2ptrain.cli.runtime import (
 if TYPE_CHECKING:
     from configs.schema import Profile
     from p2ptrain.cli.audit import Verdict
-    from wire.plan_records import StagePlanInfo, TrainingPlanInfo
-    from wire.records import CheckpointInfo, JobInfo, RecoveryInfo
+    from wire.records import CheckpointInfo, JobInfo, RecoveryInfo, StagePlanInfo, TrainingPlanInfo
 
 app = new_typer(help="Create, show, audit, pause, resume, save, cancel and forget jobs.")
 

@@ -10,7 +10,7 @@ import typer
 from p2ptrain.cli.output import checked, number, print_table, printable
 from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.units import human_bytes
-from wire.plan_records import StagePlanInfo, TrainingPlanInfo
+from wire.records import StagePlanInfo, TrainingPlanInfo
 
 if TYPE_CHECKING:
     from configs.schema import Profile

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 
-_ID = re.compile(r"[0-9a-z][0-9a-z-]{0,62}")
+ID_PATTERN = r"[0-9a-z][0-9a-z-]{0,62}"
 
 
 def new_id() -> str:
@@ -15,4 +15,4 @@ def new_id() -> str:
 
 def is_id(text: str) -> bool:
     """Whether ``text`` may be used as an identifier (and so as part of a file name)."""
-    return _ID.fullmatch(text) is not None
+    return re.fullmatch(ID_PATTERN, text) is not None

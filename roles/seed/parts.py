@@ -5,21 +5,13 @@ It is kept in memory only: a worker says all that it holds whenever that changes
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable
 
-from p2ptrain.core.errors import ProtocolError
-from p2ptrain.core.ids import is_id
 from roles.seed.peers import NAME_CHARS, clipped
 from wire.chain_messages import HeldPart, PartsHeld
 from wire.records import PartInfo
 
-MAX_PARTS = 16
-"""Of one worker."""
 DTYPE_BYTES = 16
-_TOKEN = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
-"""Ids of parts and models: a digest in hex, or a job's id."""
 
 
 class Holdings:
@@ -39,7 +31,7 @@ class Holdings:
         Raises:
             ProtocolError: it holds what cannot be; what is known of it stays as it was.
         """
-        before, held = self._held.get(peer, {}), held_untrusted(peer, peer_name, message)
+        before, held = self._held.get(peer, {}), infos_of(peer, peer_name, message)
         changed = [item_id for item_id in {**before, **held} if before.get(item_id) != held.get(item_id)]
         if held:
             self._held[peer] = held
@@ -64,23 +56,13 @@ class Holdings:
         return sorted(found, key=lambda part: (part.name, part.model, part.start, part.stop, part.id))
 
 
-def held_untrusted(peer: str, peer_name: str, message: PartsHeld) -> dict[str, PartInfo]:
-    """Id → part, of what a worker says that it holds. Raises ``ProtocolError`` where that cannot be."""
-    if len(message.parts) > MAX_PARTS:
-        raise ProtocolError(f"a worker that holds {len(message.parts)} parts; {MAX_PARTS} is the most")
-    held: dict[str, PartInfo] = {}
-    for part in message.parts:
-        info = _info(peer, peer_name, part)
-        if info.id in held:
-            raise ProtocolError(f"a worker that holds part {part.part} twice")
-        info.check()
-        held[info.id] = info
-    return held
+def infos_of(peer: str, peer_name: str, message: PartsHeld) -> dict[str, PartInfo]:
+    """Id → part, of what a worker says that it holds."""
+    infos = [_info(peer, peer_name, part) for part in message.parts]
+    return {info.id: info for info in infos}
 
 
 def _info(peer: str, peer_name: str, part: HeldPart) -> PartInfo:
-    if not (_TOKEN.fullmatch(part.part) and _TOKEN.fullmatch(part.model)) or (part.next and not is_id(part.next)):
-        raise ProtocolError("a part with an id that is none")
     return PartInfo(
         id=f"{peer}/{part.part}",
         peer=peer,
@@ -97,7 +79,7 @@ def _info(peer: str, peer_name: str, part: HeldPart) -> PartInfo:
         limit_bytes=part.limit_bytes,
         sessions=part.sessions,
         compute_ms=part.compute_ms,
-        busy=min(part.busy, 1.0) if math.isfinite(part.busy) else part.busy,  # its own clock may say a little more
+        busy=min(part.busy, 1.0),  # its own clock may say a little more
         tokens_per_s=part.tokens_per_s,
         out_position_bytes=part.out_position_bytes,
         next=part.next,

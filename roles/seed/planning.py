@@ -14,7 +14,7 @@ from roles.seed.links import Survey
 from roles.seed.peers import Link
 from roles.seed.specs import device_of, seen_for, training_of
 from roles.seed.updates import first_that_fit
-from wire.plan_records import StagePlanInfo, TrainingPlanInfo
+from wire.records import StagePlanInfo, TrainingPlanInfo
 
 if TYPE_CHECKING:
     from ring.training_placement import StagePlan, TrainingPlan
@@ -86,7 +86,7 @@ async def planned(profile: Profile, shape: ModelShape, links: Mapping[str, Link]
 
 
 def plan_maps(training: Training, found: TrainingPlan, there: Collection[Trainee]) -> dict[str, Any]:
-    """A plan as ``{"plan": ..., "stages": [...]}`` of ``wire.plan_records``."""
+    """A plan as ``{"plan": ..., "stages": [...]}`` of ``wire.records``."""
     known, used = found.tokens_per_s is not None, {trainee.id for stage in found.stages for trainee in stage.trainees}
     spares = [trainee.name for trainee in there if trainee.id not in used]
     info = TrainingPlanInfo(

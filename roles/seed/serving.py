@@ -5,25 +5,19 @@ It is kept in memory only, as long as a member's link lives: a member says it ag
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 
 from p2ptrain.core.errors import ProtocolError, Refused
-from p2ptrain.core.ids import is_id
 from roles.seed.links import host_seen_from
-from roles.seed.peers import MAX_WHOLE, NAME_CHARS, Link, clipped
+from roles.seed.peers import NAME_CHARS, Link, clipped
 from wire.handshake import PERMITTED
 from wire.messages import EventNotice, Hello
-from wire.records import ServingInfo, is_figure
+from wire.records import ServingInfo
 from wire.speculation_messages import MAX_DRAFTERS, DrafterAt, DraftersHere, Serving
 
 ASKED_BY_VERIFIERS = frozenset({"peers.list", "parts.list", "checkpoints.list", "serving.list"})
 """Requests that a verifier may make, over its link: it uses workers as an operator does, and controls nothing."""
-MAX_STATS = 64
-MAX_VOCAB = 1 << 31
 HTTP_BYTES = 255
-_STAT = re.compile(r"[a-z][a-z0-9_]{0,39}")
-_DIGEST = re.compile(r"[0-9A-Za-z._-]{0,128}")
 
 
 def check_role(hello: Hello) -> None:
@@ -56,7 +50,7 @@ class Services:
         Raises:
             ProtocolError: it serves what cannot be, or another model than before: that takes a new link.
         """
-        before, link.serving = link.serving, serving_untrusted(link, message)
+        before, link.serving = link.serving, info_of(link, message)
         if before is not None and _model(before) != _model(link.serving):
             raise ProtocolError(f"a {link.role} served {before.model!r}, and now it is another model")
         if link.serving != before:
@@ -119,25 +113,8 @@ def _model(info: ServingInfo) -> tuple[str, int, str, str]:
     return info.model, info.vocab_size, info.tokenizer, info.weights
 
 
-def serving_untrusted(link: Link, message: Serving) -> ServingInfo:
-    """What a peer says that it serves, as a record. Raises ``ProtocolError`` where that cannot be."""
-    if not 0 <= message.vocab_size <= MAX_VOCAB or not 0 <= message.context <= MAX_WHOLE:
-        raise ProtocolError(f"a model of {message.vocab_size} tokens and a context of {message.context}")
-    if not 0 <= message.sessions <= MAX_WHOLE:
-        raise ProtocolError(f"{message.sessions} sessions")
-    if not _DIGEST.fullmatch(message.tokenizer):
-        raise ProtocolError("a tokenizer whose digest is none")
-    if not _DIGEST.fullmatch(message.weights):
-        raise ProtocolError("weights whose digest is none")
-    if len(message.stats) > MAX_STATS or not all(map(_STAT.fullmatch, message.stats)):
-        raise ProtocolError("figures with names that are none, or too many")
-    if not all(map(is_figure, message.stats.values())):
-        raise ProtocolError("a figure that cannot be")
-    if len(message.drafters) > MAX_DRAFTERS or not all(map(is_id, message.drafters)):
-        raise ProtocolError("drafters that are none, or too many")
-    for figures in (message.drafter_alpha, message.drafter_latency_ms, message.drafter_share):
-        if len(figures) not in (0, len(message.drafters)) or not all(map(is_figure, figures)):
-            raise ProtocolError("drafters with figures that are none, or too many")
+def info_of(link: Link, message: Serving) -> ServingInfo:
+    """What a peer says that it serves, as a record."""
     return ServingInfo(
         id=link.id,
         name=clipped(link.name, NAME_CHARS),
@@ -150,10 +127,10 @@ def serving_untrusted(link: Link, message: Serving) -> ServingInfo:
         tokenizer=message.tokenizer,
         http=clipped(message.http, HTTP_BYTES),
         sessions=message.sessions,
-        stats={name: float(value) for name, value in message.stats.items()},
+        stats=dict(message.stats),
         drafters=list(message.drafters),
-        drafter_alpha=list(map(float, message.drafter_alpha)),
-        drafter_latency_ms=list(map(float, message.drafter_latency_ms)),
-        drafter_share=list(map(float, message.drafter_share)),
+        drafter_alpha=list(message.drafter_alpha),
+        drafter_latency_ms=list(message.drafter_latency_ms),
+        drafter_share=list(message.drafter_share),
         weights=message.weights,
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -12,6 +14,7 @@ import msgpack
 from hypothesis import strategies as st
 
 from wire.codec import MAX_HANDSHAKE_ITEMS, MAX_LIST_ITEMS, MAX_MAP_ITEMS
+from wire.schema import Bound, arms_of
 
 WHOLE = st.integers(-(2**63), 2**64 - 1) | st.sampled_from([0, 1, -1, 65535, 65536, 2**31, 2**53, 2**63, 2**64 - 1])
 REAL = st.floats() | st.sampled_from([0.0, 1.0, -0.0, 1e308, 5e-324])
@@ -93,26 +96,50 @@ _BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
 }
 
 
-def of(hint: Any) -> st.SearchStrategy[Any]:
-    """Values of an annotation."""
-    if hint in _BY_TYPE:
-        return _BY_TYPE[hint]
-    if isinstance(hint, types.UnionType):
-        return st.one_of([of(arm) for arm in typing.get_args(hint)])
-    if dataclasses.is_dataclass(hint):
-        return made(hint)
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is list:
-        return st.lists(of(args[0]), max_size=3)
-    assert origin is dict, hint
-    return st.dictionaries(TEXT, of(args[1]), max_size=4)
+def of(hint: Any, *, valid: bool = False) -> st.SearchStrategy[Any]:
+    """Values of an annotation; where it has a bound nearly always within it, and always where ``valid``."""
+    return st.one_of([_of_arm(arm, bound, valid) for arm, bound in arms_of(hint)])
 
 
-def made(kind: Any, **likely: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Instances of a dataclass; ``likely`` are values for some fields, which are drawn nearly always."""
-    known = typing.get_type_hints(kind)
+def _of_arm(arm: Any, bound: Bound | None, valid: bool) -> st.SearchStrategy[Any]:
+    if arm in _BY_TYPE:
+        if bound is None:
+            return _BY_TYPE[arm]
+        return _within(arm, bound) if valid else mostly(_within(arm, bound), _BY_TYPE[arm])
+    if dataclasses.is_dataclass(arm):
+        return made(arm, valid=valid)
+    origin, args = typing.get_origin(arm), typing.get_args(arm)
+    items = [of(item, valid=valid) for item in args]
+    make: Any = st.lists if origin is list else st.dictionaries
+    few = make(*items, max_size=3)
+    return (
+        few
+        if valid or bound is None or math.isinf(bound.most)
+        else mostly(few, make(*items, max_size=int(bound.most) + 1))
+    )
+
+
+def _within(arm: Any, bound: Bound) -> st.SearchStrategy[Any]:
+    if bound.one_of:
+        return st.sampled_from(bound.one_of)
+    if bound.pattern:
+        return st.from_regex(re.compile(bound.pattern, re.ASCII), fullmatch=True)
+    least, most = max(bound.least, -(2.0**53)), min(bound.most, 2.0**53)
+    if arm is int:
+        return st.integers(int(least), min(int(most), int(least) + 9)) | st.integers(int(least), int(most))
+    if arm is float:
+        return st.floats(least, most)
+    text = st.text if arm is str else st.binary
+    return text(min_size=int(max(least, 0)), max_size=int(min(most, max(least, 0) + 20)))
+
+
+def made(kind: Any, *, valid: bool = False, **likely: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Instances of a dataclass; ``likely`` are values for some fields, which are drawn nearly always, as bounds are
+    kept; always where ``valid``."""
+    known = typing.get_type_hints(kind, include_extras=True)
     hints = {item.name: known[item.name] for item in dataclasses.fields(kind)}
-    values = {name: mostly(likely[name], of(hint)) if name in likely else of(hint) for name, hint in hints.items()}
+    values = {name: of(hint, valid=valid) for name, hint in hints.items()}
+    values |= {name: value if valid else mostly(value, values[name]) for name, value in likely.items()}
     return st.builds(kind, **values)
 
 
@@ -121,30 +148,36 @@ def mostly(likely: st.SearchStrategy[Any], odd: st.SearchStrategy[Any]) -> st.Se
     return st.integers(0, 11).flatmap(lambda dice: likely if dice else odd)
 
 
-def conforms(value: Any, hint: Any, *, whole: bool = False) -> bool:
-    """Whether a value has its annotation's type, all the way down. Written apart from the parsers that it judges.
-
-    Args:
-        whole: an int will do where a float is annotated.
-    """
+def conforms(value: Any, hint: Any) -> bool:
+    """Whether a value has its annotation's type and bound, all the way down. Written apart from what it judges."""
     if hint is Any:
         return conforms(value, list[Any] | dict[str, Any] | str | int | float | bool | None)
-    if isinstance(hint, types.UnionType):
-        return any(conforms(value, arm, whole=whole) for arm in typing.get_args(hint))
-    if dataclasses.is_dataclass(hint):
-        assert isinstance(hint, type)
-        hints = typing.get_type_hints(hint)
-        return type(value) is hint and all(
-            conforms(getattr(value, item.name), hints[item.name], whole=whole) for item in dataclasses.fields(hint)
-        )
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    return any(_conforms(value, arm) and _is_within(value, bound) for arm, bound in arms_of(hint))
+
+
+def _is_within(value: Any, bound: Bound | None) -> bool:
+    if bound is None:
+        return True
+    if bound.one_of or bound.pattern:
+        return value in bound.one_of or re.fullmatch(bound.pattern, value) is not None
+    number = value if isinstance(value, int | float) else len(value)
+    return math.isfinite(number) and bound.least <= number <= bound.most
+
+
+def _conforms(value: Any, arm: Any) -> bool:
+    if dataclasses.is_dataclass(arm):
+        assert isinstance(arm, type)
+        hints = typing.get_type_hints(arm, include_extras=True)
+        fields = dataclasses.fields(arm)
+        return type(value) is arm and all(conforms(getattr(value, item.name), hints[item.name]) for item in fields)
+    origin, args = typing.get_origin(arm), typing.get_args(arm)
     if origin is list:
-        return type(value) is list and all(conforms(each, args[0], whole=whole) for each in value)
+        return type(value) is list and all(conforms(each, args[0]) for each in value)
     if origin is dict:
         return type(value) is dict and all(
-            type(key) is args[0] and conforms(each, args[1], whole=whole) for key, each in value.items()
+            conforms(key, args[0]) and conforms(each, args[1]) for key, each in value.items()
         )
-    return type(value) is hint or (whole and hint is float and type(value) is int)
+    return type(value) is arm
 
 
 # ----------------------------------------------------------------------------------------------------------- msgpack

@@ -15,7 +15,6 @@ grants                 ``granted_untrusted``, a renewal's answer
 views, tokens          ``View.from_message_untrusted``, ``Token.decode_untrusted``
 codecs                 ``decode`` and ``decode_add`` of each codec
 links                  ``targets_untrusted``, ``measured_untrusted``
-parts-held             ``held_untrusted``
 model-shapes           ``shape_untrusted``: the model of a job that is to be made
 chain-figures          ``figures_untrusted``: what the stages of a chain hand on
 stages                 the stage that a request to a worker is about

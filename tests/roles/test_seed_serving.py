@@ -16,7 +16,7 @@ from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused
 from roles.in_process import HOST, Cluster
 from roles.seed.peers import Link
 from roles.seed.planning import planned
-from roles.seed.serving import MAX_STATS, Services, serving_untrusted
+from roles.seed.serving import Services, info_of
 from tests.roles.test_planned import PROFILE, SHAPE
 from wire.chain_messages import PartsHeld
 from wire.connection import Connection
@@ -24,6 +24,7 @@ from wire.handshake import RefusalCode, dial, local_hello, local_welcome, serve
 from wire.job_messages import CheckpointSaved, LedgerRows, Report, StepMetrics
 from wire.messages import EventNotice, Hello, Message, Welcome
 from wire.records import ServingInfo
+from wire.schema import instance_untrusted
 from wire.speculation_messages import MAX_DRAFTERS, DraftersHere, Serving
 
 DEADLINE_S = 10.0
@@ -55,7 +56,7 @@ def link(peer_id: str, role: str, host: str = "10.0.0.1") -> tuple[Link, Sent]:
 def test_what_is_served_is_kept_as_it_was_told() -> None:
     made = Serving("big", 50257, 1024, "ab12", "10.0.0.1:8000", 3, {"alpha": 0.5, "tokens_per_s": 3}, ["d1", "d2"],
                    [0.5, -1], [10, 20], [1, 0])  # fmt: skip
-    info = serving_untrusted(link("v1", "verifier")[0], made)
+    info = info_of(link("v1", "verifier")[0], made)
     assert info == ServingInfo(
         "v1", "name-v1", "verifier", "10.0.0.1", 7000, "big", 50257, 1024, "ab12", "10.0.0.1:8000", 3,
         {"alpha": 0.5, "tokens_per_s": 3.0}, ["d1", "d2"], [0.5, -1.0], [10.0, 20.0], [1.0, 0.0],
@@ -83,7 +84,7 @@ def test_what_is_served_is_kept_as_it_was_told() -> None:
         {"stats": {"": 1.0}},
         {"stats": {"Alpha": 1.0}},
         {"stats": {"a" * 41: 1.0}},
-        {"stats": {f"x{index}": 1.0 for index in range(MAX_STATS + 1)}},
+        {"stats": {f"x{index}": 1.0 for index in range(65)}},
         {"drafters": ["no id"]},
         {"drafters": [f"d{index}" for index in range(MAX_DRAFTERS + 1)]},
         {"drafters": ["d1"], "drafter_alpha": [0.5, 0.5]},
@@ -93,11 +94,11 @@ def test_what_is_served_is_kept_as_it_was_told() -> None:
 )
 def test_what_cannot_be_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError):
-        serving_untrusted(link("v1", "verifier")[0], dataclasses.replace(SERVING, **changes))
+        instance_untrusted(Serving, dataclasses.asdict(SERVING) | changes)
 
 
 def test_texts_are_clipped() -> None:
-    info = serving_untrusted(link("v1", "verifier")[0], dataclasses.replace(SERVING, model="m\n" * 99, http="h" * 999))
+    info = info_of(link("v1", "verifier")[0], dataclasses.replace(SERVING, model="m\n" * 99, http="h" * 999))
     assert info.model.isprintable()
     assert (len(info.model.encode()), len(info.http)) == (64, 253)
 

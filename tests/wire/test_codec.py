@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
-import types
-import typing
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,8 +14,8 @@ from hypothesis import strategies as st
 
 import wire
 from p2ptrain.core.errors import ProtocolError
+from tests.fuzz.strategies import made
 from wire.codec import (
-    MAX_DEPTH,
     MAX_HANDSHAKE_ITEMS,
     MAX_LIST_ITEMS,
     MAX_MAP_ITEMS,
@@ -29,57 +26,23 @@ from wire.codec import (
 from wire.heal_messages import BlobRecord, HealOffer
 from wire.job_messages import CheckpointSaved, LedgerRow, LedgerRows, StepMetrics
 from wire.messages import BULK_KIND, PROTOCOL_VERSION, Heartbeat, Hello, Message, Refuse, Request, Update, Welcome
+from wire.schema import MAX_DEPTH
 from wire.speculation_messages import Drafts
 
-TEXT = st.text(max_size=12)
-FLOATS = st.floats(allow_nan=False)
-INTS = st.integers(-(2**63), 2**64 - 1)
-JSON = st.recursive(
-    st.none() | st.booleans() | INTS | FLOATS | TEXT,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
-    max_leaves=8,
-).filter(lambda value: depth(value) <= MAX_DEPTH)
-SCALARS = {
-    int: INTS,
-    float: FLOATS,
-    str: TEXT,
-    bool: st.booleans(),
-    bytes: st.binary(max_size=20),
-    types.NoneType: st.none(),
-}
+
+def sendable(message: Message) -> bool:
+    try:
+        return bool(encode(message))
+    except (ValueError, TypeError):
+        return False
 
 
-def depth(value: Any) -> int:
-    if isinstance(value, dict):
-        value = list(value.values())
-    return 1 + max(map(depth, value), default=0) if isinstance(value, list) else 0
-
-
-def values(hint: Any) -> st.SearchStrategy[Any]:
-    """Values of an annotation."""
-    if hint is Any:
-        return JSON
-    if dataclasses.is_dataclass(hint):
-        return instances(hint)
-    args = typing.get_args(hint)
-    if isinstance(hint, types.UnionType):
-        return st.one_of([values(arm) for arm in args])
-    if typing.get_origin(hint) is list:
-        return st.lists(values(args[0]), max_size=3)
-    if typing.get_origin(hint) is dict:
-        return st.dictionaries(TEXT, values(args[1]), max_size=3)
-    return SCALARS[hint]
-
-
-def instances(cls: type) -> st.SearchStrategy[Any]:
-    hints = typing.get_type_hints(cls)
-    fields = {item.name: values(hints[item.name]) for item in dataclasses.fields(cls)}
-    if cls in (Hello, Welcome):
-        fields["version"] = st.just(PROTOCOL_VERSION)
-    return st.builds(cls, **fields)
-
-
-MESSAGES = st.one_of([instances(cls) for cls in MESSAGE_TYPES.values()])
+MESSAGES = st.one_of(
+    [
+        made(cls, valid=True, version=st.just(PROTOCOL_VERSION)) if cls in (Hello, Welcome) else made(cls, valid=True)
+        for cls in MESSAGE_TYPES.values()
+    ]
+).filter(sendable)
 
 
 def same(left: Any, right: Any) -> bool:
