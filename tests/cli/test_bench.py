@@ -19,8 +19,6 @@ from p2ptrain.cli.bench import plan
 from p2ptrain.cli.bench.allreduce import GLOO, LIMIT, PLAIN, RING, AllReduce, Plan, Sized
 from p2ptrain.cli.bench.conduct import Ring
 from p2ptrain.cli.bench.drawing import FILLS, MARK, Bar, Line, Point, bars, chart_svg
-from p2ptrain.cli.bench.heal import Heal, Heals, inside_of, pinned
-from p2ptrain.cli.bench.heal import Plan as HealPlan
 from p2ptrain.cli.bench.machine import origin
 from p2ptrain.cli.bench.plan import Samples
 from p2ptrain.cli.bench.report import Targets, human_duration, human_rate, human_size, human_spread, publish
@@ -28,10 +26,8 @@ from p2ptrain.cli.bench.secure import contexts_of, make_credentials
 from p2ptrain.cli.bench.sockets import SocketRing, Traffic
 from p2ptrain.cli.bench.step import DDP, USUAL, Steps, Trained
 from p2ptrain.cli.bench.step import Plan as StepPlan
-from p2ptrain.cli.bench.trial import adapted
 from p2ptrain.core.errors import ConnectionLost, JobFailed, ResourceError, UserError
 from ring import dtypes, session
-from wire.records import MetricRow
 
 Command = Callable[..., Any]
 
@@ -346,68 +342,6 @@ def test_what_exact_sums_cost_is_told_beside_the_usual_mode() -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------------------------- healing
-
-
-def row(step: int, wall: float, generation: int, step_ms: float | None = 500.0) -> MetricRow:
-    return MetricRow("j", step, wall, step_ms=step_ms, generation=generation)
-
-
-def test_steps_inside_lie_between_the_beginning_of_a_fetch_and_the_view_that_lets_the_newcomer_in() -> None:
-    rows = [row(1, 10.0, 1), row(2, 10.5, 1, 510.0), row(3, 11.1, 1, 600.0), row(4, 11.2, 1, None), row(5, 12.0, 2)]
-    inside, pause_s = inside_of(rows, 10.2, 2)
-    assert inside == [0.51, 0.6]
-    assert pause_s == pytest.approx(0.8)
-    assert inside_of(rows, 11.5, 2)[0] == []
-    assert inside_of(rows[:4], 10.2, 2)[1] == 0.0, "no step with it yet"
-
-
-def test_each_has_cores_of_its_own_or_nobody_has() -> None:
-    some = pinned([4, 0, 2, 6], 1, 2)
-    assert (some.members, some.rest) == ((frozenset({0, 2}),), frozenset({4, 6}))
-    assert "member 1: 0 2; the newcomer, the seed and this command: 4 6" in some.described
-    assert pinned([0, 1], 1, 1).rest == {1}
-    for crowded in (pinned([0, 1], 2, 1), pinned([0], 1, 1), pinned([], 1, 1)):
-        assert not crowded.members
-        assert "nothing is pinned" in crowded.described
-
-
-def heals(*inside_s: float, beside: bool = True) -> Heals:
-    profile = adapted("tiny", [], {}, {"job.workers": 1, "device.threads": 1})
-    work = Heals(HealPlan("tiny", profile, len(inside_s), 2))
-    work.heals = [Heal([1.0, 1.0], [seconds] * 2, [1.0, 1.0], 40 << 20, 0.5, 0.2, beside) for seconds in inside_s]
-    return work
-
-
-def test_what_healing_adds_is_the_middle_heal_and_every_step_tells_beside_it() -> None:
-    work = heals(1.02, 1.04, 1.9)
-    assert work.added == pytest.approx(0.04)
-    assert work.added_mean == pytest.approx(0.32)
-    found = work.report(origin(), complete=True)
-    assert found.results["held"]
-    assert "takes +4.0% (median of 3 heals, p10-p90 +2.4% to +72.8%; by the mean of all steps +32" in found.notes[0]
-    assert "within the 5% that it may" in found.notes[1]
-    assert len(found.results["outside"]["seconds"]) == 8, "what lies between two heals counts once"
-    assert {sample["where"] for sample in found.samples} == {"before", "inside", "after"}
-    assert heals(1.06).report(origin(), complete=True).results["held"] is False
-
-
-def test_a_machine_on_which_steps_change_by_themselves_gives_no_verdict() -> None:
-    work = heals(1.02, 1.02, 1.02)
-    for heal in work.heals[:2]:
-        heal.after = [1.5, 1.5]
-    found = work.report(origin(), complete=True)
-    assert (found.results["held"], found.results["noise"]) == (None, 0.5)
-    assert "cannot be told here" in found.notes[1]
-
-
-def test_who_healed_within_the_ring_is_told_and_not_counted() -> None:
-    work = heals(1.5, beside=False)
-    found = work.report(origin(), complete=True)
-    assert (work.added, found.results["held"]) == (None, None)
-    assert "1 did not get level beside the ring" in found.notes[0]
-
-
 # --------------------------------------------------------------------------------------------- what a person touches
 
 
@@ -427,9 +361,6 @@ def test_who_healed_within_the_ring_is_told_and_not_counted() -> None:
         (("allreduce", "--csv", "/nowhere/a.csv"), "no place for a file"),
         (("step", "--workers", "9"), "9 workers cannot share the 8 micro-batches"),
         (("step", "--profile", "none-such"), "none-such"),
-        (("codecs", "--members", "2,x"), "no list of numbers"),
-        (("heal", "--members", "16", "--set", "batch.micro_batches=16"), "too few for 16 members and a newcomer"),
-        (("heal", "--json", "/nowhere/a.json"), "no place for a file"),
     ],
 )
 def test_a_bad_argument_is_refused_before_anything_starts(
@@ -445,10 +376,3 @@ def test_memory_that_is_not_there(command: Command) -> None:
     outcome = command("bench", "allreduce", "--sizes", "4K,900G")
     assert outcome.code == ResourceError.exit_code
     assert re.search(r"2 peers with tensors of 921,600 MiB need [\d.]+ GiB, [\d.]+ GiB are free", outcome.err)
-
-
-def test_codecs(command: Command) -> None:
-    outcome = command("bench", "codecs", "--numel", "4096", "--rounds", "2", "--members", "2", "--json", "-")
-    found = outcome.json["results"]
-    assert {row["codec"] for row in found["errors"]} == {row["codec"] for row in found["speeds"]}
-    assert all(row["encode"] > 0 for row in found["speeds"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -24,92 +23,11 @@ from p2ptrain.cli.bench.save import (
     overlaps,
     settings_for,
 )
-from p2ptrain.cli.bench.slowing import PERIOD_S, DutyCycle
 from p2ptrain.cli.bench.trial import adapted
-from p2ptrain.cli.bench.uneven import ALONE, BOTH, Compared, Trained, Uneven
-from p2ptrain.cli.bench.uneven import Plan as UnevenPlan
 from p2ptrain.core.errors import ResourceError
 from wire.records import CheckpointInfo, MetricRow
 
 Command = Callable[..., Any]
-
-# ------------------------------------------------------------------------------------------------------------ slowing
-
-
-@pytest.mark.parametrize("factor", [1.5, 4.0, 10.0])
-def test_however_late_it_is_woken_the_slow_one_runs_its_part_of_the_time(factor: float) -> None:
-    lateness, duty = random.Random(5), DutyCycle(factor)
-    for _ in range(2000):
-        duty.ran_s += duty.run_s + lateness.expovariate(1 / 0.003)
-        duty.stood_s += duty.rest_s + lateness.expovariate(1 / 0.003)
-    assert duty.made == pytest.approx(factor, rel=0.01)
-
-
-def test_a_long_stop_is_made_up_for() -> None:
-    duty = DutyCycle(4.0)
-    assert duty.run_s == PERIOD_S / 4
-    assert duty.made == 1.0
-    duty.ran_s, duty.stood_s = 1.0, 3.0
-    assert (duty.run_s, duty.rest_s) == (pytest.approx(PERIOD_S / 4), 0.0)
-    duty.stood_s = 5.0
-    assert (duty.run_s, duty.rest_s) == (pytest.approx((2.0 + PERIOD_S) / 4), 0.0)
-    duty.ran_s += 1.0
-    assert duty.rest_s == pytest.approx(1.0)
-
-
-# ------------------------------------------------------------------------------------------------------------- uneven
-
-
-def uneven(*, exact: bool = False, rounds: int = 2) -> Uneven:
-    """Steps of 1 s alone, and of 0.8 s together; the second round's are twice as long."""
-    profile = adapted("tiny", [f"job.exact={str(exact).lower()}"], {"batch.micro_batches": 16}, {"device.threads": 1})
-    made = Uneven(UnevenPlan("tiny", profile, 4.0, 2, rounds))
-    for number in range(1, rounds + 1):
-        made.trained[ALONE].append(Trained([1.0 * number] * 2, [5.0, 4.0, 3.0], [(16,)] * 2))
-        made.trained[BOTH].append(Trained([0.8 * number] * 2, [5.0, 4.0, 3.0], [(12, 4), (13, 3)], 4.01))
-    return made
-
-
-def test_both_are_compared_round_by_round() -> None:
-    work = uneven()
-    assert work.ratios == pytest.approx([1.25, 1.25]), "a slow machine slows both"
-    assert work.tokens_per_s(ALONE) == pytest.approx(0.75 * 16 * 4 * 128)
-    assert work.shares() == {(12, 4): 2, (13, 3): 2}
-    report = work.report(origin(), complete=True)
-    found = json.loads(json.dumps(report.to_json()))["results"]
-    assert found["both_to_alone"] == pytest.approx(1.25)
-    assert found["ideal"] == 1.25
-    assert found["beaten"] is True
-    assert found["losses"] == {"steps": 6, "bit_equal": 6, "largest_relative_difference": 0.0}
-    assert len(report.samples) == 8
-    assert len({tuple(sample) for sample in report.samples}) == 1
-
-
-def test_not_enough_is_told_as_such() -> None:
-    work = uneven()
-    work.trained[BOTH] = [Trained([0.9, 0.9], [5.0], [(12, 4)] * 2)]
-    report = work.report(origin(), complete=False)
-    assert report.results["beaten"] is False
-    assert "to beat 1.15: not beaten" in " ".join(report.notes)
-
-
-def test_a_run_that_was_cut_off_has_a_report() -> None:
-    work = uneven(rounds=0)
-    report = work.report(origin(), complete=False)
-    assert report.results["both_to_alone"] is None
-    assert report.results["beaten"] is None
-    assert json.loads(json.dumps(report.to_json()))["complete"] is False
-
-
-def test_exact_sums_must_give_equal_losses_and_others_need_not() -> None:
-    assert Compared.of([([2.0, 1.0, 9.0], [2.0, 1.5])]) == Compared(2, 1, pytest.approx(1 / 3))
-    assert Compared.of([]) == Compared(0, 0, 0.0)
-    assert uneven(exact=True).wrong == ""
-    for exact in (True, False):
-        work = uneven(exact=exact)
-        work.trained[BOTH][0].losses[1] += 1e-12
-        assert work.losses.equal == 5
-        assert work.wrong == ("exact sums, and 1 of 6 losses differ" if exact else "")
 
 
 # --------------------------------------------------------------------------------------------------------------- save
@@ -220,10 +138,6 @@ def test_a_person_may_change_what_a_measurement_wants_and_not_what_it_must_have(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("uneven", "--slower", "0.5"), "Invalid value"),
-        (("uneven", "--steps", "0"), "Invalid value"),
-        (("uneven", "--set", "batch.micro_batches=1"), "batch.micro_batches"),
-        (("uneven", "--json", "/nowhere/a.json"), "no place for a file"),
         (("save", "--size", "much"), "is no size"),
         (("save", "--state", "/nowhere/at/all"), "is no directory"),
         (("save", "--size", "1M", "--set", "no.such=1"), "no.such"),

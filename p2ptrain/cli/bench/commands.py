@@ -8,9 +8,7 @@ from typing import Annotated
 
 import typer
 
-from p2ptrain.cli.bench.chain_command import chain
-from p2ptrain.cli.bench.options import CsvTo, JsonTo, PlotTo, carry_out, checked, leave, publish
-from p2ptrain.cli.bench.speculate_command import speculate
+from p2ptrain.cli.bench.options import CsvTo, JsonTo, PlotTo, carry_out, checked, leave
 from p2ptrain.cli.lazy import new_typer
 from p2ptrain.cli.runtime import ProfileOption, SetOption, run
 from p2ptrain.core.errors import UserError
@@ -19,10 +17,7 @@ app = new_typer(
     help="Measure this machine: the ring, training steps, pipelines, links and codecs, each beside what it must beat."
 )
 
-EXIT_WRONG = 1
 ENDLESS_STEPS = 1_000_000  # it trains until enough was seen
-FINE_MICRO_BATCHES = 64
-"""So that shares of whole ones follow speeds: of 16, one is a third of what a worker 4 times slower takes."""
 SIZES = "4K,64K,1M,16M,64M,256M"
 LINK_SIZES = "64K,1M,4M"
 """Over an emulated link: the largest one takes half a second at 100 Mbit/s."""
@@ -156,52 +151,6 @@ def step(
 
 
 @app.command()
-def heal(
-    members: Annotated[
-        int, typer.Option("--members", "-n", metavar="N", min=1, max=16, help="Of the ring that gives.")
-    ] = 1,
-    heals: Annotated[int, typer.Option("--heals", metavar="N", min=1, max=1000, help="Newcomers, in turn.")] = 10,
-    quiet: Annotated[
-        int, typer.Option("--quiet", metavar="N", min=8, max=10_000, help="Steps between two of them, to compare with.")
-    ] = 16,
-    profile: ProfileOption = "tiny",
-    threads: Annotated[
-        int, typer.Option("--threads", metavar="N", min=1, max=1024, help="CPU threads of each worker.")
-    ] = 1,
-    sets: SetOption = [],  # noqa: B006 - Typer copies it
-    json_to: JsonTo = "",
-    csv_to: CsvTo = "",
-) -> None:
-    """Members' steps while a newcomer heals.
-
-    A newcomer with an empty directory joins a running ring and leaves again; so several times. The members' steps
-    while it fetches the state beside them are compared with those before and after. Where there are cores enough, the
-    newcomer is kept off the members' own. With the profile tiny the model is made larger: its state is soon fetched.
-
-    \b
-    Examples:
-      p2ptrain bench heal
-      p2ptrain bench heal --heals 30 --json heal.json
-      p2ptrain bench heal --profile small --members 3
-    """
-    from p2ptrain.cli.bench.heal import TINY, Heals, Plan
-    from p2ptrain.cli.bench.trial import adapted, conduct
-
-    targets = checked(json_to, csv_to)
-    wanted = {"checkpoint.every": 0, "validation.every": 0} | (TINY if profile == "tiny" else {})
-    must = {"job.workers": members, "job.steps": ENDLESS_STEPS, "device.threads": threads}
-    loaded = adapted(profile, sets, wanted, must)
-    micro_batches = loaded.batch.micro_batches
-    if micro_batches <= members:
-        raise UserError(
-            f"{micro_batches} micro-batches are too few for {members} members and a newcomer",
-            remedy=f"give --members {micro_batches - 1} or less, or --set batch.micro_batches={members + 1}",
-        )
-    work = Heals(Plan(Path(profile).stem, loaded, heals, quiet))
-    leave(carry_out(work, conduct(work.measure), targets))
-
-
-@app.command()
 def link(
     rounds: Annotated[
         int, typer.Option("--rounds", metavar="N", min=0, max=10_000, help="Of each buffer; 0: as the time allows.")
@@ -224,91 +173,6 @@ def link(
     targets = checked(json_to, csv_to, plot_to)
     work = Link(Plan(rounds))
     leave(carry_out(work, conduct(MEMBERS, 1, work.measure), targets))
-
-
-@app.command()
-def codecs(
-    members: Annotated[str, typer.Option("--members", metavar="LIST", help="Sizes of the rings.")] = "2,8",
-    numel: Annotated[
-        int, typer.Option("--numel", metavar="N", min=1024, max=1 << 26, help="Elements of a gradient.")
-    ] = 1 << 18,
-    rounds: Annotated[
-        int, typer.Option("--rounds", metavar="N", min=2, max=1000, help="Over which error feedback is averaged.")
-    ] = 50,
-    sub_chunk: Annotated[
-        str, typer.Option("--sub-chunk", metavar="SIZE", help="Bytes of float32 that speeds are measured on.")
-    ] = "256K",
-    json_to: JsonTo = "",
-    csv_to: CsvTo = "",
-    plot_to: PlotTo = "",
-) -> None:
-    """What each codec loses and saves, and its speed.
-
-    Errors of an all-reduce of random gradients, with error feedback and without, against float64.
-
-    \b
-    Example:
-      p2ptrain bench codecs --members 2,4,8 --numel 1048576
-    """
-    from p2ptrain.cli.bench import plan
-    from p2ptrain.cli.bench.codecs import Codecs, Plan
-    from p2ptrain.cli.bench.machine import available_bytes
-    from p2ptrain.cli.console import Console
-
-    targets = checked(json_to, csv_to, plot_to)
-    counts = plan.counts_of(members)
-    plan.check_fits(f"gradients of {counts[-1]} members", counts[-1] * numel * plan.ERROR_BYTES, available_bytes())
-    console = Console()
-    work = Codecs(Plan(counts, numel, rounds, plan.sub_chunk_of(sub_chunk)))
-    complete = True
-    try:
-        work.measure(console.progress)
-    except KeyboardInterrupt:
-        complete = False
-    finally:
-        console.finish()
-    publish(work, targets, complete=complete)
-    leave(complete)
-
-
-@app.command()
-def uneven(
-    profile: ProfileOption = "tiny",
-    slower: Annotated[
-        float, typer.Option("--slower", metavar="FACTOR", min=1, max=1000, help="How many times slower one is.")
-    ] = 4.0,
-    steps: Annotated[
-        int, typer.Option("--steps", metavar="N", min=1, max=100_000, help="Measured steps of each, in each round.")
-    ] = 20,
-    rounds: Annotated[
-        int, typer.Option("--rounds", metavar="N", min=1, max=100, help="How often both are measured, in turn.")
-    ] = 2,
-    sets: SetOption = [],  # noqa: B006 - Typer copies it
-    json_to: JsonTo = "",
-    csv_to: CsvTo = "",
-) -> None:
-    """Two workers, one of them slow, beside the fast one alone.
-
-    The slow one is stopped and goes on again 50 times a second. Shares of the batch follow speed, so both together
-    should be 1 + 1/factor times as fast. Each is a cluster of real processes, started anew in each round, in turn; the
-    losses of equal steps are compared. Leaves with 1 where job.exact=true and they differ.
-
-    \b
-    Examples:
-      p2ptrain bench uneven
-      p2ptrain bench uneven --slower 2 --set job.exact=true --json uneven.json
-    """
-    from p2ptrain.cli.bench.trial import adapted, conduct
-    from p2ptrain.cli.bench.uneven import Plan, Uneven
-
-    targets = checked(json_to, csv_to)
-    _check_signals()
-    wanted = {"batch.micro_batches": FINE_MICRO_BATCHES, "device.threads": 1, "validation.every": 0}
-    loaded = adapted(profile, sets, wanted, {"job.workers": 2, "checkpoint.every": 0})
-    work = Uneven(Plan(Path(profile).stem, loaded, slower, steps, rounds))
-    leave(carry_out(work, conduct(work.measure), targets))
-    if work.wrong:
-        raise typer.Exit(EXIT_WRONG)
 
 
 @app.command()
@@ -420,22 +284,6 @@ def pipeline(
     leave(carry_out(work, conduct(stages, 1, work.measure), targets))
 
 
-app.command()(chain)
-app.command()(speculate)
-
-
-@app.command(hidden=True)
-def slow(
-    pid: int,
-    factor: float,
-    with_parent: Annotated[bool, typer.Option("--with-parent")] = False,
-) -> None:
-    """Make a process slower, until standard input is closed."""
-    from p2ptrain.cli.bench.slowing import slow as slow_down
-
-    slow_down(pid, factor)
-
-
 @app.command(hidden=True)
 def member(
     rank: int,
@@ -459,8 +307,3 @@ def _check_codec(name: str) -> None:
     from ring.codecs import codec_named
 
     codec_named(name)
-
-
-def _check_signals() -> None:
-    if os.name != "posix":
-        raise UserError("this system cannot stop a process and let it go on", remedy="measure on Linux or macOS")

@@ -36,7 +36,6 @@ from wire.transport import TcpNetwork
 
 if TYPE_CHECKING:
     from p2ptrain.cli.bench.piped import Piped
-    from p2ptrain.cli.bench.sides import Side
     from p2ptrain.cli.bench.training import Training
     from p2ptrain.compute.rivals import GlooGroup
 
@@ -89,7 +88,6 @@ class Member:
         self._piece_bytes = 0
         self._training: Training | None = None
         self._piped: Piped | None = None
-        self._side: Side | None = None
         self._orders: dict[str, Callable[..., Awaitable[Answer]]] = {
             "start": self.start,
             "listen": self.listen,
@@ -109,9 +107,6 @@ class Member:
             "form a chain": self.form_a_chain,
             "run a step": self.run_a_step,
             "leave the chain": self.leave_the_chain,
-            "make a model": self.make_a_model,
-            "generate": self.generate,
-            "speculate": self.speculate,
         }
 
     async def carry_out(self, order: dict[str, Any]) -> Answer:
@@ -339,24 +334,7 @@ class Member:
 
     # ------------------------------------------------------------------------------------------------- the whole model
 
-    async def make_a_model(self, *, directory: str, layers: int, width: int, vocab: int, context: int) -> Answer:
-        from p2ptrain.cli.bench import whole
-
-        return await whole.make(directory, layers=layers, width=width, vocab=vocab, context=context)
-
-    async def generate(self, *, directory: str, ids: list[int], tokens: int, sampling: dict[str, Any]) -> Answer:
-        from p2ptrain.cli.bench import whole
-
-        return await whole.generate(directory, ids=ids, tokens=tokens, sampling=sampling)
-
     # ------------------------------------------------------------------------------------------- speculative decoding
-
-    async def speculate(self, *, part: str, **arguments: Any) -> Answer:
-        from p2ptrain.cli.bench.place import this_process
-        from p2ptrain.cli.bench.sides import Side
-
-        self._side = self._side or Side(self.rank, this_process())
-        return await self._side.carry_out(part, arguments)
 
 
 def _tile(rank: int, dtype: str, storage: np.dtype[Any]) -> npt.NDArray[Any]:

@@ -11,7 +11,6 @@ from typing import Any
 
 from p2ptrain.cli.sizes import size_of
 from p2ptrain.core.errors import ResourceError, UserError
-from roles.speculation.policy import MOST_DRAFTS
 
 MAX_PEERS = 16
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1}
@@ -22,8 +21,6 @@ MEMBER_BYTES = 400 << 20
 COPIES = 3
 """Tensors of the size in a member: its own, and what Gloo keeps beside it while it reduces (two, measured)."""
 
-ERROR_BYTES = 4 + 4 + 16
-"""Of an element of each member while codecs' errors are computed: its gradient, its residual, and what numpy keeps."""
 
 SAMPLE_S = 0.005
 """A sample is at least so long: shorter operations are repeated in it, for the clock and the barrier cost some µs."""
@@ -37,7 +34,6 @@ MIN_SUB_CHUNK_BYTES = 1 << 10
 MAX_SUB_CHUNK_BYTES = 64 << 20  # that of ring.session
 
 _MILLISECONDS = re.compile(r"\d{1,4}(?:\.\d{1,3})?", re.ASCII)
-_SHARE = re.compile(r"[01](\.[0-9]{0,4})?|\.[0-9]{1,4}")
 
 
 def peer_id(rank: int) -> str:
@@ -79,42 +75,10 @@ def milliseconds_of(text: str) -> list[float]:
     return sorted({float(part) for part in parts})
 
 
-def shares_of(text: str) -> list[float]:
-    """The numbers from 0 to 1 in a comma-separated list, ascending, each once. Raises ``UserError``."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts or not all(_SHARE.fullmatch(part) and float(part) <= 1 for part in parts):
-        raise UserError(f"{text!r} is no list of numbers from 0 to 1", remedy="such as --alpha .6,.8,.95")
-    return sorted({float(part) for part in parts})
-
-
-def depths_of(text: str) -> list[int]:
-    """The numbers of drafts in a comma-separated list, ascending, each once, then 0 for ``auto``. Raises
-    ``UserError``."""
-    parts = [part.strip().lower() for part in text.split(",") if part.strip()]
-    numbers = {int(part[:4]) for part in parts if part.isdecimal()}
-    wrong = [part for part in parts if part != "auto" and not part.isdecimal()]
-    if not parts or wrong or not all(1 <= number <= MOST_DRAFTS for number in numbers):
-        raise UserError(
-            f"{text!r} is no list of depths from 1 to {MOST_DRAFTS}, or auto", remedy="such as --depth 1,2,4,8,16,auto"
-        )
-    return sorted(numbers) + [0] * ("auto" in parts)
-
-
 def check_peers(peers: int, what: str = "peers") -> None:
     """Raises ``UserError``."""
     if not 2 <= peers <= MAX_PEERS:
         raise UserError(f"{peers} {what}: this compares rings of 2 to {MAX_PEERS}", remedy=f"give 2 to {MAX_PEERS}")
-
-
-def counts_of(text: str) -> list[int]:
-    """The ring sizes in a comma-separated list, ascending, each once. Raises ``UserError``."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    counts = sorted({int(part) for part in parts if part.isdecimal() and len(part) < 4})
-    if not counts or not all(part.isdecimal() for part in parts):
-        raise UserError(f"{text!r} is no list of numbers", remedy="such as --members 2,4,8")
-    for count in counts:
-        check_peers(count, "members")
-    return counts
 
 
 def check_memory(peers: int, largest_bytes: int, available_bytes: int) -> None:
