@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from ring.order import Links
-from ring.plan import Wishes
+from ring.order import Links, Wishes
 from ring.view import View
 from wire.job_messages import MemberRecord, Report
 

@@ -14,8 +14,7 @@ from ring.coordination import ENDED, RETURN_S, TRANSITIONS, InvalidTransition, P
 from ring.course import Course, carried
 from ring.deadlines import Deadlines
 from ring.formation import Reports, described, holds, newest, ordered, records, square_sum
-from ring.order import known_link
-from ring.plan import Load, plan_ring
+from ring.order import Load, known_link, plan_ring
 from ring.roster import Known, Roster
 from ring.spoilt import StepJudge
 from ring.suspects import Bench, LinkJudge

@@ -1,4 +1,4 @@
-"""Who sits beside whom: the circle of members in which an all-reduce takes least time. Pure.
+"""How a view's ring runs: the order of its members, streams, sub-chunks and codec, each with its reason. Pure.
 
 What an order costs
 -------------------
@@ -8,43 +8,35 @@ of the transfers only that over the slowest edge counts, while of the hops all c
 
     seconds = max over edges of 2(n-1)/n B / bandwidth   +   2(n-1)/n  sum over edges of (latency + piece / bandwidth)
 
-(Without pieces each of 2(n-1) rounds waits for its slowest edge: 2(n-1) (latency + B/n / bandwidth) of that edge, which
-is the upper bound of this. Minimizing the first term alone is the bottleneck travelling salesman's problem, the second
-alone is the plain one's; their sum is no easier.)
+The order is a heuristic: from each member on to the nearest that is left, then stretches are turned around as long as
+that makes the circle cheaper (2-opt; Croes 1958). ``ring.placement`` orders the peers of a chain by the same two steps.
 
-Search. Up to ``EXACT_MEMBERS`` the best order is found for sure: dynamic programming over (set of members visited, the
-last of them) as Held and Karp (1962), which keeps of each state the pairs (slowest transfer, hops so far) of which
-neither is better in both, and drops what cannot beat the best order that is known. Beyond, greedy circles are improved
-by the classic moves (turn a part around, move a part elsewhere; Croes 1958, Or 1976) at the edges that cost most, until
-no move helps or the budget of looked-at edges is used up: within a tenth of the best where links follow from places (a
-test), seen up to twice it where they follow from nothing. Both are deterministic.
-
-What is not known
------------------
 An edge that was measured in one direction only is taken to be alike in the other. An edge that never was is taken to be
-as the median of those that were: a guess of better would send the ring over links nobody has tried, a guess of worse
-would never try them.
+as the median of those that were.
+
+The slowest edge of the chosen order decides streams, sub-chunks and codec. What the profile sets is taken as it is.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import combinations
 
-EXACT_MEMBERS = 10
-"""Seen to take 45 ms at most, its start included; with 11 members it was 85 ms, and each one more doubles it."""
+from ring.view import MAX_STREAMS
+
 MOST_MEMBERS = 128
-"""A larger ring keeps the order that it has: so many members take 120 ms, and their pairs are 16,000 to measure."""
+"""A larger ring keeps the order of joining: its pairs are 16,000 to measure."""
 MARGIN = 0.05
 """Of an order's time: measurements repeat within about that. Nothing is turned over for less."""
-LEAST_PIECE_BYTES, PIECES_A_CHUNK = 64 << 10, 4
-"""How a session cuts what a member owns of the array, where it is left to itself."""
-
-_APART_S = 1e9  # more than any order costs, and finite: sums of it can be compared
-_GREEDY = 16  # circles that are begun at different members; the three best are improved
-_BUDGET = 200_000  # edges looked at by the improvement; some 40 ms
+APART_S = 1e9
+"""Cost of an edge that cannot be: more than any order costs, and finite, so that sums of it can be compared."""
+STRIPES = 4
+"""Connections that are tried together on a link whose round trip is long."""
+NEAR_RTT_S = 2e-3
+"""Below this round trip one flow fills a link of gigabits: its bandwidth-delay product is within any window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,93 +54,9 @@ class LinkQuality:
     striped_bps: float | None = None
 
 
-STRIPES = 4
-"""Connections that are tried together on a link whose round trip is long."""
-
 Links = Mapping[tuple[str, str], LinkQuality]
 """(from, to), peer ids → what was measured."""
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """An order and what is known of it. ``joined_s`` is what the order of joining would take."""
-
-    order: tuple[str, ...]
-    seconds: float
-    joined_s: float
-    exact: bool
-
-
-class Costs:
-    """What edges between ``members`` cost, by index.
-
-    Args:
-        members: peer ids; two at least. total_bytes: of the array that is reduced.
-        apart: pairs that must not be neighbours.
-    Raises: ``ValueError`` where no link between them is known.
-    """
-
-    def __init__(
-        self, members: Sequence[str], links: Links, *, total_bytes: int, apart: Iterable[frozenset[str]] = ()
-    ) -> None:
-        self.size = len(members)
-        each = 2 * (self.size - 1) / self.size
-        known = {pair: link for pair in _pairs(members) if (link := known_link(links, *pair)) is not None}
-        if not known:
-            raise ValueError("no link between these members is known")
-        latency_s = statistics.median(link.latency_s for link in known.values())
-        rates = [link.bandwidth_bps for link in known.values() if link.bandwidth_bps]
-        rate_bps = statistics.median(rates) if rates else None
-        forbidden, chunk_bytes = set(apart), total_bytes / self.size
-        piece_bytes = min(chunk_bytes, max(chunk_bytes / PIECES_A_CHUNK, LEAST_PIECE_BYTES))
-        self.transfer_s = [[0.0] * self.size for _ in members]
-        self.hop_s = [[0.0] * self.size for _ in members]
-        for here, one in enumerate(members):
-            for there, other in enumerate(members):
-                link = known.get((one, other))
-                byte_s = _byte_s((link and link.bandwidth_bps) or rate_bps)
-                self.hop_s[here][there] = each * ((link.latency_s if link else latency_s) + piece_bytes * byte_s)
-                too_bad = _APART_S if frozenset({one, other}) in forbidden else 0.0
-                self.transfer_s[here][there] = each * total_bytes * byte_s + too_bad
-
-    def seconds(self, circle: Sequence[int]) -> float:
-        """What an all-reduce over the circle takes."""
-        slowest_s = hops_s = 0.0
-        here = circle[-1]
-        for there in circle:
-            slowest_s = max(slowest_s, self.transfer_s[here][there])
-            hops_s += self.hop_s[here][there]
-            here = there
-        return slowest_s + hops_s
-
-
-def best_order(
-    members: Sequence[str], links: Links, *, total_bytes: int, apart: Iterable[frozenset[str]] = ()
-) -> Found | None:
-    """The order in which an all-reduce of ``total_bytes`` is fastest; it begins with ``members[0]``.
-
-    The order given is kept where no other is faster by more than ``MARGIN``. None where nothing is known of any link,
-    or where no order keeps all pairs of ``apart`` from being neighbours.
-    """
-    size, forbidden = len(members), set(apart)
-    if size < 2 or not any(known_link(links, *pair) for pair in _pairs(members)):
-        return None
-    costs = Costs(members, links, total_bytes=total_bytes, apart=forbidden)
-    joined = list(range(size))
-    joined_s = costs.seconds(joined)
-    if size > MOST_MEMBERS:
-        circle, exact = joined, False
-    else:
-        circle, exact = _improved(costs), size <= EXACT_MEMBERS
-        if exact:
-            circle = _exact(costs, circle)
-        circle = _canonical(costs, circle)
-    seconds = costs.seconds(circle)
-    if joined_s <= seconds * (1 + MARGIN):
-        circle, seconds = joined, joined_s
-    if seconds >= _APART_S:
-        return None
-    return Found(tuple(members[index] for index in circle), seconds, joined_s, exact)
+Matrix = Sequence[Sequence[float]]
 
 
 def known_link(links: Links, one: str, other: str) -> LinkQuality | None:
@@ -159,162 +67,302 @@ def known_link(links: Links, one: str, other: str) -> LinkQuality | None:
     return LinkQuality(there.latency_s, back.bandwidth_bps, back.striped_bps)
 
 
-def _pairs(members: Sequence[str]) -> Iterable[tuple[str, str]]:
-    return ((one, other) for one in members for other in members if one != other)
+class Ways:
+    """What bytes take between any two of ``ids``. ``known``: whether any link between them was measured."""
+
+    def __init__(self, links: Links, ids: Iterable[str]) -> None:
+        among = list(ids)
+        pairs = [(one, other) for one in among for other in among if one != other] if links else []
+        self._links = {pair: link for pair in pairs if (link := known_link(links, *pair)) is not None}
+        self.known = bool(self._links)
+        rates = [link.bandwidth_bps for link in self._links.values() if link.bandwidth_bps]
+        self._rate_bps = statistics.median(rates) if rates else None
+        self._latency_s = statistics.median(link.latency_s for link in self._links.values()) if self.known else 0.0
+
+    def between(self, one: str, other: str, size_bytes: float) -> tuple[float, float]:
+        """Seconds of latency, and of the bytes."""
+        link = self._links.get((one, other))
+        rate_bps = (link.bandwidth_bps if link else None) or self._rate_bps
+        return (link.latency_s if link else self._latency_s), (8 * size_bytes / rate_bps if rate_bps else 0.0)
 
 
-def _byte_s(rate_bps: float | None) -> float:
-    return 8 / rate_bps if rate_bps else 0.0
+# -------------------------------------------------------------------------------------------------------- the heuristic
 
 
-def _canonical(costs: Costs, circle: list[int]) -> list[int]:
-    """The same circle from member 0 on; of the two ways round the one that costs less, then the one that is sorted."""
-    start = circle.index(0)
-    onward = circle[start:] + circle[:start]
-    backward = onward[:1] + onward[:0:-1]
-    return min(onward, backward, key=lambda way: (costs.seconds(way), way))
+def steps(circle: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The edges of a circle."""
+    return zip(circle, (*circle[1:], circle[0]), strict=True)
 
 
-# ------------------------------------------------------------------------------------------------------ exact search
+def nearest_first(costs: Matrix) -> list[int]:
+    """A circle over all indices: from 0 on to the nearest that is left, of equals the first."""
+    circle, left = [0], list(range(1, len(costs)))
+    while left:
+        here = costs[circle[-1]]
+        circle.append(min(left, key=here.__getitem__))
+        left.remove(circle[-1])
+    return circle
+
+
+def turned_around(circle: Sequence[int], score: Callable[[Sequence[int]], float]) -> list[int]:
+    """``circle`` after turning around each stretch that makes ``score`` less (2-opt). The first stays the first."""
+    best = list(circle)
+    least, improved = score(best), True
+    looks = 200_000  # at edges: a tenth of a second
+    while improved and looks > 0:
+        improved = False
+        for start, stop in combinations(range(1, len(best) + 1), 2):
+            trial = best[:start] + best[start:stop][::-1] + best[stop:]
+            looks -= len(best)
+            if (value := score(trial)) < least:
+                best, least, improved = trial, value, True
+    return best
+
+
+def arranged(order: Sequence[str], apart: Iterable[frozenset[str]]) -> list[str]:
+    """The same peers on a circle where no two of ``apart`` are neighbours; empty where turning does not lead there."""
+    forbidden = set(apart)
+
+    def wrong(circle: Sequence[int]) -> int:
+        return sum(frozenset({order[here], order[there]}) in forbidden for here, there in steps(circle))
+
+    circle = turned_around(range(len(order)), wrong) if order else []
+    return [] if not order or wrong(circle) else [order[index] for index in circle]
+
+
+# ------------------------------------------------------------------------------------------------------ order of a ring
 
 
 @dataclass(frozen=True, slots=True)
-class _Path:
-    """A path from member 0: its slowest transfer, its hops, where it ends, and the path before that."""
+class Found:
+    """An order and what is known of it. ``joined_s`` is what the order of joining would take."""
 
-    slowest_s: float
-    hops_s: float
-    last: int
-    before: _Path | None
-
-
-def _exact(costs: Costs, known: list[int]) -> list[int]:
-    """The circle that costs least; ``known`` where none costs less than that."""
-    size, transfer_s, hop_s = costs.size, costs.transfer_s, costs.hop_s
-    best_s, best = costs.seconds(known), None
-    least_hop_s = [min(hop_s[one][other] for one in range(size) if one != other) for other in range(size)]
-    least_transfer_s = [min(transfer_s[one][other] for one in range(size) if one != other) for other in range(size)]
-    everybody = (1 << size) - 1
-    level: dict[tuple[int, int], list[_Path]] = {(1, 0): [_Path(0.0, 0.0, 0, None)]}
-    for _ in range(size - 1):
-        following: dict[tuple[int, int], list[_Path]] = {}
-        for (visited, here), paths in level.items():
-            for there in range(size):
-                if visited >> there & 1:
-                    continue
-                now_visited = visited | 1 << there
-                left = [other for other in range(size) if not now_visited >> other & 1] + [0]
-                rest_hops_s = sum(least_hop_s[other] for other in left)
-                rest_slowest_s = max(least_transfer_s[other] for other in left)
-                for path in paths:
-                    slowest_s = max(path.slowest_s, transfer_s[here][there])
-                    hops_s = path.hops_s + hop_s[here][there]
-                    if max(slowest_s, rest_slowest_s) + hops_s + rest_hops_s < best_s * (1 - 1e-12):
-                        _keep(following.setdefault((now_visited, there), []), _Path(slowest_s, hops_s, there, path))
-        level = following
-    for (visited, here), paths in level.items():
-        assert visited == everybody
-        for path in paths:
-            seconds = max(path.slowest_s, transfer_s[here][0]) + path.hops_s + hop_s[here][0]
-            if seconds < best_s:
-                best_s, best = seconds, path
-    return _walked(best) if best is not None else known
+    order: tuple[str, ...]
+    seconds: float
+    joined_s: float
 
 
-def _keep(paths: list[_Path], new: _Path) -> None:
-    """Add ``new`` unless one is at least as good in both; drop those that it is as good as in both."""
-    for path in paths:
-        if path.slowest_s <= new.slowest_s and path.hops_s <= new.hops_s:
-            return
-    paths[:] = [path for path in paths if path.slowest_s < new.slowest_s or path.hops_s < new.hops_s]
-    paths.append(new)
+class Costs:
+    """What edges between two or more ``members`` (peer ids) cost, by index.
+
+    Args:
+        total_bytes: of the array that is reduced. apart: pairs that must not be neighbours.
+    """
+
+    def __init__(
+        self, members: Sequence[str], ways: Ways, *, total_bytes: int, apart: Iterable[frozenset[str]] = ()
+    ) -> None:
+        size, forbidden = len(members), set(apart)
+        each, chunk_bytes = 2 * (size - 1) / size, total_bytes / size
+        piece_bytes = min(chunk_bytes, max(chunk_bytes / 4, 64 << 10))  # as a session cuts what a member owns
+        self.transfer_s = [[0.0] * size for _ in members]
+        self.hop_s = [[0.0] * size for _ in members]
+        for here, one in enumerate(members):
+            for there, other in enumerate(members):
+                latency_s, bytes_s = ways.between(one, other, each * total_bytes)
+                self.hop_s[here][there] = each * latency_s + bytes_s * piece_bytes / max(total_bytes, 1)
+                self.transfer_s[here][there] = bytes_s + APART_S * (frozenset({one, other}) in forbidden)
+
+    def seconds(self, circle: Sequence[int]) -> float:
+        """What an all-reduce over the circle takes."""
+        edges = list(steps(circle))
+        slowest_s = max(self.transfer_s[here][there] for here, there in edges)
+        return slowest_s + sum(self.hop_s[here][there] for here, there in edges)
+
+    def score(self, circle: Sequence[int]) -> float:
+        """The same, and a little of each transfer: of two equally slow edges, to be rid of one is a gain."""
+        return self.seconds(circle) + 1e-3 * sum(self.transfer_s[here][there] for here, there in steps(circle))
 
 
-def _walked(path: _Path | None) -> list[int]:
-    circle = []
-    while path is not None:
-        circle.append(path.last)
-        path = path.before
-    return circle[::-1]
+def best_order(
+    members: Sequence[str], links: Links, *, total_bytes: int, apart: Iterable[frozenset[str]] = ()
+) -> Found | None:
+    """A fast order for an all-reduce of ``total_bytes``; it begins with ``members[0]``.
+
+    The order given is kept where the other is not faster by more than ``MARGIN``. None where nothing is known of any
+    link, or where no order was found that keeps all pairs of ``apart`` from being neighbours.
+    """
+    ways = Ways(links, members)
+    if len(members) < 2 or not ways.known:
+        return None
+    costs = Costs(members, ways, total_bytes=total_bytes, apart=apart)
+    joined = list(range(len(members)))
+    joined_s = costs.seconds(joined)
+    edge_s = [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(costs.transfer_s, costs.hop_s, strict=True)]
+    tried = (turned_around(start, costs.score) for start in (nearest_first(edge_s), joined))
+    both_ways = (way for circle in tried for way in (circle, circle[:1] + circle[:0:-1]))
+    circle = min(both_ways, key=lambda way: (costs.seconds(way), way))
+    seconds = costs.seconds(circle)
+    if joined_s <= seconds * (1 + MARGIN):
+        circle, seconds = joined, joined_s
+    if seconds >= APART_S:
+        return None
+    return Found(tuple(members[index] for index in circle), seconds, joined_s)
 
 
-# -------------------------------------------------------------------------------------------------------- improvement
+# ----------------------------------------------------------------------------------------------- plan of a whole ring
 
 
-def _improved(costs: Costs) -> list[int]:
-    """The best of: the order given, and a few greedy circles, each after moves at its costliest edges."""
-    begins = range(0, costs.size, -(-costs.size // _GREEDY))
-    greedy = sorted((_greedy(costs, start) for start in begins), key=costs.seconds)
-    starts = [list(range(costs.size)), *greedy[:3]]
-    return min((_moved(costs, start, _BUDGET // len(starts)) for start in starts), key=costs.seconds)
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """The ``[ring]`` table of a profile, as far as it concerns the plan (``configs.schema.Ring``)."""
+
+    order: str = "auto"
+    streams: int = 0
+    sub_chunk_bytes: int = 0
+    codec: str = "fp32"
+    error_budget: float = 0.03
 
 
-def _greedy(costs: Costs, start: int) -> list[int]:
-    """From each member on to the nearest that is left."""
-    circle, left = [start], set(range(costs.size)) - {start}
-    while left:
-        here = circle[-1]
-        there = min(left, key=lambda other: (costs.transfer_s[here][other] + costs.hop_s[here][other], other))
-        circle.append(there)
-        left.remove(there)
-    return circle
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a step asks of the ring.
+
+    Attributes:
+        total_bytes: of the array that is reduced, as float32; 0 where it is not known.
+        compute_s: of a step, during which it can be exchanged; 0 where it is not known.
+    """
+
+    total_bytes: int = 0
+    compute_s: float = 0.0
 
 
-def _moved(costs: Costs, circle: list[int], budget: int) -> list[int]:
-    """``circle`` after the moves that make it cheaper. A little of each transfer counts beside the slowest one: where
-    two edges are equally slow, to be rid of one of them is a way to be rid of both."""
-    size, transfer_s = costs.size, costs.transfer_s
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """A measured edge of the ring, from ``left`` to its right neighbour."""
 
-    def score(trial: list[int]) -> float:
-        pairs = zip(trial[-1:] + trial[:-1], trial, strict=True)
-        return costs.seconds(trial) + 1e-3 * sum(transfer_s[here][there] for here, there in pairs)
-
-    now, looks_left = score(circle), budget // (2 * size)
-    improved = True
-    while improved and looks_left > 0:
-        improved = False
-        for rank in _costliest(costs, circle):
-            for move in _moves(size, rank):
-                looks_left -= 1
-                trial = move(circle)
-                if (value := score(trial)) < now * (1 - 1e-9):
-                    circle, now, improved = trial, value, True
-                    break
-            if improved or looks_left <= 0:
-                break
-    return circle
+    left: str
+    right: str
+    link: LinkQuality
 
 
-def _costliest(costs: Costs, circle: list[int]) -> list[int]:
-    """Ranks by what the edge to their right costs, most first."""
-    size = len(circle)
+@dataclass(frozen=True, slots=True)
+class RingPlan:
+    """``order`` is of peer ids; the others are as in ``ring.view.View``.
 
-    def cost_s(rank: int) -> float:
-        here, there = circle[rank], circle[(rank + 1) % size]
-        return costs.transfer_s[here][there] + costs.hop_s[here][there]
+    Attributes:
+        slowest: the slowest measured edge of the order; None where none was measured.
+        reason: why this order, and its slowest edge, for people; ``carriage_reason``: why these streams and this codec.
+    """
 
-    return sorted(range(size), key=lambda rank: (-cost_s(rank), rank))
-
-
-def _moves(size: int, rank: int) -> Iterable[Callable[[list[int]], list[int]]]:
-    """Ways to be rid of the edge from ``rank`` to its right neighbour."""
-    for length in range(2, size - 1):
-        yield partial(_turned, first=rank + 1, length=length)
-    for first, length in ((rank + 1, 1), (rank, 1), (rank + 1, 2), (rank - 1, 2), (rank + 1, 3), (rank - 2, 3)):
-        for gap in range(1, size - length):
-            yield partial(_put_elsewhere, first=first, length=length, gap=gap)
+    order: tuple[str, ...]
+    streams: int
+    sub_chunk_bytes: int
+    codec: str
+    slowest: Edge | None
+    reason: str
+    carriage_reason: str
 
 
-def _turned(circle: list[int], first: int, length: int) -> list[int]:
-    """The part of ``length`` from rank ``first`` on, the other way round."""
-    first %= len(circle)
-    turned = circle[first:] + circle[:first]
-    return turned[:length][::-1] + turned[length:]
+def plan_ring(
+    joined: Sequence[str],
+    links: Links,
+    wishes: Wishes,
+    load: Load,
+    *,
+    apart: Iterable[frozenset[str]] = (),
+    name: Callable[[str], str] = str,
+) -> RingPlan:
+    """The plan for a ring of ``joined``, which is in the order that it has without any measurement.
+
+    Args:
+        apart: pairs that cannot be neighbours; ``joined`` respects them as far as that is possible.
+        name: of a peer, for the reason.
+    """
+    order, reason = _order(joined, links, wishes, load, set(apart))
+    slowest = slowest_edge(order, links)
+    if slowest is not None:
+        reason += f"; slowest edge {name(slowest.left)} → {name(slowest.right)}: {described(slowest.link)}"
+    streams, streams_reason = _streams(slowest, wishes)
+    codec, codec_reason = _codec(slowest, wishes, load, len(order), streams)
+    carriage_reason = f"{streams_reason}; {codec_reason}"
+    # Over a far link a frame of 256 KiB costs nothing, and to store and forward it is no delay.
+    far = slowest is not None and not _is_near(slowest.link)
+    sub_chunk_bytes = wishes.sub_chunk_bytes or (256 << 10 if far else 0)
+    return RingPlan(tuple(order), streams, sub_chunk_bytes, codec, slowest, reason, carriage_reason)
 
 
-def _put_elsewhere(circle: list[int], first: int, length: int, gap: int) -> list[int]:
-    """The part of ``length`` from rank ``first`` on, ``gap`` members further."""
-    first %= len(circle)
-    turned = circle[first:] + circle[:first]
-    part, rest = turned[:length], turned[length:]
-    return rest[:gap] + part + rest[gap:]
+def slowest_edge(order: Sequence[str], links: Links) -> Edge | None:
+    """Of the ring's edges that were measured, the one of least bandwidth, then of most latency; None where none was."""
+    if len(order) < 2:
+        return None
+    pairs = zip(order, [*order[1:], order[0]], strict=True)
+    edges = [Edge(left, right, link) for left, right in pairs if (link := known_link(links, left, right)) is not None]
+    return min(edges, key=lambda edge: (edge.link.bandwidth_bps or math.inf, -edge.link.latency_s), default=None)
+
+
+def described(link: LinkQuality) -> str:
+    """The link in words, such as ``98 Mbit/s, 20.1 ms``."""
+    latency = f"{link.latency_s * 1e3:.3g} ms"
+    if link.bandwidth_bps is None:
+        return latency
+    for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6)):
+        if link.bandwidth_bps >= size:
+            return f"{link.bandwidth_bps / size:.3g} {unit}, {latency}"
+    return f"{link.bandwidth_bps / 1e3:.3g} kbit/s, {latency}"
+
+
+def _order(
+    joined: Sequence[str], links: Links, wishes: Wishes, load: Load, apart: set[frozenset[str]]
+) -> tuple[Sequence[str], str]:
+    if wishes.order == "joined":
+        return joined, "order as they joined, as the profile says"
+    if len(joined) < 3:
+        return joined, "order as they joined: there is one circle only"
+    if len(joined) > MOST_MEMBERS:
+        return joined, f"order as they joined: more than {MOST_MEMBERS} are not searched"
+    # What a step sends hardly changes the order: 4 MiB where no worker has said.
+    found = best_order(joined, links, total_bytes=load.total_bytes or 4 << 20, apart=apart)
+    if found is None:
+        known = slowest_edge(joined, links) is not None
+        why = "no other was found that keeps apart those that cannot be neighbours"
+        return joined, f"order as they joined: {why if known else 'no link between them is measured'}"
+    if found.order == tuple(joined):
+        return joined, "order as they joined: none is known to be much faster"
+    gain = found.joined_s / found.seconds
+    return found.order, f"order from measured links, {gain:.2g} times as fast as the order of joining"
+
+
+def _streams(slowest: Edge | None, wishes: Wishes) -> tuple[int, str]:
+    if wishes.streams:
+        return wishes.streams, f"{_counted(wishes.streams)}, as the profile says"
+    if slowest is None:
+        return 1, "1 stream: nothing is known of the links"
+    link = slowest.link
+    if _is_near(link):
+        return 1, "1 stream: the members are near each other"
+    if link.bandwidth_bps is None or link.striped_bps is None:
+        return 1, "1 stream: what several carry was not measured"
+    gain = link.striped_bps / link.bandwidth_bps
+    if gain < 1.25:  # measurements differ by as much
+        return 1, "1 stream: it fills the link"
+    streams = min(math.ceil(gain), STRIPES)
+    if gain >= 0.8 * STRIPES:  # nothing but the window of each flow held them back: there is room for more
+        streams = min(2 * STRIPES, MAX_STREAMS)
+    return streams, f"{_counted(streams)}: {STRIPES} carried {gain:.2g} times what one does"
+
+
+def _is_near(link: LinkQuality) -> bool:
+    return 2 * link.latency_s < NEAR_RTT_S
+
+
+def _counted(streams: int) -> str:
+    return "1 stream" if streams == 1 else f"{streams} streams"
+
+
+def _codec(slowest: Edge | None, wishes: Wishes, load: Load, size: int, streams: int) -> tuple[str, str]:
+    if wishes.codec != "auto":
+        return wishes.codec, f"codec {wishes.codec}, as the profile says"
+    if slowest is None or slowest.link.bandwidth_bps is None or not load.total_bytes:
+        return "fp32", "codec fp32: nothing is known of the links, or of what a step sends"
+    from ring.codecs.choice import choose_codec  # brings numpy, for which a seed has no other use
+
+    striped_bps = slowest.link.striped_bps if streams > 1 else None
+    codec, reason = choose_codec(
+        edge_bps=striped_bps or slowest.link.bandwidth_bps,
+        rtt_s=2 * (size - 1) * slowest.link.latency_s,
+        total_bytes=round(2 * (size - 1) / size * load.total_bytes),
+        compute_s=load.compute_s,
+        error_budget=wishes.error_budget,
+    )
+    return codec, f"codec {codec}: {reason}"

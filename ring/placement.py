@@ -8,54 +8,160 @@ the weights of its layers once, the last one the norm and the head as well (of a
     compute_s = byte_s * bytes of those weights
 
 A hop from stage to stage carries the activations of one position, a hop from or to the client one token. It takes
-``latency_s + bytes / bandwidth``, and *occupies* the link for ``bytes / bandwidth`` of that: latency is waited for by
-who waits for this token, but not by the token behind it. So::
+``latency_s + bytes / bandwidth``, and *occupies* the link for ``bytes / bandwidth`` of that. So::
 
     token_s      = sum of compute_s + sum of hops, the client's two included       one session, one token after another
     bottleneck_s = max over compute_s and what each hop occupies                   1 / tokens per second, the chain full
 
-That is the memory's bandwidth alone, a lower bound: what starting kernels and the interpreter take, of a small model
-most of the time, is not known before a peer has computed.
-
 A stage must have room for its weights, for its layers' KV cache of the ``positions`` wanted, and, where another stage
 follows, for the activations of as many positions: it keeps what it gave on, to replay it to who takes a lost stage's
-place. (What attention reads of a long cache is not counted: it goes with the layers, as the weights do.)
+place.
 
-The objective
--------------
-No stage over its memory; then the least ``bottleneck_s``; then, of the chains that reach that, the least ``token_s``;
-then the fewest stages; then peers whose ids come first. A peer holds one stage. The order in which peers, links and
-refusals of links are given changes nothing.
+How it is chosen
+----------------
+1. The peers are put in one order: a round trip from the client over the nearest that is left, with stretches turned
+   around as long as that makes the hops less (``ring.order``). Of peers that are equally near the smallest comes first.
+2. An exact dynamic program cuts the layers for that order, where a peer may take none (``best_cuts``): no stage over
+   its memory; then the least ``bottleneck_s``; then the least ``token_s``; then the fewest stages. The order is tried
+   both ways round.
 
-How sure that is: ``ring.placement_search``. ``Placement.exact`` tells.
-
-What is not known
------------------
-As in ``ring.order``: a link measured one way only is alike in the other, and one that never was is as the median of
-those that were. Where none was, links cost nothing and only the peers count.
+``ring.training_placement`` places training by the same two steps.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from p2ptrain.core.errors import ResourceError, UserError
 from p2ptrain.core.units import human_bytes
-from ring.model_sizes import ModelSizes as ModelSizes
-from ring.order import Links, known_link
-from ring.placement_search import Board, is_exact, search
+from ring.order import APART_S, Links, Ways, nearest_first, steps, turned_around
+from ring.training_costs import ModelSizes
 
-TOKEN_BYTES = 4
-"""Token ids travel as packed int32."""
 MOST_CUTS = 256
 """More layers are taken in groups of equal number, so that this many places to cut are left (no model has as many)."""
-MOST_PEERS = 128
+MOST_PEERS = 64
 """Of more peers the fastest are looked at, and the largest where those have too little room."""
-_NAMED = 8  # peers that a refusal tells of, one by one
+
+Array = npt.NDArray[np.float64]
+
+
+# -------------------------------------------------------------------------------------------------- the dynamic program
+
+
+@dataclass(frozen=True, slots=True)
+class Board:
+    """What everything costs, in seconds; infinite what cannot be.
+
+    Attributes:
+        levels: of each number of stages behind (the last entry: of more, too), of each peer, (cuts, cuts): a part from
+            cut to cut.
+        hop_s, occupied_s: (peers + 1, peers + 1), from and to; the client is the last.
+    """
+
+    levels: Sequence[Sequence[Array]]
+    hop_s: Array
+    occupied_s: Array
+
+    def part_s(self, behind: int, peer: int) -> Array:
+        """(cuts, cuts): what the parts of a peer take that has so many stages behind it."""
+        return self.levels[min(behind, len(self.levels) - 1)][peer]
+
+
+def best_chain(board: Board, counts: Iterable[int]) -> list[tuple[int, int, int]]:
+    """(peer, start, stop) of the stages, by index of peer and of cut, for the order of the module's first step; empty
+    where nothing fits. ``counts``: of stages that are allowed."""
+    size = len(board.levels[0]) if board.levels else 0
+    near = [[min(cost, APART_S) for cost in (row[-1], *row[:-1])] for row in (board.hop_s[-1], *board.hop_s[:-1])]
+    circle = turned_around(nearest_first(near), lambda way: sum(near[here][there] for here, there in steps(way)))
+    order = [index - 1 for index in circle[1:]]
+    wanted = [count for count in counts if 1 <= count <= size]
+    found = [best_cuts(board, way, wanted) for way in (order, order[::-1])]
+    return min((chain for chain in found if chain[1]), default=(None, []))[1]
+
+
+def best_cuts(
+    board: Board, order: Sequence[int], counts: Sequence[int]
+) -> tuple[tuple[float, float, int], list[tuple[int, int, int]]]:
+    """The best cuts for peers in that order, each of which may take no layer: (bottleneck, time, stages), and the
+    chain as in ``best_chain``; empty where nothing fits.
+
+    The best k stages that begin with peer p at layer i are, over the layer j where p's part ends and the next peer q,
+    ``best(k, p, i) = min over j, q of cost(p, i, j) + hop(p, q) + best(k - 1, q, j)``. Read with max for + it is the
+    least bottleneck; read with + over those costs alone that are within that bottleneck, the least time.
+    """
+    bottleneck_s, *_ = _first(board, board.occupied_s, _rows(board, board.occupied_s, order, counts), order, counts)
+    if not bottleneck_s < np.inf:
+        return (np.inf, np.inf, 0), []
+    hop_s = np.where(board.occupied_s <= bottleneck_s, board.hop_s, np.inf)
+    rows = _rows(board, hop_s, order, counts, within_s=bottleneck_s)
+    token_s, count, at = _first(board, hop_s, rows, order, counts, np.add)
+    score, chain, start = (bottleneck_s, token_s, count), [], 0
+    for behind in reversed(range(1, count)):
+        peer = order[at]
+        then = rows[behind - 1][at + 1 :] + hop_s[peer, order[at + 1 :]][:, None]
+        part_s = _within(board.part_s(behind, peer)[start], bottleneck_s)
+        stop = int((part_s + then.min(axis=0)).argmin())
+        chain.append((peer, start, stop))
+        at, start = at + 1 + int(then[:, stop].argmin()), stop
+    chain.append((order[at], start, board.part_s(0, 0).shape[0] - 1))
+    return score, chain
+
+
+def _within(part_s: Array, most_s: float) -> Array:
+    return np.where(part_s <= most_s, part_s, np.inf)
+
+
+def _rows(
+    board: Board, hop_s: Array, order: Sequence[int], counts: Sequence[int], *, within_s: float = np.inf
+) -> list[Array]:
+    """By stages behind: (peers, cuts), the best chain that begins with the peer at that place of ``order``, at a cut.
+    With ``within_s`` of sums, else of bottlenecks."""
+    join: Any = np.maximum if within_s == np.inf else np.add
+    cuts = board.part_s(0, 0).shape[0] if order else 0
+    rows: list[Array] = []
+    for behind in range(max(counts, default=0)):
+        row = np.full((len(order), cuts), np.inf)
+        for at, peer in enumerate(order[: len(order) - behind]):
+            part_s = _within(board.part_s(behind, peer), within_s)
+            if not behind:
+                row[at] = join(part_s[:, -1], hop_s[peer, -1])
+            else:
+                then = join(rows[-1][at + 1 :], hop_s[peer, order[at + 1 :]][:, None]).min(axis=0)
+                row[at] = join(part_s, then).min(axis=1)
+        rows.append(row)
+    return rows
+
+
+def _first(
+    board: Board, hop_s: Array, rows: Sequence[Array], order: Sequence[int], counts: Sequence[int], join: Any = max
+) -> tuple[float, int, int]:
+    """The least cost of a whole chain, its number of stages, and the place in ``order`` of its first peer."""
+    whole = [
+        (float(join(float(hop_s[-1, peer]), float(rows[count - 1][at, 0]))), count, at)
+        for count in counts
+        for at, peer in enumerate(order)
+    ]
+    return min(whole, default=(np.inf, 0, 0))
+
+
+def cut_places(layers: int) -> list[int]:
+    """The layers before which a cut may be, the first and the one after the last with them."""
+    return [*range(0, layers, -(-layers // MOST_CUTS)), layers]
+
+
+def spans(sizes: Sequence[float], cuts: Sequence[int]) -> Array:
+    """(cuts, cuts): the sum of ``sizes`` from cut to cut."""
+    total = np.cumsum([0, *sizes], dtype=np.float64)[list(cuts)]
+    between: Array = total[None, :] - total[:, None]
+    return between
+
+
+# -------------------------------------------------------------------------------------------------------------- serving
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +198,16 @@ class Wanted:
     links: Links
     apart: frozenset[tuple[str, str]] = frozenset()
 
+    def cache_bytes(self, start: int, stop: int) -> int:
+        return self.positions * sum(self.sizes.cache_bytes[start:stop])
+
+    def kept_bytes(self, stop: int) -> int:
+        """What a stage keeps that ends there."""
+        return self.positions * self.activation_bytes if stop < self.sizes.layers else 0
+
+    def need_bytes(self, start: int, stop: int) -> int:
+        return self.sizes.weights_bytes(start, stop) + self.cache_bytes(start, stop) + self.kept_bytes(stop)
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -126,17 +242,11 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A chain, and what it is predicted to do.
-
-    Attributes:
-        client_hop_s, client_occupied_s: of the hop from the client to the first stage.
-        exact: no chain is better by the objective above; else it is the best that was found.
-    """
+    """A chain and its prediction. ``client_hop_s``, ``client_occupied_s``: of the hop to the first stage."""
 
     stages: tuple[Stage, ...]
     client_hop_s: float
     client_occupied_s: float
-    exact: bool
 
     @property
     def token_s(self) -> float:
@@ -157,39 +267,40 @@ class Placement:
         return 1 / self.bottleneck_s if self.bottleneck_s else float("inf")
 
 
+Part = tuple[Peer, int, int]
+"""Who holds layers [start, stop)."""
+
+
 def place(wanted: Wanted, peers: Iterable[Peer], *, stages: int | None = None) -> Placement:
-    """The best chain by the objective above.
+    """The best chain by the module's two steps.
 
     Args:
         stages: how many; None for the best number.
     Raises:
         UserError: there are fewer peers or layers than stages, or no peer.
-        ResourceError: no chain has the memory, or none that has it can be connected. It tells what is needed, what
+        ResourceError: no chain was found that has the memory and can be connected. It tells what is needed, what
             there is, and what would do.
     """
     given = _checked(wanted, peers)
     if not given:
         raise UserError("a model cannot be placed: there is no peer to hold it", remedy="start some: p2ptrain join")
     reached = [peer for peer in given if (wanted.client, peer.id) not in wanted.apart]
-    layers = wanted.sizes.layers
-    if stages is not None and not 1 <= stages <= min(len(given), layers):
+    most = min(len(given), wanted.sizes.layers)
+    if stages is not None and not 1 <= stages <= most:
         raise UserError(
-            f"a chain of {stages} stages was asked for, of {len(given)} peers and {layers} layers",
-            remedy=f"ask for 1 to {min(len(given), layers)}, or for none to have the best number",
+            f"a chain of {stages} stages was asked for, of {len(given)} peers and {wanted.sizes.layers} layers",
+            remedy=f"ask for 1 to {most}, or for none to have the best number",
         )
     looked_at = _looked_at(reached)
-    hops = _Hops(wanted, given)
-    board, cuts = _board(wanted, looked_at, hops)
-    found = search(board, _counts(looked_at, stages))
-    if found is None:
+    cuts, hops = cut_places(wanted.sizes.layers), _Hops(wanted, given)
+    found = best_chain(_board(wanted, looked_at, hops, cuts), range(1, most + 1) if stages is None else [stages])
+    if not found:
         raise _refusal(wanted, given, reached, stages)
-    chain = [(looked_at[peer], cuts[start], cuts[stop]) for peer, start, stop in found.chain]
-    everything = len(looked_at) == len(reached) and len(cuts) == layers + 1
-    return _placement(wanted, hops, chain, exact=found.exact and everything)
+    return _placement(wanted, hops, [(looked_at[peer], cuts[start], cuts[stop]) for peer, start, stop in found])
 
 
-def priced(wanted: Wanted, peers: Iterable[Peer], chain: Sequence[tuple[Peer, int, int]]) -> Placement | None:
-    """What a given chain of (peer, start, stop) would do; None where memory or connections do not allow it.
+def priced(wanted: Wanted, peers: Iterable[Peer], chain: Sequence[Part]) -> Placement | None:
+    """What a given chain would do; None where memory or connections do not allow it.
 
     Args:
         peers: all that there are: links between them that were not measured are as the median of those that were.
@@ -202,9 +313,9 @@ def priced(wanted: Wanted, peers: Iterable[Peer], chain: Sequence[tuple[Peer, in
     if [start for _, start, _ in chain] != ends[:-1] or ends[-1] != wanted.sizes.layers:
         raise ValueError("the parts of a chain make the model, in their order")
     hops = _Hops(wanted, _checked(wanted, peers))
-    if any(_why_not(wanted, hops, chain, index, ()) for index in range(len(chain))):
+    if any(_why_not(wanted, chain, index, ()) for index in range(len(chain))):
         return None
-    return _placement(wanted, hops, chain, exact=False)
+    return _placement(wanted, hops, chain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,147 +330,98 @@ def replacement(wanted: Wanted, plan: Placement, dead: Collection[str], spares: 
     """``plan`` with the layers of the ``dead`` (peer ids) at others; cuts and the living stay as they are.
 
     A spare takes them, or a living stage's peer that has the memory left takes them as well: whatever makes the chain
-    that is best by the objective above, a spare where both are alike. That is exact for one lost stage; several are
-    given away one after the other, in the order of the chain. A peer with two stages takes the time of both, and needs
-    no link to itself.
+    that is best, a spare where both are alike. Several lost stages are given away one after the other. A peer with two
+    stages takes the time of both, and needs no link to itself.
     """
     alive = {stage.peer.id: stage.peer for stage in plan.stages if stage.peer.id not in dead}
     spare = {peer.id: peer for peer in spares if peer.id not in dead and peer.id not in alive}
     held = [stage.peer for stage in plan.stages]
     peers = _checked(wanted, {peer.id: peer for peer in (*held, *spare.values())}.values())
-    lost = [index for index, stage in enumerate(plan.stages) if stage.peer.id in dead]
-    if not lost:
-        return Replacement(plan, "no stage of the chain is lost")
     hops, chain = _Hops(wanted, peers), [(stage.peer, stage.start, stage.stop) for stage in plan.stages]
     taken = []
-    for index in lost:
+    for index in [index for index, stage in enumerate(plan.stages) if stage.peer.id in dead]:
         _, start, stop = chain[index]
         tries: list[tuple[float, float, int, Placement, Peer]] = []
         refusals = []
-        # An id that is not yet in the chain first, then by id: the order decides between what is equally good.
+        # A spare first, then by id: the order decides between what is equally good.
         for peer in (*(spare[id] for id in sorted(spare)), *(alive[id] for id in sorted(alive))):
             trial = [*chain[:index], (peer, start, stop), *chain[index + 1 :]]
-            if why := _why_not(wanted, hops, trial, index, dead):
+            if why := _why_not(wanted, trial, index, dead):
                 refusals.append(f"{peer.name} {why}")
             else:
-                made = _placement(wanted, hops, trial, exact=False)
+                made = _placement(wanted, hops, trial)
                 tries.append((made.bottleneck_s, made.token_s, len(tries), made, peer))
         if not tries:
-            told = "; ".join([*refusals[:_NAMED], *_more(refusals)]) or "there is no other peer"
+            told = _named(refusals, "; ") or "there is no other peer"
             return Replacement(None, f"nobody can take layers {start} to {stop - 1}: {told}")
         *_, plan, peer = min(tries, key=lambda made: made[:3])
         chain[index] = (peer, start, stop)
         taken.append(f"{peer.name} takes layers {start} to {stop - 1}")
-    return Replacement(plan, "; ".join(taken))
+    return Replacement(plan, "; ".join(taken) or "no stage of the chain is lost")
 
 
-def _why_not(
-    wanted: Wanted, hops: _Hops, chain: Sequence[tuple[Peer, int, int]], index: int, dead: Collection[str]
-) -> str:
+def _why_not(wanted: Wanted, chain: Sequence[Part], index: int, dead: Collection[str]) -> str:
     """What keeps ``chain[index]`` from being so; empty where nothing does."""
     peer, start, stop = chain[index]
-    need_bytes = sum(_need_bytes(wanted, *part) for holder, *part in chain if holder.id == peer.id)
+    need_bytes = sum(wanted.need_bytes(*part) for holder, *part in chain if holder.id == peer.id)
     if need_bytes > peer.memory_bytes:
-        mine_bytes = _need_bytes(wanted, start, stop)
+        mine_bytes = wanted.need_bytes(start, stop)
         left_bytes = max(0, peer.memory_bytes - need_bytes + mine_bytes)
         return f"has {human_bytes(left_bytes)} left of the {human_bytes(mine_bytes)} they need"
     if (wanted.client, peer.id) in wanted.apart:
         return "cannot be reached by the client"
-    if index and chain[index - 1][0].id not in dead and hops.apart(before := chain[index - 1][0], peer):
+    if index and (before := chain[index - 1][0]).id not in dead and (before.id, peer.id) in wanted.apart:
         return f"cannot be reached by {before.name}"
-    if index + 1 < len(chain) and chain[index + 1][0].id not in dead and hops.apart(peer, after := chain[index + 1][0]):
+    if index + 1 < len(chain) and (after := chain[index + 1][0]).id not in dead and (peer.id, after.id) in wanted.apart:
         return f"cannot reach {after.name}"
     return ""
 
 
-# --------------------------------------------------------------------------------------------------------------- costs
-
-
 class _Hops:
-    """What hops cost between ``peers`` and the client."""
+    """What hops cost between peers and the client: (seconds until it is there, of that the link is occupied)."""
 
     def __init__(self, wanted: Wanted, peers: Sequence[Peer]) -> None:
-        ids = sorted({*(peer.id for peer in peers), wanted.client})
-        pairs = [(one, other) for one in ids for other in ids if one != other]
-        known = {pair: link for pair in pairs if (link := known_link(wanted.links, *pair)) is not None}
-        rates = [link.bandwidth_bps for link in known.values() if link.bandwidth_bps]
-        self._known, self._wanted = known, wanted
-        self._latency_s = statistics.median(link.latency_s for link in known.values()) if known else 0.0
-        self._rate_bps = statistics.median(rates) if rates else None
+        self._wanted = wanted
+        self._ways = Ways(wanted.links, sorted({*(peer.id for peer in peers), wanted.client}))
 
-    def apart(self, one: Peer, other: Peer) -> bool:
-        return one.id != other.id and (one.id, other.id) in self._wanted.apart
-
-    def between(self, one: Peer, other: Peer) -> tuple[float, float]:
-        """Seconds until one position's activations are there, and for how long they occupy the link."""
-        return (0.0, 0.0) if one.id == other.id else self._hop(one.id, other.id, self._wanted.activation_bytes)
-
-    def from_client(self, peer: Peer) -> tuple[float, float]:
-        return self._hop(self._wanted.client, peer.id, TOKEN_BYTES)
-
-    def to_client(self, peer: Peer) -> tuple[float, float]:
-        return self._hop(peer.id, self._wanted.client, TOKEN_BYTES)
-
-    def _hop(self, one: str, other: str, size_bytes: int) -> tuple[float, float]:
-        link = self._known.get((one, other))
-        rate_bps = (link.bandwidth_bps if link else None) or self._rate_bps
-        occupied_s = size_bytes * 8 / rate_bps if rate_bps else 0.0
-        return (link.latency_s if link else self._latency_s) + occupied_s, occupied_s
+    def between(self, one: str, other: str) -> tuple[float, float]:
+        if one == other:
+            return 0.0, 0.0
+        token = self._wanted.client in (one, other)  # ids travel as packed int32
+        latency_s, occupied_s = self._ways.between(one, other, 4 if token else self._wanted.activation_bytes)
+        return latency_s + occupied_s, occupied_s
 
 
-def _need_bytes(wanted: Wanted, start: int, stop: int) -> int:
-    return wanted.sizes.weights_bytes(start, stop) + _cache_bytes(wanted, start, stop) + _kept_bytes(wanted, stop)
-
-
-def _cache_bytes(wanted: Wanted, start: int, stop: int) -> int:
-    return wanted.positions * sum(wanted.sizes.cache_bytes[start:stop])
-
-
-def _kept_bytes(wanted: Wanted, stop: int) -> int:
-    return wanted.positions * wanted.activation_bytes if stop < wanted.sizes.layers else 0
-
-
-def _compute_s(wanted: Wanted, peer: Peer, start: int, stop: int) -> float:
-    return peer.byte_s * wanted.sizes.streamed_bytes(start, stop)
-
-
-def _placement(wanted: Wanted, hops: _Hops, chain: Sequence[tuple[Peer, int, int]], *, exact: bool) -> Placement:
+def _placement(wanted: Wanted, hops: _Hops, chain: Sequence[Part]) -> Placement:
     stages = []
-    for index, (peer, start, stop) in enumerate(chain):
-        hop = hops.between(peer, chain[index + 1][0]) if index + 1 < len(chain) else hops.to_client(peer)
+    behind = [*(peer.id for peer, _, _ in chain[1:]), wanted.client]
+    for (peer, start, stop), after in zip(chain, behind, strict=True):
         weights_bytes = wanted.sizes.weights_bytes(start, stop)
-        cache_bytes, kept_bytes = _cache_bytes(wanted, start, stop), _kept_bytes(wanted, stop)
-        compute_s = _compute_s(wanted, peer, start, stop)
+        cache_bytes, kept_bytes = wanted.cache_bytes(start, stop), wanted.kept_bytes(stop)
+        compute_s = peer.byte_s * wanted.sizes.streamed_bytes(start, stop)
+        hop = hops.between(peer.id, after)
         stages.append(Stage(peer, start, stop, weights_bytes, cache_bytes, kept_bytes, compute_s, *hop))
-    return Placement(tuple(stages), *hops.from_client(chain[0][0]), exact)
+    return Placement(tuple(stages), *hops.between(wanted.client, chain[0][0].id))
 
 
-def _board(wanted: Wanted, peers: Sequence[Peer], hops: _Hops) -> tuple[Board, list[int]]:
-    """The costs as arrays, by index of peer and of cut; and at which layer each cut is."""
-    sizes, layers = wanted.sizes, wanted.sizes.layers
-    cuts = [*range(0, layers, -(-layers // MOST_CUTS)), layers]
-    streamed_bytes = np.zeros((len(cuts), len(cuts)))
-    need_bytes = np.full_like(streamed_bytes, np.inf)
-    held, cached = (
-        np.cumsum([0, *each_bytes], dtype=np.float64)[cuts] for each_bytes in (sizes.layers_bytes, sizes.cache_bytes)
-    )
-    upper = np.triu_indices(len(cuts), 1)
-    streamed_bytes[upper] = (held[None, :] - held[:, None])[upper]
-    need_bytes[upper] = streamed_bytes[upper] + wanted.positions * (cached[None, :] - cached[:, None])[upper]
+def _board(wanted: Wanted, peers: Sequence[Peer], hops: _Hops, cuts: Sequence[int]) -> Board:
+    sizes = wanted.sizes
+    streamed_bytes = spans(sizes.layers_bytes, cuts)
+    need_bytes = streamed_bytes + wanted.positions * spans(sizes.cache_bytes, cuts)
+    need_bytes[np.tril_indices(len(cuts))] = np.inf
     need_bytes[:, :-1] += wanted.positions * wanted.activation_bytes  # kept where another stage follows
     streamed_bytes[:-1, -1] += sizes.last_bytes
     need_bytes[:-1, -1] += sizes.last_bytes
     need_bytes[0, 1:] += sizes.first_bytes
     need_bytes[0, -1] -= sizes.tied_bytes
-    compute_s = [np.where(need_bytes <= peer.memory_bytes, peer.byte_s * streamed_bytes, np.inf) for peer in peers]
+    parts_s = [np.where(need_bytes <= peer.memory_bytes, peer.byte_s * streamed_bytes, np.inf) for peer in peers]
     hop_s, occupied_s = np.full((2, len(peers) + 1, len(peers) + 1), np.inf)
-    for here, one in enumerate(peers):
-        hop_s[-1, here], occupied_s[-1, here] = hops.from_client(one)
-        hop_s[here, -1], occupied_s[here, -1] = hops.to_client(one)
-        for there, other in enumerate(peers):
-            if here != there and not hops.apart(one, other):
+    ids = [*(peer.id for peer in peers), wanted.client]
+    for here, one in enumerate(ids):
+        for there, other in enumerate(ids):
+            if here != there and (wanted.client in (one, other) or (one, other) not in wanted.apart):
                 hop_s[here, there], occupied_s[here, there] = hops.between(one, other)
-    return Board(compute_s, hop_s, occupied_s), cuts
+    return Board([parts_s], hop_s, occupied_s)
 
 
 def _checked(wanted: Wanted, peers: Iterable[Peer]) -> list[Peer]:
@@ -374,96 +436,45 @@ def _checked(wanted: Wanted, peers: Iterable[Peer]) -> list[Peer]:
 
 
 def _looked_at(peers: Sequence[Peer]) -> list[Peer]:
-    """Those among whom a chain is looked for, by id: all, or half by speed and half by memory."""
-    if len(peers) <= MOST_PEERS:
-        return list(peers)
+    """Those among whom a chain is looked for: all, or half by speed and half by memory; the smallest first."""
     fastest = sorted(peers, key=lambda peer: (peer.byte_s, -peer.memory_bytes, peer.id))[: MOST_PEERS // 2]
     rest = sorted(set(peers) - set(fastest), key=lambda peer: (-peer.memory_bytes, peer.byte_s, peer.id))
-    return sorted([*fastest, *rest[: MOST_PEERS - len(fastest)]], key=lambda peer: peer.id)
-
-
-def _counts(peers: Sequence[Peer], stages: int | None) -> Sequence[int]:
-    return range(1, len(peers) + 1) if stages is None else [stages]
-
-
-# ------------------------------------------------------------------------------------------------------------- refusal
+    chosen = [*fastest, *rest[: MOST_PEERS - len(fastest)]]
+    return sorted(chosen, key=lambda peer: (peer.memory_bytes, -peer.byte_s, peer.id))
 
 
 def _refusal(wanted: Wanted, given: Sequence[Peer], reached: Sequence[Peer], stages: int | None) -> ResourceError:
     """Why no chain was found, in numbers, and what would do."""
     sizes = wanted.sizes
-    weights_bytes, need_bytes = sizes.weights_bytes(0, sizes.layers), _need_bytes(wanted, 0, sizes.layers)
+    weights_bytes, need_bytes = sizes.weights_bytes(0, sizes.layers), wanted.need_bytes(0, sizes.layers)
     offered_bytes = sum(peer.memory_bytes for peer in reached)
-    kept_bytes = _kept_bytes(wanted, 0)  # of each stage but the last
-    largest_bytes, largest = max((_need_bytes(wanted, index, index + 1), index) for index in range(sizes.layers))
-    ends = [" with the embedding"] * (largest == 0 and sizes.first_bytes > 0)
-    ends += [" with norm and head"] * (largest == sizes.layers - 1 and sizes.last_bytes > 0)
+    largest_bytes, largest = max((wanted.need_bytes(index, index + 1), index) for index in range(sizes.layers))
     offers = [f"{peer.name} {human_bytes(peer.memory_bytes)}" for peer in reached]
     away = [peer.name for peer in given if peer not in reached]
     told = [
         f"the model needs {human_bytes(need_bytes)} ({human_bytes(weights_bytes)} of weights, "
         f"{human_bytes(need_bytes - weights_bytes)} of cache for {wanted.positions} positions; "
-        f"layer {largest}{''.join(ends)} alone {human_bytes(largest_bytes)}"
-        + (f"; {human_bytes(sizes.tied_bytes)} more where it is split" if sizes.tied_bytes else "")
-        + (f"; {human_bytes(kept_bytes)} more on each stage but the last, to replay from" if kept_bytes else "")
-        + f"), and {len(reached)} peer{'s offer' if len(reached) != 1 else ' offers'} {human_bytes(offered_bytes)}"
-        + (f": {', '.join([*offers[:_NAMED], *_more(offers)])}" if offers else "")
+        f"layer {largest} alone {human_bytes(largest_bytes)}), "
+        f"and {len(reached)} peer{'s offer' if len(reached) != 1 else ' offers'} {human_bytes(offered_bytes)}"
+        + (f": {_named(offers, ', ')}" if offers else "")
     ]
-    if away:
-        told.append(f"the client cannot reach {', '.join([*away[:_NAMED], *_more(away)])}")
     do = []
-    if away and _fits(
-        replace(wanted, apart=wanted.apart - {(wanted.client, peer.id) for peer in given}), given, stages
-    ):
-        do.append(f"let {' and '.join(away[:_NAMED])} be reached (p2ptrain check tells why not)")
-    if reached and _fits(replace(wanted, apart=frozenset()), reached, stages):
-        told.append("the memory would do, but of the peers that fit too few can reach each other")
-        do.append("let the peers reach each other (p2ptrain check tells why not)")
-    if reached and stages is not None and _fits(wanted, reached, None):
-        told.append(f"it does not fit as {stages} stage{'s' if stages != 1 else ''}")
+    if away:
+        told.append(f"the client cannot reach {_named(away, ', ')}")
+        do.append("let all peers be reached (p2ptrain check tells why not)")
+    if stages is not None:
+        told.append(f"it is asked for as {stages} stage{'s' if stages != 1 else ''}")
         do.append("ask for another number of stages, or for none")
-    if positions := _positions_that_fit(wanted, reached, stages):
-        do.append(f"take {positions} positions at most")
-    if _fits(replace(wanted, sizes=_halved(sizes)), reached, stages):
-        do.append("take a dtype of half the size")
-    most_bytes = max((peer.memory_bytes for peer in reached), default=0)
-    if largest_bytes > most_bytes:
+    if wanted.apart and need_bytes <= offered_bytes:
+        told.append("the memory would do, but some peers cannot reach each other")
+        do.append("let the peers reach each other (p2ptrain check tells why not)")
+    if largest_bytes > max((peer.memory_bytes for peer in reached), default=0):
         do.append(f"start a peer with {human_bytes(largest_bytes)} at least")
-    elif (
-        short_bytes := need_bytes + (sizes.tied_bytes + kept_bytes if need_bytes > most_bytes else 0) - offered_bytes
-    ) > 0:
-        do.append(f"start more peers, with {human_bytes(short_bytes)} at least")
     else:
-        do.append("start another peer, or one with more memory")
-    return ResourceError("; ".join(told), remedy=", or ".join(do))
+        do.append("start more peers, or peers with more memory")
+    return ResourceError("; ".join(told), remedy=", or ".join([*do, "take fewer positions or a smaller dtype"]))
 
 
-def _fits(wanted: Wanted, peers: Sequence[Peer], stages: int | None) -> bool:
-    """Whether a chain is found, however slow. What is found by chance only is not looked for: it would take long."""
-    free = [replace(peer, byte_s=0.0) for peer in peers if (wanted.client, peer.id) not in wanted.apart]
-    board, _ = _board(wanted, free := _looked_at(free), _Hops(wanted, peers))
-    counts = _counts(free, stages)
-    return is_exact(board, counts) and search(board, counts) is not None
-
-
-def _positions_that_fit(wanted: Wanted, peers: Sequence[Peer], stages: int | None) -> int:
-    """The most positions that do not ask for too much, to three digits; 0 where not even one would do."""
-    low, high = 0, wanted.positions
-    while high - low > max(1, high // 1000):
-        half = (low + high) // 2
-        low, high = (half, high) if _fits(replace(wanted, positions=half), peers, stages) else (low, half)
-    return low
-
-
-def _halved(sizes: ModelSizes) -> ModelSizes:
-    return ModelSizes(
-        tuple(size // 2 for size in sizes.layers_bytes),
-        tuple(size // 2 for size in sizes.cache_bytes),
-        sizes.first_bytes // 2,
-        sizes.last_bytes // 2,
-        sizes.tied_bytes // 2,
-    )
-
-
-def _more(names: Sequence[str]) -> list[str]:
-    return [f"{len(names) - _NAMED} more"] if len(names) > _NAMED else []
+def _named(names: Sequence[str], between: str) -> str:
+    most = 8  # that a message tells of, one by one
+    return between.join([*names[:most], *([f"{len(names) - most} more"] if len(names) > most else [])])

@@ -12,22 +12,18 @@ computes, at the speed that its worker has measured::
 nothing runs twice. A hop carries a micro-batch's activations there and its gradients back: it takes both latencies and
 both times of the bytes, and *occupies* the link for the longer of the two, for they go opposite ways.
 
-The objective
--------------
-No stage over its memory; then the slowest stage or hop as fast as can be, for that is the pace; then the least time of
-one micro-batch through all stages and back, for that is what a step's begin and end cost. The search is that of
-``ring.placement``: exact where the workers are few.
+How it is chosen
+----------------
+As in ``ring.placement``: one order of the workers by their links, tried both ways round, and an exact dynamic program
+over the cuts. No stage over its memory; then the slowest stage or hop as fast as can be, for that is the pace; then the
+least time of one micro-batch through all stages and back, for that is what a step's begin and end cost.
 
-Several crews
--------------
-All have the same cuts, and a step waits for the slowest. So workers are put into *groups* of one for each crew, once of
-those alike in speed and once of those alike in memory: a group is as fast as its slowest member, as large as its
-smallest, as near to another as the farthest two that would be in one crew. (Of neighbours in the order of speed the
-slowest are as fast as can be.) The groups are placed as workers would be, and the better one of both is taken.
+With several crews all have the same cuts, and a step waits for the slowest. So workers are put into *groups* of one for
+each crew, once of those alike in speed and once of those alike in memory: a group is as fast as its slowest member, as
+large as its smallest, as near to another as the farthest two that would be in one crew. The groups are placed as
+workers would be, and the better one of both is taken.
 
-What is not known
------------------
-A memory of 0 holds anything, a speed of 0 is the median of the known ones. Links are as in ``ring.placement``.
+A memory of 0 holds anything, a speed of 0 is the median of the known ones. Links are as in ``ring.order``.
 """
 
 from __future__ import annotations
@@ -35,26 +31,20 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from itertools import pairwise
 
 import numpy as np
 
 from p2ptrain.core.errors import ResourceError, UserError
-from p2ptrain.core.footprint import DEVICE_COPIES, GPIPE, HOST_COPIES, part_training_bytes
+from p2ptrain.core.footprint import DEVICE_COPIES, GPIPE, HOST_COPIES
 from p2ptrain.core.units import human_bytes
-from ring.order import Links, known_link
-from ring.placement import MOST_CUTS, MOST_PEERS
-from ring.placement_search import Array, Board, search
+from ring.order import Links, Ways
+from ring.placement import MOST_PEERS, Array, Board, best_chain, cut_places, spans
 from ring.schedule import Costs, Schedule, extended, simulate
 from ring.training_costs import ACHIEVED, Trainee, Training
 
-SEARCH_WORK = 3e7
-"""Of ``placement_search.search``, by moves: the seed answers nobody meanwhile. A tenth of a second."""
 SIMULATED = 256
 """Micro-batches of which a step is simulated; each further one takes as long as the slowest stage or hop."""
-_NAMED = 8  # workers that a refusal tells of, one by one
-_TRIED = 4  # searches for what would fit instead: the seed answers nobody meanwhile
-
 
 # ---------------------------------------------------------------------------------------------------------- the result
 
@@ -93,7 +83,6 @@ class TrainingPlan:
         bubble: part of the stages' time, without ``reduce_s``, in which they wait. efficiency: of the busiest one's in
             which it computes.
         tokens_per_s: of all crews; None where no speed is known.
-        exact: no plan of these groups of workers is better.
     """
 
     stages: tuple[StagePlan, ...]
@@ -103,7 +92,6 @@ class TrainingPlan:
     bubble: float
     efficiency: float
     tokens_per_s: float | None
-    exact: bool
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -130,8 +118,7 @@ def plan(training: Training, trainees: Iterable[Trainee], links: Links | None = 
     if training.cuts and (len(training.cuts) != training.stages - 1 or training.cuts[-1] >= training.layers):
         text = f"cuts at {list(training.cuts)} do not make {training.stages} stages of {training.layers} layers"
         raise UserError(text, remedy="correct pipeline.cuts, or leave it out")
-    ways = _Ways(training, links or {}, [trainee.id for trainee in there])
-    found = _best(training, there, ways, SEARCH_WORK)
+    found = _best(training, there, _Hops(training, links or {}, there))
     if found is None:
         raise _refusal(training, there)
     return found
@@ -140,46 +127,42 @@ def plan(training: Training, trainees: Iterable[Trainee], links: Links | None = 
 # --------------------------------------------------------------------------------------------------------------- costs
 
 
-class _Ways:
-    """What hops cost between workers: both latencies, and both times of the bytes."""
+Group = tuple[Trainee, ...]
+"""The workers of one stage, one for each crew, in the order of ids, as crews are made."""
 
-    def __init__(self, training: Training, links: Links, ids: Sequence[str]) -> None:
-        pairs = [(one, other) for one in ids for other in ids if one != other]
-        self._known = {pair: link for pair in pairs if links and (link := known_link(links, *pair)) is not None}
-        rates = [link.bandwidth_bps for link in self._known.values() if link.bandwidth_bps]
-        latencies_s = [link.latency_s for link in self._known.values()]
-        self._latency_s = statistics.median(latencies_s) if latencies_s else 0.0
-        self._rate_bps = statistics.median(rates) if rates else None
+
+class _Hops:
+    """What hops cost between workers."""
+
+    def __init__(self, training: Training, links: Links, there: Iterable[Trainee]) -> None:
+        self._ways = Ways(links, [trainee.id for trainee in there])
         self._training = training
 
-    def one_way(self, one: str, other: str, size_bytes: float) -> tuple[float, float]:
-        """Seconds of latency, and of the bytes."""
-        link = self._known.get((one, other))
-        rate_bps = (link.bandwidth_bps if link else None) or self._rate_bps
-        return (link.latency_s if link else self._latency_s), (8 * size_bytes / rate_bps if rate_bps else 0.0)
-
-    def there(self, ones: Sequence[Trainee], others: Sequence[Trainee]) -> tuple[float, float]:
+    def there(self, ones: Group, others: Group) -> tuple[float, float]:
+        """Seconds of latency, and of a micro-batch's activations."""
         return self._slowest(ones, others, self._training.activation_bytes)
 
-    def back(self, ones: Sequence[Trainee], others: Sequence[Trainee]) -> tuple[float, float]:
+    def back(self, ones: Group, others: Group) -> tuple[float, float]:
+        """The same of its gradients."""
         return self._slowest(others, ones, self._training.gradient_bytes)
 
-    def _slowest(self, ones: Sequence[Trainee], others: Sequence[Trainee], size_bytes: int) -> tuple[float, float]:
-        """Between the members that come into one crew: both are in the order of ids, as crews are made."""
-        ways = [self.one_way(one.id, other.id, size_bytes) for one, other in zip(ones, others, strict=True)]
+    def both(self, ones: Group, others: Group) -> tuple[float, float]:
+        """Until activations are there and gradients back; and what keeps the next micro-batch from it."""
+        there, back = self.there(ones, others), self.back(ones, others)
+        return sum(there) + sum(back), max(there[1], back[1])
+
+    def _slowest(self, ones: Group, others: Group, size_bytes: int) -> tuple[float, float]:
+        ways = [self._ways.between(one.id, other.id, size_bytes) for one, other in zip(ones, others, strict=True)]
         return max(latency_s for latency_s, _ in ways), max(bytes_s for _, bytes_s in ways)
 
-    def ring_s(self, members: Sequence[Trainee], size_bytes: int) -> float:
+    def ring_s(self, members: Group, size_bytes: int) -> float:
         """An all-reduce round a ring of these, gradients in fp32."""
         count = len(members)
         if count < 2:
             return 0.0
-        hops = list(zip(members, [*members[1:], members[0]], strict=True))
-        ways = [self.one_way(one.id, other.id, 2 * (count - 1) / count * size_bytes) for one, other in hops]
+        hops = zip(members, [*members[1:], members[0]], strict=True)
+        ways = [self._ways.between(one.id, other.id, 2 * (count - 1) / count * size_bytes) for one, other in hops]
         return max(bytes_s for _, bytes_s in ways) + 2 * (count - 1) * max(latency_s for latency_s, _ in ways)
-
-
-Group = tuple[Trainee, ...]
 
 
 def _groups(training: Training, there: Sequence[Trainee]) -> Iterator[list[Group]]:
@@ -210,43 +193,37 @@ def _typical(there: Sequence[Trainee]) -> float:
     return statistics.median(known) if known else 1.0
 
 
-def _best(training: Training, there: Sequence[Trainee], ways: _Ways, work: float) -> TrainingPlan | None:
-    found: list[tuple[float, float, int, list[tuple[Group, int, int]], bool]] = []
+def _best(training: Training, there: Sequence[Trainee], hops: _Hops) -> TrainingPlan | None:
     typical = _typical(there)
+    found = []
     for number, groups in enumerate(_groups(training, there)):
-        looked_at = sorted(groups[:MOST_PEERS], key=lambda group: [trainee.id for trainee in group])
-        board, cuts = _board(training, looked_at, ways, typical)
-        chain = search(board, [training.stages], work=work)
-        if chain is not None:
-            parts = [(looked_at[group], cuts[start], cuts[stop]) for group, start, stop in chain.chain]
-            pace_s, through_s = _cost(training, parts, ways, typical)
-            exact = chain.exact and (bool(training.cuts) or len(cuts) == training.layers + 1)
-            found.append((pace_s, through_s, number, parts, exact and len(looked_at) == len(groups)))
+        # Of groups that are equally near the smallest comes first, as in ``ring.placement``.
+        looked_at = sorted(groups[:MOST_PEERS], key=lambda group: (min(map(_room, group)), group[0].id))
+        cuts = [0, *training.cuts, training.layers] if training.cuts else cut_places(training.layers)
+        chain = best_chain(_board(training, looked_at, hops, typical, cuts), [training.stages])
+        if chain:
+            parts = [(looked_at[group], cuts[start], cuts[stop]) for group, start, stop in chain]
+            found.append((*_cost(training, parts, hops, typical), number, parts))
     if not found:
         return None
-    *_, parts, exact = min(found, key=lambda item: item[:3])
-    known = any(trainee.flops for trainee in there)
-    return _predicted(training, parts, ways, typical, known=known, exact=exact)
+    *_, parts = min(found, key=lambda item: item[:3])
+    return _predicted(training, parts, hops, typical, known=any(trainee.flops for trainee in there))
 
 
-def _board(training: Training, groups: Sequence[Group], ways: _Ways, typical: float) -> tuple[Board, list[int]]:
-    """The costs as arrays, by index of group and of cut; and at which layer each cut is."""
-    layers, sizes = training.layers, training.shape.sizes
-    cuts = [*range(0, layers, -(-layers // MOST_CUTS)), layers]
-    if training.cuts:
-        cuts = [0, *training.cuts, layers]
-    at = np.array(cuts)
+def _board(training: Training, groups: Sequence[Group], hops: _Hops, typical: float, cuts: Sequence[int]) -> Board:
+    sizes = training.shape.sizes
     upper = np.triu(np.ones((len(cuts), len(cuts)), bool), 1)
-    weights = _between(np.cumsum([0, *sizes.layers_bytes], dtype=np.float64)[at])
+    weights = spans(sizes.layers_bytes, cuts)
     weights[0, :] += sizes.first_bytes
     weights[:, -1] += sizes.last_bytes
-    kept = _between(at.astype(np.float64)) * training.layer_kept_bytes
+    weights[0, -1] -= sizes.tied_bytes
+    kept = spans([1] * training.layers, cuts) * training.layer_kept_bytes
     kept[:, -1] += training.head_kept_bytes
     inputs = np.full_like(kept, training.activation_bytes)
     inputs[0, :] = 0
-    flop = _between(np.cumsum([0, *(training.layer_flop(layer) for layer in range(layers))])[at])
+    flop = spans([training.layer_flop(layer) for layer in range(training.layers)], cuts)
     flop[:, -1] += training.head_flop
-    flop *= np.array([training.passes(int(stop)) for stop in at])[None, :]
+    flop *= np.array([training.passes(stop) for stop in cuts])[None, :]
     copies_of = {True: HOST_COPIES, False: DEVICE_COPIES}
     levels: list[list[Array]] = []
     # The last level is for more behind it, too; workers alike share their arrays, which are what a board's memory is.
@@ -261,8 +238,8 @@ def _board(training: Training, groups: Sequence[Group], ways: _Ways, typical: fl
     for here, ones in enumerate(groups):
         for there, others in enumerate(groups):
             if here != there:
-                hop_s[here, there], occupied_s[here, there] = _hop(ways, ones, others)
-    return Board(levels[0], hop_s, occupied_s, levels[1:]), cuts
+                hop_s[here, there], occupied_s[here, there] = hops.both(ones, others)
+    return Board(levels, hop_s, occupied_s)
 
 
 def _kind(group: Group, typical: float) -> tuple[float, frozenset[tuple[int, bool]]]:
@@ -281,27 +258,17 @@ def _costs_of(group: Group, needs: Mapping[bool, Array], flop: Array, upper: Arr
     return costs_s
 
 
-def _between(total: Array) -> Array:
-    return total[None, :] - total[:, None]
-
-
-def _hop(ways: _Ways, ones: Group, others: Group) -> tuple[float, float]:
-    """Until a micro-batch's activations are there and its gradients back; and what keeps the next one from it."""
-    there, back = ways.there(ones, others), ways.back(ones, others)
-    return sum(there) + sum(back), max(there[1], back[1])
-
-
 def _compute_s(training: Training, group: Group, start: int, stop: int, typical: float) -> float:
     return training.compute_s(start, stop, min(trainee.flops or typical for trainee in group))
 
 
 def _cost(
-    training: Training, parts: Sequence[tuple[Group, int, int]], ways: _Ways, typical: float
+    training: Training, parts: Sequence[tuple[Group, int, int]], hops: _Hops, typical: float
 ) -> tuple[float, float]:
     """The slowest stage or hop, and all of them."""
     computes_s = [_compute_s(training, *part, typical) for part in parts]
-    hops = [_hop(ways, ones, others) for (ones, *_), (others, *_) in pairwise(parts)]
-    return max(*computes_s, 0.0, *(occupied_s for _, occupied_s in hops)), sum(computes_s) + sum(hop for hop, _ in hops)
+    between = [hops.both(ones, others) for (ones, *_), (others, *_) in pairwise(parts)]
+    return max([*computes_s, *(busy_s for _, busy_s in between)]), sum(computes_s) + sum(hop_s for hop_s, _ in between)
 
 
 # ------------------------------------------------------------------------------------------------------ the prediction
@@ -310,18 +277,16 @@ def _cost(
 def _predicted(
     training: Training,
     parts: Sequence[tuple[Group, int, int]],
-    ways: _Ways,
+    hops: _Hops,
     typical: float,
     *,
     known: bool,
-    exact: bool,
 ) -> TrainingPlan:
     """``known``: whether speeds are."""
     groups = [group for group, *_ in parts]
     computes_s = [_compute_s(training, *part, typical) if known else 0.0 for part in parts]
-    hops = [(*ways.there(*pair), *ways.back(*pair)) for pair in pairwise(groups)]
-    there_s, back_s = [hop[0] + hop[1] for hop in hops], [hop[2] + hop[3] for hop in hops]
-    occupied_s = [max(hop[1], hop[3]) for hop in hops]
+    there_s, back_s = [[sum(way(*pair)) for pair in pairwise(groups)] for way in (hops.there, hops.back)]
+    occupied_s = [hops.both(*pair)[1] for pair in pairwise(groups)]
     pace_s = max([*computes_s, *occupied_s])
     share = -(-training.micro_batches // training.crews)
     bounds = [
@@ -340,10 +305,10 @@ def _predicted(
         simulate(schedule, costs).step_s + (share - schedule.micro_batches) * pace_s, share * max(occupied_s, default=0)
     )
     weights = [training.shape.sizes.weights_bytes(start, stop) for _, start, stop in parts]
-    reduce_s = max(ways.ring_s(group, size_bytes) for group, size_bytes in zip(groups, weights, strict=True))
+    reduce_s = max(hops.ring_s(group, size_bytes) for group, size_bytes in zip(groups, weights, strict=True))
     if training.shape.sizes.tied_bytes:
         ends = zip(groups[0], groups[-1], strict=True)
-        reduce_s += max(ways.ring_s(pair, training.shape.sizes.tied_bytes) for pair in ends)
+        reduce_s += max(hops.ring_s(pair, training.shape.sizes.tied_bytes) for pair in ends)
     busy_s = [share * each_s for each_s in computes_s]
     step_s = chain_s + reduce_s
     return TrainingPlan(
@@ -356,8 +321,8 @@ def _predicted(
                 max(training.need_bytes(stage, start, stop, on_host=trainee.on_host) for trainee in group),
                 schedule.in_flight(stage),
                 computes_s[stage],
-                there_s[stage] + back_s[stage] if stage < len(hops) else 0.0,
-                occupied_s[stage] if stage < len(hops) else 0.0,
+                there_s[stage] + back_s[stage] if stage < len(there_s) else 0.0,
+                occupied_s[stage] if stage < len(there_s) else 0.0,
             )
             for stage, (group, start, stop) in enumerate(parts)
         ),
@@ -367,7 +332,6 @@ def _predicted(
         1 - sum(busy_s) / (len(busy_s) * chain_s) if known and chain_s else 0.0,
         max(busy_s) / chain_s if known and chain_s else 1.0,
         training.micro_batches * training.tokens / step_s if known and step_s else None,
-        exact,
     )
 
 
@@ -393,35 +357,32 @@ def _schedule(
 
 def _refusal(training: Training, there: Sequence[Trainee]) -> ResourceError:
     """Why there is no plan, in numbers, and what would do."""
-    needs = _least_needs(training)
-    smallest, largest = min(needs), max(needs)
-    offers = [
-        f"{trainee.name} {human_bytes(trainee.memory_bytes) if trainee.memory_bytes else 'any'}" for trainee in there
-    ]
-    offers[_NAMED:] = [f"{len(offers) - _NAMED} more"] if len(offers) > _NAMED else []
-    crews = f"{training.crews} crew{'s' * (training.crews != 1)}"
-    told = (
-        f"the model ({human_bytes(training.shape.sizes.weights_bytes(0, training.layers))} of weights) cannot train as "
-        f"{training.stages} stages by {crews}: {_told(training, smallest, 'the smallest stage')}, "
-        f"{_told(training, largest, 'the largest' if training.cuts else 'an end')}, all stages of a crew together "
-        f"about {human_bytes(_whole_need(training))}, and there are {', '.join(offers)}"
-    )
-    likely = (item for item in _others(training) if len(there) >= item[1].workers and _may_fit(item[1], there))
-    do = [text for text, other in islice(likely, _TRIED) if _fits_somehow(other, there)]
-    return ResourceError(told, remedy=", or ".join([*do[:3], "start workers with more memory"]))
-
-
-def _least_needs(training: Training) -> list[tuple[int, int, int, int]]:
-    """(bytes, stage, start, stop) of each stage where the cuts are given; else of the least first, last and other
-    one that there can be."""
     layers, stages = training.layers, training.stages
+    bounds = (0, *training.cuts, layers) if training.cuts else [stage * layers // stages for stage in range(stages + 1)]
+    needs = [(training.need_bytes(stage, *span), stage, *span) for stage, span in enumerate(pairwise(bounds))]
+    most = 8  # workers that the text tells of, one by one
+    offers = [f"{each.name} {human_bytes(each.memory_bytes) if each.memory_bytes else 'any'}" for each in there[:most]]
+    offers += [f"{len(there) - most} more"] if len(there) > most else []
+    told = (
+        f"the model ({human_bytes(training.shape.sizes.weights_bytes(0, layers))} of weights) cannot train as {stages} "
+        f"stages by {training.crews} crew{'s' * (training.crews != 1)}: {'' if training.cuts else 'of equal stages '}"
+        f"{_told(training, min(needs), 'the smallest')}, {_told(training, max(needs), 'the largest')}, all of a crew "
+        f"together {human_bytes(sum(need[0] for need in needs))}, and there are {', '.join(offers)}"
+    )
+    do = ["start workers with more memory"]
+    if not training.recompute:
+        do.append("set pipeline.recompute=true")
+    if training.schedule == GPIPE:
+        do.append("set pipeline.schedule='1f1b'")
     if training.cuts:
-        spans = list(enumerate(pairwise((0, *training.cuts, layers))))
-        return [(training.need_bytes(stage, *span), stage, *span) for stage, span in spans]
-    ends = [(0, 0, 1), (stages - 1, layers - 1, layers)]
-    inner = [(stages - 2, at, at + 1) for at in range(1, layers - 1) if stages > 2]
-    found = [(training.need_bytes(*place), *place) for place in ends]
-    return found + ([min((training.need_bytes(*place), *place) for place in inner)] if inner else [])
+        do.append("leave pipeline.cuts out")
+    if training.tokens >= 2 * training.sequence_tokens:
+        do.append("set batch.micro_batch_sequences lower")
+    if training.crews > 1:
+        do.append(f"set job.workers={stages} for one crew")
+    elif stages < layers:
+        do.append("set pipeline.stages higher, with as many workers")
+    return ResourceError(told, remedy=", or ".join(do))
 
 
 def _told(training: Training, need: tuple[int, int, int, int], what: str) -> str:
@@ -429,71 +390,3 @@ def _told(training: Training, need: tuple[int, int, int, int], what: str) -> str
     span = f"layer {start}" if stop - start == 1 else f"layers {start} to {stop - 1}"
     flying = training.in_flight(stage)
     return f"{what} needs {human_bytes(need_bytes)} ({span}, {flying} micro-batch{'es' * (flying != 1)} in flight)"
-
-
-def _whole_need(training: Training) -> int:
-    """Of one crew, whatever the cuts, but for what is kept where more are in flight."""
-    layers, stages = training.layers, training.stages
-    bounds = [stage * layers // stages for stage in range(stages + 1)]
-    return sum(training.need_bytes(stage, *span) for stage, span in enumerate(pairwise(bounds)))
-
-
-def _others(training: Training) -> Iterator[tuple[str, Training]]:
-    """What a person could ask for instead."""
-    if not training.recompute:
-        yield "set pipeline.recompute=true", replace(training, recompute=True)
-    if training.schedule == GPIPE:
-        yield "set pipeline.schedule='1f1b'", replace(training, schedule="1f1b")
-    if training.cuts:
-        yield "leave pipeline.cuts out", replace(training, cuts=())
-    for parts in (2, 4, 8):
-        if training.tokens // training.sequence_tokens >= parts:
-            yield (
-                f"set batch.micro_batch_sequences to {training.tokens // training.sequence_tokens // parts}",
-                replace(training, tokens=training.tokens // parts),
-            )
-    if training.crews > 1:
-        yield f"set job.workers={training.stages} for one crew", replace(training, crews=1)
-    for stages in range(training.stages + 1, min(training.layers, training.workers) + 1):
-        if training.workers % stages == 0 and not training.cuts:
-            yield f"set pipeline.stages={stages}", replace(training, stages=stages, crews=training.workers // stages)
-
-
-def _may_fit(training: Training, there: Sequence[Trainee]) -> bool:
-    """Whether it is worth a search, told in no time: whether the largest workers would hold all layers, and one of
-    them each end, if each of their stages were one that needs least."""
-    largest = sorted(there, key=_room)[-training.workers :]
-    if not all(any(_holds(training, each, stage, 0) for each in largest) for stage in (0, training.stages - 1)):
-        return False
-    return sum(_most_layers(training, each) for each in largest) >= training.layers * training.crews
-
-
-def _most_layers(training: Training, trainee: Trainee) -> int:
-    least, most = 0, training.layers - training.stages + 1
-    while least < most:
-        middle = (least + most + 1) // 2
-        least, most = (middle, most) if _holds(training, trainee, None, middle) else (least, middle - 1)
-    return least
-
-
-def _holds(training: Training, trainee: Trainee, stage: int | None, layers: int) -> bool:
-    """Whether it has memory for so many layers of the least; and what the first, or the last, stage has besides."""
-    if not trainee.memory_bytes:
-        return True
-    sizes, last = training.shape.sizes, training.stages - 1
-    ends_bytes = {0: sizes.first_bytes, last: sizes.last_bytes}.get(stage, 0) if stage is not None else 0
-    need_bytes = part_training_bytes(
-        layers * min(sizes.layers_bytes) + ends_bytes,
-        layers * training.layer_kept_bytes + training.head_kept_bytes * (stage == last),
-        0,
-        in_flight=training.in_flight(last),
-        recompute=training.recompute,
-        on_host=trainee.on_host,
-    )
-    return need_bytes <= trainee.memory_bytes
-
-
-def _fits_somehow(training: Training, there: Sequence[Trainee]) -> bool:
-    free = [replace(trainee, flops=0.0) for trainee in there]
-    ways = _Ways(training, {}, [trainee.id for trainee in free])
-    return _best(training, free, ways, 1e6) is not None

@@ -327,7 +327,6 @@ class TrainingPlanInfo(Record):
         bubble, efficiency: 0 to 1, of a step without what follows. None, as all that follows, where no speed is known.
         step_s, reduce_s: of a step; and, of that, what summing gradients takes.
         tokens_per_s: of all crews.
-        exact: no plan is better, as far as is known.
         spares: names of the workers that have no place in it.
     """
 
@@ -340,7 +339,6 @@ class TrainingPlanInfo(Record):
     step_s: Amount | None = None
     reduce_s: Amount | None = None
     tokens_per_s: Amount | None = None
-    exact: bool = False
     spares: list[str] = dataclasses.field(default_factory=list)
 
 

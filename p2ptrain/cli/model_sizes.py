@@ -15,7 +15,7 @@ from typing import Any
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.model_config import config_untrusted
 from p2ptrain.core.tensor_files import TensorEntry
-from ring.placement import ModelSizes
+from ring.training_costs import ModelSizes
 from wire.chain_messages import TensorRecord
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}

@@ -38,7 +38,6 @@ def placement_map(placement: Placement) -> dict[str, Any]:
         "token_s": placement.token_s,
         "bottleneck_s": placement.bottleneck_s,
         "tokens_per_s": _finite(placement.tokens_per_s),
-        "exact": placement.exact,
     }
 
 
@@ -72,8 +71,6 @@ def print_prediction(placement: Placement) -> None:
         f" ({_rate(1 / placement.token_s if placement.token_s else math.inf)} tokens/s) for one session,"
         f" {_rate(placement.tokens_per_s)} tokens/s with the chain full, held up by {_slowest(placement, slowest_s)}"
     )
-    if not placement.exact:
-        typer.echo("Not every chain was looked at: a better one may exist.", err=True)
 
 
 def _slowest(placement: Placement, slowest_s: float) -> str:

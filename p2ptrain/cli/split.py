@@ -6,7 +6,7 @@ import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -203,8 +203,7 @@ def show_plan(plan: Planned, *, as_json: bool) -> None:
     if as_json:
         print_json({"checkpoint": plan.label, "loaded": is_loaded, "plan": placement_map(placement)})
         return
-    # Of parts that are loaded nobody wants to hear that there may be a better cut.
-    print_placement(replace(placement, exact=placement.exact or is_loaded))
+    print_placement(placement)
     if is_loaded:
         typer.echo("These parts are loaded there already.")
 

@@ -14,8 +14,7 @@ from p2ptrain.cli.model_sizes import anatomy
 from p2ptrain.core.errors import ConfigError, P2PTrainError, StorageError
 from p2ptrain.core.model_config import MAX_CONFIG_BYTES, config_untrusted
 from p2ptrain.core.tensor_files import TensorTable
-from ring.model_sizes import ModelSizes
-from ring.training_costs import ModelShape
+from ring.training_costs import ModelShape, ModelSizes
 from wire.chain_messages import TensorRecord
 
 if TYPE_CHECKING:

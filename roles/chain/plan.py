@@ -12,7 +12,8 @@ import ring.placement as placing
 from p2ptrain.core.errors import NetworkError, P2PTrainError, ProtocolError, Refused, UserError
 from p2ptrain.core.ids import is_id
 from ring.order import LinkQuality
-from ring.placement import ModelSizes, Placement, Wanted
+from ring.placement import Placement, Wanted
+from ring.training_costs import ModelSizes
 from roles.chain.around import Around, WorkerAt
 from roles.chain.models import Model, small_files
 from roles.chain.peer import Peer

@@ -99,7 +99,6 @@ def plan_maps(training: Training, found: TrainingPlan, there: Collection[Trainee
         step_s=found.step_s if known else None,
         reduce_s=found.reduce_s if known else None,
         tokens_per_s=found.tokens_per_s,
-        exact=found.exact,
         spares=spares[:MAX_SHOWN],
     )
     stages = [_stage_info(number, stage, known=known) for number, stage in enumerate(found.stages)]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from configs.schema import Profile
 from p2ptrain.core.errors import ProtocolError
 from ring.coordination import Peer
-from ring.plan import Wishes
+from ring.order import Wishes
 from ring.training_costs import Training, shape_untrusted
 
 

@@ -10,8 +10,7 @@ from typing import Any
 from configs.schema import Profile
 from p2ptrain.core.errors import NetworkError, P2PTrainError, StorageError
 from p2ptrain.core.world import LoopClock, World
-from ring.model_sizes import ModelSizes
-from ring.training_costs import ModelShape
+from ring.training_costs import ModelShape, ModelSizes
 from ring.transaction import Phase
 from roles.engine import WHOLE, Stage
 from roles.identity import claim

@@ -24,8 +24,7 @@ from typing import Any
 from p2ptrain.core.errors import DeadlineExceeded, NetworkError, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.ids import is_id
 from p2ptrain.core.world import World
-from ring.order import STRIPES, LinkQuality
-from ring.plan import NEAR_RTT_S
+from ring.order import NEAR_RTT_S, STRIPES, LinkQuality
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.messages import Hello, Request, Response

@@ -15,7 +15,7 @@ from p2ptrain.compute.served_part import config_of
 from p2ptrain.compute.split import layer_sizes
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.tensor_files import TensorTable
-from ring.placement import ModelSizes
+from ring.training_costs import ModelSizes
 from tests.compute.families import FAMILIES, make
 from wire.chain_messages import TensorRecord
 

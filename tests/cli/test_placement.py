@@ -9,7 +9,8 @@ import pytest
 
 from p2ptrain.cli.placement import placement_map, print_placement
 from ring.order import LinkQuality
-from ring.placement import ModelSizes, Peer, Placement, Wanted, place, replacement
+from ring.placement import Peer, Placement, Wanted, place, replacement
+from ring.training_costs import ModelSizes
 
 GIB = 1 << 30
 SIZES = ModelSizes((GIB,) * 6, (1 << 16,) * 6, GIB, GIB, GIB)
@@ -41,7 +42,7 @@ def test_people_see_who_holds_what_and_how_fast_it_will_be(capsys: pytest.Captur
 def test_programs_get_every_figure() -> None:
     found = placed()
     document = json.loads(json.dumps(placement_map(found), allow_nan=False))
-    assert sorted(document) == ["bottleneck_s", "client_hop_s", "exact", "stages", "token_s", "tokens_per_s"]
+    assert sorted(document) == ["bottleneck_s", "client_hop_s", "stages", "token_s", "tokens_per_s"]
     assert (
         document["token_s"]
         == found.token_s
@@ -50,7 +51,6 @@ def test_programs_get_every_figure() -> None:
         )
     )
     assert document["tokens_per_s"] == min(stage["tokens_per_s"] for stage in document["stages"])
-    assert document["exact"] is True
     assert [
         (stage["stage"], stage["peer"], stage["name"], stage["start"], stage["stop"]) for stage in document["stages"]
     ] == [
@@ -90,7 +90,6 @@ def test_a_peer_with_two_stages_is_named_for_both(capsys: pytest.CaptureFixture[
     print_placement(made.placement)
     said = capsys.readouterr()
     assert said.out.splitlines()[-1].endswith("31 tokens/s with the chain full, held up by desk")
-    assert "a better one may exist" in said.err
 
 
 def test_names_cannot_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,7 +32,6 @@ PLACEMENT = Placement(
     ),
     client_hop_s=0.001,
     client_occupied_s=0.0,
-    exact=True,
 )
 LOADED = SimpleNamespace(
     width=8, device="cpu", read_bytes=900, received_bytes=100, weights_bytes=1000, resident_bytes=5 << 20

@@ -16,7 +16,7 @@ from p2ptrain.core.errors import P2PTrainError, ProtocolError
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, World
-from ring.placement import ModelSizes
+from ring.training_costs import ModelSizes
 from roles.chain.around import Around, WorkerAt
 from roles.chain.client import Chain
 from roles.chain.generation import MAX_STAGES, _position_untrusted, arrived_untrusted

@@ -7,8 +7,7 @@ import itertools
 from p2ptrain.core.ids import new_id
 from ring import coordination as co
 from ring.coordinator import Coordinator
-from ring.order import LinkQuality
-from ring.plan import Wishes
+from ring.order import LinkQuality, Wishes
 from ring.view import View
 from wire.job_messages import Report
 

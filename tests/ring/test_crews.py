@@ -11,8 +11,7 @@ import pytest
 from ring import coordination as co
 from ring.crewing import MAX_HELD, dealt, newest_kept, shared_states, told_stage
 from ring.crews import Crews
-from ring.model_sizes import ModelSizes
-from ring.training_costs import ModelShape, Training
+from ring.training_costs import ModelShape, ModelSizes, Training
 from ring.view import View
 from wire.job_messages import Report
 

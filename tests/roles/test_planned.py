@@ -8,8 +8,7 @@ import pytest
 
 from configs.schema import Profile
 from p2ptrain.core.errors import Refused
-from ring.model_sizes import ModelSizes
-from ring.training_costs import ModelShape
+from ring.training_costs import ModelShape, ModelSizes
 from roles.engine import Stage
 from roles.in_process import Cluster, Peer
 from roles.seed.peers import Link
@@ -83,12 +82,12 @@ async def test_what_does_not_fit_is_refused_with_the_numbers_and_waits_for_who_f
         await cluster.ask("jobs.plan", spec=PROFILE.to_spec(), shape=SHAPE.to_map())
     await crew.join(300, 1e9)
     await crew.join(100, 1e9)
-    with pytest.raises(Refused, match="the smallest stage needs") as caught:
+    with pytest.raises(Refused, match="the smallest needs") as caught:
         await cluster.ask("jobs.plan", spec=PROFILE.to_spec(), shape=SHAPE.to_map())
     assert caught.value.code == "does-not-fit"
     assert all(given in caught.value.message for given in ("300.0 MiB", "100.0 MiB"))
     job = await cluster.create(PROFILE, shape=SHAPE.to_map())
-    await cluster.job_until(job, lambda item: "the smallest stage needs" in item["reason"])
+    await cluster.job_until(job, lambda item: "the smallest needs" in item["reason"])
     assert not crew.cuts
     await crew.join(900, 1e9)
     await cluster.job_until(job, done)

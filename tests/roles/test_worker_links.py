@@ -14,8 +14,7 @@ import pytest
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError, ProtocolError
 from p2ptrain.core.world import LoopClock, Network, World
-from ring.order import STRIPES, LinkQuality
-from ring.plan import NEAR_RTT_S
+from ring.order import NEAR_RTT_S, STRIPES, LinkQuality
 from roles.worker.links import (
     MAX_ASKED,
     PIECE_BYTES,

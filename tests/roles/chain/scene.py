@@ -13,7 +13,7 @@ from typing import Any
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, World
-from ring.placement import ModelSizes
+from ring.training_costs import ModelSizes
 from roles.chain.around import Around, Progress, WorkerAt
 from roles.chain.client import Chain
 from roles.chain.models import Model, local_model
