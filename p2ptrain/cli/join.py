@@ -336,7 +336,6 @@ async def _work(joining: Joining) -> None:
     from p2ptrain.cli.joining import stay
     from p2ptrain.core.world import real_world
     from roles.worker.build import capabilities, engine_builder, holding, stage_builder, warm_up
-    from roles.worker.saver_process import saver_of_this_system
     from roles.worker.worker import Worker, WorkerOptions
 
     device, threads, memory_bytes = joining.device, joining.threads, joining.memory_bytes
@@ -360,7 +359,6 @@ async def _work(joining: Joining) -> None:
             on_step=lambda applied, total, values: here.console.progress(
                 step_line(applied, total, values), last=applied == total
             ),
-            saver=saver_of_this_system,
             member=found.access.member,
             holding=parts,
         )

@@ -35,7 +35,7 @@ MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_INTEGER = 1 << 63
 WRITE_BYTES = 4 << 20
-"""At most so much in one call: between two calls a writer may be told to stop."""
+"""At most so much in one call: between two calls a writer may pause."""
 MIN_KEEP = 2
 """The newest may turn out damaged; then there must be one before it."""
 
@@ -87,7 +87,13 @@ class CheckpointStore:
         self._recover()
 
     def write(
-        self, step: int, files: Sequence[FilePlan], blobs: Mapping[str, memoryview], meta: Meta
+        self,
+        step: int,
+        files: Sequence[FilePlan],
+        blobs: Mapping[str, memoryview],
+        meta: Meta,
+        *,
+        between: Callable[[], None] = lambda: None,
     ) -> CheckpointEntry:
         """Make ``files`` the durable checkpoint of ``step``, then prune older ones.
 
@@ -95,6 +101,7 @@ class CheckpointStore:
 
         Args:
             files: their ranges are of ``blobs``, which do not change meanwhile.
+            between: called after every piece of ``WRITE_BYTES``.
 
         Raises:
             ResourceError: less is free than the files take.
@@ -108,6 +115,7 @@ class CheckpointStore:
                 draft.begin(file.name)
                 for piece in _pieces(file, blobs):
                     draft.add(piece)
+                    between()
                 draft.end()
             return self.publish(draft, meta)
         except StorageError:

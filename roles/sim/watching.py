@@ -23,7 +23,7 @@ from roles.seed_link import SeedLink
 from roles.sim.engine import bits_of
 from roles.sim.loop import PROCESS
 from roles.strategies.sync import SyncStrategy
-from roles.worker.keeper import Keeper
+from roles.worker.checkpoint_store import CheckpointFiles
 from wire.job_messages import CheckpointSaved
 
 if TYPE_CHECKING:
@@ -115,10 +115,10 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
         return call
 
     def verify(original: Any) -> Any:
-        async def call(self: Keeper, step: int) -> Any:
+        async def call(self: CheckpointFiles, step: int) -> Any:
             found = await original(self, step)
             machine = here()
-            stage = stage_of(self._shelf.root)
+            stage = stage_of(self._root)
             if machine is not None and stage is not None:  # what stages take of a whole may find no room
                 observer.promised(machine, stage, step)
             return found
@@ -126,7 +126,7 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
         return call
 
     def load(original: Any) -> Any:
-        async def call(self: Keeper, *rest: Any, restore_step: int, **more: Any) -> Any:
+        async def call(self: CheckpointFiles, *rest: Any, restore_step: int, **more: Any) -> Any:
             found = await original(self, *rest, restore_step=restore_step, **more)
             machine = here()
             if machine is not None:
@@ -163,8 +163,8 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
             (Records, "add_checkpoint", add_checkpoint),
             (CheckpointStore, "_write_manifest", write_manifest),
             (CheckpointStore, "_remove", remove),
-            (Keeper, "load", load),
-            (Keeper, "verify", verify),
+            (CheckpointFiles, "load", load),
+            (CheckpointFiles, "verify", verify),
             (SeedLink, "send", send),
             (SyncStrategy, "_summarize", summarize),
             (secrets, "token_hex", lambda original: lambda number=32: names.randbytes(number).hex()),

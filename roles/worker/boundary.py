@@ -19,10 +19,9 @@ from ring.session import RingSession
 from ring.view import shares
 from roles.engine import Engine
 from roles.strategies import Strategy
-from roles.worker.checkpointing import Checkpointing
-from roles.worker.keeper import state_digest
-from roles.worker.surroundings import Surroundings
-from roles.worker.wholes import Wholes
+from roles.worker.checkpoint_assembler import CheckpointAssembler
+from roles.worker.checkpoint_store import Checkpointing, state_digest
+from roles.worker.context import Context
 
 ROUND_S = 2.0
 """So often members tell each other whether they still collect."""
@@ -40,7 +39,7 @@ class BoundaryWork:
 
     def __init__(
         self,
-        around: Surroundings,
+        around: Context,
         *,
         profile: Profile,
         checkpoints: Checkpointing,
@@ -112,15 +111,15 @@ class BoundaryWork:
                 self._checkpoints.go_without(step)
         return False
 
-    async def gathered(self, wholes: Wholes, session: RingSession, *, patience_s: float) -> None:
+    async def gathered(self, assembler: CheckpointAssembler, session: RingSession, *, patience_s: float) -> None:
         """Wait until all members' whole checkpoints are there, or were given up: the job is not done before."""
         going = True
         while going:
-            mine = b"\0" if await wholes.settled(ROUND_S) else b"\1"
+            mine = b"\0" if await assembler.settled(ROUND_S) else b"\1"
             try:
                 going = any(byte != b"\0" for byte in await session.all_gather(mine, patience_s=patience_s))
             except (NetworkError, PeerError) as problem:  # the others' are their affair: the step itself is safe
                 self._around.notify("warning", "not-gathered", f"the ring broke while files were collected: {problem}")
-                while not await wholes.settled(ROUND_S):
+                while not await assembler.settled(ROUND_S):
                     pass
                 return

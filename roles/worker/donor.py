@@ -33,6 +33,8 @@ from p2ptrain.core.errors import (
 from ring.transaction import Transaction
 from ring.view import View
 from roles.engine import WHOLE, Engine, Stage
+from roles.worker.checkpoint_store import Snapshots
+from roles.worker.context import Context
 from roles.worker.given import (
     ANSWER_S,
     BEATS,
@@ -48,8 +50,6 @@ from roles.worker.given import (
     log_limit_bytes,
 )
 from roles.worker.pace import Pace
-from roles.worker.snapshot import Snapshots
-from roles.worker.surroundings import Surroundings
 from roles.worker.transfer import WINDOW
 from wire.connection import Connection
 from wire.handshake import RefusalCode
@@ -112,7 +112,7 @@ class Donations:
     """
 
     def __init__(
-        self, around: Surroundings, core: Transaction, *, want_snapshot: Callable[[], None], stage: Stage = WHOLE
+        self, around: Context, core: Transaction, *, want_snapshot: Callable[[], None], stage: Stage = WHOLE
     ) -> None:
         self._around, self._core, self._want_snapshot, self._stage = around, core, want_snapshot, stage
         self.state_bytes = 0

@@ -11,7 +11,7 @@ from ring.chain import Chain
 from ring.links import Inbound, Kin
 from ring.session import RingSession
 from ring.view import View
-from roles.worker.surroundings import Surroundings
+from roles.worker.context import Context
 
 FORM_TIMEOUT_S = 20.0  # a neighbour may still be aborting a long micro-batch before it turns to the new view
 REDO_BYTES_PER_S = 100e6  # it may also be redoing a step: one thread's optimizer, seen at four times that
@@ -39,7 +39,7 @@ class Forming:
 
     def __init__(
         self,
-        around: Surroundings,
+        around: Context,
         membership: Membership,
         *,
         state_bytes: Callable[[], int],

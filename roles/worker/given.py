@@ -11,7 +11,7 @@ import xxhash
 
 from p2ptrain.core.errors import ProtocolError
 from roles.engine import Blob, Engine
-from roles.worker.snapshot import Snapshot
+from roles.worker.checkpoint_store import Snapshot
 from wire.heal_messages import ChunkRequest, StepLogged
 
 CHUNK_BYTES = 1 << 20

@@ -19,9 +19,9 @@ from p2ptrain.core.errors import NetworkError, P2PTrainError, PeerError
 from ring.activities import Event, Followed, Heal, Torn, Unloaded
 from ring.transaction import Transaction
 from roles.engine import WHOLE, Applied, Engine, Stage
+from roles.worker.context import Context
 from roles.worker.fetch import Behind, Fetch, Step
 from roles.worker.offered import Self
-from roles.worker.surroundings import Surroundings
 from wire.heal_messages import HealRequest
 from wire.job_messages import CatchUp, MemberRecord, Report
 
@@ -80,7 +80,7 @@ class Healer:
     """
 
     def __init__(
-        self, around: Surroundings, core: Transaction, *, progress: Callable[[], None], stage: Stage = WHOLE
+        self, around: Context, core: Transaction, *, progress: Callable[[], None], stage: Stage = WHOLE
     ) -> None:
         self._around, self._core, self._progress, self.stage = around, core, progress, stage
 
@@ -173,7 +173,7 @@ class Follower:
 
     def __init__(
         self,
-        around: Surroundings,
+        around: Context,
         core: Transaction,
         healer: Healer,
         *,

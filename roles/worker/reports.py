@@ -15,10 +15,10 @@ from ring.transaction import Transaction
 from ring.view import View
 from roles.engine import Applied, Engine, Stage
 from roles.strategies import Strategy
+from roles.worker.context import Context
 from roles.worker.heal import Fetched
 from roles.worker.ledger import Ledger
 from roles.worker.metrics import StepTeller, described, held
-from roles.worker.surroundings import Surroundings
 from roles.worker.timing import StepClock, UnitTime
 from wire.chain_messages import HeldPart
 from wire.job_messages import LedgerRow, Report
@@ -35,7 +35,7 @@ class Reports:
         clock: where the time of a step goes. unit: how long a micro-batch takes here.
     """
 
-    def __init__(self, around: Surroundings, core: Transaction, *, job: str, stage: Stage, profile: Profile) -> None:
+    def __init__(self, around: Context, core: Transaction, *, job: str, stage: Stage, profile: Profile) -> None:
         self.engine: Engine | None = None
         self.clock = StepClock(around.world.clock.now)
         self.unit = UnitTime()

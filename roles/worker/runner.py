@@ -45,15 +45,13 @@ from roles.background import started_in
 from roles.engine import WHOLE, Engine, Stage
 from roles.strategies import Strategy
 from roles.worker.boundary import BoundaryWork
-from roles.worker.checkpointing import Checkpointing
+from roles.worker.checkpoint_assembler import CheckpointAssembler, assembles
+from roles.worker.checkpoint_store import CheckpointFiles, Checkpointing, Snapshots, state_bytes
+from roles.worker.context import Context
 from roles.worker.donor import Donations
 from roles.worker.forming import Forming
 from roles.worker.heal import Follower, Healer
-from roles.worker.keeper import Keeper, state_bytes
 from roles.worker.reports import Reports
-from roles.worker.snapshot import Snapshots
-from roles.worker.surroundings import Surroundings
-from roles.worker.wholes import Wholes, keeps
 from wire.chain_messages import HeldPart
 from wire.connection import Connection
 from wire.job_messages import CatchUp, MemberRecord
@@ -69,15 +67,15 @@ class JobRunner:
 
     def __init__(
         self,
-        around: Surroundings,
+        around: Context,
         *,
         job: str,
         profile: Profile,
         spec: str,
-        keeper: Keeper,
+        checkpoints: CheckpointFiles,
         restore_step: int,
         stage: Stage = WHOLE,
-        whole: Keeper | None = None,
+        whole: CheckpointFiles | None = None,
         holders: Sequence[MemberRecord] = (),
     ) -> None:
         self.job = job
@@ -96,7 +94,7 @@ class JobRunner:
         self.bytes_in = self.bytes_out = self.tokens = 0
         self._around = around
         self._spec = spec
-        self.keeper = keeper
+        self.checkpoints = checkpoints
         self._restore_step, self._holders = restore_step, holders
         self._engine: Engine | None = None
         self._strategy: Strategy | None = None
@@ -110,23 +108,23 @@ class JobRunner:
         self._tasks = asyncio.TaskGroup()
         self._released = asyncio.Event()
         self._standing = asyncio.Event()
-        self.snapshots = Snapshots(around.compute, around.saver.allocate)
-        self._checkpoints = Checkpointing(
-            around, job=job, keeper=keeper, snapshots=self.snapshots, tasks=self._tasks, stage=stage
+        self.snapshots = Snapshots(around.compute)
+        self._saving = Checkpointing(
+            around, job=job, files=checkpoints, snapshots=self.snapshots, tasks=self._tasks, stage=stage
         )
-        self.wholes: Wholes | None = None
+        self.assembler: CheckpointAssembler | None = None
         if whole is not None:
-            self.wholes = Wholes(
+            self.assembler = CheckpointAssembler(
                 around,
                 job=job,
                 stage=stage,
-                parts=keeper,
-                keeper=whole,
-                checkpoints=self._checkpoints,
+                parts=checkpoints,
+                files=whole,
+                checkpoints=self._saving,
                 where=self._where,
                 did_something=self._did_something,
             )
-        self._between = BoundaryWork(around, profile=profile, checkpoints=self._checkpoints)
+        self._between = BoundaryWork(around, profile=profile, checkpoints=self._saving)
         self.donations = Donations(around, self.core, want_snapshot=lambda: self.wish(Flag.SNAPSHOT), stage=stage)
         self._healer = Healer(around, self.core, progress=self._did_something, stage=stage)
         self.follower = Follower(
@@ -143,8 +141,8 @@ class JobRunner:
                 self._start(self._load)
                 await self._released.wait()
                 self.follower.end()
-                if self.wholes is not None:
-                    await self.wholes.stop()  # the next job may need the memory that this one holds meanwhile
+                if self.assembler is not None:
+                    await self.assembler.stop()  # the next job may need the memory that this one holds meanwhile
                 self._disband("the job was released")
         finally:
             self._disband("this worker ended")
@@ -209,7 +207,7 @@ class JobRunner:
 
     async def saved(self, step: int, lineage: str) -> None:
         """Wait until that state's checkpoint is durable here, or there will be none."""
-        await self._checkpoints.outcome(step, lineage, self._where)
+        await self._saving.outcome(step, lineage, self._where)
 
     def _where(self) -> tuple[int, int]:
         return self.core.applied, self.progress
@@ -343,17 +341,17 @@ class JobRunner:
             self.reports.engine = self._engine
             self._strategy = factory(self._engine, around.compute, self._did_something, ring.bucket_bytes)
         restore_step, self._restore_step = self._restore_step, -1
-        if self.wholes is not None:
-            await self.wholes.stop()
-            await self._checkpoints.settled()
-            await self.wholes.bring(restore_step, self._holders)
-        applied, lineage, square_sum, entry = await self.keeper.load(
+        if self.assembler is not None:
+            await self.assembler.stop()
+            await self._saving.settled()
+            await self.assembler.bring(restore_step, self._holders)
+        applied, lineage, square_sum, entry = await self.checkpoints.load(
             self._engine, around.compute, spec=self._spec, restore_step=restore_step, split=self.stage.split
         )
         self._state_bytes = await around.compute.run(lambda: state_bytes(self._ready_engine().state()))
         self.donations.state_bytes = self._state_bytes
         self.reports.loaded(applied, lineage, wanted=restore_step)
-        await self._checkpoints.resumed(entry)
+        await self._saving.resumed(entry)
         self._handle(Loaded(applied, lineage, square_sum))
 
     async def _form(self, form: Form) -> None:
@@ -457,10 +455,14 @@ class JobRunner:
         meta = self.reports.meta(val_loss)
         replica = session.view.replica_of(session.rank)
         saves = await self._between.keep(instruction, engine, replica, meta, stopping=self.core.stopping)
-        if saves and self.wholes is not None and keeps(session.view, session.rank, self.profile.checkpoint.copies):
-            self.wholes.want(session.view, session.rank, applied, self.core.lineage, self._tasks.create_task)
-        if instruction.last and self.wholes is not None:
-            await self._between.gathered(self.wholes, session, patience_s=patience_s)
+        if (
+            saves
+            and self.assembler is not None
+            and assembles(session.view, session.rank, self.profile.checkpoint.copies)
+        ):
+            self.assembler.want(session.view, session.rank, applied, self.core.lineage, self._tasks.create_task)
+        if instruction.last and self.assembler is not None:
+            await self._between.gathered(self.assembler, session, patience_s=patience_s)
         if instruction.snapshot:
             await self.donations.snapshot(engine, self.snapshots)
         self._handle(Finished(instruction.ticket))

@@ -23,7 +23,7 @@ from roles.stage_stand_in import WIDTH, StandIns
 from roles.worker.giver import give
 from roles.worker.links import Prober, Sink
 from roles.worker.stage_links import Line
-from roles.worker.stages import Stages, StageSurroundings
+from roles.worker.stages import StageContext, Stages
 from wire.calls import Calls
 from wire.chain_messages import CHAIN_STREAM, ChainBroken, PartLoading, PartsHeld, Picked, Took, Work
 from wire.connection import Connection
@@ -55,7 +55,7 @@ class Stage:
 
     async def start(self) -> None:
         world = World(LoopClock(), self.network, RealDisk(), random.Random(1), self.threads)  # noqa: S311 - jitter
-        around = StageSurroundings(
+        around = StageContext(
             world=world,
             peer_id=self.name,
             name=self.name,

@@ -93,7 +93,7 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True)
-class StageSurroundings:
+class StageContext:
     """What the stages of a worker need of it.
 
     Attributes:
@@ -129,7 +129,7 @@ class _Client(Caller):
 class Stages:
     """See the module's docstring."""
 
-    def __init__(self, around: StageSurroundings, holding: Holding) -> None:
+    def __init__(self, around: StageContext, holding: Holding) -> None:
         self._around, self._holding = around, holding
         self._world, self._now = around.world, around.world.clock.now
         self.shelf = Shelf(holding.limit_bytes)

@@ -16,13 +16,12 @@ import xxhash
 from configs.schema import Profile
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError
-from p2ptrain.core.shared_memory import PrivateMemory
 from p2ptrain.core.world import LoopClock, Network, World
 from ring.token import first_lineage, next_lineage
 from ring.view import View
 from roles.stand_in import StandInEngine
+from roles.worker.checkpoint_store import Snapshots
 from roles.worker.donor import Donations
-from roles.worker.snapshot import Snapshots
 from wire.connection import Connection
 from wire.handshake import local_welcome, serve
 from wire.heal_messages import HealOffer, HealRequest, TableRequest
@@ -170,7 +169,7 @@ async def ring_of(
         donations = Donations(around, core, want_snapshot=lambda wanted=wanted: wanted.append(None))  # type: ignore[arg-type, misc]
         engine = engine_of(numel, ring.members[0].engine if ring.members else None)
         donations.state_bytes = sum(blob.view.nbytes for blob in engine.state())
-        snapshots = Snapshots(Inline(), PrivateMemory)  # type: ignore[arg-type]
+        snapshots = Snapshots(Inline())  # type: ignore[arg-type]
         record = MemberRecord(name, name, host, 1, 0, 8, True)
         member = Member(name, engine, core, donations, snapshots, record, wanted=wanted)
 

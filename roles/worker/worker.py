@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.schema import Profile
-from p2ptrain.core.disk import Disk
 from p2ptrain.core.errors import JobFailed, P2PTrainError, ProtocolError, Refused, first_error
 from p2ptrain.core.ids import is_id
 from p2ptrain.core.texts import shortened
-from p2ptrain.core.threads import Thread
 from p2ptrain.core.world import World
 from ring.session import Inbound
 from ring.token import Flag
@@ -25,13 +23,12 @@ from roles.identity import Identity
 from roles.membership import Membership
 from roles.seed_link import Pulse
 from roles.strategies import Factory, strategy_of
-from roles.worker.file_giver import FileGiver, checkpoints_dir
-from roles.worker.keeper import Keeper, lineage_of
+from roles.worker.checkpoint_assembler import FileSender, checkpoints_dir
+from roles.worker.checkpoint_store import CheckpointFiles, lineage_of
+from roles.worker.context import Context, Notify
 from roles.worker.links import Prober, Sink, targets_untrusted, to_result
 from roles.worker.runner import JobRunner
-from roles.worker.saver import DirectSaver, Saver, Shelf
-from roles.worker.stages import PURPOSES, Holding, Stages, StageSurroundings
-from roles.worker.surroundings import Notify, Surroundings
+from roles.worker.stages import PURPOSES, Holding, StageContext, Stages
 from wire.connection import Connection
 from wire.handshake import RefusalCode, local_hello, local_welcome, serve
 from wire.job_messages import Assign, CatchUp, Hold, Release, Report, SaveNow, ViewAnnounced
@@ -96,7 +93,6 @@ class Worker:
         warm_up: blocking, called there first, while the seed is being dialled.
         notify: (level, kind, text) for the person at this terminal.
         on_step: (applied, total, values) after every commit.
-        saver: makes what writes checkpoints on the thread given, and tells of what goes wrong beside.
         member: this worker's membership, whose network is the world's; None in a plain cluster.
         holding: what it takes to hold parts of split models; None where this worker holds none.
     """
@@ -111,7 +107,6 @@ class Worker:
         warm_up: Callable[[], None],
         notify: Notify,
         on_step: Callable[[int, int, dict[str, float]], None],
-        saver: Callable[[Thread, Disk, Notify], Saver] = lambda thread, disk, tell: DirectSaver(thread, disk),
         member: Member | None = None,
         holding: Holding | None = None,
         build_part: Callable[[Profile, Stage], Engine] = no_parts,
@@ -129,8 +124,7 @@ class Worker:
         self._sink = Sink()
         self._compute = ComputeThread(world.threads)
         self._disk = world.threads.start("disk")
-        self._saver = saver(self._disk, world.disk, self._notify)
-        self._files = FileGiver(world.disk, self._disk, identity.directory / JOBS, self._saving)
+        self._files = FileSender(world.disk, self._disk, identity.directory / JOBS, self._saving)
         self._gauges = Gauges(world.clock.now)
         self._beats = IDLE_BEATS_S
         self._runner: JobRunner | None = None
@@ -166,7 +160,7 @@ class Worker:
         return self._port
 
     def _made_stages(self, holding: Holding) -> Stages:
-        around = StageSurroundings(
+        around = StageContext(
             world=self._world,
             peer_id=self._identity.peer_id,
             name=self._identity.name,
@@ -212,7 +206,6 @@ class Worker:
             raise first_error(group) from None
         finally:
             await server.close()
-            await self._saver.close()
             self._disk.close()
             if self._stages is not None:
                 self._stages.close()
@@ -329,22 +322,22 @@ class Worker:
         if self._stages is not None:
             self._tasks.create_task(self._stages.job_assigned(), name="make room for the job")
         self._runner = JobRunner(
-            self._surroundings(),
+            self._context(),
             job=message.job,
             profile=profile,
             spec=message.spec,
-            keeper=self._keeper(message.job, profile.checkpoint.keep, stage),
+            checkpoints=self._checkpoints(message.job, profile.checkpoint.keep, stage),
             restore_step=message.restore_step,
             stage=stage,
-            whole=self._keeper(message.job, profile.checkpoint.keep, WHOLE) if stage.split else None,
+            whole=self._checkpoints(message.job, profile.checkpoint.keep, WHOLE) if stage.split else None,
             holders=message.holders,
         )
         what = f"{stage} of the model" if stage.split else "the model"
         self._notify_person("info", "building", f"building {what} of job {message.job}")
         self._job_task = self._tasks.create_task(self._runner.run(), name=f"job {message.job}")
 
-    def _surroundings(self) -> Surroundings:
-        return Surroundings(
+    def _context(self) -> Context:
+        return Context(
             world=self._world,
             peer_id=self._identity.peer_id,
             name=self._identity.name,
@@ -353,7 +346,6 @@ class Worker:
             inbound=self._inbound,
             compute=self._compute,
             disk=self._disk,
-            saver=self._saver,
             say=self._link.send,
             notify=self._notify,
             tell=self._notify_person,
@@ -384,32 +376,32 @@ class Worker:
         if not isinstance(job, str) or not is_id(job) or not isinstance(step, int) or step < 0:
             raise ProtocolError(f"{request.method[:80]} needs job and step")
         stage = _stage_untrusted(request.params)
-        keeper = self._keeper_in_use(job, stage) or self._keeper(job, 2, stage)
+        checkpoints = self._in_use(job, stage) or self._checkpoints(job, 2, stage)
         match request.method:
             case "checkpoint.verify":
-                entry = await keeper.verify(step)
+                entry = await checkpoints.verify(step)
                 return {"step": entry.step, "lineage": lineage_of(entry)}
             case "checkpoint.delete":
-                if not await keeper.delete(step):
+                if not await checkpoints.delete(step):
                     raise Refused("not-here", f"{self._identity.name} has no checkpoint of step {step}")
                 return {"deleted": step}
         raise Refused("unknown-method", f"a worker does not know {request.method[:80]!r}")
 
-    def _keeper_in_use(self, job: str, stage: Stage) -> Keeper | None:
-        """That of a job that this worker is on: a second one would clear what the first one has not finished."""
+    def _in_use(self, job: str, stage: Stage) -> CheckpointFiles | None:
+        """Those of a job that this worker is on: a second store would clear what the first one has not finished."""
         runner = self._runner if self._runner is not None and self._runner.job == job else None
         if runner is None or runner.stage == stage:
-            return runner.keeper if runner is not None else None
-        return runner.wholes.keeper if runner.wholes is not None and stage == WHOLE else None
+            return runner.checkpoints if runner is not None else None
+        return runner.assembler.files if runner.assembler is not None and stage == WHOLE else None
 
     async def _saving(self, job: str, stage: Stage, step: int, lineage: str) -> None:
         """Wait until that state's checkpoint is durable here, or there will be none."""
         if self._runner is not None and (self._runner.job, self._runner.stage) == (job, stage):
             await self._runner.saved(step, lineage)
 
-    def _keeper(self, job: str, keep: int, stage: Stage) -> Keeper:
+    def _checkpoints(self, job: str, keep: int, stage: Stage) -> CheckpointFiles:
         root = checkpoints_dir(self._identity.directory / JOBS, job, stage)
-        return Keeper(self._disk, self._world.disk, self._saver, Shelf(root, keep), self._notify)
+        return CheckpointFiles(self._disk, self._world.disk, root, keep, self._notify)
 
     def _notify(self, level: str, kind: str, text: str) -> None:
         self._notify_person(level, kind, text)

@@ -1,41 +1,35 @@
-"""A helper that is killed in every call of a save, on a real disk; and disks that are really full."""
+"""A writer that is killed in every call of a save, on a real disk; and disks that are really full."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from configs.schema import Profile
 from p2ptrain.core.checkpoints import CheckpointStore
 from p2ptrain.core.disk import RealDisk
-from p2ptrain.core.errors import ResourceError, StorageError
-from p2ptrain.core.threads import RealThreads
-from roles.compute_thread import ComputeThread
-from roles.stand_in import StandInEngine
-from roles.worker.saver import Shelf
-from roles.worker.saver_process import HelperLost, ProcessSaver
-from roles.worker.snapshot import Snapshots
 
-LINEAGE = "0123456789abcdef" * 2
 ROOT = str(Path(__file__).parents[2])
 KEEP = 2
 
-# The helper with a disk on which call number ``at`` is cut short: by SIGKILL half-way, or by a full disk.
-_HELPER = """
-import os, shutil, signal, sys
-sys.path.append(sys.argv[1])
+# Saves what it reads, on a disk on which call number ``at`` is cut short: by SIGKILL half-way, or by a full disk.
+_WRITER = """
+import os, signal, sys
 from pathlib import Path
-from p2ptrain.core import checkpoint_writer
-from p2ptrain.core.errors import StorageError
+sys.path.append(sys.argv[1])
+from p2ptrain.core.checkpoints import CheckpointStore
+from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.errors import ResourceError, StorageError
+from p2ptrain.core.training import BlobRange, FilePlan
 
-AT, HOW = int(sys.argv[2]), sys.argv[3]
+AT, HOW, PLACE, STEP, KEEP = int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), int(sys.argv[5]), int(sys.argv[6])
 
-class Cut(checkpoint_writer.LeashedDisk):
+class Cut(RealDisk):
     calls = 0
 
     def cut(self, half=lambda: None):
@@ -77,51 +71,40 @@ class Cut(checkpoint_writer.LeashedDisk):
             self.cut(lambda: [file.unlink() for file in sorted(path.iterdir())[:2]])
         super().remove_tree(path)
 
-checkpoint_writer.LeashedDisk = Cut
-checkpoint_writer.main()
+state = memoryview(sys.stdin.buffer.read())
+files = [
+    FilePlan("state.bin", (BlobRange("state", 0, len(state)),)),
+    FilePlan("config.json", (b"{}", BlobRange("state", 0, 8))),
+]
+try:
+    CheckpointStore(Cut(), PLACE, KEEP).write(STEP, files, {"state": state}, {"lineage": "0" * 32})
+except (ResourceError, StorageError):
+    sys.exit(3)
 """
 
 
 class Desk:
-    """Saves a stand-in's state with a helper of its own each time, and logs the digest of whatever was announced."""
+    """Saves a state with a process of its own each time, and logs the digest of whatever was begun."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.logged: dict[str, str] = {}  # the digest of the checkpoint → of the state
-        self.disk, self.compute = RealThreads().start("disk"), ComputeThread()
-        self.engine = StandInEngine(Profile())
-        self.engine.load_initial()
+        self.logged: dict[str, str] = {}  # the name of the checkpoint → SHA-256 of the state
 
-    async def save(self, step: int, at: int, how: str) -> bool:
-        """Whether the save ended before call number ``at``."""
-        command = [sys.executable, "-I", "-S", "-c", _HELPER, ROOT, str(at), how]
-        saver = ProcessSaver(self.disk, RealDisk(), lambda *notice: None, command=command)
-        saver._direct.write = self._not_from_here  # type: ignore[method-assign]
-        snapshots = Snapshots(self.compute, saver.allocate)
-        self.engine.state()[0].view[:8] = step.to_bytes(8, "little")
-        snapshot = await snapshots.take(self.engine, step=step, lineage=LINEAGE, square_sum=1.0)
-        plan, meta = self.engine.checkpoint_files(step), {"lineage": LINEAGE, "square_sum": 1.0}
-        # Named before, as a log is written before: what is durable when the helper dies may never be announced.
-        self.logged[f"step-{step:08d}"] = self.engine.digest()
-        try:
-            await saver.save(snapshot, plan, Shelf(self.root, KEEP), meta, urgent=False)
-        except StorageError:
-            return False
-        finally:
-            snapshot.release()
-            await saver.close()
-        return True
-
-    def _not_from_here(self, *_: object) -> None:
-        raise HelperLost("it died, and this test wants to see what it left")
+    def save(self, step: int, at: int, how: str) -> bool:
+        """Whether the save ended well, before call number ``at``."""
+        state = step.to_bytes(8, "little") * 400
+        # Named before, as a log is written before: what is durable when the writer dies may never be announced.
+        self.logged[f"step-{step:08d}"] = hashlib.sha256(state).hexdigest()
+        arguments = [ROOT, str(at), how, str(self.root), str(step), str(KEEP)]
+        ended = subprocess.run([sys.executable, "-I", "-S", "-c", _WRITER, *arguments], input=state, check=False)
+        assert ended.returncode in (0, 3, -9)
+        return ended.returncode == 0
 
     def restarted(self) -> None:
-        """A restart loads a whole checkpoint, of a state that was logged."""
+        """A restart finds a whole checkpoint, of a state that was logged."""
         entry = CheckpointStore(RealDisk(), self.root, KEEP).newest_good(_damaged)
         assert entry is not None
-        engine = StandInEngine(Profile())
-        engine.load(entry.path)
-        assert engine.digest() == self.logged[entry.path.name]
+        assert entry.files["state.bin"][1] == self.logged[entry.path.name]
         assert all(path.name.startswith("step-") for path in self.root.iterdir())
 
 
@@ -130,24 +113,21 @@ def _damaged(path: Path, why: str) -> None:
 
 
 @pytest.fixture
-async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
-    made = Desk(tmp_path / "checkpoints")
-    yield made
-    made.disk.close()
-    made.compute.close()
+def desk(tmp_path: Path) -> Desk:
+    return Desk(tmp_path / "checkpoints")
 
 
 @pytest.mark.parametrize("how", ["before", "in part", "full"])
 @pytest.mark.parametrize("again", [False, True])
-async def test_a_restart_after_any_cut_loads_what_was_logged(desk: Desk, how: str, again: bool) -> None:
+def test_a_restart_after_any_cut_loads_what_was_logged(desk: Desk, how: str, again: bool) -> None:
     """``again``: the step's checkpoint is there already, and is replaced."""
     for step in (1, 2):
-        assert await desk.save(step, 0, how)
+        assert desk.save(step, 0, how)
     cuts, at, step = 0, 1, 3
-    while not await desk.save(step, at, how):
+    while not desk.save(step, at, how):
         desk.restarted()
         cuts, at = cuts + 1, at + 1
-        assert await desk.save(step, 0, how), "the next save works"
+        assert desk.save(step, 0, how), "the next save works"
         step += 0 if again else 1
     desk.restarted()
     assert cuts >= 13, "it was cut in every call, up to the rename's flush"
@@ -168,17 +148,11 @@ def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]
 
 
 @pytest.mark.parametrize("small_disk", ["size=20k", "nr_inodes=9"], indirect=True)
-async def test_a_disk_that_is_really_full_keeps_the_older_ones(small_disk: Path) -> None:
+def test_a_disk_that_is_really_full_keeps_the_older_ones(small_disk: Path) -> None:
     desk = Desk(small_disk / "checkpoints")
-    assert await desk.save(1, 0, "")
+    assert desk.save(1, 0, "")
     failures = 0
     for step in range(2, 6):
-        try:
-            saved = await desk.save(step, 0, "")
-        except ResourceError:
-            saved = False
-        failures += not saved
+        failures += not desk.save(step, 0, "")
         desk.restarted()
     assert failures, "it was never full"
-    desk.disk.close()
-    desk.compute.close()

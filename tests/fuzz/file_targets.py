@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from p2ptrain.core.checkpoints import MANIFEST, MAX_MANIFEST_BYTES, CheckpointStore
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ProtocolError, StorageError
-from roles.worker.wholes import offered_untrusted
+from roles.worker.checkpoint_assembler import offered_untrusted
 from wire.heal_messages import FilesRequest
 
 from .engine import Target
@@ -130,7 +130,7 @@ OFFER = Target(
     "part-manifests",
     mutated(_PART.map(lambda manifest: json.dumps(manifest).encode()), most=2) | _ODD | st.binary(max_size=40),
     _check_offer,
-    ("p2ptrain.core.checkpoints.manifest_untrusted", "roles.worker.wholes.offered_untrusted"),
+    ("p2ptrain.core.checkpoints.manifest_untrusted", "roles.worker.checkpoint_assembler.offered_untrusted"),
     peak_bytes=8 << 20,
 )
 

@@ -22,11 +22,8 @@ from p2ptrain.core.world import Network, World
 from roles.compute_thread import ComputeThread
 from roles.in_process import Cluster
 from roles.stand_in import StandInEngine
-from roles.worker import checkpointing
-from roles.worker.checkpointing import Checkpointing
-from roles.worker.keeper import Keeper
-from roles.worker.saver import DirectSaver, Shelf
-from roles.worker.snapshot import Snapshots
+from roles.worker import checkpoint_store
+from roles.worker.checkpoint_store import CheckpointFiles, Checkpointing, Snapshots
 from wire.memory import MemoryNetwork
 
 STEPS = 13
@@ -168,16 +165,14 @@ async def test_leaving_does_not_wait_for_a_disk_that_hangs(cluster: HangingClust
 async def test_who_waits_for_a_save_waits_for_its_end_and_not_for_one_that_will_not_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpointing, "STANDSTILL_S", 0.05)
+    monkeypatch.setattr(checkpoint_store, "STANDSTILL_S", 0.05)
     disk, compute = RealThreads().start("disk"), ComputeThread()
-    saver, engine, lineage = DirectSaver(disk, RealDisk()), StandInEngine(Profile()), "0" * 32
+    engine, lineage = StandInEngine(Profile()), "0" * 32
     around: Any = SimpleNamespace(compute=compute, say=lambda message: None, notify=lambda *notice: None)
-    keeper = Keeper(disk, RealDisk(), saver, Shelf(tmp_path, 2), lambda *notice: None)
+    files = CheckpointFiles(disk, RealDisk(), tmp_path, 2, lambda *notice: None)
     progress = itertools.count()
     async with asyncio.TaskGroup() as tasks:
-        checkpoints = Checkpointing(
-            around, job="j", keeper=keeper, snapshots=Snapshots(compute, saver.allocate), tasks=tasks
-        )
+        checkpoints = Checkpointing(around, job="j", files=files, snapshots=Snapshots(compute), tasks=tasks)
         early = asyncio.create_task(checkpoints.outcome(4, lineage, lambda: (3, next(progress))))
         await asyncio.wait([early], timeout=0.2)
         assert not early.done(), "this member is on its way there"
@@ -196,7 +191,7 @@ async def test_who_waits_for_a_save_waits_for_its_end_and_not_for_one_that_will_
         await asyncio.gather(blocked, saving)
         async with asyncio.timeout(10):
             await early
-        assert [entry.step for entry in await keeper.entries()] == [4]
+        assert [entry.step for entry in await files.entries()] == [4]
     disk.close()
     compute.close()
 
@@ -204,15 +199,13 @@ async def test_who_waits_for_a_save_waits_for_its_end_and_not_for_one_that_will_
 async def test_a_ring_that_breaks_while_the_state_is_copied_costs_no_checkpoint(tmp_path: Path) -> None:
     told: list[str] = []
     disk, compute = RealThreads().start("disk"), ComputeThread()
-    saver, engine, busy = DirectSaver(disk, RealDisk()), StandInEngine(Profile()), threading.Event()
+    engine, busy = StandInEngine(Profile()), threading.Event()
     around: Any = SimpleNamespace(
         compute=compute, say=lambda message: None, notify=lambda *notice: told.append(notice[1])
     )
-    keeper = Keeper(disk, RealDisk(), saver, Shelf(tmp_path, 2), lambda *notice: None)
+    files = CheckpointFiles(disk, RealDisk(), tmp_path, 2, lambda *notice: None)
     async with asyncio.TaskGroup() as tasks:
-        checkpoints = Checkpointing(
-            around, job="j", keeper=keeper, snapshots=Snapshots(compute, saver.allocate), tasks=tasks
-        )
+        checkpoints = Checkpointing(around, job="j", files=files, snapshots=Snapshots(compute), tasks=tasks)
         before = asyncio.create_task(compute.run(busy.wait, 20))
         boundary = asyncio.create_task(
             checkpoints.save(engine, {"lineage": "0" * 32, "square_sum": 1.0}, step=4, wait=False)
@@ -226,7 +219,7 @@ async def test_a_ring_that_breaks_while_the_state_is_copied_costs_no_checkpoint(
         busy.set()
         await asyncio.gather(before, after)
     assert told == ["checkpoint-saved"]
-    entry = await keeper.verify(4)
+    entry = await files.verify(4)
     saved = StandInEngine(Profile())
     saved.load(entry.path)
     assert saved.digest() == expected != engine.digest(), "what came after it is not in it"

@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 from configs.schema import Profile
-from p2ptrain.core.shared_memory import PrivateMemory
 from p2ptrain.core.training import Applied
 from roles.engine import OnFinal
 from roles.in_process import Cluster, Peer
 from roles.stand_in import StandInEngine
-from roles.worker.saver import DirectSaver
+from roles.worker.checkpoint_store import Snapshot, Snapshots
 
 
 def small_profile(**tables: dict[str, Any]) -> Profile:
@@ -265,13 +264,14 @@ async def test_the_memory_of_a_job_is_free_before_the_next_one_computes(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies: list[weakref.ref[object]] = []
+    take = Snapshots.take
 
-    def allocate(self: DirectSaver, size_bytes: int) -> PrivateMemory:
-        memory = PrivateMemory(size_bytes)
-        copies.append(weakref.ref(memory.view.obj))
-        return memory
+    async def watched(self: Snapshots, *args: Any, **kwargs: Any) -> Snapshot:
+        snapshot = await take(self, *args, **kwargs)
+        copies.extend(weakref.ref(blob.view.obj) for blob in snapshot.blobs)
+        return snapshot
 
-    monkeypatch.setattr(DirectSaver, "allocate", allocate)
+    monkeypatch.setattr(Snapshots, "take", watched)
     job = await cluster.create(small_profile(job={"steps": 3}))
     peers = [cluster.join() for _ in range(2)]
     await cluster.job_until(job, done)

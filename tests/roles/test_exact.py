@@ -29,7 +29,7 @@ from roles.stand_in import StandInEngine
 from roles.strategies import Contribution
 from roles.strategies.sync import SyncStrategy
 from roles.worker.build import engine_builder
-from roles.worker.keeper import state_digest
+from roles.worker.checkpoint_store import state_digest
 from wire.memory import MemoryNetwork
 
 PATIENCE_S = 20.0

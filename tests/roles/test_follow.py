@@ -340,7 +340,7 @@ def test_a_donor_serves_only_so_many_and_gives_back_what_it_copied() -> None:
                 await ring.steps_until(lambda: not member.donations.followers)
             await ring.step()
             assert member.donations.log_bytes == 0
-            assert all(not arena.holders for arena in member.snapshots._arenas)
+            assert all(not each.holders for each in member.snapshots._made)
 
     run_virtual(play())
 

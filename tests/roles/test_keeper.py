@@ -17,9 +17,7 @@ from p2ptrain.core.threads import RealThreads
 from ring.token import first_lineage
 from roles.compute_thread import ComputeThread
 from roles.stand_in import StandInEngine
-from roles.worker.keeper import Keeper, state_digest
-from roles.worker.saver import DirectSaver, Shelf
-from roles.worker.snapshot import Snapshots
+from roles.worker.checkpoint_store import CheckpointFiles, Snapshots, state_digest
 
 LINEAGE = "0123456789abcdef" * 2
 
@@ -52,15 +50,14 @@ class Desk:
         self.told: list[tuple[str, str, str]] = []
         self.disk, self.compute = RealThreads().start("disk"), ComputeThread()
         self.real = HoldingDisk()
-        self.saver = DirectSaver(self.disk, self.real)
-        self.snapshots = Snapshots(self.compute, self.saver.allocate)
+        self.snapshots = Snapshots(self.compute)
 
-    def keeper(self) -> Keeper:
+    def keeper(self) -> CheckpointFiles:
         """As after a restart."""
-        return Keeper(self.disk, RealDisk(), self.saver, Shelf(self.root, 2), lambda *n: self.told.append(n))
+        return CheckpointFiles(self.disk, self.real, self.root, 2, lambda *n: self.told.append(n))
 
     async def save(
-        self, engine: StandInEngine, step: int, lineage: object = LINEAGE, by: Keeper | None = None
+        self, engine: StandInEngine, step: int, lineage: object = LINEAGE, by: CheckpointFiles | None = None
     ) -> CheckpointEntry:
         snapshot = await self.snapshots.take(engine, step=step, lineage=LINEAGE, square_sum=2.5)
         meta = {"lineage": lineage, "square_sum": 2.5}

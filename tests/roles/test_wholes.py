@@ -22,9 +22,8 @@ from ring.view import View
 from roles.engine import Stage
 from roles.in_process import Cluster, Peer
 from roles.stand_in import StandInEngine
-from roles.worker import checkpointing, file_giver, wholes
-from roles.worker.file_giver import CheckpointFiles
-from roles.worker.wholes import keeps, offered_untrusted
+from roles.worker import checkpoint_assembler, checkpoint_store
+from roles.worker.checkpoint_assembler import OfferedFiles, assembles, offered_untrusted
 from wire.heal_messages import FilesRequest
 from wire.job_messages import MemberRecord
 from wire.memory import MemoryNetwork
@@ -236,14 +235,14 @@ async def test_nobody_waits_for_a_part_of_the_last_step_that_could_not_be_saved(
     profile = profile_of()
     job = await cluster.create(profile)
     peers = [cluster.join() for _ in range(2)]
-    async with asyncio.timeout(checkpointing.STANDSTILL_S / 2):
+    async with asyncio.timeout(checkpoint_store.STANDSTILL_S / 2):
         await ended_undisturbed(cluster, job, profile)
     for peer in peers:
         assert "step 30 is not put together here" in said(peer, "not-gathered")[-1]
 
 
 async def test_a_long_collecting_tells_how_far_it_is(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wholes, "TELL_EVERY_S", 0.0)
+    monkeypatch.setattr(checkpoint_assembler, "TELL_EVERY_S", 0.0)
     job = await cluster.create(profile_of())
     peers = [cluster.join() for _ in range(2)]
     await cluster.job_until(job, done)
@@ -254,15 +253,15 @@ async def test_a_long_collecting_tells_how_far_it_is(cluster: Cluster, monkeypat
 
 async def test_where_nothing_else_goes_on_more_is_on_its_way(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """The only checkpoint is that of the last step: no step suffers from its bytes."""
-    monkeypatch.setattr(wholes, "BESIDE_BYTES", 50)
+    monkeypatch.setattr(checkpoint_assembler, "BESIDE_BYTES", 50)
     given: list[int] = []
 
-    def give(self: CheckpointFiles, name: str, start: int, stop: int) -> bytes:
+    def give(self: OfferedFiles, name: str, start: int, stop: int) -> bytes:
         given.append(stop - start)
         return read(self, name, start, stop)
 
-    read = CheckpointFiles.read
-    monkeypatch.setattr(CheckpointFiles, "read", give)
+    read = OfferedFiles.read
+    monkeypatch.setattr(OfferedFiles, "read", give)
     job = await cluster.create(profile_of(checkpoint={"every": 30}))
     peers = [cluster.join() for _ in range(2)]
     await cluster.job_until(job, done)
@@ -329,7 +328,9 @@ async def test_a_number_beyond_any_in_a_manifest_costs_that_whole_and_no_worker(
 ) -> None:
     """It is written down, were it taken: whoever starts again would die of it again."""
     monkeypatch.setattr(
-        file_giver, "manifest_of", lambda step, meta, files: manifest_of(step, meta | {"val_loss": 10**400}, files)
+        checkpoint_assembler,
+        "manifest_of",
+        lambda step, meta, files: manifest_of(step, meta | {"val_loss": 10**400}, files),
     )
     profile = profile_of()
     job = await cluster.create(profile)
@@ -355,7 +356,9 @@ def test_different_machines_keep_the_whole() -> None:
     def keepers(stages: int, replicas: int, copies: int) -> list[tuple[int, int]]:
         members = tuple(MemberRecord(str(rank), "", "", 1, 0, 0, True) for rank in range(stages * replicas))
         view = View("job", 1, 0, "0" * 32, members, stages=stages)
-        return [(view.replica_of(rank), view.stage_of(rank)) for rank in range(view.size) if keeps(view, rank, copies)]
+        return [
+            (view.replica_of(rank), view.stage_of(rank)) for rank in range(view.size) if assembles(view, rank, copies)
+        ]
 
     assert keepers(2, 1, 1) == [(0, 0)]
     assert keepers(2, 1, 2) == [(0, 0), (0, 1)]

@@ -1,50 +1,58 @@
-"""A split job's checkpoints of the whole model, and what stages take out of them.
+"""Checkpoints of a split job's whole model: workers put them together, give files of them, and stages take theirs out.
 
-Each stage saves its own files. *Keepers* collect those of all stages of their crew, and so have what one process would
-have written: an ordinary Hugging Face directory. Keeper k of ``checkpoint.copies`` is the member of replica k mod r at
-stage k // r, so that different machines each have a whole. It pulls: it asks each member of its crew, which answers
-when its own save is durable. One state at a time; while it takes its time newer ones take each other's place. Little is
-on its way beside a training ring, whose activations may share the link.
+Each stage saves its own files. *Assemblers* collect those of all stages of their replica, and so have what one process
+would have written: an ordinary Hugging Face directory. Assembler k of ``checkpoint.copies`` is the member of replica
+k mod r at stage k // r, so that different machines each have a whole. It asks each member of its replica (purpose
+``files``), which answers when its own save is durable. One state at a time; newer ones that wait replace older ones.
+Little is on its way beside a training ring, whose activations may share the link.
 
-A worker that is to hold a stage takes its files out of a whole: its own, or one that another worker has.
+A worker that is to hold a stage takes its files out of a whole checkpoint: its own, or one that another worker has.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 from p2ptrain.core.checkpoint_parts import LINEAGE, STAGE, STAGES, is_of_stage, of_the_whole, part_of
-from p2ptrain.core.checkpoints import MANIFEST, CheckpointEntry, Meta, manifest_untrusted
+from p2ptrain.core.checkpoints import (
+    MANIFEST,
+    CheckpointEntry,
+    Meta,
+    manifest_of,
+    manifest_untrusted,
+    read_checkpoint,
+    step_name,
+)
+from p2ptrain.core.disk import Disk
 from p2ptrain.core.errors import P2PTrainError, ProtocolError, StorageError
+from p2ptrain.core.ids import is_id
+from p2ptrain.core.texts import shortened
+from p2ptrain.core.threads import Thread
 from ring.token import is_lineage
-from ring.view import View
-from roles.engine import Stage
-from roles.worker.checkpointing import Checkpointing, announce
+from ring.view import MAX_STAGES, View
+from roles.engine import WHOLE, Stage
+from roles.worker.checkpoint_store import CheckpointFiles, Checkpointing, announce
+from roles.worker.context import Context
+from roles.worker.giver import give_range
 from roles.worker.heal import TELL_EVERY_S
-from roles.worker.keeper import Keeper
 from roles.worker.receiver import Receiver
-from roles.worker.stage_links import dial_worker
-from roles.worker.surroundings import Surroundings
-from wire.handshake import local_hello
-from wire.heal_messages import FilesRequest
+from roles.worker.stage_links import QUIET_S, Line, dial_worker
+from wire.chain_messages import TensorRequest
+from wire.connection import Connection
+from wire.handshake import RefusalCode, local_hello
+from wire.heal_messages import FilesOffer, FilesRequest
 from wire.job_messages import MemberRecord
+from wire.messages import Hello, Refuse
 
 BESIDE_BYTES, ALONE_BYTES = 256 << 10, 1 << 20
 """Of a file that are asked for at a time: beside a ring that trains, and while nothing else goes on."""
-MAX_FILES = 256
-"""Of one stage."""
-MAX_FILE_BYTES = 1 << 48
-
-
-class Where(Protocol):
-    """The steps applied here, and what grows while this member gets anywhere."""
-
-    def __call__(self) -> tuple[int, int]: ...
+MAX_TAKERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,34 +74,42 @@ class _Part:
     whose: str
 
 
-def keeps(view: View, rank: int, copies: int) -> bool:
-    """Whether that member is one of the first ``copies`` keepers."""
+def assembles(view: View, rank: int, copies: int) -> bool:
+    """Whether that member is one of the first ``copies`` assemblers."""
     return view.stage_of(rank) * view.replicas + view.replica_of(rank) < copies
 
 
-class Wholes:
+def checkpoints_dir(jobs: Path, job: str, stage: Stage) -> Path:
+    """Where a worker's checkpoints of a job are: those of each stage apart; those of the whole model as where it is not
+    split."""
+    apart = f"stage-{stage.index}-of-{stage.count}" if stage.split else ""
+    return jobs / job / apart / "checkpoints"
+
+
+class CheckpointAssembler:
     """One worker's side of one job.
 
     Args:
-        parts: the checkpoints of its stage. keeper: those of the whole model.
+        parts: the checkpoints of its stage. files: those of the whole model.
         checkpoints: tells when its own part is durable.
+        where: the steps applied here, and what grows while this member gets anywhere.
         did_something: called as files come.
     """
 
     def __init__(
         self,
-        around: Surroundings,
+        around: Context,
         *,
         job: str,
         stage: Stage,
-        parts: Keeper,
-        keeper: Keeper,
+        parts: CheckpointFiles,
+        files: CheckpointFiles,
         checkpoints: Checkpointing,
-        where: Where,
+        where: Callable[[], tuple[int, int]],
         did_something: Callable[[], None],
     ) -> None:
         self._around, self._job, self._stage = around, job, stage
-        self.keeper, self._parts, self._checkpoints = keeper, parts, checkpoints
+        self.files, self._parts, self._checkpoints = files, parts, checkpoints
         self._where, self._did_something = where, did_something
         self._next: _Wanted | None = None
         self._task: asyncio.Task[None] | None = None
@@ -124,7 +140,7 @@ class Wholes:
         while (wanted := self._next) is not None:
             self._next = None
             try:
-                entry = await self._gathered(wanted)
+                entry = await self._assembled(wanted)
             except P2PTrainError as problem:
                 text = f"step {wanted.step} is not put together here: {problem.message}"
                 self._around.notify("warning", "not-gathered", f"{text}; its parts lie where they were saved")
@@ -132,7 +148,7 @@ class Wholes:
                 announce(self._around, self._job, entry)
                 self._around.notify("info", "gathered", f"step {entry.step} is whole in {entry.path}")
 
-    async def _gathered(self, wanted: _Wanted) -> CheckpointEntry:
+    async def _assembled(self, wanted: _Wanted) -> CheckpointEntry:
         async with AsyncExitStack() as stack:
             parts: list[_Part] = []
             for index, member in enumerate(wanted.crew):
@@ -141,7 +157,7 @@ class Wholes:
                 else:
                     asked = FilesRequest(self._job, wanted.step, wanted.lineage, index, self._stage.count)
                     parts.append(await self._offered(stack, member, asked))
-            return await self._written(self.keeper, wanted.step, of_the_whole(parts[0].meta), parts)
+            return await self._written(self.files, wanted.step, of_the_whole(parts[0].meta), parts)
 
     async def _own_part(self, wanted: _Wanted) -> _Part:
         await self._checkpoints.outcome(wanted.step, wanted.lineage, self._where)
@@ -160,8 +176,6 @@ class Wholes:
             stop = min(start + ALONE_BYTES, size_bytes)
             yield await self._parts.at_disk(partial(self._parts.disk.read_range, entry.path / name, start, stop))
 
-    # ------------------------------------------------------------------------------------------- what others have of it
-
     async def _offered(self, stack: AsyncExitStack, member: MemberRecord, asked: FilesRequest) -> _Part:
         """What that member has, while ``stack`` is open. Raises ``P2PTrainError``."""
         around = self._around
@@ -178,31 +192,31 @@ class Wholes:
 
         return _Part(meta, files, pieces, member.name)
 
-    async def _written(self, keeper: Keeper, step: int, meta: Meta, parts: Sequence[_Part]) -> CheckpointEntry:
+    async def _written(self, into: CheckpointFiles, step: int, meta: Meta, parts: Sequence[_Part]) -> CheckpointEntry:
         """A checkpoint of all files of these, every byte verified. Raises ``P2PTrainError``; nothing is left then."""
         names = [name for part in parts for name in part.files]
         if len(set(names)) != len(names):
             raise StorageError("two stages have files of the same name")
         around, had_bytes, need_bytes = self._around, 0, sum(size for part in parts for size, _ in part.files.values())
-        draft = await keeper.draft(step, need_bytes)
+        draft = await into.draft(step, need_bytes)
         told_at = around.world.clock.now()
         try:
             for part in parts:
                 for name, (size_bytes, digest) in part.files.items():
-                    await keeper.at_disk(partial(draft.begin, name))
+                    await into.at_disk(partial(draft.begin, name))
                     async for piece in part.pieces(name, size_bytes):
-                        await keeper.at_disk(partial(draft.add, memoryview(piece)))
+                        await into.at_disk(partial(draft.add, memoryview(piece)))
                         self._did_something()
                         had_bytes += len(piece)
                         if around.world.clock.now() - told_at >= TELL_EVERY_S:
                             told_at = around.world.clock.now()
                             text = f"collected {had_bytes / 1e6:.1f} of {need_bytes / 1e6:.1f} MB of step {step}"
                             around.notify("info", "gathering", text)
-                    if await keeper.at_disk(draft.end) != (size_bytes, digest):
+                    if await into.at_disk(draft.end) != (size_bytes, digest):
                         raise StorageError(f"{name} of {part.whose} is not what its manifest says")
-            return await keeper.publish(draft, meta)
+            return await into.publish(draft, meta)
         except BaseException:
-            keeper.discard(draft)
+            into.at_disk(draft.discard)  # nobody waits for it
             raise
 
     # ----------------------------------------------------------------------------------------- what a stage takes of it
@@ -219,19 +233,16 @@ class Wholes:
         """
         if restore_step >= 0:
             await self._parts.go_back(restore_step)
-            await self.keeper.go_back(restore_step)
-        mine, wholes = await self._parts.entries(), await self.keeper.entries()
+            await self.files.go_back(restore_step)
+        mine, wholes = await self._parts.entries(), await self.files.entries()
         for entry in wholes:
             announce(self._around, self._job, entry)
-        newest = mine[0].step if mine else 0
-        if restore_step < 0:
-            wanted = [entry for entry in wholes if entry.step > newest]
-        elif restore_step == 0 or await self._is_good(restore_step):
+        if restore_step == 0 or (restore_step > 0 and await self._is_good(restore_step)):
             return
-        else:
-            wanted = [entry for entry in wholes if entry.step == restore_step]
-        for entry in wanted:
-            if await self._taken(str(entry.path), self._from_here(entry)):
+        newest = mine[0].step if mine else 0
+        for entry in wholes:
+            wanted = entry.step > newest if restore_step < 0 else entry.step == restore_step
+            if wanted and await self._taken(str(entry.path), self._from_here(entry)):
                 return
         for holder in holders if restore_step > 0 else ():
             if holder.peer_id != self._around.peer_id and await self._taken(
@@ -278,9 +289,115 @@ def offered_untrusted(manifest: bytes, asked: FilesRequest) -> tuple[Meta, dict[
         raise ProtocolError("a manifest that does not say which state it is of")
     if asked.lineage not in ("", lineage):
         raise ProtocolError(f"the manifest of another state of step {asked.step}")
-    if len(files) > MAX_FILES or sum(size for size, _ in files.values()) > MAX_FILE_BYTES:
+    if len(files) > 256 or sum(size for size, _ in files.values()) > 1 << 48:
         raise ProtocolError("a manifest of more files than a stage can have")
     strange = [name for name in files if name == MANIFEST or not is_of_stage(name, asked.stage, asked.stages)]
     if strange:
         raise ProtocolError(f"{strange[0][:80]!r} is no file of stage {asked.stage}")
     return meta, files
+
+
+# --------------------------------------------------------------------------------------------------------------- giving
+
+
+class FileSender:
+    """Gives the files of one stage's checkpoint, from the stage's own or from one of the whole model, to other workers,
+    while this worker is on the job or not.
+
+    Args:
+        thread: of everything that touches the checkpoints.
+        jobs: the directory that has those of all jobs.
+        saving: (job, stage, step, lineage): returns when the checkpoint of that state is durable here, or will not be.
+    """
+
+    def __init__(
+        self, disk: Disk, thread: Thread, jobs: Path, saving: Callable[[str, Stage, int, str], Awaitable[None]]
+    ) -> None:
+        self._disk, self._thread, self._jobs, self._saving = disk, thread, jobs, saving
+        self._takers = 0
+
+    def decide(self, hello: Hello) -> Refuse | None:
+        """Why a caller is not let in, if it is not."""
+        if "worker" not in hello.roles or not is_id(hello.job):
+            return Refuse(RefusalCode.ROLE, "only workers are given a job's checkpoints")
+        if self._takers >= MAX_TAKERS:
+            return Refuse(RefusalCode.BUSY, f"{MAX_TAKERS} workers take checkpoints from this one", "try again later")
+        return None
+
+    async def serve(self, connection: Connection, hello: Hello) -> None:
+        """Answer one caller until it closes. Raises as ``roles.worker.giver.give``."""
+        self._takers += 1
+        try:
+            connection.tune_for_bulk()
+            await self._give(connection, hello.job)
+        finally:
+            self._takers -= 1
+
+    async def _give(self, connection: Connection, job: str) -> None:
+        line, offered = Line(connection, QUIET_S), OfferedFiles(self._disk)
+        async with line.alive():
+            async for message in line.messages():
+                match message:
+                    case FilesRequest() if message.job == job:
+                        connection.send(await self._offer(connection, offered, message))
+                    case TensorRequest(model, name) if model == job:
+                        read = partial(offered.read, name, message.start, message.stop)
+                        await give_range(connection, read, self._thread, message, QUIET_S)
+                    case _:
+                        raise ProtocolError(f"who takes checkpoints sent {type(message).__name__}, or of another job")
+
+    async def _offer(self, connection: Connection, offered: OfferedFiles, asked: FilesRequest) -> FilesOffer:
+        if not 0 <= asked.stage < asked.stages <= MAX_STAGES or asked.step < 0:
+            raise ProtocolError(f"step {asked.step} of stage {asked.stage} of {asked.stages} is asked for")
+        stage = Stage(asked.stage, asked.stages)
+        try:
+            manifest = await self._thread.submit(lambda: self._found(offered, asked, stage))
+            if manifest is None:
+                saving = asyncio.ensure_future(self._saving(asked.job, stage, asked.step, asked.lineage))
+                closed = asyncio.ensure_future(connection.closed.wait())
+                try:
+                    await asyncio.wait({saving, closed}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    saving.cancel()
+                    closed.cancel()
+                manifest = await self._thread.submit(lambda: self._found(offered, asked, stage))
+        except StorageError as problem:
+            return FilesOffer(b"", shortened(problem.message))
+        if manifest is None:
+            return FilesOffer(b"", f"there is no checkpoint of step {asked.step} of {stage} here")
+        return FilesOffer(manifest)
+
+    def _found(self, offered: OfferedFiles, asked: FilesRequest, stage: Stage) -> bytes | None:
+        """The manifest of the stage's part of what lies here, which is offered now; None where nothing does."""
+        for kind in (stage, WHOLE):
+            path = checkpoints_dir(self._jobs, asked.job, kind) / step_name(asked.step)
+            if MANIFEST not in self._disk.list_dir(path):
+                continue
+            entry = read_checkpoint(self._disk, path)
+            if asked.lineage in ("", entry.meta.get(LINEAGE)):
+                return offered.offer(entry, stage)
+        return None
+
+
+class OfferedFiles:
+    """The files of one stage in one checkpoint, as they are offered to somebody. Blocking."""
+
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
+        self._path = Path()
+        self._sizes: dict[str, int] = {}
+
+    def offer(self, entry: CheckpointEntry, stage: Stage) -> bytes:
+        """From now on these; their manifest. Raises ``StorageError``."""
+        meta, files = part_of(entry, stage.index, stage.count)
+        manifest = manifest_of(entry.step, meta, files)
+        if len(manifest) > 48 << 10:  # it travels in one control frame
+            raise StorageError(f"{entry.path} has too many files to tell of: {len(files)}")
+        self._path, self._sizes = entry.path, {name: size for name, (size, _) in files.items()}
+        return manifest
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Raises ``StorageError``: there are no such bytes, or no more."""
+        if not 0 <= start <= stop <= self._sizes.get(name, 0):
+            raise StorageError(f"no bytes {start} to {stop} of {name[:80]!r} were offered")
+        return self._disk.read_range(self._path / name, start, stop)

@@ -12,14 +12,13 @@ from ring.session import Inbound
 from roles.compute_thread import ComputeThread
 from roles.engine import Engine, Stage
 from roles.strategies import Factory
-from roles.worker.saver import Saver
 from wire.messages import Message
 
 Notify = Callable[[str, str, str], None]  # level, kind, text
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class Context:
     """What a runner needs of its worker.
 
     Attributes:
@@ -29,7 +28,6 @@ class Surroundings:
         tell: tells the person here only: the seed knows it already.
         beats: (heartbeat_s, death_s) between neighbours.
         disk: the thread of everything that touches the job's directory.
-        saver: writes checkpoints; works on that thread.
         build_engine: blocking; called on the compute thread. ``build_part``: the same of a ``StagedEngine``.
         strategies: of a job's profile (``roles.strategies.strategy_of``).
         on_step: called after every commit with the metrics of the step.
@@ -43,7 +41,6 @@ class Surroundings:
     inbound: Inbound
     compute: ComputeThread
     disk: Thread
-    saver: Saver
     say: Callable[[Message], None]
     notify: Notify
     tell: Notify

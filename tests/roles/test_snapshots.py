@@ -1,0 +1,63 @@
+"""Copies of the state: two at most, shared by their readers, in memory that is used again."""
+
+from __future__ import annotations
+
+import pytest
+
+from configs.schema import Profile
+from p2ptrain.core.errors import ResourceError
+from roles.compute_thread import ComputeThread
+from roles.stand_in import StandInEngine
+from roles.worker.checkpoint_store import Snapshot, Snapshots
+
+
+@pytest.fixture
+def engine() -> StandInEngine:
+    made = StandInEngine(Profile())
+    made.load_initial()
+    return made
+
+
+async def test_there_are_two_at_most_and_the_same_one_is_shared(engine: StandInEngine) -> None:
+    compute = ComputeThread()
+    snapshots = Snapshots(compute)
+
+    async def take(step: int) -> Snapshot:
+        return await snapshots.take(engine, step=step, lineage="x", square_sum=0.5)
+
+    first = await take(1)
+    assert await take(1) is first
+    second = await take(2)
+    before = bytes(first.blobs[0].view)
+    engine.state()[0].view[:4] = b"\1\2\3\4"  # training goes on
+    with pytest.raises(ResourceError, match="still being read"):
+        await take(3)
+    first.release()
+    with pytest.raises(ResourceError):
+        await take(3)
+    assert bytes(first.blobs[0].view) == before
+    memory = [blob.view.obj for blob in first.blobs]
+    first.release()
+    third = await take(3)
+    assert [blob.view.obj for blob in third.blobs] == memory, "touched memory is used again"
+    assert [bytes(blob.view) for blob in third.blobs] == [bytes(blob.view) for blob in engine.state()]
+    assert [blob.name for blob in third.blobs] == ["parameters", "momentum"]
+    assert all(blob.view.readonly for blob in third.blobs)
+    for snapshot in (second, third):
+        snapshot.release()
+    compute.close()
+
+
+async def test_without_memory_there_is_none(engine: StandInEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> None:
+        raise MemoryError
+
+    compute = ComputeThread()
+    snapshots = Snapshots(compute)
+    monkeypatch.setattr("roles.worker.checkpoint_store.np.empty", none)
+    for _ in range(3):
+        with pytest.raises(ResourceError, match="memory"):
+            await snapshots.take(engine, step=1, lineage="x", square_sum=0.0)
+    monkeypatch.undo()
+    (await snapshots.take(engine, step=1, lineage="x", square_sum=0.0)).release()
+    compute.close()
