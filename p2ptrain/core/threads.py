@@ -8,10 +8,12 @@ thread counts, SQLite), and a long call must not keep the process from leaving, 
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -21,8 +23,11 @@ _Job = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", Callable[[], Any]
 class Thread(Protocol):
     """One thread, fed by one event loop."""
 
-    def submit(self, call: Callable[[], T]) -> asyncio.Future[T]:
+    def submit(self, call: Callable[[], T], *, idle: bool = False) -> asyncio.Future[T]:
         """Queue ``call``; the future has what it returned or raised.
+
+        Args:
+            idle: it takes only the time that nobody else wants, where the system lets threads differ.
 
         A cancelled future is no longer waited for; a call that has not begun is then skipped, one that has runs to its
         end.
@@ -54,10 +59,10 @@ class _DaemonThread:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         threading.Thread(target=self._loop, name=name, daemon=True).start()
 
-    def submit(self, call: Callable[[], T]) -> asyncio.Future[T]:
+    def submit(self, call: Callable[[], T], *, idle: bool = False) -> asyncio.Future[T]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        self._jobs.put((loop, future, call))
+        self._jobs.put((loop, future, (lambda: _idly(call)) if idle else call))
         return future
 
     def close(self) -> None:
@@ -89,7 +94,7 @@ class _LoopThread:
         self._threads, self._name = threads, name
         self._free_at = 0.0
 
-    def submit(self, call: Callable[[], T]) -> asyncio.Future[T]:
+    def submit(self, call: Callable[[], T], *, idle: bool = False) -> asyncio.Future[T]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         begin_at = max(loop.time(), self._free_at)
@@ -115,6 +120,25 @@ def _carried_out(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], c
     except RuntimeError:
         return False
     return True
+
+
+def _idly(call: Callable[[], T]) -> T:
+    """What ``call`` gives on a thread that yields to everybody. It is a new one: Linux gives no urgency back."""
+    outcomes: list[tuple[Any, BaseException | None]] = []
+
+    def run() -> None:
+        if hasattr(os, "SCHED_IDLE"):
+            with suppress(OSError):  # a sandbox may forbid it
+                os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        outcomes.append(outcome_of(call))
+
+    thread = threading.Thread(target=run, name="idle", daemon=True)
+    thread.start()
+    thread.join()
+    result, error = outcomes.pop()
+    if error is not None:
+        raise error
+    return cast(T, result)
 
 
 def outcome_of(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:

@@ -32,7 +32,7 @@ class _SimThread:
         self._process, self._random, self._call_s = process, rng, call_s
         self._free_at = 0.0
 
-    def submit(self, call: Callable[[], T]) -> asyncio.Future[T]:
+    def submit(self, call: Callable[[], T], *, idle: bool = False) -> asyncio.Future[T]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         if not self._process.alive:

@@ -216,7 +216,7 @@ class CheckpointFiles:
         """Write the checkpoint of the snapshot's step, which the caller holds until this returned, then prune.
 
         Args:
-            urgent: the ring waits for it; else the thread takes ``WRITE_SHARE`` of a core.
+            urgent: the ring waits for it; else it takes only idle time, and ``WRITE_SHARE`` of a core.
             spared: the checkpoint of this step is kept, however old it is, as is one that was verified.
 
         Raises:
@@ -228,7 +228,7 @@ class CheckpointFiles:
             store.spared = self._spared(spared)
             return store.write(snapshot.step, plan, blobs, meta, between=_nothing if urgent else _pauses())
 
-        return await self._on_disk(write)
+        return await self._on_disk(write, idle=not urgent)
 
     def _spared(self, *steps: int) -> frozenset[int]:
         return frozenset({*steps, self._wanted} - {-1})
@@ -253,7 +253,7 @@ class CheckpointFiles:
         """Whether there was one. Raises ``StorageError``."""
         return await self._on_disk(lambda store: store.delete(step))
 
-    async def _on_disk(self, call: Callable[[CheckpointStore], T]) -> T:
+    async def _on_disk(self, call: Callable[[CheckpointStore], T], *, idle: bool = False) -> T:
         """Opens the store in the first call that needs it: that clears what a crash left, which may take a while."""
 
         def run() -> T:
@@ -261,7 +261,7 @@ class CheckpointFiles:
                 self._opened = CheckpointStore(self.disk, self._root, self._keep)
             return call(self._opened)
 
-        return await self._thread.submit(run)
+        return await self._thread.submit(run, idle=idle)
 
 
 def _nothing() -> None:

@@ -158,7 +158,7 @@ class VirtualThread:
     def time(self) -> dict[str, Any]:
         return {"sleep": self.sleep, "clock": lambda: self._slept_s}
 
-    def submit(self, call: Callable[[], T]) -> asyncio.Future[T]:
+    def submit(self, call: Callable[[], T], *, idle: bool = False) -> asyncio.Future[T]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         result, problem, self._slept_s = None, None, 0.0
