@@ -226,7 +226,6 @@ async def test_a_peer_is_one_of_three(cluster: Cluster, roles: tuple[str, ...]) 
         ("drafter", CheckpointSaved("j", 1, "/x", "d", 1)),
         ("verifier", LedgerRows("j", "", [])),
         ("verifier", DraftersHere([])),
-        ("drafter", dataclasses.replace(SERVING, sessions=-1)),
     ],
 )
 async def test_nobody_says_what_is_for_others_to_say(cluster: Cluster, role: str, message: Message) -> None:
