@@ -24,24 +24,14 @@ from p2ptrain.core.errors import ProtocolError
 from ring.token import is_lineage, next_lineage
 from ring.view import View
 from wire.job_messages import LedgerRow, LedgerRows
+from wire.records import LedgerHead, ViewBegan
 
 DIGEST_BYTES = 16
 MAX_MEMBERS = 1024
 BEGINS_KEPT = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """How far a ledger goes: rows of steps ``base_step + 1`` to ``step`` are there, and lead from the one lineage to
-    the other."""
-
-    base_step: int
-    base_lineage: str
-    step: int
-    lineage: str
-
-
-def begun(head: Head | None, view: View) -> Head:
+def begun(head: LedgerHead | None, view: View) -> LedgerHead:
     """The head as a view begins: later steps are taken back, and what is older than the base has no rows to lose."""
     if head is None or view.step < head.base_step:
         return anew(view)
@@ -50,13 +40,13 @@ def begun(head: Head | None, view: View) -> Head:
     return head
 
 
-def anew(view: View) -> Head:
+def anew(view: View) -> LedgerHead:
     """The head of a ledger that begins with a view, because its rows would lead elsewhere.
 
     A side that was cut off and trained on may be all that is left in the end. Its newest checkpoint is the job's then,
     and who computed the steps up to there is not on record.
     """
-    return Head(view.step, view.lineage, view.step, view.lineage)
+    return LedgerHead(view.step, view.lineage, view.step, view.lineage)
 
 
 class Begins:
@@ -152,7 +142,9 @@ def counting(view: View, begins: Begins, lineage: str, rows: Sequence[LedgerRow]
     return found[::-1], undecided[::-1]
 
 
-def continuing(head: Head, view: View, begins: Begins, told: Iterable[Placed]) -> tuple[Head, list[LedgerRow], str]:
+def continuing(
+    head: LedgerHead, view: View, begins: Begins, told: Iterable[Placed]
+) -> tuple[LedgerHead, list[LedgerRow], str]:
     """Which of some rows that count continue the ledger.
 
     Returns:
@@ -177,16 +169,6 @@ def continuing(head: Head, view: View, begins: Begins, told: Iterable[Placed]) -
 
 
 @dataclass(frozen=True, slots=True)
-class Began:
-    """A view, as far as an audit needs it. ``members``: peer ids in rank order."""
-
-    generation: int
-    step: int
-    lineage: str
-    members: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Fault:
     """What is wrong, at which step. ``kind``: ``gap``, ``twice``, ``shares``, ``generation``, ``members``,
     ``lineage``, ``samples``."""
@@ -196,9 +178,9 @@ class Fault:
     text: str
 
 
-def surviving(views: Iterable[Began]) -> list[Began]:
+def surviving(views: Iterable[ViewBegan]) -> list[ViewBegan]:
     """Those that computed what was not taken back, oldest first: of several that began at one step, the newest."""
-    kept: list[Began] = []
+    kept: list[ViewBegan] = []
     for view in sorted(views, key=lambda item: item.generation):
         while kept and kept[-1].step >= view.step:
             kept.pop()
@@ -222,7 +204,7 @@ class Audit:
     """
 
     def __init__(
-        self, *, base_step: int, base_lineage: str, micro_batches: int, views: Iterable[Began], stages: int = 1
+        self, *, base_step: int, base_lineage: str, micro_batches: int, views: Iterable[ViewBegan], stages: int = 1
     ) -> None:
         self._stages = stages
         self.step, self.lineage = base_step, base_lineage
@@ -287,7 +269,7 @@ class Audit:
             self.computed[peer_id] += counts[rank - rank % self._stages]
         return None
 
-    def _line_taken_up(self, row: LedgerRow, newest: Began) -> Began | None:
+    def _line_taken_up(self, row: LedgerRow, newest: ViewBegan) -> ViewBegan | None:
         """The older view that computed a step, where nothing is left of what the newest one committed, and a later one
         goes on from what the older one's members had: its lineage vouches for the bytes, the rows alone for who."""
         view = self._by_generation.get(row.generation)

@@ -6,7 +6,8 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import Any, Self
+from itertools import pairwise
+from typing import Any, Self, TypeVar
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.ids import new_id
@@ -16,6 +17,25 @@ from wire.address import parse_address as parse_address
 from wire.connection import Connection, Received
 from wire.handshake import dial, local_hello
 from wire.messages import Message, Refuse, Request, Response, Update, Welcome
+from wire.records import (
+    CheckpointInfo,
+    ClusterInfo,
+    EventInfo,
+    JobInfo,
+    LedgerPage,
+    MetricRow,
+    PartInfo,
+    PeerInfo,
+    RecoveryInfo,
+    ServingInfo,
+    StagePlanInfo,
+    TicketInfo,
+    TrainingPlanInfo,
+    ViewBegan,
+)
+from wire.schema import Record
+
+R = TypeVar("R", bound=Record)
 
 SILENCE_S = 15.0
 """After this long without a frame the seed is asked whether it is still there, and has as long again to answer."""
@@ -55,9 +75,12 @@ class SeedClient:
         return cls(*await dial(network, host, port, hello, timeout_s=timeout_s, expect_role="seed"))
 
     async def request(
-        self, method: str, params: dict[str, Any] | None = None, *, timeout_s: float = 10.0
+        self, method: str, params: dict[str, Any] | None = None, *, timeout_s: float = 20.0
     ) -> dict[str, Any]:
-        """Ask, and wait for the answer's result. Requests may overlap.
+        """Ask, and wait for the answer's result; the methods below wrap it. Requests may overlap.
+
+        Args:
+            timeout_s: longer than the seed waits for a worker that it asks on our behalf.
 
         Raises:
             Refused: the seed answered with an error, its code, message and remedy.
@@ -78,6 +101,119 @@ class SeedClient:
         if response.error_code:
             raise Refused(response.error_code, response.error_message, remedy=response.error_remedy)
         return response.result
+
+    # ------------------------------------------------------------------------------- who is there, and what is served
+
+    async def cluster(self) -> ClusterInfo:
+        return ClusterInfo.from_map_untrusted(await self._value("cluster.info", "cluster"))
+
+    async def peers(self) -> list[PeerInfo]:
+        return await self._records(PeerInfo, "peers.list", "peers")
+
+    async def evict(self, peer: str) -> tuple[str, str]:
+        """Let a peer go for good; its id and its name."""
+        result = await self.request("peers.evict", {"peer": peer})
+        return _checked(result, "evicted", str), _checked(result, "name", str)
+
+    async def parts(self) -> tuple[list[PartInfo], int]:
+        """Parts of split models, as many as fit an answer, and how many there are."""
+        result = await self.request("parts.list")
+        return _records(PartInfo, result, "parts"), _checked(result, "total", int)
+
+    async def serving(self) -> list[ServingInfo]:
+        return await self._records(ServingInfo, "serving.list", "serving")
+
+    # ------------------------------------------------------------------------------------------------------------ jobs
+
+    async def jobs(self) -> list[JobInfo]:
+        """Oldest first."""
+        return await self._records(JobInfo, "jobs.list", "jobs")
+
+    async def job(self, job: str) -> tuple[JobInfo, str]:
+        """A job by its id, the beginning of one, or its name; and its profile as JSON, which is to be checked."""
+        result = await self.request("jobs.show", {"job": job})
+        return JobInfo.from_map_untrusted(result.get("job")), _checked(result, "spec", str)
+
+    async def create_job(self, name: str, profile: str, spec: str, **more: Any) -> str:
+        """A new job; its id. ``more``: ``shape``, the sizes of a model that is to be split."""
+        params = {"name": name, "profile": profile, "spec": spec, **more}
+        return str(await self._value("jobs.create", "job", str, **params))
+
+    async def plan(self, spec: str, shape: object) -> tuple[TrainingPlanInfo, list[StagePlanInfo]]:
+        """Who would train which layers of a split job. The seed measures the workers' links first."""
+        result = await self.request("jobs.plan", {"spec": spec, "shape": shape}, timeout_s=30.0)
+        return plan_of(result)
+
+    async def tell_job(self, job: str, verb: str) -> str:
+        """``pause``, ``resume``, ``save``, ``cancel`` or ``forget`` a job; its id."""
+        return str(await self._value(f"jobs.{verb}", "job", str, job=job))
+
+    async def recoveries(self, job: str, limit: int) -> list[RecoveryInfo]:
+        return await self._records(RecoveryInfo, "recoveries.list", "recoveries", job=job, limit=limit)
+
+    async def ledger(self, job: str, after_step: int) -> LedgerPage:
+        return LedgerPage.from_map_untrusted(await self.request("jobs.ledger", {"job": job, "after_step": after_step}))
+
+    async def views(self, job: str, after_generation: int) -> list[ViewBegan]:
+        """The next views, of growing generations."""
+        views = await self._records(ViewBegan, "jobs.views", "views", job=job, after_generation=after_generation)
+        generations = [after_generation, *(view.generation for view in views)]
+        if any(later <= earlier for earlier, later in pairwise(generations)):
+            raise ProtocolError("views that are not in order")
+        return views
+
+    async def metrics(self, job: str, after_step: int, limit: int) -> list[MetricRow]:
+        params = {"job": job, "after_step": after_step, "limit": limit}
+        return await self._records(MetricRow, "metrics.history", "rows", **params)
+
+    async def events(self, after_id: int, limit: int) -> list[EventInfo]:
+        return await self._records(EventInfo, "events.list", "events", after_id=after_id, limit=limit)
+
+    # ---------------------------------------------------------------------------------------- checkpoints and tickets
+
+    async def checkpoints(self, job: str = "") -> list[CheckpointInfo]:
+        params = {"job": job} if job else {}
+        return await self._records(CheckpointInfo, "checkpoints.list", "checkpoints", **params)
+
+    async def restore(self, checkpoint: str) -> str:
+        """Take its job back to a checkpoint; the job's id. Its holder reads every byte first, a minute at most."""
+        result = await self.request("checkpoints.restore", {"id": checkpoint}, timeout_s=75.0)
+        return str(_checked(result, "job", str))
+
+    async def delete_checkpoint(self, checkpoint: str) -> None:
+        await self.request("checkpoints.delete", {"id": checkpoint})
+
+    async def new_ticket(self, role: str, expires_s: float, uses: int | None, host: str) -> tuple[TicketInfo, str]:
+        """A new ticket, and its text, which is a secret. ``host``: empty for the seed's own."""
+        optional = {name: value for name, value in (("uses", uses), ("host", host)) if value}
+        return _ticket(await self.request("tickets.new", {"role": role, "expires_s": expires_s, **optional}))
+
+    async def rotate_tickets(self) -> tuple[TicketInfo, str]:
+        """Replace all tickets; a new one, and its text."""
+        return _ticket(await self.request("tickets.rotate"))
+
+    async def tickets(self) -> list[TicketInfo]:
+        return await self._records(TicketInfo, "tickets.list", "tickets")
+
+    async def revoke_ticket(self, ticket: str) -> TicketInfo:
+        """Take a ticket back, by the beginning of its id, with all certificates that came of it."""
+        return TicketInfo.from_map_untrusted(await self._value("tickets.revoke", "ticket", id=ticket))
+
+    # ------------------------------------------------------------------------------------------- updates and the clock
+
+    async def clock(self) -> float:
+        """The seed's wall clock, Unix seconds."""
+        return float(await self._value("probe.clock", "wall", float))
+
+    async def subscribe(self) -> None:
+        """Have the seed send updates from now on."""
+        await self.request("subscribe")
+
+    async def _value(self, method: str, key: str, kind: type = dict, **params: Any) -> Any:
+        return _checked(await self.request(method, params), key, kind)
+
+    async def _records(self, kind: type[R], method: str, key: str, **params: Any) -> list[R]:
+        return _records(kind, await self.request(method, params), key)
 
     async def updates(self) -> AsyncIterator[Update]:
         """What changes, from ``request("subscribe")`` on, for one reader.
@@ -134,3 +270,28 @@ class SeedClient:
                 answer.set_result(message)
         elif not isinstance(message, Refuse):  # that one explains the end that follows it
             raise ProtocolError(f"the seed sent an operator {type(message).__name__}, which answers nothing")
+
+
+def _checked(result: dict[str, Any], key: str, kind: type) -> Any:
+    value = result.get(key)
+    if not isinstance(value, kind):
+        raise ProtocolError(
+            f"the seed's answer has no {key!r} of type {kind.__name__}", remedy="do both sides run the same version?"
+        )
+    return value
+
+
+def _records(kind: type[R], result: dict[str, Any], key: str) -> list[R]:
+    return [kind.from_map_untrusted(item) for item in _checked(result, key, list)]
+
+
+def plan_of(result: dict[str, Any]) -> tuple[TrainingPlanInfo, list[StagePlanInfo]]:
+    """The plan in a seed's answer. Raises ``ProtocolError``."""
+    stages = _records(StagePlanInfo, result, "stages")
+    if not stages:
+        raise ProtocolError("a plan without stages")
+    return TrainingPlanInfo.from_map_untrusted(result.get("plan")), stages
+
+
+def _ticket(result: dict[str, Any]) -> tuple[TicketInfo, str]:
+    return TicketInfo.from_map_untrusted(result.get("ticket")), str(_checked(result, "text", str))

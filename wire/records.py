@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 from p2ptrain.core.errors import ProtocolError
-from wire.schema import Amount, Bound, Count, Figure, Port, Record, Share
+from wire.job_messages import LedgerRow
+from wire.schema import Amount, Bound, Count, Figure, Lineage, Port, Record, Share
 
 
 def _figure(value: float | None) -> float | None:
@@ -402,3 +404,77 @@ def recovery_spread(recoveries: Sequence[RecoveryInfo]) -> dict[str, tuple[float
         if middle is not None and high is not None:
             spread[name] = (middle, high)
     return spread
+
+
+# ---------------------------------------------------------------------------------------------------------- the ledger
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerHead(Record):
+    """How far a ledger goes: rows of steps ``base_step + 1`` to ``step`` are there, and lead from the one lineage to
+    the other."""
+
+    base_step: Count
+    base_lineage: Lineage
+    step: Count
+    lineage: Lineage
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRun(Record):
+    """Consecutive steps with the same generation and shares.
+
+    Attributes:
+        first: the first step. counts: micro-batches of each member, in rank order.
+        digests: of the reduced bytes of each step, 16 bytes in hex, one behind the other.
+    """
+
+    first: Annotated[int, Bound(1, 2**53)]
+    generation: Annotated[int, Bound(1, 2**53)]
+    counts: Annotated[list[Annotated[int, Bound(0, 2**32 - 1)]], Bound(1, 4096)]
+    digests: Annotated[str, Bound(pattern="([0-9a-f]{32})+")]
+
+    def rows(self) -> list[LedgerRow]:
+        """A row for each step."""
+        counts, digests = struct.pack(f"!{len(self.counts)}I", *self.counts), bytes.fromhex(self.digests)
+        return [
+            LedgerRow(self.first + number, self.generation, digests[16 * number : 16 * number + 16], counts)
+            for number in range(len(digests) // 16)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerPage(Record):
+    """A part of a job's ledger. ``windows``: training sequences in the corpus; 0: not known."""
+
+    head: LedgerHead | None
+    runs: list[LedgerRun]
+    windows: Annotated[int, Bound(0, 2**40)]
+
+
+@dataclass(frozen=True, slots=True)
+class ViewBegan(Record):
+    """A view, as far as an audit needs it. ``members``: peer ids in rank order."""
+
+    generation: Annotated[int, Bound(1, 2**53)]
+    step: Count
+    lineage: Lineage
+    members: list[str]
+
+
+# ------------------------------------------------------------------------------------------------------------- tickets
+
+
+@dataclass(frozen=True, slots=True)
+class TicketInfo(Record):
+    """A ticket without its secret. ``uses``, ``expires_at``: None where there is no end."""
+
+    id: str
+    role: str
+    state: str
+    kind: str | None
+    host: str
+    created_at: float
+    expires_at: float | None
+    uses: int | None
+    used: int

@@ -75,6 +75,7 @@ Id = Annotated[str, Bound(pattern=ID_PATTERN)]
 IdOrNone = Annotated[str, Bound(pattern=f"({ID_PATTERN})?")]
 Token = Annotated[str, Bound(pattern=r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")]
 """Id of a part or of a model: a digest in hex, or a job's id."""
+Lineage = Annotated[str, Bound(pattern="[0-9a-f]{32}")]
 TokenOrNone = Annotated[str, Bound(pattern=r"[0-9A-Za-z._-]{0,128}")]
 
 

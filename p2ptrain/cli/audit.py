@@ -8,26 +8,23 @@ the job's progress, metrics or events.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from p2ptrain.compute.sampling import WindowSampler
-from p2ptrain.core.errors import ProtocolError
-from ring.ledger import DIGEST_BYTES, MAX_MEMBERS, Audit, Began, Fault, Head, pack_counts
-from ring.token import is_lineage
-from wire.job_messages import LedgerRow
+from ring.ledger import Audit, Fault
+from wire.records import ViewBegan
 
 if TYPE_CHECKING:
     from configs.schema import Profile
+    from wire.client import SeedClient
 
 SAMPLES_AT_ONCE = 1 << 16
 ATTEMPTS = 3
 """A job that runs may take steps back while they are read, or its ledger begin anew: then all is read again."""
-
-Ask = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
 @dataclass
@@ -112,20 +109,20 @@ class Epochs:
         return None
 
 
-async def audit(ask: Ask, job: str, profile: Profile, progress: Callable[[int, int], None]) -> Verdict:
+async def audit(seed: SeedClient, job: str, profile: Profile, progress: Callable[[int, int], None]) -> Verdict:
     """Read and check a job's ledger.
 
     Args:
-        ask: (method, parameters) → the seed's answer. profile: the job's. progress: (step, of).
+        profile: the job's. progress: (step, of).
 
     Raises:
         ProtocolError: the seed's answers are no ledger.
     """
     verdict = None
     for _ in range(ATTEMPTS):
-        views = [view async for view in _views(ask, job)]
-        verdict = await _audit_once(ask, job, profile, views, progress)
-        newer = [view async for view in _views(ask, job, views[-1].generation if views else 0)]
+        views = await _views(seed, job)
+        verdict = await _audit_once(seed, job, profile, views, progress)
+        newer = await _views(seed, job, views[-1].generation if views else 0)
         if not any(view.step <= verdict.steps for view in newer):
             break
     assert verdict is not None
@@ -133,9 +130,9 @@ async def audit(ask: Ask, job: str, profile: Profile, progress: Callable[[int, i
 
 
 async def _audit_once(
-    ask: Ask, job: str, profile: Profile, views: list[Began], progress: Callable[[int, int], None]
+    seed: SeedClient, job: str, profile: Profile, views: list[ViewBegan], progress: Callable[[int, int], None]
 ) -> Verdict:
-    page = await _page(ask, job, 0)
+    page = await seed.ledger(job, 0)
     head, windows = page.head, page.windows
     if head is None:
         return Verdict(1, 0, len(views), "", windows)
@@ -152,7 +149,7 @@ async def _audit_once(
     fault = checks.begin()
     while fault is None and checks.step < head.step:
         before = checks.step
-        for row in page.rows:
+        for row in (row for run in page.runs for row in run.rows()):
             if row.step <= head.step and (fault := checks.take(row)):
                 break
         if fault is None and epochs is not None:
@@ -161,7 +158,7 @@ async def _audit_once(
             break  # nothing further stands there
         progress(checks.step, head.step)
         if fault is None and checks.step < head.step:
-            page = await _page(ask, job, checks.step)
+            page = await seed.ledger(job, checks.step)
     verdict.fault = fault or checks.finish(head.step, head.lineage)
     verdict.computed = dict(checks.computed)
     if epochs is not None:
@@ -169,90 +166,9 @@ async def _audit_once(
     return verdict
 
 
-# ------------------------------------------------------------------------------------------- what the seed answers
-
-
-@dataclass(frozen=True, slots=True)
-class _Page:
-    head: Head | None
-    rows: list[LedgerRow]
-    windows: int
-
-
-async def _page(ask: Ask, job: str, after_step: int) -> _Page:
-    return page_untrusted(await ask("jobs.ledger", {"job": job, "after_step": after_step}))
-
-
-def page_untrusted(answer: dict[str, Any]) -> _Page:
-    """What a seed answers to ``jobs.ledger``. Raises ``ProtocolError``."""
-    head, runs, windows = answer.get("head"), answer.get("runs"), answer.get("windows")
-    if not isinstance(runs, list) or type(windows) is not int or not 0 <= windows < 2**40:
-        raise ProtocolError("the answer holds no ledger")
-    rows = [row for run in runs for row in _rows_untrusted(run)]
-    return _Page(None if head is None else _head_untrusted(head), rows, windows)
-
-
-def _head_untrusted(head: object) -> Head:
-    if not isinstance(head, dict):
-        raise ProtocolError("a ledger's head is none")
-    steps = head.get("base_step"), head.get("step")
-    lineages = head.get("base_lineage"), head.get("lineage")
-    if not all(type(step) is int and 0 <= step < 2**53 for step in steps):
-        raise ProtocolError("a ledger of steps that cannot be")
-    if not all(isinstance(lineage, str) and is_lineage(lineage) for lineage in lineages):
-        raise ProtocolError("a ledger of lineages that are none")
-    return Head(steps[0], lineages[0], steps[1], lineages[1])  # type: ignore[arg-type]
-
-
-def _rows_untrusted(run: object) -> Iterator[LedgerRow]:
-    if not isinstance(run, dict):
-        raise ProtocolError("a run of steps is none")
-    first, generation, counts, text = (run.get(key) for key in ("first", "generation", "counts", "digests"))
-    if type(first) is not int or type(generation) is not int or not 1 <= first < 2**53 or not 0 < generation < 2**53:
-        raise ProtocolError("a run of steps that cannot be")
-    if not isinstance(counts, list) or not 1 <= len(counts) <= MAX_MEMBERS:
-        raise ProtocolError("a run of steps without shares")
-    if not all(type(count) is int and 0 <= count < 2**32 for count in counts):
-        raise ProtocolError("a run of steps with shares that cannot be")
-    try:
-        digests = bytes.fromhex(text) if isinstance(text, str) else b""
-    except ValueError:
-        digests = b""
-    if not digests or len(digests) % DIGEST_BYTES:
-        raise ProtocolError("a run of steps without digests")
-    packed = pack_counts(counts)
-    for number in range(len(digests) // DIGEST_BYTES):
-        digest = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-        yield LedgerRow(first + number, generation, digest, packed)
-
-
-async def _views(ask: Ask, job: str, after: int = 0) -> AsyncIterator[Began]:
-    while True:
-        page = views_untrusted(await ask("jobs.views", {"job": job, "after_generation": after}), after)
-        for view in page:
-            yield view
-        if not page:
-            return
-        after = page[-1].generation
-
-
-def views_untrusted(answer: dict[str, Any], after: int) -> list[Began]:
-    """What a seed answers to ``jobs.views``: views of growing generations, all after ``after``. Raises
-    ``ProtocolError``."""
-    views = answer.get("views")
-    if not isinstance(views, list):
-        raise ProtocolError("the answer holds no views")
-    found: list[Began] = []
-    for item in views:
-        if not isinstance(item, dict):
-            raise ProtocolError("a view is none")
-        generation, step, lineage, members = (item.get(key) for key in ("generation", "step", "lineage", "members"))
-        if type(generation) is not int or type(step) is not int or not after < generation < 2**53 or step < 0:
-            raise ProtocolError("views that are not in order")
-        if not isinstance(lineage, str) or not is_lineage(lineage) or not isinstance(members, list):
-            raise ProtocolError("a view without a lineage or members")
-        if not all(isinstance(member, str) for member in members):
-            raise ProtocolError("a view whose members are none")
-        found.append(Began(generation, step, lineage, tuple(members)))
-        after = generation
+async def _views(seed: SeedClient, job: str, after: int = 0) -> list[ViewBegan]:
+    """All views after a generation."""
+    found: list[ViewBegan] = []
+    while page := await seed.views(job, found[-1].generation if found else after):
+        found += page
     return found

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from p2ptrain.cli.output import checked, human_time, print_json, printable
+from p2ptrain.cli.output import human_time, print_json, printable
 from p2ptrain.cli.runtime import (
     CONNECT_TIMEOUT_S,
     DEFAULT_SEED,
@@ -231,9 +231,9 @@ class Visit:
         """(round trip, skew) in seconds of ``PINGS`` requests; measured once."""
         while len(self._pings) < PINGS:
             started, wall = self._clock.now(), self._clock.wall()
-            answer = await self._connected().request("probe.clock", {}, timeout_s=REQUEST_TIMEOUT_S)
+            theirs = await self._connected().clock()
             trip_s = self._clock.now() - started
-            self._pings.append((trip_s, checked(answer, "wall", float) - (wall + trip_s / 2)))
+            self._pings.append((trip_s, theirs - (wall + trip_s / 2)))
         return self._pings
 
     async def measure_bandwidth(self) -> str:

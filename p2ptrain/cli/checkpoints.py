@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from p2ptrain.cli.lazy import new_typer
-from p2ptrain.cli.output import checked, confirm, human_time, number, print_json, print_table, printable
+from p2ptrain.cli.output import confirm, human_time, number, print_json, print_table, printable
 from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, YesOption, ask, not_empty
 from p2ptrain.core.units import human_bytes
 
 app = new_typer(help="List, restore and delete checkpoints.")
 
-VERIFY_TIMEOUT_S = 75.0  # its holder reads every byte first, for which the seed gives it a minute
 CheckpointArgument = Annotated[
     str, typer.Argument(metavar="ID", callback=not_empty, help="As `p2ptrain checkpoints list` shows it.")
 ]
@@ -33,11 +32,7 @@ def list_checkpoints(
       p2ptrain checkpoints list
       p2ptrain checkpoints list --job tiny --json
     """
-    from wire.records import CheckpointInfo
-
-    wanted: dict[str, Any] = {"job": job} if job else {}
-    answer = ask(seed, "checkpoints.list", **wanted)
-    found = [CheckpointInfo.from_map_untrusted(item) for item in checked(answer, "checkpoints", list)]
+    found = ask(seed, lambda client: client.checkpoints(job))
     if as_json:
         print_json({"checkpoints": [item.to_map() for item in found]})
         return
@@ -116,8 +111,7 @@ def restore(
       p2ptrain checkpoints restore 3f9a12bc04de@200@5c1be07a9f3d
     """
     confirm(f"Go back to {checkpoint}? Later steps are run again.", yes=yes)
-    answer = ask(seed, "checkpoints.restore", timeout_s=VERIFY_TIMEOUT_S, id=checkpoint)
-    job = checked(answer, "job", str)
+    job = ask(seed, lambda client: client.restore(checkpoint))
     print_json({"job": job}) if as_json else typer.echo(f"job {printable(job)} goes back to {checkpoint}")
 
 
@@ -132,5 +126,5 @@ def delete(
       p2ptrain checkpoints delete 3f9a12bc04de@200@5c1be07a9f3d --yes
     """
     confirm(f"Delete {checkpoint} for good?", yes=yes)
-    ask(seed, "checkpoints.delete", id=checkpoint)
+    ask(seed, lambda client: client.delete_checkpoint(checkpoint))
     print_json({"deleted": checkpoint}) if as_json else typer.echo(f"{checkpoint} is deleted")

@@ -10,7 +10,6 @@ import typer
 
 from p2ptrain.cli.lazy import new_typer
 from p2ptrain.cli.output import (
-    checked,
     confirm,
     human_seconds,
     human_time,
@@ -100,8 +99,7 @@ def create(
         if planned is not None and not as_json:
             typer.echo(plans.short(*planned), err=True)
     more = _shape_of(loaded)
-    answer = ask(seed, "jobs.create", name=name, profile=label, spec=loaded.to_spec(), **more)
-    job = checked(answer, "job", str)
+    job = ask(seed, lambda client: client.create_job(name, label, loaded.to_spec(), **more))
     if other and not as_json:
         typer.echo(other, err=True)
     if not as_json:
@@ -143,7 +141,6 @@ def _planned(seed: str, profile: Profile, *, dry_run: bool) -> tuple[TrainingPla
         Refused: it does not fit. In a dry run also: too few workers are there.
         UserError, ConfigError, StorageError: in a dry run: there is nothing to plan, or the sizes are not known.
     """
-    from p2ptrain.cli.training_plan import PLAN_TIMEOUT_S, plan_answer
     from p2ptrain.cli.training_shape import shape_of, wants_plan
     from p2ptrain.core.errors import Refused, UserError
 
@@ -164,7 +161,7 @@ def _planned(seed: str, profile: Profile, *, dry_run: bool) -> tuple[TrainingPla
         typer.echo(f"no plan: {text}; the workers cut the model by its weights", err=True)
         return None
     try:
-        return plan_answer(ask(seed, "jobs.plan", timeout_s=PLAN_TIMEOUT_S, spec=profile.to_spec(), shape=shape))
+        return ask(seed, lambda client: client.plan(profile.to_spec(), shape))
     except Refused as refusal:
         if dry_run or refusal.code != "too-few":
             raise
@@ -181,9 +178,7 @@ def list_jobs(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> N
       p2ptrain jobs list
       p2ptrain jobs list --json | jq -r '.jobs[-1].id'
     """
-    from wire.records import JobInfo
-
-    found = [JobInfo.from_map_untrusted(item) for item in checked(ask(seed, "jobs.list"), "jobs", list)]
+    found = ask(seed, lambda client: client.jobs())
     if as_json:
         print_json({"jobs": [job.to_map() for job in found]})
         return
@@ -222,16 +217,14 @@ def show(
       p2ptrain jobs show 3f9a
       p2ptrain jobs show tiny --spec
     """
-    from wire.records import CheckpointInfo, JobInfo
+    from configs.schema import Profile
 
-    answer = ask(seed, "jobs.show", job=job)
-    info = JobInfo.from_map_untrusted(checked(answer, "job", dict))
-    settings = _settings(answer)
-    kept = checked(ask(seed, "checkpoints.list", job=info.id), "checkpoints", list) if not as_json else []
+    info, text = ask(seed, lambda client: client.job(job))
+    settings: dict[str, dict[str, Any]] = Profile.from_spec_untrusted(text).model_dump(mode="json")
     if as_json:
         print_json({"job": info.to_map(), "spec": settings})
         return
-    print_pairs([*_pairs(info), ("checkpoint", _newest([CheckpointInfo.from_map_untrusted(item) for item in kept]))])
+    print_pairs([*_pairs(info), ("checkpoint", _newest(ask(seed, lambda client: client.checkpoints(info.id))))])
     if spec:
         typer.echo()
         print_pairs(
@@ -245,20 +238,6 @@ def _newest(checkpoints: list[CheckpointInfo]) -> str:
     if newest is not None:
         return f"step {newest.step:,} on {newest.peer_name}: {newest.path}"
     return f"only of parts, {len(checkpoints)} in all" if checkpoints else "none"
-
-
-def _settings(answer: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The profile in a ``jobs.show`` answer, as a map."""
-    settings: dict[str, dict[str, Any]] = _profile(answer).model_dump(mode="json")
-    return settings
-
-
-def _profile(answer: dict[str, Any]) -> Profile:
-    """The profile in a ``jobs.show`` answer, checked against the schema: as JSON text or as a map."""
-    from configs.schema import Profile
-
-    spec = answer.get("spec")
-    return Profile.from_spec_untrusted(spec if isinstance(spec, str) else json.dumps(spec))
 
 
 def _ring(job: JobInfo) -> str:
@@ -379,7 +358,7 @@ def forget(
 
 
 def _command(seed: str, verb: str, job: str, done: str, *, as_json: bool) -> None:
-    answer = checked(ask(seed, f"jobs.{verb}", job=job), "job", str)
+    answer = ask(seed, lambda client: client.tell_job(job, verb))
     print_json({"job": answer}) if as_json else typer.echo(f"job {printable(answer)} {done}")
 
 
@@ -394,22 +373,22 @@ def audit(job: JobArgument, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption
       p2ptrain jobs audit tiny
       p2ptrain jobs audit 3f9a --json | jq .fault
     """
+    from configs.schema import Profile
     from p2ptrain.cli.audit import audit as read_and_check
     from p2ptrain.cli.console import Console
     from p2ptrain.cli.runtime import operator, run
-    from wire.records import FINISHED_STATES, JobInfo
+    from wire.records import FINISHED_STATES
 
     console = Console()
 
     async def look() -> tuple[JobInfo, Verdict]:
         async with operator(seed) as client:
-            answer = await client.request("jobs.show", {"job": job})
-            info, profile = JobInfo.from_map_untrusted(checked(answer, "job", dict)), _profile(answer)
+            info, text = await client.job(job)
 
             def progress(step: int, of: int) -> None:
                 console.progress(f"step {step:,} of {of:,}", last=step == of)
 
-            return info, await read_and_check(client.request, info.id, profile, progress)
+            return info, await read_and_check(client, info.id, Profile.from_spec_untrusted(text), progress)
 
     info, verdict = run(look())
     console.finish()
@@ -457,10 +436,9 @@ def recoveries(
       p2ptrain jobs recoveries tiny
       p2ptrain jobs recoveries tiny --limit 200 --json | jq .spread_s.total
     """
-    from wire.records import PHASES, RecoveryInfo, recovery_spread
+    from wire.records import PHASES, recovery_spread
 
-    answer = ask(seed, "recoveries.list", job=job, limit=limit)
-    found = [RecoveryInfo.from_map_untrusted(item) for item in checked(answer, "recoveries", list)]
+    found = ask(seed, lambda client: client.recoveries(job, limit))
     spread = recovery_spread(found)
     if as_json:
         named = {name: {"p50": middle, "p99": high} for name, (middle, high) in spread.items()}

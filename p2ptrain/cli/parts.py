@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from p2ptrain.cli.output import checked, print_json, print_table
+from p2ptrain.cli.output import print_json, print_table
 from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, ask
 from p2ptrain.core.units import human_bytes
 
@@ -32,11 +32,8 @@ def parts(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
       p2ptrain parts --seed 192.168.1.20 --json
     """
     from tui.chains import chains_of, how_to_split
-    from wire.records import PartInfo
 
-    answer = ask(seed, "parts.list")
-    found = [PartInfo.from_map_untrusted(item) for item in checked(answer, "parts", list)]
-    total = checked(answer, "total", int)
+    found, total = ask(seed, lambda client: client.parts())
     if as_json:
         print_json({"parts": [part.to_map() for part in found], "total": total})
         return

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from p2ptrain.cli.lazy import new_typer
-from p2ptrain.cli.output import checked, confirm, number, print_json, print_table, printable
+from p2ptrain.cli.output import confirm, number, print_json, print_table, printable
 from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, YesOption, ask, not_empty
 from p2ptrain.core.units import human_bytes
 
@@ -61,8 +61,7 @@ def evict(
       p2ptrain peers evict laptop
     """
     confirm(f"Evict {printable(peer)} for good?", yes=yes)
-    answer = ask(seed, "peers.evict", peer=peer)
-    gone, name = checked(answer, "evicted", str), checked(answer, "name", str)
+    gone, name = ask(seed, lambda client: client.evict(peer))
     if as_json:
         print_json({"evicted": gone, "name": name})
         return
@@ -71,12 +70,9 @@ def evict(
 
 
 def _list(seed: str, as_json: bool) -> None:
-    from wire.records import PeerInfo, ServingInfo
-
-    found = [PeerInfo.from_map_untrusted(item) for item in checked(ask(seed, "peers.list"), "peers", list)]
+    found = ask(seed, lambda client: client.peers())
     serve = any(peer.model for peer in found)
-    served = checked(ask(seed, "serving.list"), "serving", list) if serve else []
-    serving = {info.id: info for info in map(ServingInfo.from_map_untrusted, served)}
+    serving = {info.id: info for info in ask(seed, lambda client: client.serving())} if serve else {}
     if as_json:
         beside = {"serving": [info.to_map() for info in serving.values()]} if serve else {}
         print_json({"peers": [peer.to_map() for peer in found]} | beside)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -164,12 +164,16 @@ async def operator(seed: str | tuple[str, int], *, state: Path | None = None) ->
         await client.close()
 
 
-def ask(seed: str, method: str, *, timeout_s: float = REQUEST_TIMEOUT_S, **params: Any) -> dict[str, Any]:
-    """One request to the seed, from connecting to its answer. Raises what ``SeedClient`` raises."""
+def ask(seed: str, question: Callable[[SeedClient], Awaitable[T]]) -> T:
+    """Ask the seed, from connecting to its answer. Raises what ``SeedClient`` raises.
 
-    async def once() -> dict[str, Any]:
+    Example:
+        ``ask(seed, lambda client: client.jobs())``
+    """
+
+    async def once() -> T:
         async with operator(seed) as client:
-            return await client.request(method, params, timeout_s=timeout_s)
+            return await question(client)
 
     return run(once())
 

@@ -258,12 +258,12 @@ async def _first_job(host: str, port: int, root: Path, profile: str, spec: str, 
     """Create the job to begin with, unless this seed already has jobs."""
     dial_host = "127.0.0.1" if host in EVERYWHERE else host
     async with operator((dial_host, port), state=root) as client:
-        jobs = (await client.request("jobs.list", {}))["jobs"]
-        unfinished = [item for item in jobs if item["state"] not in FINISHED_STATES]
+        jobs = await client.jobs()
+        unfinished = [job for job in jobs if job.state not in FINISHED_STATES]
         if unfinished:
             console.event(
                 "info",
-                f"going on with job {unfinished[0]['name']} ({unfinished[0]['id']}), step {unfinished[0]['step']}",
+                f"going on with job {unfinished[0].name} ({unfinished[0].id}), step {unfinished[0].step}",
             )
         elif not jobs:
             name = Path(profile).stem
@@ -271,8 +271,8 @@ async def _first_job(host: str, port: int, root: Path, profile: str, spec: str, 
             from p2ptrain.cli.training_shape import shape_param
 
             more = shape_param(Profile.from_spec_untrusted(spec), may_build=False)
-            created = await client.request("jobs.create", {"name": name, "profile": profile, "spec": spec, **more})
-            console.event("info", f"created job {name} ({created['job']}) from profile {profile}")
+            job = await client.create_job(name, profile, spec, **more)
+            console.event("info", f"created job {name} ({job}) from profile {profile}")
 
 
 def _tell(console: Console, host: str, port: int, root: Path, tickets: list[Ticket], as_json: bool) -> None:

@@ -14,7 +14,7 @@ import typer
 
 from p2ptrain.cli.console import Console
 from p2ptrain.cli.model_sizes import Anatomy, anatomy
-from p2ptrain.cli.output import checked, print_json
+from p2ptrain.cli.output import print_json
 from p2ptrain.cli.placement import placement_map, print_placement
 from p2ptrain.cli.runtime import default_state_dir, open_operator, operator_name
 from p2ptrain.cli.split_options import SplitWish
@@ -149,8 +149,7 @@ async def within(seconds: float, farewell: Any) -> None:
 
 async def _held_by_job(client: SeedClient, job: str) -> list[CheckpointInfo]:
     """The job's checkpoints, newest first. Raises ``UserError``."""
-    answer = await client.request("checkpoints.list", {"job": job})
-    found = [CheckpointInfo.from_map_untrusted(item) for item in checked(answer, "checkpoints", list)]
+    found = await client.checkpoints(job)
     if not found:
         raise UserError(f"job {job} has no checkpoint yet", remedy=f"p2ptrain jobs save {job}")
     whole = [item for item in found if item.stage is None]

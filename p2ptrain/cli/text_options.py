@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from p2ptrain.cli.output import checked
 from p2ptrain.cli.runtime import ask
 from p2ptrain.core.errors import StorageError, UserError
 
@@ -141,10 +140,7 @@ def newest_in(directory: Path) -> Path:
 
 def newest_of_job(seed: str, job: str) -> Path:
     """The newest checkpoint of a job that lies on this machine. Raises ``UserError``."""
-    from wire.records import CheckpointInfo
-
-    answer = ask(seed, "checkpoints.list", job=job)
-    found = [CheckpointInfo.from_map_untrusted(item) for item in checked(answer, "checkpoints", list)]
+    found = ask(seed, lambda client: client.checkpoints(job))
     here = [item for item in found if Path(item.path, "config.json").is_file()]
     here = [item for item in here if item.stage is None] or here  # of a split model: none that is a part
     if here:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from p2ptrain.cli.lazy import new_typer
-from p2ptrain.cli.output import checked, confirm, human_seconds, human_time, print_json, print_table, printable
+from p2ptrain.cli.output import confirm, human_seconds, human_time, print_json, print_table, printable
 from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, YesOption, ask, check_one_of, is_text, not_empty
 from p2ptrain.core.errors import UserError
+
+if TYPE_CHECKING:
+    from wire.records import TicketInfo
 
 app = new_typer(help="Make, list, revoke and replace the tickets with which other machines join.")
 
@@ -65,9 +68,8 @@ def new(
 
     role = role or ("operator" if operator else "worker")
     check_one_of("--role", role, ROLES)
-    params: dict[str, Any] = {"role": role, "expires_s": _seconds(expires)}
-    params |= {name: value for name, value in (("uses", uses), ("host", host)) if value}
-    _show(ask(seed, "tickets.new", **params), as_json)
+    expires_s = _seconds(expires)
+    _show(*ask(seed, lambda client: client.new_ticket(role, expires_s, uses, host)), as_json)
 
 
 @app.command("list")
@@ -81,19 +83,19 @@ def list_tickets(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -
     """
     import time
 
-    tickets = [item for item in checked(ask(seed, "tickets.list"), "tickets", list) if isinstance(item, dict)]
+    tickets = ask(seed, lambda client: client.tickets())
     if as_json:
-        print_json({"tickets": tickets})
+        print_json({"tickets": [item.to_map() for item in tickets]})
         return
     rows = [
         (
-            str(item.get("id")),
-            str(item.get("role")),
-            str(item.get("state")),
-            str(item.get("kind") or "-"),
-            f"{item.get('used')} of {item.get('uses') or 'any'}",
-            _left(item.get("expires_at"), time.time()),
-            str(item.get("host")),
+            item.id,
+            item.role,
+            item.state,
+            item.kind or "-",
+            f"{item.used} of {item.uses or 'any'}",
+            _left(item.expires_at, time.time()),
+            item.host,
         )
         for item in tickets
     ]
@@ -114,11 +116,8 @@ def revoke(
       p2ptrain ticket revoke 3fa9
     """
     confirm(f"Let go everybody who joined with ticket {printable(ticket)}?", yes=yes)
-    revoked = checked(ask(seed, "tickets.revoke", id=ticket), "ticket", dict)
-    if as_json:
-        print_json({"ticket": revoked})
-    else:
-        typer.echo(f"ticket {printable(str(revoked.get('id')))} is revoked")
+    revoked = ask(seed, lambda client: client.revoke_ticket(ticket))
+    print_json({"ticket": revoked.to_map()}) if as_json else typer.echo(f"ticket {printable(revoked.id)} is revoked")
 
 
 @app.command("rotate")
@@ -130,19 +129,17 @@ def rotate(seed: SeedOption = DEFAULT_SEED, yes: YesOption = False, as_json: Jso
       p2ptrain ticket rotate
     """
     confirm("Replace all tickets?", yes=yes)
-    _show(ask(seed, "tickets.rotate"), as_json)
+    _show(*ask(seed, lambda client: client.rotate_tickets()), as_json)
 
 
-def _show(answer: dict[str, Any], as_json: bool) -> None:
+def _show(ticket: TicketInfo, text: str, as_json: bool) -> None:
     """The ticket alone on standard output, so that it can be stored; what it is for beside it."""
-    text, record = checked(answer, "text", str), checked(answer, "ticket", dict)
     if as_json:
-        print_json({"ticket": record, "text": text})
+        print_json({"ticket": ticket.to_map(), "text": text})
         return
     typer.echo(printable(text))
-    verb = _USES.get(str(record.get("role")), "join TICKET")
-    until = record.get("expires_at")
-    end = f" until {human_time(until)}" if isinstance(until, int | float) else ""
+    verb = _USES.get(ticket.role, "join TICKET")
+    end = f" until {human_time(ticket.expires_at)}" if ticket.expires_at is not None else ""
     typer.echo(f"good{end}; a secret. Use it as: p2ptrain {verb}", err=True)
 
 
@@ -153,7 +150,7 @@ def _seconds(text: str) -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
-def _left(expires_at: object, now: float) -> str:
-    if not isinstance(expires_at, int | float):
+def _left(expires_at: float | None, now: float) -> str:
+    if expires_at is None:
         return "never"
     return f"in {human_seconds(expires_at - now)}" if expires_at > now else human_time(expires_at)

@@ -7,26 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from p2ptrain.cli.output import checked, number, print_table, printable
-from p2ptrain.core.errors import ProtocolError
+from p2ptrain.cli.output import number, print_table, printable
 from p2ptrain.core.units import human_bytes
+from wire.client import plan_of
 from wire.records import StagePlanInfo, TrainingPlanInfo
 
 if TYPE_CHECKING:
     from configs.schema import Profile
 
 _COLUMNS = ("STAGE", "PEER", "LAYERS", "WEIGHTS", "TRAINING", "LIMIT", "IN FLIGHT", "MS/MICRO", "HOP MS")
-PLAN_TIMEOUT_S = 30.0
-"""The seed has the ways between the workers measured first."""
-
-
-def plan_answer(answer: dict[str, Any]) -> tuple[TrainingPlanInfo, list[StagePlanInfo]]:
-    """What a seed answered to ``jobs.plan``. Raises ``ProtocolError``."""
-    info = TrainingPlanInfo.from_map_untrusted(checked(answer, "plan", dict))
-    stages = [StagePlanInfo.from_map_untrusted(item) for item in checked(answer, "stages", list)]
-    if not stages:
-        raise ProtocolError("a plan without stages")
-    return info, stages
 
 
 def to_json(info: TrainingPlanInfo, stages: list[StagePlanInfo]) -> dict[str, Any]:
@@ -112,7 +101,7 @@ def local_plan(
     way = LinkQuality(preset.delay_ms / 1e3, preset.rate_bps or None) if preset else None
     ids = [trainee.id for trainee in there]
     links = {(one, other): way for one in ids for other in ids if one != other and way is not None}
-    return plan_answer(plan_maps(training, plan(training, there, links), there))
+    return plan_of(plan_maps(training, plan(training, there, links), there))
 
 
 def _ms(seconds: float | None) -> str:

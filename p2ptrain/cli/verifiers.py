@@ -6,14 +6,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from p2ptrain.cli.output import checked
 from p2ptrain.cli.runtime import REQUEST_TIMEOUT_S, open_operator, operator_name
 from p2ptrain.cli.split import LEAVE_S, within
 from p2ptrain.core.errors import Unreachable, UserError
 from p2ptrain.core.ids import new_id
 from roles.verifier.client import IF_LOST, VERIFIER, VerifierAt, VerifierClient, verifiers_untrusted
 from wire.client import SeedClient
-from wire.records import PeerInfo
 
 _GONE = frozenset({"lost", "away", "leaving", "failed"})
 _OTHER_WAYS = "or let a checkpoint of this machine write: --checkpoint DIR, or --job JOB"
@@ -60,8 +58,7 @@ async def dialled(
 
 async def _loading(client: SeedClient) -> str:
     """Verifiers that have joined and serve nothing yet, by name; empty where there are none."""
-    answer = await client.request("peers.list", {}, timeout_s=REQUEST_TIMEOUT_S)
-    peers = [PeerInfo.from_map_untrusted(item) for item in checked(answer, "peers", list)]
+    peers = await client.peers()
     return ", ".join(sorted(peer.name for peer in peers if VERIFIER in peer.roles and peer.state not in _GONE))
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from p2ptrain.core.world import Clock
 from ring import coordination as co
 from ring.coordination import ENDED, Phase
-from ring.ledger import Head
 from ring.recovery import Recorder
 from ring.view import View
 from roles.seed.ledger import Ledger
@@ -18,7 +17,7 @@ from roles.seed.peers import clipped, whole
 from roles.seed.store import Records, Store
 from roles.seed.updates import Board
 from wire.job_messages import LedgerRows, StepMetrics
-from wire.records import RecoveryInfo
+from wire.records import LedgerHead, RecoveryInfo
 
 _STANDING = frozenset({str(phase) for phase in (*ENDED, Phase.PAUSED)})
 
@@ -27,7 +26,7 @@ _STANDING = frozenset({str(phase) for phase in (*ENDED, Phase.PAUSED)})
 class Known:
     """What the store has of it."""
 
-    head: Head | None = None
+    head: LedgerHead | None = None
     begins: Sequence[tuple[int, int, str]] = ()
     view: View | None = None
     recoveries: int = 0

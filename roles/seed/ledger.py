@@ -12,10 +12,11 @@ import sqlite3
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 
-from ring.ledger import Begins, Head, Placed, anew, begun, continuing, counting, counts_of_untrusted, rows_untrusted
+from ring.ledger import Begins, Placed, anew, begun, continuing, counting, counts_of_untrusted, rows_untrusted
 from ring.token import next_lineage
 from ring.view import View
 from wire.job_messages import LedgerRow, LedgerRows
+from wire.records import LedgerHead
 
 ROWS_KEPT = 1_000_000
 ROWS_AHEAD = 4096
@@ -35,7 +36,7 @@ class LedgerEntry:
 
     job: str
     row: LedgerRow
-    head: Head
+    head: LedgerHead
 
 
 class Ledger:
@@ -50,7 +51,7 @@ class Ledger:
         counts: micro-batches of each member in the newest row, in rank order of ``generation``.
     """
 
-    def __init__(self, job: str, head: Head | None = None, begins: Iterable[tuple[int, int, str]] = ()) -> None:
+    def __init__(self, job: str, head: LedgerHead | None = None, begins: Iterable[tuple[int, int, str]] = ()) -> None:
         self.head = head
         self.begins = Begins(begins)
         self.generation = 0
@@ -126,7 +127,7 @@ class Ledger:
         head, entries = self.head, []
         self.head, taken, problem = continuing(self.head, view, self.begins, told)
         for row in taken:
-            head = Head(head.base_step, head.base_lineage, row.step, next_lineage(head.lineage, row.digest))
+            head = LedgerHead(head.base_step, head.base_lineage, row.step, next_lineage(head.lineage, row.digest))
             entries.append(LedgerEntry(self._job, row, head))
             self._ahead.pop(row.step, None)
         return entries, problem
@@ -138,7 +139,7 @@ class Ledger:
             run = list(itertools.takewhile(self._ahead.__contains__, itertools.count(first)))
             lineage, missing = self._ahead[first][0], self.step + 1
             if len(run) == len(self._ahead) and self.begins.lineage_at(first - 1) in ("", lineage):
-                self.head = Head(first - 1, lineage, first - 1, lineage)
+                self.head = LedgerHead(first - 1, lineage, first - 1, lineage)
                 return f"nobody knows who computed steps {missing} to {first - 1}: the record begins anew after them"
             # There is another gap, and what lies before it helps nobody; or it is of no view's line.
             self._ahead = {step: row for step, row in self._ahead.items() if step > run[-1]}
@@ -148,9 +149,9 @@ class Ledger:
 # ---------------------------------------------------------------------------- on the store's thread, in a transaction
 
 
-def head(db: sqlite3.Connection, job: str) -> Head | None:
+def head(db: sqlite3.Connection, job: str) -> LedgerHead | None:
     found = db.execute("SELECT base_step, base_lineage, step, lineage FROM ledgers WHERE job = ?", (job,)).fetchone()
-    return Head(*found) if found else None
+    return LedgerHead(*found) if found else None
 
 
 def rows(db: sqlite3.Connection, job: str, after_step: int, limit: int) -> list[LedgerRow]:
@@ -176,7 +177,7 @@ def view_began(db: sqlite3.Connection, view: View) -> bool:
     return departs
 
 
-def _lineage_at(db: sqlite3.Connection, job: str, whole: Head, step: int) -> str:
+def _lineage_at(db: sqlite3.Connection, job: str, whole: LedgerHead, step: int) -> str:
     """Of a step that the rows lead to: from where the view began that computed the next one."""
     if step == whole.step:
         return whole.lineage
@@ -200,10 +201,12 @@ def add(db: sqlite3.Connection, entries: Sequence[LedgerEntry]) -> None:
         if job in first:  # the record may have begun anew
             db.execute("DELETE FROM ledger WHERE job = ? AND step <= ?", (job, found.base_step))
         before = first.get(job) or head(db, job) or found  # its base may have been folded since
-        _set_head(db, job, _folded(db, job, Head(before.base_step, before.base_lineage, found.step, found.lineage)))
+        _set_head(
+            db, job, _folded(db, job, LedgerHead(before.base_step, before.base_lineage, found.step, found.lineage))
+        )
 
 
-def _folded(db: sqlite3.Connection, job: str, whole: Head) -> Head:
+def _folded(db: sqlite3.Connection, job: str, whole: LedgerHead) -> LedgerHead:
     spare = ROWS_KEPT // 16
     if whole.step - whole.base_step <= ROWS_KEPT + spare:
         return whole
@@ -212,8 +215,8 @@ def _folded(db: sqlite3.Connection, job: str, whole: Head) -> Head:
         lineage = next_lineage(lineage, row.digest)
     step = whole.base_step + spare
     db.execute("DELETE FROM ledger WHERE job = ? AND step <= ?", (job, step))
-    return Head(step, lineage, whole.step, whole.lineage)
+    return LedgerHead(step, lineage, whole.step, whole.lineage)
 
 
-def _set_head(db: sqlite3.Connection, job: str, new: Head) -> None:
+def _set_head(db: sqlite3.Connection, job: str, new: LedgerHead) -> None:
     db.execute("INSERT OR REPLACE INTO ledgers VALUES (?, ?, ?, ?, ?)", (job, *astuple(new)))

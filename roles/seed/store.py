@@ -27,12 +27,11 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from p2ptrain.core.disk import Disk, Lock, RealDisk
 from p2ptrain.core.errors import StorageError, UserError
 from p2ptrain.core.threads import RealThreads, Thread, Threads
-from ring.ledger import Began, Head
 from ring.view import View
 from roles.seed import feed, ledger
 from roles.seed.ledger import LedgerEntry
 from wire.job_messages import LedgerRow, MemberRecord
-from wire.records import CheckpointInfo, EventInfo, MetricRow, RecoveryInfo
+from wire.records import CheckpointInfo, EventInfo, LedgerHead, MetricRow, RecoveryInfo, ViewBegan
 
 EVENTS_KEPT = 20_000
 METRICS_KEPT = 500_000
@@ -231,13 +230,13 @@ class Records:
             members = tuple(MemberRecord(*values) for values in json.loads(row[5]))
             return View(row[0], row[1], row[2], row[3], members, row[4])
 
-    def views(self, job: str, after_generation: int, limit: int) -> list[Began]:
+    def views(self, job: str, after_generation: int, limit: int) -> list[ViewBegan]:
         """The views of later generations, oldest first."""
         with _translated(self._path):
             sql = "SELECT generation, step, lineage, members FROM views WHERE job = ? AND generation > ?"
             rows = self._db.execute(f"{sql} ORDER BY generation LIMIT ?", (job, after_generation, limit))
             return [
-                Began(generation, step, lineage, tuple(str(member[0]) for member in json.loads(members)))
+                ViewBegan(generation, step, lineage, [str(member[0]) for member in json.loads(members)])
                 for generation, step, lineage, members in rows
             ]
 
@@ -248,7 +247,7 @@ class Records:
 
     # --------------------------------------------------------------------------------------------- ledger, recoveries
 
-    def ledger_head(self, job: str) -> Head | None:
+    def ledger_head(self, job: str) -> LedgerHead | None:
         """How far a job's ledger goes; None before its first view."""
         with _translated(self._path):
             return ledger.head(self._db, job)

@@ -25,13 +25,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from p2ptrain.core.checkpoints import CheckpointEntry, Meta
-from ring.ledger import Head, counts_of_untrusted
+from ring.ledger import counts_of_untrusted
 from ring.token import next_lineage
 from ring.transaction import Transaction
 from ring.view import View
 from roles.sim.engine import SimEngine
 from roles.sim.loop import Process
 from wire.job_messages import LedgerRow
+from wire.records import LedgerHead
 
 if TYPE_CHECKING:
     from roles.sim.cluster import Machine
@@ -237,7 +238,7 @@ class Observer:
                 partial("goes back to step {}, and all parts of step {} are here".format, view.step, step),
             )
 
-    def ledger(self, head: Head | None, rows: Sequence[LedgerRow], micro_batches: int) -> None:
+    def ledger(self, head: LedgerHead | None, rows: Sequence[LedgerRow], micro_batches: int) -> None:
         """What the seed has in its ledger at the end, when all can reach it."""
         if head is None:
             return

@@ -82,6 +82,9 @@ class FakeSeed:
             answer = error
         if isinstance(answer, Refused):
             return Response(request.id, {}, answer.code, answer.message, answer.remedy)
+        if answer is not None and "after_generation" in request.params:
+            after = request.params["after_generation"]
+            answer = {"views": [view for view in answer["views"] if view["generation"] > after]}
         if answer is None:
             return Response(request.id, {}, "unknown-method", f"no answer for {request.method}")
         return Response(request.id, answer)

@@ -13,7 +13,7 @@ from p2ptrain.cli import audit as module
 from p2ptrain.cli.audit import Epochs
 from p2ptrain.compute.sampling import WindowSampler
 from ring.token import next_lineage
-from wire.records import JobInfo, RecoveryInfo
+from wire.records import JobInfo, LedgerPage, RecoveryInfo, ViewBegan
 
 Command = Callable[..., Any]
 START = "00" * 16
@@ -39,13 +39,6 @@ def answers(fake_seed: Any) -> dict[str, Any]:
     made["jobs.ledger"] = {"head": head, "runs": [run], "windows": 64}
     made["jobs.views"] = {"views": [view]}
     return made
-
-
-@pytest.fixture(autouse=True)
-def one_page_of_views(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fake seed answers every page with the same one: whoever asks for later views gets none."""
-    real = module.views_untrusted
-    monkeypatch.setattr(module, "views_untrusted", lambda answer, after: [] if after else real(answer, after))
 
 
 def test_a_sound_ledger_for_people(command: Command, answers: dict[str, Any]) -> None:
@@ -93,23 +86,23 @@ def test_a_job_that_has_not_begun_has_nothing_to_audit(command: Command, answers
     assert (outcome.code, "none yet" in outcome.out) == (0, True)
 
 
-async def test_a_ledger_that_begins_anew_while_it_is_read_is_read_again(
-    answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()
+async def test_a_ledger_that_begins_anew_while_it_is_read_is_read_again(answers: dict[str, Any]) -> None:
     other = {"base_step": 10, "base_lineage": "11" * 16, "step": 10, "lineage": "11" * 16}
     ledger, (first,) = answers["jobs.ledger"], answers["jobs.views"]["views"]
     second = first | {"generation": 2, "step": 10, "lineage": "11" * 16}
     half = ledger["runs"][0] | {"digests": b"".join(DIGESTS[:5]).hex()}
     pages = [ledger | {"runs": [half]}]
 
-    async def ask(method: str, params: dict[str, Any]) -> dict[str, Any]:
-        if method == "jobs.ledger":
-            return pages.pop() if pages else ledger | {"head": other, "runs": []}
-        views = [first] if pages else [first, second]
-        return {"views": [view for view in views if view["generation"] > params["after_generation"]]}
+    class Seed:
+        async def ledger(self, job: str, after_step: int) -> LedgerPage:
+            return LedgerPage.from_map_untrusted(pages.pop() if pages else ledger | {"head": other, "runs": []})
 
-    verdict = await module.audit(ask, JOB.id, load("tiny", {}, []).profile, lambda step, of: None)
+        async def views(self, job: str, after_generation: int) -> list[ViewBegan]:
+            views = [ViewBegan.from_map_untrusted(view) for view in ([first] if pages else [first, second])]
+            return [view for view in views if view.generation > after_generation]
+
+    seed: Any = Seed()
+    verdict = await module.audit(seed, JOB.id, load("tiny", {}, []).profile, lambda step, of: None)
     assert (verdict.fault, verdict.first, verdict.steps) == (None, 11, 10)
 
 

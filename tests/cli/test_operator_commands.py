@@ -202,7 +202,7 @@ def test_list_jobs(command: Command, fake_seed: Any) -> None:
 
 def test_show_a_job(command: Command, fake_seed: Any) -> None:
     profile = load("tiny", {}, []).profile
-    for spec in (profile.to_spec(), profile.model_dump(mode="json")):
+    for spec in [profile.to_spec()]:
         fake_seed.answers["jobs.show"] = {"job": JOB.to_map(), "spec": spec}
         fake_seed.answers["checkpoints.list"] = {"checkpoints": [CHECKPOINT.to_map()]}
         outcome = command("jobs", "show", "tiny")
@@ -237,15 +237,14 @@ def test_show_tells_how_the_ring_runs(command: Command, fake_seed: Any) -> None:
     assert "slowest" not in out
 
 
-@pytest.mark.parametrize("spec", ["nonsense", {}, None, 3])
-def test_show_survives_a_bad_spec(command: Command, fake_seed: Any, spec: object) -> None:
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [("nonsense", "a job's profile is not valid"), (None, "no 'spec' of type str"), (3, "no 'spec' of type str")],
+)
+def test_show_survives_a_bad_spec(command: Command, fake_seed: Any, spec: object, problem: str) -> None:
     fake_seed.answers["jobs.show"] = {"job": JOB.to_map(), "spec": spec}
     outcome = command("jobs", "show", "tiny", "--json")
-    assert (
-        (outcome.code, outcome.err.startswith("error: a job's profile is not valid")) == (4, True)
-        if spec
-        else (0, False)
-    )
+    assert (outcome.code, problem in outcome.err) == (4, True)
 
 
 @pytest.mark.parametrize(

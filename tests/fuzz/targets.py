@@ -18,7 +18,7 @@ links                  ``targets_untrusted``, ``measured_untrusted``
 model-shapes           ``shape_untrusted``: the model of a job that is to be made
 chain-figures          ``figures_untrusted``: what the stages of a chain hand on
 stages                 the stage that a request to a worker is about
-ledger-rows, -answers  ``Ledger.take_untrusted``, and what an audit reads
+ledger-rows            ``Ledger.take_untrusted``
 standby-rows           what a standby takes into its store, and the files beside it
 standby-addresses      where a worker is told that seeds are
 profiles               ``Profile.from_spec_untrusted``

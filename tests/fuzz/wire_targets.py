@@ -31,6 +31,7 @@ from wire.handshake import ENROL, PERMITTED, judge_answer, judge_answerer, judge
 from wire.messages import BULK_KIND, PROTOCOL_VERSION, Hello, Message, Refuse, Welcome
 from wire.records import (
     JobInfo,
+    LedgerRun,
     PartInfo,
     Record,
     ServingInfo,
@@ -261,6 +262,8 @@ def _check_record(case: tuple[type[Record], Any]) -> None:
         return
     assert conforms(record, kind)
     assert msgpack.packb(kind.from_map_untrusted(record.to_map()).to_map()) == msgpack.packb(record.to_map())
+    if isinstance(record, LedgerRun):
+        assert all(row.step >= 1 and len(row.digest) == 16 for row in record.rows())
     if isinstance(record, JobInfo):
         record.edges()
         record.slowest_edge()

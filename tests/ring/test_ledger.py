@@ -12,22 +12,11 @@ from hypothesis import strategies as st
 from p2ptrain.core.errors import ProtocolError
 from ring.coordination import Peer
 from ring.formation import records
-from ring.ledger import (
-    Audit,
-    Began,
-    Begins,
-    Fault,
-    Head,
-    begun,
-    continuing,
-    counting,
-    pack_counts,
-    rows_untrusted,
-    surviving,
-)
+from ring.ledger import Audit, Begins, Fault, begun, continuing, counting, pack_counts, rows_untrusted, surviving
 from ring.token import next_lineage
 from ring.view import View
 from wire.job_messages import LedgerRow, LedgerRows
+from wire.records import LedgerHead, ViewBegan
 
 M = 8
 START = "00" * 16
@@ -50,7 +39,7 @@ def chained(rows: list[LedgerRow], lineage: str = START) -> str:
     return lineage
 
 
-def fitting(head: Head, newest: View, begins: Begins, lineage: str, rows: list[LedgerRow]):
+def fitting(head: LedgerHead, newest: View, begins: Begins, lineage: str, rows: list[LedgerRow]):
     return continuing(head, newest, begins, counting(newest, begins, lineage, rows)[0])
 
 
@@ -58,7 +47,7 @@ def fitting(head: Head, newest: View, begins: Begins, lineage: str, rows: list[L
 
 
 def test_rows_continue_the_ledger_and_are_taken_once():
-    head, rows = Head(0, START, 0, START), [row(1), row(2), row(3)]
+    head, rows = LedgerHead(0, START, 0, START), [row(1), row(2), row(3)]
     head, taken, problem = fitting(head, view(1, 0), NONE, START, rows)
     assert (taken, problem, head.step, head.lineage) == (rows, "", 3, chained(rows))
     assert fitting(head, view(1, 0), NONE, START, rows)[1:] == ([], ""), "told again"
@@ -67,7 +56,7 @@ def test_rows_continue_the_ledger_and_are_taken_once():
 
 
 def test_rows_beyond_a_gap_wait_until_the_gap_is_told():
-    head = Head(0, START, 0, START)
+    head = LedgerHead(0, START, 0, START)
     later = [row(2), row(3)]
     assert fitting(head, view(1, 0), NONE, chained([row(1)]), later) == (head, [], "")
     head, taken, _ = fitting(head, view(1, 0), NONE, START, [row(1), *later])
@@ -75,7 +64,7 @@ def test_rows_beyond_a_gap_wait_until_the_gap_is_told():
 
 
 def test_rows_of_another_past_are_refused_and_told_of():
-    head, _, _ = fitting(Head(0, START, 0, START), view(1, 0), NONE, START, [row(1)])
+    head, _, _ = fitting(LedgerHead(0, START, 0, START), view(1, 0), NONE, START, [row(1)])
     same, taken, problem = fitting(head, view(1, 0), NONE, chained([row(1, salt="x")]), [row(2)])
     assert (same, taken) == (head, [])
     assert "another past" in problem
@@ -83,7 +72,7 @@ def test_rows_of_another_past_are_refused_and_told_of():
 
 def test_steps_that_a_view_took_back_are_not_taken_from_the_view_before():
     rows = [row(1), row(2), row(3)]
-    head, _, _ = fitting(Head(0, START, 0, START), view(1, 0), NONE, START, rows)
+    head, _, _ = fitting(LedgerHead(0, START, 0, START), view(1, 0), NONE, START, rows)
     second = view(2, 1, chained(rows[:1]))
     head = begun(head, second)
     assert (head.step, head.lineage) == (1, chained(rows[:1]))
@@ -95,13 +84,13 @@ def test_steps_that_a_view_took_back_are_not_taken_from_the_view_before():
 def test_rows_that_lead_elsewhere_than_to_where_a_view_began_are_refused_and_told_of():
     begins = Begins([(1, 0, START), (2, 2, chained([row(1), row(2)])), (3, 4, "11" * 16)])
     liar = [row(1), row(2, salt="x"), row(3), row(4)]
-    head, taken, problem = fitting(Head(0, START, 0, START), view(3, 4, "11" * 16), begins, START, liar)
+    head, taken, problem = fitting(LedgerHead(0, START, 0, START), view(3, 4, "11" * 16), begins, START, liar)
     assert (taken, "another outcome" in problem) == (liar[:1], True)
     assert fitting(head, view(3, 4, "11" * 16), begins, START, [row(1), row(2)])[1:] == ([row(2)], "")
 
 
 def test_a_redone_step_is_told_with_the_view_that_computed_it():
-    head, _, _ = fitting(Head(0, START, 0, START), view(1, 0), NONE, START, [row(1)])
+    head, _, _ = fitting(LedgerHead(0, START, 0, START), view(1, 0), NONE, START, [row(1)])
     second = view(2, 2, chained([row(1), row(2)]))
     head = begun(head, second)
     assert head.step == 1, "it is still to be told"
@@ -109,8 +98,8 @@ def test_a_redone_step_is_told_with_the_view_that_computed_it():
 
 
 def test_a_view_below_the_base_begins_a_new_record():
-    assert begun(None, view(1, 5)) == Head(5, START, 5, START)
-    assert begun(Head(100, START, 200, START), view(9, 50)) == Head(50, START, 50, START)
+    assert begun(None, view(1, 5)) == LedgerHead(5, START, 5, START)
+    assert begun(LedgerHead(100, START, 200, START), view(9, 50)) == LedgerHead(50, START, 50, START)
 
 
 def test_of_what_views_computed_anew_the_newest_counts():
@@ -180,7 +169,7 @@ def test_what_is_no_ledger_is_refused(message):
 def test_rows_of_a_side_that_was_cut_off_count_where_a_later_view_took_up_its_line():
     rows = [row(step) for step in range(1, 6)]
     begins = Begins([(1, 0, START), (2, 3, chained(rows[:3])), (3, 5, chained(rows))])
-    head, now = Head(3, chained(rows[:3]), 3, chained(rows[:3])), view(3, 5, chained(rows))
+    head, now = LedgerHead(3, chained(rows[:3]), 3, chained(rows[:3])), view(3, 5, chained(rows))
     assert fitting(head, now, begins, head.lineage, rows[3:])[1:] == (rows[3:], "")
     assert fitting(head, now, begins, head.lineage, rows[3:4])[1:] == ([], ""), "nothing says where that leads"
     other = [row(4, salt="x"), row(5)]
@@ -191,14 +180,14 @@ def test_rows_of_a_side_that_was_cut_off_count_where_a_later_view_took_up_its_li
 
 ROWS = [row(1), row(2), row(3, 2, (3, 3, 2)), row(4, 2, (2, 2, 4)), row(5, 4)]
 VIEWS = [
-    Began(1, 0, START, ("a", "b")),
-    Began(2, 2, chained(ROWS[:2]), ("a", "b", "c")),
-    Began(3, 4, chained(ROWS[:4]), ("c", "d")),  # broke before its first commit
-    Began(4, 4, chained(ROWS[:4]), ("a", "b")),
+    ViewBegan(1, 0, START, ("a", "b")),
+    ViewBegan(2, 2, chained(ROWS[:2]), ("a", "b", "c")),
+    ViewBegan(3, 4, chained(ROWS[:4]), ("c", "d")),  # broke before its first commit
+    ViewBegan(4, 4, chained(ROWS[:4]), ("a", "b")),
 ]
 
 
-def audited(rows: list[LedgerRow], views: list[Began], *, base: int = 0) -> tuple[Audit, Fault | None]:
+def audited(rows: list[LedgerRow], views: list[ViewBegan], *, base: int = 0) -> tuple[Audit, Fault | None]:
     audit = Audit(base_step=base, base_lineage=chained(ROWS[:base]), micro_batches=M, views=views)
     fault = audit.begin()
     for item in rows:
@@ -216,7 +205,7 @@ def test_a_sound_ledger_passes_and_says_who_computed_how_much():
 def test_each_worker_of_a_crew_is_due_all_that_its_crew_computed():
     """Two crews of two stages, whose shares stand at their first stages; then one crew of other workers."""
     rows = [row(1, 1, (5, 0, 3, 0)), row(2, 1, (2, 0, 6, 0)), row(3, 2, (8, 0))]
-    views = [Began(1, 0, START, ("a", "b", "c", "d")), Began(2, 2, chained(rows[:2]), ("c", "b"))]
+    views = [ViewBegan(1, 0, START, ("a", "b", "c", "d")), ViewBegan(2, 2, chained(rows[:2]), ("c", "b"))]
     audit = Audit(base_step=0, base_lineage=START, micro_batches=M, views=views, stages=2)
     assert [audit.begin(), *map(audit.take, rows)] == [None] * 4
     assert audit.computed == {"a": 7, "b": 7 + 8, "c": 9 + 8, "d": 9}
@@ -247,9 +236,9 @@ def test_every_fault_is_found_and_the_first_step_named(kind):
 def test_a_line_that_a_later_view_took_up_is_sound_and_nothing_else_of_an_older_generation():
     rows = [*(row(step) for step in range(1, 6)), row(6, 3)]
     views = [
-        Began(1, 0, START, ("a", "b")),
-        Began(2, 3, chained(rows[:3]), ("c", "d")),  # died before its first commit, or with all that it committed
-        Began(3, 5, chained(rows[:5]), ("a", "b")),
+        ViewBegan(1, 0, START, ("a", "b")),
+        ViewBegan(2, 3, chained(rows[:3]), ("c", "d")),  # died before its first commit, or with all that it committed
+        ViewBegan(3, 5, chained(rows[:5]), ("a", "b")),
     ]
     audit, fault = audited(rows, views)
     assert fault is None
@@ -287,14 +276,14 @@ def test_of_the_views_that_begin_at_the_base_the_newest_vouches_for_it():
 
 
 def test_views_whose_course_was_taken_back_do_not_count():
-    taken_back = Began(5, 2, chained(ROWS[:2]), ("x",))
+    taken_back = ViewBegan(5, 2, chained(ROWS[:2]), ("x",))
     assert surviving([*VIEWS, taken_back]) == [VIEWS[0], taken_back]
     assert audited(ROWS, [*VIEWS, taken_back])[1].kind == "generation", "the steps after 2 are generation 5's to make"
 
 
 def test_of_the_views_that_begin_at_one_step_the_newest_counts():
     """The one before it was made of a side that was cut off, whose rows nobody had told."""
-    other = Began(2, VIEWS[1].step, "11" * 16, ("x",))
+    other = ViewBegan(2, VIEWS[1].step, "11" * 16, ("x",))
     newest = replace(VIEWS[1], generation=3)
     rows = [*ROWS[:2], *(row(step, 3, (2, 3, 3)) for step in (3, 4))]
     assert audited(rows, [VIEWS[0], other, newest])[1] is None

@@ -13,7 +13,7 @@ from configs.schema import Profile
 from p2ptrain.cli.audit import Verdict, audit
 from ring.coordination import Peer
 from ring.formation import records
-from ring.ledger import Head, pack_counts
+from ring.ledger import pack_counts
 from ring.token import next_lineage
 from ring.view import View
 from roles.in_process import Cluster
@@ -21,6 +21,7 @@ from roles.seed import ledger as module
 from roles.seed.ledger import Ledger
 from roles.seed.store import JobRecord, Records
 from wire.job_messages import LedgerRow, LedgerRows
+from wire.records import LedgerHead
 
 JOB = JobRecord("j1", "first", "tiny", "sync", workers=2, micro_batches=8, steps_total=10**6, keep=3, created_at=1.0)
 START = "00" * 16
@@ -100,7 +101,7 @@ def test_with_a_view_of_another_past_the_ledger_begins_anew(kept: Records, step:
     ledger.view_began(other)
     assert kept.add_view(other, JOB, restored=True, wall=3.0)
     ledger.began_anew(other)
-    assert kept.ledger_head("j1") == ledger.head == Head(step, other.lineage, step, other.lineage)
+    assert kept.ledger_head("j1") == ledger.head == LedgerHead(step, other.lineage, step, other.lineage)
     assert kept.ledger_rows("j1", 0, 99) == []
     told(kept, ledger, step + 1, step + 2, other.lineage, generation=3, view=other)
     assert kept.ledger_rows("j1", 0, 99) == [row(step + 1, 3), row(step + 2, 3)]
@@ -164,7 +165,7 @@ def test_a_gap_that_nobody_can_fill_is_given_up(kept: Records, monkeypatch: pyte
     entries, problem = ledger.take_untrusted(message, view(1, 0), micro_batches=8, steps_total=10**6)
     assert problem == "nobody knows who computed steps 3 to 9: the record begins anew after them"
     kept.add_rows(list(entries), [])
-    assert kept.ledger_head("j1") == ledger.head == Head(9, past[9], 17, past[17])
+    assert kept.ledger_head("j1") == ledger.head == LedgerHead(9, past[9], 17, past[17])
     assert kept.ledger_rows("j1", 0, 99) == [row(step) for step in range(10, 18)]
     told(kept, ledger, 18, 20, past[17])
     assert kept.ledger_head("j1") == ledger.head
@@ -236,7 +237,7 @@ def profile(steps: int, *sets: str) -> Profile:
 
 async def audited(cluster: Cluster, job: str, made: Profile) -> Verdict:
     async with cluster.operator() as client:
-        return await audit(client.request, job, made, lambda step, of: None)
+        return await audit(client, job, made, lambda step, of: None)
 
 
 async def test_a_run_with_a_death_a_restart_and_a_newcomer_stands_in_its_ledger(cluster: Cluster) -> None:
