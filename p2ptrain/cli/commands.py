@@ -28,7 +28,7 @@ class Commands(LazyGroup):
         Entry(
             "bench", "p2ptrain.cli.bench.commands:app", "Measure this machine, beside what there is to beat.", _WATCH
         ),
-        Entry("chaos", "p2ptrain.cli.chaos.command:chaos", "Hurt a local cluster, and see whether it holds.", _WATCH),
+        Entry("chaos", "p2ptrain.cli.chaos:chaos", "Hurt a local cluster, and see whether it holds.", _WATCH),
         Entry("sim", "p2ptrain.cli.sim:sim", "Simulate whole clusters under faults; check what must hold.", _WATCH),
         Entry("check", "p2ptrain.cli.check:check", "Find out why this machine cannot join a seed.", _WATCH),
         Entry("generate", "p2ptrain.cli.generate:app", "Write text with a checkpoint.", _USE),

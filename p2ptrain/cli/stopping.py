@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from p2ptrain.cli.children import leave_with_parent
 from p2ptrain.cli.console import Console
 from p2ptrain.core.errors import EXIT_INTERRUPTED
 
@@ -55,3 +55,18 @@ async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T
         if not task.done():
             task.cancel()
             await asyncio.wait({task})
+
+
+def leave_with_parent(stop: asyncio.Event) -> None:
+    """In a child: set ``stop`` when the parent closes our standard input, or dies."""
+    loop = asyncio.get_running_loop()
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        try:
+            loop.call_soon_threadsafe(stop.set)
+        except RuntimeError:
+            return  # the loop has ended before the parent did
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()

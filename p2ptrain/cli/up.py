@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import socket
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from p2ptrain.cli.children import Child, end_all, start_seed_process, until_it_listens
+from p2ptrain.cli.local_cluster import free_port, is_free
 from p2ptrain.cli.runtime import (
     DEFAULT_PORT,
     STATE_DEFAULT,
@@ -22,18 +18,14 @@ from p2ptrain.cli.runtime import (
     SetOption,
     at_terminal,
     default_state_dir,
-    operator_name,
     run,
 )
 from p2ptrain.cli.split_options import DtypeOption
 from p2ptrain.cli.text_options import CheckpointOption
-from p2ptrain.cli.up_jobs import Watcher, job_for, unfinished
-from p2ptrain.cli.up_view import View
 from p2ptrain.core.errors import EXIT_INTERRUPTED, JobFailed, UserError
 
 if TYPE_CHECKING:
     from configs.schema import Profile
-    from p2ptrain.cli.up_pair import HttpWish
 
 
 def up(
@@ -124,79 +116,69 @@ def up(
       p2ptrain up --workers 2 --set job.strategy=pipeline --set pipeline.stages=2 --dry-run
       p2ptrain up --split 3 --spare 1 --checkpoint ./SmolLM2-135M --memory 400MiB
     """
-    from p2ptrain.cli.up_pair import http_wish
-    from p2ptrain.cli.up_split import check_split
+    from p2ptrain.cli.up_cluster import Plan, http_wish, train
     from wire.shaper import preset_named
 
     if link:
         preset_named(link)  # refused here: each worker would only end
-    if split is not None and (http or api_keys is not None):
-        raise UserError("--http is answered by a verifier, and --split starts none", remedy="leave one of them out")
-    check_split(split, checkpoint, spare=spare > 0, memory=bool(memory), dtype=bool(dtype))
     root = (state or default_state_dir() / "up").absolute()
-    if split is not None and checkpoint is not None:
-        _stay(split, spare, checkpoint, memory, dtype, root, port, link, as_json)
+    port = port or (DEFAULT_PORT if is_free(DEFAULT_PORT) else free_port())  # `p2ptrain tui` looks at the first one
+    if split is not None:
+        if http or api_keys is not None:
+            raise UserError("--http is answered by a verifier, and --split starts none", remedy="leave one of them out")
+        if checkpoint is None:
+            raise UserError("up --split needs a model", remedy="name its directory: --checkpoint DIR")
+        if dry_run:
+            remedy = "see p2ptrain generate --split --dry-run for --split"
+            raise UserError("--dry-run is of a training", remedy=remedy)
+        _hold(split, spare, checkpoint, memory, dtype, root, port, link, as_json)
         return
-    if dry_run and split is not None:
-        raise UserError("--dry-run is of a training", remedy="see p2ptrain generate --split --dry-run for --split")
+    given = {"checkpoint": checkpoint is not None, "spare": spare > 0, "memory": bool(memory), "dtype": bool(dtype)}
+    if extra := next((name for name, value in given.items() if value), None):
+        raise UserError(f"--{extra} is for a model that is split", remedy="add --split N, or leave it out")
     loaded = _profile(profile, sets, workers)
     endpoint = http_wish(http, api_keys, loaded)
     if dry_run or loaded.stages > 1:
         _plan_here(loaded, workers, link or loaded.link.preset, dry_run=dry_run, as_json=as_json)
         if dry_run:
             return
-    plan = Plan(
-        profile_name=profile,
-        profile=loaded,
-        workers=workers,
-        root=root,
-        port=port or _usual_port(),
-        new=new,
-        link=link or loaded.link.preset,
-    )
+    plan = Plan(profile, loaded, workers, root, port, new, link or loaded.link.preset, endpoint)
     full_screen = not plain and not as_json and at_terminal()
-    if loaded.drafter.layers:
-        _pair(plan, endpoint, full_screen=full_screen, as_json=as_json)
+    outcome = run(train(plan, full_screen=full_screen, as_json=as_json), children=True)
+    if outcome is None:
         return
-    summary = run(_cluster(plan, full_screen=full_screen), children=True)
     if as_json:
-        typer.echo(json.dumps(summary, indent=2))
+        typer.echo(json.dumps(outcome, indent=2))
+    elif plan.is_pair:
+        _print_pair(outcome)
     else:
-        _print_summary(summary, plan.root)
-    _leave(summary["state"])
+        _print_summary(outcome, plan.root)
+    if outcome["state"] != "done":
+        raise typer.Exit(EXIT_INTERRUPTED if outcome["state"] == "interrupted" else JobFailed.exit_code)
 
 
-def _pair(plan: Plan, http: HttpWish | None, *, full_screen: bool, as_json: bool) -> None:
-    from p2ptrain.cli.output import print_json
-    from p2ptrain.cli.up_pair import pair, print_outcome
-
-    outcome = run(pair(plan, http, full_screen=full_screen, as_json=as_json), children=True)
-    if outcome is not None:
-        print_json(outcome) if as_json else print_outcome(outcome)
-        _leave(outcome["state"])
-
-
-def _leave(state: str) -> None:
-    """With the exit code that says how it ended."""
-    if state != "done":
-        raise typer.Exit(EXIT_INTERRUPTED if state == "interrupted" else JobFailed.exit_code)
-
-
-def _stay(
+def _hold(
     split: int, spare: int, checkpoint: Path, memory: str, dtype: str, root: Path, port: int, link: str, as_json: bool
 ) -> None:
+    """Check what can be checked before anything is started, then have workers hold the model. Raises ``UserError``."""
     from p2ptrain.cli.sizes import size_of
     from p2ptrain.cli.split_options import split_wish
     from p2ptrain.cli.text_options import newest_in
-    from p2ptrain.cli.up_split import SplitCluster, check_layers, stay
+    from p2ptrain.cli.up_cluster import SplitPlan, hold
+    from p2ptrain.core.model_config import config_untrusted
 
     if memory:
         size_of(memory)  # refused here: each worker would only end
     split_wish(split, dtype, "", 0)
     directory = newest_in(checkpoint).absolute()
-    check_layers(directory, split)
-    cluster = SplitCluster(split, spare, directory, memory, dtype, root, port or _usual_port(), link)
-    run(stay(cluster, as_json=as_json), children=True)
+    try:
+        table = config_untrusted((directory / "config.json").read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {directory / 'config.json'}: {error}") from error
+    layers = table.get("num_hidden_layers", table.get("n_layer"))
+    if isinstance(layers, int) and split > layers:
+        raise UserError(f"a model of {layers} layers has no {split} stages", remedy=f"give --split 1 to {layers}")
+    run(hold(SplitPlan(split, spare, directory, memory, dtype, root, port, link), as_json=as_json), children=True)
 
 
 def _profile(name: str, sets: list[str], workers: int) -> Profile:
@@ -232,6 +214,7 @@ def _plan_here(profile: Profile, workers: int, link: str, *, dry_run: bool, as_j
     """
     from p2ptrain.cli.output import print_json
     from p2ptrain.cli.training_plan import local_plan, print_plan, to_json
+    from p2ptrain.cli.up_cluster import part_bytes
 
     if profile.stages < 2:
         raise UserError(
@@ -255,90 +238,18 @@ def _plan_here(profile: Profile, workers: int, link: str, *, dry_run: bool, as_j
         print_json(to_json(*made)) if as_json else print_plan(*made)
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    profile_name: str
-    profile: Profile
-    workers: int
-    root: Path
-    port: int
-    new: bool
-    link: str
+def _print_pair(outcome: dict[str, Any]) -> None:
+    """What came of a pair that is not served."""
+    from p2ptrain.cli.output import print_pairs
+    from p2ptrain.cli.up_cluster import DRAFTER, VERIFIER
 
-
-async def _cluster(plan: Plan, *, full_screen: bool) -> dict[str, Any]:
-    from p2ptrain.cli.stopping import LEAVING, stoppable
-    from wire.client import SeedClient
-    from wire.transport import TcpNetwork
-
-    (console, stop), children = stoppable(), list[Child]()
-    try:
-        seed = await start_seed(plan)
-        children.append(seed)
-        client = await SeedClient.connect(TcpNetwork(), "127.0.0.1", plan.port, name=operator_name())
-        found = await unfinished(client, [plan.profile.to_spec()], plan.root, cancel=plan.new)
-        job = await job_for(client, Path(plan.profile_name).stem, plan.profile_name, plan.profile, found, console)
-        for number in range(1, plan.workers + 1):
-            children.append(await start_worker(plan, number))
-        console.event("info", workers_start(plan))
-        watcher = Watcher(client, {job: ""}, children, console, quiet=full_screen)
-        watching = asyncio.create_task(watcher.run(), name="watch")
-        stopping = asyncio.create_task(stop.wait(), name="stop")
-        try:
-            if full_screen:
-                if await View(plan.port).show(watching):
-                    console.event("info", LEAVING)
-                    stop.set()
-                else:
-                    console.event("info", "the view is closed; training goes on here. Ctrl+C stops everything")
-                watcher.quiet = False
-            await asyncio.wait({watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if watching.done():
-                watching.result()
-        finally:
-            watching.cancel()
-            stopping.cancel()
-            console.finish()
-        interrupted = stop.is_set()
-        await end_all(children[1:])  # before the seed, so that it hears what they saved on leaving
-        summary = await watcher.summary(job, interrupted=interrupted)
-        await client.close()
-        return summary
-    finally:
-        await end_all(children[1:])
-        await end_all(children[:1])
-
-
-def workers_start(plan: Plan) -> str:
-    """What is said when they do."""
-    said = f"worker{'s start' if plan.workers > 1 else ' starts'}"
-    return f"{plan.workers} {said}; logs are in {plan.root / 'logs'}"
-
-
-async def start_seed(plan: Plan) -> Child:
-    """Returns when it listens. Raises ``JobFailed``, ``StorageError``."""
-    child = await start_seed_process(plan.root, plan.port)
-    await until_it_listens(child)
-    return child
-
-
-def part_bytes(device: str) -> int:
-    """What the workers of this machine may give to parts of split models, all together."""
-    from roles.gauges import free_memory_bytes
-    from roles.worker.build import FREE_SHARE
-
-    return int(FREE_SHARE * free_memory_bytes(device))
-
-
-async def start_worker(plan: Plan, number: int) -> Child:
-    """Worker ``number``, from 1; it joins in its own time. Raises ``StorageError``."""
-    threads = plan.profile.device.threads or max(1, (os.cpu_count() or 1) // plan.workers)
-    arguments = ["join", f"127.0.0.1:{plan.port}", "--state", str(plan.root), "--slot", str(number)]
-    arguments += ["--name", f"worker-{number}", "--threads", str(threads)]
-    arguments += ["--memory", str(part_bytes(plan.profile.device.kind) // plan.workers)]
-    if plan.link:
-        arguments += ["--link", plan.link]
-    return await Child.start(f"worker-{number}", arguments, plan.root / "logs" / f"worker-{number}.log")
+    rows = [("state", outcome["state"])]
+    for role in (DRAFTER, VERIFIER):
+        if (summary := outcome.get(role)) is not None:
+            reason = f": {summary['reason']}" if summary["reason"] else ""
+            steps = f"step {summary['step']} of {summary['steps']}"
+            rows.append((role, f"{summary['state']}{reason}; {steps}; {summary['checkpoint'] or 'no checkpoint'}"))
+    print_pairs(rows)
 
 
 def _print_summary(summary: dict[str, Any], root: Path) -> None:
@@ -361,17 +272,3 @@ def _print_summary(summary: dict[str, Any], root: Path) -> None:
         typer.echo(f"then try it:  p2ptrain generate 'def ' --checkpoint {model}")
     else:
         typer.echo(f"\ntry it:  p2ptrain generate 'def ' --checkpoint {summary['checkpoint']}")
-
-
-def _usual_port() -> int:
-    """7337 where it is free, so that `p2ptrain tui` finds the cluster; else any free port."""
-    for port in (DEFAULT_PORT, 0):
-        with socket.socket() as probe:
-            if sys.platform != "win32":
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
-    raise UserError("no free port on this machine", remedy="name one with --port")

@@ -13,24 +13,24 @@ from typing import Any
 import pytest
 
 from p2ptrain.cli.chaos.judge import (
-    SAID_BYTES,
-    Fetch,
+    CUTS,
+    KINDS,
+    LASTS_S,
     Injury,
-    Row,
-    Seen,
+    Report,
     Verdict,
-    a_chunk_each,
     every_step_once,
     evictions,
-    pause_before,
+    kinds_of,
     quantile,
     recovered,
     same,
+    schedule,
+    seconds_of,
+    span_of,
     steps_per_s,
 )
-from p2ptrain.cli.chaos.observer import Observer
-from p2ptrain.cli.chaos.report import Report
-from p2ptrain.cli.chaos.schedule import BY_NAME, CUTS, DONOR, KINDS, LASTS_S, kinds_of, schedule, seconds_of, span_of
+from p2ptrain.cli.local_cluster import JobObserver, Row, Seen
 from p2ptrain.core.errors import UserError
 
 Command = Callable[..., Any]
@@ -55,11 +55,6 @@ def test_a_schedule_needs_no_randomness_but_its_own() -> None:
     assert first(20, 7) == wanted
 
 
-def test_a_replay_line_of_today_gives_the_same_faults_tomorrow() -> None:
-    shown = [(action.kind, action.order[0], round(action.at_s, 3)) for action in first(4, 1)]
-    assert shown == [("leave", 2, 0.702), ("disk", 1, 1.851), ("cut", 3, 3.759), ("freeze", 1, 4.949)]
-
-
 def test_actions_lie_within_what_is_promised() -> None:
     actions = first(500, 3)
     assert {action.kind for action in actions} == set(KINDS)
@@ -77,16 +72,7 @@ def test_every_worker_and_kind_has_its_turn() -> None:
     for worker in (1, 2, 3, 4):
         assert sum(action.order[0] == worker for action in actions) == pytest.approx(500, abs=100)
     for kind in KINDS:
-        assert sum(action.kind == kind for action in actions) == pytest.approx(200, abs=60)
-
-
-def test_donors_die_at_any_part_of_a_transfer_and_of_their_own_draw() -> None:
-    shares = [action.share for action in first(500, 3, kinds=(DONOR,))]
-    assert min(shares) < 0.02
-    assert max(shares) > 0.98
-    assert all(0 <= share < 1 for share in shares)
-    others = [(action.gap_s, action.order, action.cut) for action in first(20, 3, kinds=("kill",))]
-    assert others == [(action.gap_s, action.order, action.cut) for action in first(20, 3, kinds=(DONOR,))]
+        assert sum(action.kind == kind for action in actions) == pytest.approx(2000 / len(KINDS), abs=60)
 
 
 def test_no_kinds_no_faults() -> None:
@@ -114,32 +100,27 @@ def test_a_span() -> None:
 
 
 def test_kinds_that_a_person_names() -> None:
-    assert kinds_of("kill, freeze", workers=4, tls=False, here=KINDS) == ("kill", "freeze")
-    assert kinds_of("none", workers=4, tls=False, here=KINDS) == ()
+    assert kinds_of("kill, freeze", tls=False, here=KINDS) == ("kill", "freeze")
+    assert kinds_of("none", tls=False, here=KINDS) == ()
     with pytest.raises(UserError, match="'kil' is no kind"):
-        kinds_of("kil", workers=4, tls=False, here=KINDS)
+        kinds_of("kil", tls=False, here=KINDS)
     with pytest.raises(UserError, match="no way"):
-        kinds_of("disk", workers=4, tls=False, here=("kill",))
-    with pytest.raises(UserError, match="one must live on"):
-        kinds_of("two", workers=2, tls=False, here=KINDS)
+        kinds_of("disk", tls=False, here=("kill",))
     with pytest.raises(UserError, match="no kind of fault is named"):
-        kinds_of(" , ", workers=4, tls=False, here=KINDS)
+        kinds_of(" , ", tls=False, here=KINDS)
 
 
 def test_kinds_that_nobody_names() -> None:
-    assert kinds_of("", workers=4, tls=True, here=(*KINDS, *BY_NAME)) == KINDS, "the others must be asked for"
-    assert kinds_of("donor", workers=4, tls=False, here=(*KINDS, *BY_NAME)) == (DONOR,)
-    plain = kinds_of("", workers=4, tls=False, here=KINDS)
+    plain = kinds_of("", tls=False, here=KINDS)
     assert set(KINDS) - set(plain) == {"corrupt"}, "plain TCP cannot know of a damaged byte"
-    assert kinds_of("", workers=4, tls=True, here=KINDS) == KINDS
-    assert "two" not in kinds_of("", workers=2, tls=True, here=KINDS)
+    assert kinds_of("", tls=True, here=KINDS) == KINDS
 
 
 # ---------------------------------------------------------------------------------------------------------- verdicts
 
 
 def injury(**changes: Any) -> Injury:
-    return dataclasses.replace(Injury(1, "kill", at_s=10.0, generation=3, step=50, new_view=True), **changes)
+    return dataclasses.replace(Injury(1, "kill", at_s=10.0, generation=3, step=50), **changes)
 
 
 def test_a_step_of_the_old_view_is_no_recovery_from_a_death() -> None:
@@ -150,44 +131,11 @@ def test_a_step_of_the_old_view_is_no_recovery_from_a_death() -> None:
 
 def test_what_was_on_its_way_is_no_recovery_from_a_cut() -> None:
     rows = [Row(10.05, 51, 3), Row(10.3, 52, 3)]
-    assert recovered(injury(new_view=False), rows, 0.1) == rows[1]
+    assert recovered(injury(kind="cut"), rows, 0.1) == rows[1]
     later = [Row(10.05, 51, 4)]
-    assert recovered(injury(new_view=False), later, 0.1) == later[0], "of a later view it counts at once"
+    assert recovered(injury(kind="cut"), later, 0.1) == later[0], "of a later view it counts at once"
     again = [Row(10.5, 50, 3)]
-    assert recovered(injury(new_view=False), again, 0.1) is None, "told again, it is no new step"
-
-
-MIB = 1 << 20
-
-
-def death(number: int, **changes: Any) -> Injury:
-    fetch = dataclasses.replace(Fetch(40 * MIB, 40 * MIB, lost_donors=1, donors=4), **changes)
-    return injury(number=number, kind=DONOR, fetch=fetch)
-
-
-def test_a_killed_donor_may_cost_a_chunk_and_no_more() -> None:
-    most = 41 * MIB + 4 * SAID_BYTES
-    held = a_chunk_each([death(1), death(2, received_bytes=most)], MIB)
-    assert held.held
-    assert held.text == f"2 killed, at most {most - 40 * MIB} bytes came twice for one"
-    broken = a_chunk_each([death(1), death(2, received_bytes=most + 1)], MIB)
-    assert (broken.held, broken.text.partition(":")[0]) == (False, "fault 2")
-    assert a_chunk_each([death(1, received_bytes=most + MIB, lost_donors=2)], MIB).held
-    assert a_chunk_each([death(1, received_bytes=40 * MIB - 1)], MIB).held is False, "less than the state is no state"
-    assert "began 2 times" in a_chunk_each([death(1, begun=2)], MIB).text
-
-
-def test_only_a_death_in_the_middle_counts() -> None:
-    late = death(2, lost_donors=0)
-    assert [death(1).counts, late.counts, injury(kind=DONOR).counts, injury().counts] == [True, False, False, True]
-    assert a_chunk_each([late, injury()], MIB).held is None
-
-
-def test_a_pause_lies_between_two_views() -> None:
-    rows = [Row(1.0, 1, 1), Row(2.0, 2, 1), Row(3.5, 3, 2), Row(4.0, 4, 2)]
-    assert pause_before(2, rows) == 1.5
-    assert pause_before(1, rows) is None
-    assert pause_before(3, rows) is None
+    assert recovered(injury(kind="cut"), again, 0.1) is None, "told again, it is no new step"
 
 
 def test_an_eviction_without_a_fault_is_told() -> None:
@@ -244,11 +192,10 @@ def test_a_quantile_is_a_value_that_was_seen(share: float, value: int) -> None:
 
 def test_a_report_says_what_a_program_needs(capsys: pytest.CaptureFixture[str]) -> None:
     report = Report("p2ptrain chaos --seed 1", 4, False, complete=True, baseline_steps_per_s=4.0, steps_per_s=3.0)
-    report.injuries = [injury(recovery_s=0.5), injury(recovery_s=1.5, figures={"member again": 6.0}), injury()]
+    report.injuries = [injury(recovery_s=0.5), injury(recovery_s=1.5), injury()]
     report.verdicts = [Verdict("this", True), Verdict("that", None)]
     document = report.to_json()
     assert document["recovery_s"] == {"kill": {"n": 2, "p50": 0.5, "p99": 1.5, "max": 1.5}}
-    assert document["figures"] == {"kill: member again": {"n": 1, "p50": 6.0, "p99": 6.0, "max": 6.0}}
     assert (document["goodput"], document["broken"]) == (0.75, False)
     report.verdicts.append(Verdict("the last", False, "why"))
     assert report.broken
@@ -257,22 +204,6 @@ def test_a_report_says_what_a_program_needs(capsys: pytest.CaptureFixture[str]) 
     assert "BROKEN    the last: why" in shown
     assert "not seen  that" in shown
     assert shown.rstrip().endswith("p2ptrain chaos --seed 1")
-
-
-def test_a_report_sums_up_what_donors_cost(capsys: pytest.CaptureFixture[str]) -> None:
-    report = Report("p2ptrain chaos", 3, False, complete=True)
-    report.injuries = [death(1, received_bytes=41 * MIB), death(2), death(3, lost_donors=0, received_bytes=90 * MIB)]
-    assert report.to_json()["donors"] == {
-        "killed": 3,
-        "killed_in_the_middle": 2,
-        "state_bytes": 80 * MIB,
-        "received_bytes": 81 * MIB,
-        "twice_bytes": MIB,
-        "allowed_bytes": 2 * MIB + 8 * SAID_BYTES,
-    }
-    report.print()
-    assert "2 of 3 killed in the middle of a transfer" in capsys.readouterr().out
-    assert Report("p2ptrain chaos", 3, False).fetches() == {}
 
 
 @pytest.mark.parametrize(
@@ -304,9 +235,8 @@ def test_a_directory_that_is_not_empty_is_left_alone(command: Command, tmp_path:
 # ---------------------------------------------------------------------------------------------------------- observer
 
 
-def told(observer: Observer, topic: str, at_s: float, **item: Any) -> None:
-    observer._job_id = "j"
-    observer._take(topic, [item], at_s)
+def told(observer: JobObserver, topic: str, at_s: float, **item: Any) -> None:
+    observer.take("j", topic, item, at_s)
 
 
 def job(generation: int, members: list[str], state: str = "running") -> dict[str, Any]:
@@ -319,18 +249,18 @@ async def nobody() -> Any:
 
 
 def test_what_a_seed_tells_again_is_kept_once_and_at_its_first_time() -> None:
-    observer = Observer(nobody)
+    observer = JobObserver(nobody)
     for at_s in (1.0, 2.0):
         told(observer, "metrics", at_s, job="j", step=7, wall=0.0, generation=2)
         told(observer, "events", at_s, id=3, wall=0.0, level="info", kind="lost", text="x")
     told(observer, "metrics", 3.0, job="j", step=7, wall=0.0, generation=3)
     told(observer, "metrics", 3.0, job="another", step=8, wall=0.0, generation=3)
     assert observer.rows == [Row(1.0, 7, 2), Row(3.0, 7, 3)]
-    assert [line.at_s for line in observer.told] == [1.0]
+    assert [at_s for at_s, _ in observer.told] == [1.0]
 
 
 def test_views_are_those_of_a_running_ring() -> None:
-    observer = Observer(nobody)
+    observer = JobObserver(nobody)
     told(observer, "jobs", 1.0, **job(1, ["a", "b"]))
     told(observer, "jobs", 2.0, **job(1, ["a", "b"]))
     told(observer, "jobs", 3.0, **job(1, [], state="waiting"))
@@ -343,7 +273,7 @@ def test_views_are_those_of_a_running_ring() -> None:
 
 
 async def test_who_waits_is_woken_by_news_and_not_for_ever() -> None:
-    observer = Observer(nobody)
+    observer = JobObserver(nobody)
     assert not await observer.until(lambda: observer.step == 1, 0.01)
     waiting = asyncio.create_task(observer.until(lambda: observer.step == 1, 10.0))
     await asyncio.sleep(0)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from configs.schema import Profile
-from p2ptrain.cli import up
+from p2ptrain.cli import up_cluster
 from p2ptrain.cli.training_plan import local_plan, prediction, short
 from p2ptrain.core.errors import Refused, ResourceError
 from ring.training_costs import shape_untrusted
@@ -93,12 +93,12 @@ def test_a_plan_that_is_none_is_refused(command: Command, fake_seed: Any, answer
 
 def test_up_divides_this_machine_and_starts_nothing(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("p2ptrain.compute.speed.compute_flops", lambda kind, threads: 1e10)
-    monkeypatch.setattr(up, "part_bytes", lambda device: 128 * MIB)
+    monkeypatch.setattr(up_cluster, "part_bytes", lambda device: 128 * MIB)
     shown = command("up", "--workers", "2", *SPLIT, "--dry-run", "--json").json
     assert [stage["limit_bytes"] for stage in shown["stages"]] == [64 * MIB] * 2
     assert shown["plan"]["tokens_per_s"] > 0
     assert command("up", "--dry-run").code == 2
-    monkeypatch.setattr(up, "part_bytes", lambda device: 8 * MIB)
+    monkeypatch.setattr(up_cluster, "part_bytes", lambda device: 8 * MIB)
     for more in (("--dry-run",), ()):
         outcome = command("up", "--workers", "2", *SPLIT, *more)
         assert (outcome.code, outcome.out) == (ResourceError.exit_code, "")

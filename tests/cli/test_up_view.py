@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.cli.up_view import View
+from p2ptrain.cli.up_cluster import View
 from p2ptrain.core.errors import JobFailed
 from tui.app import SERVING
 from tui.demo import DemoSource

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from p2ptrain.cli.children import Child
+from p2ptrain.cli.local_cluster import Child
 from p2ptrain.core.errors import DeadlineExceeded, JobFailed
 
 START_S = 60.0  # a first start of torch, from a cold disk

@@ -6,7 +6,7 @@ import asyncio
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,18 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from p2ptrain.cli.bench.members import Interrupted
-from p2ptrain.cli.chaos.cluster import LOOPBACK, free_port
-from p2ptrain.cli.chaos.observer import Observer
-from p2ptrain.cli.children import Child, end_all
 from p2ptrain.cli.console import Console
-from p2ptrain.cli.runtime import open_operator
+from p2ptrain.cli.local_cluster import Child, JobObserver, LocalCluster
 from p2ptrain.cli.stopping import stop_on_signals
-from p2ptrain.cli.up import Plan, start_seed, start_worker
 from p2ptrain.core.errors import DeadlineExceeded, JobFailed, StorageError
 
 if TYPE_CHECKING:
     from configs.schema import Profile
-    from wire.client import SeedClient
 
 STALL_S = 120.0
 """Without a step or another word of progress, nothing will come any more: so long may a start or a step take."""
@@ -94,21 +89,13 @@ class Trial:
         job: its id. workers: the processes, by number from 1.
     """
 
-    def __init__(self, scene: Scene, plan: Plan, observer: Observer, job: str, children: list[Child]) -> None:
+    def __init__(self, scene: Scene, observer: JobObserver, job: str, children: list[Child]) -> None:
         self.observer, self.job = observer, job
-        self._scene, self._plan, self._children = scene, plan, children
-
-    @property
-    def workers(self) -> dict[int, Child]:
-        return dict(enumerate(self._children[1:], 1))
+        self._scene, self._children = scene, children
 
     @property
     def step(self) -> int:
         return self.observer.step
-
-    async def start_worker(self, number: int) -> Child:
-        """One more, that its caller ends before the block does. Raises ``StorageError``."""
-        return await start_worker(self._plan, number)
 
     async def until(self, test: Callable[[], bool], what: str) -> None:
         """Wait until ``test`` is true, which is looked at whenever the seed tells something.
@@ -161,42 +148,31 @@ class Trial:
 
 
 @asynccontextmanager
-async def started(
-    scene: Scene, name: str, profile: Profile, *, cores: Sequence[frozenset[int]] = ()
-) -> AsyncIterator[Trial]:
+async def started(scene: Scene, name: str, profile: Profile) -> AsyncIterator[Trial]:
     """A cluster of ``profile.job.workers`` workers in its own directory, and the job; all ended with the block.
-
-    Args:
-        cores: to which each worker is kept, by number; empty: anywhere.
 
     Raises ``JobFailed``, ``StorageError``, ``UserError``, ``Interrupted``.
     """
     root = scene.root / name
-    plan = Plan(name, profile, profile.job.workers, root, free_port(), new=True, link="")
-    children: list[Child] = []
-
-    async def connect() -> SeedClient:
-        return (await open_operator((LOOPBACK, plan.port), state=root))[1]
-
-    observer = Observer(connect)
+    cluster = LocalCluster(root)
+    observer = JobObserver(cluster.connect)
     tasks: set[asyncio.Task[None]] = set()
     well = False
     try:
-        children.append(await start_seed(plan))
-        client = await connect()
+        await cluster.start_seed()
+        client = await cluster.connect()
         try:
             order = {"name": name, "profile": name, "spec": profile.to_spec()}
             job = str((await client.request("jobs.create", order))["job"])
         finally:
             await client.close()
-        for number in range(1, plan.workers + 1):
-            children.append(await start_worker(plan, number))
-            if cores:  # before it has more threads than one: they inherit it
-                os.sched_setaffinity(children[-1].process.pid, cores[number - 1])
+        for number in range(1, profile.job.workers + 1):
+            await cluster.start_peer(f"worker-{number}", number, "--threads", str(profile.device.threads or 1))
+        children = [cluster.seed, *cluster.peers.values()]
         tasks.add(asyncio.create_task(observer.run(job), name="observe"))
         tasks.update(asyncio.create_task(_wake(child.process.wait(), observer)) for child in children)
         tasks.add(asyncio.create_task(_wake(scene.stop.wait(), observer), name="wake"))
-        yield Trial(scene, plan, observer, job, children)
+        yield Trial(scene, observer, job, children)
         well = True
     except Interrupted:
         well = True
@@ -206,13 +182,12 @@ async def started(
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        await end_all(children[1:])
-        await end_all(children[:1])
+        await cluster.end()
         if well:  # checkpoints are large
             await asyncio.to_thread(shutil.rmtree, root, ignore_errors=True)
 
 
-async def _wake(ended: Coroutine[Any, Any, object], observer: Observer) -> None:
+async def _wake(ended: Coroutine[Any, Any, object], observer: JobObserver) -> None:
     await ended
     observer.wake()
 

@@ -1,35 +1,43 @@
-"""From the first process to the last verdict: an undisturbed stretch, the faults, a quiet end, what is found then."""
+"""One run of ``p2ptrain chaos``: a cluster whose links run through proxies, an undisturbed stretch, the faults, a quiet
+end, and what is found then.
+
+Others reach a worker's data port through its ``data`` proxy; it reaches the seed through its ``control`` proxy.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import hashlib
 import os
+import signal
+import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from configs.schema import Profile
 from p2ptrain.cli.chaos import judge
-from p2ptrain.cli.chaos.cluster import Cluster
-from p2ptrain.cli.chaos.faults import PATIENCE_S, Faults
-from p2ptrain.cli.chaos.judge import Verdict
-from p2ptrain.cli.chaos.observer import Observer
-from p2ptrain.cli.chaos.proof import Saved, audited, loads, saved
-from p2ptrain.cli.chaos.report import Report
-from p2ptrain.cli.chaos.schedule import DONOR, schedule
+from p2ptrain.cli.chaos.judge import Action, Injury, Report, Verdict
+from p2ptrain.cli.chaos.proxy import Proxy
 from p2ptrain.cli.console import Console
-from p2ptrain.cli.runtime import open_operator
+from p2ptrain.cli.local_cluster import LOOPBACK, Child, JobObserver, LocalCluster, Row, free_port
 from p2ptrain.cli.stopping import stop_on_signals
-from p2ptrain.core.errors import JobFailed, P2PTrainError
+from p2ptrain.core.checkpoints import CheckpointStore
+from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.errors import JobFailed, P2PTrainError, StorageError
 from ring.detector import beat_defaults
-from roles.worker.given import CHUNK_BYTES
-from wire.client import SeedClient
+from roles.seed.updates import INTERVAL_S
 
-WARM_STEPS = 3  # the first ones load kernels and pages
+PATIENCE_S = 180.0
+"""For a step, or for all to be members again, before it counts as never: the seed waits 30 s for whoever is silent, as
+long for whoever sits out, and a worker on a busy machine loads its libraries for as long again."""
 BASELINE_STEPS, BASELINE_S = 20, 5.0  # undisturbed: so many steps at least, and so long
-PAGE_ROWS = 200  # the most that one answer of the seed holds
 COMMAND_S = 120.0  # for a process that loads a model on a machine full of workers
 
 now = time.monotonic
@@ -40,7 +48,7 @@ class Plan:
     """One run.
 
     Attributes:
-        count: of faults; 0: as many as begin within ``duration_s``.
+        count: of faults, one at a time; 0: as many as begin within ``duration_s``.
         exact: the job sums exactly, and an undisturbed run is compared.
     """
 
@@ -62,24 +70,461 @@ class Stopped(Exception):
     """The person pressed Ctrl+C."""
 
 
+def kinds_here() -> tuple[str, ...]:
+    """The faults that this system can do to a process."""
+    without = {"disk"} if sys.platform != "linux" else set()
+    without |= {"freeze"} if not hasattr(signal, "SIGSTOP") else set()
+    return tuple(kind for kind in judge.KINDS if kind not in without)
+
+
+# --------------------------------------------------------------------------------------------------------- the cluster
+
+
+@dataclass(slots=True)
+class Place:
+    """Where a worker runs, again and again.
+
+    Attributes:
+        child: None while none runs.
+        busy: a fault has it.
+    """
+
+    number: int
+    data: Proxy
+    control: Proxy
+    child: Child | None = None
+    busy: bool = False
+    frozen: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"worker-{self.number}"
+
+    def thaw(self) -> None:
+        """It goes on; harmless for one that is not frozen."""
+        if self.frozen and self.child is not None and self.child.alive:
+            self.child.process.send_signal(signal.SIGCONT)
+        self.frozen = False
+
+    def mend(self) -> None:
+        """Its links and its disk are as they were."""
+        self.thaw()
+        self.data.mend()
+        self.control.mend()
+        self.limit_files(None)
+
+    def limit_files(self, limit_bytes: int | None) -> None:
+        """No file of the worker and its helpers may grow past ``limit_bytes``; None: files may grow again.
+
+        It is ``RLIMIT_FSIZE``, which needs no rights and spares other processes: a write past it fails with EFBIG in
+        the middle of a file, as one on a full disk does with ENOSPC.
+        """
+        if sys.platform != "linux" or self.child is None or not self.child.alive:
+            return
+        import resource
+
+        try:
+            process = psutil.Process(self.child.process.pid)
+            for pid in [process.pid, *(child.pid for child in process.children(recursive=True))]:
+                _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard if limit_bytes is None else limit_bytes, hard))
+        except (psutil.NoSuchProcess, ProcessLookupError):
+            return  # it ended by itself, which its watch tells
+
+
+@dataclass(slots=True)
+class Cluster:
+    """The processes and what can be done to them.
+
+    Args:
+        on_change: called when a process ended.
+
+    Attributes:
+        exits: processes that ended and should not have, in their own words.
+    """
+
+    local: LocalCluster
+    workers: int
+    threads: int
+    on_change: Callable[[], None]
+    places: dict[int, Place] = field(default_factory=dict)
+    exits: list[str] = field(default_factory=list)
+    closing: bool = False
+    _expected: set[int] = field(default_factory=set)  # processes whose end is no surprise
+    _sessions: set[int] = field(default_factory=set)
+    _watches: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def start_seed(self) -> None:
+        """Raises ``JobFailed``."""
+        self._watch(await self.local.start_seed())
+
+    async def start_worker(self, number: int) -> None:
+        """It joins in its own time. Raises ``StorageError``, ``UserError``."""
+        if number not in self.places:
+            self.places[number] = Place(number, Proxy((LOOPBACK, 0)), Proxy((LOOPBACK, self.local.port)))
+            await self.places[number].data.start()
+            await self.places[number].control.start()
+        place = self.places[number]
+        port = free_port()
+        place.data.target = (LOOPBACK, port)
+        options = ["--threads", str(self.threads), "--host", LOOPBACK, "--port", str(port)]
+        options += ["--advertise", f"{LOOPBACK}:{place.data.address[1]}"]
+        place.child = await self.local.start_peer(place.name, number, *options, target=self._target(place))
+        if self.closing:  # told to leave while it was being started
+            place.child.ask_to_leave()
+        self._watch(place.child)
+
+    def _target(self, place: Place) -> str:
+        """What this worker joins: its own way to the seed; on an encrypted cluster in a ticket."""
+        if not self.local.tls:
+            return f"{LOOPBACK}:{place.control.address[1]}"
+        from wire.ticket import Ticket, local_ticket_path
+
+        path = local_ticket_path(self.local.root, "worker")
+        try:
+            ticket = Ticket.parse_untrusted(path.read_text().strip())
+            mine = path.with_name(f"{place.name}.ticket")
+            mine.touch(mode=0o600)
+            mine.write_text(str(dataclasses.replace(ticket, port=place.control.address[1])))
+        except OSError as error:
+            raise StorageError(f"cannot pass on {path}: {error.strerror}", remedy="choose another --state") from error
+        return f"@{mine}"
+
+    async def kill(self, child: Child) -> None:
+        """SIGKILL; returns when it is dead."""
+        self._expected.add(child.process.pid)
+        await child.kill()
+
+    def let_go(self) -> None:
+        """Nobody is frozen, cut off or without a disk any more, and from now on every end is expected."""
+        self.closing = True
+        for place in self.places.values():
+            place.mend()
+
+    async def end(self) -> None:
+        """May be called twice."""
+        self.let_go()
+        await self.local.end()
+        for place in self.places.values():
+            await place.data.close()
+            await place.control.close()
+        if self._watches:
+            await asyncio.wait(self._watches)
+
+    def orphans(self) -> list[str]:
+        """Processes that are still there though they, or who started them, should have ended. They are killed."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if os.getsid(process.pid) in self._sessions and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(f"{process.pid} ({process.name()}, {process.status()})")
+                    process.kill()
+            except (psutil.NoSuchProcess, ProcessLookupError, PermissionError):
+                continue
+        return found
+
+    def _watch(self, child: Child) -> None:
+        self._sessions.add(child.process.pid)
+
+        async def watch() -> None:
+            await child.process.wait()
+            if not self.closing and child.process.pid not in self._expected:
+                self.exits.append(child.failed().message)
+            self.on_change()
+
+        task = asyncio.create_task(watch(), name=f"watch {child.name}")
+        self._watches.add(task)
+        task.add_done_callback(self._watches.discard)
+
+
+# ---------------------------------------------------------------------------------------------------------- the faults
+
+
+@dataclass(slots=True)
+class Faults:
+    """Carries a schedule out: picks who is whole, hurts them, mends them, and says what came of it.
+
+    A fault of the seed is alone, so that a worker that is started finds one.
+
+    Attributes:
+        done: the injuries, in order.
+        stuck: what did not come back in time.
+    """
+
+    cluster: Cluster
+    observer: JobObserver
+    console: Console
+    stop: asyncio.Event
+    done: list[Injury] = field(default_factory=list)
+    stuck: list[str] = field(default_factory=list)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def run(self, actions: Iterable[Action], *, count: int, duration_s: float) -> None:
+        """``count`` faults one at a time, or as many as begin within ``duration_s``; returns when the last is mended.
+
+        Raises ``P2PTrainError`` where a process cannot be started.
+        """
+        began = now()
+        try:
+            for action in actions:
+                wait_s = action.gap_s if count else began + action.at_s - now()
+                if action.number > count if count else began + duration_s <= now() + max(wait_s, 0.0):
+                    break
+                await self._pause(wait_s)
+                if count or action.kind == "seed":
+                    await self._settled()
+                place = await self._taken(action)
+                if self._over:
+                    break
+                task = asyncio.create_task(self._injure(action, place), name=f"fault {action.number}")
+                self._tasks.add(task)
+                if count or action.kind == "seed":
+                    await self._settled()
+            if not count:
+                await self._pause(began + duration_s - now())
+            await self._settled()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _settled(self) -> None:
+        """All faults are over. Raises what they raised."""
+        while self._tasks:
+            finished, self._tasks = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in finished:
+                task.result()
+
+    @property
+    def _over(self) -> bool:
+        return self.stop.is_set() or self.observer.finished or bool(self.stuck)
+
+    async def _pause(self, seconds: float) -> None:
+        """Let time go by, unless it is over."""
+        await self.observer.until(lambda: self._over, max(seconds, 0.0))
+
+    async def _taken(self, action: Action) -> Place | None:
+        """The worker to be hit, reserved: the next in turn that is whole, while somebody else is. None: the seed."""
+        if action.kind == "seed":
+            return None
+        if not await self.observer.until(lambda: self._over or self._fits(action), PATIENCE_S):
+            self.stuck.append(f"fault {action.number} ({action.kind}): nobody could be hit within {PATIENCE_S:.0f} s")
+        if self._over:
+            return None
+        place = self._whole(action)[0]
+        place.busy = True
+        return place
+
+    def _whole(self, action: Action) -> list[Place]:
+        places = (self.cluster.places[number] for number in action.order)
+        alive = (place for place in places if not place.busy and place.child is not None and place.child.alive)
+        return [place for place in alive if self.observer.id_of(place.name) in self.observer.members]
+
+    def _fits(self, action: Action) -> bool:
+        """Whether somebody stays whole who surely has the state: a member of the view that committed the newest step.
+
+        Were none of them left, the others would rightly wait for one to come back.
+        """
+        rows, views = self.observer.rows, self.observer.views
+        newest = rows[-1].generation if rows else 0
+        members = next((view.members for view in reversed(views) if view.generation == newest), ())
+        return bool({self.observer.id_of(place.name) for place in self._whole(action)[1:]} & set(members))
+
+    def _ends_of(self, place: Place) -> frozenset[str]:
+        """The worker and its neighbours in the ring: a broken link is no more the fault of the one end."""
+        members, peer = self.observer.members, self.observer.id_of(place.name)
+        rank = members.index(peer)
+        return frozenset({peer, members[rank - 1], members[(rank + 1) % len(members)]})
+
+    async def _injure(self, action: Action, place: Place | None) -> None:
+        observer, kind = self.observer, action.kind
+        excused: frozenset[str] = frozenset()
+        if place is not None and kind in ("cut", "corrupt"):
+            excused = self._ends_of(place)
+        elif place is not None and kind in ("kill", "freeze"):
+            excused = frozenset({observer.id_of(place.name)})
+        name = place.name if place is not None else "seed"
+        injury = Injury(action.number, kind, now(), observer.generation, observer.step, (name,), excused)
+        self.done.append(injury)
+        first_row = len(observer.rows)
+        try:
+            await (self._hurt_seed(action, injury) if place is None else self._hurt(action, place, injury))
+            injury.until_s = now()
+            await self._recovery(injury, first_row)
+            whole = place is None or await observer.until(
+                lambda: self._over or observer.id_of(name) in observer.members, PATIENCE_S
+            )
+            injury.whole_s = now()
+            if not whole:
+                self.stuck.append(f"{name}: no member {PATIENCE_S:.0f} s after fault {injury.number}")
+        finally:
+            if place is not None:
+                place.busy = False
+            observer.wake()
+
+    def _tell(self, injury: Injury) -> None:
+        parts = (injury.kind, *injury.peers, injury.detail)
+        self.console.event("info", f"fault {injury.number}: {' '.join(filter(None, parts))}")
+
+    async def _hurt_seed(self, action: Action, injury: Injury) -> None:
+        """Kill the seed, and start it again."""
+        cluster, observer, before = self.cluster, self.observer, self.observer.step
+        await cluster.kill(cluster.local.seed)
+        self._tell(injury)
+        await self._pause(action.lasts_s)
+        if not self.stop.is_set():
+            await cluster.start_seed()
+            await observer.until(lambda: self._over or (bool(observer.members) and observer.step > before), PATIENCE_S)
+
+    async def _hurt(self, action: Action, place: Place, injury: Injury) -> None:
+        """Hurt a worker, wait as long as it lasts, and make it good."""
+        assert place.child is not None
+        damaged, lasts = place.data.damaged, f"for {action.lasts_s:.1f} s"
+        match action.kind:
+            case "kill":
+                await self.cluster.kill(place.child)
+            case "freeze":
+                injury.detail, place.frozen = lasts, True
+                place.child.process.send_signal(signal.SIGSTOP)
+            case "cut":
+                where, how = action.cut.split()
+                injury.kind, injury.detail = f"cut {action.cut}", lasts
+                links = {"ring": (place.data,), "seed": (place.control,), "all": (place.data, place.control)}
+                for link in links[where]:
+                    link.cut(silent=how == "silent")
+            case "slow":
+                rate = f"to {action.rate_bps / 1e6:.2f} MB/s, {1e3 * action.delay_s:.0f} ms"
+                injury.detail = f"{rate}, {lasts}"
+                place.data.slow(action.rate_bps, action.delay_s)
+            case "corrupt":
+                injury.detail = f"one byte in the next {action.skip_bytes + 1} on the ring"
+                place.data.damage(action.skip_bytes)
+            case "disk":
+                files = (self.cluster.local.root / place.name).glob("jobs/*/checkpoints/step-*/*")
+                largest = max((path.stat().st_size for path in files), default=0)
+                # Half a checkpoint's largest file, and room for the worker's log: what it says is wanted.
+                limit_bytes = max(largest // 2, place.child.log.stat().st_size + (1 << 20))
+                injury.detail = f"no file past {limit_bytes} bytes, {lasts}"
+                place.limit_files(limit_bytes)
+                await self._save()
+        self._tell(injury)
+        await self._pause(action.lasts_s)
+        if self.stop.is_set():
+            return  # the whole cluster is let go
+        if action.kind == "kill":
+            await self.cluster.start_worker(place.number)
+        if action.kind == "corrupt" and place.data.damaged == damaged:
+            injury.detail += "; nothing came by"
+        place.mend()
+
+    async def _save(self) -> None:
+        """Ask for a checkpoint, so that something is written in time; where there is none, the next boundary's is."""
+        with suppress(P2PTrainError):
+            await self.observer.ask("jobs.save", job=self.observer.job.id if self.observer.job else "")
+
+    async def _recovery(self, injury: Injury, first_row: int) -> None:
+        """Wait for the step that shows that it goes on, and tell."""
+        rows = self.observer.rows
+
+        def back() -> Row | None:
+            return judge.recovered(injury, rows[first_row:], INTERVAL_S)
+
+        await self.observer.until(lambda: self._over or back() is not None, PATIENCE_S)
+        if (row := back()) is not None:
+            injury.recovery_s = row.at_s - injury.at_s
+            after = f"after {injury.recovery_s:.2f} s"
+            self.console.event("info", f"fault {injury.number}: step {row.step} in view {row.generation}, {after}")
+        elif not self._over:
+            self.stuck.append(f"fault {injury.number} ({injury.kind}): no step within {PATIENCE_S:.0f} s")
+
+
+# ------------------------------------------------------------------------------------------------- what lies on disk
+
+
+@dataclass(slots=True)
+class Saved:
+    """The checkpoints of a cluster that has ended.
+
+    Attributes:
+        states: hash of the parameters and the optimizer's state at one step, by worker's name.
+        damaged: checkpoints that are not what was written.
+        newest: one of that step.
+    """
+
+    states: dict[str, str] = field(default_factory=dict)
+    damaged: list[str] = field(default_factory=list)
+    count: int = 0
+    newest: Path | None = None
+
+
+def saved(root: Path, job: str, step: int, names: Iterable[str]) -> Saved:
+    """Read every byte of these workers' checkpoints. Blocks."""
+    made = Saved()
+    for name in names:
+        directory = root / name / "jobs" / job / "checkpoints"
+        if not directory.is_dir():
+            continue
+        store = CheckpointStore(RealDisk(), directory, 1000)  # nothing is pruned by looking
+        found = {path.name for path in directory.glob("step-*")}
+        for entry in store.entries():
+            made.count += 1
+            found.discard(entry.path.name)
+            try:
+                store.verify(entry)
+            except StorageError as problem:
+                made.damaged.append(problem.message)
+                continue
+            if entry.step == step:
+                tensors = ((file, it) for file, it in sorted(entry.files.items()) if file.endswith(".safetensors"))
+                lines = (f"{file} {size_bytes} {digest}\n" for file, (size_bytes, digest) in tensors)
+                made.states[name] = hashlib.sha256("".join(lines).encode()).hexdigest()
+                made.newest = entry.path
+        made.damaged += [f"{directory / each} has no manifest that can be read" for each in sorted(found)]
+    return made
+
+
+async def command(name: str, *arguments: str) -> Verdict:
+    """Whether a ``p2ptrain`` of its own, as a person would start it, ends well."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "p2ptrain", *arguments),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(COMMAND_S):
+            _, error = await process.communicate()
+    except TimeoutError:
+        return Verdict(name, False, f"no answer within {COMMAND_S:.0f} s")
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    lines = error.decode(errors="replace").strip().splitlines()
+    text = "" if process.returncode == 0 else f"{next(reversed(lines), '')} (exit code {process.returncode})"
+    return Verdict(name, process.returncode == 0, text)
+
+
+# ------------------------------------------------------------------------------------------------------------- the run
+
+
 async def conduct(plan: Plan) -> Report:
     """Raises ``P2PTrainError`` where the cluster cannot even be started."""
     console, stop = Console(), asyncio.Event()
-    clusters: list[Cluster] = []
+    run = Run(plan, console, stop)
 
     def leave(text: str) -> None:
-        for cluster in clusters:  # at once: a second Ctrl+C may end this process
-            cluster.closing()
+        for cluster in run.clusters:  # at once: a second Ctrl+C may end this process
+            cluster.let_go()
         console.event("info", text)
 
     stop_on_signals(stop, leave)
-    run = Run(plan, console, stop, clusters)
     try:
         await run.all()
     except Stopped:
         run.report.notes.append("interrupted: what only shows at the end was not looked at")
     finally:
-        for cluster in clusters:
+        for cluster in run.clusters:
             await cluster.end()
         console.finish()
     return run.report
@@ -88,38 +533,30 @@ async def conduct(plan: Plan) -> Report:
 class Run:
     """The parts of one run, in order, and what they find."""
 
-    def __init__(self, plan: Plan, console: Console, stop: asyncio.Event, clusters: list[Cluster]) -> None:
-        self.plan, self._console, self._stop, self._clusters = plan, console, stop, clusters
-        tokens = plan.profile.batch.micro_batches * plan.profile.batch.micro_batch_sequences
-        self.report = Report(
-            plan.replay, plan.workers, plan.tls, tokens_per_step=tokens * plan.profile.data.sequence_tokens
-        )
+    def __init__(self, plan: Plan, console: Console, stop: asyncio.Event) -> None:
+        self.plan, self._console, self._stop = plan, console, stop
+        self.clusters: list[Cluster] = []
+        self.report = Report(plan.replay, plan.workers, plan.tls)
 
     async def all(self) -> None:
         """Raises ``Stopped``, ``P2PTrainError``."""
         plan, report = self.plan, self.report
         async with self._cluster(plan.root) as (cluster, observer, job):
             await self._undisturbed(observer)
-            report.begin = cluster.usage()
-            faults = Faults(cluster, observer, self._console, self._stop, alone=bool(plan.count))
+            faults = Faults(cluster, observer, self._console, self._stop)
             begin_s = now()
-            actions = schedule(plan.seed, workers=plan.workers, kinds=plan.kinds, every_s=plan.every_s)
+            actions = judge.schedule(plan.seed, workers=plan.workers, kinds=plan.kinds, every_s=plan.every_s)
             try:
                 await faults.run(actions, count=plan.count, duration_s=plan.duration_s)
             finally:
-                end_s = now()
-                report.injuries, report.seconds, report.steps = faults.done, end_s - begin_s, observer.step
-                report.steps_per_s = judge.steps_per_s(observer.rows, begin_s, end_s)
+                report.injuries, report.seconds, report.steps = faults.done, now() - begin_s, observer.step
+                report.steps_per_s = judge.steps_per_s(observer.rows, begin_s, now())
             self._go_on()
-            cluster.release()
             step = await self._common_checkpoint(cluster, observer, faults)
-            report.end = cluster.usage()
-            address = f"127.0.0.1:{cluster.port}"
-            audit = (
-                Verdict("the ledger covers every sample once", None, "asked of plain clusters only")
-                if plan.tls
-                else await audited(address, job, COMMAND_S)
-            )
+            name = "the ledger covers every sample once"
+            audit = Verdict(name, None, "asked of plain clusters only")
+            if not plan.tls:
+                audit = await command(name, "jobs", "audit", job, "--seed", cluster.local.address, "--json")
             last = observer.step  # the job goes on while its record is read
             once = judge.every_step_once(await self._recorded(observer, job), last)
             self._go_on()
@@ -131,53 +568,44 @@ class Run:
             raise Stopped
 
     @asynccontextmanager
-    async def _cluster(self, root: Path) -> AsyncIterator[tuple[Cluster, Observer, str]]:
+    async def _cluster(self, root: Path) -> AsyncIterator[tuple[Cluster, JobObserver, str]]:
         """A cluster with a job that all its workers train, ended with the block."""
         plan = self.plan
         threads = plan.profile.device.threads or max(1, (os.cpu_count() or 1) // plan.workers)
-
-        async def connect() -> SeedClient:
-            return (await open_operator(("127.0.0.1", cluster.port), state=root))[1]
-
-        observer = Observer(connect)
-        cluster = Cluster(root, plan.workers, threads, plan.tls, observer.wake)
-        self._clusters.append(cluster)
-        await cluster.start()
-        client = await connect()
+        local = LocalCluster(root, tls=plan.tls)
+        observer = JobObserver(local.connect)
+        cluster = Cluster(local, plan.workers, threads, observer.wake)
+        self.clusters.append(cluster)
+        await cluster.start_seed()
+        client = await local.connect()
         name = Path(plan.profile_name).stem
-        spec = plan.profile.to_spec()
-        job = str((await client.request("jobs.create", {"name": name, "profile": name, "spec": spec}))["job"])
+        order = {"name": name, "profile": name, "spec": plan.profile.to_spec()}
+        job = str((await client.request("jobs.create", order))["job"])
         await client.close()
-        following = asyncio.create_task(observer.run(job), name="observe")
-        waking = asyncio.create_task(_wake_on(self._stop, observer), name="wake")
+        tasks = {asyncio.create_task(observer.run(job)), asyncio.create_task(_then(self._stop.wait(), observer.wake))}
         try:
             for number in range(1, plan.workers + 1):
                 await cluster.start_worker(number)
-            self._console.event("info", f"{plan.workers} workers start; logs are in {root / 'logs'}")
-            if not await observer.until(lambda: self._over(cluster) or self._whole(cluster, observer), PATIENCE_S):
-                raise JobFailed("the workers form no ring", remedy=f"their logs are in {root / 'logs'}")
+            self._console.event("info", f"{plan.workers} workers start; logs are in {local.logs}")
+            remedy = f"the logs are in {local.logs}"
+            if not await observer.until(lambda: self._over(cluster) or _whole(cluster, observer), PATIENCE_S):
+                raise JobFailed("the workers form no ring", remedy=remedy)
             self._go_on()
             if cluster.exits:
-                raise JobFailed(cluster.exits[0], remedy=f"the logs are in {root / 'logs'}")
+                raise JobFailed(cluster.exits[0], remedy=remedy)
             yield cluster, observer, job
         finally:
-            for task in (following, waking):
+            for task in tasks:
                 task.cancel()
-            await asyncio.wait({following, waking})
+            await asyncio.wait(tasks)
             await cluster.end()
 
     def _over(self, cluster: Cluster) -> bool:
         return self._stop.is_set() or bool(cluster.exits)
 
-    @staticmethod
-    def _whole(cluster: Cluster, observer: Observer) -> bool:
-        numbers = range(1, cluster.workers + 1)
-        ids = {observer.id_of(cluster.places[number].name) for number in numbers if number in cluster.places}
-        return observer.step > 0 and len(ids) == cluster.workers and ids <= set(observer.members)
-
-    async def _undisturbed(self, observer: Observer) -> None:
+    async def _undisturbed(self, observer: JobObserver) -> None:
         """Measure what faults will be compared with. Raises ``Stopped``, ``JobFailed``."""
-        first = observer.step + WARM_STEPS
+        first = observer.step + 3  # the first ones load kernels and pages
         await observer.until(lambda: self._stop.is_set() or observer.step >= first, PATIENCE_S)
         begin_s, step = now(), observer.step
         self._console.event("info", "all are in the ring; first some undisturbed steps")
@@ -188,81 +616,71 @@ class Run:
         self._go_on()
         if observer.step <= step:
             raise JobFailed(f"no step was committed within {PATIENCE_S:.0f} s, undisturbed")
-        end_s = observer.rows[-1].at_s
-        self.report.baseline_steps_per_s = judge.steps_per_s(observer.rows, begin_s, end_s)
-        self._console.event("info", f"undisturbed: {self.report.baseline_steps_per_s:.2f} steps/s; now the faults")
+        rate = self.report.baseline_steps_per_s = judge.steps_per_s(observer.rows, begin_s, observer.rows[-1].at_s)
+        self._console.event("info", f"undisturbed: {rate:.2f} steps/s; now the faults")
 
-    async def _common_checkpoint(self, cluster: Cluster, observer: Observer, faults: Faults) -> int:
+    async def _common_checkpoint(self, cluster: Cluster, observer: JobObserver, faults: Faults) -> int:
         """The step of a checkpoint that all workers wrote after the last fault; 0 where it did not come to that."""
         self._console.event("info", "no more faults; waiting for all, and for a checkpoint that all of them write")
-        names = {cluster.places[number].name for number in range(1, cluster.workers + 1)}
-        for place in cluster.places.values():  # what a broken-off fault left
-            if place.child is None and place.number <= cluster.workers and not observer.finished:
-                await cluster.start_worker(place.number)
-
-        def whole() -> bool:
-            return self._stop.is_set() or observer.finished or self._whole(cluster, observer)
-
-        if not await observer.until(whole, PATIENCE_S):
+        if not await observer.until(
+            lambda: self._stop.is_set() or observer.finished or _whole(cluster, observer), PATIENCE_S
+        ):
             faults.stuck.append(f"after the faults not all were members within {PATIENCE_S:.0f} s")
             return 0
-        after = observer.step
+        after, names = observer.step, {place.name for place in cluster.places.values()}
 
         def common() -> int:
-            steps = (step for step, holders in observer.checkpoints.items() if step > after and names <= holders)
-            return max(steps, default=observer.job.steps_total if observer.finished and observer.job else 0)
+            steps = {info.step for info in observer.saved.values() if info.step > after}
+            done = observer.job.steps_total if observer.finished and observer.job else 0
+            return max((step for step in steps if names <= observer.holders(step)), default=done)
 
         if not await observer.until(lambda: self._stop.is_set() or common() > 0, PATIENCE_S):
             faults.stuck.append(f"no checkpoint by all within {PATIENCE_S:.0f} s after step {after}")
         self._go_on()
         return common()
 
-    async def _recorded(self, observer: Observer, job: str) -> list[int]:
+    async def _recorded(self, observer: JobObserver, job: str) -> list[int]:
         """Steps of the rows that the seed keeps."""
         steps, after = list[int](), 0
         with suppress(P2PTrainError):  # what is missing then is found missing
-            while rows := (await observer.ask("metrics.history", job=job, after_step=after, limit=PAGE_ROWS))["rows"]:
+            while rows := (await observer.ask("metrics.history", job=job, after_step=after, limit=200))["rows"]:
                 steps += [int(row["step"]) for row in rows]
                 after = steps[-1]
         return steps
 
-    # ------------------------------------------------------------------------------------------------------- verdicts
-
     async def _judged(
-        self, cluster: Cluster, observer: Observer, faults: Faults, seen: list[Verdict], job: str, step: int
+        self, cluster: Cluster, observer: JobObserver, faults: Faults, seen: list[Verdict], job: str, step: int
     ) -> None:
         plan, report = self.plan, self.report
-        rtt_ms = max(observer.first_rtt_ms.values(), default=0.0)
-        _, death_s = beat_defaults(rtt_ms)
-        grace_s = 2 * (plan.profile.membership.death_s or death_s)  # the longest that a rhythm makes of it
-        report.notes.append(
-            f"round trips of up to {rtt_ms:.1f} ms as workers joined: silence counts as death after {grace_s / 2:.1f} s"
-        )
+        rtt_ms = max(observer.joined_rtt_ms.values(), default=0.0)
+        grace_s = 2 * (plan.profile.membership.death_s or beat_defaults(rtt_ms)[1])  # the longest that a rhythm makes
         lost = [
-            told.event.text
-            for told in observer.told
-            if told.event.kind == "lost" and not judge.excuse(told.event.peer, told.at_s, faults.done, grace_s)
+            event.text
+            for at_s, event in observer.told
+            if event.kind == "lost" and not judge.excuse(event.peer, at_s, faults.done, grace_s)
         ]
         dropped = judge.evictions(observer.views, faults.done, observer.names, grace_s)
-        drift = [told.event.text for told in observer.told if told.event.kind == "drift"]
+        drift = [event.text for _, event in observer.told if event.kind == "drift"]
         damaging = any(injury.kind == "corrupt" for injury in faults.done) and not plan.tls
-        names = [cluster.places[number].name for number in range(1, plan.workers + 1)]
-        found = await asyncio.to_thread(saved, plan.root, job, step, names)
-        failed = observer.job.reason if observer.job and observer.job.state in ("failed", "cancelled") else ""
+        found = await asyncio.to_thread(saved, plan.root, job, step, [it.name for it in cluster.places.values()])
+        failed = [observer.job.reason] if observer.job and observer.job.state in ("failed", "cancelled") else []
+        equal = judge.same("the state is equal on all members", found.states)
+        if not step or len(found.states) < plan.workers:
+            text = f"{len(found.states)} of {plan.workers} hold a whole checkpoint of step {step}"
+            equal = Verdict(equal.name, False, text)
         report.verdicts += [
-            judge.none_of("it goes on after every fault", [*faults.stuck, *([failed] if failed else [])]),
-            judge.none_of("no process ended by itself", [*cluster.exits, *cluster.late]),
+            judge.none_of("it goes on after every fault", [*faults.stuck, *failed]),
+            judge.none_of("no process ended by itself", cluster.exits),
             judge.none_of("nobody is evicted to whom nothing was done", dropped + lost),
             *seen,
-            self._all_equal(found, step, len(names)),
+            equal,
             _unless(damaging, judge.none_of("no replica drifted", drift)),
             judge.none_of(f"checkpoints are whole ({found.count} of them)", found.damaged),
             judge.none_of("no process is left behind", cluster.orphans()),
         ]
-        if DONOR in plan.kinds:
-            report.verdicts.append(judge.a_chunk_each(faults.done, CHUNK_BYTES))
         if found.newest is not None:
-            report.verdicts.append(await loads(found.newest, COMMAND_S))
+            checkpoint = ("--checkpoint", str(found.newest), "--tokens", "1")
+            report.verdicts.append(await command("a checkpoint loads", "generate", "def ", *checkpoint))
         if plan.exact:
             report.verdicts.append(_unless(damaging, await self._as_undisturbed(found, step)))
         if damaging:
@@ -271,14 +689,6 @@ class Run:
                 "by all alike, so only that all stay equal is asked; with --tls everything is"
             )
 
-    @staticmethod
-    def _all_equal(found: Saved, step: int, workers: int) -> Verdict:
-        name = "the state is equal on all members"
-        if not step or len(found.states) < workers:
-            return Verdict(name, False, f"{len(found.states)} of {workers} hold a whole checkpoint of step {step}")
-        verdict = judge.same(name, found.states)
-        return Verdict(name, verdict.held, f"step {step}: {verdict.text}")
-
     async def _as_undisturbed(self, found: Saved, step: int) -> Verdict:
         """Train the same job anew without a fault, to the same step, and compare."""
         name = "the state is that of an undisturbed run"
@@ -286,19 +696,21 @@ class Run:
             return Verdict(name, False, "there is none to compare")
         self._console.event("info", f"an undisturbed run of the same job to step {step}, to compare")
         root = self.plan.root / "undisturbed"
-        rate = self.report.baseline_steps_per_s or 1.0
+        patience_s = PATIENCE_S + 4 * step / (self.report.baseline_steps_per_s or 1.0)
         async with self._cluster(root) as (cluster, observer, job):
-            await observer.until(
-                lambda: self._over(cluster) or step in observer.checkpoints, PATIENCE_S + 4 * step / rate
-            )
+            await observer.until(lambda: self._over(cluster) or bool(observer.holders(step)), patience_s)
             self._go_on()
-            holders = observer.checkpoints.get(step, set())
+            holders = observer.holders(step)
         alone = await asyncio.to_thread(saved, root, job, step, sorted(holders))
         if not alone.states:
             return Verdict(name, False, f"the undisturbed run did not get to step {step}: {'; '.join(cluster.exits)}")
-        return judge.same(name, {"with faults": next(iter(found.states.values()))} | {
-            f"undisturbed {holder}": value for holder, value in alone.states.items()
-        })  # fmt: skip
+        hurt = {"with faults": next(iter(found.states.values()))}
+        return judge.same(name, hurt | {f"undisturbed {holder}": state for holder, state in alone.states.items()})
+
+
+def _whole(cluster: Cluster, observer: JobObserver) -> bool:
+    ids = {observer.id_of(place.name) for place in cluster.places.values()}
+    return observer.step > 0 and len(ids) == cluster.workers and ids <= set(observer.members)
 
 
 def _unless(damaging: bool, verdict: Verdict) -> Verdict:
@@ -306,6 +718,6 @@ def _unless(damaging: bool, verdict: Verdict) -> Verdict:
     return Verdict(verdict.name, None, "not asked on plain TCP with damaged bytes") if damaging else verdict
 
 
-async def _wake_on(stop: asyncio.Event, observer: Observer) -> None:
-    await stop.wait()
-    observer.wake()
+async def _then(awaited: Coroutine[Any, Any, object], act: Callable[[], None]) -> None:
+    await awaited
+    act()

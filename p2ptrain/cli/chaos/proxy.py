@@ -41,17 +41,14 @@ class Proxy:
         address: what others dial.
         target: where the peer listens now; (host, port).
         damaged: bytes changed so far.
-        passed_bytes: what was handed on, both ways.
     """
 
     def __init__(self, target: tuple[str, int]) -> None:
         self.target = target
         self.address: tuple[str, int] = ("127.0.0.1", 0)
         self.damaged = 0
-        self.passed_bytes = 0
         self._link = Link.OPEN
         self._rate_bps = self._delay_s = 0.0
-        self._slow_from_s = 0.0  # loop time: connections made before are spared
         self._skip_bytes: int | None = None
         self._sides: set[_Side] = set()
         self._dials: set[asyncio.Task[None]] = set()
@@ -74,24 +71,15 @@ class Proxy:
         if self._server is not None:
             await self._server.wait_closed()
 
-    @property
-    def connections(self) -> int:
-        return len(self._sides) // 2
-
     def cut(self, *, silent: bool) -> None:
         """No byte passes from now on, and where it is not ``silent`` both ends learn so at once."""
         self._link = Link.SILENT if silent else Link.RESET
         for side in tuple(self._sides):
             side.regulate() if silent else side.reset()
 
-    def slow(self, rate_bps: float, delay_s: float, *, new: bool = False) -> None:
-        """Every connection, each way, carries so many bytes per second from now on, so much later.
-
-        Args:
-            new: only those do that are made from now on.
-        """
+    def slow(self, rate_bps: float, delay_s: float) -> None:
+        """Every connection, each way, carries so many bytes per second from now on, so much later."""
         self._rate_bps, self._delay_s = rate_bps, delay_s
-        self._slow_from_s = asyncio.get_running_loop().time() if new else 0.0
 
     def damage(self, skip_bytes: int) -> None:
         """Flip one bit of a byte: that after the next ``skip_bytes``, whichever way they go."""
@@ -144,15 +132,12 @@ class Proxy:
     def silent(self) -> bool:
         return self._link is Link.SILENT
 
-    def spread(self, size_bytes: int, made_s: float) -> tuple[float, float]:
+    def spread(self, size_bytes: int) -> tuple[float, float]:
         """Seconds that a piece takes on the line of a connection, and how much later it arrives."""
-        if made_s < self._slow_from_s:
-            return 0.0, 0.0
         return (size_bytes / self._rate_bps if self._rate_bps else 0.0, self._delay_s)
 
     def changed(self, data: bytes) -> bytes:
         """The piece as it goes on: damaged, where its turn has come."""
-        self.passed_bytes += len(data)
         if self._skip_bytes is None:
             return data
         if self._skip_bytes >= len(data):
@@ -173,7 +158,6 @@ class _Side(asyncio.Protocol):
         self.gone = False
         self._proxy, self._dial = proxy, dial
         self._loop = asyncio.get_running_loop()
-        self._made_s = self._loop.time()
         self._transport: asyncio.Transport | None = None
         self._queue: deque[_Piece] = deque()  # read, and not yet due at the other side
         self._queued_bytes = 0
@@ -196,7 +180,7 @@ class _Side(asyncio.Protocol):
             self._proxy.dial(self)
 
     def data_received(self, data: bytes) -> None:
-        line_s, delay_s = self._proxy.spread(len(data), self._made_s)
+        line_s, delay_s = self._proxy.spread(len(data))
         now = self._loop.time()
         self._free_s = max(self._free_s, now) + line_s
         self._queue.append(_Piece(self._free_s + delay_s if line_s or delay_s else 0.0, self._proxy.changed(data)))

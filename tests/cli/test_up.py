@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from configs.schema import Optimizer, Profile
-from p2ptrain.cli import up_pair
-from p2ptrain.cli.children import Child
+from p2ptrain.cli import up_cluster
 from p2ptrain.cli.console import Console
-from p2ptrain.cli.up import Plan
-from p2ptrain.cli.up_pair import HttpWish
+from p2ptrain.cli.local_cluster import Child, LocalCluster
+from p2ptrain.cli.up import _print_pair
+from p2ptrain.cli.up_cluster import HttpWish, Plan, SplitPlan
 from p2ptrain.core.errors import JobFailed, P2PTrainError, UserError
 from roles.engine import Engine
 from roles.in_process import Cluster
@@ -79,23 +79,27 @@ class Machine:
     build: Callable[[Profile], Engine] = StandInEngine
     cluster: Cluster | None = None
     started: int = 0
+    workers: list[Process] = field(default_factory=list)
     told: list[dict[str, Any]] = field(default_factory=list)
     full_screen: bool = False
 
-    async def start_seed(self, plan: Plan) -> Child:
-        self.cluster = Cluster(plan.root, TcpNetwork())
-        await self.cluster.start_seed(plan.port)
-        return self._child("seed", Process(self.cluster.close))
+    async def start_seed(self, local: LocalCluster) -> Child:
+        self.cluster = Cluster(local.root, TcpNetwork())
+        await self.cluster.start_seed(local.port)
+        local._seed = self._child("seed", Process(self.cluster.close))
+        return local._seed
 
-    async def start_worker(self, plan: Plan, number: int) -> Child:
-        assert self.cluster is not None
-        self.started += 1
-        peer = self.cluster.join(self.build, slot=number)
-        return self._child(f"worker-{number}", Process(peer.leave))
-
-    async def start(self, name: str, arguments: list[str], log: Path) -> Child:
-        self.servers[name] = (arguments, Process())
-        return self._child(name, self.servers[name][1])
+    async def start_peer(self, local: LocalCluster, name: str, slot: int, *options: str) -> Child:
+        if name.startswith("worker"):
+            assert self.cluster is not None
+            self.started += 1
+            process = Process(self.cluster.join(self.build, slot=slot).leave)
+            self.workers.append(process)
+        else:
+            process = Process()
+            self.servers[name] = (list(options), process)
+        local.peers[name] = self._child(name, process)
+        return local.peers[name]
 
     def _child(self, name: str, process: Any) -> Child:
         return Child(name, process, self.root / f"{name}.log", 0)
@@ -105,9 +109,9 @@ class Machine:
     ) -> Any:
         """One ``p2ptrain up``, to its end."""
         self.stop, self.serving, self.servers, self.started = asyncio.Event(), asyncio.Event(), {}, 0
-        plan = Plan("pair", profile, 1, self.root, port, new, "")
+        plan = Plan("pair", profile, 1, self.root, port, new, "", http)
         async with asyncio.timeout(DEADLINE_S):
-            return await up_pair.pair(plan, http, full_screen=self.full_screen, as_json=True)
+            return await up_cluster.train(plan, full_screen=self.full_screen, as_json=True)
 
 
 @pytest.fixture
@@ -121,18 +125,17 @@ def free_port() -> int:
 async def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Machine]:
     made = Machine(tmp_path)
 
-    async def served(client: Any) -> dict[str, Any]:
+    async def served(local: LocalCluster) -> dict[str, Any]:
         return {"verifier": {"http": "http://somewhere/v1"}, "drafter": {}}
 
     def tell(document: dict[str, Any]) -> None:
         made.told.append(document)
         made.serving.set()
 
-    monkeypatch.setattr(up_pair, "start_seed", made.start_seed)
-    monkeypatch.setattr(up_pair, "start_worker", made.start_worker)
-    monkeypatch.setattr(Child, "start", made.start)
-    monkeypatch.setattr(up_pair, "_both_serve", served)
-    monkeypatch.setattr(up_pair, "print_json", tell)
+    monkeypatch.setattr(LocalCluster, "start_seed", lambda local: made.start_seed(local))
+    monkeypatch.setattr(LocalCluster, "start_peer", lambda local, *arguments: made.start_peer(local, *arguments))
+    monkeypatch.setattr(up_cluster, "both_serve", served)
+    monkeypatch.setattr(up_cluster, "print_json", tell)
     monkeypatch.setattr("p2ptrain.cli.stopping.stoppable", lambda: (Console(), made.stop))
     yield made
     if made.cluster is not None:
@@ -214,7 +217,7 @@ async def test_who_serves_and_ends_is_named_with_its_last_words(machine: Machine
     assert not running.done(), "the verifier goes on alone"
     (machine.root / "verifier.log").write_text("error: no memory\n  → buy some\n")
     machine.servers["verifier"][1].die(6)
-    with pytest.raises(JobFailed, match="the verifier ended: no memory") as caught:
+    with pytest.raises(JobFailed, match="verifier ended: no memory") as caught:
         await running
     assert caught.value.remedy.startswith("buy some; its log is ")
 
@@ -242,11 +245,38 @@ async def test_behind_a_view_nothing_is_said_until_it_is_closed(
             assert f"p2ptrain chat --seed 127.0.0.1:{free_port}" in text
             serving.set()
 
-    monkeypatch.setattr(up_pair, "View", Shown)
+    monkeypatch.setattr(up_cluster, "View", Shown)
     machine.full_screen = True
     assert (await served(machine, free_port))["state"] == "serving"
     assert shown == [""]
     assert "both are trained" in capsys.readouterr().err
+
+
+async def test_one_model_is_trained_and_summed_up(
+    machine: Machine, free_port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = await machine.up(free_port, profile=PROFILE.alone())
+    assert (outcome["state"], outcome["step"], outcome["whole"]) == ("done", STEPS, True)
+    assert not machine.servers
+    said = capsys.readouterr().err
+    assert "created job pair" in said
+    assert "step 100/200  loss" in said
+    again = await machine.up(free_port, profile=PROFILE.alone())
+    assert again["job"] != outcome["job"], "one that is done is not taken up"
+
+
+async def test_a_worker_that_ends_alone_ends_it_with_its_last_words(machine: Machine, free_port: int) -> None:
+    class Dying(StandInEngine):
+        def begin_step(self, step: int) -> None:
+            if step == 5:
+                loop.call_soon_threadsafe(machine.workers[-1].die, 7)
+            super().begin_step(step)
+
+    loop = asyncio.get_running_loop()
+    machine.build = Dying
+    (machine.root / "worker-1.log").write_text("error: no disk\n")
+    with pytest.raises(JobFailed, match="worker-1 ended: no disk"):
+        await machine.up(free_port, profile=PROFILE.alone())
 
 
 async def test_a_job_that_is_cancelled_ends_it(machine: Machine, free_port: int) -> None:
@@ -266,12 +296,12 @@ async def test_a_job_that_is_cancelled_ends_it(machine: Machine, free_port: int)
     assert (outcome["state"], outcome["drafter"]["state"]) == ("cancelled", "cancelled")
     assert outcome["verifier"]["state"] == "interrupted"
     assert not machine.servers
-    up_pair.print_outcome(outcome)
+    _print_pair(outcome)
 
 
 async def test_a_model_that_is_not_whole_is_not_served() -> None:
     with pytest.raises(JobFailed, match="left no checkpoint of the whole model"):
-        up_pair._check_whole("verifier", {"job": "x", "checkpoint": "/there", "whole": False})
+        up_cluster.check_whole("verifier", {"job": "x", "checkpoint": "/there", "whole": False})
 
 
 @pytest.mark.parametrize(
@@ -280,7 +310,7 @@ async def test_a_model_that_is_not_whole_is_not_served() -> None:
 )
 def test_http_that_cannot_be_is_refused(http: str, layers: int, problem: str) -> None:
     with pytest.raises(P2PTrainError, match=problem):
-        up_pair.http_wish(http, None, Profile.model_validate({"drafter": {"layers": layers}}))
+        up_cluster.http_wish(http, None, Profile.model_validate({"drafter": {"layers": layers}}))
 
 
 async def test_where_http_cannot_be_nothing_is_trained(machine: Machine, free_port: int) -> None:
@@ -310,3 +340,12 @@ def test_up_starts_nothing_where_nobody_would_answer(command: Any, more: tuple[s
     outcome = command("up", "--http", "127.0.0.1:8000", *more)
     assert (outcome.code, outcome.out) == (2, "")
     assert "--http" in outcome.err
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(8, "2"), (2, "1"), (None, "1")])
+def test_stages_share_the_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int | None, threads: str
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    options = SplitPlan(3, 1, tmp_path, "", "", tmp_path, 7000, "").options()
+    assert options == ["--threads", threads]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain.cli.children import Child
+from p2ptrain.cli.local_cluster import Child
 
 
 def old(directory: Path) -> Path:

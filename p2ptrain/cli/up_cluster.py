@@ -1,0 +1,648 @@
+"""What ``p2ptrain up`` runs on this machine: a seed and workers that train a model, or two of which one drafts for the
+other and that are then served, or workers that hold a split model.
+
+Of a pair the drafter is trained first: its job is short, so that within a minute a person sees that all is well. Each
+start looks up in the seed's record what there is of both, and does the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from p2ptrain.cli.console import Console, step_line
+from p2ptrain.cli.local_cluster import LOOPBACK, Child, LocalCluster, end_all
+from p2ptrain.cli.output import number, print_json, print_pairs
+from p2ptrain.cli.runtime import DEFAULT_PORT
+from p2ptrain.core.errors import ConnectionLost, JobFailed, P2PTrainError, ProtocolError, UserError
+from wire.records import FINISHED_STATES
+from wire.transport_base import format_address
+
+if TYPE_CHECKING:
+    from configs.schema import Profile
+    from p2ptrain.cli.split import Planned
+    from roles.chain.client import Chain
+    from wire.client import SeedClient
+
+DRAFTER, VERIFIER = "drafter", "verifier"
+SERVE_S = 120.0
+"""Until both serve: they import torch first, on few cores one after the other."""
+
+Summary = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class HttpWish:
+    """Where the verifier shall answer programs. ``key_file``: absolute; None: without a key."""
+
+    host: str
+    port: int
+    key_file: Path | None
+
+    def options(self) -> list[str]:
+        """Of ``join``."""
+        key = [] if self.key_file is None else ["--api-key-file", str(self.key_file)]
+        return ["--http", format_address(self.host, self.port), *key]
+
+    def example(self, address: str) -> str:
+        """What asks for the model that answers at ``address``."""
+        if self.key_file is None:
+            return f"curl {address}/models"
+        return f'curl {address}/models -H "Authorization: Bearer $(cat {quote(str(self.key_file))})"'
+
+
+def http_wish(http: str, key_file: Path | None, profile: Profile) -> HttpWish | None:
+    """What ``up --http`` asks for. Raises ``UserError`` where nobody would answer, or it names no place."""
+    from p2ptrain.cli.join import host_and_port
+
+    if not http:
+        if key_file is not None:
+            raise UserError("--api-key-file is for an HTTP endpoint", remedy="add --http HOST:PORT, or leave it out")
+        return None
+    if not profile.drafter.layers:
+        remedy = "choose a profile with a [drafter], such as pair, or leave it out"
+        raise UserError("--http is answered by a verifier, and this profile trains none", remedy=remedy)
+    place = host_and_port("--http", http, "such as 127.0.0.1:8000, where programs shall reach it")
+    assert place is not None
+    return HttpWish(*place, None if key_file is None else key_file.absolute())
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A training, and for a profile with a drafter the serving of both models."""
+
+    profile_name: str
+    profile: Profile
+    workers: int
+    root: Path
+    port: int
+    new: bool
+    link: str
+    http: HttpWish | None = None
+
+    @property
+    def is_pair(self) -> bool:
+        return bool(self.profile.drafter.layers)
+
+    def models(self) -> dict[str, tuple[str, Profile]]:
+        """Name and settings of each job in order, by the model's role; the role of a single model is empty."""
+        name = Path(self.profile_name).stem
+        if not self.is_pair:
+            return {"": (name, self.profile)}
+        return {DRAFTER: (f"{name}-drafter", self.profile.of_drafter()), VERIFIER: (name, self.profile.alone())}
+
+    def threads(self, processes: int) -> str:
+        """Of each of so many processes that compute at the same time."""
+        return str(self.profile.device.threads or threads_each(processes))
+
+
+def threads_each(processes: int) -> int:
+    """CPU threads of each of so many processes."""
+    return max(1, (os.cpu_count() or 1) // processes)
+
+
+def part_bytes(device: str) -> int:
+    """What the workers of this machine may give to parts of split models, all together."""
+    from roles.gauges import free_memory_bytes
+    from roles.worker.build import FREE_SHARE
+
+    return int(FREE_SHARE * free_memory_bytes(device))
+
+
+def workers_start(count: int, cluster: LocalCluster) -> str:
+    """What is said when they do."""
+    return f"{count} worker{'s start' if count > 1 else ' starts'}; logs are in {cluster.logs}"
+
+
+async def train(plan: Plan, *, full_screen: bool, as_json: bool) -> Summary | None:
+    """Train what is still to be trained; serve a pair until Ctrl+C.
+
+    Returns:
+        What came of the job; of a pair what came of both, by role, and the ``state`` of the whole: ``interrupted``,
+        ``failed`` or ``cancelled``. None where both served.
+
+    Raises:
+        P2PTrainError: something could not be started, or a process ended: with its last words.
+    """
+    from p2ptrain.cli.stopping import LEAVING, stoppable
+
+    if plan.http is not None:
+        from roles.verifier.http import check_place
+
+        await check_place(plan.http.host, plan.http.port, plan.http.key_file)  # else it is known after the training
+    console, stop = stoppable()
+    run = Run(plan, console, as_json=as_json)
+    try:
+        await run.begin()
+        run.quiet = full_screen
+        working = asyncio.create_task(run.work(), name="up")
+        stopping = asyncio.create_task(stop.wait(), name="stop")
+        try:
+            if full_screen:
+                run.view = View(plan.port)
+                if await run.view.show(working):
+                    console.event("info", LEAVING)
+                    stop.set()
+                else:
+                    run.aloud()
+            await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                working.result()
+        finally:
+            stopping.cancel()
+            working.cancel()
+            await asyncio.wait({working})
+            console.finish()
+        return await run.outcome()
+    finally:
+        console.finish()
+        await run.end()
+
+
+class Run:
+    """The processes of one ``up``, and how far they are.
+
+    Attributes:
+        quiet: a full-screen view has the terminal; what is to be said waits until ``aloud``.
+        view: that view; trouble is told there at once, too.
+    """
+
+    def __init__(self, plan: Plan, console: Console, *, as_json: bool) -> None:
+        self.quiet = False
+        self.view: View | None = None
+        self.cluster = LocalCluster(plan.root, plan.port)
+        self._plan, self._console, self._as_json = plan, console, as_json
+        self._unsaid: list[tuple[str, str]] = []
+        self._workers: list[Child] = []
+        self._client: SeedClient | None = None
+        self._jobs: dict[str, str] = {}  # of the models that are still to be trained, by role
+        self._last: dict[str, Summary] = {}  # what the seed told of these jobs last, by id
+        self._told: dict[str, int] = {}  # their newest step that was said
+        self._trained: dict[str, Summary] = {}  # what came of the other models' jobs
+        self._served = False
+        self._http_at = ""
+        self._began = time.monotonic()
+
+    @property
+    def client(self) -> SeedClient:
+        assert self._client is not None
+        return self._client
+
+    async def begin(self) -> None:
+        """Start the seed, find out what is to be done, and start workers where there is something to train.
+
+        Raises:
+            P2PTrainError: see ``train``; of ``UserError``, the seed has an unfinished job that is none of these.
+        """
+        plan = self._plan
+        await self.cluster.start_seed()
+        self._client = client = await self.cluster.connect()
+        specs = [profile.to_spec() for _, profile in plan.models().values()]
+        begun = await unfinished(client, specs, plan.root, cancel=plan.new)
+        for role, (name, profile) in plan.models().items():
+            done = None
+            if plan.is_pair and not plan.new and profile.to_spec() not in begun:
+                done = await trained_before(client, profile)
+            if done is None:
+                self._jobs[role] = await self._job_for(name, profile, begun)
+            else:
+                self._trained[role] = done
+                self._say("info", f"the {role} is trained: {done['checkpoint']}")
+        if not self._jobs:
+            return
+        memory = str(part_bytes(plan.profile.device.kind) // plan.workers)
+        for index in range(1, plan.workers + 1):
+            options = [
+                "--threads",
+                plan.threads(plan.workers),
+                "--memory",
+                memory,
+                *["--link", plan.link] * bool(plan.link),
+            ]
+            self._workers.append(await self.cluster.start_peer(f"worker-{index}", index, *options))
+        self._say("info", workers_start(plan.workers, self.cluster))
+
+    async def _job_for(self, name: str, profile: Profile, begun: Mapping[str, str]) -> str:
+        """The unfinished job of these settings, else a new one; its id. People are told which."""
+        from p2ptrain.cli.training_shape import shape_param
+
+        profile_name, spec = self._plan.profile_name, profile.to_spec()
+        if (job := begun.get(spec)) is not None:
+            self._console.event("info", f"going on with job {name} ({job}) from its last checkpoint")
+            return job
+        order = {"name": name, "profile": profile_name, "spec": spec, **shape_param(profile)}
+        job = str((await self.client.request("jobs.create", order))["job"])
+        self._console.event("info", f"created job {name} ({job}) from profile {profile_name}")
+        return job
+
+    async def work(self) -> None:
+        """Train, then serve a pair until a process that is needed ends, which is raised. Returns where a job failed."""
+        if self._jobs:
+            await self.cluster.while_alive(self._follow(), needed=[self.cluster.seed], others=self._workers, least=1)
+            self._console.finish()
+            if not self._plan.is_pair:
+                return
+            await end_all(self._workers)  # they are done, and would keep the cores from those that serve
+            for role, summary in (await self._summaries(interrupted=False)).items():
+                if summary["state"] != "done":
+                    return
+                self._trained[role] = summary
+            self._jobs.clear()
+        await self._serve()
+
+    def aloud(self) -> None:
+        """The view is closed: say what waited, and how it stands."""
+        self.quiet = False
+        for level, text in self._unsaid:
+            self._console.event(level, text)
+        self._unsaid.clear()
+        if self._served:
+            self._tell_serving()
+        else:
+            self._console.event("info", "the view is closed; it goes on here. Ctrl+C stops everything")
+
+    async def outcome(self) -> Summary | None:
+        """At the end: see ``train``. Workers save what they have, and leave."""
+        if self._served:
+            return None
+        await end_all(self._workers)  # before the seed, so that it hears of what they saved
+        found = {**self._trained, **(await self._summaries(interrupted=True))}
+        if not self._plan.is_pair:
+            return found[""]
+        bad = [item["state"] for item in found.values() if item["state"] in FINISHED_STATES - {"done"}]
+        return {"state": bad[0] if bad else "interrupted", **found}
+
+    async def end(self) -> None:
+        """End all processes, the seed last."""
+        await end_all(list(self.cluster.peers.values()))
+        if self._client is not None:
+            await self._client.close()
+        await self.cluster.end()
+
+    def _say(self, level: str, text: str) -> None:
+        if self.quiet:
+            self._unsaid.append((level, text))
+            if self.view is not None:
+                self.view.say(level, text)
+        else:
+            self._console.event(level, text)
+
+    # ------------------------------------------------------------------------------------------------------- training
+
+    async def _follow(self) -> None:
+        """Say how far the jobs are, until all are done or one was not."""
+        for job in self._jobs.values():  # steps of an earlier start are not said again
+            self._last[job] = (await self.client.request("jobs.show", {"job": job}))["job"]
+            self._told[job] = int(self._last[job]["step"])
+        await self.client.request("subscribe")
+        async for update in self.client.updates():
+            for item in update.items:
+                if update.topic == "jobs" and item.get("id") in self._last:
+                    self._last[item["id"]] = item
+                elif update.topic == "metrics" and int(item["step"]) > self._told.get(item.get("job", ""), 2**63):
+                    self._tell_step(item)
+                elif update.topic == "events" and item.get("level") != "info" and not self.quiet:
+                    self._console.event(str(item.get("level")), str(item.get("text")))
+            states = {item.get("state") for item in self._last.values()}
+            if states <= FINISHED_STATES or states & (FINISHED_STATES - {"done"}):
+                return
+        raise ConnectionLost("the seed ended")
+
+    def _tell_step(self, row: dict[str, Any]) -> None:
+        job = row["job"]
+        step = self._told[job] = int(row["step"])
+        if self.quiet:
+            return
+        known = {key: value for key, value in row.items() if isinstance(value, int | float)}
+        line = step_line(step, int(self._last[job].get("steps_total", 0)), known)
+        if len(self._jobs) > 1:
+            role = next(role for role, mine in self._jobs.items() if mine == job)
+            line = f"{role:<{max(map(len, self._jobs))}}  {line}"
+        self._console.progress(line, last="val_loss" in known)
+
+    async def _summaries(self, *, interrupted: bool) -> dict[str, Summary]:
+        """What came of each job that was trained here, for people and programs."""
+        found = {}
+        for role, job in self._jobs.items():
+            try:
+                shown = (await self.client.request("jobs.show", {"job": job}))["job"]
+                newest = await newest_saved(self.client, job)
+            except P2PTrainError:
+                shown, newest = self._last.get(job, {}), None
+            found[role] = summed_up(job, shown, newest, time.monotonic() - self._began)
+            if interrupted and found[role]["state"] not in FINISHED_STATES:
+                found[role]["state"] = "interrupted"
+        return found
+
+    # -------------------------------------------------------------------------------------------------------- serving
+
+    async def _serve(self) -> None:
+        """Start a verifier and a drafter, and stay. Raises ``JobFailed``."""
+        plan, cluster = self._plan, self.cluster
+        for role, summary in self._trained.items():
+            check_whole(role, summary)
+        self._say("info", "both are trained; a verifier and a drafter load them")
+        device = plan.profile.device.kind
+        for role in (VERIFIER, DRAFTER):
+            options = ["--role", role, "--model", self._trained[role]["checkpoint"], "--threads", plan.threads(2)]
+            options += ["--device", device] * (device != "auto") + ["--link", plan.link] * bool(plan.link)
+            options += plan.http.options() if role == VERIFIER and plan.http is not None else []
+            await cluster.start_peer(role, 1, *options)
+        verifier, drafter = cluster.peers[VERIFIER], cluster.peers[DRAFTER]
+        serving = await cluster.while_alive(both_serve(cluster), needed=[cluster.seed, verifier, drafter])
+        self._http_at = str(serving[VERIFIER].get("http", ""))
+        self._served = True
+        if not self.quiet:
+            self._tell_serving()
+        elif self.view is not None:
+            self.view.serves("\n".join(["from another terminal:", *self._ways()]))
+
+        def alone(child: Child) -> None:
+            self._say("warning", f"{child.failed().message}; the verifier goes on alone")
+
+        await cluster.while_alive(forever(), needed=[cluster.seed, verifier], others=[drafter], on_end=alone)
+
+    def _tell_serving(self) -> None:
+        """What is there now, and how to use it."""
+        if self._as_json:
+            seconds = round(time.monotonic() - self._began, 1)
+            where = {"state": "serving", "seed": self.cluster.address, "directory": str(self._plan.root)}
+            print_json({**where, "http": self._http_at, "seconds": seconds, **self._trained})
+            return
+        rows = []
+        for role in (VERIFIER, DRAFTER):
+            summary = self._trained[role]
+            loss = f"validation {number(summary['val_loss'])} nats/token"
+            rows.append((role, f"job {summary['job']}, {summary['step']} steps, {loss}; {summary['checkpoint']}"))
+        print_pairs(rows)
+        typer.echo("\nThey serve. From another terminal:\n")
+        for way in [*self._ways(), f"p2ptrain tui {self.cluster.address}"]:
+            typer.echo(f"  {way}")
+        typer.echo("\nCtrl+C stops everything; the same command serves them again at once.")
+
+    def _ways(self) -> list[str]:
+        """Commands that ask them."""
+        options = f" --seed {self.cluster.address}" * (self._plan.port != DEFAULT_PORT)
+        ways = [f'p2ptrain generate "def " --stats{options}', f"p2ptrain chat{options}"]
+        if self._plan.http is not None and self._http_at:
+            ways.append(self._plan.http.example(self._http_at))
+        return ways
+
+
+async def forever() -> None:
+    await asyncio.Event().wait()
+
+
+async def both_serve(cluster: LocalCluster) -> dict[str, dict[str, Any]]:
+    """What a verifier and a drafter serve, once both do, by role. Raises ``JobFailed`` when it takes too long."""
+    there: dict[str, dict[str, Any]] = {}
+    client = await cluster.connect()
+    try:
+        async with asyncio.timeout(SERVE_S):
+            await client.request("subscribe")
+            async for update in client.updates():
+                if update.topic == "serving":
+                    there |= {str(item["role"]): item for item in update.items}
+                if there.keys() >= {VERIFIER, DRAFTER}:
+                    return there
+            raise ConnectionLost("the seed ended")
+    except TimeoutError:
+        missing = " and the ".join(sorted({VERIFIER, DRAFTER} - there.keys()))
+        text = f"the {missing} did not serve within {SERVE_S:.0f} s"
+        raise JobFailed(text, remedy="the logs say what is waited for") from None
+    finally:
+        await client.close()
+
+
+# ----------------------------------------------------------------------------------------------- what the seed has kept
+
+
+async def unfinished(client: SeedClient, specs: Collection[str], root: Path, *, cancel: bool) -> dict[str, str]:
+    """The unfinished jobs of these settings, by these, as ids; a paused one goes on.
+
+    Args:
+        cancel: those of other settings.
+
+    Raises:
+        UserError: there is one of other settings, and it is not to be cancelled.
+    """
+    found: dict[str, str] = {}
+    for item in (await client.request("jobs.list"))["jobs"]:
+        if item["state"] in FINISHED_STATES:
+            continue
+        spec = (await client.request("jobs.show", {"job": item["id"]}))["spec"]
+        if spec in specs and spec not in found:
+            found[spec] = str(item["id"])
+            if item["state"] == "paused":
+                await client.request("jobs.resume", {"job": item["id"]})
+        elif cancel:
+            await client.request("jobs.cancel", {"job": item["id"]})
+        else:
+            raise UserError(
+                f"{root} holds an unfinished job {item['name']} ({item['id']}) of other settings",
+                remedy="give the same settings to go on with it, --new to cancel it, or another --state",
+            )
+    return found
+
+
+async def trained_before(client: SeedClient, profile: Profile) -> Summary | None:
+    """What came of the newest job of such a profile that is done and whose model is still on this machine.
+
+    It does not matter with how many workers it began.
+    """
+    for item in reversed((await client.request("jobs.list"))["jobs"]):
+        if item["state"] != "done":
+            continue
+        shown = await client.request("jobs.show", {"job": item["id"]})
+        newest = await newest_saved(client, item["id"]) if _alike(shown["spec"], profile) else None
+        if newest is not None and newest.get("stage") is None and _is_model(newest["path"]):
+            record = shown["job"]
+            took_s = (record.get("finished_at") or 0.0) - (record.get("started_at") or 0.0)
+            return summed_up(item["id"], record, newest, took_s)
+    return None
+
+
+def _is_model(path: str) -> bool:
+    return Path(path, "config.json").is_file()
+
+
+def _alike(spec: str, profile: Profile) -> bool:
+    from configs.schema import Profile
+
+    try:
+        found = Profile.from_spec_untrusted(spec)
+    except ProtocolError:
+        return False  # of another version
+    return found.model_copy(update={"job": found.job.model_copy(update={"workers": profile.job.workers})}) == profile
+
+
+async def newest_saved(client: SeedClient, job: str) -> dict[str, Any] | None:
+    """The job's newest checkpoint, one of the whole model where there is any. Raises ``P2PTrainError``."""
+    saved = (await client.request("checkpoints.list", {"job": job}))["checkpoints"]
+    return max(saved, key=lambda item: (item.get("stage") is None, item["step"]), default=None)
+
+
+def summed_up(job: str, shown: dict[str, Any], newest: dict[str, Any] | None, seconds: float) -> Summary:
+    """What came of a job: of its record, and of its newest checkpoint."""
+    return {
+        "job": job,
+        "state": shown.get("state"),
+        "reason": shown.get("reason", ""),
+        "step": shown.get("step"),
+        "steps": shown.get("steps_total"),
+        "loss": shown.get("loss"),
+        "val_loss": shown.get("val_loss"),
+        "tokens": shown.get("tokens_total"),
+        "seconds": round(seconds, 1),
+        "checkpoint": newest["path"] if newest else None,
+        "whole": newest is not None and newest.get("stage") is None,
+    }
+
+
+def check_whole(role: str, summary: Summary) -> None:
+    """Raises ``JobFailed`` where there is no model to serve."""
+    if summary["checkpoint"] is None or not summary["whole"]:
+        text = f"the {role}'s job {summary['job']} is done, and left no checkpoint of the whole model"
+        raise JobFailed(text, remedy="the workers' logs say why; `p2ptrain checkpoints list` shows what there is")
+
+
+# ------------------------------------------------------------------------------------------------------- a split model
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPlan:
+    """Workers that hold a model. ``spares``: workers beyond the stages, who take the place of one that dies."""
+
+    stages: int
+    spares: int
+    checkpoint: Path
+    memory: str
+    dtype: str
+    root: Path
+    port: int
+    link: str
+
+    @property
+    def workers(self) -> int:
+        return self.stages + self.spares
+
+    def options(self) -> list[str]:
+        """Of each worker. Several texts are under way at once, and one stage's threads would keep the other stages
+        from the cores; spares compute once a stage is lost."""
+        memory = ["--memory", self.memory] * bool(self.memory)
+        return ["--threads", str(threads_each(self.stages)), *memory, *["--link", self.link] * bool(self.link)]
+
+
+async def hold(plan: SplitPlan, *, as_json: bool) -> None:
+    """Start everything, load the model, and stay until Ctrl+C. Raises ``P2PTrainError``."""
+    from p2ptrain.cli.split import LEAVE_S, Wanted, planned, within
+    from p2ptrain.cli.split_chat import positions_of
+    from p2ptrain.cli.split_options import SplitWish
+    from p2ptrain.cli.stopping import stoppable, unless_stopped
+
+    console, stop = stoppable()
+    cluster = LocalCluster(plan.root, plan.port)
+
+    async def work() -> None:
+        await cluster.start_seed()
+        for index in range(1, plan.workers + 1):
+            await cluster.start_peer(f"worker-{index}", index, *plan.options())
+        console.event("info", workers_start(plan.workers, cluster))
+        await cluster.joined(list(cluster.peers))
+        workers = list(cluster.peers.values())
+        wanted = Wanted(SplitWish(plan.stages, plan.dtype), plan.checkpoint, "", cluster.address)
+        async with planned(wanted, lambda text: positions_of(wanted, text), console) as loading:
+            chain = await cluster.while_alive(loading.load(), needed=[cluster.seed, *workers])
+            try:
+                _tell_held(loading, chain, plan, as_json=as_json)
+                await cluster.while_alive(
+                    forever(),
+                    needed=[cluster.seed],
+                    others=workers,
+                    least=1,
+                    on_end=lambda child: console.event("warning", child.failed().message),
+                )
+            finally:
+                await within(LEAVE_S, chain.close())
+
+    try:
+        await unless_stopped(stop, work())
+    finally:
+        console.finish()
+        await cluster.end()
+
+
+def _tell_held(loaded: Planned, chain: Chain, plan: SplitPlan, *, as_json: bool) -> None:
+    """What is there now, and how to use it."""
+    from p2ptrain.cli.placement import placement_map, print_prediction
+    from p2ptrain.cli.split_stats import Meter, print_split_facts, split_facts
+
+    placement, facts = chain.plan.placement, split_facts(chain, Meter(), loaded.encoding)
+    seed_at = f"{LOOPBACK}:{plan.port}"
+    if as_json:
+        where = {"seed": seed_at, "state": str(plan.root), "checkpoint": loaded.label}
+        print_json({**where, "workers": plan.workers, "split": facts, "plan": placement_map(placement)})
+        return
+    print_split_facts(facts)
+    print_prediction(placement)
+    options = f"--split {plan.stages} -c {loaded.label}" + f" --dtype {plan.dtype}" * bool(plan.dtype)
+    options += f" --seed {seed_at}" * (plan.port != DEFAULT_PORT)
+    typer.echo("\nIt is loaded and stays so. From another terminal:\n")
+    typer.echo(f'  p2ptrain generate "Once upon a time" {options}')
+    typer.echo(f"  p2ptrain chat {options}")
+    typer.echo(f"  p2ptrain tui {seed_at}\n\nCtrl+C stops everything.")
+
+
+# ------------------------------------------------------------------------------------------------ the full-screen view
+
+
+class View:
+    """The full-screen view of the seed at this port, and what is to be said while it has the terminal."""
+
+    def __init__(self, port: int) -> None:
+        from tui.app import P2PTrainApp
+        from tui.source import PlainWay, SeedSource
+        from wire.transport import TcpNetwork
+
+        self.app = P2PTrainApp(SeedSource(PlainWay(TcpNetwork(), LOOPBACK, port), f"{LOOPBACK}:{port}"))
+
+    async def show(self, work: asyncio.Task[Any]) -> bool:
+        """Until the person leaves it; whether with Ctrl+C. That ``work`` has ended, and why, is said within it."""
+        work.add_done_callback(self._over)
+        try:
+            return bool(await self.app.run_async())
+        finally:
+            work.remove_done_callback(self._over)
+
+    def say(self, level: str, text: str) -> None:
+        """A line of the terminal below, if it is one of trouble: it stays until it is clicked away."""
+        if level != "info":
+            self.app.tell(level, "Trouble", text)
+
+    def serves(self, text: str) -> None:
+        """What was trained is served now: that view is shown, and how to ask."""
+        from tui.app import SERVING
+
+        self.app.go_to(SERVING)
+        self.app.tell("info", "They serve", text)
+
+    def _over(self, work: asyncio.Task[Any]) -> None:
+        if work.cancelled():
+            return
+        leaves = "q leaves the view, and what was started here ends"
+        problem = work.exception()
+        if problem is None:
+            self.app.tell("info", "It is over", leaves)
+        elif isinstance(problem, P2PTrainError):
+            remedy = f"\n{problem.remedy}" if problem.remedy else ""
+            self.app.tell("error", "It has failed", f"{problem.message}{remedy}\n{leaves}")
+        else:
+            self.app.tell("error", "It has failed", f"{type(problem).__name__}: {problem}\n{leaves}")
