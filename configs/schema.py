@@ -17,7 +17,7 @@ from p2ptrain.core.errors import ProtocolError
 
 LinkPresetName = Literal["", "lan", "wifi", "metro", "wan", "transcontinental", "satellite", "lossy"]
 LINK_PRESETS = tuple(name for name in get_args(LinkPresetName) if name)
-"""Names of ``wire.shaper.PRESETS``; a test keeps the two equal, because configs may not import wire."""
+"""Names of ``wire.emulate.PRESETS``; a test keeps the two equal, because configs may not import wire."""
 
 SPEC_LIMIT_BYTES = 32 * 1024
 _TEXT_LIMIT = 1024  # characters of a path; three of them stay far below SPEC_LIMIT_BYTES

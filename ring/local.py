@@ -15,12 +15,11 @@ from ring.chain import Chain
 from ring.session import Inbound, RingSession
 from ring.view import View
 from wire.connection import Connection
-from wire.emulate import EmulatedNetwork
+from wire.emulate import EmulatedNetwork, LinkPreset
 from wire.handshake import Server, local_welcome, serve
 from wire.job_messages import MemberRecord
 from wire.memory import MemoryNetwork
 from wire.messages import Hello, Refuse, Welcome
-from wire.shaper import LinkPreset
 
 HOST = "127.0.0.1"
 

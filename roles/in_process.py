@@ -26,11 +26,10 @@ from roles.strategies import Factory, strategy_of
 from roles.strategies.staged import StagedStrategy
 from roles.worker.stages import Holding
 from roles.worker.worker import Worker, WorkerOptions
+from wire.address import Ticket, local_ticket_path
 from wire.client import SeedClient
-from wire.enrol import enrol
+from wire.enrol import Member, enrol
 from wire.messages import Scalar
-from wire.renewal import Member
-from wire.ticket import Ticket, local_ticket_path
 
 DEADLINE_S = 30.0
 HOST = "127.0.0.1"

@@ -14,9 +14,8 @@ from pathlib import Path
 from p2ptrain.core.disk import Disk
 from p2ptrain.core.errors import ProtocolError, UserError
 from p2ptrain.core.ids import is_id
-from wire.address import parse_address
+from wire.address import format_address, is_loopback, parse_address
 from wire.messages import MAX_TERM
-from wire.transport_base import format_address, is_loopback
 
 MAX_SEEDS = 16
 MAX_CLUSTERS = 8

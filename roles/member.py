@@ -29,12 +29,12 @@ from roles.gauges import Gauges
 from roles.identity import Identity
 from roles.membership import Membership, Notify
 from roles.seed_link import Pulse
+from wire.address import is_loopback, told_of
 from wire.connection import Connection
+from wire.enrol import Member
 from wire.handshake import RefusalCode, local_hello, local_welcome, serve
 from wire.messages import EventNotice, Hello, Message, Refuse, Request, Response, Scalar, Welcome
-from wire.renewal import Member
 from wire.speculation_messages import MAX_DRAFTERS, DrafterAt, DraftersHere, Serving
-from wire.transport_base import is_loopback, told_of
 
 PURPOSES = {"verifier": ("generate",), "drafter": ("draft",)}
 """Role → what its members are dialled for."""

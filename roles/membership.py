@@ -14,8 +14,8 @@ from p2ptrain.core.threads import Thread
 from p2ptrain.core.world import World
 from roles.known_seeds import FILE_NAME, Known, begun, clusters_in, text_of
 from roles.seed_link import Pulse, SeedLink
+from wire.enrol import LOOK_S, Member
 from wire.messages import Hello, Message, Welcome
-from wire.renewal import LOOK_S, Member
 
 RENEWAL_S = 10.0
 """For the seed's answer: it writes the certificate down first, on a disk that may be busy."""

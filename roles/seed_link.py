@@ -19,7 +19,7 @@ from typing import Any
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.world import World
 from roles.known_seeds import Known
-from wire.calls import Calls
+from wire.client import Calls
 from wire.connection import Connection
 from wire.handshake import RefusalCode, dial
 from wire.job_messages import CheckpointSaved, StepMetrics

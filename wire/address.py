@@ -1,11 +1,25 @@
-"""Addresses as a person writes them."""
+"""What a person is given to reach a seed: addresses and tickets.
+
+A ticket is an address that carries the hash of a run's CA and a secret::
+
+    HOST:PORT/ base64url( version and role (1) ‖ id (6) ‖ secret (16) ‖ pin (32) ‖ checksum (2) )
+
+The checksum finds what a hand or a terminal damaged; it leaves the address out, so that a person may write another
+name of the same seed before the slash. The secret never travels: a joiner proves that it has it (``proof``).
+"""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import ipaddress
 import re
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
 
-from p2ptrain.core.errors import UserError
+from p2ptrain.core.errors import ProtocolError, UserError
 
 DEFAULT_PORT = 7337
 MAX_HOST_CHARS = 255
@@ -43,8 +57,153 @@ def without_secrets(text: str) -> str:
     return _SECRET.sub(lambda found: found[0] if _NAME.fullmatch(found[0]) else "…", text)
 
 
+def format_address(host: str, port: int) -> str:
+    """``host:port``, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only the same machine reaches ``host``."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def told_of(address: tuple[str, int], text: str) -> str:
+    """``text`` about the peer at ``address``, which is named once."""
+    named = format_address(*address)
+    return text if named in text else f"{named}: {text}"
+
+
 def _bad_address(text: str, why: str) -> UserError:
     return UserError(
         f"{without_secrets(text)!r} is not an address: {why}",
         remedy=f"write host, host:port or [IPv6]:port, such as 192.168.1.20:{DEFAULT_PORT} or [fe80::1]:{DEFAULT_PORT}",
     )
+
+
+# -------------------------------------------------------------------------------------------------------------- tickets
+
+
+ROLES = ("worker", "operator", "seed", "verifier", "drafter")
+"""What a ticket may make of its bearer, one of them each; the index is on the wire."""
+
+ID_BYTES = 6
+SECRET_BYTES = 16
+PIN_BYTES = 32
+NONCE_BYTES = 32
+MAX_TICKET_CHARS = 512
+"""Longer than the longest host name and a ticket; checked before anything is decoded."""
+
+_VERSION = 1
+_CHECKSUM_BYTES = 2
+_BODY_BYTES = 1 + ID_BYTES + SECRET_BYTES + PIN_BYTES
+_BODY_CHARS = (_BODY_BYTES + _CHECKSUM_BYTES) * 4 // 3
+_BODY = re.compile(r"[A-Za-z0-9_-]+")
+_PROOF_LABEL = b"p2ptrain enrolment proof 1"
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What a person pastes to join.
+
+    Attributes:
+        host, port: the seed's.
+        role: one of ``ROLES``.
+        id: names the ticket; 12 hex digits, no secret.
+        secret: 16 random bytes.
+        pin: SHA-256 of the run CA's certificate in DER.
+
+    Raises:
+        ValueError: a part does not fit.
+    """
+
+    host: str
+    port: int
+    role: str
+    id: str
+    secret: bytes = field(repr=False)
+    pin: bytes
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise ValueError(f"a ticket is for one of {ROLES}, not for {self.role!r}")
+        if bytes.fromhex(self.id).hex() != self.id or len(self.id) != 2 * ID_BYTES:
+            raise ValueError(f"{self.id!r} is no id of a ticket")
+        if (len(self.secret), len(self.pin)) != (SECRET_BYTES, PIN_BYTES):
+            raise ValueError("a secret or a pin of the wrong length")
+
+    def __str__(self) -> str:
+        """The whole ticket, its secret included: only for where a ticket is shown or stored on purpose."""
+        head = bytes([_VERSION << 4 | ROLES.index(self.role)])
+        body = head + bytes.fromhex(self.id) + self.secret + self.pin
+        return f"{format_address(self.host, self.port)}/{urlsafe_b64encode(body + _checksum(body)).decode()}"
+
+    @classmethod
+    def parse_untrusted(cls, text: str) -> Self:
+        """The ticket in ``text``; white space in it, as a terminal leaves where it wraps a line, does not matter.
+
+        Raises:
+            ProtocolError: it is no ticket. The text is not repeated, for it may hold a secret.
+        """
+        if len(text) > MAX_TICKET_CHARS:
+            raise _no_ticket(f"it is longer than {MAX_TICKET_CHARS} characters")
+        address, slash, encoded = "".join(text.split()).rpartition("/")
+        if not slash:
+            remedy = "copy the whole ticket again; or, if it is the name of a machine, write it in small letters"
+            raise _no_ticket("no slash stands between the seed's address and what follows it", remedy)
+        if len(encoded) != _BODY_CHARS:
+            lost = f"{len(encoded)} letters follow the slash, and a ticket has {_BODY_CHARS} there"
+            raise _no_ticket(lost)
+        if not _BODY.fullmatch(encoded):
+            raise _no_ticket("behind the slash are letters or signs that no ticket has")
+        raw = urlsafe_b64decode(encoded)
+        body = raw[:_BODY_BYTES]
+        if raw[_BODY_BYTES:] != _checksum(body):
+            raise _no_ticket("behind the slash a letter or more of it are others than they were")
+        version, role = body[0] >> 4, body[0] & 15
+        if version != _VERSION or role >= len(ROLES):
+            raise _no_ticket(f"it is of version {version}, kind {role}", "use the same release of p2ptrain as the seed")
+        secret_at = 1 + ID_BYTES
+        try:
+            host, port = parse_address(address)
+        except UserError as error:
+            raise _no_ticket("what stands before the slash is not an address", error.remedy) from None
+        return cls(
+            host=host,
+            port=port,
+            role=ROLES[role],
+            id=body[1:secret_at].hex(),
+            secret=body[secret_at : secret_at + SECRET_BYTES],
+            pin=body[secret_at + SECRET_BYTES :],
+        )
+
+
+def local_ticket_path(state_dir: Path, role: str) -> Path:
+    """Where a seed with this state directory leaves a ticket for programs of the same user on its machine."""
+    return state_dir / "seed" / "authority" / f"local-{role}.ticket"
+
+
+def is_ticket(text: str) -> bool:
+    """Whether ``text``, given where an address is wanted, was meant to be a ticket: no address has a slash, and none is
+    like what follows it in a ticket."""
+    return "/" in text or without_secrets(text) != text
+
+
+def proof(secret: bytes, nonce: bytes, csr_der: bytes) -> bytes:
+    """HMAC-SHA256 over the server's nonce and the certificate request: who made it knows ``secret`` (RFC 2104)."""
+    return hmac.digest(secret, b"%s\0%s%s" % (_PROOF_LABEL, hashlib.sha256(nonce).digest(), csr_der), "sha256")
+
+
+def verify_proof(mac: bytes, *, secret: bytes, nonce: bytes, csr_der: bytes) -> bool:
+    """Whether ``mac`` is the ``proof``, in a time that does not tell how much of it is right."""
+    return hmac.compare_digest(mac, proof(secret, nonce, csr_der))
+
+
+def _checksum(body: bytes) -> bytes:
+    return hashlib.sha256(body).digest()[:_CHECKSUM_BYTES]
+
+
+def _no_ticket(why: str, remedy: str = "copy the whole ticket again, or ask for a new one") -> ProtocolError:
+    return ProtocolError(f"this is not a ticket: {why}", remedy=remedy)

@@ -16,7 +16,6 @@ import msgpack
 from p2ptrain.core.errors import ProtocolError
 from wire import (
     chain_messages,
-    enrol_messages,
     generate_messages,
     heal_messages,
     job_messages,
@@ -34,7 +33,6 @@ MAX_HANDSHAKE_ITEMS = 64
 
 _MODULES = (
     messages,
-    enrol_messages,
     job_messages,
     heal_messages,
     chain_messages,

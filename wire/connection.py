@@ -35,8 +35,8 @@ from wire.frame import (
     encode_control,
 )
 from wire.messages import Message, Refuse
-from wire.sockets import tune_for_bulk
-from wire.tls_problems import tls_problem
+from wire.tls import tls_problem
+from wire.transport import tune_for_bulk
 
 if TYPE_CHECKING:  # a plain cluster need not load cryptography
     from wire.credentials import PeerIdentity

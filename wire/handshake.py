@@ -12,7 +12,7 @@ The judges are pure and are paired in the tests without sockets; ``dial`` and ``
 
 Over TLS a ``Hello`` is worth what its caller's certificate says: the peer id must be the certificate's, and its roles
 must allow the purpose (``PERMITTED``). Only ``enrol`` needs no certificate; who enrols stays in the doorway, within
-4 KiB, the handshake's time and ``wire.half_open``, until it has one and comes again.
+4 KiB, the handshake's time and ``wire.transport``, until it has one and comes again.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from p2ptrain import __version__
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.world import Listener, Network, OnProblem, ProtocolFactory
 from wire.connection import GARBLED, Connection, last_word
-from wire.half_open import MAX_HALF_OPEN, MAX_HALF_OPEN_PER_MACHINE, HalfOpen
 from wire.messages import PROTOCOL_VERSION, Hello, Message, Refuse, Scalar, Welcome
+from wire.transport import MAX_HALF_OPEN, MAX_HALF_OPEN_PER_MACHINE, HalfOpen
 
 if TYPE_CHECKING:  # a plain cluster need not load cryptography
     from wire.credentials import PeerIdentity
@@ -439,7 +439,7 @@ async def serve(
             closed.
         on_problem: told of every refusal, and every error of a handshake or of ``serve``, with the peer's address.
         max_half_open, max_half_open_per_machine: connections whose handshake has not ended, in all and of one machine
-            (``wire.half_open``); more are refused as busy.
+            (``wire.transport``); more are refused as busy.
         handshake_timeout_s: for the whole handshake, ``decide`` included; and as long again for an enrolment.
 
     Raises:

@@ -11,7 +11,7 @@ Who says what to whom::
     seed   → standby   Seeds; Rows → RowsTaken; Heartbeat, Leave the other way (see roles.seed.followers)
     where two peers talk at length, and have nothing to say: StillHere
 
-Conversations with a file of their own: a newcomer's in ``wire.enrol_messages``, of a seed and the workers of a job in
+Conversations with a file of their own: a newcomer's in ``wire.messages``, of a seed and the workers of a job in
 ``wire.job_messages``, between those workers in ``wire.heal_messages``, of split models in ``wire.chain_messages``, of
 speculation in ``wire.speculation_messages``, and of who asks for text in ``wire.generate_messages``.
 
@@ -268,3 +268,59 @@ class StillHere(Message):
 
 BULK_KIND = 64
 """Frame kind of raw payload: empty header, length exactly as the receiver planned, on the stream it planned."""
+
+
+# ------------------------------------------------------------------------------------------------------------ enrolment
+
+
+@dataclass(frozen=True, slots=True)
+class CaRequest(Message):
+    """Newcomer to seed: show me the run's CA; I know its hash from my ticket."""
+
+    KIND: ClassVar[int] = 4
+
+
+@dataclass(frozen=True, slots=True)
+class CaOffer(Message):
+    """The run's CA certificate, in DER."""
+
+    KIND: ClassVar[int] = 5
+    ca_der: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EnrolRequest(Message):
+    """Newcomer to seed, over TLS under the run's CA: sign this, on the strength of this ticket.
+
+    Attributes:
+        ticket_id: which ticket; its secret does not travel.
+        csr_der: the certificate request (PKCS #10), which names the peer id.
+    """
+
+    KIND: ClassVar[int] = 6
+    ticket_id: str
+    csr_der: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EnrolChallenge(Message):
+    """Prove the secret over this nonce (32 random bytes, for this connection only)."""
+
+    KIND: ClassVar[int] = 7
+    nonce: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EnrolProof(Message):
+    """``wire.address.proof`` of the ticket's secret, the nonce and the request."""
+
+    KIND: ClassVar[int] = 8
+    mac: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EnrolGranted(Message):
+    """The certificate asked for, in DER. The connection ends here; the newcomer comes again with it."""
+
+    KIND: ClassVar[int] = 9
+    certificate_der: bytes

@@ -1,20 +1,452 @@
-"""The encrypted network: TLS 1.3 under a run's own CA, over any other ``Network``."""
+"""The encrypted network: TLS 1.3 under a run's own CA, over the transport of any other ``Network``.
+
+The loops' own TLS would serve, but for three things. It drops the alert that tells a refused peer why; its write buffer
+leaves out what the transport below still holds, so that ``resume_writing`` does not mean that the kernel has all; and
+every connection holds 256 KiB from its first moment on. This one sends alerts, follows the rules of a plain transport
+(it passes the same conformance suite), holds nothing before the first byte, and is the same on every loop.
+
+Copies. In: kernel → a buffer that all connections of a network share (a read is over before the next begins) → OpenSSL
+→ decrypted into the buffer of the protocol above, which is where a bulk payload belongs. Out: the caller's memory is
+encrypted by ``PIECE_BYTES`` at a time, only as fast as the kernel takes them, so a slow peer costs one piece of memory.
+
+States::
+
+    QUIET    nothing was read or sent yet          → SHAKING
+    SHAKING  handshake done                        → OPEN     connection_made
+    QUIET, SHAKING  anything else                  → FAILED   alert, FIN, and what still comes is read and dropped
+    OPEN     close(), or the other side's goodbye  → CLOSING  all that was written, close_notify, FIN
+    any      the transport below is lost           → LOST     connection_lost, where connection_made was
+"""
 
 from __future__ import annotations
 
 import asyncio
 import ssl
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
+from enum import Enum, auto
+from typing import Any, cast
 
-from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, Refused, Unreachable
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused, Unreachable
 from p2ptrain.core.world import Listener, Network, OnProblem, ProtocolFactory
+from wire.address import format_address
 from wire.codec import encode
 from wire.credentials import Credentials
 from wire.frame import encode_control
-from wire.half_open import HalfOpen
 from wire.messages import Refuse
-from wire.tls_problems import tls_problem
-from wire.tls_transport import READ_BYTES, NotTlsError, TlsTransport
-from wire.transport_base import Address, format_address
+from wire.transport import Address, FlowControl, HalfOpen, WriteData, bytes_view
+
+JOIN_AGAIN = "join again with a fresh ticket: p2ptrain ticket new, at the seed"
+CHECK_CLOCKS = "check the date and time of both machines"
+
+# X509_V_ERR_* of OpenSSL, which the ssl module gives as numbers.
+_NOT_YET_VALID, _EXPIRED, _WRONG_PURPOSE = 9, 10, 26
+_VERIFY = {
+    _NOT_YET_VALID: ("certificate-not-yet-valid", "a certificate that is not valid yet", CHECK_CLOCKS),
+    _EXPIRED: ("certificate-expired", "an expired certificate", f"{CHECK_CLOCKS}, or {JOIN_AGAIN}"),
+    _WRONG_PURPOSE: ("certificate-untrusted", "a certificate made for something else", JOIN_AGAIN),
+}
+_UNTRUSTED = (
+    "certificate-untrusted",
+    "a certificate that this cluster's CA did not sign: it belongs to another cluster, or somebody is in between",
+    f"check the address; if the seed was set up anew, {JOIN_AGAIN}",
+)
+
+# The end of SSLError.reason, of alerts that the other side sent (RFC 8446, section 6.2).
+_ALERTS = {
+    "CERTIFICATE_REQUIRED": ("not-permitted", "it wants a certificate, and this side has none", JOIN_AGAIN),
+    "CERTIFICATE_EXPIRED": ("certificate-expired", "this side's certificate has expired", JOIN_AGAIN),
+    "UNKNOWN_CA": ("certificate-untrusted", "this side's certificate is not of its cluster", JOIN_AGAIN),
+    "BAD_CERTIFICATE": ("certificate-untrusted", "this side's certificate is bad, or not valid yet", CHECK_CLOCKS),
+    "CERTIFICATE_UNKNOWN": ("certificate-untrusted", "this side's certificate is not acceptable", JOIN_AGAIN),
+    "CERTIFICATE_REVOKED": ("certificate-untrusted", "this side's certificate was revoked", JOIN_AGAIN),
+    "INTERNAL_ERROR": ("busy", "too many handshakes are under way there", "try again in a few seconds"),
+}
+
+
+def tls_problem(error: ssl.SSLError, who: str) -> P2PTrainError:
+    """What to tell of ``error``, which ended the TLS connection with ``who`` (host and port)."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        code, what, remedy = _VERIFY.get(error.verify_code, _UNTRUSTED)
+        return Refused(code, f"{who} presented {what}", remedy=remedy)
+    reason = error.reason or ""
+    if "ALERT" in reason:
+        for name, (code, what, remedy) in _ALERTS.items():
+            if reason.endswith(name):
+                return Refused(code, f"{who} refuses: {what}", remedy=remedy)
+        return ConnectionLost(f"{who} ended TLS: {_words(reason)}")
+    if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
+        return Refused("not-permitted", f"{who} presented no certificate", remedy=JOIN_AGAIN)
+    return ProtocolError(f"{who} does not speak TLS as it should: {_words(reason) or 'no reason given'}")
+
+
+def _words(reason: str) -> str:
+    return reason.replace("_", " ").lower()
+
+
+# -------------------------------------------------------------------------------------------------------- the transport
+
+
+READ_BYTES = 256 << 10
+"""Of the buffer that connections share: what the loops' own TLS reads at once."""
+PIECE_BYTES = 128 << 10
+"""Plaintext that is encrypted before the kernel is asked to take it: eight records. From 32 to 256 KiB, processor time
+per byte was the same within the noise; less of it means less memory for a slow peer."""
+LINGER_S = 1.0
+"""How long a failed connection waits for the other side to have read why. To close at once would reset it unread."""
+
+ANSWERS_BYTES = 16 << 10
+"""Of TLS's own answers in a connection's life: about 600 changes of keys. One is due after 2**24.5 records (RFC 8446,
+section 5.5), so no honest peer has so many; each costs time and memory here."""
+
+_HANDSHAKE_RECORD, _ALERT_RECORD = 0x16, 0x15
+_DECODE_ERROR_ALERT = b"\x15\x03\x03\x00\x02\x02\x32"  # OpenSSL has no word for what does not even look like TLS
+
+
+class NotTlsError(ConnectionError):
+    """The other side's first byte is not one of TLS."""
+
+
+class _State(Enum):
+    QUIET = auto()
+    SHAKING = auto()
+    OPEN = auto()
+    CLOSING = auto()
+    FAILED = auto()
+    LOST = auto()
+
+
+class TlsTransport(FlowControl, asyncio.BufferedProtocol):
+    """A transport to the protocol above, a protocol to the transport below.
+
+    A subclass says what happens around the handshake: ``_arrived``, ``_opened``, ``_failed``, ``_gone``.
+
+    Args:
+        factory: makes the protocol above, once the handshake is done.
+        shared: where the transport below reads to; used by no other thread.
+    """
+
+    def __init__(
+        self, context: ssl.SSLContext, factory: ProtocolFactory, shared: memoryview, *, server_side: bool
+    ) -> None:
+        super().__init__(_NO_PROTOCOL, high_bytes=64 << 10)
+        self._context = context
+        self._factory = factory
+        self._shared = shared
+        self._server_side = server_side
+        self._loop = asyncio.get_running_loop()
+        self._state = _State.QUIET
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._backlog: deque[memoryview] = deque()  # plaintext in its owners' memory, its first view cut as it goes
+        self._backlog_bytes = 0
+        self._below_full = False
+        self._heard = False  # whether the other side's first byte was one of TLS
+        self._reading = True
+        self._eof_below = self._eof_told = False
+        self._answers_bytes = 0
+        self._error: Exception | None = None  # what ended it, for connection_lost
+        self._linger: asyncio.TimerHandle | None = None
+
+    # --------------------------------------------------------------------------------------------- around the handshake
+
+    def _arrived(self) -> None:
+        """The transport below is there. A caller begins."""
+
+    def _opened(self) -> None:
+        """The handshake is done; ``connection_made`` was called."""
+
+    def _failed(self, error: Exception) -> None:
+        """It will not be done."""
+
+    def _gone(self) -> None:
+        """The transport below is lost."""
+
+    def begin(self) -> None:
+        """Send or take the first flight."""
+        self._state = _State.SHAKING
+        self._ssl = self._context.wrap_bio(self._incoming, self._outgoing, server_side=self._server_side)
+        self._shake()
+
+    def fail(self, error: Exception, last_words: bytes = b"") -> None:
+        """Give the handshake up; ``last_words`` go out as they are: an alert, or plain words."""
+        if self._state not in (_State.QUIET, _State.SHAKING):
+            return
+        self._state = _State.FAILED
+        if last_words:
+            self._below.write(last_words)
+        self._failed(error)
+        if not self._below.is_closing():
+            self._below.write_eof()
+            self._linger = self._loop.call_later(LINGER_S, self._below.abort)
+
+    def _shake(self) -> None:
+        try:
+            self._ssl.do_handshake()
+        except ssl.SSLWantReadError:
+            self._send_encrypted()
+            return
+        except ssl.SSLError as error:
+            alert = self._outgoing.read()
+            self.fail(error, alert or (b"" if "ALERT" in (error.reason or "") else _DECODE_ERROR_ALERT))
+            return
+        self._send_encrypted()
+        self._state = _State.OPEN
+        self._protocol = self._factory()
+        self._protocol.connection_made(self)
+        self._opened()
+        self._loop.call_soon(self._resumed)  # what came behind the handshake
+
+    # ------------------------------------------------------------------------------------ for the protocol above: reads
+
+    def pause_reading(self) -> None:
+        self._reading = False
+        if self._state is _State.OPEN:
+            self._below.pause_reading()
+
+    def resume_reading(self) -> None:
+        if not self._reading:
+            self._reading = True
+            self._loop.call_soon(self._resumed)
+
+    def is_reading(self) -> bool:
+        return self._reading and self._state is _State.OPEN
+
+    def _resumed(self) -> None:
+        try:
+            self._deliver()
+        except Exception as error:  # noqa: BLE001 - reported to the loop, as every transport of asyncio does
+            context = {
+                "message": "a protocol raised",
+                "exception": error,
+                "transport": self,
+                "protocol": self._protocol,
+            }
+            self._loop.call_exception_handler(context)
+            self._error = error
+            self.abort()
+        if self.is_reading():
+            self._below.resume_reading()
+
+    def _deliver(self) -> None:
+        """Decrypt what has come into the protocol's buffers, as long as it reads."""
+        while self.is_reading() and not self._eof_told:
+            if not self._incoming.pending and not self._ssl.pending():
+                break
+            nbytes, end = self._decrypt()
+            if self._outgoing.pending:
+                self._answer()
+            if nbytes and self._state is _State.OPEN:
+                self._protocol.buffer_updated(nbytes)
+            if isinstance(end, ssl.SSLWantReadError):
+                break
+            if isinstance(end, ssl.SSLError):
+                self._break(end)
+            elif end is not None:
+                self._tell_eof()
+        if self._eof_below and self.is_reading():
+            self._tell_eof()
+
+    def _answer(self) -> None:
+        """Send what TLS itself answers, such as to a change of keys."""
+        self._answers_bytes += self._outgoing.pending
+        if self._answers_bytes <= ANSWERS_BYTES:
+            self._send_encrypted()
+            return
+        self._error = ConnectionAbortedError("it changes its keys again and again")
+        self.abort()
+
+    def _decrypt(self) -> tuple[int, Exception | None]:
+        """Fill one buffer of the protocol: how far, and what stopped it, if anything did; ``EOFError`` is a goodbye."""
+        filled = 0
+        read, incoming, pending = self._ssl.read, self._incoming, self._ssl.pending
+        # Both views are released before the protocol is told: it may resize a bytearray then.
+        with memoryview(self._protocol.get_buffer(-1)) as buffer, buffer.cast("B") as into:
+            size = into.nbytes
+            if not size:
+                raise RuntimeError("get_buffer() returned an empty buffer")
+            try:
+                while filled < size and (incoming.pending or pending()):  # the exception costs as much as a record
+                    nbytes = cast(int, read(size - filled, into[filled:]))
+                    if not nbytes:
+                        return filled, EOFError()
+                    filled += nbytes
+            except ssl.SSLError as error:
+                return filled, error
+        return filled, None
+
+    def _tell_eof(self) -> None:
+        if not self._eof_told:
+            self._eof_told = True
+            if not self._protocol.eof_received():
+                self.close()
+
+    def _break(self, error: ssl.SSLError) -> None:
+        """The other side ended TLS for cause, or sent what nobody can decrypt."""
+        if self._state is _State.OPEN:
+            self._error = error
+            self._state = _State.CLOSING
+            self._drop_backlog()
+            self._send_encrypted()
+            self._below.close()
+
+    # ----------------------------------------------------------------------------------- for the protocol above: writes
+
+    def write(self, data: WriteData) -> None:
+        self.writelines((data,))
+
+    def writelines(self, list_of_data: Iterable[WriteData]) -> None:
+        if self._state is not _State.OPEN:
+            return
+        for data in list_of_data:
+            view = bytes_view(data)
+            if view.nbytes:
+                self._backlog.append(view)
+                self._backlog_bytes += view.nbytes
+        self._pump()
+        self._maybe_pause()
+
+    def get_write_buffer_size(self) -> int:
+        if self._state is _State.LOST:
+            return 0
+        return self._backlog_bytes + self._below.get_write_buffer_size()
+
+    def can_write_eof(self) -> bool:
+        return False
+
+    def write_eof(self) -> None:
+        raise NotImplementedError("TLS has no half of a connection to close")
+
+    def close(self) -> None:
+        """Send what was written, say goodbye, close. What the other side still sends is not read."""
+        if self._state in (_State.QUIET, _State.SHAKING):
+            self.abort()
+        elif self._state is _State.OPEN:
+            self._state = _State.CLOSING
+            self._below.pause_reading()
+            self._finish()
+
+    def abort(self) -> None:
+        if self._state is _State.LOST:
+            return
+        self._drop_backlog()
+        if self._state is not _State.FAILED:
+            shaking = self._state in (_State.QUIET, _State.SHAKING)
+            self._state = _State.CLOSING
+            if shaking:
+                self._failed(ConnectionAbortedError("given up by this side"))
+        self._below.abort()
+
+    def is_closing(self) -> bool:
+        return self._state in (_State.CLOSING, _State.FAILED, _State.LOST)
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        if name == "ssl_object":
+            return self._ssl
+        return self._below.get_extra_info(name, default)
+
+    def _pump(self) -> None:
+        """Encrypt and hand over, piece by piece, until the transport below has more than the kernel takes."""
+        try:
+            while self._backlog and not self._below_full:
+                self._encrypt_piece()
+                self._send_encrypted()
+        except ssl.SSLError as error:
+            self._break(error)
+
+    def _encrypt_piece(self) -> None:
+        encrypt, left = self._ssl.write, PIECE_BYTES
+        while self._backlog and left > 0:
+            view = self._backlog[0]
+            taken = encrypt(view)  # of memory there is always enough; one record of 16 KiB at a time
+            if taken == view.nbytes:
+                self._backlog.popleft()
+            else:
+                self._backlog[0] = view[taken:]
+            self._backlog_bytes -= taken
+            left -= taken
+
+    def _send_encrypted(self) -> None:
+        if self._outgoing.pending:
+            self._below.write(self._outgoing.read())
+
+    def _finish(self) -> None:
+        if not self._backlog and not self._below.is_closing():
+            with suppress(ssl.SSLError):  # it has no answer to our goodbye yet, and none is waited for (RFC 8446, 6.1)
+                self._ssl.unwrap()
+            self._send_encrypted()
+            self._below.close()
+
+    def _drop_backlog(self) -> None:
+        self._backlog.clear()
+        self._backlog_bytes = 0
+
+    # ------------------------------------------------------------------------------------------ for the transport below
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._below = cast(asyncio.Transport, transport)
+        self._below.set_write_buffer_limits(high=0)
+        self._arrived()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._shared
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._state in (_State.CLOSING, _State.FAILED):
+            return
+        if not self._heard:
+            if self._shared[0] not in (_HANDSHAKE_RECORD, _ALERT_RECORD):
+                self._not_tls(bytes(self._shared[: min(nbytes, 16)]))
+                return
+            self._heard = True
+        self._incoming.write(self._shared[:nbytes])
+        if self._state is _State.OPEN:
+            self._deliver()
+        elif self._state is _State.SHAKING:
+            self._shake()
+        else:
+            self.begin()
+
+    def _not_tls(self, start: bytes) -> None:
+        self.fail(NotTlsError(f"it began with {start[:4]!r}"))
+
+    def eof_received(self) -> bool:
+        if self._state in (_State.QUIET, _State.SHAKING):
+            self.fail(ConnectionResetError("it closed the connection in the middle of the TLS handshake"))
+        if self._state is not _State.OPEN:
+            return False
+        self._eof_below = True
+        self._deliver()
+        return True  # close() closes it, after what is still to be sent
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        before, self._state = self._state, _State.LOST
+        if self._linger is not None:
+            self._linger.cancel()
+        self._drop_backlog()
+        if before in (_State.QUIET, _State.SHAKING):
+            self._failed(exc or ConnectionResetError("the connection broke in the middle of the TLS handshake"))
+        elif self._protocol is not _NO_PROTOCOL:
+            self._protocol.connection_lost(self._error or exc)
+        self._gone()
+
+    def pause_writing(self) -> None:
+        self._below_full = True
+
+    def resume_writing(self) -> None:
+        self._below_full = False
+        self._pump()
+        if self._state is _State.CLOSING:
+            self._finish()
+        elif self._state is _State.OPEN:
+            self._maybe_resume()
+
+
+_NO_PROTOCOL = asyncio.BufferedProtocol()  # above, until the handshake is done
+
+
+# ---------------------------------------------------------------------------------------------------------- the network
+
 
 HANDSHAKE_TIMEOUT_S = 5.0
 """From a caller's arrival to the end of TLS's handshake: that of ``wire.handshake`` follows, with a time of its own."""

@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from p2ptrain.core.disk import write_atomic
 from p2ptrain.core.errors import NetworkError, P2PTrainError, ProtocolError, Refused, StorageError, UserError
 from p2ptrain.core.ids import new_id
-from wire.transport_base import format_address, is_loopback, unreachable
+from wire.address import format_address, is_loopback
+from wire.transport import unreachable
 
 if TYPE_CHECKING:
     from p2ptrain.core.world import Network
+    from wire.address import Ticket
     from wire.credentials import Credentials
-    from wire.enrol import Ask
-    from wire.renewal import Member
-    from wire.ticket import Ticket
+    from wire.enrol import Ask, Member
 
 CONNECT_TIMEOUT_S = 5.0
 ADDRESS_FILE = "seed"  # beside the credentials: the address that they lead to
@@ -131,8 +131,7 @@ def read_target(text: str) -> Ticket | tuple[str, int]:
     Raises:
         UserError: it is neither.
     """
-    from wire.address import parse_address
-    from wire.ticket import Ticket, is_ticket
+    from wire.address import Ticket, is_ticket, parse_address
 
     if text.startswith("@"):
         text = _read(Path(text[1:]))
@@ -186,7 +185,7 @@ async def reach(target: Ticket | tuple[str, int], caller: Caller, base: Network,
         NetworkError, Refused, ProtocolError: the seed could not be reached, or does not take the ticket.
         StorageError: credentials could not be kept.
     """
-    from wire.ticket import Ticket
+    from wire.address import Ticket
 
     if isinstance(target, Ticket):
         return await _by_ticket(target, caller, base, afresh=afresh)
@@ -202,7 +201,7 @@ async def reach(target: Ticket | tuple[str, int], caller: Caller, base: Network,
 
 
 def _advice(caller: Caller, *, own: bool) -> str:
-    from wire.ticket import local_ticket_path
+    from wire.address import local_ticket_path
 
     option = {"worker": "", "operator": " --operator"}.get(caller.role, f" --role {caller.role}")
     text = f"on the seed's machine, `p2ptrain ticket new{option}` prints one: give it in place of the address"
@@ -236,7 +235,7 @@ async def _by_ticket(ticket: Ticket, caller: Caller, base: Network, *, afresh: b
 def _encrypted(host: str, port: int, credentials: Credentials, base: Network) -> Access:
     from p2ptrain.core.disk import RealDisk
     from p2ptrain.core.world import LoopClock
-    from wire.renewal import Member
+    from wire.enrol import Member
 
     member = Member(base, credentials, RealDisk(), LoopClock())
     return Access(host, port, member.network, member)
@@ -244,7 +243,7 @@ def _encrypted(host: str, port: int, credentials: Credentials, base: Network) ->
 
 def _local_ticket(caller: Caller, port: int) -> Ticket | None:
     """What a seed of the same user on this machine has left for us, if it listens on that port."""
-    from wire.ticket import Ticket, local_ticket_path
+    from wire.address import Ticket, local_ticket_path
 
     for state in caller.states:
         try:

@@ -35,11 +35,11 @@ from p2ptrain.core.units import human_bytes
 if TYPE_CHECKING:
     from p2ptrain.cli.access import Access
     from p2ptrain.core.world import Clock, Network
+    from wire.address import Ticket
     from wire.client import SeedClient
     from wire.connection import Connection
     from wire.handshake import Server
     from wire.messages import Hello, Refuse, Welcome
-    from wire.ticket import Ticket
 
 PINGS = 10
 SINK_BYTES = 4 * 1024 * 1024

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from wire.transport_base import is_loopback
+from wire.address import is_loopback
 
 if TYPE_CHECKING:
     import asyncio
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from p2ptrain.cli.console import Console
     from p2ptrain.core.world import Network
     from roles.identity import Identity
+    from wire.address import Ticket
     from wire.messages import Scalar
-    from wire.ticket import Ticket
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - members on other machines must reach this one
 
@@ -223,8 +223,7 @@ async def served(joining: Joining, wish: ServeWish) -> None:
 
 
 def _network(link: str) -> Network:
-    from wire.emulate import EmulatedNetwork
-    from wire.shaper import preset_named
+    from wire.emulate import EmulatedNetwork, preset_named
     from wire.transport import TcpNetwork
 
     tcp = TcpNetwork()

@@ -97,9 +97,8 @@ async def connect_operator(access: Access, others: Sequence[tuple[str, int]] = (
     Raises what ``SeedClient.connect`` raised of the first.
     """
     from p2ptrain.core.errors import NetworkError, P2PTrainError, Refused
-    from wire.address import parse_address
+    from wire.address import is_loopback, parse_address
     from wire.client import SeedClient
-    from wire.transport_base import is_loopback
 
     places, tried = [(access.host, access.port), *others], set[tuple[str, int]]()
     problem: P2PTrainError | None = None

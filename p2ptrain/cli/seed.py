@@ -22,11 +22,11 @@ from p2ptrain.cli.runtime import (
     run,
 )
 from p2ptrain.core.errors import P2PTrainError, UserError
+from wire.address import format_address, is_loopback
 from wire.records import FINISHED_STATES
-from wire.transport_base import format_address, is_loopback
 
 if TYPE_CHECKING:
-    from wire.ticket import Ticket
+    from wire.address import Ticket
 
 
 def seed(
@@ -285,7 +285,7 @@ def _tell(console: Console, host: str, port: int, root: Path, tickets: list[Tick
     where = near if port == DEFAULT_PORT else format_address(near, port)
     here, at_root, watched, asked = "", "", where, ""
     if tickets:
-        from wire.ticket import local_ticket_path
+        from wire.address import local_ticket_path
 
         here = " on this machine"
         if root != default_state_dir().absolute():  # where nobody looks unasked

@@ -213,7 +213,7 @@ async def _http(stack: AsyncExitStack, member: ServingMember, place: Place | Non
         return ""
     from p2ptrain.cli.access import shown_host
     from roles.verifier.http import serving_at
-    from wire.transport_base import format_address
+    from wire.address import format_address
 
     await stack.enter_async_context(serving_at(service, place, world=member.world))
     host, port = place.address

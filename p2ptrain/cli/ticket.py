@@ -64,7 +64,7 @@ def new(
     """
     if operator and role not in ("", "operator"):
         raise UserError("--operator and --role exclude each other", remedy="leave one of them out")
-    from wire.ticket import ROLES
+    from wire.address import ROLES
 
     role = role or ("operator" if operator else "worker")
     check_one_of("--role", role, ROLES)

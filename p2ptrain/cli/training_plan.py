@@ -86,7 +86,7 @@ def local_plan(
     from ring.training_placement import plan
     from roles.seed.planning import plan_maps
     from roles.seed.specs import training_of
-    from wire.shaper import preset_named
+    from wire.emulate import preset_named
 
     shape = shape_of(profile)
     training = training_of(profile.to_spec(), shape.to_map()) if shape is not None else None

@@ -117,7 +117,7 @@ def up(
       p2ptrain up --split 3 --spare 1 --checkpoint ./SmolLM2-135M --memory 400MiB
     """
     from p2ptrain.cli.up_cluster import Plan, http_wish, train
-    from wire.shaper import preset_named
+    from wire.emulate import preset_named
 
     if link:
         preset_named(link)  # refused here: each worker would only end

@@ -23,8 +23,8 @@ from p2ptrain.cli.local_cluster import LOOPBACK, Child, LocalCluster, end_all
 from p2ptrain.cli.output import number, print_json, print_pairs
 from p2ptrain.cli.runtime import DEFAULT_PORT
 from p2ptrain.core.errors import ConnectionLost, JobFailed, P2PTrainError, ProtocolError, UserError
+from wire.address import format_address
 from wire.records import FINISHED_STATES
-from wire.transport_base import format_address
 
 if TYPE_CHECKING:
     from configs.schema import Profile

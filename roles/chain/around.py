@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from p2ptrain.core.world import World
-from wire.transport_base import is_loopback
+from wire.address import is_loopback
 
 NEAR_SILENCE_S = 2.0
 """Silence of a stage that counts as its death, where everybody is near."""

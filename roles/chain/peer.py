@@ -16,8 +16,8 @@ from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NetworkError,
 from roles.background import Background
 from roles.chain.around import Around, WorkerAt
 from roles.worker.stage_links import QUIET_S, Line
-from wire.calls import Calls
 from wire.chain_messages import CHAIN_STREAM, ChainBroken, PartLoading, Picked, Took, Work
+from wire.client import Calls
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.messages import Message, Refuse, Response

@@ -28,6 +28,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from p2ptrain.core.disk import Disk, write_atomic
 from p2ptrain.core.errors import ProtocolError, Refused, StorageError
 from roles.seed.tickets import ID_BYTES, ROLES, SECRET_BYTES, Book, Kind, Role, TicketRecord
+from wire.address import Ticket, local_ticket_path
 from wire.credentials import (
     CERTIFICATE_LIFETIME_S,
     Credentials,
@@ -39,7 +40,6 @@ from wire.credentials import (
     request_of_untrusted,
     sign_certificate,
 )
-from wire.ticket import Ticket, local_ticket_path
 
 FIRST_TICKET_S = 7 * 86_400.0
 """The ticket shown at the start: machines are added within days; a forgotten line in a chat is worth nothing later."""

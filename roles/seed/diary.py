@@ -10,8 +10,8 @@ from roles.seed.peers import clipped
 from roles.seed.store import Records, Store
 from roles.seed.strangers import Strangers
 from roles.seed.updates import Board
+from wire.address import format_address, is_loopback, told_of
 from wire.records import EventInfo
-from wire.transport_base import format_address, is_loopback, told_of
 
 MAX_KINDS_CHARS = 24
 RECENT_EVENTS = 100

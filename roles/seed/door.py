@@ -17,10 +17,10 @@ from roles.seed.leading import Rivals, refused_as_standby
 from roles.seed.options import Beats
 from roles.seed.peers import NAME_CHARS, Link, check_hello
 from roles.seed.serving import check_role
+from wire.address import is_loopback
 from wire.connection import Connection
 from wire.handshake import RefusalCode, dial, local_hello, local_welcome
 from wire.messages import Hello, Refuse, Welcome
-from wire.transport_base import is_loopback
 
 DIAL_BACK_S = 3.0
 MAX_PEERS = 1024

@@ -26,14 +26,22 @@ from roles.seed.authority import FIRST_TICKET_S, LONGEST_TICKET_S, Authority
 from roles.seed.params import Params, Result
 from roles.seed.peers import clipped
 from roles.seed.tickets import MAX_USES, ROLES, TicketRecord
-from wire.address import parse_address
+from wire.address import NONCE_BYTES, Ticket, format_address, parse_address, verify_proof
 from wire.connection import GARBLED, Connection, last_word
 from wire.enrol import RENEW
-from wire.enrol_messages import CaOffer, CaRequest, EnrolChallenge, EnrolGranted, EnrolProof, EnrolRequest
 from wire.handshake import HANDSHAKE_TIMEOUT_S, RefusalCode
-from wire.messages import Hello, Refuse, Request, Response
-from wire.ticket import NONCE_BYTES, Ticket, verify_proof
-from wire.transport_base import format_address
+from wire.messages import (
+    CaOffer,
+    CaRequest,
+    EnrolChallenge,
+    EnrolGranted,
+    EnrolProof,
+    EnrolRequest,
+    Hello,
+    Refuse,
+    Request,
+    Response,
+)
 
 MAX_HOST_CHARS = 255
 SHORTEST_TICKET_S = 1.0

@@ -32,10 +32,10 @@ from roles.seed.feed import BATCH_BYTES, BATCH_ROWS, MAX_LOGGED, Change, Feed
 from roles.seed.peers import NAME_CHARS, say_last
 from roles.seed.store import Records, Store
 from roles.seed.succession import SEATS
+from wire.address import format_address, is_loopback
 from wire.connection import Connection
 from wire.messages import Heartbeat, HeartbeatAck, Hello, Leave, Message, Rows, RowsTaken, Seeds
 from wire.records import PeerInfo
-from wire.transport_base import format_address, is_loopback
 
 PART_BYTES = 48 << 10
 """A frame has 64 KiB."""

@@ -23,10 +23,9 @@ from roles.seed.peers import check_numbers
 from roles.seed.standby import CLUSTER_FACT, TERM_FACT, Marker
 from roles.seed.store import SCHEMA_VERSION, Records, Store
 from roles.seed.succession import SEATS, next_term
-from wire.address import parse_address
+from wire.address import format_address, parse_address
 from wire.handshake import RefusalCode, dial, local_hello
 from wire.messages import MAX_TERM, Hello, Refuse
-from wire.transport_base import format_address
 
 ASK_S = 5.0
 """Between two rounds of asking; each of the seeds may take as long to answer."""

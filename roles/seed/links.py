@@ -19,7 +19,7 @@ from p2ptrain.core.world import Clock
 from ring.order import LinkQuality, Links
 from roles.background import started_in
 from roles.seed.peers import Link
-from wire.transport_base import is_loopback
+from wire.address import is_loopback
 
 START_S = 2.0
 """A job's start waits no longer than this for measurements."""

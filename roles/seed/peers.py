@@ -18,13 +18,13 @@ from ring.detector import FailureDetector, beat_defaults
 from ring.order import LinkQuality
 from ring.token import is_lineage
 from ring.view import View
-from wire.calls import Calls
+from wire.address import format_address, is_loopback
+from wire.client import Calls
 from wire.connection import Connection, Received, last_word
 from wire.handshake import RefusalCode
 from wire.job_messages import CheckpointSaved, MemberRecord, Report, StepMetrics, ViewAnnounced
 from wire.messages import Heartbeat, Hello, Message
 from wire.records import CheckpointInfo, PeerInfo, ServingInfo
-from wire.transport_base import format_address, is_loopback
 
 NAME_CHARS = 64
 REASON_BYTES = 480

@@ -15,11 +15,10 @@ from roles.seed.leading import begin
 from roles.seed.options import Beats, Guard, cluster_id
 from roles.seed.server import Seed
 from roles.seed.store import Store
+from wire.address import Ticket, format_address
+from wire.enrol import until_half_life
 from wire.handshake import Server, serve
-from wire.renewal import until_half_life
-from wire.ticket import Ticket
 from wire.tls import TlsNetwork
-from wire.transport_base import format_address
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ from roles.seed.specs import stages_of
 from roles.seed.store import JobRecord, PeerRecord, Records, Store
 from roles.seed.succession import first_generation
 from roles.seed.updates import Board, Map
+from wire.address import format_address
 from wire.chain_messages import PartsHeld
 from wire.connection import Connection, last_word
 from wire.handshake import RefusalCode
@@ -57,7 +58,6 @@ from wire.messages import (
 )
 from wire.records import ClusterInfo, PeerInfo
 from wire.speculation_messages import Serving
-from wire.transport_base import format_address
 
 LOST_SHOWN_S = 60.0
 """How long a lost worker stays in the list, as lost."""

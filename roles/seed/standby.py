@@ -42,14 +42,13 @@ from roles.seed.followers import SEATS_FACT, seats_of
 from roles.seed.peers import NAME_CHARS, check_hello, clipped
 from roles.seed.store import SCHEMA_VERSION, Records, Store
 from roles.seed.succession import Knock, Succession
-from wire.address import parse_address
+from wire.address import format_address, parse_address
 from wire.connection import Connection
 from wire.credentials import Credentials
+from wire.enrol import until_half_life
 from wire.handshake import RefusalCode, Server, dial, local_hello, serve
 from wire.messages import Heartbeat, HeartbeatAck, Hello, Refuse, Rows, RowsTaken, Seeds, Welcome
-from wire.renewal import until_half_life
 from wire.tls import TlsNetwork
-from wire.transport_base import format_address
 
 TAKEOVER_S = 30.0
 """As long as a member may be away from its seed before it counts (rule 4 of ``ring.coordinator``)."""

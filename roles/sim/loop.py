@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from wire.virtual import VirtualClockLoop
+from wire.memory import VirtualClockLoop
 
 _TASKS_KEPT = 256  # ended tasks are forgotten when so many are known
 

@@ -24,10 +24,10 @@ from roles.verifier.door import MOST_BYTES, MOST_STOPS, MOST_TURNS, STOP_CHARS
 from roles.verifier.refusals import error_untrusted
 from roles.worker.stage_links import QUIET_S, Line
 from wire import generate_messages as wire
+from wire.address import is_loopback
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.messages import Message
-from wire.transport_base import is_loopback
 
 DIAL_S = 5.0
 VERIFIER = "verifier"

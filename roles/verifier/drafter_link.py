@@ -40,7 +40,8 @@ from roles.verifier.seat import Beginning, Seat
 from roles.verifier.standing import Standing
 from roles.worker.stage_links import DIAL_S, QUIET_S, Line
 from roles.worker.stage_requests import printable
-from wire.calls import Calls
+from wire.address import is_loopback
+from wire.client import Calls
 from wire.connection import Received
 from wire.handshake import dial, local_hello
 from wire.messages import Message, Refuse, Response
@@ -53,7 +54,6 @@ from wire.speculation_messages import (
     Drafts,
     Verdict,
 )
-from wire.transport_base import is_loopback
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0
 """Between two attempts to reach a drafter; it doubles while they fail."""

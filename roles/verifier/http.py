@@ -32,8 +32,8 @@ from p2ptrain.core.world import World
 from roles.verifier.asking import TextService
 from roles.verifier.http_app import HttpApp
 from roles.verifier.http_problems import RETRY_AFTER_S, Problem, json_bytes
+from wire.address import is_loopback
 from wire.transport import TcpNetwork
-from wire.transport_base import is_loopback
 
 MOST_CONNECTIONS = 256
 MOST_HEADER_BYTES = 16 << 10

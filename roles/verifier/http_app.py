@@ -30,8 +30,7 @@ from roles.verifier.asking import TextService, Wish, Writing
 from roles.verifier.http_answers import DONE, Answer, Usage, event, fingerprint, finish_reason, model_card
 from roles.verifier.http_problems import HEADERS, RETRY_AFTER_S, Problem, json_response, problem_of
 from roles.verifier.http_requests import Request, read_chat, read_completion
-from wire.address import parse_address
-from wire.transport_base import is_loopback
+from wire.address import is_loopback, parse_address
 
 MOST_BODY_BYTES = 2 << 20
 """Of a request: a prompt of half a million tokens. JSON of so many bytes keeps the loop for some tenths of a

@@ -24,8 +24,8 @@ from roles.worker.giver import give
 from roles.worker.links import Prober, Sink
 from roles.worker.stage_links import Line
 from roles.worker.stages import StageContext, Stages
-from wire.calls import Calls
 from wire.chain_messages import CHAIN_STREAM, ChainBroken, PartLoading, PartsHeld, Picked, Took, Work
+from wire.client import Calls
 from wire.connection import Connection
 from wire.handshake import Server, dial, local_hello, local_welcome, serve
 from wire.memory import MemoryNetwork

@@ -29,12 +29,12 @@ from roles.worker.context import Context, Notify
 from roles.worker.links import Prober, Sink, targets_untrusted, to_result
 from roles.worker.runner import JobRunner
 from roles.worker.stages import PURPOSES, Holding, StageContext, Stages
+from wire.address import told_of
 from wire.connection import Connection
+from wire.enrol import Member
 from wire.handshake import RefusalCode, local_hello, local_welcome, serve
 from wire.job_messages import Assign, CatchUp, Hold, Release, Report, SaveNow, ViewAnnounced
 from wire.messages import EventNotice, Hello, Message, Refuse, Request, Response, Scalar, Welcome
-from wire.renewal import Member
-from wire.transport_base import told_of
 
 LEAVE_S = 1.2  # how long a leaving worker waits for the step boundary; with closing, Ctrl+C takes less than 2 s
 JOBS = "jobs"  # directory of the jobs' checkpoints, in a worker's own

@@ -19,7 +19,7 @@ import p2ptrain
 from p2ptrain.cli import lazy, output, runtime
 from p2ptrain.cli.commands import Commands
 from p2ptrain.core import errors
-from wire.transport_base import is_loopback
+from wire.address import is_loopback
 
 Command = Callable[..., Any]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from configs.loader import load, shipped
-from wire.transport_base import format_address
+from wire.address import format_address
 
 Command = Callable[..., Any]
 

@@ -18,9 +18,8 @@ from roles.chain.around import Around
 from roles.drafter.testing import around_of, whole
 from roles.member import ServingMember
 from roles.verifier import whole_target
-from wire.memory import MemoryNetwork
+from wire.memory import MemoryNetwork, run_virtual
 from wire.speculation_messages import Serving
-from wire.virtual import run_virtual
 
 
 class Member:

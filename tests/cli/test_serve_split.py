@@ -29,8 +29,7 @@ from roles.verifier.asking import Wish
 from roles.verifier.client import VerifierClient, verifiers_untrusted
 from roles.worker.build import holding
 from roles.worker.stage_testing import LoopThreads
-from wire.memory import MemoryNetwork
-from wire.virtual import run_virtual
+from wire.memory import MemoryNetwork, run_virtual
 
 PATIENCE_S = 600.0
 """Virtual, as all times here."""

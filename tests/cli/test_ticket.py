@@ -16,7 +16,7 @@ from p2ptrain.cli.runtime import open_operator
 from p2ptrain.core.errors import Refused, Unreachable, UserError
 from p2ptrain.core.world import ProtocolFactory
 from roles.in_process import Cluster
-from wire.ticket import ROLES, Ticket, local_ticket_path
+from wire.address import ROLES, Ticket, local_ticket_path
 from wire.transport import TcpNetwork
 
 Command = Callable[..., Any]

@@ -42,7 +42,7 @@ def test_every_shipped_profile_loads_and_says_what_it_is_for(name: str) -> None:
 
 
 def test_link_presets_are_those_of_the_shaper() -> None:
-    from wire.shaper import PRESETS
+    from wire.emulate import PRESETS
 
     assert sorted(PRESETS) == sorted(LINK_PRESETS)
 

@@ -27,9 +27,8 @@ from roles.chain.works import CHUNK
 from roles.stage_stand_in import WIDTH, StandIns, stand_in_config, write_model
 from roles.worker.stage_testing import PORT, Stage
 from wire.chain_messages import ChainBroken, PartLoading, Picked, Took
-from wire.memory import MemoryNetwork
+from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import Message, Request, Response, StillHere
-from wire.virtual import run_virtual
 
 from .engine import Target
 from .strategies import FREE, REAL, TEXT, WHOLE, made

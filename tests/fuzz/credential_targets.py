@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from p2ptrain.core.errors import ProtocolError, Refused
 from p2ptrain.core.ids import is_id
 from roles.seed.authority import ticket_of
+from tests.wire.doubles import Run, credentials, run
 from wire.credentials import (
     MAX_DER_BYTES,
     der_of,
@@ -29,7 +30,6 @@ from wire.credentials import (
     request_of_untrusted,
 )
 from wire.enrol import _certificate_untrusted
-from wire.testing import Run, credentials, run
 
 from .engine import Target
 from .strategies import FREE, mutated

@@ -34,12 +34,12 @@ from roles.worker.donor import Donations
 from roles.worker.fetch import Fetch, _Donor
 from roles.worker.given import CHUNK_BYTES, chunk_untrusted
 from roles.worker.offered import Self
+from tests.wire.doubles import credentials
+from wire.address import proof
 from wire.codec import MESSAGE_TYPES, encode
 from wire.connection import Connection
 from wire.credentials import PeerIdentity, unverified_context
-from wire.enrol_messages import CaRequest, EnrolProof, EnrolRequest
 from wire.frame import encode_control
-from wire.half_open import HalfOpen
 from wire.handshake import local_hello, local_welcome, serve
 from wire.heal_messages import (
     BlobRecord,
@@ -52,12 +52,10 @@ from wire.heal_messages import (
     TableRequest,
 )
 from wire.job_messages import MemberRecord
-from wire.memory import MemoryNetwork
-from wire.messages import Hello, Message, Refuse, Request, Response, Welcome
-from wire.testing import credentials
-from wire.ticket import proof
+from wire.memory import MemoryNetwork, run_virtual
+from wire.messages import CaRequest, EnrolProof, EnrolRequest, Hello, Message, Refuse, Request, Response, Welcome
 from wire.tls import TlsNetwork
-from wire.virtual import run_virtual
+from wire.transport import HalfOpen
 
 from .credential_targets import requests
 from .engine import Target

@@ -42,10 +42,9 @@ from roles.verifier.drafters import Drafters
 from roles.worker.stage_requests import MAX_POSITIONS
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
-from wire.memory import MemoryNetwork
+from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import Message, Request
 from wire.speculation_messages import DraftClose, DraftOpen, DraftReady, DraftRefused, Drafts, Verdict
-from wire.virtual import run_virtual
 
 from .engine import Target
 from .strategies import WHOLE, made, mutated

@@ -41,9 +41,8 @@ from roles.worker.stage_testing import (
 )
 from wire.chain_messages import CHAIN_STREAM, Picked, TensorRecord, TensorsPage, Work
 from wire.connection import Connection
-from wire.memory import MemoryNetwork
+from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import Message, Request, StillHere
-from wire.virtual import run_virtual
 
 from .engine import Target
 from .strategies import FREE, REAL, TEXT, WHOLE, made, mutated

@@ -16,9 +16,8 @@ from roles.verifier.refusals import error_untrusted
 from wire import generate_messages as wire
 from wire.connection import Connection
 from wire.handshake import local_welcome, serve
-from wire.memory import MemoryNetwork
+from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import Hello, Message, StillHere, Welcome
-from wire.virtual import run_virtual
 
 from .engine import Target
 from .strategies import FREE, REAL, TEXT, WHOLE, made, mostly

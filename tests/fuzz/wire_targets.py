@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from p2ptrain.cli.training_plan import prediction
 from p2ptrain.core.errors import ProtocolError, Refused, UserError
-from wire.address import parse_address
+from wire.address import ROLES, Ticket, format_address, is_ticket, parse_address
 from wire.codec import MESSAGE_TYPES, decode_untrusted, encode
 from wire.credentials import PeerIdentity
 from wire.frame import (
@@ -38,8 +38,6 @@ from wire.records import (
     StagePlanInfo,
     TrainingPlanInfo,
 )
-from wire.ticket import ROLES, Ticket, is_ticket
-from wire.transport_base import format_address
 
 from .engine import Target
 from .strategies import (
@@ -369,7 +367,7 @@ TICKET = Target(
     "tickets",
     mutated_text(_TICKETS, _PIECES) | ANY_TEXT,
     _check_ticket,
-    ("wire.ticket.Ticket.parse_untrusted",),
+    ("wire.address.Ticket.parse_untrusted",),
     peak_bytes=256 << 10,
 )
 

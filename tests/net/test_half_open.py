@@ -15,14 +15,13 @@ import pytest
 import uvloop
 
 from p2ptrain.core.world import Network
+from tests.wire.doubles import credentials
 from wire.connection import Connection
 from wire.credentials import unverified_context
-from wire.half_open import HalfOpen
 from wire.handshake import Server, dial, local_hello, local_welcome
 from wire.messages import Hello, Leave, Welcome
-from wire.testing import credentials
 from wire.tls import TlsNetwork
-from wire.transport import TcpNetwork
+from wire.transport import HalfOpen, TcpNetwork
 
 HELD = 500
 MOST_BYTES = 32 << 20

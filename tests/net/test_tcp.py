@@ -16,12 +16,11 @@ import uvloop
 
 from p2ptrain.core.errors import Unreachable, UserError
 from p2ptrain.core.world import Network
-from wire import recorder
-from wire.emulate import EmulatedNetwork
-from wire.recorder import Recorder
-from wire.shaper import LinkPreset
-from wire.transport import TcpNetwork
-from wire.transport_base import cannot_listen, format_address, unreachable
+from tests.wire import doubles
+from tests.wire.doubles import Recorder
+from wire.address import format_address
+from wire.emulate import EmulatedNetwork, LinkPreset
+from wire.transport import TcpNetwork, cannot_listen, unreachable
 
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
@@ -30,7 +29,7 @@ Play = Callable[[Coroutine[Any, Any, None]], None]
 
 @pytest.fixture(params=list(LOOPS))
 def play(request: pytest.FixtureRequest) -> Play:
-    return partial(recorder.play, loop_factory=LOOPS[request.param])
+    return partial(doubles.play, loop_factory=LOOPS[request.param])
 
 
 def addresses_here() -> list[str]:
@@ -68,7 +67,7 @@ def test_every_kind_of_address_carries_bytes(play: Play, host: str) -> None:
             acceptor.transport.write(b"hello")
             assert await dialler.until_received(5) == b"hello"
 
-    play(scenario())
+    doubles.play(scenario())
 
 
 @pytest.mark.parametrize("host", ["", "0.0.0.0"])
@@ -82,7 +81,7 @@ def test_listening_everywhere_is_reached_on_the_loopback(play: Play, host: str) 
         dialler.transport.abort()
         await dialler.until_lost()
 
-    play(scenario())
+    doubles.play(scenario())
 
 
 def test_both_ends_have_the_options_that_find_a_dead_peer(play: Play) -> None:
@@ -96,7 +95,7 @@ def test_both_ends_have_the_options_that_find_a_dead_peer(play: Play) -> None:
                     if hasattr(socket, name):
                         assert sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) == value, name
 
-    play(scenario())
+    doubles.play(scenario())
 
 
 def test_buffers_have_the_size_that_was_asked_for(play: Play) -> None:
@@ -110,7 +109,7 @@ def test_buffers_have_the_size_that_was_asked_for(play: Play) -> None:
         asked = await sizes(TcpNetwork(buffer_bytes=50_000))
         assert all(50_000 <= size <= 100_000 for size in asked)  # Linux doubles it for its own bookkeeping
 
-    play(scenario())
+    doubles.play(scenario())
 
 
 def test_a_port_with_connections_in_time_wait_can_be_bound_again(play: Play) -> None:
@@ -126,7 +125,7 @@ def test_a_port_with_connections_in_time_wait_can_be_bound_again(play: Play) -> 
         again = await network.listen(*listener.address, Recorder)
         await again.close()
 
-    play(scenario())
+    doubles.play(scenario())
 
 
 def test_the_end_of_an_emulated_stream_is_told_once_whatever_is_paused_then(play: Play) -> None:
@@ -147,7 +146,7 @@ def test_the_end_of_an_emulated_stream_is_told_once_whatever_is_paused_then(play
         await dialler.until_lost()
         await listener.close()
 
-    play(scenario())
+    doubles.play(scenario())
 
 
 def test_a_killed_process_is_noticed(play: Play) -> None:
@@ -171,7 +170,7 @@ def test_a_killed_process_is_noticed(play: Play) -> None:
         await acceptor.until_lost()
         await listener.close()
 
-    play(scenario())
+    doubles.play(scenario())
 
 
 @pytest.fixture
@@ -199,7 +198,7 @@ def test_a_machine_that_swallows_packets_is_given_up_in_time(play: Play, black_h
         with pytest.raises(asyncio.CancelledError):
             await dialling
 
-    play(scenario())
+    doubles.play(scenario())
 
 
 def test_each_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch, black_hole: tuple[str, int]) -> None:
@@ -221,7 +220,7 @@ def test_each_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch, black_
         await dialler.until_lost()
         await there.close()
 
-    recorder.play(scenario())
+    doubles.play(scenario())
 
 
 def test_a_name_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +235,7 @@ def test_a_name_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(UserError, match="host name is not known"):
             await TcpNetwork().listen("sede", 7337, Recorder)
 
-    recorder.play(scenario())
+    doubles.play(scenario())
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 64 + ".example"])
@@ -247,7 +246,7 @@ def test_a_name_that_is_none(play: Play, host: str) -> None:
         with pytest.raises(UserError, match="host name is not known"):
             await TcpNetwork().listen(host, 7337, Recorder)
 
-    play(scenario())
+    doubles.play(scenario())
 
 
 def test_an_address_of_another_machine_cannot_be_bound(play: Play) -> None:
@@ -256,7 +255,7 @@ def test_an_address_of_another_machine_cannot_be_bound(play: Play) -> None:
             await TcpNetwork().listen("192.0.2.1", 0, Recorder)
         assert "0.0.0.0" in caught.value.remedy
 
-    play(scenario())
+    doubles.play(scenario())
 
 
 @pytest.mark.parametrize(

@@ -19,14 +19,12 @@ from ring.hop import Payload
 from ring.local import HOST, LocalMember, local_chain, local_view, networks_apart
 from ring.schedule import Kind, Schedule, extended, gpipe, one_f_one_b
 from wire.connection import Received
-from wire.emulate import EmulatedNetwork
+from wire.emulate import EmulatedNetwork, LinkPreset
 from wire.handshake import RefusalCode, dial, local_hello
 from wire.heal_messages import MemberLost
 from wire.job_messages import StepMetrics
-from wire.memory import MemoryNetwork
-from wire.shaper import LinkPreset
+from wire.memory import MemoryNetwork, run_virtual
 from wire.transport import TcpNetwork
-from wire.virtual import run_virtual
 
 F, B = Kind.FORWARD, Kind.BACKWARD
 AT_ONCE_S = 5.0  # generous for a slow machine, far below every deadline that could otherwise have ended a wait

@@ -16,7 +16,7 @@ from ring.lanes import TURN_BYTES, Flow, Lane
 from ring.local import local_ring
 from wire import transport
 from wire.connection import Connection
-from wire.sockets import can_watch
+from wire.transport import can_watch
 
 SUB_CHUNK_BYTES = 64 << 10
 TURNS = 5

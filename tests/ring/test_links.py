@@ -17,10 +17,9 @@ from ring.session import RingSession
 from ring.view import View
 from wire.connection import Connection
 from wire.handshake import RefusalCode, dial, local_hello
-from wire.memory import MemoryNetwork
+from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import Hello
 from wire.transport import TcpNetwork
-from wire.virtual import run_virtual
 
 AT_ONCE_S = 5.0  # generous for a slow machine, far below every deadline that could otherwise have ended a wait
 

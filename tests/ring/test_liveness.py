@@ -14,12 +14,10 @@ from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded
 from ring.detector import ENOUGH_MOVES
 from ring.local import LocalMember, local_ring, local_view
 from ring.session import RingSession
-from wire.emulate import EmulatedNetwork
+from wire.emulate import EmulatedNetwork, preset_named
 from wire.heal_messages import MemberLost
-from wire.memory import MemoryNetwork
+from wire.memory import MemoryNetwork, VirtualClockLoop, run_virtual
 from wire.messages import HeartbeatAck
-from wire.shaper import preset_named
-from wire.virtual import VirtualClockLoop, run_virtual
 
 
 def virtual(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:

@@ -13,12 +13,10 @@ from ring.local import LocalMember, local_view
 from ring.order import LinkQuality, best_order
 from roles.worker.links import Prober, Sink, Target
 from wire.connection import Connection
-from wire.emulate import EmulatedNetwork, PresetOf
+from wire.emulate import EmulatedNetwork, LinkPreset, PresetOf
 from wire.handshake import local_welcome, serve
-from wire.memory import MemoryNetwork
+from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import Hello, Welcome
-from wire.shaper import LinkPreset
-from wire.virtual import run_virtual
 
 PEERS = "abcdef"
 NUMEL = 1 << 16

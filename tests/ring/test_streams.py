@@ -9,10 +9,8 @@ import pytest
 
 from ring.local import local_ring
 from ring.session import RingSession
-from wire.emulate import EmulatedNetwork
-from wire.memory import MemoryNetwork
-from wire.shaper import LinkPreset
-from wire.virtual import run_virtual
+from wire.emulate import EmulatedNetwork, LinkPreset
+from wire.memory import MemoryNetwork, run_virtual
 
 CAPPED = LinkPreset("capped", delay_ms=20.0, rate_bps=50e6, burst_bytes=64 << 10)
 """Far, and each flow is held to 50 Mbit/s."""

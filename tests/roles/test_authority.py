@@ -13,6 +13,7 @@ from cryptography import x509
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ProtocolError, Refused, StorageError
 from roles.seed.authority import Authority, ticket_of
+from wire.address import ROLES, Ticket
 from wire.credentials import (
     CERTIFICATE_LIFETIME_S,
     SKEW_S,
@@ -21,7 +22,6 @@ from wire.credentials import (
     identity_of_untrusted,
     new_key_and_request,
 )
-from wire.ticket import ROLES, Ticket
 
 NOW = 1_800_000_000.0
 

@@ -29,10 +29,8 @@ from roles.speculation.ngram import NgramEngine
 from roles.stage_stand_in import tokens_of
 from roles.verifier.drafter_link import Tokens
 from roles.verifier.drafters import Drafters
-from wire.emulate import EmulatedNetwork
-from wire.memory import MemoryNetwork
-from wire.shaper import LinkPreset
-from wire.virtual import run_virtual
+from wire.emulate import EmulatedNetwork, LinkPreset
+from wire.memory import MemoryNetwork, run_virtual
 
 PROMPT = [5, 80, 11, 11, 3]
 SEEDED = Sampling(temperature=1.5, top_k=40, top_p=0.95, seed=4)

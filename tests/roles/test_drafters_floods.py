@@ -31,10 +31,9 @@ from roles.verifier.drafters import Drafters
 from roles.verifier.standing import LONGEST_STRUCK_S, REDIAL_S, STRUCK_S, Standing
 from roles.worker.stage_links import MOST_BEATS
 from wire.connection import Connection
-from wire.memory import MemoryNetwork
+from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import StillHere
 from wire.speculation_messages import DrafterAt, DraftRefused, Drafts
-from wire.virtual import run_virtual
 
 PROMPT = [5, 80, 11, 11, 3]
 GREEDY = Sampling(temperature=0)

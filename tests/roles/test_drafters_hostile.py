@@ -39,10 +39,9 @@ from roles.verifier.drafters import Drafters
 from roles.worker.stage_links import Line
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
-from wire.memory import MemoryNetwork
+from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import Message, Response
 from wire.speculation_messages import DraftClose, DraftOpen, DraftReady, DraftRefused, Drafts, Verdict
-from wire.virtual import run_virtual
 
 PROMPT = [5, 80, 11, 11, 3]
 GREEDY = Sampling(temperature=0)

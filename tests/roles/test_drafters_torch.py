@@ -15,8 +15,7 @@ from roles.verifier.drafter_link import Tokens
 from roles.verifier.drafters import Drafters
 from roles.verifier.drafting_source import NoDrafters
 from tests.compute.families import VOCAB, make, opened
-from wire.memory import MemoryNetwork
-from wire.virtual import run_virtual
+from wire.memory import MemoryNetwork, run_virtual
 
 PROMPT = [(7 * index * index) % VOCAB for index in range(9)]
 

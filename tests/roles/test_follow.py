@@ -34,8 +34,7 @@ from roles.worker.testing import (
     spoils,
 )
 from wire.job_messages import CatchUp, Report
-from wire.memory import MemoryNetwork
-from wire.virtual import run_virtual
+from wire.memory import MemoryNetwork, run_virtual
 
 NUMEL = 400_001
 

@@ -42,9 +42,8 @@ from roles.worker.transfer import STRIKES
 from wire.handshake import dial, local_hello
 from wire.heal_messages import ChunkRequest, HealOffer, HealRequest
 from wire.job_messages import Report
-from wire.memory import MemoryNetwork
+from wire.memory import MemoryNetwork, run_virtual
 from wire.transport import TcpNetwork
-from wire.virtual import run_virtual
 
 SILENCE_S = 2.0  # on a LAN
 NUMEL = 700_001  # two blobs of three chunks each

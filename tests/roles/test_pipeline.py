@@ -20,9 +20,8 @@ from roles.compute_thread import ComputeFailed, ComputeThread
 from roles.part_engine import PartEngine, Payload
 from roles.part_stand_in import ArithmeticPart, TimedPart
 from roles.strategies.stage_runner import StageRunner, StageStep
-from wire.memory import MemoryNetwork
+from wire.memory import MemoryNetwork, run_virtual
 from wire.transport import TcpNetwork
-from wire.virtual import run_virtual
 
 T = TypeVar("T")
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import wire.enrol
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ConnectionLost, NeighbourAway, P2PTrainError, Refused
 from p2ptrain.core.world import LoopClock
@@ -18,17 +19,14 @@ from ring.links import dial_patiently
 from roles.in_process import DEADLINE_S, HOST, Cluster, Peer
 from roles.stand_in import StandInEngine
 from tests.roles.test_cluster import at, done, small_profile, state_of
-from wire import renewal
+from wire.address import ROLES, Ticket
 from wire.client import SeedClient
 from wire.connection import Connection
 from wire.credentials import CERTIFICATE_LIFETIME_S
-from wire.enrol import enrol
-from wire.enrol_messages import EnrolChallenge, EnrolGranted, EnrolProof, EnrolRequest
+from wire.enrol import Member, enrol
 from wire.handshake import RefusalCode, dial, local_hello, local_welcome, serve
 from wire.job_messages import MemberRecord
-from wire.messages import Hello, Request, Response, Welcome
-from wire.renewal import Member
-from wire.ticket import ROLES, Ticket
+from wire.messages import EnrolChallenge, EnrolGranted, EnrolProof, EnrolRequest, Hello, Request, Response, Welcome
 from wire.transport import TcpNetwork
 
 
@@ -155,8 +153,8 @@ async def test_nobody_takes_the_name_of_another(secure: Cluster) -> None:
 
 async def test_a_proof_serves_once(secure: Cluster) -> None:
     """A proof that was overheard is for another nonce."""
+    from wire.address import proof
     from wire.credentials import authority_context, new_key_and_request
-    from wire.ticket import proof
     from wire.tls import TlsDialler
 
     ticket = await new_ticket(secure)
@@ -411,12 +409,12 @@ async def test_a_worker_renews_at_half_life_and_the_next_connection_has_the_new_
     real = Member.renew
 
     async def renew(self: Member, ask: Any) -> None:
-        monkeypatch.setattr(renewal, "HALF_LIFE_S", CERTIFICATE_LIFETIME_S / 2)  # this once
+        monkeypatch.setattr(wire.enrol, "HALF_LIFE_S", CERTIFICATE_LIFETIME_S / 2)  # this once
         serials.append(self.credentials.identity.serial)
         await real(self, ask)
         renewed.append(self)
 
-    monkeypatch.setattr(renewal, "HALF_LIFE_S", 0.0)
+    monkeypatch.setattr(wire.enrol, "HALF_LIFE_S", 0.0)
     monkeypatch.setattr(Member, "renew", renew)
     first = secure.join()
     await until(lambda: bool(renewed))

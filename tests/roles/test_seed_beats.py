@@ -13,8 +13,8 @@ from ring.detector import FailureDetector, Memory, beat_defaults
 from roles.seed.peers import Link, ring_beats
 from wire.connection import Received
 from wire.handshake import local_hello
+from wire.memory import run_virtual
 from wire.messages import Heartbeat
-from wire.virtual import run_virtual
 
 NEAR, FAR = beat_defaults(0.1), beat_defaults(80.0)
 

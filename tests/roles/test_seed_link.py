@@ -19,9 +19,8 @@ from roles.seed_link import RESENT_SAVES, Pulse, SeedLink
 from wire.connection import Connection
 from wire.handshake import RefusalCode, Server, local_hello, local_welcome, serve
 from wire.job_messages import CheckpointSaved, SaveNow, StepMetrics
-from wire.memory import MemoryNetwork
+from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import Heartbeat, HeartbeatAck, Hello, Message, Refuse, Welcome
-from wire.virtual import run_virtual
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from roles.seed import links as seed_links
 from roles.seed.links import FRESH_S, MAX_AT_ONCE, START_S, LinkTable, Survey, host_seen_from, measured_untrusted
 from roles.seed.peers import Link
 from wire.handshake import local_hello
-from wire.virtual import run_virtual
+from wire.memory import run_virtual
 
 GOOD = LinkQuality(0.01, 1e8, 2e8)
 

@@ -41,8 +41,7 @@ from roles.worker.stages import MAX_MODELS, MAX_TAKERS
 from wire.chain_messages import TensorGone, TensorRequest, TensorsPage, TensorsRequest
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
-from wire.memory import MemoryNetwork
-from wire.virtual import run_virtual
+from wire.memory import MemoryNetwork, run_virtual
 
 CONFIG = stand_in_config(layers=4)
 WHOLE = {"start": 0, "stop": 4, "layers": 4}

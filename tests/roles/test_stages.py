@@ -35,9 +35,8 @@ from roles.worker.stage_testing import (
 from roles.worker.stage_works import REPLAY_S
 from wire.chain_messages import CHAIN_STREAM, ChainBroken, Picked, Took, Work
 from wire.handshake import dial, local_hello
-from wire.memory import MemoryNetwork
+from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import Request
-from wire.virtual import run_virtual
 
 CONFIG = stand_in_config(layers=6)
 PROMPT = [5, 80, 11, 11, 3]

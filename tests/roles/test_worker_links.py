@@ -29,13 +29,11 @@ from roles.worker.links import (
     to_result,
 )
 from wire.connection import Connection
-from wire.emulate import EmulatedNetwork
+from wire.emulate import PRESETS, EmulatedNetwork, LinkPreset
 from wire.handshake import Server, dial, local_hello, local_welcome, serve
-from wire.memory import MemoryNetwork
+from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import Hello, Request, Response, Welcome
-from wire.shaper import PRESETS, LinkPreset
 from wire.transport import TcpNetwork
-from wire.virtual import run_virtual
 
 
 @dataclass

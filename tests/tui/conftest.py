@@ -15,9 +15,8 @@ from tui.demo import DemoCluster
 from tui.source import PlainWay, SeedSource
 from wire.connection import Connection
 from wire.handshake import Server, local_welcome, serve
+from wire.memory import MemoryNetwork, VirtualClockLoop
 from wire.messages import Hello, Refuse, Request, Response, Update, Welcome
-from wire.transport import MemoryNetwork
-from wire.virtual import VirtualClockLoop
 
 
 @pytest.fixture(autouse=True)

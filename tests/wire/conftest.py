@@ -11,14 +11,13 @@ import pytest
 import uvloop
 
 from p2ptrain.core.world import Listener, Network, OnProblem, ProtocolFactory
-from wire import recorder
+from tests.wire import doubles
+from tests.wire.doubles import run
 from wire.credentials import Credentials
-from wire.emulate import EmulatedNetwork
-from wire.shaper import LinkPreset
-from wire.testing import run
+from wire.emulate import EmulatedNetwork, LinkPreset
+from wire.memory import MemoryNetwork, VirtualClockLoop
 from wire.tls import TlsNetwork
-from wire.transport import MemoryNetwork, TcpNetwork
-from wire.virtual import VirtualClockLoop
+from wire.transport import TcpNetwork
 
 Scenario = Callable[[Network], Awaitable[None]]
 Play = Callable[[Scenario], None]
@@ -98,7 +97,7 @@ def _plain_player(stage: str) -> Play:
     async def scene(scenario: Scenario) -> None:
         await scenario(network())
 
-    return lambda scenario: recorder.play(scene(scenario), loop_factory=loop)
+    return lambda scenario: doubles.play(scene(scenario), loop_factory=loop)
 
 
 @pytest.fixture(params=PLAIN_STAGES)

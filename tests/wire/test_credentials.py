@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ProtocolError, StorageError
+from tests.wire.doubles import credentials, run
 from wire.credentials import (
     MAX_DER_BYTES,
     SKEW_S,
@@ -34,7 +35,6 @@ from wire.credentials import (
     sign_certificate,
     unverified_context,
 )
-from wire.testing import credentials, run
 
 DISK = RealDisk()
 DER = serialization.Encoding.DER

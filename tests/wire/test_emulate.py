@@ -10,11 +10,9 @@ import pytest
 
 from p2ptrain.core.errors import Unreachable
 from p2ptrain.core.world import Network
-from wire.emulate import PIECE_BYTES, SPARE_BYTES, EmulatedNetwork, EmulatedTransport
-from wire.memory import MemoryNetwork
-from wire.recorder import Recorder
-from wire.shaper import PRESETS, LinkPreset, LinkShaper
-from wire.virtual import VirtualClockLoop, run_virtual
+from tests.wire.doubles import Recorder
+from wire.emulate import PIECE_BYTES, PRESETS, SPARE_BYTES, EmulatedNetwork, EmulatedTransport, LinkPreset, LinkShaper
+from wire.memory import MemoryNetwork, VirtualClockLoop, run_virtual
 
 DELAY_S = 0.050
 PLAIN = LinkPreset("plain", delay_ms=50.0)

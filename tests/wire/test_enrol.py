@@ -29,17 +29,26 @@ from p2ptrain.core.errors import (
     Unreachable,
 )
 from p2ptrain.core.world import Network
+from tests.wire.doubles import Recorder, Run, credentials, run
+from wire.address import NONCE_BYTES, Ticket, proof, verify_proof
 from wire.codec import decode_untrusted, encode
 from wire.connection import Connection, last_word
 from wire.credentials import Credentials, authority_context, der_of, new_key_and_request, pem_of
 from wire.enrol import RENEW, enrol, renew
-from wire.enrol_messages import CaOffer, CaRequest, EnrolChallenge, EnrolGranted, EnrolProof, EnrolRequest
 from wire.frame import encode_control
 from wire.handshake import Server, dial, local_hello, local_welcome, serve
-from wire.messages import Hello, Message, Refuse, Welcome
-from wire.recorder import Recorder
-from wire.testing import Run, credentials, run
-from wire.ticket import NONCE_BYTES, Ticket, proof, verify_proof
+from wire.messages import (
+    CaOffer,
+    CaRequest,
+    EnrolChallenge,
+    EnrolGranted,
+    EnrolProof,
+    EnrolRequest,
+    Hello,
+    Message,
+    Refuse,
+    Welcome,
+)
 from wire.tls import TlsDialler, TlsNetwork
 
 HOST = "127.0.0.1"

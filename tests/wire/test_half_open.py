@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire.half_open import MAX_HALF_OPEN, MAX_HALF_OPEN_PER_MACHINE, HalfOpen
+from wire.transport import MAX_HALF_OPEN, MAX_HALF_OPEN_PER_MACHINE, HalfOpen
 
 HOSTS = ["127.0.0.1", "127.9.9.9", "::1", "10.0.0.1", "10.0.0.2", "2001:db8::1", "2001:db8::2", "fe80::1%eth0", "a"]
 

@@ -13,11 +13,9 @@ import pytest
 import uvloop
 
 from p2ptrain.core.errors import ConnectionLost
+from tests.wire.doubles import credentials, play
 from wire.connection import Connection
-from wire.recorder import play
-from wire.testing import credentials
-from wire.tls import TlsNetwork
-from wire.tls_transport import ANSWERS_BYTES
+from wire.tls import ANSWERS_BYTES, TlsNetwork
 from wire.transport import TcpNetwork
 
 HOST = "127.0.0.1"

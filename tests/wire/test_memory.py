@@ -8,9 +8,8 @@ import pytest
 
 from p2ptrain.core.errors import Unreachable, UserError
 from p2ptrain.core.world import Network
-from wire.memory import MemoryNetwork
-from wire.recorder import Recorder
-from wire.virtual import run_virtual
+from tests.wire.doubles import Recorder
+from wire.memory import MemoryNetwork, run_virtual
 
 
 async def pair(dialling: Network, listening: Network, host: str = "b") -> tuple[Recorder, Recorder]:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.core.errors import UserError
-from wire.shaper import PRESETS, LinkPreset, LinkShaper, preset_named
+from wire.emulate import PRESETS, LinkPreset, LinkShaper, preset_named
 
 PLAIN = LinkPreset("plain", delay_ms=10.0)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.core.errors import ProtocolError
-from wire.ticket import ROLES, Ticket, is_ticket, proof, verify_proof
+from wire.address import ROLES, Ticket, is_ticket, proof, verify_proof
 
 SECRET = bytes(range(100, 116))
 TICKET = Ticket("192.168.1.20", 7337, "worker", "0123456789ab", SECRET, bytes(range(32)))
@@ -107,7 +107,7 @@ def test_any_text_is_a_ticket_or_a_protocol_error(text: str) -> None:
 
 @pytest.mark.parametrize("head", [0x00, 0x20, 0x15, 0x1F, 0xF0])
 def test_another_version_or_kind_is_told_so(head: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from wire import ticket as module
+    from wire import address as module
 
     body = bytes([head]) + bytes(54)
     text = f"seed/{urlsafe_b64encode(body + module._checksum(body)).decode()}"

@@ -21,16 +21,15 @@ from p2ptrain.core.errors import (
     Unreachable,
 )
 from p2ptrain.core.world import Network
+from tests.wire.doubles import Recorder, credentials, run
+from wire.address import ROLES
 from wire.connection import Connection
 from wire.credentials import Credentials, PeerIdentity, authority_context, unverified_context
-from wire.half_open import MAX_HALF_OPEN_PER_MACHINE
 from wire.handshake import Dialler, Server, dial, judge_answerer, judge_caller, local_hello, local_welcome, serve
+from wire.memory import MemoryNetwork
 from wire.messages import EventNotice, Hello, Refuse, Welcome
-from wire.recorder import Recorder
-from wire.testing import credentials, run
-from wire.ticket import ROLES
 from wire.tls import HANDSHAKE_TIMEOUT_S, TlsDialler, TlsNetwork
-from wire.transport import MemoryNetwork
+from wire.transport import MAX_HALF_OPEN_PER_MACHINE
 
 HOST = "127.0.0.1"
 EVERYWHERE = "0.0.0.0"

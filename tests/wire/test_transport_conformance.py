@@ -14,13 +14,11 @@ import uvloop
 
 from p2ptrain.core.errors import Unreachable, UserError
 from p2ptrain.core.world import Listener, Network
-from wire.emulate import EmulatedNetwork
-from wire.recorder import Recorder, play
-from wire.shaper import LinkPreset
-from wire.testing import credentials
+from tests.wire.doubles import Recorder, credentials, play
+from wire.emulate import EmulatedNetwork, LinkPreset
+from wire.memory import MemoryNetwork, VirtualClockLoop
 from wire.tls import TlsNetwork
-from wire.transport import MemoryNetwork, TcpNetwork
-from wire.virtual import VirtualClockLoop
+from wire.transport import TcpNetwork
 
 HOST = "127.0.0.1"
 KERNEL_BUFFER_BYTES = 128 << 10

@@ -25,7 +25,7 @@ from p2ptrain.cli.bench.report import (
     times,
 )
 from p2ptrain.core.errors import JobFailed
-from wire.shaper import preset_named
+from wire.emulate import preset_named
 
 RING, PLAIN, GLOO, LIMIT = "ring", "ring plain", "gloo", "sockets"
 SLOW_BPS = 50e6 * 8

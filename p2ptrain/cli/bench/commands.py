@@ -298,7 +298,7 @@ def member(
 
 def _check_link(name: str) -> None:
     if name:
-        from wire.shaper import preset_named
+        from wire.emulate import preset_named
 
         preset_named(name)
 

@@ -30,8 +30,7 @@ from ring.codecs import Codec, codec_named
 from ring.dtypes import storage_dtype
 from ring.local import HOST, LocalMember, local_view
 from ring.session import RingSession
-from wire.emulate import EmulatedNetwork
-from wire.shaper import preset_named
+from wire.emulate import EmulatedNetwork, preset_named
 from wire.transport import TcpNetwork
 
 if TYPE_CHECKING:

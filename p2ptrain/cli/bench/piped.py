@@ -12,8 +12,7 @@ from ring.schedule import Schedule
 from roles.compute_thread import ComputeThread
 from roles.part_stand_in import TimedPart
 from roles.strategies.stage_runner import StageRunner
-from wire.emulate import EmulatedNetwork
-from wire.shaper import LinkPreset
+from wire.emulate import EmulatedNetwork, LinkPreset
 from wire.transport import TcpNetwork
 
 BEAT_S, DEATH_S = 0.5, 30.0

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError
-from wire.sockets import tune_for_bulk
+from wire.transport import tune_for_bulk
 
 HOST = "127.0.0.1"
 SILENCE_S = 30.0

@@ -178,7 +178,7 @@ class Cluster:
         """What this worker joins: its own way to the seed; on an encrypted cluster in a ticket."""
         if not self.local.tls:
             return f"{LOOPBACK}:{place.control.address[1]}"
-        from wire.ticket import Ticket, local_ticket_path
+        from wire.address import Ticket, local_ticket_path
 
         path = local_ticket_path(self.local.root, "worker")
         try:

@@ -20,8 +20,7 @@ from roles.chain.models import Model, local_model
 from roles.chain.plan import Crew, Plan
 from roles.stage_stand_in import WIDTH, StandIns, shapes_of, stand_in_config, write_model
 from roles.worker.stage_testing import PORT, Stage
-from wire.memory import MemoryNetwork
-from wire.virtual import run_virtual
+from wire.memory import MemoryNetwork, run_virtual
 
 LAYERS = 6
 DEADLINE_S = 300.0

@@ -33,9 +33,8 @@ from roles.worker.stage_links import Line
 from wire import generate_messages as wire
 from wire.connection import Connection
 from wire.handshake import dial, local_hello, local_welcome, serve
-from wire.memory import MemoryNetwork
+from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import Hello, Message, Request, Welcome
-from wire.virtual import run_virtual
 
 PROMPT = "def f(x):"
 ID = "0" * 32

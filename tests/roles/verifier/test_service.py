@@ -18,7 +18,7 @@ from roles.verifier.places import BUSY, Places
 from roles.verifier.service import VerifierService
 from roles.verifier.session import MOST_PIECES, READER_S, TextSession
 from roles.verifier.testing import ScriptedDrafters, ScriptedTarget, failing_at, reference, service, text_of
-from wire.virtual import run_virtual
+from wire.memory import run_virtual
 
 PROMPT = "def f(x):"
 

@@ -25,11 +25,9 @@ from roles.verifier.service import ServiceOptions, VerifierService
 from roles.verifier.testing import CONFIG, model_text
 from roles.verifier.whole_target import WholeTarget
 from roles.worker.stage_testing import LoopThreads
-from wire.emulate import EmulatedNetwork
-from wire.memory import MemoryNetwork
-from wire.shaper import LinkPreset
+from wire.emulate import EmulatedNetwork, LinkPreset
+from wire.memory import MemoryNetwork, run_virtual
 from wire.speculation_messages import DrafterAt
-from wire.virtual import run_virtual
 
 VOCAB, TOKENS, PASS_S = 256, 64, 0.05
 TOKENIZER = "bytes"

@@ -18,7 +18,7 @@ from roles.compute_thread import ComputeThread
 from roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part, tokens_of
 from roles.verifier.target import Target, TargetSession
 from roles.verifier.whole_target import WholeTarget, load_whole_target
-from wire.virtual import run_virtual
+from wire.memory import run_virtual
 
 from .by_hand import decoded
 
