@@ -1,13 +1,19 @@
-"""The coordinator's vocabulary: what it is told (events), what it says (instructions), and the terms of a job."""
+"""The coordinator's vocabulary: what it is told (events), what it says (instructions), the terms of a job; and what it
+knows of peers and of how far the run came, with the pure functions that make up a view of that."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import Enum, StrEnum
+from itertools import accumulate
+from typing import Any
 
-from ring.order import Links, Wishes
-from ring.view import View
+from ring.order import Links, Wishes, arranged
+from ring.token import balanced
+from ring.view import View, shares
+from wire.frame import CONTROL_FRAME_BYTES
 from wire.job_messages import MemberRecord, Report
 
 STANDSTILL = frozenset({"held", "broken", "done"})
@@ -136,12 +142,7 @@ class Past:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """What happened. ``handle`` takes nothing else."""
-
-
-@dataclass(frozen=True, slots=True)
-class PeerOffered(Event):
+class PeerOffered:
     """A free worker, given to this job. ``own``: whether what is on its disk is of this run, where that is known better
     than here (``Past.branch``)."""
 
@@ -150,7 +151,7 @@ class PeerOffered(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class PeerReturned(Event):
+class PeerReturned:
     """A worker is back that was on this job, in the view ``generation`` (0: in none). Its report follows."""
 
     peer: Peer
@@ -158,29 +159,22 @@ class PeerReturned(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class PeerReported(Event):
+class PeerReported:
     peer_id: str
     report: Report
 
 
 @dataclass(frozen=True, slots=True)
-class PeerLost(Event):
-    """The control link ended, or was silent for too long."""
+class PeerLost:
+    """The control link ended, or was silent for too long. ``left``: the peer went on purpose."""
 
     peer_id: str
     reason: str
+    left: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class PeerLeft(Event):
-    """It went on purpose."""
-
-    peer_id: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Progress(Event):
+class Progress:
     """Rank 0 told of a committed step, and how long it took; 0 where it did not say."""
 
     step: int
@@ -188,7 +182,7 @@ class Progress(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Measured(Event):
+class Measured:
     """What is known now of the links between peers, and of a step's computing (0: nothing). Counts from the next view
     on: no ring is ended for the sake of a better order."""
 
@@ -197,19 +191,14 @@ class Measured(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class PeerTold(Event):
+class PeerTold:
     """More is known of a worker than when it was offered."""
 
     peer: Peer
 
 
 @dataclass(frozen=True, slots=True)
-class Surveyed(Event):
-    """What ``SendSurvey`` asked for is done, as far as it could be."""
-
-
-@dataclass(frozen=True, slots=True)
-class Saved(Event):
+class Saved:
     """``newest``: peer id → step of the newest checkpoint that it is known to hold, of all that hold one; ``steps``: of
     all that it holds, where that matters (``ring.crews``); ``wholes``: of those that have all parts of a model."""
 
@@ -219,27 +208,7 @@ class Saved(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Pause(Event):
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class Resume(Event):
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel(Event):
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class Save(Event):
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class Restore(Event):
+class Restore:
     """Go back to the checkpoint of ``step`` and ``lineage``, which ``peer_id`` holds and has verified."""
 
     step: int
@@ -248,32 +217,45 @@ class Restore(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Yield(Event):
-    """Another job waits for workers: a paused one whose state is on a disk lets its own go."""
-
-
-@dataclass(frozen=True, slots=True)
-class Together(Event):
+class Together:
     """Several things became known at once: nothing is decided before all are taken in."""
 
-    events: tuple[Event, ...]
+    events: tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Tick(Event):
-    """Time went by."""
+class Signal(Enum):
+    """What happened, where there is nothing more to tell."""
+
+    TICK = "time went by"
+    SURVEYED = "what ``SendSurvey`` asked for is done, as far as it could be"
+    PAUSE = "a person wants the job to pause"
+    RESUME = "a person wants it to go on"
+    CANCEL = "a person ends the job"
+    SAVE = "a person wants a checkpoint"
+    YIELD = "another job waits for workers: a paused one whose state is on a disk lets its own go"
+
+
+Event = (
+    PeerOffered
+    | PeerReturned
+    | PeerReported
+    | PeerLost
+    | Progress
+    | Measured
+    | PeerTold
+    | Saved
+    | Restore
+    | Together
+    | Signal
+)
+"""What happened. ``handle`` takes nothing else."""
 
 
 # -------------------------------------------------------------------------------------------------------- instructions
 
 
 @dataclass(frozen=True, slots=True)
-class Instruction:
-    """What the shell is to do, in order."""
-
-
-@dataclass(frozen=True, slots=True)
-class SendAssign(Instruction):
+class SendAssign:
     """``stage``, ``stages``: the part of the model that it is to hold, of how many (``ring.crews``); ``holders``: who
     else has the files of all parts of ``restore_step``."""
 
@@ -286,14 +268,14 @@ class SendAssign(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
-class SendSurvey(Instruction):
+class SendSurvey:
     """Have the ways between these workers measured, where they are not known; then say ``Surveyed``."""
 
     peer_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Planned(Instruction):
+class Planned:
     """The layers with which the second and each later stage begin, for as long as the job lives: to be made durable
     before anything that follows is told to anybody."""
 
@@ -301,14 +283,14 @@ class Planned(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
-class SendHold(Instruction):
+class SendHold:
     peer_ids: tuple[str, ...]
     generation: int
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class SendCatchUp(Instruction):
+class SendCatchUp:
     """The peer stands ready beside a running ring and is to fetch the state from ``donors``, members of that view."""
 
     peer_id: str
@@ -317,24 +299,12 @@ class SendCatchUp(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
-class Doubt(Instruction):
-    """Neighbours call the peer lost, and its link to the seed is open: be less patient with its silence from now on.
-
-    Attributes:
-        witnesses: how many say so; each stands for one beat that need not be missed any more.
-    """
-
-    peer_id: str
-    witnesses: int
-
-
-@dataclass(frozen=True, slots=True)
-class SendSave(Instruction):
+class SendSave:
     peer_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class SendRelease(Instruction):
+class SendRelease:
     """The peer is no longer this job's; the shell may offer it again where ``wants`` says so."""
 
     peer_id: str
@@ -342,7 +312,7 @@ class SendRelease(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
-class Mint(Instruction):
+class Mint:
     """Make the view durable, then announce it to all its members.
 
     Attributes:
@@ -357,7 +327,7 @@ class Mint(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
-class SetState(Instruction):
+class SetState:
     """The job's state for people (``wire.records.JobInfo.state``) and why."""
 
     state: str
@@ -365,13 +335,322 @@ class SetState(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
-class SetCorpus(Instruction):
+class SetCorpus:
     digest: str
 
 
 @dataclass(frozen=True, slots=True)
-class Emit(Instruction):
+class Emit:
     level: str
     kind: str
     text: str
     peer_id: str = ""
+
+
+Instruction = (
+    SendAssign
+    | SendSurvey
+    | Planned
+    | SendHold
+    | SendCatchUp
+    | SendSave
+    | SendRelease
+    | Mint
+    | SetState
+    | SetCorpus
+    | Emit
+)
+"""What the shell is to do, in order."""
+
+
+# -------------------------------------------------------------------------------------------------------- what is known
+
+
+@dataclass(slots=True)
+class Known:
+    """One peer of the job.
+
+    Attributes:
+        standing: its report, where it stands still and so may be put into a view.
+        returned: it came back with what it had, and may follow a ring that this link never asked it to.
+    """
+
+    peer: Peer
+    standing: Report | None = None
+    returned: bool = False
+
+
+@dataclass(slots=True)
+class Roster:
+    """The peers of a job, and where the members of its last view are.
+
+    Attributes:
+        running: members whose standstill is not known.
+        unheard: of those, who has said nothing since the seed, or its link, came back.
+        away: members of a running view whose link to the seed ended; maybe all of them.
+        healing: members that fetch the state.
+    """
+
+    peers: dict[str, Known] = field(default_factory=dict)
+    running: set[str] = field(default_factory=set)
+    unheard: set[str] = field(default_factory=set)
+    away: set[str] = field(default_factory=set)
+    healing: set[str] = field(default_factory=set)
+
+    def name(self, peer_id: str) -> str:
+        known = self.peers.get(peer_id)
+        return known.peer.name if known else peer_id
+
+    def forget(self, peer_id: str) -> None:
+        self.peers.pop(peer_id, None)
+        for group in (self.running, self.unheard, self.away, self.healing):
+            group.discard(peer_id)
+
+    def clear(self) -> None:
+        for group in (self.running, self.unheard, self.away, self.healing):
+            group.clear()
+        self.peers.clear()
+
+    def standing(self) -> Reports:
+        """Everybody that stands still."""
+        return {peer_id: known.standing for peer_id, known in self.peers.items() if known.standing}
+
+    def heirs(self, view: View | None) -> Reports:
+        """Members that stand still in ``view``, or before it with the state that it was to begin with, as they never
+        heard of it: they carry the run's state in memory."""
+        if view is None:
+            return {}
+        members = {member.peer_id for member in view.members}
+        return {
+            peer_id: report
+            for peer_id, report in self.standing().items()
+            if report.status in STANDSTILL
+            and peer_id in members
+            and (report.generation == view.generation or holds(report, view.step, view.lineage))
+        }
+
+    def all_back(self, view: View) -> bool:
+        """Whether every member of ``view`` is here and has loaded its state anew: nobody has it in memory any more."""
+        standing = self.standing()
+        return all(member.peer_id in standing and standing[member.peer_id].status == "ready" for member in view.members)
+
+    def undisturbed(self) -> bool:
+        """Whether every member is heard of and holds the state."""
+        return not self.unheard | self.away | self.healing
+
+    def building(self) -> bool:
+        """Whether somebody is not ready yet."""
+        return any(known.standing is None for known in self.peers.values())
+
+    def validate(self, view: View | None, story: str) -> None:
+        """Assert how the sets relate."""
+        members = {member.peer_id for member in view.members} if view else set()
+        assert self.running <= members, story
+        assert self.unheard <= self.running, story
+        assert self.running <= set(self.peers) | self.unheard, story
+        assert not self.running & (set(self.standing()) | self.away), story
+
+
+class Deadlines:
+    """Of one phase. Pure; ``now`` is passed in.
+
+    Attributes:
+        passed: names of those that did, until the phase ends.
+    """
+
+    def __init__(self) -> None:
+        self.passed: set[str] = set()
+        self._at: dict[str, float] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._at
+
+    def next(self) -> list[float]:
+        """When each of them is due."""
+        return list(self._at.values())
+
+    def arm(self, name: str, at: float) -> None:
+        """Due at ``at``, whatever was so far."""
+        self._at[name] = at
+
+    def start(self, name: str, at: float) -> None:
+        """The same, unless it runs or has passed."""
+        if name not in self.passed:
+            self._at.setdefault(name, at)
+
+    def hasten(self, name: str, at: float) -> None:
+        """Due at ``at`` at the latest."""
+        self._at[name] = min(self._at[name], at)
+
+    def drop(self, *names: str) -> None:
+        """They are not armed and have not passed."""
+        for name in names:
+            self._at.pop(name, None)
+            self.passed.discard(name)
+
+    def clear(self, *, keep: str = "") -> None:
+        """All but ``keep`` are over with their phase."""
+        self._at = {name: at for name, at in self._at.items() if name == keep}
+        self.passed.clear()
+
+    def expire(self, now: float) -> set[str]:
+        """Names of those that pass now."""
+        due = {name for name, at in self._at.items() if at <= now}
+        self._at = {name: at for name, at in self._at.items() if name not in due}
+        self.passed |= due
+        return due
+
+
+@dataclass(slots=True)
+class RecoveryPolicy:
+    """How far the run is known to have come, whose state it may go on from, and what that gives up.
+
+    Attributes:
+        known_step: the newest step that somebody is known to have applied.
+        saved: peer id → step of the newest checkpoint that it is known to hold.
+        branch: once the run went back: the peers whose newest checkpoint is of it, and not of a course that it gave up.
+            None: it never did.
+        step_s: what a step takes, averaged; 0 where it is not known.
+    """
+
+    known_step: int
+    saved: Mapping[str, int]
+    branch: frozenset[str] | None
+    step_s: float = 0.0
+
+    def progressed(self, step: int, step_s: float) -> None:
+        """Somebody tells of a committed step, and what it took: many may be told at once, long after they were made."""
+        self.known_step = max(self.known_step, step)
+        if step_s > 0:
+            self.step_s = self.step_s + 0.2 * (step_s - self.step_s) if self.step_s else step_s  # the last ten count
+
+    def patience_s(self, best: int, least_s: float, most_s: float) -> float:
+        """How long to wait for whoever holds more than step ``best``: as long as it took to compute what would be lost,
+        so that waiting for nothing costs no more than giving up too early would have."""
+        return max(least_s, min((self.known_step - best) * self.step_s, most_s))
+
+    def owns(self, peer_id: str, own: bool) -> None:
+        """Whether that peer's newest checkpoint is of this run; it is, where the run never went back."""
+        if self.branch is not None:
+            self.branch = self.branch | {peer_id} if own else self.branch - {peer_id}
+
+    @property
+    def _reached(self) -> int:
+        """How far the run came: checkpoints are told of by their holders, of steps a seed that died told nobody."""
+        saved = (step for peer_id, step in self.saved.items() if self.branch is None or peer_id in self.branch)
+        return max(self.known_step, *saved, 0)
+
+    def sources(
+        self, ready: Reports, heirs: Reports, view: View, *, in_memory: bool, patient: bool
+    ) -> tuple[Reports, str]:
+        """Whose state the next view may start from now; where nobody's, why.
+
+        Args:
+            ready: all that stand still. heirs: those that do so in ``view``, the last one; they carry the run's state.
+            in_memory: a member of that view may still hold what it had there.
+            patient: rather wait than give up a step that somebody may still bring.
+        """
+        if in_hand := carried(heirs, view):
+            return in_hand, ""
+        elsewhere = max((step for peer_id, step in self.saved.items() if peer_id not in ready), default=0)
+        wanted = self._reached if in_memory else min(self._reached, elsewhere)
+        own = {peer_id: report for peer_id, report in ready.items() if self.branch is None or peer_id in self.branch}
+        if at_hand := {peer_id: report for peer_id, report in own.items() if report.applied >= wanted}:
+            return at_hand, ""
+        if not patient:
+            return own or ready, ""
+        best = f"step {max(report.applied for report in own.values())}" if own else "none of this run"
+        return {}, f"waiting for a worker that holds step {wanted} (at hand: {best})"
+
+    def given_up(self, step: int, chosen_from: Reports, heirs: Reports, view: View) -> tuple[str, str]:
+        """What is, if the next view starts at ``step`` of these, as an event's kind and text; mostly nothing."""
+        if carried(heirs, view):
+            return "", ""
+        if step < self._reached:
+            lost = f"{self._reached - step} steps are lost, for nobody that holds step {self._reached} is here"
+            return "steps-lost", f"goes on from step {step}: {lost}"
+        if self.branch is not None and not self.branch & chosen_from.keys():
+            return "branch", f"goes on from step {step} of a course that was given up: nobody here holds another"
+        return "", ""
+
+    def begin(self, step: int, members: Reports, *, went_back: bool) -> None:
+        """A view starts. ``members``: the reports with which they come; the disk of one that is ready with a later step
+        holds what is given up, and so its newest checkpoint must not be taken for this run's at the next restart."""
+        self.known_step = step
+        if went_back or self.branch is not None:
+            kept = frozenset() if went_back or self.branch is None else self.branch
+            fits = (peer_id for peer_id, it in members.items() if it.status == "ready" and it.applied <= step)
+            self.branch = kept.union(fits)
+
+
+def carried(heirs: Reports, view: View) -> Reports:
+    """The heirs whose state is whole: one that was healing may have less than the view began with."""
+    return {peer_id: report for peer_id, report in heirs.items() if report.applied >= view.step}
+
+
+# ------------------------------------------------------------------------------------------------ how a view is made up
+
+
+Reports = dict[str, Report]
+"""Peer id → the report of a peer that stands still."""
+
+
+def newest(sources: Reports) -> tuple[int, str]:
+    """The highest applied step and its lineage; of several lineages there the one that most hold, then the lesser."""
+    step = max(report.applied for report in sources.values())
+    votes = Counter(report.lineage for report in sources.values() if report.applied == step)
+    return step, min(votes, key=lambda lineage: (-votes[lineage], lineage))
+
+
+def holds(report: Report, step: int, lineage: str) -> bool:
+    """Whether the reporter has that state, or can redo the one step that it lacks from its redo buffer."""
+    if (report.applied, report.lineage) == (step, lineage):
+        return True
+    return report.status in STANDSTILL and (report.prepared, report.prepared_lineage) == (step, lineage)
+
+
+def square_sum(sources: Reports, step: int, lineage: str) -> float:
+    """The squared gradient norm that ``step`` was committed with, for those that redo it; 0 where nobody knows."""
+    known = (report.square_sum for report in sources.values() if (report.applied, report.lineage) == (step, lineage))
+    return max(known, default=0.0)
+
+
+def records(
+    members: Sequence[Peer], micro_batches: int, healthy: Collection[str], unit_us: Sequence[int] = ()
+) -> tuple[MemberRecord, ...]:
+    """The members in rank order. Shares follow what a micro-batch takes at each, in microseconds; 0: not known."""
+    equal = [count for _, count in shares(micro_batches, [1.0] * len(members))]
+    counts = balanced(micro_batches, unit_us or [0] * len(members), equal)
+    return tuple(
+        MemberRecord(peer.peer_id, peer.name, peer.host, peer.port, last - count, count, peer.peer_id in healthy)
+        for peer, count, last in zip(members, counts, accumulate(counts), strict=True)
+    )
+
+
+def ordered(
+    peers: Mapping[str, Peer],
+    ready: Reports,
+    healthy: Collection[str],
+    heirs: Collection[str],
+    most: int,
+    apart: Iterable[frozenset[str]],
+) -> list[str]:
+    """Whom to take, in rank order: who holds the state first, then who was in before, at most ``most``, and no more
+    than a view can name in one frame."""
+    chosen = sorted(ready, key=lambda peer_id: (peer_id not in healthy, peer_id not in heirs, peer_id))[:most]
+    sizes_bytes = accumulate(_record_bytes(peers[peer_id]) for peer_id in chosen)
+    most_bytes = CONTROL_FRAME_BYTES - 4096  # with room for what else ``ViewAnnounced`` says
+    chosen = [peer_id for peer_id, size_bytes in zip(chosen, sizes_bytes, strict=True) if size_bytes <= most_bytes]
+    return arranged(chosen, apart) or chosen
+
+
+def _record_bytes(peer: Peer) -> int:
+    """No less than what a ``MemberRecord`` takes: its texts, each with its length, and its numbers."""
+    return sum(len(text.encode()) for text in (peer.peer_id, peer.name, peer.host)) + 64 * peer.workers
+
+
+def described(view: View, before: View | None) -> str:
+    """The view in a line: who is in, in rank order, and who no longer is."""
+    gone = [member.name for member in before.members if view.rank_of(member.peer_id) is None] if before else []
+    text = f"generation {view.generation} from step {view.step}: {' → '.join(member.name for member in view.members)}"
+    return text + (f"; without {', '.join(gone)}" if gone else "")

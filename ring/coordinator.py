@@ -12,23 +12,22 @@ Rules
        member that comes as a new worker has no ring any more, and so its whole view has none.
     5. Where no heir is left, nothing is given up that may still come: less than the newest known step is started from
        only when nobody has more, or after patience: as long as it took to compute what would be lost, within
-       ``grace_s`` and ``build_s``. What peers hold of a course given up counts no more (``Course``).
+       ``grace_s`` and ``build_s``. What peers hold of a course given up counts no more (``RecoveryPolicy``).
     6. What a person asked for (pause, restore) is carried out when all stand still; cancel, at once.
     7. A newcomer fetches the state beside the running ring, which is held when the newcomer follows, or has had its
-       time (``Admission``). A view of heirs is made without those that do not follow yet: nobody waits for them. What
+       time (``CatchUps``). A view of heirs is made without those that do not follow yet: nobody waits for them. What
        such a peer said of its state counts for nothing, for it changes; it is never called healthy.
     8. *Two sides.* The newest generation that the seed minted wins, however far another side has come. A side that is
        cut off from the seed goes on, with unchanged membership only, and re-forms never: when it breaks it stands
        still. It is taken back as it is as long as no newer generation was minted; after that its members are released
        and come in as newcomers. While all members of a ring are cut off and fresh workers ask, rule 5 decides: the
        fresh ones start from less than is known only after patience, and from then on the old side has lost.
-    9. A member that dies again and again is kept out for a while (``Bench``). Whoever sits out, for that or for what
-       it did to links or sums, is in only where there is nobody else.
-    10. A step that the members refused is computed again under closer looks, then by others (``StepJudge``).
+    9. A member that dies again and again, breaks links or spoils steps sits out for a while (``ring.quarantine``).
+       Whoever sits out is in only where there is nobody else.
 
 Theory of operation: ``_running`` is the set of members whose standstill is not known. Every event changes what is
 known; then ``_advance`` looks whether the phase may change. Time enters only as ``now``; deadlines are named and armed,
-and expire with whatever event comes after them (``Tick`` says nothing but the time).
+and expire with whatever event comes after them (``Signal.TICK`` says nothing but the time).
 
     phase     what ends it                                             next        says
     WAITING   the state is at hand (first view: enough workers)        RUNNING     Mint
@@ -40,7 +39,6 @@ and expire with whatever event comes after them (``Tick`` says nothing but the t
     RUNNING   nobody is left, or came back in time                     WAITING
     STOPPING  all stand still                                          WAITING     (then Mint, if the state is at hand)
     STOPPING  all stand still, a pause was asked for                   PAUSED
-    STOPPING  a neighbour of a member that is silent calls it lost     STOPPING    Doubt (then PeerLost follows soon)
     STOPPING  all stand still, all done / all failed                   DONE, FAILED
     STOPPING  all stand still, a step that nobody can compute          FAILED
     PAUSED    resume, restore, or a member that still trains           STOPPING    SendHold
@@ -52,30 +50,151 @@ and expire with whatever event comes after them (``Tick`` says nothing but the t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from ring import coordination as co
-from ring.coordination import BESIDE, ENDED, LEAVE_S, STANDSTILL, TORN_S, Phase
-from ring.decisions import Decisions
-from ring.formation import Reports, holds
-from ring.roster import Known
-from wire.job_messages import Report
+from ring.coordination import (
+    BESIDE,
+    ENDED,
+    LEAVE_S,
+    RETURN_S,
+    STANDSTILL,
+    TORN_S,
+    TRANSITIONS,
+    Deadlines,
+    InvalidTransition,
+    Known,
+    Phase,
+    RecoveryPolicy,
+    Reports,
+    Roster,
+    Signal,
+    carried,
+    described,
+    holds,
+    newest,
+    ordered,
+    records,
+    square_sum,
+)
+from ring.order import Load, known_link, plan_ring
+from ring.quarantine import Quarantine
+from ring.view import REDUCED_TO_STATE, View
+from wire.job_messages import MemberRecord, Report
+
+FED = 2
+"""Newcomers that catch up at a time, for each member: each gives to two, so any crowd is in after few rounds."""
+DONORS = 3
+"""To each newcomer; more would only slow down more members' steps."""
 
 
-class Coordinator(Decisions):
+@dataclass(slots=True)
+class _Chase:
+    """A newcomer that catches up. ``due``: when it comes in anyway. ``following``: it comes in now. ``overdue``: it has
+    had its time, or was let in. ``anew``: it has lost what it had and must be asked again."""
+
+    due: float
+    following: bool = False
+    overdue: bool = False
+    anew: bool = False
+
+
+class CatchUps:
+    """Newcomers that fetch the state beside the running ring, by peer id.
+
+    A newcomer is asked to *catch up*, and says that it *follows* when it is at most a step behind, or that it cannot
+    be. Then it comes in, and the ring stops for no more than a new view. It comes in all the same when its time is
+    over: then it heals within the ring.
+    """
+
+    def __init__(self) -> None:
+        self._chases: dict[str, _Chase] = {}
+
+    @property
+    def moving(self) -> frozenset[str]:
+        """Whose state changes beside the ring, so that nothing it said of it before can be relied on."""
+        return frozenset(peer_id for peer_id, chase in self._chases.items() if not chase.anew)
+
+    def next(self) -> list[float]:
+        """When to ``expire`` at the latest."""
+        return [chase.due for chase in self._chases.values() if not chase.following]
+
+    def expire(self, now: float) -> None:
+        for chase in self._chases.values():
+            if not chase.following and chase.due <= now:
+                chase.following = chase.overdue = True
+
+    def to_ask(self, beside: Collection[str], members: int, room: int) -> list[str]:
+        """Of those that stand beside a ring of ``members`` with ``room`` for more, whom to ask now."""
+        under_way = [chase for peer_id, chase in self._chases.items() if peer_id in beside and not chase.anew]
+        chasing = sum(not chase.following for chase in under_way)
+        chases = ((peer_id, self._chases.get(peer_id)) for peer_id in sorted(beside))
+        wanted = [peer_id for peer_id, chase in chases if chase is None or (chase.anew and not chase.following)]
+        return wanted[: max(min(FED * members - chasing, room - len(under_way)), 0)]
+
+    def asked(self, peer_id: str, now: float, reduce_bytes: int, grace_s: float) -> None:
+        """It was asked to catch up with a state of that size. Its time runs from the first time on."""
+        # A transfer of less than a megabyte a second is not waited for; members that heal in a ring have as long.
+        due = now + grace_s + REDUCED_TO_STATE * reduce_bytes / 1e6
+        self._chases.setdefault(peer_id, _Chase(due)).anew = False
+
+    def let_in(self, peer_id: str, *, anew: bool) -> None:
+        """It comes in: it has what the ring began with (``anew``), or follows already, as it was asked to before."""
+        self._chases.setdefault(peer_id, _Chase(0.0, following=True, overdue=True, anew=anew))
+
+    def said(self, peer_id: str, status: str) -> None:
+        """``following``, or ``ready`` where it had to begin anew."""
+        if chase := self._chases.get(peer_id):
+            chase.anew = status == "ready"
+            chase.following = chase.overdue or not chase.anew
+
+    def through(self, peer_id: str) -> bool:
+        """Whether it follows, or has had its time."""
+        return peer_id in self._chases and self._chases[peer_id].following
+
+    def forget(self, peer_id: str) -> None:
+        """It is in, or gone, or must tell anew what it has."""
+        self._chases.pop(peer_id, None)
+
+    def clear(self) -> None:
+        self._chases.clear()
+
+
+class Coordinator:
     """One job's core; see the head of this file. ``handle`` is the only method that changes anything."""
 
     def __init__(self, job: str, terms: co.Terms, *, past: co.Past | None = None, now: float = 0.0) -> None:
-        super().__init__(job, terms, past or co.Past())
+        told, past = ((past.state, past.reason) if past is not None else None), past or co.Past()
+        self.job, self.terms, self.view, self.corpus = job, terms, past.view, past.corpus
+        self.paused = past.paused  # what a person wants; the phase follows
+        self.restore: co.Restore | None = None
+        self.reason = past.reason
+        self.phase = Phase(past.state) if past.state in ENDED else Phase.PAUSED if past.paused else Phase.WAITING
+        self._who = Roster()
+        self._banned: set[str] = set()  # failed, or have other data: not taken until they connect anew
+        self._failures: dict[str, str] = {}  # in the last view
+        self._last_failure = ""  # of a worker that nobody took the place of
+        self._recovery = RecoveryPolicy(past.known_step, past.saved, past.branch, past.step_s)
+        self._deadlines = Deadlines()
+        self._committed = True  # a step, in the present view; one from before this seed has had its time
+        self._short_since: float | None = None  # when it began to wait for a state that is not at hand
+        self._quarantine = Quarantine(terms.cooldown_s)
+        self._catch_ups = CatchUps()
+        self._measured = co.Measured({})
+        self._carriage = ""  # what was last said of streams and codec
+        self._history: deque[tuple[float, Phase, co.Event]] = deque(maxlen=40)
+        self._out: list[co.Instruction] = []
         if self.phase is Phase.WAITING and self.view is not None:  # its ring may well be running: take it back as it is
             self.phase = Phase.RUNNING
             self._who.running = {member.peer_id for member in self.view.members}
             self._who.unheard = set(self._who.running)
             self._deadlines.arm("absence", now + terms.grace_s)
-        elif self.phase is Phase.WAITING and past is not None and past.reread:
+        elif self.phase is Phase.WAITING and past.reread:
             self._deadlines.arm("return", now + terms.grace_s)
-        self._told = (past.state, past.reason) if past is not None else (self.state, self.reason)
+        self._told = told or (self.state, self.reason)
 
     # ---------------------------------------------------------------------------------------------------- the interface
 
@@ -89,7 +208,7 @@ class Coordinator(Decisions):
     @property
     def known_step(self) -> int:
         """The newest step that somebody is known to have applied."""
-        return self._course.known_step
+        return self._recovery.known_step
 
     @property
     def peer_ids(self) -> frozenset[str]:
@@ -110,7 +229,7 @@ class Coordinator(Decisions):
 
     def patience_s(self, step: int) -> float:
         """How long to wait for whoever holds more than ``step``."""
-        return self._course.patience_s(step, self.terms.grace_s, self.terms.build_s)
+        return self._recovery.patience_s(step, self.terms.grace_s, self.terms.build_s)
 
     def paused_heirs(self) -> Reports | None:
         """Those that carry a paused job's state in memory; None where it is not paused, or has nobody to let go."""
@@ -118,15 +237,15 @@ class Coordinator(Decisions):
         return self._who.heirs(self.view) if quiet else None
 
     def next_deadline(self) -> float | None:
-        """When to ``handle(Tick())`` at the latest."""
-        return min([*self._deadlines.next(), *self._bench.next(), *self._admission.next()], default=None)
+        """When to ``handle(Signal.TICK)`` at the latest."""
+        return min([*self._deadlines.next(), *self._quarantine.next(), *self._catch_ups.next()], default=None)
 
     def handle(self, event: co.Event, now: float) -> list[co.Instruction]:
         """Take in one event; returns what to do, in order. ``now`` is monotonic seconds and never goes back."""
         self._out = []
         self._history.append((now, self.phase, event))
         for part in event.events if isinstance(event, co.Together) else (event,):
-            if handler := _HANDLERS.get(type(part)):
+            if handler := _HANDLERS.get(part if isinstance(part, Signal) else type(part)):
                 handler(self, part, now)
         self._expire(now)
         self._advance(now)
@@ -140,8 +259,8 @@ class Coordinator(Decisions):
         story, who, phase = self.story, self._who, self.phase
         who.validate(self.view, story)
         assert not self._banned & set(who.peers), story
-        assert self._admission.moving <= set(who.peers), story
-        assert not self._admission.moving & who.running, story
+        assert self._catch_ups.moving <= set(who.peers), story
+        assert not self._catch_ups.moving & who.running, story
         assert phase is not Phase.RUNNING or who.running | who.away, story
         assert phase is not Phase.RUNNING or not who.unheard | who.away or "absence" in self._deadlines, story
         assert phase is not Phase.STOPPING or who.running or "leave" in self._deadlines, story
@@ -160,7 +279,7 @@ class Coordinator(Decisions):
             return
         self._who.peers[peer_id] = Known(event.peer)
         if event.own is not None:
-            self._course.owns(peer_id, event.own)
+            self._recovery.owns(peer_id, event.own)
         self._assign(peer_id)
         self._no_longer_trains(peer_id, now)  # rule 4
 
@@ -225,7 +344,7 @@ class Coordinator(Decisions):
     def _of_the_view(self, known: Known, report: Report, now: float) -> None:
         peer_id = known.peer.peer_id
         self._who.unheard.discard(peer_id)
-        self._course.known_step = max(self.known_step, report.applied)
+        self._recovery.known_step = max(self.known_step, report.applied)
         if report.status == "training":
             self._trains(known, now)
         elif report.status == "healed":
@@ -233,28 +352,17 @@ class Coordinator(Decisions):
         elif report.status in STANDSTILL:
             known.standing = report
             if report.status == "broken":
-                self._links.reported(peer_id, report.suspect)
-                self._doubt(report.suspect, peer_id)
+                self._quarantine.reported(peer_id, report.suspect)
             self._no_longer_trains(peer_id, now, report.status)
             if report.suspect in self._who.unheard and report.suspect not in self._who.peers:
                 # Neither its neighbour nor this seed has a link to it.
                 self._forget(report.suspect)
-                self._links.fallen.add(report.suspect)
-
-    def _doubt(self, suspect: str, reporter: str) -> None:
-        """A frozen member closes nothing: whoever stands beside it in the ring notices, and the seed need not wait as
-        long for its beats as it would else."""
-        view = self.view
-        if view is None or suspect not in self._who.running or suspect not in self._who.peers:
-            return
-        rank = view.rank_of(suspect)
-        if rank is not None and reporter in (view.left_of(rank).peer_id, view.right_of(rank).peer_id):
-            self._out.append(co.Doubt(suspect, self._links.witnessed(suspect, reporter)))
+                self._quarantine.fallen.add(report.suspect)
 
     def _trains(self, known: Known, now: float) -> None:
         """After a reconnect: its ring still runs, whatever this seed thought."""
         known.standing = None
-        self._admission.forget(known.peer.peer_id)  # it followed, until it heard of the view that it is in
+        self._catch_ups.forget(known.peer.peer_id)  # it followed, until it heard of the view that it is in
         self._who.away.discard(known.peer.peer_id)
         self._who.running.add(known.peer.peer_id)
         if self.phase is Phase.WAITING:
@@ -270,16 +378,16 @@ class Coordinator(Decisions):
     def _beside(self, known: Known, report: Report, now: float) -> None:
         """Ready, or following the ring. A member that is ready again has lost its ring."""
         peer_id = known.peer.peer_id
-        if report.status == "following" and peer_id not in self._admission.moving:
+        if report.status == "following" and peer_id not in self._catch_ups.moving:
             if not known.returned or peer_id in self._who.running - self._who.unheard:
                 return  # it was let in, or called back, meanwhile
-            self._admission.took_up(peer_id, now)
+            self._catch_ups.let_in(peer_id, anew=False)
         if report.corpus and not self.corpus:
             self.corpus = report.corpus
             self._out.append(co.SetCorpus(report.corpus))
         if report.corpus == self.corpus:
             known.standing = report
-            self._admission.said(peer_id, report.status, now)
+            self._catch_ups.said(peer_id, report.status)
         else:
             mine, ours = report.corpus[:12] or "none", self.corpus[:12]
             remedy = "give it the same files that the job began with"
@@ -310,16 +418,16 @@ class Coordinator(Decisions):
             if status == "held":
                 self._deadlines.arm("leave", now + LEAVE_S)
         if status == "broken":  # so all others report soon; held and done wait for the slowest member's disk
-            self._links.broken = True
+            self._quarantine.broken = True
             self._hurry(now)
 
     def _hurry(self, now: float) -> None:
-        if self._links.broken and self.phase is Phase.STOPPING:
+        if self._quarantine.broken and self.phase is Phase.STOPPING:
             self._deadlines.drop("leave")
             patience_s = self.terms.settle_s if self._who.running - self._who.healing else TORN_S
             self._deadlines.hasten("stop", now + patience_s)
 
-    def _lost(self, event: co.PeerLost | co.PeerLeft, now: float) -> None:
+    def _lost(self, event: co.PeerLost, now: float) -> None:
         peer_id = event.peer_id
         self._banned.discard(peer_id)
         known = self._who.peers.get(peer_id)
@@ -327,12 +435,12 @@ class Coordinator(Decisions):
         self._forget(peer_id)
         if known is None or self.view is None or self.view.rank_of(peer_id) is None:
             return
-        self._links.fallen.add(peer_id)
-        if isinstance(event, co.PeerLeft):
-            self._links.excused.add(peer_id)
+        self._quarantine.fallen.add(peer_id)
+        if event.left:
+            self._quarantine.excused.add(peer_id)
         self._deadlines.drop("leave")
         if was_running and self.phase is Phase.RUNNING:
-            if isinstance(event, co.PeerLeft):
+            if event.left:
                 self._stop(now, f"{known.peer.name} left")
             elif not self._committed:  # nothing runs on yet: members that form a ring would dial it in vain
                 self._stop(now, f"{known.peer.name} is lost")
@@ -346,46 +454,45 @@ class Coordinator(Decisions):
     def _progress(self, event: co.Progress, now: float) -> None:
         if self.view and event.step <= self.view.step:
             return  # told again, or late: that says nothing of how fast this ring is
-        self._course.progressed(event.step, event.step_s)
+        self._recovery.progressed(event.step, event.step_s)
         if self.view:
             self._committed = True
             self._who.healing.clear()  # a step is committed by all members or by none
-            self._links.committed()
-            self._steps.committed(event.step)
+            self._quarantine.committed(event.step)
 
     def _measured_anew(self, event: co.Measured, now: float) -> None:
         self._measured = event
 
     def _saved(self, event: co.Saved, now: float) -> None:
-        self._course.saved = event.newest
+        self._recovery.saved = event.newest
 
-    def _pause(self, event: co.Pause, now: float) -> None:
+    def _pause(self, event: Signal, now: float) -> None:
         """The members save with the step that they stop at, so that they may be let go (``_yield``)."""
         if self.phase in ENDED:
             return
         self.paused = True
-        self._save(co.Save(), now)
+        self._save(Signal.SAVE, now)
         if self.phase is Phase.RUNNING:
             self._stop(now, "the job is to pause")
         elif self.phase is Phase.WAITING:
             self._go(Phase.PAUSED, "paused by a person")
 
-    def _resume(self, event: co.Resume, now: float) -> None:
+    def _resume(self, event: Signal, now: float) -> None:
         self.paused = False
         if self.phase is Phase.PAUSED:
             self._stop(now, "the job goes on")
 
-    def _yield(self, event: co.Yield, now: float) -> None:
+    def _yield(self, event: Signal, now: float) -> None:
         if self.paused_heirs() is not None:
             for peer_id in sorted(self._who.peers):
                 self._out.append(co.SendRelease(peer_id, "the job is paused, and another needs its workers"))
                 self._forget(peer_id)
 
-    def _cancel(self, event: co.Cancel, now: float) -> None:
+    def _cancel(self, event: Signal, now: float) -> None:
         if self.phase not in ENDED:
             self._end(Phase.CANCELLED, "cancelled by a person")
 
-    def _save(self, event: co.Save, now: float) -> None:
+    def _save(self, event: Signal, now: float) -> None:
         members = tuple(sorted(self._who.running - self._who.unheard))
         if members and self.phase in (Phase.RUNNING, Phase.STOPPING):
             self._out.append(co.SendSave(members))
@@ -397,20 +504,331 @@ class Coordinator(Decisions):
         elif self.phase is not Phase.STOPPING:
             self._begin_restore(now)
 
+    @property
+    def story(self) -> str:
+        """The last events, for whoever looks for a defect."""
+        return "; ".join(f"{now:.3f} {phase} {event}"[:300] for now, phase, event in self._history)
 
-_HANDLERS: dict[type[co.Event], Callable[[Coordinator, Any, float], None]] = {
+    # ----------------------------------------------------------------------------------------------------------- phases
+
+    def _expire(self, now: float) -> None:
+        self._quarantine.expire(now)
+        self._catch_ups.expire(now)
+        due = self._deadlines.expire(now)
+        if "absence" in due and self.phase in (Phase.RUNNING, Phase.STOPPING):
+            self._strike_off(self._who.unheard | self._who.away, "it stayed away")
+            if self._who.running and self.phase is Phase.RUNNING:
+                self._stop(now, "members stayed away")
+        if "return" in due and self._last_failure and not self._who.peers:
+            self._end(Phase.FAILED, self._last_failure)
+        if "stop" in due:
+            self._deadlines.arm("stop", now + self.terms.hold_s)  # until the phase ends, which clears it
+            if self._quarantine.broken or not self._who.running & self._who.healing:  # a long transfer is no reason
+                self._strike_off(set(self._who.running), "it did not stop in time")
+
+    def _advance(self, now: float) -> None:
+        if self.phase is Phase.RUNNING and not self._who.running | self._who.away:
+            self._go(Phase.WAITING, "every member is gone")
+        if self.phase is Phase.RUNNING and self._who.undisturbed() and (names := self._let_in(now)):
+            self._stop(now, f"{', '.join(names)} joining")
+        if self.phase is Phase.STOPPING and not self._who.running and "leave" not in self._deadlines:
+            self._stood_still(now)
+        if self.phase is Phase.WAITING:
+            self._try_mint(now)
+
+    def _stood_still(self, now: float) -> None:
+        heirs = self._who.heirs(self.view)
+        if self.restore and self.paused:
+            self._go(Phase.PAUSED, "paused by a person")  # it goes back when it goes on
+        elif self.restore:
+            self._begin_restore(now)
+        elif heirs and all(report.status == "done" for report in heirs.values()):
+            self._end(Phase.DONE, "every step is done")
+        elif self.view and all(member.peer_id in self._failures for member in self.view.members):
+            self._end(Phase.FAILED, next(iter(self._failures.values())))
+        elif self.paused:
+            self._go(Phase.PAUSED, "paused by a person")
+        elif not self._is_hopeless(heirs, now):
+            self._go(Phase.WAITING, "every member stands still")
+
+    def _is_hopeless(self, heirs: Reports, now: float) -> bool:
+        """Why the ring broke, and whether it would for ever: then the job has failed."""
+        verdict = self._quarantine.judge(heirs, self.view.step if self.view else 0, self._who.name, now)
+        if verdict is not None and verdict.hopeless:
+            self._end(Phase.FAILED, verdict.text)
+        elif verdict is not None:
+            self._say("warning", verdict.kind, verdict.text)
+        return verdict is not None and verdict.hopeless
+
+    def _try_mint(self, now: float) -> None:
+        """Rules 2, 3 and 5."""
+        if self.restore and not self._restored(self.restore, now):
+            return
+        if self.view is None:
+            self._recall()  # of a ring that this seed never heard of
+            ready = self._candidates()
+            if ready:
+                self.reason = f"{len(ready)} of {self.terms.workers} workers are ready"
+            if len(ready) >= self.terms.workers:
+                self._mint(ready, now)
+            return
+        heirs = self._who.heirs(self.view)
+        if not carried(heirs, self.view):
+            self._recall()
+        ready = {key: report for key, report in self._candidates().items() if key not in self._catch_ups.moving}
+        if not ready:
+            self._short_since = None
+            self._deadlines.drop("grace", "build")
+            return
+        passed, in_memory = self._deadlines.passed, not self._who.all_back(self.view)
+        patient = "grace" not in passed or ("build" not in passed and self._who.building())
+        chosen, self.reason = self._recovery.sources(ready, heirs, self.view, in_memory=in_memory, patient=patient)
+        if chosen:
+            self._mint(chosen, now)
+            return
+        if self._short_since is None:
+            self._short_since = now
+        if "grace" not in passed:
+            best = max((report.applied for report in ready.values()), default=0)
+            patience_s = self._recovery.patience_s(best, self.terms.grace_s, self.terms.build_s)
+            self._deadlines.arm("grace", self._short_since + patience_s)
+        self._deadlines.start("build", now + self.terms.build_s)
+
+    def _restored(self, restore: co.Restore, now: float) -> bool:
+        """Mint from the checkpoint that a person chose when all had time to load it; whether to look for another. Who
+        verified it may be on its way back, as others are that are here already."""
+        overdue, holders = "restore" in self._deadlines.passed, self._holders(restore)
+        if not overdue and (self._who.building() or not (holders or restore.peer_id in self._who.peers)):
+            return False
+        if holders:
+            self._mint(holders, now)
+            return False
+        self._say("error", "restore-failed", f"nobody could load the checkpoint of step {restore.step}")
+        self.restore = None
+        self._deadlines.passed |= {"grace", "build"}  # what was newer has been set aside: there is nothing to wait for
+        return True
+
+    def _mint(self, chosen_from: Reports, now: float) -> None:
+        """The next view, from the newest state among these, with all that stand still as far as there is work."""
+        step, lineage = newest(chosen_from)
+        self._cool_down(now)
+        ready, heirs, moving = self._candidates(), self._who.heirs(self.view), self._catch_ups.moving
+        holders = {key for key, it in self._who.standing().items() if key not in moving and holds(it, step, lineage)}
+        if not holders & ready.keys():
+            ready = self._who.standing()  # they sit out: better a bad link than a lost step
+        healthy = holders & ready.keys()
+        if self.view and carried(heirs, self.view):  # rule 7
+            at_once = healthy | heirs.keys()
+            ready = {key: it for key, it in ready.items() if key in at_once or not self._comes_after(key)}
+        peers = {peer_id: self._who.peers[peer_id].peer for peer_id in ready}
+        chosen = ordered(peers, ready, healthy, heirs, self.terms.micro_batches, self._quarantine.apart)
+        load = Load(max(report.reduce_bytes for report in ready.values()), self._measured.compute_s)
+        wishes, apart = self.terms.wishes, self._quarantine.apart
+        plan = plan_ring(chosen, self._measured.links, wishes, load, apart=apart, name=self._who.name)
+        units_us = [ready[peer_id].unit_us for peer_id in plan.order]
+        members = records([peers[peer_id] for peer_id in plan.order], self.terms.micro_batches, healthy, units_us)
+        kind, text = self._recovery.given_up(step, chosen_from, heirs, self.view) if self.view else ("", "")
+        if kind and not self.restore:
+            self._say("warning", kind, text)
+        went_back = bool(kind) or self.restore is not None
+        self._recovery.begin(step, {peer_id: ready[peer_id] for peer_id in chosen}, went_back=went_back)
+        before = self.view
+        generation = max(before.generation if before else 0, self.terms.minted_below) + 1
+        self.view = View(
+            self.job,
+            generation,
+            step,
+            lineage,
+            members,
+            square_sum(chosen_from, step, lineage),
+            streams=plan.streams,
+            sub_chunk_bytes=plan.sub_chunk_bytes,
+            codec=plan.codec,
+            lenient=self._quarantine.lenient,
+            reduce_bytes=load.total_bytes,
+        )
+        self._out.append(co.Mint(self.view, went_back, self._recovery.branch))
+        self._say("info", "view", described(self.view, before))
+        if plan.slowest is not None:
+            self._say("info", "ring-order", plan.reason)
+            if plan.carriage_reason != self._carriage:
+                self._say("info", "ring-carriage", plan.carriage_reason)
+            self._carriage = plan.carriage_reason
+        for peer_id in chosen:
+            self._who.peers[peer_id].standing = None
+            self._catch_ups.forget(peer_id)
+        self._who.running, self._who.healing = set(chosen), set(chosen) - healthy
+        self._quarantine.view_began()
+        self.restore, self._committed = None, False
+        self._short_since = None
+        self._failures.clear()
+        self._last_failure = ""
+        self._go(Phase.RUNNING, "")
+
+    def _cool_down(self, now: float) -> None:
+        """Rule 9: members of the view before that died, unless their ring is what they came back with."""
+        for peer_id in sorted(self._quarantine.fallen - self._quarantine.excused - self._who.heirs(self.view).keys()):
+            if seconds := self._quarantine.flaps(peer_id, now):
+                text = f"{self._who.name(peer_id)} dies again and again: it is not let in for {seconds:.0f} s"
+                self._say("warning", "flapping", text, peer_id)
+
+    def _is_current(self, peer_id: str, generation: int) -> bool:
+        return self.view is not None and self.view.generation == generation and self.view.rank_of(peer_id) is not None
+
+    def _candidates(self) -> Reports:
+        """Who may be put into a view now. The benched are in only where there is nobody else."""
+        standing = self._who.standing()
+        return {peer_id: standing[peer_id] for peer_id in standing if peer_id not in self._quarantine.out} or standing
+
+    def _holders(self, restore: co.Restore) -> Reports:
+        """Who has loaded the checkpoint that is to be restored."""
+        wanted = (restore.step, restore.lineage)
+        return {key: report for key, report in self._candidates().items() if (report.applied, report.lineage) == wanted}
+
+    # -------------------------------------------------------------------------------------------------------- newcomers
+
+    def _let_in(self, now: float) -> list[str]:
+        """Rule 7. Names of those to let in now, into a view that has room; others are asked to catch up."""
+        view, catch_ups = self.view, self._catch_ups
+        room = self.terms.micro_batches - view.size if view else 0
+        standing = {key: it for key, it in self._who.standing().items() if key not in self._quarantine.out}
+        if view is None or room <= 0 or not standing:
+            return []
+        after = [peer_id for peer_id in standing if self._catches_up(peer_id, standing[peer_id], view)]
+        for peer_id in catch_ups.to_ask(after, view.size, room):
+            catch_ups.asked(peer_id, now, standing[peer_id].reduce_bytes, self.terms.grace_s)
+            self._out.append(co.SendCatchUp(peer_id, view.generation, self._donors(peer_id, view)))
+        at_hand = standing.keys() - set(after)
+        for peer_id in at_hand:
+            catch_ups.let_in(peer_id, anew=True)
+        coming = {*at_hand, *filter(catch_ups.through, after)}
+        return sorted(self._who.name(peer_id) for peer_id in coming)
+
+    def _catches_up(self, peer_id: str, report: Report, view: View) -> bool:
+        """Whether it has to, and can: before its first commit, the ring stands where the view began."""
+        at_hand = not self._committed and peer_id not in self._catch_ups.moving
+        return self._who.peers[peer_id].peer.follows and not (at_hand and holds(report, view.step, view.lineage))
+
+    def _comes_after(self, peer_id: str) -> bool:
+        """Whether the next view is better made without it, for it would stand still until this one is healed."""
+        return self._who.peers[peer_id].peer.follows and not self._catch_ups.through(peer_id)
+
+    def _donors(self, peer_id: str, view: View) -> tuple[MemberRecord, ...]:
+        """Members that give the newcomer the state: those with the fastest way to it, then the last in rank order, for
+        the first ones have checkpoints to write."""
+
+        def cost(rank: int) -> tuple[float, int]:
+            link = known_link(self._measured.links, view.members[rank].peer_id, peer_id)
+            return -((link and link.bandwidth_bps) or 0.0), -rank
+
+        return tuple(view.members[rank] for rank in sorted(range(view.size), key=cost)[:DONORS])
+
+    def _recall(self) -> None:
+        """There is no ring left to follow: who followed it says what it has got."""
+        for peer_id in sorted(self._catch_ups.moving & self._who.peers.keys()):
+            self._who.peers[peer_id].standing = None
+            self._assign(peer_id)
+        self._catch_ups.clear()
+
+    # ---------------------------------------------------------------------------------------------------- small helpers
+
+    def _go(self, phase: Phase, reason: str, *, keep: str = "") -> None:
+        if phase not in TRANSITIONS[self.phase]:
+            raise InvalidTransition(f"{self.phase} → {phase}: {self.story}")
+        self.phase, self.reason = phase, reason
+        self._deadlines.clear(keep=keep)  # each belongs to a phase
+        if phase is not Phase.RUNNING:
+            self._who.away.clear()
+
+    def _stop(self, now: float, reason: str) -> None:
+        """Bring the ring to a standstill. Whoever trains is told; where its ring broke it says so instead."""
+        # Who is unheard and not back by then is not waited for any longer.
+        self._go(Phase.STOPPING, reason, keep="absence" if self._who.unheard else "")
+        if "absence" in self._deadlines:
+            self._deadlines.hasten("absence", now + RETURN_S)
+        self._deadlines.arm("stop", now + self.terms.hold_s)
+        self._hold(sorted(self._who.running - self._who.unheard), reason)
+
+    def _say(self, level: str, kind: str, text: str, peer_id: str = "") -> None:
+        self._out.append(co.Emit(level, kind, text, peer_id))
+
+    def _hold(self, peer_ids: Iterable[str], reason: str) -> None:
+        chosen = tuple(peer_ids)
+        if chosen and self.view:
+            self._out.append(co.SendHold(chosen, self.view.generation, reason))
+
+    def _assign(self, peer_id: str) -> None:
+        self._who.peers[peer_id].returned = False
+        self._out.append(co.SendAssign(peer_id, self.corpus, self.restore.step if self.restore else -1))
+
+    def _begin_restore(self, now: float) -> None:
+        assert self.restore is not None
+        if self.phase is not Phase.WAITING:
+            self._go(Phase.WAITING, f"going back to step {self.restore.step}")
+        self._deadlines.clear()
+        self._deadlines.arm("restore", now + self.terms.build_s)
+        self._banned.clear()
+        self._catch_ups.clear()
+        for peer_id, known in self._who.peers.items():
+            known.standing = None
+            self._assign(peer_id)
+
+    def _ban(self, known: Known, text: str, kind: str) -> None:
+        """Let it go, and do not take it again until it connects anew."""
+        peer_id = known.peer.peer_id
+        del self._who.peers[peer_id]
+        self._banned.add(peer_id)
+        self._who.healing.discard(peer_id)
+        self._catch_ups.forget(peer_id)
+        self._say("error", kind, f"{known.peer.name}: {text}", peer_id)
+        self._out.append(co.SendRelease(peer_id, text))
+
+    def _strike_off(self, peer_ids: set[str], why: str) -> None:
+        """Go on without them. One whose transfer broke may be loading its state anew: it is in when it is ready."""
+        for peer_id in sorted(peer_ids):
+            known, loading = self._who.peers.get(peer_id), peer_id in self._who.healing
+            self._forget(peer_id)
+            self._quarantine.fallen.add(peer_id)
+            if known and loading:
+                self._quarantine.excused.add(peer_id)
+                self._who.peers[peer_id] = Known(known.peer)
+                continue
+            if known:
+                self._out.append(co.SendRelease(peer_id, f"out of the ring: {why}"))
+            name = known.peer.name if known else peer_id
+            self._say("warning", "struck-off", f"{name} is out of the ring: {why}", peer_id)
+
+    def _forget(self, peer_id: str) -> None:
+        self._who.forget(peer_id)
+        self._quarantine.forget(peer_id)
+        self._catch_ups.forget(peer_id)
+
+    def _end(self, phase: Phase, reason: str) -> None:
+        """The job is over. When it is done its members keep what they hold until another job needs them."""
+        keep = self._who.heirs(self.view) if phase is Phase.DONE else {}
+        self._out += [co.SendRelease(peer_id, reason) for peer_id in sorted(self._who.peers) if peer_id not in keep]
+        self._say("error" if phase is Phase.FAILED else "info", f"job-{phase}", reason)
+        self._go(phase, reason)
+        self._who.clear()
+        self._quarantine.out.clear()
+        self._catch_ups.clear()
+        self._failures.clear()
+        self._banned.clear()
+        self.restore, self.paused = None, False
+
+
+_HANDLERS: dict[Any, Callable[[Coordinator, Any, float], None]] = {
     co.PeerOffered: Coordinator._offered,
     co.PeerReturned: Coordinator._returned,
     co.PeerReported: Coordinator._reported,
     co.PeerLost: Coordinator._lost,
-    co.PeerLeft: Coordinator._lost,
     co.Progress: Coordinator._progress,
     co.Saved: Coordinator._saved,
     co.Measured: Coordinator._measured_anew,
-    co.Yield: Coordinator._yield,
-    co.Pause: Coordinator._pause,
-    co.Resume: Coordinator._resume,
-    co.Cancel: Coordinator._cancel,
-    co.Save: Coordinator._save,
     co.Restore: Coordinator._restore,
+    Signal.PAUSE: Coordinator._pause,
+    Signal.RESUME: Coordinator._resume,
+    Signal.CANCEL: Coordinator._cancel,
+    Signal.SAVE: Coordinator._save,
+    Signal.YIELD: Coordinator._yield,
 }

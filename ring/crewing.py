@@ -6,13 +6,10 @@ each stage, *shares* a state where each of them has applied up to it, or can red
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
-from ring.coordination import STANDSTILL, Peer
-from ring.formation import holds
+from ring.coordination import STANDSTILL, Peer, holds
 from ring.order import LinkQuality, Links, known_link
 from ring.view import View
 from wire.job_messages import MemberRecord, Report
@@ -21,16 +18,13 @@ State = tuple[int, str]
 NOTHING: State = (0, "0" * 32)
 """What a crew is said to hold whose workers share no state: nobody's state has that lineage."""
 
-MAX_HELD = 1024
-"""Workers of a job whose stage is remembered, beside those that are here."""
-
 
 def told_stage(held: Mapping[str, int], peer_id: str, stage: int, here: Collection[str]) -> dict[str, int]:
     """``held`` (worker → the stage that it holds, or held last), and one that was told of its stage. Of those that are
     not ``here`` only the ones who were told last are kept: a worker that is forgotten is a spare when it comes back."""
     told = {key: value for key, value in held.items() if key != peer_id} | {peer_id: stage}
     away = [key for key in told if key not in here and key != peer_id]
-    for key in away[: max(0, len(away) - MAX_HELD)]:
+    for key in away[: max(0, len(away) - 1024)]:
         del told[key]
     return told
 
@@ -146,73 +140,34 @@ def dealt(
         fits: whether a worker has the memory for a stage.
         cost: of two that fit, the one of less is taken.
     """
-    able = {key: frozenset(stage for stage in range(len(counts)) if fits(key, stage)) for key in pool}
-    supply = Counter(able.values())
-    needed = [0] * len(counts)
-    for crews in range(min(counts) + 1, most + 1):
-        wanted = [max(crews - count, 0) for count in counts]
-        if sum(wanted) > len(pool) or not _can_be_filled(wanted, supply):
-            break
-        needed = wanted
     given: dict[str, int] = {}
-    for stage in range(len(counts)):
-        while needed[stage]:
+    for crews in range(min(counts) + 1, most + 1):
+        wanted = [stage for stage, count in enumerate(counts) for _ in range(max(crews - count, 0))]
+        taken: dict[str, int] = {}
+        for stage in wanted:
 
-            def rank(key: str, stage: int = stage) -> tuple[int, tuple[int, float]]:
+            def rank(key: str, stage: int = stage, wanted: Sequence[int] = wanted) -> tuple[int, tuple[int, float]]:
                 home = homes.get(key)
-                return (0 if home == stage else 2 if home is not None and needed[home] else 1), cost(key, stage)
+                return (0 if home == stage else 2 if home is not None and home in wanted else 1), cost(key, stage)
 
-            needed[stage] -= 1
-            spoilt = {kind for kind in supply if stage in kind and not _can_be_filled(needed, supply - Counter([kind]))}
-            fitting = [key for key in pool if key not in given and stage in able[key] and able[key] not in spoilt]
-            key = min(fitting, key=rank)
-            given[key] = stage
-            supply -= Counter([able[key]])
+            able = {each: [key for key in pool if fits(key, each)] for each in set(wanted)}
+            if not _matched(stage, {**able, stage: sorted(able[stage], key=rank)}, taken, set()):
+                return given
+        given = taken
     return given
 
 
-def _can_be_filled(wanted: Sequence[int], supply: Mapping[frozenset[int], int]) -> bool:
-    """Whether there are workers enough: a flow of as much as can be, from stages to kinds of workers.
-
-    Args:
-        wanted: of each stage. supply: stages that a worker fits → how many such workers there are.
-    """
-    left = dict(supply)
-    flow: Counter[tuple[int, frozenset[int]]] = Counter()
-    for source, number in enumerate(wanted):
-        while number:
-            path = _path(source, left, flow)
-            if not path:
-                return False
-            # Each stage of the path takes from the kind after it, which it takes from the next stage.
-            taken = [flow[stage, before] for (_, before), (stage, _) in pairwise(path)]
-            moved = min(number, left[path[-1][1]], *taken)
-            for (_, before), (stage, _) in pairwise(path):
-                flow[stage, before] -= moved
-            for stage, kind in path:
-                flow[stage, kind] += moved
-            left[path[-1][1]] -= moved
-            number -= moved
-    return True
-
-
-def _path(
-    source: int, left: Mapping[frozenset[int], int], flow: Mapping[tuple[int, frozenset[int]], int]
-) -> list[tuple[int, frozenset[int]]]:
-    """(stage, kind) by which ``source`` may have another worker; empty where it may not."""
-    paths: deque[list[tuple[int, frozenset[int]]]] = deque([[]])
-    seen: set[frozenset[int]] = set()
-    while paths:
-        path = paths.popleft()
-        stages = [source] if not path else [stage for stage in path[-1][1] if flow[stage, path[-1][1]]]
-        for stage in stages:
-            for kind in left:
-                if stage in kind and kind not in seen:
-                    seen.add(kind)
-                    if left[kind]:
-                        return [*path, (stage, kind)]
-                    paths.append([*path, (stage, kind)])
-    return []
+def _matched(stage: int, able: Mapping[int, Sequence[str]], taken: dict[str, int], seen: set[str]) -> bool:
+    """Give ``stage`` one more worker, where needed by moving others to a stage that they fit, too (Kuhn 1955)."""
+    for key in (key for key in able[stage] if key not in taken):
+        taken[key] = stage
+        return True
+    for key in (key for key in able[stage] if key in taken and taken[key] != stage and key not in seen):
+        seen.add(key)
+        if _matched(taken[key], able, taken, seen):
+            taken[key] = stage
+            return True
+    return False
 
 
 def report_of(

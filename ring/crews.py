@@ -9,7 +9,7 @@ Rules
     2. The *places* of a view are its crews' ids. While its ring may run, whatever happens to links, the coordinator
        sees all places training. It hears of an end when every worker of the view that is linked stands still, or was
        struck off: never before, so no view is minted while one of an older view trains.
-    3. *Muster.* Then the places are filled from those that stand: with whole crews that share the newest state which
+    3. *Regroup.* Then the places are filled from those that stand: with whole crews that share the newest state which
        somebody applied and every stage holds (applied, or prepared). Who was with whom before does not matter: the rest
        of one crew and the rest of another carry the run's state on together. Places that nobody fills are lost.
     4. Everybody else comes in as a newcomer, in a whole crew of a new id. Where its workers share a state it says so;
@@ -20,24 +20,57 @@ Rules
        is away could bring more, else after patience, for it sets newer checkpoints aside. A checkpoint of the whole
        model counts for every stage, whoever has it: workers that are told to go back are told who they are.
     6. What concerns one worker is settled here: its corpus, its failure, its silence while others stand, its deaths
-       again and again, its neighbours' doubt.
+       again and again.
     7. Where the model's sizes are known (``training``) the first stages are given to so many at once as the first view
-       wants, and how the model is cut is decided with it (``ring.crew_planning``), for good.
+       wants, and how the model is cut is decided with it (``ring.training_placement``), for good.
     8. Later a spare takes a stage that it has the memory for, or none. Who says nothing of it can hold anything.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from p2ptrain.core.errors import ResourceError, UserError
+from p2ptrain.core.units import human_bytes
 from ring import coordination as co
-from ring.coordination import BESIDE, ENDED, Phase
-from ring.crew_making import Making
-from ring.crewing import NOTHING, Worker, report_of
-from wire.job_messages import Report
+from ring.coordination import BESIDE, ENDED, RETURN_S, STANDSTILL, TORN_S, Phase, holds
+from ring.coordinator import Coordinator
+from ring.crewing import (
+    NOTHING,
+    Crew,
+    State,
+    Worker,
+    as_peer,
+    between_crews,
+    contracted,
+    dealt,
+    holding,
+    in_groups,
+    newest_kept,
+    report_of,
+    shared_states,
+    standing_status,
+    told_stage,
+)
+from ring.quarantine import Quarantine
+from ring.training_costs import Trainee, Training
+from ring.view import View
+from wire.job_messages import MemberRecord, Report
+
+if TYPE_CHECKING:
+    from ring.training_placement import TrainingPlan
+
+TELL_S = 30.0
+"""For workers to tell how fast they are: they load their libraries first, which has to be done in any case."""
+SURVEY_S = 4.0
+"""For the ways between them to be measured; the shell gives up before."""
 
 
-class Crews(Making):
+class Crews:
     """One job's core, for a split model: the same interface as ``Coordinator``, whose events and instructions are about
     workers here.
 
@@ -52,6 +85,75 @@ class Crews(Making):
         held: the same, as it is now; what changes it must be durable before it is told to anybody.
         view: of workers, each crew's in a row; None before the first.
     """
+
+    def __init__(
+        self,
+        job: str,
+        terms: co.Terms,
+        stages: int,
+        *,
+        past: co.Past | None = None,
+        held: Mapping[str, int] | None = None,
+        saved: co.Saved | None = None,
+        training: Training | None = None,
+        now: float = 0.0,
+    ) -> None:
+        past = past or co.Past()
+        self.job, self.terms, self.stages, self.held = job, terms, stages, dict(held or {})
+        self.view = replace(past.view, stages=stages) if past.view is not None else None
+        self.training = training
+        self._planned = training is None or past.view is not None or bool(held)
+        self._plan_due: float | None = None
+        self._tell_due: float | None = None
+        self._survey_due: float | None = None
+        self._surveyed: frozenset[str] = frozenset()  # between whom the ways were measured, or asked for
+        self._asked_for: frozenset[Trainee] = frozenset()  # for whom there is no plan
+        self._unfit = ""  # why
+        self._too_small: set[tuple[str, int]] = set()  # (worker, stage) of which people were told
+        self._workers: dict[str, Worker] = {}
+        self._crews: dict[str, Crew] = {}
+        self._made = 0
+        self._branch = None if past.branch is None else set(past.branch)
+        self._steps = dict(saved.steps) if saved is not None else {}
+        self._wholes = dict(saved.wholes) if saved is not None else {}
+        self._measured = co.Measured({})
+        self._corpus = past.corpus
+        self._banned: set[str] = set()
+        self._failures: dict[str, str] = {}  # of workers of the present view
+        self._quarantine = Quarantine(terms.cooldown_s)
+        self._broke = False
+        self._held = ""  # why the ring was asked to stop, if it was
+        self._committed = True
+        self._tried: int | None = None  # the step that it went back to since the last view, without finding one
+        self._back: int | None = None  # the step that it is going back to
+        self._absence: float | None = None
+        self._stop: float | None = None
+        self._build: float | None = None
+        self._short: float | None = None
+        self._back_due: float | None = None
+        self._now = now
+        self._out: list[co.Instruction] = []
+        self._batch: list[co.Event] | None = None
+        self._history: deque[str] = deque(maxlen=60)
+        self._unheard: set[str] = set()
+        self._regrouped = True
+        places = self._places_of(self.view) if self.view is not None else []
+        branch = past.branch
+        if branch is not None:
+            branch = frozenset(crew.crew_id for crew in places if set(crew.members) <= branch)
+        seen = contracted(self.view, [crew.crew_id for crew in places]) if self.view is not None else None
+        self.core = Coordinator(job, terms, past=replace(past, view=seen, saved={}, branch=branch), now=now)
+        if self.view is not None:
+            self.held = {member.peer_id: rank % stages for rank, member in enumerate(self.view.members)} | self.held
+        if self.view is not None and self.core.phase not in ENDED:
+            self._crews = {crew.crew_id: crew for crew in places}
+            self._unheard = {member.peer_id for member in self.view.members}
+            self._regrouped, self._absence = False, now + terms.grace_s
+
+    @property
+    def story(self) -> str:
+        """The last events, for whoever looks for a defect."""
+        return "; ".join(self._history)
 
     # ---------------------------------------------------------------------------------------------------- the interface
 
@@ -111,7 +213,7 @@ class Crews(Making):
         """When to ``handle(Tick())`` at the latest."""
         planning = self._plan_due if self._plan_due is not None and self._plan_due > self._now else None
         own = [self._absence, self._stop, self._build, self._back_due, planning, self.core.next_deadline()]
-        return min([*(at for at in own if at is not None), *self._bench.next()], default=None)
+        return min([*(at for at in own if at is not None), *self._quarantine.next()], default=None)
 
     def handle(self, event: co.Event, now: float) -> list[co.Instruction]:
         """Take in one event; returns what to do, in order. ``now`` is monotonic seconds and never goes back."""
@@ -126,8 +228,8 @@ class Crews(Making):
                 self._returned(peer, generation)
             case co.PeerReported(peer_id, report):
                 self._reported(peer_id, report)
-            case co.PeerLost(peer_id) | co.PeerLeft(peer_id):
-                self._lost(peer_id, left=isinstance(event, co.PeerLeft))
+            case co.PeerLost(peer_id, _, left):
+                self._lost(peer_id, left=left)
             case co.Saved(_, steps, wholes):
                 self._saved(steps, wholes)
             case co.Measured():
@@ -136,19 +238,19 @@ class Crews(Making):
             case co.PeerTold(peer):
                 if worker := self._workers.get(peer.peer_id):
                     worker.peer = peer
-            case co.Surveyed():
+            case co.Signal.SURVEYED:
                 self._survey_due = None
             case co.Progress():
                 self._progress(event)
             case co.Restore(step, _, lineage):
                 self._tell(co.Restore(step, "", lineage))
-            case co.Yield():
+            case co.Signal.YIELD:
                 self._yield()
             case _:
                 self._tell(event)
         self._expire()
         self._settle()
-        self._tell(co.Tick())
+        self._tell(co.Signal.TICK)
         self._settle()
         return self._out
 
@@ -157,20 +259,20 @@ class Crews(Making):
         self.core.validate()
         story = self.story
         taken = [member for crew in self._crews.values() for member in crew.members]
-        running = self.view is not None and not self._mustered
+        running = self.view is not None and not self._regrouped
         assert running or len(set(taken)) == len(taken), f"a worker in two crews: {story}"
         for crew in self._crews.values():
             assert crew.in_view or len(crew.members) == self.stages, story
             for stage, member in enumerate(crew.members):
                 worker = self._workers.get(member)
-                if crew.in_view and not self._mustered:
+                if crew.in_view and not self._regrouped:
                     continue  # its ring may well run
                 assert worker is not None, f"{member} of {crew.crew_id} is not here: {story}"
                 assert worker.stage == stage, f"{member} is not at its stage: {story}"
                 assert worker.crew == crew.crew_id, story
         for worker in self._workers.values():
             assert worker.stage is None or self.held.get(worker.peer_id) == worker.stage, story
-            assert not worker.trains or not self._mustered, f"{worker.peer_id} trains after the muster: {story}"
+            assert not worker.trains or not self._regrouped, f"{worker.peer_id} trains after the regroup: {story}"
             assert not worker.crew or worker.crew in self._crews, story
         assert not self._banned & set(self._workers), story
         empty = [crew for crew in self._crews.values() if crew.known and crew.said is None and not crew.due]
@@ -187,7 +289,7 @@ class Crews(Making):
         worker = self._workers[peer.peer_id] = Worker(peer, self.held.get(peer.peer_id), fresh=True)
         if worker.stage is not None:
             self._assign(worker)
-        if self._is_member(peer.peer_id) and not self._mustered:  # it has no ring any more, so nobody of the view has
+        if self._is_member(peer.peer_id) and not self._regrouped:  # it has no ring any more, so nobody of the view has
             self._unheard.discard(peer.peer_id)
             self._ring_is_over(f"{peer.name} came back as a new worker")
 
@@ -199,7 +301,7 @@ class Crews(Making):
         worker = self._workers[peer.peer_id] = Worker(peer, stage, returned=True)
         if self._restoring:
             self._go_to(worker)
-        elif self._is_member(peer.peer_id) and not self._mustered:
+        elif self._is_member(peer.peer_id) and not self._regrouped:
             worker.trains = True  # until it says how it stands
             self._unheard.discard(peer.peer_id)
             if self._all_linked() and not self._held:
@@ -211,8 +313,8 @@ class Crews(Making):
         if worker is None:
             return
         if self._is_member(peer_id):
-            self._flapping.excused.add(peer_id) if left else self._fallen.add(peer_id)
-            if not self._mustered:
+            self._quarantine.excused.add(peer_id) if left else self._quarantine.fallen.add(peer_id)
+            if not self._regrouped:
                 self._member_lost(worker, left)
         self._leave_crew(worker)
 
@@ -227,7 +329,7 @@ class Crews(Making):
     def _yield(self) -> None:
         if self.core.paused_heirs() is None:
             return
-        self._tell(co.Yield())
+        self._tell(co.Signal.YIELD)
         for worker in list(self._workers.values()):
             self._release(worker, "the job is paused, and another needs its workers")
 
@@ -268,8 +370,8 @@ class Crews(Making):
         """After a reconnect: its ring still runs, whatever this seed thought."""
         worker.trains, worker.report, worker.moving = True, None, False
         self._unheard.discard(worker.peer_id)
-        if self._mustered:
-            self._mustered = False
+        if self._regrouped:
+            self._regrouped = False
             self._ring_is_over("its ring is over", broken=False)
             return
         if self._held and self.view:
@@ -285,7 +387,7 @@ class Crews(Making):
     def _healed(self, worker: Worker, report: Report) -> None:
         worker.healing = False
         crew = self._crews.get(worker.crew)
-        if crew and not self._mustered and not any(self._workers[key].healing for key in self._here(crew)):
+        if crew and not self._regrouped and not any(self._workers[key].healing for key in self._here(crew)):
             state = report.applied, report.lineage
             told = report_of(self.job, [report], state, "healed", report.generation, self._crew_of)
             self._tell(co.PeerReported(crew.crew_id, told))
@@ -294,31 +396,16 @@ class Crews(Making):
         first = worker.trains
         worker.trains, worker.report, worker.healing = False, report, False
         self._unheard.discard(worker.peer_id)
-        if self._mustered:
+        if self._regrouped:
             if not first and worker.crew:
                 return  # said again
-            self._muster()
+            self._regroup()
             return
         if report.status == "broken":
             self._broke = True
-            self._doubt(report.suspect, worker.peer_id)
         if self._stop is None:
             self._stop = self._now + self.terms.hold_s
         self._hurry()
-
-    def _doubt(self, suspect: str, reporter: str) -> None:
-        """A frozen worker closes nothing: whoever stands beside it in a ring notices, and the seed need not wait as
-        long for its beats as it would else."""
-        view, worker = self.view, self._workers.get(suspect)
-        rank = view.rank_of(suspect) if view is not None else None
-        if view is None or rank is None or worker is None or not worker.trains:
-            return
-        ring = view.stage_ring(rank)
-        place = view.replica_of(rank)
-        beside = (view.left_of(rank), view.right_of(rank), ring.left_of(place), ring.right_of(place))
-        if reporter in {member.peer_id for member in beside}:
-            self._witnesses.setdefault(suspect, set()).add(reporter)
-            self._out.append(co.Doubt(suspect, len(self._witnesses[suspect])))
 
     def _beside(self, worker: Worker, report: Report) -> None:
         """Ready, or following the ring. A member that is ready again has lost its ring."""
@@ -339,7 +426,7 @@ class Crews(Making):
         worker.report, worker.trains, worker.healing = report, False, False
         worker.moving = report.status == "following"
         self._unheard.discard(worker.peer_id)
-        if was_member and not self._mustered:
+        if was_member and not self._regrouped:
             self._ring_is_over(f"{worker.peer.name} has lost its state")
         if crew is None or (crew.in_view and not self._restoring):
             return
@@ -358,9 +445,864 @@ class Crews(Making):
         was_member = worker.trains
         worker.trains = False
         self._ban(worker, f"cannot go on: {reason}", "member-failed")
-        if was_member and not self._mustered:
+        if was_member and not self._regrouped:
             self._ring_is_over(f"{worker.peer.name} cannot go on")
         if not self._workers and self.view is None:  # nobody is there who could go on, as the coordinator sees it
             nobody = self._new_id()
             self._tell(co.PeerOffered(co.Peer(nobody, worker.peer.name, "", 0)))
             self._tell(co.PeerReported(nobody, replace(report, generation=0)))
+
+    # ------------------------------------------------------------------------------------------ the view and its places
+
+    def _all_linked(self) -> bool:
+        return self.view is not None and all(member.peer_id in self._workers for member in self.view.members)
+
+    def _places(self) -> list[Crew]:
+        return [crew for crew in self._crews.values() if crew.in_view]
+
+    def _crew_of(self, peer_id: str) -> str:
+        """The place in the present view of a worker that a report names."""
+        rank = self.view.rank_of(peer_id) if self.view is not None else None
+        if rank is None or self.core.view is None or self.view is None:
+            return ""
+        return self.core.view.members[self.view.replica_of(rank)].peer_id
+
+    def _ring_is_over(self, reason: str, *, broken: bool = True) -> None:
+        """Bring whoever still trains to a standstill."""
+        self._broke = self._broke or broken
+        self._hold(reason)
+        self._hurry()
+
+    def _hold(self, reason: str) -> None:
+        self._held = self._held or reason
+        if self._stop is None:
+            self._stop = self._now + self.terms.hold_s
+        training = tuple(sorted(worker.peer_id for worker in self._training()))
+        if training and self.view is not None:
+            self._out.append(co.SendHold(training, self.view.generation, reason))
+
+    def _hurry(self) -> None:
+        if self._unheard and self._absence is not None:  # who is not back by then is not waited for any longer
+            self._absence = min(self._absence, self._now + RETURN_S)
+        if self._broke and self._stop is not None:
+            usual = any(not worker.healing for worker in self._training())
+            self._stop = min(self._stop, self._now + (self.terms.settle_s if usual else TORN_S))
+
+    def _expire(self) -> None:
+        now = self._now
+        self._quarantine.expire(now)
+        if self._absence is not None and self._absence <= now:
+            self._absence = None
+            self._unheard.clear()
+            if self._training():
+                self._ring_is_over("members stayed away", broken=False)
+        if self._stop is not None and self._stop <= now:
+            self._stop = now + self.terms.hold_s
+            silent = self._training()
+            if self._broke or not any(worker.healing for worker in silent):  # a long transfer is no reason
+                for worker in silent:
+                    self._strike_off(worker)
+        for name in ("_build", "_back_due"):
+            at = getattr(self, name)
+            if at is not None and at <= now:
+                setattr(self, name, now)  # whoever armed it looks
+
+    def _strike_off(self, worker: Worker) -> None:
+        """Go on without it. One whose transfer broke may be loading its state anew: it is in when it is ready."""
+        worker.trains = False
+        self._quarantine.fallen.add(worker.peer_id)
+        if worker.healing:
+            worker.healing = False
+            self._quarantine.excused.add(worker.peer_id)
+            return
+        text = "it did not stop in time"
+        self._say("warning", "struck-off", f"{worker.peer.name} is out of the ring: {text}", worker.peer_id)
+        self._release(worker, f"out of the ring: {text}")
+
+    def _is_over(self) -> bool:
+        """Whether nobody of the view trains any more, as far as anybody can know."""
+        if self.view is None or self._regrouped or self._training():
+            return False
+        if self._unheard:
+            return False  # until they had their time
+        stands = any(worker.report is not None for key, worker in self._workers.items() if self._is_member(key))
+        return stands or self._broke or bool(self._held) or self._absence is None
+
+    def _regroup(self) -> None:
+        """Rule 3."""
+        view = self.view
+        assert view is not None
+        self._regrouped, self._absence, self._stop = True, None, None
+        reports = {
+            key: worker.report
+            for key, worker in self._workers.items()
+            if worker.report is not None and self._stands_in(view, key, worker.report)
+        }
+        by_stage = self._by_stage(reports)
+        states = shared_states(by_stage)
+        state = states[0] if states else None
+        places = self._places()
+        for worker in self._workers.values():
+            if worker.crew in self._crews and self._crews[worker.crew].in_view:
+                worker.crew = ""
+        holders = holding(reports, state) if state else set()
+        kept = [crew for crew in places if crew.members and self._is_manned(crew, holders)]
+        taken = {member for crew in kept for member in crew.members}
+        empty = [crew for crew in places if crew not in kept]
+        groups = in_groups([(holders & stage.keys()) - taken for stage in by_stage])
+        for crew, group in zip(list(empty), groups, strict=False):
+            crew.members = group
+            kept.append(crew)
+            empty.remove(crew)
+        for crew in empty:
+            crew.members, crew.due = (), False
+        with self._together():
+            survivors = reports.keys()
+            for crew in [crew for crew in self._crews.values() if not crew.in_view and survivors & set(crew.members)]:
+                self._dissolve(crew, "its workers carry the run's state on")
+            for crew in kept:
+                for member in crew.members:
+                    self._workers[member].crew = crew.crew_id
+            if not kept:
+                self._withdraw_empty_handed()
+            for crew in kept:
+                self._place_stands(crew, state)
+            for crew in empty:
+                self._place_lost(crew)
+
+    def _is_manned(self, crew: Crew, holders: set[str]) -> bool:
+        """Whether all its workers are among these, at their stages."""
+        stages = ((key in holders and self._workers[key].stage == at) for at, key in enumerate(crew.members))
+        return all(stages)
+
+    def _stands_in(self, view: View, peer_id: str, report: Report) -> bool:
+        """Whether it carries the state of ``view``, or what that was to begin with, as it never heard of it."""
+        if report.status not in STANDSTILL or view.rank_of(peer_id) is None or self._workers[peer_id].moving:
+            return False
+        return report.generation == view.generation or holds(report, view.step, view.lineage)
+
+    def _place_stands(self, crew: Crew, state: State | None) -> None:
+        if crew.known and crew.said == state:
+            return
+        if not crew.known:
+            self._introduce(crew)
+        assert self.view is not None
+        reports = [report for key in crew.members if (report := self._workers[key].report) is not None]
+        crew.said, crew.due = state, False
+        status = standing_status(reports)
+        told = report_of(self.job, reports, state, status, self.view.generation, self._crew_of)
+        self._tell(co.PeerReported(crew.crew_id, told))
+
+    def _place_lost(self, crew: Crew) -> None:
+        """It left, as the coordinator sees it: all that stay away were waited for."""
+        crew.known, crew.said = False, None
+        failed = self.view is not None and all(member.peer_id in self._failures for member in self.view.members)
+        if failed and self.view is not None:
+            reason = next(iter(self._failures.values()))
+            report = Report(self.job, self.view.generation, "failed", 0, 0, "", reason=reason)
+            self._tell(co.PeerReported(crew.crew_id, report))
+        else:
+            self._tell(co.PeerLost(crew.crew_id, "its workers are gone", left=True))
+
+    def _introduce(self, crew: Crew) -> None:
+        assert self.view is not None
+        crew.known = True
+        self._tell(co.PeerReturned(self._peer_of(crew), self.view.generation))
+
+    def _withdraw_empty_handed(self) -> None:
+        """Before the last that could heal them is told to be gone."""
+        for crew in [crew for crew in self._crews.values() if crew.known and not crew.in_view]:
+            if crew.said is None or crew.said == NOTHING or self._is_moving(crew):
+                self._dissolve(crew, "there is nobody left to follow")
+
+    def _is_moving(self, crew: Crew) -> bool:
+        return any(self._workers[key].moving for key in self._here(crew))
+
+    def _dissolve(self, crew: Crew, why: str) -> None:
+        del self._crews[crew.crew_id]
+        for member in self._here(crew):
+            worker = self._workers[member]
+            worker.crew = ""
+            if worker.moving:
+                self._assign(worker)  # what it has got is of interest again
+        if crew.known:
+            self._tell(co.PeerLost(crew.crew_id, why))
+
+    def _leave_crew(self, worker: Worker) -> None:
+        crew = self._crews.get(worker.crew)
+        if crew is None:
+            return
+        if not crew.in_view:
+            self._dissolve(crew, f"{worker.peer.name} is gone")
+        elif self._regrouped:
+            self._regroup()
+
+    def _release(self, worker: Worker, reason: str) -> None:
+        """It may come back as a newcomer: the shell offers it again."""
+        self._workers.pop(worker.peer_id, None)
+        self._out.append(co.SendRelease(worker.peer_id, reason))
+        self._leave_crew(worker)
+
+    def _crew_released(self, crew_id: str, reason: str) -> None:
+        """All of it where the job is over or its ring went on without it; of one that was struck off, the silent."""
+        crew = self._crews.pop(crew_id, None)
+        for member in self._here(crew) if crew is not None else ():
+            worker = self._workers[member]
+            worker.crew = ""
+            here = self.view is not None and worker.report is not None and not worker.trains
+            stands = here and worker.report is not None and self._stands_in(self.view, member, worker.report)  # type: ignore[arg-type]
+            if self.core.phase in ENDED or not stands:
+                self._release(worker, reason)
+
+    # --------------------------------------------------------------------------------------------------- crews are made
+
+    def _settle(self) -> None:
+        """Do what follows from what is known, until nothing does."""
+        for _ in range(1000):  # more rounds after one event are a defect
+            if self.core.phase in ENDED:
+                self._end()
+                return
+            if self._is_over():
+                self._regroup()
+            elif not (
+                self._withdraw_one() or self._tell_one() or self._give_stages() or self._make_crew() or self._go_back()
+            ):
+                return
+        raise AssertionError(f"it does not come to rest: {self.story}")
+
+    def _end(self) -> None:
+        for worker in list(self._workers.values()):
+            done = worker.report is not None and worker.report.status == "done"
+            if not (self.core.phase is Phase.DONE and done):
+                self._out.append(co.SendRelease(worker.peer_id, self.core.reason))
+        self._workers.clear()
+        self._crews.clear()
+        self._failures.clear()
+        self._banned.clear()
+        self._unheard.clear()
+        self._quarantine.out.clear()
+        self._regrouped, self._held, self._broke, self._tried, self._back = True, "", False, None, None
+        self._absence = self._stop = self._build = self._short = self._back_due = self._plan_due = None
+        self._unfit = ""
+
+    def _anchored(self) -> bool:
+        """Whether there is a whole state that others can be brought to."""
+        if self.view is not None and not self._regrouped:
+            return True
+        said = [crew.said for crew in self._crews.values() if crew.known and crew.said is not None and crew.members]
+        if self._restoring and self.core.restore is not None:
+            return (self.core.restore.step, self.core.restore.lineage) in said
+        return any(
+            state is not None and state[0] > 0  # of step 0 the coordinator could not tell one from the other
+            for crew in self._crews.values()
+            if crew.known and crew.members
+            for state in [crew.said]
+        )
+
+    def _withdraw_one(self) -> bool:
+        """Rule 4: nobody is there any more who could heal it. Rule 5: what all stages have saved is newer."""
+        if (late := self._outdone()) is not None:
+            self._dissolve(late, "there are newer checkpoints of all stages")
+            return True
+        if self._anchored():
+            return False
+        void = next((crew for crew in self._crews.values() if crew.known and crew.said == NOTHING), None)
+        if void is not None:
+            self._withdraw(void)
+        return void is not None
+
+    def _outdone(self) -> Crew | None:
+        """A crew of a state that is older than what all stages here have saved, where nobody carries on the run's."""
+        least = self._least()
+        return next((crew for crew in self._loaded() if crew.said and crew.said[0] < least), None)
+
+    def _least(self) -> int:
+        """The step below which nobody need begin, for every stage has a checkpoint of it at somebody who is settled.
+        0: there is none, or the run's state is carried on, or a crew has loaded that one or a later one."""
+        waiting = self.core.phase is Phase.WAITING and self.core.restore is None and self._regrouped
+        if not waiting or self.view is None or any(crew.members for crew in self._places()):
+            return 0
+        settled = {
+            key: worker.report
+            for key, worker in self._workers.items()
+            if worker.settled and worker.report and self._is_own((key,))
+        }
+        by_stage = self._by_stage(settled)
+        wholes = [self._untried(self._wholes.get(key, frozenset())) for key in settled]
+        kept = newest_kept([[self._kept(key) for key in stage] for stage in by_stage], wholes)
+        if any(self._is_own(crew.members) and crew.said and crew.said[0] >= kept for crew in self._loaded()):
+            return 0
+        return kept if kept <= self.core.known_step else 0  # what is later is of a course that was given up
+
+    def _loaded(self) -> list[Crew]:
+        """Crews beside the view that hold a state, and said which."""
+        crews = [crew for crew in self._crews.values() if crew.known and not crew.in_view]
+        return [crew for crew in crews if crew.said not in (None, NOTHING)]
+
+    def _is_own(self, members: Iterable[str]) -> bool:
+        """Whether these workers' checkpoints are of this run, and not of a course that it gave up."""
+        return self._branch is None or self._branch.issuperset(members)
+
+    def _withdraw(self, crew: Crew) -> None:
+        if crew.in_view:
+            for member in self._here(crew):
+                if self._workers[member].crew == crew.crew_id:
+                    self._workers[member].crew = ""
+            crew.members, crew.due = (), False
+            self._place_lost(crew)
+        else:
+            self._dissolve(crew, "its workers share no state")
+
+    def _tell_one(self) -> bool:
+        """What a crew holds, now that all its workers have said so: first of those that hold something."""
+        due = [
+            crew
+            for crew in self._crews.values()
+            if crew.due and crew.members and all(self._is_settled(member) for member in crew.members)
+        ]
+        if not due:
+            return False
+        crew = min(due, key=lambda crew: (self._state_of(crew.members) is None, crew.crew_id))
+        if self._state_of(crew.members) is None and not self._anchored():
+            self._withdraw(crew)
+        else:
+            self._tell_crew(crew, "ready")
+            if crew.said is not None and crew.said[0] == self._back and self.core.restore is None:
+                self._back = None
+                self._tell(co.Restore(crew.said[0], crew.crew_id, crew.said[1]))
+        return True
+
+    def _tell_crew(self, crew: Crew, status: str, *, nothing: bool = False) -> None:
+        reports = [report for key in crew.members if (report := self._workers[key].report) is not None]
+        state = None if nothing else self._state_of(crew.members)
+        crew.said, crew.due = state or NOTHING, False
+        self._tell(co.PeerReported(crew.crew_id, report_of(self.job, reports, state, status, 0, self._crew_of)))
+
+    def _is_settled(self, peer_id: str) -> bool:
+        return peer_id in self._workers and self._workers[peer_id].settled
+
+    def _state_of(self, members: Iterable[str]) -> State | None:
+        """What they share, one for each stage."""
+        reports = [self._workers[key].report for key in members]
+        states = shared_states([{"": report} if report else {} for report in reports])
+        return states[0] if states else None
+
+    def _give_stages(self) -> bool:
+        """Rules 1, 7 and 8."""
+        if not self._takes_crews():
+            return False
+        if not self._planned:
+            return self._plan()
+        counts = [0] * self.stages
+        for worker in self._workers.values():
+            if worker.stage is not None:
+                counts[worker.stage] += 1
+        spares = sorted(key for key, worker in self._workers.items() if worker.stage is None)
+        idle = self._idle(counts)
+        for key in idle:
+            counts[self._workers[key].stage or 0] -= 1
+        given = self._dealt(counts, spares, idle)
+        for key, stage in given.items():
+            self._give(self._workers[key], stage)
+        return bool(given)
+
+    def _idle(self, counts: list[int]) -> list[str]:
+        """Workers of a stage that has too many, who hold nothing that anybody could need: they may take another."""
+        over = [count - min(counts) for count in counts]
+        found = []
+        for key, worker in sorted(self._workers.items()):
+            if worker.stage is None or worker.crew or worker.trains or worker.moving or over[worker.stage] <= 0:
+                continue
+            if self._is_member(key) and not (self._regrouped and self._anchored()):
+                continue
+            fresh = worker.report is not None and worker.report.applied == 0 and not self._steps.get(key)
+            if fresh or (self._anchored() and worker.report is not None):
+                over[worker.stage] -= 1
+                found.append(key)
+        return found
+
+    def _takes_crews(self) -> bool:
+        core = self.core
+        if core.phase in {*ENDED, Phase.PAUSED} or core.paused:
+            return False
+        return len(core.peer_ids) < core.terms.most
+
+    def _make_crew(self) -> bool:
+        """Offer the coordinator one more crew, if one can be made."""
+        if not self._takes_crews():
+            return False
+        anchored = self._anchored()
+        runs = self.view is not None and not self._regrouped
+        if not anchored and self._awaits_builders():
+            return False
+        free = {key for key, worker in self._workers.items() if worker.settled and not worker.crew}
+        free = {key for key in free if not (anchored and key in self._quarantine.out)}
+        if runs:
+            free = {key for key in free if not self._is_member(key) or self._said_ready(key)}
+        loose = set() if runs else {member for crew in self._void() for member in crew.members}
+        reports = {key: report for key in free | loose if (report := self._workers[key].report) is not None}
+        by_stage = self._by_stage(reports)
+        least = self._least()
+        for state in shared_states(by_stage):
+            if state[0] < least:
+                break  # it goes back to what is newer, see ``_go_back``
+            holders = holding(reports, state)
+            group = next(in_groups([holders & stage.keys() for stage in by_stage]), None)
+            if group is not None:
+                for crew in [crew for crew in self._void() if set(crew.members) & set(group)]:
+                    self._dissolve(crew, "its workers can do better")
+                self._offer(group)
+                return True
+        rest = next(in_groups([free & stage.keys() for stage in by_stage]), None)
+        if rest is None or not anchored:
+            return False
+        self._offer(rest)
+        return True
+
+    def _said_ready(self, peer_id: str) -> bool:
+        """Of a member of the running view: it lost what it had, so it waits for no regrouping."""
+        report = self._workers[peer_id].report
+        return report is not None and report.status in BESIDE
+
+    def _void(self) -> list[Crew]:
+        return [
+            crew
+            for crew in self._crews.values()
+            if crew.known and not crew.in_view and crew.said == NOTHING and not self._is_moving(crew)
+        ]
+
+    def _offer(self, group: tuple[str, ...]) -> None:
+        """To the coordinator, in a place of the last view where its workers are members of that."""
+        void = self._state_of(group) is None
+        members = all(self._is_member(key) for key in group) and self._regrouped and not void
+        place = next((crew for crew in self._places() if not crew.members), None) if members else None
+        crew = place or Crew(self._new_id(), ())
+        crew.members, crew.known, crew.due = group, True, True
+        self._crews[crew.crew_id] = crew
+        for member in group:
+            self._workers[member].crew = crew.crew_id
+        own = not void and self._is_own(group)
+        peer = self._peer_of(crew)
+        self._tell(co.PeerOffered(peer, own))
+        self._tell_measured()
+
+    def _awaits_builders(self) -> bool:
+        """Whether somebody builds who may bring what others could go on from; for so long and no longer."""
+        builders = [worker for key, worker in self._workers.items() if worker.report is None and self._may_bring(key)]
+        if not builders:
+            self._build = None
+            return False
+        if self._build is None:
+            self._build = self._now + self.terms.build_s
+        return self._now < self._build
+
+    def _may_bring(self, peer_id: str) -> bool:
+        worker = self._workers[peer_id]
+        if worker.stage is None or worker.trains:
+            return False
+        kept = self._steps.get(peer_id) or self._wholes.get(peer_id)
+        return worker.restored >= 0 or worker.returned or self._is_member(peer_id) or bool(kept)
+
+    def _go_back(self) -> bool:
+        """Rule 5, its second half."""
+        waiting = self.core.phase is Phase.WAITING and self.core.restore is None and self._regrouped
+        if not waiting or self._anchored() or self._awaits_builders():
+            return self._stays()
+        settled = {key: worker.report for key, worker in self._workers.items() if worker.settled and worker.report}
+        by_stage = self._by_stage(settled)
+        if not all(by_stage) or self._tried == 0:
+            return self._stays()
+        if self._back is not None:
+            if any(worker.stage is not None and worker.report is None for worker in self._workers.values()):
+                return self._stays()
+            self._back = None  # not every stage has found that step
+        wholes = [self._untried(self._wholes.get(key, frozenset())) for key in self._workers]
+        step = newest_kept([[self._kept(key) for key in stage] for stage in by_stage], wholes)
+        at_hand = [crew.said[0] for crew in self._crews.values() if crew.known and crew.said not in (None, NOTHING)]
+        if at_hand and step <= max(at_hand):
+            return self._stays()
+        if self._could_be_more(step):
+            self._short = self._short if self._short is not None else self._now
+            self._back_due = self._short + self.core.patience_s(step)
+            if self._now < self._back_due:
+                return False
+        self._say("warning", "steps-lost", f"goes back to step {step}: no part of a later state has all the others")
+        self._tried = self._back = step
+        self._stays()
+        for crew in [crew for crew in self._crews.values() if not crew.in_view]:
+            self._dissolve(crew, "the run goes back")
+        for worker in self._workers.values():
+            if worker.stage is not None:
+                self._go_to(worker, step)
+        return True
+
+    def _stays(self) -> bool:
+        self._short = self._back_due = None
+        return False
+
+    def _kept(self, peer_id: str) -> frozenset[int]:
+        return self._untried(self._steps.get(peer_id, frozenset()))
+
+    def _untried(self, steps: frozenset[int]) -> frozenset[int]:
+        return steps if self._tried is None else frozenset(step for step in steps if step < (self._tried or 0))
+
+    def _could_be_more(self, step: int) -> bool:
+        """Whether somebody who is away may hold a later state than this, or the part of one that is missing."""
+        if self.view is not None and not self._all_linked():
+            return True
+        known: list[list[frozenset[int]]] = [[] for _ in range(self.stages)]
+        for key, stage in self.held.items():
+            known[stage].append(self._kept(key))
+        return newest_kept(known, [self._untried(steps) for steps in self._wholes.values()]) > step
+
+    # ------------------------------------------------------------------------------------------------- the first crews
+
+    def _plan(self) -> bool:
+        """Rule 7: cut the model and give out its stages, once everything that may be known is."""
+        training = self.training
+        if training is None or len(self._workers) < training.workers:
+            self._plan_due = None
+            return False
+        if self._waits_for_figures():
+            return False
+        from ring.training_placement import plan  # numpy with it: a seed without split jobs stays small
+
+        self._plan_due = None
+        there = [self._trainee(worker) for worker in self._workers.values()]
+        question = frozenset(there)
+        if question == self._asked_for:
+            return False
+        self._asked_for = question
+        try:
+            found = plan(training, there, self._measured.links)
+        except (ResourceError, UserError) as refusal:
+            self._unfit = f"{refusal.message}; {refusal.remedy}"
+            self._say("warning", "does-not-fit", self._unfit)
+            return False
+        self._planned, self._unfit = True, ""
+        if not training.cuts:
+            self.training = replace(training, cuts=found.cuts)
+            self._out.append(co.Planned(found.cuts))
+        self._say("info", "planned", _summary(found))
+        for stage, part in enumerate(found.stages):
+            for trainee in part.trainees:
+                self._give(self._workers[trainee.id], stage)
+        return True
+
+    def _waits_for_figures(self) -> bool:
+        """For the speeds of those here, then for the ways between them; neither for long."""
+        silent = any(worker.peer.flops is None for worker in self._workers.values())
+        if not silent:
+            self._tell_due = None
+        elif self._tell_due is None:
+            self._tell_due = self._now + TELL_S
+        if self._tell_due is not None and self._now < self._tell_due:
+            self._plan_due = self._tell_due
+            return True
+        known = any(worker.peer.flops or worker.peer.memory_bytes for worker in self._workers.values())
+        if known and self._workers.keys() - self._surveyed:
+            self._surveyed, self._survey_due = frozenset(self._workers), self._now + SURVEY_S
+            self._out.append(co.SendSurvey(tuple(sorted(self._workers))))
+        self._plan_due = self._survey_due
+        return self._survey_due is not None and self._now < self._survey_due
+
+    def _give(self, worker: Worker, stage: int) -> None:
+        """Have it build that stage, as it holds nothing that anybody needs."""
+        worker.stage, worker.report, worker.restored, worker.asked = stage, None, -1, False
+        worker.fresh = True
+        if self._back is not None and not self._keeps_later(worker.peer_id, self._back):
+            self._go_to(worker, self._back)  # as all others were told
+        else:
+            self._assign(worker)
+
+    # ---------------------------------------------------------------------------------------------------- spares, later
+
+    def _dealt(self, counts: Sequence[int], spares: Sequence[str], idle: Sequence[str]) -> dict[str, int]:
+        """Rule 8: worker → the stage that it is to take from now on.
+
+        Args:
+            counts: workers of each stage, without ``idle``, which have one that they may leave.
+        """
+        pool, homes = [*spares, *idle], {key: self._workers[key].stage for key in idle}
+        pace_s = self._pace_s()
+        given = dealt(
+            counts, pool, homes, self.terms.most, self._fits, lambda key, stage: self._cost(key, stage, pace_s)
+        )
+        self._tell_why_not(counts, [key for key in spares if key not in given])
+        return {key: stage for key, stage in given.items() if homes.get(key) != stage}
+
+    def _trainee(self, worker: Worker) -> Trainee:
+        peer = worker.peer
+        return Trainee(peer.peer_id, peer.name, peer.memory_bytes, peer.flops or 0.0, peer.on_host)
+
+    @property
+    def _bounds(self) -> tuple[int, ...]:
+        """Of the stages' layers; empty where they, or the model's sizes, are not known."""
+        training = self.training
+        return (0, *training.cuts, training.layers) if training is not None and training.cuts else ()
+
+    def _fits(self, peer_id: str, stage: int) -> bool:
+        bounds, training = self._bounds, self.training
+        return training is None or not bounds or training.fits(self._trainee(self._workers[peer_id]), stage, bounds)
+
+    def _pace_s(self) -> float:
+        """Of a micro-batch, at the slowest worker that is in a crew; 0 where that is not known."""
+        crewed = [worker for worker in self._workers.values() if worker.stage is not None and worker.crew]
+        known = [self._compute_s(worker, worker.stage or 0) for worker in crewed]
+        return max((each_s for each_s in known if each_s is not None), default=0.0)
+
+    def _cost(self, peer_id: str, stage: int, pace_s: float) -> tuple[int, float]:
+        """Of two that fit, the lesser is the better one: the slowest that does not slow down the crews that are there,
+        else the fastest."""
+        mine_s = self._compute_s(self._workers[peer_id], stage)
+        if mine_s is None:
+            return 0, 0.0
+        return (0, -mine_s) if mine_s <= pace_s * (1 + 1e-6) else (1, mine_s)
+
+    def _compute_s(self, worker: Worker, stage: int) -> float | None:
+        """Of a micro-batch; None where that is not known."""
+        bounds, training = self._bounds, self.training
+        if training is None or not bounds or not worker.peer.flops:
+            return None
+        return training.compute_s(bounds[stage], bounds[stage + 1], worker.peer.flops)
+
+    def _tell_why_not(self, counts: Sequence[int], left: Sequence[str]) -> None:
+        """People see why somebody stays a spare."""
+        self._too_small = {told for told in self._too_small if told[0] in self._workers}
+        if not self._bounds:
+            return
+        lacking = [stage for stage, count in enumerate(counts) if count == min(counts)]
+        vain = [stage for stage in lacking if not any(self._fits(key, stage) for key in left)]
+        for key in left:
+            hopeless = not any(self._fits(key, stage) for stage in range(self.stages))
+            stages = range(self.stages) if hopeless else vain if len(left) >= len(lacking) else ()
+            needs = [(self._need_bytes(key, stage), stage) for stage in stages]
+            if needs and (key, min(needs)[1]) not in self._too_small:
+                self._too_small.add((key, min(needs)[1]))
+                self._say("warning", "too-small", self._why_not(key, *min(needs)), key)
+
+    def _need_bytes(self, peer_id: str, stage: int) -> int:
+        """What it would take to train that stage there."""
+        training, bounds, peer = self.training, self._bounds, self._workers[peer_id].peer
+        assert training is not None
+        return training.need_bytes(stage, bounds[stage], bounds[stage + 1], on_host=peer.on_host)
+
+    def _why_not(self, peer_id: str, need_bytes: int, stage: int) -> str:
+        peer, bounds = self._workers[peer_id].peer, self._bounds
+        return (
+            f"{peer.name} stays a spare: it gives {human_bytes(peer.memory_bytes)}, and stage {stage} (layers "
+            f"{bounds[stage]} to {bounds[stage + 1] - 1}) takes {human_bytes(need_bytes)} to train"
+        )
+
+    # ---------------------------------------------------------------------------------- to the coordinator, and from it
+
+    def _tell(self, event: co.Event) -> None:
+        if self._batch is not None:
+            self._batch.append(event)
+            return
+        for instruction in self.core.handle(event, self._now):
+            self._translate(instruction)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """What is told inside, the coordinator hears at once."""
+        batch: list[co.Event] = []
+        self._batch = batch
+        yield
+        self._batch = None
+        self._tell(co.Together(tuple(batch)))
+
+    def _translate(self, instruction: co.Instruction) -> None:
+        match instruction:
+            case co.SendAssign(crew_id, _, restore_step):
+                self._asked(crew_id, restore_step)
+            case co.SendHold(_, _, reason):
+                self._hold(reason)
+            case co.SendCatchUp(crew_id, generation, donors):
+                self._catch_up(crew_id, generation, [donor.peer_id for donor in donors])
+            case co.SendSave():
+                self._out.append(co.SendSave(tuple(sorted(worker.peer_id for worker in self._training()))))
+            case co.SendRelease(crew_id, reason):
+                self._crew_released(crew_id, reason)
+            case co.Mint():
+                self._minted(instruction)
+            case co.Emit(level, kind, text, _):
+                self._say(level, kind, text)
+            case _:
+                self._out.append(instruction)
+
+    def _asked(self, crew_id: str, restore_step: int) -> None:
+        crew = self._crews.get(crew_id)
+        if crew is not None:
+            crew.due, crew.said = True, None
+            for member in self._here(crew):
+                if self._workers[member].moving:
+                    self._assign(self._workers[member])  # called back: there is no ring left to follow
+        if restore_step >= 0:
+            for worker in self._workers.values():
+                if worker.stage is not None:
+                    self._go_to(worker, restore_step)
+
+    def _go_to(self, worker: Worker, step: int | None = None) -> None:
+        """Have it load the checkpoint of a step, unless it just did."""
+        restore = self.core.restore
+        step = restore.step if step is None and restore is not None else step
+        if step is not None and worker.restored != step:
+            worker.restored, worker.trains = step, False
+            self._assign(worker, step)
+
+    def _assign(self, worker: Worker, restore_step: int = -1) -> None:
+        assert worker.stage is not None
+        if restore_step < 0 and self._restoring and self.core.restore is not None:
+            restore_step = worker.restored = self.core.restore.step
+        worker.report, worker.moving = None, False
+        self.held = told_stage(self.held, worker.peer_id, worker.stage, self._workers)
+        if worker.asked and restore_step < 0:
+            return  # two answers to one question: the second could be taken for news
+        worker.asked = True
+        holders = self._holders(worker, restore_step)
+        self._out.append(co.SendAssign(worker.peer_id, self._corpus, restore_step, worker.stage, self.stages, holders))
+
+    def _keeps_later(self, peer_id: str, step: int) -> bool:
+        kept = self._steps.get(peer_id, frozenset()) | self._wholes.get(peer_id, frozenset())
+        return any(each > step for each in kept)
+
+    def _holders(self, worker: Worker, step: int) -> tuple[co.Peer, ...]:
+        """Who else is here and has the whole model's checkpoint of ``step``; each stage is to ask another one first."""
+        found = [key for key in sorted(self._workers) if key != worker.peer_id and step in self._wholes.get(key, ())]
+        turn = (worker.stage or 0) % len(found) if found else 0
+        return tuple(self._workers[key].peer for key in [*found[turn:], *found[:turn]][:8])  # who are told of, at most
+
+    def _catch_up(self, crew_id: str, generation: int, donors: list[str]) -> None:
+        crew, view = self._crews.get(crew_id), self.view
+        if crew is None or view is None:
+            return
+        ranks = [replica for replica, place in enumerate(self.core.view.members if self.core.view else ())
+                 if place.peer_id in donors]  # fmt: skip
+        crew.said, crew.due = None, False
+        for stage, member in enumerate(crew.members):
+            worker = self._workers[member]
+            worker.moving, worker.report = True, None
+            alike = view.same_stage(stage)
+            given = tuple(alike[replica] for replica in ranks)
+            self._out.append(co.SendCatchUp(member, generation, given))
+
+    def _minted(self, mint: co.Mint) -> None:
+        """The view of crews as one of workers."""
+        small = mint.view
+        before = self.view
+        members: list[MemberRecord] = []
+        for place in small.members:
+            first, count = place.first, place.count
+            for member in self._crews[place.peer_id].members:
+                peer, report = self._workers[member].peer, self._workers[member].report
+                moving = self._workers[member].moving
+                healthy = report is not None and not moving and holds(report, small.step, small.lineage)
+                members.append(MemberRecord(member, peer.name, peer.host, peer.port, first, count, healthy))
+                first, count = first + count, 0
+        self.view = replace(small, members=tuple(members), stages=self.stages)
+        self._cool_down(before)
+        for crew in list(self._crews.values()):
+            crew.in_view = small.rank_of(crew.crew_id) is not None
+            if not crew.in_view and not crew.known:
+                del self._crews[crew.crew_id]
+            elif crew.in_view:
+                crew.known, crew.said, crew.due = True, None, False
+        for record in members:
+            worker = self._workers[record.peer_id]
+            worker.trains, worker.report, worker.moving, worker.returned = True, None, False, False
+            worker.healing, worker.restored = not record.healthy, -1
+        self._regrouped, self._committed, self._broke, self._held = False, False, False, ""
+        self._absence = self._stop = self._build = None
+        self._stays()
+        self._tried = self._back = None
+        self._unheard.clear()
+        self._failures.clear()
+        self._quarantine.view_began()
+        if mint.branch is not None:
+            kept = set() if mint.restored or self._branch is None else self._branch
+            names = {crew.crew_id: crew.members for crew in self._crews.values()}
+            self._branch = kept | {member for crew_id in mint.branch for member in names.get(crew_id, ())}
+        branch = None if self._branch is None else frozenset(self._branch)
+        self._out.append(co.Mint(self.view, mint.restored, branch))
+
+    def _cool_down(self, before: View | None) -> None:
+        """Members of the view before that died, unless they are in again."""
+        assert self.view is not None
+        for peer_id in sorted(self._quarantine.fallen - self._quarantine.excused):
+            if self.view.rank_of(peer_id) is not None or before is None:
+                continue
+            if seconds := self._quarantine.flaps(peer_id, self._now):
+                rank = before.rank_of(peer_id)
+                name = before.members[rank].name if rank is not None else peer_id
+                text = f"{name} dies again and again: it is not let in for {seconds:.0f} s"
+                self._say("warning", "flapping", text, peer_id)
+
+    def _progress(self, event: co.Progress) -> None:
+        if self.view is not None and event.step > self.view.step and not self._regrouped:
+            self._committed = True
+            for worker in self._workers.values():
+                worker.healing = False  # a step is committed by all members or by none
+        self._tell(event)
+
+    def _saved(self, steps: Mapping[str, frozenset[int]], wholes: Mapping[str, frozenset[int]]) -> None:
+        self._steps, self._wholes = dict(steps), dict(wholes)
+        known: list[list[frozenset[int]]] = [[] for _ in range(self.stages)]
+        for key, stage in self.held.items():
+            known[stage].append(steps.get(key, frozenset()))
+        newest = newest_kept(known, wholes.values())
+        self._tell(co.Saved({"": newest} if newest else {}))
+
+    def _tell_measured(self) -> None:
+        crews = {crew.crew_id: crew.members for crew in self._crews.values() if crew.known}
+        if self._measured.links:
+            links = between_crews(self._measured.links, crews)
+            self._tell(co.Measured(links, self._measured.compute_s))
+
+    # ---------------------------------------------------------------------------------------------------- small helpers
+
+    @property
+    def _restoring(self) -> bool:
+        return self.core.restore is not None and self.core.phase is Phase.WAITING
+
+    def _is_member(self, peer_id: str) -> bool:
+        return self.view is not None and self.view.rank_of(peer_id) is not None
+
+    def _here(self, crew: Crew) -> list[str]:
+        return [member for member in crew.members if member in self._workers]
+
+    def _training(self) -> list[Worker]:
+        return [worker for worker in self._workers.values() if worker.trains]
+
+    def _by_stage(self, reports: Mapping[str, Report]) -> list[dict[str, Report]]:
+        found: list[dict[str, Report]] = [{} for _ in range(self.stages)]
+        for key, report in reports.items():
+            stage = self._workers[key].stage
+            if stage is not None:
+                found[stage][key] = report
+        return found
+
+    def _peer_of(self, crew: Crew) -> co.Peer:
+        here = [self._workers[member] for member in self._here(crew)]
+        if not here:
+            return co.Peer(crew.crew_id, crew.crew_id, "", 1)
+        return as_peer(crew.crew_id, here)
+
+    def _places_of(self, view: View) -> list[Crew]:
+        return [
+            Crew(f"{view.generation}-{rank // self.stages}", tuple(m.peer_id for m in view.crew(rank)), in_view=True)
+            for rank in range(0, view.size, self.stages)
+        ]
+
+    def _new_id(self) -> str:
+        self._made += 1
+        return f"crew-{self._made}"
+
+    def _say(self, level: str, kind: str, text: str, peer_id: str = "") -> None:
+        self._out.append(co.Emit(level, kind, text, peer_id))
+
+
+def _summary(found: TrainingPlan) -> str:
+    stages = (f"{part.start}-{part.stop - 1} {'+'.join(each.name for each in part.trainees)}" for part in found.stages)
+    rate = f", {found.tokens_per_s:,.0f} tokens/s predicted" if found.tokens_per_s else ""
+    return f"layers of the stages: {', '.join(stages)}{rate}"

@@ -155,13 +155,12 @@ class FailureDetector:
         self._patience_s = self._rhythm.patience_s(heartbeat_s, death_s)
         self._doubt_s = 0.0
         self._asleep_s = 0.0  # of this judge, since the last beat
-        self._witnesses = 0
 
     def heard(self, now: float) -> None:
         """Something came from the peer. Earlier than the last time changes nothing."""
         if now > self._last_heard:
             self._last_heard = now
-            self._doubt_s, self._witnesses = 0.0, 0
+            self._doubt_s = 0.0
 
     def beat(self, now: float) -> None:
         """A beat came, or the acknowledgement of one: heard, and learned from."""
@@ -180,21 +179,13 @@ class FailureDetector:
             self._doubt_s += late_s
             self._asleep_s += late_s
 
-    def accused(self, witnesses: int) -> None:
-        """So many others call the peer lost, until it is heard again. What each judge takes its silence for adds up, as
-        levels of suspicion do, so each is content with its part of the silence; two beats are always waited for."""
-        self._witnesses = max(self._witnesses, witnesses)
-
     def silent_for(self, now: float) -> float:
         """Seconds since the peer was last heard."""
         return max(now - self._last_heard, 0.0)
 
     def next_deadline(self) -> float:
         """The time at which the peer counts as dead, unless it is heard before."""
-        patience_s = self._patience_s
-        if self._witnesses:
-            patience_s = max(patience_s / (1 + self._witnesses), min(2 * self.heartbeat_s, patience_s))
-        return self._last_heard + patience_s + self._doubt_s
+        return self._last_heard + self._patience_s + self._doubt_s
 
     def dead(self, now: float) -> bool:
         """Whether the deadline has passed."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from ring.activities import (
+from ring.token import first_lineage, next_lineage
+from ring.transaction import (
     Apply,
     Boundary,
     Compute,
@@ -20,9 +21,8 @@ from ring.activities import (
     Record,
     Reload,
     Say,
+    Transaction,
 )
-from ring.token import first_lineage, next_lineage
-from ring.transaction import Transaction
 from ring.view import View, shares
 from wire.job_messages import LedgerRow, MemberRecord, Report
 
@@ -102,7 +102,8 @@ class Member:
             members = self.core.view.size if self.core.view else 0
             self.handle(Confirmed(activity.ticket, (self.digest(),) * members))
             return
-        self.handle(Finished(activity.ticket))  # type: ignore[attr-defined]
+        assert not isinstance(activity, Disband | Say | Record)
+        self.handle(Finished(activity.ticket))
 
     def digest(self) -> bytes:
         return hashlib.blake2b(b"".join(self.state or [])).digest()

@@ -3,7 +3,7 @@
 Rules
 -----
 1. A step is applied only after one token from *every* member of the view was seen, all tokens name the same
-   generation, step, lineage and digest of the reduced bytes, and none refuses the step (``ring.guard``).
+   generation, step, lineage and digest of the reduced bytes, and none refuses the step (``ring.token``).
 2. Between the moment a member has sent its token and the moment it knows the outcome, it keeps the reduced bytes (the
    redo buffer) and neither computes nor forgets.
 3. After a break, the next view's (step, lineage) decides: a member whose prepared step is exactly that one redoes it
@@ -14,9 +14,9 @@ Rules
 5. An optimizer step cannot be interrupted: a break that arrives during it is dealt with after it.
 6. A step is *confirmed* when every member has sent the digest of its state after it: whoever sent that has applied it,
    and no break can take it back. Only a confirmed step becomes a checkpoint: no digests, no checkpoint.
-7. The shares of a step follow from the tokens of the step before it (``ring.balance``), which all members see; those of
-   a view's first step stand in the view. Every step that is applied is recorded with the view and the shares in which
-   it was computed, be it redone in another.
+7. The shares of a step follow from the tokens of the step before it (``ring.token.Shares``), which all members see;
+   those of a view's first step stand in the view. Every step that is applied is recorded with the view and the shares
+   in which it was computed, be it redone in another.
 8. A state that is being replaced, or that was found to differ from the others', is *torn*. A torn state is never
    reported, trained on or given to others: it is healed again, or loaded anew from the disk.
 
@@ -31,54 +31,297 @@ if any member applied step s, every member had sent its token for s, hence holds
 The core is strategy-agnostic: what "compute" and "reduce" do is the strategy's affair; it gets back a digest and
 squared norms.
 
-It is longer than a module should be, for it is one machine: each rule is kept by several activities together.
+``NEXT`` below is the table of transitions.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 
 from p2ptrain.core.texts import shortened
-from ring.activities import (
-    Apply,
-    Boundary,
-    Broken,
-    Compute,
-    Confirm,
-    Confirmed,
-    Disband,
-    Event,
-    Failed,
-    Finished,
-    Followed,
-    Form,
-    Heal,
-    Instruction,
-    Loaded,
-    Record,
-    Reduce,
-    Reduced,
-    Reload,
-    Say,
-    Torn,
-    Unloaded,
-    ViewArrived,
-    Vote,
-    Voted,
-    Wish,
-)
-from ring.balance import Shares
-from ring.guard import Fault, Guard, odd_ones_out, verdict
-from ring.phases import LASTING, NEXT, RUNNING, UNINTERRUPTIBLE, InvalidTransition, Phase
-from ring.token import Flag, Token, next_lineage
+from ring.token import Fault, Flag, Guard, Shares, Token, next_lineage, odd_ones_out, verdict
 from ring.view import View
 from wire.job_messages import LedgerRow, Report
 
-__all__ = ["REASON_CHARS", "InvalidTransition", "Phase", "Transaction"]
-
 REASON_CHARS = 500
 """Of a report's reason: it may hold what a neighbour said, and must fit a control frame."""
+
+
+class Phase(StrEnum):
+    """Where a member stands."""
+
+    EMPTY = "building"  # no state yet
+    IDLE = "waiting"  # has a state, no view
+    REDOING = "redoing"
+    FORMING = "forming"
+    HEALING = "healing"
+    COMPUTING = "computing"
+    REDUCING = "reducing"
+    VOTING = "voting"
+    APPLYING = "applying"
+    CONFIRMING = "confirming"
+    BOUNDARY = "boundary"
+    HELD = "held"
+    DONE = "done"
+    FAILED = "failed"
+
+
+# What may follow what. A break leads to IDLE from every phase of a running view; a failure to FAILED from everywhere.
+NEXT: dict[Phase, frozenset[Phase]] = {
+    Phase.EMPTY: frozenset({Phase.IDLE}),
+    Phase.IDLE: frozenset({Phase.REDOING, Phase.FORMING, Phase.EMPTY}),
+    Phase.REDOING: frozenset({Phase.FORMING, Phase.IDLE}),
+    Phase.FORMING: frozenset({Phase.HEALING, Phase.COMPUTING, Phase.CONFIRMING, Phase.IDLE}),
+    Phase.HEALING: frozenset({Phase.COMPUTING, Phase.CONFIRMING, Phase.IDLE}),
+    Phase.COMPUTING: frozenset({Phase.REDUCING, Phase.IDLE}),
+    Phase.REDUCING: frozenset({Phase.VOTING, Phase.IDLE}),
+    Phase.VOTING: frozenset({Phase.APPLYING, Phase.IDLE}),
+    Phase.APPLYING: frozenset({Phase.CONFIRMING, Phase.BOUNDARY, Phase.IDLE}),
+    Phase.CONFIRMING: frozenset({Phase.BOUNDARY, Phase.IDLE}),
+    Phase.BOUNDARY: frozenset({Phase.COMPUTING, Phase.HELD, Phase.DONE, Phase.IDLE}),
+    Phase.HELD: frozenset({Phase.REDOING, Phase.FORMING, Phase.IDLE}),
+    Phase.DONE: frozenset({Phase.REDOING, Phase.FORMING, Phase.IDLE}),
+    Phase.FAILED: frozenset({Phase.IDLE}),
+}
+
+RUNNING = frozenset(
+    {
+        Phase.REDOING,
+        Phase.FORMING,
+        Phase.HEALING,
+        Phase.COMPUTING,
+        Phase.REDUCING,
+        Phase.VOTING,
+        Phase.APPLYING,
+        Phase.CONFIRMING,
+        Phase.BOUNDARY,
+    }
+)
+UNINTERRUPTIBLE = frozenset({Phase.REDOING, Phase.APPLYING})
+LASTING = Flag.SAVE | Flag.SNAPSHOT
+"""Wishes that outlive a break: others are granted by it."""
+
+
+class InvalidTransition(RuntimeError):
+    """A defect of this program: carries the recent history."""
+
+
+# ------------------------------------------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The engine holds a state: the initial one or a checkpoint's."""
+
+    applied: int
+    lineage: str
+    square_sum: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Unloaded:
+    """The state in memory is given up: a person took the run back to a checkpoint. ``Loaded`` follows."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Torn:
+    """Outside a view, the state in memory begins to be replaced by another. ``Followed`` follows, or ``Unloaded``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """Outside a view, the state in memory was brought to that of a running ring's step."""
+
+    applied: int
+    lineage: str
+    square_sum: float
+
+
+@dataclass(frozen=True, slots=True)
+class ViewArrived:
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The activity with ``ticket`` ended well."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """The reduce with ``ticket`` ended well. The rest is what this member's token says (``ring.token.Token``)."""
+
+    ticket: int
+    digest: bytes
+    part: float
+    own: float = 0.0
+    unit_us: int = 0
+    sent: int = 0
+    received: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Voted:
+    """The tokens of all members, in rank order."""
+
+    ticket: int
+    tokens: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """The ring of ``generation`` cannot go on: a neighbour is gone, or a collective failed. Words as in ``Report``."""
+
+    generation: int
+    suspect: str
+    reason: str
+    cause: str = ""
+    beside: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmed:
+    """The digests of all members' states, in rank order."""
+
+    ticket: int
+    digests: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """This member cannot go on at all: out of memory, a loss that is not finite, a disk that is full."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """Ask the ring for something at the next step boundary. ``generation`` 0 means: whichever view runs."""
+
+    flag: Flag
+    generation: int = 0
+
+
+Event = (
+    Loaded | Unloaded | Torn | Followed | ViewArrived | Finished | Reduced | Voted | Broken | Confirmed | Failed | Wish
+)
+
+
+# ------------------------------------------------------------------------------------------------------- instructions
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    ticket: int
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Heal:
+    """Fetch the state of ``view.step`` from ``view.donors()``. ``torn``: nothing in memory can be built on."""
+
+    ticket: int
+    view: View
+    torn: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Gradients of micro-batches ``range(first, first + count)`` of step ``step`` (steps applied so far): this member's
+    share, or that of its crew, of whose model it holds a part."""
+
+    ticket: int
+    step: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    ticket: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    ticket: int
+    token: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """One optimizer step from the reduced bytes. ``redo``: the commit was another view's."""
+
+    ticket: int
+    step: int
+    square_sum: float
+    redo: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Confirm:
+    """Gather the digests of all members' states after step ``applied``: a checkpoint is due."""
+
+    ticket: int
+    applied: int
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """Between two steps.
+
+    Attributes:
+        save: a checkpoint is due, and the step is confirmed.
+        snapshot: donors were asked for a copy of the state.
+        last: the job is complete.
+    """
+
+    ticket: int
+    applied: int
+    save: bool
+    last: bool
+    snapshot: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Disband:
+    """Close the session of the current view, and abandon its activity."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reload:
+    """The state in memory is torn: load the newest good one from the disk, then say ``Loaded``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Send this to the seed."""
+
+    report: Report
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A step was applied: who computed it, be it redone in a later view. ``lineage``: before the step, hex."""
+
+    row: LedgerRow
+    lineage: str
+
+
+Instruction = Form | Heal | Compute | Reduce | Vote | Apply | Confirm | Boundary | Disband | Reload | Say | Record
+"""What the shell is to do. Activities carry a ticket that their closing event repeats."""
+
+
+# --------------------------------------------------------------------------------------------------------- the machine
 
 
 class Transaction:
@@ -88,7 +331,7 @@ class Transaction:
         job, peer_id: whose.
         steps_total: the job is complete when so many steps are applied.
         checkpoint_every: a checkpoint is due after every so many steps, and after the last; 0: only then.
-        outlier_factor: see ``ring.guard.Guard``.
+        outlier_factor: see ``ring.token.Guard``.
     """
 
     def __init__(
@@ -356,7 +599,7 @@ class Transaction:
         self._prepared = LedgerRow(self.applied + 1, view.generation, event.digest, self.shares.packed())
         self._go(Phase.VOTING)
         self._asked = self._wishes
-        refused = self._guard.refuses(event.own, event.part, view.care)
+        refused = self._guard.refuses(event.own, event.part, lenient=view.lenient)
         token = Token(
             view.generation,
             self.applied,
@@ -368,8 +611,6 @@ class Transaction:
             event.own,
             event.sent,
             event.received,
-            event.stage_sent,
-            event.stage_received,
         )
         return [Vote(self._next_ticket(), token.encode())]
 
@@ -378,7 +619,7 @@ class Transaction:
         tokens = [Token.decode_untrusted(token) for token in encoded]
         if len(tokens) != view.size:
             raise self._invalid(f"{len(tokens)} tokens for {view.size} members")
-        if fault := verdict(tokens, view.stages):
+        if fault := verdict(tokens):
             return self._rejected(fault)
         self._granted = Flag(0)
         for token in tokens:

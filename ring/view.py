@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from enum import IntEnum
 
 from p2ptrain.core.errors import ProtocolError
 from ring.token import is_lineage
@@ -20,14 +19,6 @@ LABEL = "/"
 """Between a job's id, which never has it, and the stage whose ring is meant."""
 CODEC_NAMES = frozenset({"fp32", "bf16", "fp16", "int8", "int4", "topk"})
 """Those of ``ring.codecs``; a test keeps the two equal, because a view is read where numpy is not needed."""
-
-
-class Care(IntEnum):
-    """How closely the members of a view look at what they bring together."""
-
-    USUAL = 0
-    AUDITED = 1  # a step was spoiled: every hop's bytes are hashed at both ends, so that the hop can be named
-    LENIENT = 2  # who contributes so much was changed and it stayed so: the data is like that; only NaN is refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +37,7 @@ class View:
         sub_chunk_bytes: reduced and passed on as one piece, over far links; 0: the members are near each other, and it
             is left to the session.
         codec: name of the encoding in which gradients travel (``ring.codecs``).
-        care: how contributions are looked at (``Care``).
+        lenient: an outlier is applied if it is finite: two members brought the same.
         ledger_step: the seed knows who computed each step up to this one.
         stages: the model is split into so many parts, and rank r holds part r mod ``stages``; 1: each holds all of it.
             The members of one replica, its *crew*, stand beside each other; its share is that of its stage 0.
@@ -64,7 +55,7 @@ class View:
     streams: int = 1
     sub_chunk_bytes: int = 0
     codec: str = "fp32"
-    care: Care = Care.USUAL
+    lenient: bool = False
     ledger_step: int = 0
     stages: int = 1
     reduce_bytes: int = 0
@@ -141,7 +132,7 @@ class View:
             self.streams,
             self.sub_chunk_bytes,
             self.codec,
-            int(self.care),
+            self.lenient,
             self.ledger_step,
             self.stages,
             self.reduce_bytes,
@@ -171,9 +162,8 @@ class View:
         if not all(0 <= seconds <= LONGEST_SILENCE_S for seconds in beats) or not math.isfinite(message.square_sum):
             raise ProtocolError("a view with times or a norm that cannot be")
         _check_carriage_untrusted(message.streams, message.sub_chunk_bytes, message.codec)
-        if message.care not in set(Care) or min(message.ledger_step, message.reduce_bytes) < 0:
-            numbers = f"ledger step {message.ledger_step}, {message.reduce_bytes} bytes to reduce"
-            raise ProtocolError(f"a view of care {message.care}, {numbers}")
+        if min(message.ledger_step, message.reduce_bytes) < 0:
+            raise ProtocolError(f"a view of ledger step {message.ledger_step}, {message.reduce_bytes} bytes to reduce")
         return cls(
             message.job,
             message.generation,
@@ -185,7 +175,7 @@ class View:
             streams=message.streams,
             sub_chunk_bytes=message.sub_chunk_bytes,
             codec=message.codec,
-            care=Care(message.care),
+            lenient=message.lenient,
             ledger_step=message.ledger_step,
             stages=message.stages,
             reduce_bytes=message.reduce_bytes,

@@ -120,7 +120,7 @@ class ViewAnnounced(Message):
         square_sum: the squared gradient norm that step ``step`` was committed with, for members that redo it.
         heartbeat_s, death_s: between neighbours, the same for all: those of the member that is farthest from the seed.
         streams, sub_chunk_bytes, codec: how gradients travel; see ``ring.view.View``.
-        care, ledger_step, stages, reduce_bytes: see ``ring.view.View``.
+        lenient, ledger_step, stages, reduce_bytes: see ``ring.view.View``.
     """
 
     KIND: ClassVar[int] = 20
@@ -135,7 +135,7 @@ class ViewAnnounced(Message):
     streams: int = 1
     sub_chunk_bytes: int = 0
     codec: str = "fp32"
-    care: int = 0
+    lenient: bool = False
     ledger_step: int = 0
     stages: int = 1
     reduce_bytes: int = 0

@@ -53,8 +53,8 @@ class Chronicle:
         """Before the coordinator is told."""
         now, wall = self._clock.now(), self._clock.wall()
         match event:
-            case co.PeerLost(peer_id, reason) | co.PeerLeft(peer_id, reason):
-                self.recoveries.lost(peer_id, reason, now, wall, left=isinstance(event, co.PeerLeft))
+            case co.PeerLost(peer_id, reason, left):
+                self.recoveries.lost(peer_id, reason, now, wall, left=left)
             case co.PeerReported(peer_id, report):
                 self.recoveries.reported(peer_id, report, now, wall)
 

@@ -13,7 +13,6 @@ import math
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
-from p2ptrain.core.errors import DeadlineExceeded
 from p2ptrain.core.world import Clock
 from ring import coordination as co
 from ring.coordination import ENDED, Phase
@@ -97,7 +96,10 @@ class Desk:
         self._retired = asyncio.Event()
         view = history.view
         if record.restoring is not None:  # the seed that was told died before it was done
-            wishes = [co.Restore(*record.restoring), *([co.Pause()] if record.paused else [])]  # that came later
+            wishes: list[co.Event] = [
+                co.Restore(*record.restoring),
+                *([co.Signal.PAUSE] if record.paused else []),
+            ]  # that came later
             for wish in wishes:
                 self._events.put_nowait((wish, asyncio.get_running_loop().create_future()))
         past = co.Past(
@@ -184,7 +186,7 @@ class Desk:
         """Handle events and deadlines until ``retire``, or cancelled. Raises ``StorageError``."""
         while not self._retired.is_set():
             handled: asyncio.Future[bool] | None = None
-            event: co.Event = co.Tick()
+            event: co.Event = co.Signal.TICK
             try:
                 async with asyncio.timeout_at(self.core.next_deadline()):
                     event, handled = await self._events.get()
@@ -230,7 +232,7 @@ class Desk:
     def retire(self) -> None:
         """The job is to be forgotten, which must have ended: nothing is handled from now on."""
         assert not self.live
-        self.post(co.Tick())  # so that it looks
+        self.post(co.Signal.TICK)  # so that it looks
         self._retired.set()
 
     async def _carry_out(self, instruction: co.Instruction) -> None:
@@ -245,14 +247,12 @@ class Desk:
             case co.Planned(cuts):
                 await self._keep(cuts=list(cuts))
             case co.SendSurvey(peer_ids):
-                self._office.survey.among(peer_ids, lambda: self.post(co.Surveyed()))
+                self._office.survey.among(peer_ids, lambda: self.post(co.Signal.SURVEYED))
             case co.SendHold(peer_ids, generation, reason):
                 for peer_id in peer_ids:
                     self._say(peer_id, Hold(self.id, generation, reason))
             case co.SendCatchUp(peer_id, generation, donors):
                 self._send_catch_up(peer_id, generation, donors)
-            case co.Doubt(peer_id, witnesses):
-                self._doubt(peer_id, witnesses)
             case co.SendSave(peer_ids):
                 for peer_id in peer_ids:
                     self._say(peer_id, SaveNow(self.id))
@@ -282,25 +282,6 @@ class Desk:
         link = self._office.links.get(peer_id)
         if link is not None:
             self._say(peer_id, CatchUp(self.id, generation, seen_from(link.host, donors)))
-
-    def _doubt(self, peer_id: str, witnesses: int) -> None:
-        """Its neighbours call it lost: its silence counts for more, and is judged at the moment when it is up."""
-        link, clock = self._office.links.get(peer_id), self._office.clock
-        if link is None or link.job != self.id:
-            return
-        detector = link.detector
-        detector.heard(link.connection.last_heard)
-        detector.accused(witnesses)
-        planned = max(detector.next_deadline(), clock.now())
-
-        def look() -> None:
-            detector.heard(link.connection.last_heard)
-            detector.loop_late(clock.now() - planned)
-            if self._office.links.get(peer_id) is link and detector.dead(clock.now()):
-                silence = f"{link.name} was silent for {detector.silent_for(clock.now()):.1f} s, as it was to others"
-                link.connection.abort(DeadlineExceeded(silence))
-
-        asyncio.get_running_loop().call_later(planned - clock.now(), look)
 
     def _let_go(self, peer_id: str) -> None:
         link = self._office.links.get(peer_id)

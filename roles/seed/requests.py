@@ -237,25 +237,25 @@ class Clerk:
         desk = self._desk(params)
         if desk.core.phase in ENDED or desk.core.paused:
             raise _wrong_state(desk, "paused", "only a job that goes on can be")
-        return await self._tell(desk, co.Pause(), "was told to pause")
+        return await self._tell(desk, co.Signal.PAUSE, "was told to pause")
 
     async def _jobs_resume(self, params: Params, connection: Connection) -> Result:
         desk = self._desk(params)
         if not desk.core.paused:
             raise _wrong_state(desk, "resumed", "only a paused job can be")
-        return await self._tell(desk, co.Resume(), "was told to go on")
+        return await self._tell(desk, co.Signal.RESUME, "was told to go on")
 
     async def _jobs_cancel(self, params: Params, connection: Connection) -> Result:
         desk = self._desk(params)
         if desk.core.phase in ENDED:
             raise _wrong_state(desk, "cancelled", "it is over")
-        return await self._tell(desk, co.Cancel(), "was cancelled")
+        return await self._tell(desk, co.Signal.CANCEL, "was cancelled")
 
     async def _jobs_save(self, params: Params, connection: Connection) -> Result:
         desk = self._desk(params)
         if desk.core.phase is not Phase.RUNNING:
             raise _wrong_state(desk, "saved", "its members save at step boundaries, while it runs")
-        return await self._tell(desk, co.Save(), "was told to save")
+        return await self._tell(desk, co.Signal.SAVE, "was told to save")
 
     async def _tell(self, desk: Desk, event: co.Event, what: str) -> Result:
         self._seed.note("info", "operator", f"job {desk.record.name} {what}", "", desk.id)
@@ -348,7 +348,7 @@ class Clerk:
         holder = self._archive.holder(checkpoint)
         other = self._seed.desks.get(holder.job)
         if other is not None and other is not desk and self._seed.may_yield(other):
-            await other.post(co.Yield())
+            await other.post(co.Signal.YIELD)
         if holder.job not in ("", desk.id):
             text = f"{holder.name}, which holds that checkpoint, works on job {holder.job}"
             raise Refused("busy", text, remedy="pause or cancel that job first")

@@ -199,7 +199,7 @@ class Seed:
         what = "joined" if link.trains else f"joined as a {link.role}"
         self.note("info", "joined", f"{link.name} {what} from {format_address(link.host, link.port)}", link.id, "")
         self.board.touch("cluster", "")
-        farewell: co.PeerLost | co.PeerLeft = co.PeerLost(link.id, "the seed dropped it")
+        farewell: co.PeerLost = co.PeerLost(link.id, "the seed dropped it")
         try:
             self.services.joined(link)
             if link.trains:
@@ -230,12 +230,12 @@ class Seed:
             link.say(Release(link.hello.job[:64], "the job is over"))
         self._assign_free()
 
-    async def _listen(self, link: Link) -> co.PeerLeft:
+    async def _listen(self, link: Link) -> co.PeerLost:
         while True:
             received = await link.receive(self.world.clock)
             link.heard_at = self.world.clock.now()
             if isinstance(received.message, Leave):
-                return co.PeerLeft(link.id, clipped(received.message.reason))
+                return co.PeerLost(link.id, clipped(received.message.reason), left=True)
             await self._heard(link, received.message)
 
     async def _heard(self, link: Link, message: Message) -> None:
@@ -309,7 +309,7 @@ class Seed:
     def _drop_unwelcome(self) -> None:
         for link in list(self.links.values()):
             if problem := self._unwelcome(link.connection):
-                self._gone(link, co.PeerLeft(link.id, problem.message))
+                self._gone(link, co.PeerLost(link.id, problem.message, left=True))
         for connection in list(self.door.operators):
             self._unwelcome(connection)
         self.followers.drop(self._unwelcome)
@@ -354,9 +354,9 @@ class Seed:
         """The job, where the worker is on it, or was last: what it kept while the link was down comes late."""
         return self.desks.get(job) if job and job in (link.job, link.last_job) else None
 
-    def _gone(self, link: Link, event: co.PeerLost | co.PeerLeft) -> None:
+    def _gone(self, link: Link, event: co.PeerLost) -> None:
         now = self.world.clock.now()
-        verb, level = ("left", "info") if isinstance(event, co.PeerLeft) else ("is lost", "warning")
+        verb, level = ("left", "info") if event.left else ("is lost", "warning")
         self.note(level, verb.split()[-1], f"{link.name} {verb}: {event.reason}", link.id, link.job)
         del self.links[link.id]
         self.survey.drop(link.id)
@@ -384,7 +384,7 @@ class Seed:
         if any(desk.core.short for desk in waiting):
             for desk in self.desks.values():
                 if self.may_yield(desk):
-                    desk.post(co.Yield())
+                    desk.post(co.Signal.YIELD)
         self.board.touch("jobs", *(desk.id for desk in waiting))
 
     def may_yield(self, desk: Desk) -> bool:

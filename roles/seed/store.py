@@ -98,7 +98,7 @@ class JobRecord:
     windows: int = 0
     """Training sequences in the corpus; 0 until a worker has told."""
     branch: list[str] | None = None
-    """Peers whose newest checkpoint is of this run, once it went back (``ring.course``)."""
+    """Peers whose newest checkpoint is of this run, once it went back (``ring.coordination``)."""
     restoring: list[Any] | None = None
     """Step, peer and lineage of a checkpoint that a person wants to go back to, until a view starts from it."""
     held: dict[str, int] = dataclasses.field(default_factory=dict)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from ring import crew_dealing, crew_making, transaction
-from ring.decisions import Decisions
+from ring import crews, transaction
+from ring.coordinator import Coordinator
 from ring.links import Inbound
 from ring.transaction import Transaction
 from ring.view import View
@@ -30,7 +30,7 @@ def _no_fence() -> list[Patch]:
     """A generation's number is forgotten with the seed's memory, and nobody tells an old one from the present one."""
 
     def is_current(original: Any) -> Any:
-        def call(self: Decisions, peer_id: str, generation: int) -> bool:
+        def call(self: Coordinator, peer_id: str, generation: int) -> bool:
             return self.view is not None and self.view.rank_of(peer_id) is not None
 
         return call
@@ -44,7 +44,7 @@ def _no_fence() -> list[Patch]:
 
     return [
         (Records, "add_view", add_view),
-        (Decisions, "_is_current", is_current),
+        (Coordinator, "_is_current", is_current),
         (Inbound, "_judge", lambda original: lambda self, job, generation, peer_id, kin: None),
         (FrameDecoder, "_is_stale", lambda original: lambda self, generation: False),
     ]
@@ -117,12 +117,12 @@ def _any_stage() -> list[Patch]:
 
 def _too_far_back() -> list[Patch]:
     """Where a part of the newest state is gone, the run begins anew."""
-    return [(crew_making, "newest_kept", lambda original: lambda by_stage, wholes=(): 0)]
+    return [(crews, "newest_kept", lambda original: lambda by_stage, wholes=(): 0)]
 
 
 def _nobody_gives() -> list[Patch]:
     """Nobody is told who has the whole model's checkpoint that the run goes back to."""
-    return [(crew_dealing.Dealing, "_holders", lambda original: lambda self, worker, step: ())]
+    return [(crews.Crews, "_holders", lambda original: lambda self, worker, step: ())]
 
 
 def _own_digest() -> list[Patch]:

@@ -22,7 +22,7 @@ from roles.sim.watching import watched
 
 STEPS = 20
 CALM_S = 1200.0
-"""Virtual seconds from the last fault to the end of the job; see ``ring.deadlines`` for what may be waited for."""
+"""Virtual seconds from the last fault to the end of the job; see ``ring.coordination`` for what may be waited for."""
 MOST_PEERS, MOST_FAULTS = 16, 8
 _PROFILE: dict[str, Any] = {
     "job": {"steps": STEPS, "workers": 2},

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from p2ptrain.core.checkpoints import CheckpointStore
-from ring.activities import Followed
-from ring.transaction import Phase, Transaction
+from ring.transaction import Followed, Phase, Transaction
 from roles import gauges
 from roles.seed.store import Records
 from roles.seed_link import SeedLink

@@ -26,15 +26,12 @@ class Contribution:
         own: squared norm of what it contributed itself; NaN where that was not finite, 0 where it had no share.
         digests: of a split model: those of all stages' reduced bytes, one after the other; ``digest`` is made of them
             (``ring.token.joined_digest``). Empty where the model is not split.
-        stage_hops: of a split model: sums of what was sent to the right and received from the left in the ring of this
-            stage, where it is audited (``RingSession.take_hop_sums``); else 0.
     """
 
     digest: bytes
     part: float
     own: float
     digests: bytes = b""
-    stage_hops: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,6 @@ from dataclasses import replace
 
 from ring.session import PATIENCE_S, RingSession
 from ring.token import joined_digest
-from ring.view import Care
 from roles.engine import Applied
 from roles.strategies import Contribution, Meet
 from roles.strategies.sync import SyncStrategy
@@ -43,8 +42,6 @@ class StagedStrategy(SyncStrategy):
     async def begin(self, session: RingSession, meet: Meet) -> None:
         self._ring = None
         self._ring = await meet.ring(session.view.stage_ring(session.rank))
-        if session.view.care is Care.AUDITED:
-            self._ring.audit()
 
     async def compute(self, step: int, first: int, count: int, session: RingSession, *, patience_s: float) -> None:
         self._patience_s = patience_s
@@ -61,7 +58,7 @@ class StagedStrategy(SyncStrategy):
         self._loss = sum(loss for _, loss, _ in crew) / sum(member.count for member in view.members)
         digests = b"".join(digest for digest, _, _ in crew)
         self._heard([unit_s for _, _, unit_s in crew])
-        return Contribution(joined_digest(digests), alike.part, alike.own, digests, self._stage_ring.take_hop_sums())
+        return Contribution(joined_digest(digests), alike.part, alike.own, digests)
 
     def _heard(self, units_s: list[float]) -> None:
         """What a micro-batch took each stage of this crew, as they say."""

@@ -13,9 +13,9 @@ import struct
 from configs.schema import Profile
 from p2ptrain.core.checkpoints import Meta
 from p2ptrain.core.errors import NetworkError, PeerError
-from ring.activities import Boundary
-from ring.guard import odd_ones_out
 from ring.session import RingSession
+from ring.token import odd_ones_out
+from ring.transaction import Boundary
 from ring.view import shares
 from roles.engine import Engine
 from roles.strategies import Strategy

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from p2ptrain.core.errors import NetworkError, P2PTrainError, PeerError
-from ring.activities import Event, Followed, Heal, Torn, Unloaded
-from ring.transaction import Transaction
+from ring.transaction import Event, Followed, Heal, Torn, Transaction, Unloaded
 from roles.engine import WHOLE, Applied, Engine, Stage
 from roles.worker.context import Context
 from roles.worker.fetch import Behind, Fetch, Step

@@ -9,9 +9,8 @@ from dataclasses import replace
 from configs.schema import Profile
 from p2ptrain.core.checkpoints import Meta
 from p2ptrain.core.errors import P2PTrainError
-from ring.phases import Phase
 from ring.session import RingSession
-from ring.transaction import Transaction
+from ring.transaction import Phase, Transaction
 from ring.view import View
 from roles.engine import Applied, Engine, Stage
 from roles.strategies import Strategy

@@ -9,7 +9,10 @@ from typing import Any, ParamSpec
 
 from configs.schema import Profile
 from p2ptrain.core.errors import JobFailed, NeighbourAway, NetworkError, P2PTrainError, PeerError, ProtocolError
-from ring.activities import (
+from ring.chain import Chain
+from ring.session import RingSession
+from ring.token import Flag
+from ring.transaction import (
     Apply,
     Boundary,
     Broken,
@@ -25,22 +28,20 @@ from ring.activities import (
     Heal,
     Instruction,
     Loaded,
+    Phase,
     Record,
     Reduce,
     Reduced,
     Reload,
     Say,
+    Transaction,
     Unloaded,
     ViewArrived,
     Vote,
     Voted,
     Wish,
 )
-from ring.chain import Chain
-from ring.session import RingSession
-from ring.token import Flag
-from ring.transaction import Phase, Transaction
-from ring.view import Care, View
+from ring.view import View
 from roles.background import started_in
 from roles.engine import WHOLE, Engine, Stage
 from roles.strategies import Strategy
@@ -358,9 +359,7 @@ class JobRunner:
         around = self._around
         form_began = around.world.clock.now()
         self._session = session = await self._forming.meet(form.view)
-        if (
-            form.view.care is Care.AUDITED or self.profile.job.exact
-        ):  # exact: a spoiled sum would be the same one everywhere
+        if self.profile.job.exact:  # a spoiled sum would be the same one everywhere
             session.audit()
         here = form.view.members[session.rank].host
         beside = sum(member.host == here for member in form.view.members)
@@ -416,8 +415,6 @@ class JobRunner:
             unit_us=self.reports.unit.us,
             sent=sent,
             received=received,
-            stage_sent=contribution.stage_hops[0],
-            stage_received=contribution.stage_hops[1],
         )
         self._handle(reduced)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ring.balance import GAIN_PERCENT, PROBE_PERCENT, balanced, probed
+from ring.token import GAIN_PERCENT, balanced, probed
 
 UNITS = st.lists(st.integers(0, 1000), min_size=1, max_size=4)
 
@@ -91,8 +91,8 @@ def test_a_member_without_work_is_asked_now_and_then_at_a_bounded_cost(slow: int
         idle += 1
     assert probed(counts, units, [0, idle]) == [7, 1]
     lost = max(0, makespan([7, 1], units) - span)
-    assert 100 * lost <= PROBE_PERCENT * idle * span
-    assert idle == 1 or 100 * (slow - span) > PROBE_PERCENT * (idle - 1) * span, "not more rarely than that"
+    assert 100 * lost <= GAIN_PERCENT * idle * span
+    assert idle == 1 or 100 * (slow - span) > GAIN_PERCENT * (idle - 1) * span, "not more rarely than that"
 
 
 def test_nobody_is_asked_where_nobody_has_work_to_spare() -> None:

@@ -35,9 +35,9 @@ class Desk:
         until, said = self.now + seconds, []
         while (at := self.core.next_deadline()) is not None and at < until:
             self.now = at
-            said += self.tell(co.Tick())
+            said += self.tell(co.Signal.TICK)
         self.now = until
-        self.said = said + self.tell(co.Tick())
+        self.said = said + self.tell(co.Signal.TICK)
         return self.said
 
     def offer(self, *peer_ids: str) -> None:
@@ -365,7 +365,7 @@ def test_a_member_that_comes_back_while_the_ring_is_stopping_is_told_to_stop_too
     desk = Desk(co.Terms(workers=3, micro_batches=8))
     desk.run("a", "b", "c")
     desk.tell(co.PeerLost("c", "closed"))
-    desk.tell(co.Pause())
+    desk.tell(co.Signal.PAUSE)
     desk.tell(co.PeerReturned(peer("c"), 1))
     desk.report("c", "training", 7)
     assert desk.of(co.SendHold) == [co.SendHold(("c",), 1, "the job is to pause")]
@@ -436,7 +436,7 @@ def test_if_nobody_comes_back_either_the_job_has_failed() -> None:
 def test_what_the_store_says_of_the_state_is_put_right_after_a_restart() -> None:
     view = Desk().start("a", "b")
     desk = Desk(past=co.Past(state="forming", paused=True, view=view, corpus="C"))
-    assert co.SetState("paused", "") in desk.tell(co.Tick())
+    assert co.SetState("paused", "") in desk.tell(co.Signal.TICK)
 
 
 def test_the_seed_losing_every_link_at_once_takes_the_ring_for_running() -> None:
@@ -603,12 +603,12 @@ def test_where_only_a_given_up_state_is_left_it_is_used_and_said() -> None:
 def test_pause_and_resume_keep_the_members_and_their_state() -> None:
     desk = Desk()
     desk.start("a", "b")
-    desk.tell(co.Pause())
+    desk.tell(co.Signal.PAUSE)
     assert desk.of(co.SendHold) == [co.SendHold(("a", "b"), 1, "the job is to pause")]
     desk.stand("held", 6, "a", "b")
     assert desk.said == [co.SetState("paused", "paused by a person")]
     assert not desk.core.wants("z")
-    desk.tell(co.Resume())
+    desk.tell(co.Signal.RESUME)
     view = desk.minted()
     assert (view.step, healthy(view)) == (6, ["a", "b"])
 
@@ -623,18 +623,18 @@ def test_a_pause_outlives_the_seed() -> None:
     assert desk.of(co.SendHold) == [co.SendHold(("b",), 1, "the job is paused")]
     desk.report("b", "held", 6)
     assert desk.core.state == "paused"
-    desk.tell(co.Resume())
+    desk.tell(co.Signal.RESUME)
     assert ids(desk.minted()) == ["a", "b"]
 
 
 def test_resume_after_the_members_went_away_waits_for_workers() -> None:
     desk = Desk()
     desk.start("a", "b")
-    desk.tell(co.Pause())
+    desk.tell(co.Signal.PAUSE)
     desk.stand("held", 6, "a", "b")
     desk.tell(co.PeerLost("a", "closed"))
     desk.tell(co.PeerLost("b", "closed"))
-    desk.tell(co.Resume())
+    desk.tell(co.Signal.RESUME)
     assert desk.core.state == "waiting"
     desk.offer("a")
     desk.ready("a", applied=6)
@@ -644,7 +644,7 @@ def test_resume_after_the_members_went_away_waits_for_workers() -> None:
 def test_cancel_releases_everybody() -> None:
     desk = Desk()
     desk.start("a", "b")
-    desk.tell(co.Cancel())
+    desk.tell(co.Signal.CANCEL)
     assert {item.peer_id for item in desk.said if isinstance(item, co.SendRelease)} == {"a", "b"}
     assert desk.core.state == "cancelled"
     assert desk.tell(co.PeerOffered(peer("c"))) == [co.SendRelease("c", "the job is cancelled and takes no worker now")]
@@ -652,9 +652,9 @@ def test_cancel_releases_everybody() -> None:
 
 def test_save_goes_to_the_running_members() -> None:
     desk = Desk()
-    assert desk.tell(co.Save()) == []
+    assert desk.tell(co.Signal.SAVE) == []
     desk.start("a", "b")
-    assert desk.tell(co.Save()) == [co.SendSave(("a", "b"))]
+    assert desk.tell(co.Signal.SAVE) == [co.SendSave(("a", "b"))]
 
 
 def test_restore_takes_all_back_and_state_of_the_given_up_branch_counts_no_more() -> None:
@@ -833,18 +833,18 @@ def test_a_job_takes_two_workers_more_than_it_has_work_for() -> None:
 def test_a_paused_job_saves_where_it_stops_and_can_let_its_workers_go() -> None:
     desk = Desk()
     desk.run("a", "b")
-    desk.tell(co.Pause())
+    desk.tell(co.Signal.PAUSE)
     assert [type(item) for item in desk.said[:2]] == [co.SendSave, co.SendHold]  # in this order: both in one step
-    assert desk.tell(co.Yield()) == []  # it still trains
+    assert desk.tell(co.Signal.YIELD) == []  # it still trains
     desk.stand("held", 6, "a", "b")
     heirs = desk.core.paused_heirs()
     assert heirs is not None
     assert {peer_id: report.applied for peer_id, report in heirs.items()} == {"a": 6, "b": 6}
     desk.tell(co.Saved({"a": 6}))
-    desk.tell(co.Yield())
+    desk.tell(co.Signal.YIELD)
     assert [item.peer_id for item in desk.said if isinstance(item, co.SendRelease)] == ["a", "b"]
     assert (desk.core.state, desk.core.paused_heirs()) == ("paused", None)
-    desk.tell(co.Resume())
+    desk.tell(co.Signal.RESUME)
     desk.offer("b")
     desk.ready("b", applied=6)
     assert desk.minted().step == 6
@@ -855,7 +855,7 @@ def test_a_member_that_leaves_at_a_boundary_is_not_put_into_the_next_view() -> N
     desk.start("a", "b")
     desk.stand("held", 5, "a", "b")  # nobody asked: somebody is leaving
     assert desk.of(co.Mint) == []
-    desk.tell(co.PeerLeft("b", "stopped"))
+    desk.tell(co.PeerLost("b", "stopped", left=True))
     assert ids(desk.minted()) == ["a"]
 
 
@@ -870,7 +870,7 @@ def test_a_ring_that_stopped_unasked_goes_on_when_nobody_left() -> None:
 def test_a_member_that_leaves_at_once_breaks_the_ring_and_the_others_go_on() -> None:
     desk = Desk(co.Terms(workers=3, micro_batches=8))
     desk.start("a", "b", "c")
-    desk.tell(co.PeerLeft("b", "stopped"))
+    desk.tell(co.PeerLost("b", "stopped", left=True))
     assert desk.of(co.SendHold) == [co.SendHold(("a", "c"), 1, "name-b left")]
     desk.stand("broken", 5, "a", "c", suspect="b")
     assert ids(desk.minted()) == ["a", "c"]
@@ -882,7 +882,7 @@ def test_long_transfers_do_not_strike_members_off() -> None:
     desk.offer("c")
     desk.ready("c")
     desk.stand("held", 4, "a", "b")
-    desk.tell(co.Pause())
+    desk.tell(co.Signal.PAUSE)
     desk.after(TERMS.hold_s)
     assert desk.said == []
     desk.report("c", "healed", 4)
@@ -961,10 +961,10 @@ def test_a_pause_after_a_restore_is_carried_out_and_the_restore_when_it_goes_on(
     desk = Desk()
     desk.run("a", "b")
     desk.tell(co.Restore(200, "a", "L200"))
-    desk.tell(co.Pause())
+    desk.tell(co.Signal.PAUSE)
     desk.stand("held", 510, "a", "b")
     assert (desk.core.phase, desk.of(co.Mint)) == (Phase.PAUSED, [])
-    desk.tell(co.Resume())
+    desk.tell(co.Signal.RESUME)
     assert desk.of(co.SendAssign) == [co.SendAssign("a", "C", 200), co.SendAssign("b", "C", 200)]
     desk.ready("a", "b", applied=200)
     assert desk.minted().step == 200

@@ -125,15 +125,10 @@ class Cluster(RuleBasedStateMachine):
     def tell(self, event: co.Event) -> None:
         if isinstance(event, co.PeerReported):
             self.heard[event.peer_id] = event.report
-        before, doubted = self.core.view, set()
+        before = self.core.view
         for item in self.core.handle(event, self.now):
             self.core.validate()
             self.carry_out(item, before)
-            if isinstance(item, co.Doubt):
-                doubted.add(item.peer_id)
-        for peer_id in sorted(doubted):
-            if self.members[peer_id].frozen:
-                self.unlink(self.members[peer_id])
 
     def carry_out(self, item: co.Instruction, before: View | None) -> None:
         if isinstance(item, co.Mint):
@@ -433,7 +428,7 @@ class Cluster(RuleBasedStateMachine):
             member.sent.clear()
             self.linked.discard(peer_id)
             self.offered.discard(peer_id)
-            self.tell(co.PeerLeft(peer_id, "stopped"))
+            self.tell(co.PeerLost(peer_id, "stopped", left=True))
 
     @rule(peer_id=st.sampled_from(PEERS))
     def lose_the_seed(self, peer_id: str) -> None:
@@ -460,7 +455,7 @@ class Cluster(RuleBasedStateMachine):
                 if member.frozen:
                     self.unlink(member)
         self.now += seconds
-        self.tell(co.Tick())
+        self.tell(co.Signal.TICK)
         self.offer()
 
     def deliver_all(self) -> None:
@@ -470,11 +465,11 @@ class Cluster(RuleBasedStateMachine):
 
     @rule()
     def pause(self) -> None:
-        self.tell(co.Pause())
+        self.tell(co.Signal.PAUSE)
 
     @rule()
     def resume(self) -> None:
-        self.tell(co.Resume())
+        self.tell(co.Signal.RESUME)
         self.offer()
 
     @rule(peer_id=st.sampled_from(PEERS), index=st.integers(0, 3))
@@ -492,7 +487,7 @@ class Cluster(RuleBasedStateMachine):
         heirs = self.core.paused_heirs()
         newest = max((report.applied for report in heirs.values()), default=0) if heirs else 0
         if heirs and any((newest, heirs[peer_id].lineage) == self.members[peer_id].disk for peer_id in heirs):
-            self.tell(co.Yield())
+            self.tell(co.Signal.YIELD)
             assert not self.core.peer_ids
 
     @rule()
@@ -519,7 +514,7 @@ class Cluster(RuleBasedStateMachine):
         """All faults stop, and one worker more is there: the job must come to run, or be done."""
         if not hasattr(self, "core"):
             return
-        self.tell(co.Resume())
+        self.tell(co.Signal.RESUME)
         for peer_id in ("a", "b"):
             if not self.members[peer_id].alive:
                 self.start(peer_id)

@@ -160,16 +160,11 @@ class Cluster(RuleBasedStateMachine):
     def tell(self, event: co.Event) -> None:
         if isinstance(event, co.PeerReported):
             self.heard[event.peer_id] = event.report
-        before, doubted = self.core.view, set()
+        before = self.core.view
         items = self.core.handle(event, self.now)
         self.core.validate()
         for item in items:
             self.carry_out(item, before)
-            if isinstance(item, co.Doubt):
-                doubted.add(item.peer_id)
-        for peer_id in sorted(doubted):
-            if self.members[peer_id].frozen:
-                self.unlink(self.members[peer_id])
 
     def carry_out(self, item: co.Instruction, before: View | None) -> None:
         if isinstance(item, co.Mint):
@@ -372,7 +367,7 @@ class Cluster(RuleBasedStateMachine):
     def survey(self) -> None:
         if self.surveys:
             self.surveys -= 1
-            self.tell(co.Surveyed())
+            self.tell(co.Signal.SURVEYED)
 
     @rule()
     def settle(self) -> None:
@@ -588,7 +583,7 @@ class Cluster(RuleBasedStateMachine):
             member.sent.clear()
             self.linked.discard(peer_id)
             self.offered.discard(peer_id)
-            self.tell(co.PeerLeft(peer_id, "stopped"))
+            self.tell(co.PeerLost(peer_id, "stopped", left=True))
 
     @rule(peer_id=st.sampled_from(PEERS))
     def lose_the_seed(self, peer_id: str) -> None:
@@ -614,7 +609,7 @@ class Cluster(RuleBasedStateMachine):
                 if member.frozen:
                     self.unlink(member)
         self.now += seconds
-        self.tell(co.Tick())
+        self.tell(co.Signal.TICK)
         self.offer()
 
     def deliver_all(self) -> None:
@@ -624,11 +619,11 @@ class Cluster(RuleBasedStateMachine):
 
     @rule()
     def pause(self) -> None:
-        self.tell(co.Pause())
+        self.tell(co.Signal.PAUSE)
 
     @rule()
     def resume(self) -> None:
-        self.tell(co.Resume())
+        self.tell(co.Signal.RESUME)
         self.offer()
 
     @rule(index=st.integers(0, 3))
@@ -653,7 +648,7 @@ class Cluster(RuleBasedStateMachine):
             if (newest, report.lineage) in self.disks[peer_id].of(self.members[peer_id].stage or 0)
         )
         if len(kept) == self.stages:
-            self.tell(co.Yield())
+            self.tell(co.Signal.YIELD)
             assert not self.core.peer_ids
 
     @rule()
@@ -683,7 +678,7 @@ class Cluster(RuleBasedStateMachine):
         """All faults stop, and everybody is there: the job must come to run, or be done."""
         if not hasattr(self, "core"):
             return
-        self.tell(co.Resume())
+        self.tell(co.Signal.RESUME)
         for peer_id in PEERS:
             if not self.members[peer_id].alive:
                 self.start(peer_id)

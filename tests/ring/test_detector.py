@@ -78,7 +78,7 @@ def test_the_usual_unrest_of_a_loop_is_no_doubt():
     assert watch.next_deadline() == 12.0
 
 
-@given(st.lists(st.tuples(st.sampled_from(["heard", "beat", "late", "accused"]), seconds)))
+@given(st.lists(st.tuples(st.sampled_from(["heard", "beat", "late"]), seconds)))
 def test_two_beats_are_always_waited_for(events):
     watch, now = detector(now=0.0), 0.0
     last = now
@@ -86,8 +86,6 @@ def test_two_beats_are_always_waited_for(events):
         now += value
         if what == "late":
             watch.loop_late(value)
-        elif what == "accused":
-            watch.accused(int(value))
         else:
             (watch.heard if what == "heard" else watch.beat)(now)
             last = now
@@ -137,16 +135,6 @@ def test_what_the_judge_slept_through_is_not_learned_as_the_peers():
     watch.loop_late(300.0)
     watch.beat(311.0)
     assert rhythm.patience_s(0.5, 2.0) == 1.5
-
-
-def test_witnesses_shorten_the_wait_until_the_peer_is_heard():
-    watch = detector()
-    watch.accused(1)
-    assert watch.next_deadline() == 11.0
-    watch.accused(9)
-    assert watch.next_deadline() == 11.0
-    watch.heard(10.1)
-    assert watch.next_deadline() == 12.1
 
 
 def test_memory_of_peers_is_bounded_and_outlives_connections():

@@ -10,8 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from p2ptrain.core.errors import ProtocolError
-from ring.coordination import Peer
-from ring.formation import records
+from ring.coordination import Peer, records
 from ring.ledger import Audit, Begins, Fault, begun, continuing, counting, pack_counts, rows_untrusted, surviving
 from ring.token import next_lineage
 from ring.view import View

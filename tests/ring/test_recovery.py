@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ring.coordination import Peer
-from ring.formation import records
+from ring.coordination import Peer, records
 from ring.recovery import Recorder
 from ring.view import View
 from wire.job_messages import Report

@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.core.errors import ProtocolError
-from ring.activities import (
+from ring.testing import ORIGIN, Member, digest_of, view
+from ring.token import TOKEN_BYTES, Flag, Token, next_lineage
+from ring.transaction import (
     Apply,
     Boundary,
     Broken,
@@ -24,6 +26,7 @@ from ring.activities import (
     Form,
     Heal,
     Loaded,
+    Phase,
     Reduce,
     Reduced,
     Reload,
@@ -33,9 +36,6 @@ from ring.activities import (
     Voted,
     Wish,
 )
-from ring.testing import ORIGIN, Member, digest_of, view
-from ring.token import TOKEN_BYTES, Flag, Token, next_lineage
-from ring.transaction import Phase
 
 
 def alone(steps_total: int = 3) -> Member:

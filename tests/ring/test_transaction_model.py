@@ -19,7 +19,9 @@ from dataclasses import dataclass, field, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ring.activities import (
+from ring.testing import MICRO_BATCHES, ORIGIN, Member, digest_of, view
+from ring.token import Flag, Token, next_lineage
+from ring.transaction import (
     Apply,
     Boundary,
     Broken,
@@ -29,6 +31,7 @@ from ring.activities import (
     Form,
     Heal,
     Loaded,
+    Phase,
     Reduce,
     Reduced,
     Reload,
@@ -37,9 +40,6 @@ from ring.activities import (
     Voted,
     Wish,
 )
-from ring.testing import MICRO_BATCHES, ORIGIN, Member, digest_of, view
-from ring.token import Flag, Token, next_lineage
-from ring.transaction import Phase
 from ring.view import View
 from wire.job_messages import LedgerRow
 

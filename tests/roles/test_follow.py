@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from ring.activities import Event, Heal, Loaded, Unloaded, ViewArrived
-from ring.transaction import Phase, Transaction
+from ring.transaction import Event, Heal, Loaded, Phase, Transaction, Unloaded, ViewArrived
 from roles.stand_in import StandInEngine
 from roles.worker.donor import MAX_FOLLOWERS, Taker
 from roles.worker.given import log_limit_bytes

@@ -14,7 +14,7 @@ import xxhash
 from p2ptrain.core.errors import NetworkError
 from p2ptrain.core.training import Blob
 from p2ptrain.core.world import Network
-from ring.activities import Heal
+from ring.transaction import Heal
 from roles.stand_in import StandInEngine
 from roles.worker.fetch import Fetch
 from roles.worker.given import CHUNK_BYTES, Entry, StepLog, chunks_of

@@ -11,8 +11,7 @@ import pytest
 from configs.loader import load
 from configs.schema import Profile
 from p2ptrain.cli.audit import Verdict, audit
-from ring.coordination import Peer
-from ring.formation import records
+from ring.coordination import Peer, records
 from ring.ledger import pack_counts
 from ring.token import next_lineage
 from ring.view import View

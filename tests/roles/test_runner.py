@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from configs.schema import Profile
-from ring.activities import Broken, Finished, Form, Loaded, Unloaded, ViewArrived
 from ring.testing import ORIGIN, view
-from ring.transaction import Transaction
+from ring.transaction import Broken, Finished, Form, Loaded, Transaction, Unloaded, ViewArrived
 from roles.engine import WHOLE
 from roles.worker.forming import FORM_TIMEOUT_S, Forming
 from roles.worker.reports import Reports

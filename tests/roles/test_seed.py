@@ -19,8 +19,7 @@ from configs.schema import Profile
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, Refused, UserError
 from p2ptrain.core.world import LoopClock, World
-from ring.coordination import Peer
-from ring.formation import records
+from ring.coordination import Peer, records
 from ring.ledger import pack_counts
 from ring.token import next_lineage
 from ring.view import View

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import struct
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
@@ -18,16 +14,12 @@ import xxhash
 from configs.schema import Profile
 from p2ptrain.core.errors import ProtocolError, Refused
 from ring.token import first_lineage, joined_digest, next_lineage
-from ring.view import Care, View
 from roles.engine import Stage
 from roles.in_process import Cluster, Peer
 from roles.stand_in import StandInEngine
-from roles.strategies import Contribution
-from roles.strategies.staged import StagedStrategy
-from roles.strategies.sync import SyncStrategy
 from roles.worker.fetch import Fetch, _Donor
 from roles.worker.offered import Self
-from roles.worker.testing import ME, Inline, world_of
+from roles.worker.testing import world_of
 from wire.heal_messages import HealOffer, HealRequest, StepLogged
 from wire.memory import MemoryNetwork
 
@@ -251,26 +243,3 @@ async def test_the_lineage_of_a_step_is_made_of_all_stages_digests() -> None:
     async with asyncio.timeout(5):
         step = await fetch.step()
     assert step.lineage == next_lineage(first_lineage("spec"), joined_digest(other + mine))
-
-
-@pytest.mark.parametrize("care", Care)
-async def test_a_stages_ring_is_audited_where_its_view_is(care: Care, monkeypatch: pytest.MonkeyPatch) -> None:
-    profile = split_profile(2, 2)
-    strategy = StagedStrategy(StandInEngine(profile, stage=Stage(1, 2)), Inline(), lambda: None)  # type: ignore[arg-type]
-    members = tuple(replace(ME, peer_id=name, count=4) for name in "abcd")
-    view = View("job", 1, 0, "0" * 32, members, stages=2, care=care)
-    told = struct.pack("!16sdd", b"d" * 16, 0.5, 0.0)
-    session: Any = SimpleNamespace(view=view, rank=3, all_gather=AsyncMock(return_value=[told] * 4))
-    ring = Mock(take_hop_sums=Mock(return_value=(7, 8)))
-    met: list[View] = []
-
-    class Meeting:
-        async def ring(self, view: View) -> Any:
-            met.append(view)
-            return ring
-
-    await strategy.begin(session, Meeting())  # type: ignore[arg-type]
-    assert [member.peer_id for member in met[0].members] == ["b", "d"]
-    assert ring.audit.called == (care is Care.AUDITED)
-    monkeypatch.setattr(SyncStrategy, "reduce", AsyncMock(return_value=Contribution(b"d" * 16, 1.0, 1.0)))
-    assert (await strategy.reduce(session)).stage_hops == (7, 8), "its token tells of both rings"

@@ -13,8 +13,7 @@ import pytest
 
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import StorageError, UserError
-from ring.coordination import Peer
-from ring.formation import records
+from ring.coordination import Peer, records
 from ring.view import View
 from roles.seed import store as module
 from roles.seed.store import JobRecord, PeerRecord, Records, Store
