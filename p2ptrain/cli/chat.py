@@ -168,7 +168,7 @@ def _source(
 
 def _of_source(source: TokenSource, max_new_tokens: int, sampling: SamplingWish, stop: tuple[str, ...]) -> Speaker:
     from p2ptrain.cli.speakers import ModelSpeaker
-    from p2ptrain.compute.conversation import ChatFormat
+    from p2ptrain.compute.text import ChatFormat
 
     try:
         say_unused(source.text)

@@ -117,8 +117,8 @@ def _by_names(table: Mapping[str, Any], weights: Mapping[str, int], element_byte
 def _by_building(config: str, dtype: str) -> ModelSizes:
     """Raises ``ConfigError``."""
     from p2ptrain.compute.activations import DTYPES
+    from p2ptrain.compute.part import layer_sizes
     from p2ptrain.compute.served_part import config_of
-    from p2ptrain.compute.split import layer_sizes
 
     found = layer_sizes(config_of(config), DTYPES[dtype])
     return ModelSizes(found.layers_bytes, found.cache_bytes, found.first_bytes, found.last_bytes, found.tied_bytes)

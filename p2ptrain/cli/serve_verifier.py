@@ -19,8 +19,7 @@ from p2ptrain.core.units import human_bytes
 if TYPE_CHECKING:
     from p2ptrain.cli.console import Console
     from p2ptrain.cli.joining import ServeWish
-    from p2ptrain.compute.conversation import ChatFormat
-    from p2ptrain.compute.text import ModelText
+    from p2ptrain.compute.text import ChatFormat, ModelText
     from roles.compute_thread import ComputeThread
     from roles.member import ServingMember
     from roles.verifier.http import Place
@@ -112,8 +111,7 @@ def _prepared(directory: Path, threads: int, *, whole: bool) -> _Texts:
     nothing. Raises ``ConfigError`` before the weights are looked at."""
     import p2ptrain.cli.model_sizes
     import roles.verifier.service  # noqa: F401 - for its cost
-    from p2ptrain.compute.conversation import ChatFormat
-    from p2ptrain.compute.text import ModelText
+    from p2ptrain.compute.text import ChatFormat, ModelText
     from p2ptrain.core.tensor_files import TensorTable
 
     text = ModelText(directory)

@@ -7,7 +7,7 @@ from contextlib import closing
 from typing import Any, Protocol
 
 from p2ptrain.cli.sources import TokenSource
-from p2ptrain.compute.conversation import ChatFormat, Conversation
+from p2ptrain.compute.text import ChatFormat, Conversation
 from p2ptrain.core.errors import UserError
 from p2ptrain.core.serving import Sampling
 

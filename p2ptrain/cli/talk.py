@@ -18,7 +18,7 @@ from p2ptrain.cli.prompting import typed_line
 from p2ptrain.cli.sources import Answer
 from p2ptrain.cli.speakers import Speaker
 from p2ptrain.cli.text_options import write
-from p2ptrain.compute.conversation import Conversation, written
+from p2ptrain.compute.text import Conversation, written
 from p2ptrain.core.errors import P2PTrainError, StorageError, UserError
 
 HELP = """\

@@ -119,11 +119,11 @@ def _of_directory(directory: Path) -> ModelShape:
 def _by_building(profile: Profile) -> ModelShape:
     """Raises ``ConfigError``."""
     from p2ptrain.compute.model import model_config
-    from p2ptrain.compute.stage import trained_sizes
+    from p2ptrain.compute.part import layer_sizes
     from roles.worker.build import trainer_arguments
 
     config = model_config(trainer_arguments(profile)["model"], BYTES_VOCAB)
-    found = trained_sizes(config)
+    found = layer_sizes(config)
     sizes = ModelSizes(
         found.layers_bytes, (0,) * len(found.layers_bytes), found.first_bytes, found.last_bytes, found.tied_bytes
     )

@@ -224,7 +224,7 @@ def _plan_here(profile: Profile, workers: int, link: str, *, dry_run: bool, as_j
     flops = 0.0
     if dry_run:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the workers have it
-        from p2ptrain.compute.speed import compute_flops
+        from p2ptrain.compute.device import compute_flops
 
         cores = os.cpu_count() or 1
         threads = profile.device.threads or max(1, cores // workers)

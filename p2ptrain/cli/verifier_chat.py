@@ -19,7 +19,7 @@ from p2ptrain.cli.sources import pumped
 from p2ptrain.cli.split import LEAVE_S, within
 from p2ptrain.cli.verifier_stats import print_verifier_stats
 from p2ptrain.cli.verifiers import dialled
-from p2ptrain.compute.conversation import Conversation
+from p2ptrain.compute.text import Conversation
 from p2ptrain.core.errors import NetworkError, P2PTrainError, Refused, UserError
 from roles.verifier.asking import Said, Wish
 from roles.verifier.client import Text, VerifierClient

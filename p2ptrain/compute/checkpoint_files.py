@@ -1,36 +1,46 @@
-"""What a checkpoint of a model holds, as plans: literal bytes, and ranges of the flat state.
+"""What a checkpoint of a model, or of one stage's part of it, holds, as plans: literal bytes, and ranges of the flat
+state; and how its weights are read again.
 
 The files are those of transformers' ``save_pretrained`` and the optimizer's beside them. A safetensors file is eight
 bytes (the header's length, little-endian), a JSON header, and the tensors' bytes one after the other
 (https://github.com/huggingface/safetensors#format): so it can be written without torch, from a copy of the state.
+
+All stages' files in one directory are an ordinary Hugging Face model: the first stage writes what is not of one stage
+(configuration, tokenizer, index). Where the first and the last stage both have the embedding's matrix it is in the
+first stage's file only; the last one keeps its copy beside its moments, so that each stage can go on from its own files
+alone.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from p2ptrain.compute.flat import FlatModel
+from p2ptrain.compute.flat import FlatModel, Segment
+from p2ptrain.compute.model import ATTENTION, load_model
+from p2ptrain.compute.part import PartAssembly, PartModel
+from p2ptrain.compute.stage import StageSpec
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import StorageError
+from p2ptrain.core.tensor_files import INDEX_FILE
 from p2ptrain.core.training import BlobRange, FilePlan
+from p2ptrain.core.weights_index import shard_name, weights_index
 
-WEIGHTS_FILE = "model.safetensors"
-OPTIMIZER_FILE = "optimizer.safetensors"
-TRAINING_FILE = "training.json"
+_Auto: Any = AutoModelForCausalLM  # its annotations are partial
+
 PARAMETERS = "parameters"
-
-ELEMENT_BYTES = 4  # the state is fp32
-_ALIGN_BYTES = 8
+_TIED = "tied"
+_ELEMENT_BYTES = 4  # the state is fp32
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -49,51 +59,134 @@ PlannedTensor = tuple[str, str, tuple[int, ...], list[bytes | BlobRange]]
 
 
 class CheckpointFiles:
-    """The plans of one model's checkpoints. All but the step is the same each time, and made once.
+    """The plans of one model's, or one stage's, checkpoints. All but the step is the same each time, and made once.
 
     Args:
-        moments: names of the other arrays of the state, each as long as the parameters.
+        part: of which ``flat`` holds the parameters; None for a whole model.
+        config: of the whole model.
+        corpus: digest of the text.
+        tied: the parameter that first and last stage both have.
 
-    Raises:
-        StorageError: there is no room for temporary files (some KB; a tokenizer has MB).
+    Attributes:
+        weights, optimizer, training: the files' names.
     """
 
-    def __init__(self, flat: FlatModel, tokenizer: Tokenizer, *, moments: list[str], corpus: str) -> None:
-        model = cast(PreTrainedModel, flat.model)
-        self._notes = {"format": 1, "layout": flat.layout, "corpus": corpus}
-        whole = flat.numel * ELEMENT_BYTES
+    def __init__(
+        self,
+        flat: FlatModel,
+        part: PartModel | None,
+        config: PretrainedConfig,
+        stage: StageSpec,
+        tokenizer: Tokenizer,
+        corpus: str,
+        *,
+        tied: Segment | None,
+    ) -> None:
+        self._flat, self._part, self._config, self._parts = flat, part, config, stage.parts
+        self._tokenizer, self._corpus = tokenizer, corpus
+        self._copied = tied if part is not None and part.part.last else None
+        count = len(self._parts)
+        names = ("model.safetensors", "optimizer.safetensors", "training.json")
+        if part is not None:
+            names = (
+                shard_name("model", stage.stage, count),
+                shard_name("optimizer", stage.stage, count),
+                shard_name("training", stage.stage, count, ".json"),
+            )
+        self.weights, self.optimizer, self.training = names
+        self._fixed: list[FilePlan] = []
+
+    def of_step(self, step: int, moments: Sequence[str]) -> list[FilePlan]:
+        """The files of a checkpoint after ``step`` applied steps.
+
+        Args:
+            moments: names of the other arrays of the state, each as long as the parameters.
+
+        Raises:
+            StorageError: there is no room for temporary files (some KB; a tokenizer has MB).
+        """
+        if not self._fixed:
+            self._fixed = self._plans(moments)
+        notes: dict[str, Any] = {"format": 1, "layout": self._flat.layout, "corpus": self._corpus, "step": step}
+        if self._part is not None:
+            notes["layers"] = [self._part.part.start, self._part.part.stop]
+        return [*self._fixed, FilePlan(self.training, (json.dumps(notes, indent=1).encode(),))]
+
+    def weights_in(self, directory: Path) -> dict[str, Tensor]:
+        """The parameters in a checkpoint, by their names in the module.
+
+        It raises ``StorageError`` where they are of other shapes, and what reading raises.
+        """
+        if self._part is None:
+            return dict(load_model(directory).named_parameters())
+        found: dict[str, Tensor] = {}
+        with safe_open(directory / self.weights, "pt") as file:
+            for segment in self._flat.segments:
+                if segment != self._copied:
+                    found[segment.name] = file.get_tensor(self._part.names[segment.name])
+        if self._copied is not None:
+            with safe_open(directory / self.optimizer, "pt") as file:
+                found[self._copied.name] = file.get_tensor(_TIED)
+        if {name: tuple(tensor.shape) for name, tensor in found.items()} != self._flat.shapes:
+            raise StorageError(f"{directory / self.weights} has tensors of other shapes than this part")
+        return found
+
+    def _plans(self, moments: Sequence[str]) -> list[FilePlan]:
+        flat, part = self._flat, self._part
+        whole = flat.numel * _ELEMENT_BYTES
         optimizer: list[PlannedTensor] = [(name, "F32", (flat.numel,), [BlobRange(name, 0, whole)]) for name in moments]
-        self._fixed = [
-            *small_files(model, tokenizer),
-            safetensors_plan(WEIGHTS_FILE, [*_weights(flat, model), *_buffers(model)], {"format": "pt"}),
-            safetensors_plan(OPTIMIZER_FILE, optimizer, {"layout": flat.layout}),
+        if self._copied is not None:
+            optimizer.append((_TIED, "F32", self._copied.shape, [_range(self._copied.offset, self._copied.numel)]))
+        if part is None:
+            model = cast(PreTrainedModel, flat.model)
+            small, weights = _small_files(model, self._tokenizer), [*_weights(flat, model), *_buffers(model)]
+        else:
+            small = self._of_all_stages() if part.part.first else []
+            weights = [
+                (part.names[segment.name], "F32", segment.shape, [_range(segment.offset, segment.numel)])
+                for segment in flat.segments
+                if segment != self._copied
+            ]
+        return [
+            *small,
+            _safetensors_plan(self.weights, weights, {"format": "pt"}),
+            _safetensors_plan(self.optimizer, optimizer, {"layout": flat.layout}),
         ]
 
-    def of_step(self, step: int) -> list[FilePlan]:
-        """The files of a checkpoint after ``step`` applied steps."""
-        notes = json.dumps(self._notes | {"step": step}, indent=1).encode()
-        return [*self._fixed, FilePlan(TRAINING_FILE, (notes,))]
+    def _of_all_stages(self) -> list[FilePlan]:
+        """What stands once for all stages. The index follows from the configuration: every stage names its tensors as
+        the whole model does."""
+        with torch.device("meta"):
+            model: PreTrainedModel = _Auto.from_config(self._config, attn_implementation=ATTENTION, dtype=torch.float32)
+        model.config.use_cache = False  # as a model in training, see ``build_model``
+        names = list(dict(model.named_parameters()))  # tied ones once
+        placed: set[str] = set()
+        shards: dict[str, dict[str, int]] = {}
+        for stage, part in enumerate(self._parts):
+            owned = PartAssembly(self._config, part, names).wanted
+            shards[shard_name("model", stage, len(self._parts))] = {
+                name: _ELEMENT_BYTES * math.prod(shape) for name, shape in owned.items() if name not in placed
+            }
+            placed |= set(owned)
+        return [*_small_files(model, self._tokenizer), FilePlan(INDEX_FILE, (weights_index(shards),))]
 
 
-def small_files(model: PreTrainedModel, tokenizer: Tokenizer) -> list[FilePlan]:
+def _small_files(model: PreTrainedModel, tokenizer: Tokenizer) -> list[FilePlan]:
     """Configuration, generation settings and tokenizer, as the libraries write them."""
     try:
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
             model.save_pretrained(directory, state_dict={})
             tokenizer.save(directory)
-            return [
-                FilePlan(path.name, (path.read_bytes(),))
-                for path in sorted(directory.iterdir())
-                if path.name != WEIGHTS_FILE
-            ]
+            paths = sorted(path for path in directory.iterdir() if path.suffix != ".safetensors")
+            return [FilePlan(path.name, (path.read_bytes(),)) for path in paths]
     except (OSError, SafetensorError) as error:
         raise StorageError(
             f"cannot write to the directory for temporary files: {error}", remedy="free some space there, or set TMPDIR"
         ) from error
 
 
-def safetensors_plan(name: str, tensors: list[PlannedTensor], metadata: dict[str, str]) -> FilePlan:
+def _safetensors_plan(name: str, tensors: list[PlannedTensor], metadata: dict[str, str]) -> FilePlan:
     """A safetensors file of these tensors, in this order."""
     header: dict[str, object] = {"__metadata__": metadata}
     parts: list[bytes | BlobRange] = []
@@ -103,7 +196,7 @@ def safetensors_plan(name: str, tensors: list[PlannedTensor], metadata: dict[str
         header[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
         parts, offset = parts + pieces, end
     encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % _ALIGN_BYTES)
+    encoded += b" " * (-len(encoded) % 8)
     return FilePlan(name, (len(encoded).to_bytes(8, "little") + encoded, *parts))
 
 
@@ -123,7 +216,7 @@ def _weights(flat: FlatModel, model: PreTrainedModel) -> list[PlannedTensor]:
     if None in places.values():
         renamed, places = views, {name: _place(tensor, flat.parameters) for name, tensor in views.items()}
     return [
-        (name, "F32", tuple(renamed[name].shape), [parameters_range(start, renamed[name].numel())])
+        (name, "F32", tuple(renamed[name].shape), [_range(start, renamed[name].numel())])
         for name, start in sorted(places.items(), key=lambda item: item[1] or 0)
         if start is not None
     ]
@@ -147,9 +240,9 @@ def _numbered(numbers: Tensor) -> int | None:
     return start if torch.equal(ordered, torch.arange(start, start + len(ordered))) else None
 
 
-def parameters_range(start: int, numel: int) -> bytes | BlobRange:
+def _range(start: int, numel: int) -> bytes | BlobRange:
     """Elements [start, start + numel) of the flat parameters."""
-    return BlobRange(PARAMETERS, start * ELEMENT_BYTES, (start + numel) * ELEMENT_BYTES)
+    return BlobRange(PARAMETERS, start * _ELEMENT_BYTES, (start + numel) * _ELEMENT_BYTES)
 
 
 def _buffers(model: PreTrainedModel) -> Iterator[PlannedTensor]:

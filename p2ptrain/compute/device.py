@@ -1,15 +1,17 @@
-"""Where tensors live: found by itself or as asked, and its memory checked before it is filled."""
+"""Where tensors live: found by itself or as asked, its memory checked before it is filled, its speed measured."""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import psutil
 import torch
+from torch import Tensor
 
 from p2ptrain.core.container import memory_left_bytes
 from p2ptrain.core.errors import ConfigError, ResourceError, UserError
@@ -139,3 +141,61 @@ def _host_available() -> int:
 
 HOST = Device(torch.device("cpu"), f"this machine ({os.cpu_count()} cores)")
 """The host's memory, whatever the device of the computation."""
+
+
+# --------------------------------------------------------------------------------------------------------------- speed
+
+
+def compute_flops(kind: str, threads: int = 0) -> float:
+    """Multiplications and additions of fp32 per second in a product of square matrices, at best: what bounds training.
+
+    On a CPU it is that of one thread, by the time that it had a core, times the threads. With all of them at once, and
+    by the clock, it would depend on who else computes at that moment: of alike workers that started together on two
+    cores one had twice the speed of another, and a model was cut 3 to 1 between them.
+
+    Args:
+        kind, threads: as of ``pick_device``.
+
+    Raises:
+        UserError: there is no such device. RuntimeError: too little memory, as torch says it.
+    """
+    device = pick_device(kind, threads).torch_device
+    if device.type != "cpu":  # wide enough to fill an accelerator
+        return _flops(device, 4096, time.perf_counter)
+    threads = torch.get_num_threads()
+    with one_thread():  # as wide as a layer of a small model
+        return threads * _flops(device, 384, time.thread_time)
+
+
+def _flops(device: torch.device, rows: int, clock: Callable[[], float]) -> float:
+    one = torch.ones(rows, rows, dtype=torch.float32, device=device)
+    return 2 * rows**3 / _best_s(lambda: (one @ one)[0, 0], clock, least_s=0.1)
+
+
+def stream_bps(kind: str, *, size_bytes: int = 256 << 20) -> float:
+    """Bytes of weights per second that a matrix-vector product reads, at best: what bounds the decoding of one token.
+
+    Args:
+        kind: as of ``pick_device``.
+        size_bytes: of the matrix: more than any cache holds.
+
+    Raises:
+        UserError: there is no such device. RuntimeError: too little memory, as torch says it.
+    """
+    device = pick_device(kind).torch_device
+    matrix = torch.ones(4096, size_bytes // (4 * 4096), dtype=torch.float32, device=device)
+    vector = torch.ones(matrix.shape[1], dtype=torch.float32, device=device)
+    return size_bytes / _best_s(lambda: (matrix @ vector)[0], time.perf_counter, least_s=0.0)
+
+
+def _best_s(operate: Callable[[], Tensor], clock: Callable[[], float], *, least_s: float) -> float:
+    """The shortest of some passes, for ``least_s`` at least, in seconds of ``clock``."""
+    best_s, until_s = float("inf"), time.perf_counter() + least_s
+    for number in range(200):
+        began = clock()
+        float(operate())  # which waits for the device
+        if number:  # the first one pays for the start of kernels and pages
+            best_s = min(best_s, clock() - began)
+            if number >= 3 and time.perf_counter() >= until_s:
+                break
+    return max(best_s, 1e-9)

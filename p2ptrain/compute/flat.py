@@ -87,30 +87,12 @@ class FlatModel:
         """The loss slot, shape ()."""
         return self.gradients[self.numel]
 
-    def copy_weights(self, source: nn.Module) -> None:
-        """Take over the values of another model of the same layout. Raises ``ValueError`` where it is of another."""
-        self.copy_tensors(dict(source.named_parameters()))
-
     def copy_tensors(self, source: Mapping[str, Tensor]) -> None:
-        """The same, where the other one's parameters are given by name."""
+        """Take over parameters, by name. Raises ``ValueError`` where they are those of another model."""
         if {name: tuple(tensor.shape) for name, tensor in source.items()} != self.shapes:
             raise ValueError("the models have different parameters")
         for segment in self.segments:
             self._view(self.parameters, segment).copy_(source[segment.name].detach())
-
-    def former_layouts(self) -> dict[str, list[Segment]]:
-        """Layouts of this model that earlier versions of this program used, for arrays that they wrote: in the order of
-        registration.
-        """
-        shapes = {name: tuple(parameter.shape) for name, parameter in self.model.named_parameters()}
-        segments = _placed(shapes)[0]
-        return {_layout(segments): segments}
-
-    def rearrange(self, source: Tensor, segments: list[Segment], target: Tensor) -> None:
-        """Copy a flat array in which parameters lie at ``segments`` into ``target``, where they lie as here."""
-        there = {segment.name: segment for segment in segments}
-        for segment in self.segments:
-            self._view(target, segment).copy_(self._view(source, there[segment.name]))
 
     def _view(self, flat: Tensor, segment: Segment) -> Tensor:
         return flat[segment.offset : segment.offset + segment.numel].view(segment.shape)

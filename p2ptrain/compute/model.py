@@ -1,44 +1,39 @@
 """Models: Hugging Face causal language models, from a ``[model]`` table or from a local directory.
 
-Nothing is downloaded and no code of a model directory is run. Random initialization is a pure function of the seed,
-and dropout is off: every member must compute the same gradient for the same micro-batch, whoever it is.
+Nothing is downloaded and no code of a model directory is run. Dropout is off: every member must compute the same
+gradient for the same micro-batch, whoever it is.
+
+First weights are a pure function of (seed, module's name): transformers' ``_init_weights`` of the architecture runs on
+each module behind a generator that was seeded by both. So a part of a model draws exactly the whole model's weights for
+its modules, without the rest (``compute.stage.initial_tensors``).
 """
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
-from p2ptrain.compute.device import HOST, Device, check_memory
 from p2ptrain.core.errors import ConfigError
-from p2ptrain.core.footprint import head_kept_bytes, layer_kept_bytes
 
 transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 _Auto: Any = AutoModelForCausalLM  # its annotations are partial
 
-_LOAD_ERRORS = (
-    *(
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RuntimeError,
-        ImportError,
-    ),  # ImportError: quantized ones
-    SafetensorError,
-)
+_LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError, SafetensorError)
+_DRAWING = Lock()  # there is one generator for all threads of a process
 
 ATTENTION = "sdpa"
 """On a CPU with the demo's model it is as fast as ``eager`` at 128 tokens and 10 to 30 % faster at 256."""
@@ -50,14 +45,14 @@ class ModelSpec:
 
     Attributes:
         architecture: a ``model_type`` of transformers with a causal language model, such as ``llama``, ``qwen3``,
-        ``gpt2``. path: a local model directory (``config.json`` and safetensors); it overrides every other field.
-        vocab_size: None for the tokenizer's. context: the most positions the model is told of, in tokens. extra:
-        further fields of the architecture's configuration.
+            ``gpt2``.
+        path: a local model directory (``config.json`` and safetensors); it overrides every other field.
+        context: the most positions the model is told of, in tokens.
+        extra: further fields of the architecture's configuration.
     """
 
     architecture: str = "llama"
     path: Path | None = None
-    vocab_size: int | None = None
     hidden_size: int = 128
     layers: int = 4
     heads: int = 4
@@ -81,20 +76,10 @@ def model_config(spec: ModelSpec, vocab_size: int) -> PretrainedConfig:
         return _directory_config(spec.path, vocab_size)
     _check_sizes(spec)
     check_architecture(spec.architecture)
-    vocab = vocab_size if spec.vocab_size is None else spec.vocab_size
-    if vocab < vocab_size:
-        raise ConfigError(
-            f"model.vocab_size = {vocab} is less than the tokenizer's {vocab_size}", remedy="leave it out"
-        )
     config = AutoConfig.for_model(spec.architecture)
     known = set(config.to_dict()) | set(config.attribute_map)
-    for key in spec.extra:
-        if key not in known:
-            raise ConfigError(
-                f"model.extra.{key} is not a setting of {spec.architecture!r}", remedy=_closest(key, known)
-            )
     sizes = {
-        "vocab_size": vocab,
+        "vocab_size": vocab_size,
         "hidden_size": spec.hidden_size,
         "num_hidden_layers": spec.layers,
         "num_attention_heads": spec.heads,
@@ -103,17 +88,12 @@ def model_config(spec: ModelSpec, vocab_size: int) -> PretrainedConfig:
         "intermediate_size": spec.intermediate_size,
         "n_inner": spec.intermediate_size,
         "max_position_embeddings": spec.context,
-        "initializer_range": spec.hidden_size
-        ** -0.5,  # the usual 0.02 is that of a width of 2,500; small models want more
+        "initializer_range": spec.hidden_size**-0.5,  # the usual 0.02 is that of a width of 2,500
     }
     chosen = {key: value for key, value in sizes.items() if key in known}
     if "num_key_value_heads" not in known and spec.kv_heads != spec.heads:
         raise ConfigError(f"{spec.architecture!r} has no model.kv_heads", remedy="set kv_heads to the value of heads")
-    special = {
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }  # the defaults name ids of other vocabularies
+    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # defaults are of other vocabularies
     try:
         config = AutoConfig.for_model(
             spec.architecture, **{**chosen, "tie_word_embeddings": spec.tie_embeddings, **special, **spec.extra}
@@ -135,42 +115,6 @@ def parameter_count(config: PretrainedConfig) -> int:
     except Exception as error:
         raise ConfigError(f"the [model] table does not make a {config.model_type!r}: {first_line(error)}") from error
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def check_training_memory(
-    config: PretrainedConfig, device: Device, *, micro_batch_tokens: int = 0, exact: bool = False
-) -> int:
-    """Refuse a model that cannot be trained here; returns its parameter count.
-
-    Counted per parameter, in fp32: on the device the weight, the gradient and two Adam moments; on the host the reduce
-    buffer. On a CPU the gradient is the reduce buffer, and a clipped copy of it is made. ``exact``: the reduce buffer
-    is one of int64 beside the gradient, wherever that is, and has a copy on the host.
-
-    Beside that, what is kept of a micro-batch: ``kept_bytes``.
-
-    Raises:
-        ResourceError: with the numbers.
-        ConfigError: see ``parameter_count``.
-    """
-    count = parameter_count(config)
-    what = f"training {count / 1e6:.2f} M parameters"
-    kept = kept_bytes(config, micro_batch_tokens, layers=config.num_hidden_layers, has_head=True)
-    if micro_batch_tokens:
-        what += f" with micro-batches of {micro_batch_tokens:,} tokens"
-    if device.kind == "cpu":
-        check_memory(count * 4 * (7 if exact else 5) + kept, device, what)
-    else:
-        check_memory(count * 4 * (6 if exact else 4) + kept, device, what)
-        # The reduce buffer, and the weights while they are built.
-        check_memory(count * 4 * (3 if exact else 2), HOST, what)
-    return count
-
-
-def kept_bytes(config: PretrainedConfig, tokens: int, *, layers: int, has_head: bool) -> int:
-    """Of a micro-batch, from its forward pass to its backward pass: see ``core.footprint``. A lower bound."""
-    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    kept = layers * layer_kept_bytes(tokens, width=config.hidden_size, inner=inner)
-    return kept + (head_kept_bytes(tokens, vocab=config.vocab_size) if has_head else 0)
 
 
 def build_model(
@@ -196,8 +140,8 @@ def build_model(
     if spec.path is not None:
         model = load_model(spec.path, dtype, config=config)
     else:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
+        with _DRAWING, torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)  # for what an architecture draws as it is built
             try:
                 model = cast(PreTrainedModel, _Auto.from_config(config, attn_implementation=ATTENTION, dtype=dtype))
             except Exception as error:  # each architecture validates in its own way and with its own exceptions
@@ -205,9 +149,33 @@ def build_model(
                     f"a {config.model_type!r} model cannot be built here: {first_line(error)}",
                     remedy="use another architecture, such as llama, qwen3 or gpt2",
                 ) from error
+        embedding, head = cast(Any, model).get_input_embeddings(), cast(Any, model).get_output_embeddings()
+        tied = head is not None and embedding is not None and head.weight is embedding.weight
+        initialize(model, model, seed, "", skipped=head if tied else None)
     model.config.use_cache = False
     model.train()
     return model
+
+
+def initialize(
+    model: PreTrainedModel, module: nn.Module, seed: int, name: str, *, skipped: nn.Module | None = None
+) -> None:
+    """Give ``module`` the first weights that its architecture wants, and before it each module inside, as transformers'
+    ``initialize_weights`` does, each from ``seed`` and its own name.
+
+    Args:
+        model: whose ``_init_weights`` is asked.
+        name: of ``module`` in the whole model.
+        skipped: a module that has its weight from another one: an output that is tied to the input.
+    """
+    model = module if isinstance(module, PreTrainedModel) else model
+    for child_name, child in module.named_children():
+        if child is not skipped:
+            initialize(model, child, seed, f"{name}.{child_name}" if name else child_name, skipped=skipped)
+    key = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+    with _DRAWING, torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int.from_bytes(key, "little"))
+        model._init_weights(module)  # type: ignore[no-untyped-call]
 
 
 def load_model(

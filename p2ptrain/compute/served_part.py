@@ -12,23 +12,23 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
 from p2ptrain.compute.activations import DTYPES, decode_untrusted, encode, ids_untrusted
-from p2ptrain.compute.anatomy import Part, refused
-from p2ptrain.compute.cache import PartCache, kv_shape
 from p2ptrain.compute.device import Device, check_memory, pick_device
 from p2ptrain.compute.model import check_architecture, first_line, without_dropout
+from p2ptrain.compute.part import OnBytes, Part, PartAssembly, PartCache, PartModel, kv_shape, refused
 from p2ptrain.compute.picking import Picker
-from p2ptrain.compute.split import PartAssembly, PartModel
 from p2ptrain.compute.split_check import check_splits
 from p2ptrain.core.activations import IDS, activation_bytes
-from p2ptrain.core.errors import ConfigError, ProtocolError, ResourceError, UserError
-from p2ptrain.core.model_config import config_untrusted
+from p2ptrain.core.errors import ConfigError, ProtocolError, ResourceError, StorageError, UserError
+from p2ptrain.core.model_config import MAX_CONFIG_BYTES, config_untrusted
 from p2ptrain.core.serving import PartSpec, Ran, Sampling
+from p2ptrain.core.tensor_files import TensorTable
 
 MAX_SESSIONS = 256
 
@@ -51,6 +51,44 @@ def begin_part(spec: PartSpec, names: Collection[str]) -> ServedPartBuilder:
     part = Part(spec.start, spec.stop, spec.layers)
     check_splits(config)
     return ServedPartBuilder(spec, config, part, names)
+
+
+def load_whole(
+    directory: Path,
+    *,
+    device: str = "auto",
+    dtype: str = "",
+    on_bytes: OnBytes = lambda done_bytes, total_bytes: None,
+) -> ServedPart:
+    """All layers of the model in ``directory`` as one part: what a verifier or a drafter computes with. Blocking.
+
+    Args:
+        device: as of ``compute.device.pick_device``.
+        dtype: of weights, cache and arithmetic: ``fp32``, ``bf16`` or ``fp16``; empty: what the files hold.
+        on_bytes: called on this thread after each piece; what it raises ends the loading.
+
+    Raises:
+        ConfigError: there is no model, or none that splits; it is quantized.
+        StorageError: a file cannot be read.
+        UserError: there is no such device.
+        ResourceError: there is too little memory for the weights.
+    """
+    path, remedy = directory / "config.json", "a model directory is what save_pretrained writes"
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise ConfigError(f"{path} is larger than {MAX_CONFIG_BYTES} bytes", remedy=remedy)
+        text = path.read_text("utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no {path}", remedy=remedy) from error
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text", remedy=remedy) from error
+    table = TensorTable(directory)
+    layers = config_of(text).num_hidden_layers
+    builder = begin_part(PartSpec(text, 0, layers, layers, dtype, device), table.entries)
+    builder.place_all(table, on_bytes)
+    return builder.finish()
 
 
 def config_of(text: str) -> PretrainedConfig:
@@ -79,11 +117,9 @@ def config_of(text: str) -> PretrainedConfig:
 
 
 def _dtype(spec: PartSpec, config: PretrainedConfig) -> torch.dtype:
-    if not spec.dtype:
-        return dtype_of(config)
-    if spec.dtype not in DTYPES:
+    if spec.dtype and spec.dtype not in DTYPES:
         raise ConfigError(f"a part is not computed in {spec.dtype!r}", remedy=f"use {', '.join(DTYPES)}")
-    return DTYPES[spec.dtype]
+    return DTYPES[spec.dtype] if spec.dtype else dtype_of(config)
 
 
 def dtype_of(config: PretrainedConfig) -> torch.dtype:
@@ -118,6 +154,10 @@ class ServedPartBuilder:
             ValueError: it is not the piece that comes next, or cuts an element.
         """
         self._assembly.place_bytes(name, dtype, data, start)
+
+    def place_all(self, table: TensorTable, on_bytes: OnBytes) -> None:
+        """Take all of them from a model directory. Raises as ``PartAssembly.place_all``."""
+        self._assembly.place_all(table, on_bytes)
 
     def finish(self) -> ServedPart:
         """The part, ready. Raises ``ConfigError`` where a tensor is missing."""

@@ -13,17 +13,13 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig
 
-from p2ptrain.compute.anatomy import Anatomy, Part, per_layer_lists, refused
 from p2ptrain.compute.device import one_thread
 from p2ptrain.compute.model import ATTENTION, first_line
-from p2ptrain.compute.split import build_part
+from p2ptrain.compute.part import Anatomy, Part, build_part, per_layer_lists, refused
 from p2ptrain.core.errors import ConfigError
 
 _Auto: Any = AutoModelForCausalLM  # its annotations are partial
 
-_HEADS = 2
-_WINDOW = 6
-_FEW_LAYERS, _MOST_LAYERS = 4, 8
 _SMALL = {
     "vocab_size": 97,
     "intermediate_size": 48,
@@ -33,13 +29,10 @@ _SMALL = {
     "num_local_experts": 4,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
-    "sliding_window": _WINDOW,
-    "attention_chunk_size": _WINDOW,
+    "sliding_window": 6,
+    "attention_chunk_size": 6,
 }
 """Sizes of the model that is tried. What the architecture does not have stays away."""
-_MOST_PARAMETERS = 1 << 26
-_PREFILL = 9
-"""Positions, more than the window."""
 
 
 def check_splits(config: PretrainedConfig) -> None:
@@ -51,50 +44,35 @@ def check_splits(config: PretrainedConfig) -> None:
     Raises:
         ConfigError: a model of this architecture is none that splits.
     """
-    _check(config, in_parts=True)
-
-
-def check_whole(config: PretrainedConfig) -> None:
-    """As ``check_splits``, with one part that has all layers: what it computes, and that positions can be taken back.
-
-    Raises:
-        ConfigError: a model of this architecture cannot be computed as a part, not even as a single one.
-    """
-    _check(config, in_parts=False)
-
-
-def _check(config: PretrainedConfig, *, in_parts: bool) -> None:
     heads, kv_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
     if heads and kv_heads and heads % kv_heads:  # the small model below has other numbers
         raise refused(config, f"{heads} heads of queries cannot share {kv_heads} heads of keys and values")
-    _checked(config.model_type, config.to_json_string(use_diff=False), in_parts)
+    _checked(config.model_type, config.to_json_string(use_diff=False))
 
 
 @functools.lru_cache(maxsize=64)
-def _checked(model_type: str, text: str, in_parts: bool) -> None:
+def _checked(model_type: str, text: str) -> None:
     config = AutoConfig.for_model(**json.loads(text) | {"model_type": model_type})
     try:
         tiny = _tiny(config)
-        if sum(weight.numel() for weight in Anatomy(tiny, torch.float32).model.parameters()) > _MOST_PARAMETERS:
+        if sum(weight.numel() for weight in Anatomy(tiny, torch.float32).model.parameters()) > 1 << 26:
             raise refused(config, "with so wide heads or so long a table of positions it cannot be tried first")
         with one_thread():  # more gain nothing from tensors as small, and wait for each other on a busy machine
-            same = _same(tiny, in_parts=in_parts)
+            same = _same(tiny)
     except ConfigError:
         raise
     except Exception as error:  # whatever the architecture needs that is not known here
         raise refused(config, first_line(error)) from error
     if not same:
-        who = "its parts together compute" if in_parts else "the whole as one part computes"
-        raise refused(config, f"{who} something else than the whole")
+        raise refused(config, "its parts together compute something else than the whole")
 
 
-def _same(config: PretrainedConfig, *, in_parts: bool) -> bool:
+def _same(config: PretrainedConfig) -> bool:
     whole = _random_model(config)
     weights = whole.state_dict()
     layers = config.num_hidden_layers
     parts = [
-        build_part(config, Part(start, stop, layers), weights.__getitem__, weights)
-        for start, stop in pairwise([0, 1, layers - 1, layers] if in_parts else [0, layers])
+        build_part(config, Part(start, stop, layers), weights) for start, stop in pairwise([0, 1, layers - 1, layers])
     ]
     ids = torch.arange(2 * 18).view(2, 18) * 7 % config.vocab_size
     batch = torch.arange(ids.shape[1])
@@ -109,7 +87,11 @@ def _same(config: PretrainedConfig, *, in_parts: bool) -> bool:
 
 def _same_cached(whole: Any, parts: Sequence[Any], ids: Tensor) -> bool:
     caches = [part.new_cache(ids.shape[1]) for part in parts]
-    kept = [_PREFILL, 1, 1]  # positions of the calls before the rollback whose positions stay
+    kept = [
+        9,
+        1,
+        1,
+    ]  # of the calls before the rollback whose positions stay: the first has more than a window
     for calls in ([*kept, 3, 1], [*kept, 2, 1]):
         reference = DynamicCache(config=whole.config)
         done = 0
@@ -138,10 +120,10 @@ def _tiny(config: PretrainedConfig) -> PretrainedConfig:
     tiny.num_hidden_layers = len(chosen)
     heads, known = config.num_attention_heads, set(config.to_dict()) | set(config.attribute_map)
     head_width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    tiny.num_attention_heads = _HEADS
+    tiny.num_attention_heads = 2
     if "num_key_value_heads" in known and config.num_key_value_heads is not None:
-        tiny.num_key_value_heads = 1 if config.num_key_value_heads < heads else _HEADS
-    tiny.hidden_size = _HEADS * head_width
+        tiny.num_key_value_heads = 1 if config.num_key_value_heads < heads else 2
+    tiny.hidden_size = 2 * head_width
     for key, value in _SMALL.items():
         if key in known and getattr(config, key) is not None:
             setattr(tiny, key, value)
@@ -152,9 +134,9 @@ def _tiny(config: PretrainedConfig) -> PretrainedConfig:
 def _chosen_layers(kinds: Sequence[str]) -> list[int]:
     """Of the layers of these kinds: each kind's first, and others up to a few, in order. Some twice where there are
     too few."""
-    chosen = [kinds.index(kind) for kind in dict.fromkeys(kinds)][:_MOST_LAYERS]
-    while len(chosen) < _FEW_LAYERS:
-        chosen.append(len(kinds) * len(chosen) // _FEW_LAYERS)
+    chosen = [kinds.index(kind) for kind in dict.fromkeys(kinds)][:8]
+    while len(chosen) < 4:
+        chosen.append(len(kinds) * len(chosen) // 4)
     return sorted(chosen)
 
 

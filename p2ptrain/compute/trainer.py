@@ -1,37 +1,89 @@
-"""The real engine: a model, its optimizer and its data behind ``roles.engine.Engine``.
+"""The real engine (``roles.engine``): a model, or one stage's part of it, with its optimizer and its data.
 
-``compute.flat_engine`` has what does not depend on whether the model is whole.
+Memory. Weights, gradients and moments are flat arrays (``compute.flat``). On a CPU the reduce buffer *is* the gradient
+memory: nothing is copied between backward and the ring. On a GPU the gradients live there and are copied to a (pinned,
+for CUDA) host buffer, and back once it is reduced. With CUDA the copies run on a stream of their own, piece by piece
+while backward still computes. In the last micro-batch of a share a hook on each parameter tells how far the gradients
+are final (``compute.buckets``), so that the ring may begin with the front of the buffer. The hooks run on autograd's
+thread, inside backward. In *exact* mode the reduce buffer holds the sum of the micro-batches' gradients in fixed point
+(``compute.exact``), beside the gradients; the rest is the same.
+
+Data. Which text a micro-batch reads is a pure function (``compute.sampling``), so no token travels: the first stage
+takes the inputs from its own corpus and the last one the targets from its own.
+
+Gradients between stages. The last stage's loss is a micro-batch's mean / M, as in one process; every other stage goes
+on from the gradient that it is sent, so nothing is scaled anywhere else. They travel as fp32 or bf16 (an error of 0.2 %
+in the first of eight layers, cut at each; int8 made 0.9 % of it, and fp16 has no numbers for 4 % of the elements).
+
+Tied models. First and last stage each have the embedding's matrix, with the gradient of their own use of it. After both
+are summed (a + b is b + a, so the bits are the same) both make the same update of the same weights. In the global norm
+the matrix counts once, on the first stage.
+
+Recomputing. With ``recompute`` a micro-batch's inputs are kept, as they came, instead of what autograd keeps, and its
+forward pass runs again before its backward pass. Of the latest micro-batch alone the graph is kept until another one
+needs the memory: where its backward pass is next, as always on the last stage with 1F1B, nothing runs twice.
 """
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
+import torch.nn.functional as F  # noqa: N812 - the field's name
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import PretrainedConfig
 
-from p2ptrain.compute.buckets import OnFinal
-from p2ptrain.compute.checkpoint_files import OPTIMIZER_FILE, PARAMETERS, TRAINING_FILE, CheckpointFiles
-from p2ptrain.compute.data import DataSpec, load_corpus
-from p2ptrain.compute.device import Device
-from p2ptrain.compute.flat import OptimizerSpec
-from p2ptrain.compute.flat_engine import (
-    FlatEngine,
-    check_context,
-    check_run,
-    cross_entropy,
-    held_out_batches,
-    out_of_memory_told,
-)
-from p2ptrain.compute.model import ModelSpec, build_model, check_training_memory, load_model, model_config
+from p2ptrain.compute.activations import decode_untrusted, encode
+from p2ptrain.compute.buckets import Ferry, OnFinal, Watch, bucket_bounds
+from p2ptrain.compute.checkpoint_files import PARAMETERS, CheckpointFiles
+from p2ptrain.compute.data import Corpus, DataSpec, load_corpus
+from p2ptrain.compute.device import Device, flushed_denormals, share_cores
+from p2ptrain.compute.exact import FixedSum, constant_arithmetic, prepare_device
+from p2ptrain.compute.fixed import UNIT
+from p2ptrain.compute.flat import FlatAdamW, FlatModel, OptimizerSpec, Segment, square_sum
+from p2ptrain.compute.model import ModelSpec, build_model, model_config
+from p2ptrain.compute.part import PartModel
 from p2ptrain.compute.sampling import Indices, WindowSampler
+from p2ptrain.compute.split_check import check_splits
+from p2ptrain.compute.stage import (
+    StageSpec,
+    build_training_part,
+    check_training_memory,
+    initial_digest,
+    most_in_flight,
+)
 from p2ptrain.compute.tokenizer import Tokenizer
-from p2ptrain.core.training import FilePlan
+from p2ptrain.core.activations import activation_bytes
+from p2ptrain.core.errors import ConfigError, JobFailed, P2PTrainError, ResourceError, StorageError
+from p2ptrain.core.training import Applied, Blob, FilePlan
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
+Payload = npt.NDArray[np.uint8]
+"""Shape (bytes,), contiguous, on the host: activations or gradients of one micro-batch as they travel."""
 
 
-class Trainer(FlatEngine):
-    """See ``roles.engine.Engine`` for the methods. All block; call them on one thread.
+@dataclass(slots=True)
+class _Flight:
+    """A micro-batch between its forward and its backward pass."""
+
+    step: int
+    index: int
+    inputs: Payload | None  # to run it again: as they came; none on the first stage, and none where that is not wanted
+    graph: tuple[Tensor | None, Tensor] | None  # what went in, where that has a gradient, and what came out
+
+
+class Trainer:
+    """See ``roles.engine`` for the methods. All block; call them on one thread.
 
     Args:
         steps: of the whole run; the learning rate's schedule ends there.
@@ -40,8 +92,10 @@ class Trainer(FlatEngine):
         micro_batch_sequences: B; its shape never depends on the cluster.
         validation_batches: at most; fewer where less text is held out.
         precision: ``fp32``, or ``bf16`` for autocast (weights, gradients and moments stay fp32).
-        exact: the same bits whoever computes which micro-batch. Kernels of a CPU get ``device.threads``, which must be
-            the same at all members, or one thread, never as many as there are cores.
+        exact: the same bits whoever computes which micro-batch; of a whole model. Kernels of a CPU get
+            ``device.threads``, which must be the same at all members, or one thread, never as many as there are cores.
+        stage: the part of the model that it holds; None for all of it. With parts ``apply`` wants the sum of the
+            losses, which only the last stage makes, in ``reduce_buffer[-1]`` of every stage.
 
     Raises:
         ConfigError, UserError, ResourceError: see ``model_config``, ``load_corpus``, ``check_training_memory``.
@@ -61,97 +115,468 @@ class Trainer(FlatEngine):
         device: Device,
         precision: str = "fp32",
         exact: bool = False,
+        stage: StageSpec | None = None,
     ) -> None:
-        check_run(
-            steps=steps,
-            micro_batches=micro_batches,
-            micro_batch_sequences=micro_batch_sequences,
-            validation_batches=validation_batches,
-            precision=precision,
+        if precision not in PRECISIONS:
+            raise ConfigError(f"device.precision = {precision!r} is not known", remedy=f"use {' or '.join(PRECISIONS)}")
+        for key, value, least in (
+            ("job.steps", steps, 1),
+            ("batch.micro_batches", micro_batches, 1),
+            ("batch.micro_batch_sequences", micro_batch_sequences, 1),
+            ("validation.batches", validation_batches, 0),
+        ):
+            if value < least:
+                raise ConfigError(f"{key} = {value} is less than {least}")
+        self._tokenizer, self._config = _tokenizer_and_config(model)
+        context = getattr(self._config, "max_position_embeddings", None)
+        if context is not None and data.sequence_tokens > context:
+            raise ConfigError(
+                f"data.sequence_tokens = {data.sequence_tokens} is more than model.context = {context}",
+                remedy="make the context at least as long as a sequence",
+            )
+        self._stage = stage = stage or StageSpec(0, (0, self._config.num_hidden_layers))
+        self._part = stage.check(self._config.num_hidden_layers)
+        if not stage.is_whole:
+            check_splits(self._config)
+        tokens = micro_batch_sequences * data.sequence_tokens
+        check_training_memory(self._config, stage, device, micro_batch_tokens=tokens, exact=exact)
+        self.in_flight = most_in_flight(
+            self._config, stage, device, micro_batch_tokens=tokens, most=max(micro_batches, stage.in_flight)
         )
-        self._tokenizer = Tokenizer.of_bytes() if model.path is None else Tokenizer.of_directory(model.path)
-        config = model_config(model, self._tokenizer.vocab_size)
-        check_context(config, data.sequence_tokens)
-        micro_batch_tokens = micro_batch_sequences * data.sequence_tokens
-        check_training_memory(config, device, micro_batch_tokens=micro_batch_tokens, exact=exact)
-        self._corpus = load_corpus(data, self._tokenizer)
-        super().__init__(
-            partial(build_model, model, self._tokenizer.vocab_size, seed, config=config),
-            optimizer,
-            steps=steps,
-            micro_batches=micro_batches,
-            tokens_per_micro_batch=micro_batch_tokens,
-            device=device,
-            precision=precision,
-            exact=exact,
+        self._corpus: Corpus = load_corpus(data, self._tokenizer)
+        self._validation_batches = min(validation_batches, len(self._corpus.validation) // micro_batch_sequences)
+        if validation_batches and not self._validation_batches:
+            raise ConfigError(
+                f"{len(self._corpus.validation)} windows are held out, a micro-batch takes {micro_batch_sequences}",
+                remedy="raise data.validation_fraction, give more text, or lower batch.micro_batch_sequences",
+            )
+        self._spec, self._seed, self._sequences, self._sequence_tokens = (
+            model,
+            seed,
+            micro_batch_sequences,
+            data.sequence_tokens,
         )
-        self._sequences = micro_batch_sequences
+        self._steps, self._micro_batches = steps, micro_batches
         self._sampler = WindowSampler(len(self._corpus.training), seed, micro_batches, micro_batch_sequences)
-        self._validation_batches = held_out_batches(self._corpus, validation_batches, micro_batch_sequences)
-        self._files: CheckpointFiles | None = None
-        self.corpus_digest = self._corpus.digest
-        self.windows = len(self._corpus.training)
+        self._device, self._chosen = device.torch_device, device
+        self._autocast_dtype = PRECISIONS[precision]
+        self._is_host = device.kind == "cpu"
+        self.exact, self._unit = exact, UNIT if exact else 1.0
+        self._threads = (device.threads or 1) if exact else 0
+        if exact:
+            prepare_device(device.kind)
+        self._model_part: PartModel | None = None
+        with self._arithmetic():  # the kernels' threads start here, and inherit that denormals are flushed
+            self._flat = FlatModel(self._build(), device.torch_device)
+        self._model = self._flat.model
+        self._optimizer_spec, self._optimizer = optimizer, FlatAdamW(self._flat, optimizer)
+        self._fixed = FixedSum(self._flat.gradients, device.kind, micro_batches) if exact else None
+        self._summed = self._fixed.total if self._fixed else self._flat.gradients  # the ring's buffer is it, or a copy
+        on_host = self._fixed.on_host if self._fixed else self._is_host
+        self._host = self._summed if on_host else _host_buffer(self._summed)
+        self._ferry = _ferry(self._summed, self._host, device.kind)
+        self._watch = Watch(self._flat.stops, self._ferry, self._fixed.add if self._fixed else None)
+        for index, segment in enumerate(self._flat.segments):
+            hook = partial(self._watch.gradient_final, index)
+            self._model.get_parameter(segment.name).register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        self._mirrors: list[tuple[Tensor, Tensor]] = []  # (on the device, what state() gave out) on a GPU
+        self._is_initial = True
+        self._positions = torch.arange(data.sequence_tokens, device=self._device)
+        self._flights: dict[int, _Flight] = {}
+        self._tied = self._tied_segment()
+        self._files = CheckpointFiles(
+            self._flat, self._model_part, self._config, stage, self._tokenizer, self._corpus.digest, tied=self._tied
+        )
+        self.tokens_per_micro_batch = tokens
+        self.device = device.label
+        self.reduce_buffer: npt.NDArray[Any] = self._host.numpy()
+        self.exact_from = self._flat.decayed_numel
+        self.corpus_digest, self.windows = self._corpus.digest, len(self._corpus.training)
+        self.activation_bytes = activation_bytes(stage.activations, tokens, self._config.hidden_size)
+        self.gradient_bytes = activation_bytes(stage.gradients, tokens, self._config.hidden_size)
+        self.layers = (self._part.start, self._part.stop, self._part.layers)
+
+    def share_cores(self, workers: int) -> None:
+        """Take a part of the cores: so many members compute on this machine."""
+        share_cores(self._chosen, workers)
 
     # ---------------------------------------------------------------------------------------------------------- a step
 
+    def begin_step(self, step: int) -> None:
+        """Zero the gradients and the loss slot; let go of what a step that was given up has kept."""
+        self._flights.clear()
+        if self._fixed is not None:
+            self._fixed.begin()
+        else:
+            self._flat.gradients.zero_()
+        self._watch.begin()
+
     def micro_batch(self, step: int, index: int, on_final: OnFinal | None = None) -> None:
-        """Forward and backward of one micro-batch; adds its mean loss' gradient / M.
+        """Forward and backward of one micro-batch of a whole model; adds its mean loss' gradient / M.
 
         Args:
             on_final: given with the last one only: called on the way with how much of the buffer's front is final.
         """
-        windows = self._corpus.training[self._sampler.sample(step, index)]
+        self.forward(step, index, None)
+        self.backward(index, None, on_final)
+
+    def forward(self, step: int, index: int, inputs: Payload | None) -> Payload | None:
+        """Run micro-batch ``index`` of step ``step`` through the part. On the last stage its loss is added up.
+
+        Args:
+            inputs: activations of the stage before, shape (activation_bytes,); None on the first stage.
+
+        Returns:
+            activations for the next stage, shape (activation_bytes,); None on the last stage.
+
+        Raises:
+            ProtocolError: ``inputs`` are no activations.
+            ValueError: out of turn.
+        """
+        if index in self._flights:
+            raise ValueError(f"forward of micro-batch {index} of step {step} for a second time")
+        if self._stage.recompute:
+            self._let_go()
+        flight = _Flight(step, index, None, None)
+        outputs = self._run(flight, inputs)
+        if self._stage.recompute and inputs is not None:
+            flight.inputs = inputs.copy()
+        self._flights[index] = flight
+        if not self._part.last:
+            return _payload(outputs, self._stage.activations)
+        if self._fixed is None:
+            self._flat.loss_sum.add_(outputs.detach())
+        return None
+
+    def backward(self, index: int, gradient: Payload | None, on_final: OnFinal | None = None) -> Payload | None:
+        """Add the micro-batch's gradients, and let go of what was kept for it.
+
+        Args:
+            gradient: of the loss by what ``forward`` made, shape (gradient_bytes,); None on the last stage.
+            on_final: as in ``micro_batch``.
+
+        Returns:
+            the gradient by the inputs, shape (gradient_bytes,); None on the first stage.
+
+        Raises:
+            ProtocolError: ``gradient`` is none.
+            ValueError: out of turn.
+        """
+        flight = self._flights.get(index)
+        if flight is None:
+            raise ValueError(f"backward of micro-batch {index} without a forward")
+        arrived = None if gradient is None else self._decoded(gradient, self._stage.gradients)
+        if (arrived is None) != self._part.last:
+            raise ValueError(f"the backward of stage {self._stage.stage} with a gradient of the next stage, or without")
+        if flight.graph is None:
+            self._let_go()
+            self._run(flight, flight.inputs)
+        assert flight.graph is not None
+        inputs, outputs = flight.graph
         if self._fixed is not None:
             self._fixed.begin_micro_batch()
-        with self._arithmetic(), out_of_memory_told():
-            loss = self._loss(windows, "mean")
-            with self._watch.telling(on_final):
-                (loss / self._micro_batches).backward()  # type: ignore[no-untyped-call]
+        with self._arithmetic(), _out_of_memory_told(), self._watch.telling(on_final):
+            if arrived is None:
+                (outputs / self._micro_batches).backward()  # type: ignore[no-untyped-call]
+            else:
+                outputs.backward(arrived.to(outputs.dtype))  # type: ignore[no-untyped-call]
         if self._fixed is not None:
-            self._flat.loss_sum.copy_(loss.detach() / self._micro_batches)
+            self._flat.loss_sum.copy_(outputs.detach() / self._micro_batches)
             self._fixed.add(self._flat.numel + 1)
-        else:
-            self._flat.loss_sum.add_(loss.detach())
+        del self._flights[index]
+        if inputs is None:
+            return None
+        assert inputs.grad is not None
+        return _payload(inputs.grad, self._stage.gradients)
 
-    # ------------------------------------------------------------------------------------------------------ validation
+    def finish_gradients(self, on_final: OnFinal | None = None) -> None:
+        """Bring what is left of the gradients, and the loss, into ``reduce_buffer``."""
+        if self._flights:
+            raise ValueError(f"micro-batches {sorted(self._flights)} have had no backward")
+        if self._ferry is not None:
+            self._ferry.finish(on_final or (lambda numel: None))
+        elif self._host is not self._summed:
+            self._host.copy_(self._summed)  # blocks until the device is done
+
+    def tied_gradient(self) -> npt.NDArray[np.float32] | None:
+        """In ``reduce_buffer``, the gradient of the matrix that first and last stage both have, shape (numel,); None
+        where there is none, or it is in one part."""
+        if self._tied is None:
+            return None
+        view: npt.NDArray[np.float32] = self.reduce_buffer[self._tied.offset : self._tied.offset + self._tied.numel]
+        return view
+
+    def contributed_square_sum(self, start: int, stop: int) -> float:
+        """Sum of squares, in fp64, of ``reduce_buffer[start:stop]`` without the loss slot; before the tied gradients
+        are summed both stages count theirs.
+
+        NaN where one of them is not finite. Where the loss slot is among them, also where the loss is not, or, in exact
+        mode, where something that this member has added in this step did not fit.
+        """
+        if stop > self._flat.numel and not self._is_sound():
+            return math.nan
+        return square_sum(self.reduce_buffer[start : min(stop, self._flat.numel)]) * self._unit**2
+
+    def partial_square_sum(self, start: int, stop: int) -> float:
+        """The same for the global norm: a matrix that the first stage has, too, is counted there."""
+        if self._tied is None or self._part.first:
+            return self.contributed_square_sum(start, stop)
+        before = min(stop, self._tied.offset)
+        after = max(start, self._tied.offset + self._tied.numel)
+        total = self.contributed_square_sum(start, before) if start < before else 0.0
+        return total + self.contributed_square_sum(after, stop) if after < stop else total
+
+    def apply(self, step: int, square_sum: float) -> Applied:
+        """Clip, then one optimizer step.
+
+        Raises:
+            JobFailed: the loss or the norm is not finite: a last guard, for such a step is not committed.
+        """
+        norm = math.sqrt(square_sum) if square_sum >= 0 else math.nan
+        loss = float(self._host[-1]) * UNIT if self.exact else float(self._host[-1]) / self._micro_batches
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise JobFailed(
+                f"step {step + 1} is not finite: loss {loss}, gradient norm {norm}",
+                remedy="lower optimizer.lr, raise optimizer.warmup_steps, or use device.precision = 'fp32'",
+            )
+        clip = self._optimizer_spec.clip_norm
+        scale = min(1.0, clip / (norm + 1e-6)) if clip else 1.0  # as torch.nn.utils.clip_grad_norm_
+        lr = self._optimizer_spec.lr_at(step, self._steps)
+        if self._host is not self._flat.gradients:
+            self._flat.gradients.copy_(self._host)
+        gradients = self._flat.gradients[: self._flat.numel]
+        self._optimizer.apply(gradients, step=step, lr=lr, scale=scale * self._unit)
+        self._moved_to()
+        return Applied(step + 1, loss, lr, norm)
+
+    # ------------------------------------------------------------------------------------------------------- validation
 
     def validation_batches(self) -> int:
         """Number of validation micro-batches, the same on every member."""
         return self._validation_batches
 
     def validate(self, first: int, count: int) -> tuple[float, int]:
-        """Sum of the losses (nats) and number of targets over validation micro-batches ``range(first, first +
-        count)``."""
-        losses, targets = 0.0, 0
-        with torch.no_grad(), self._arithmetic(), out_of_memory_told():
-            for index in range(first, min(first + count, self._validation_batches)):
-                windows = self._corpus.validation[index * self._sequences : (index + 1) * self._sequences]
-                losses += float(self._loss(windows, "sum"))
-                targets += self.tokens_per_micro_batch
-        return losses, targets
+        """Of a whole model: sum of the losses (nats) and number of targets over validation micro-batches ``range(first,
+        first + count)``."""
+        indices = range(first, min(first + count, self._validation_batches))
+        losses = sum((self.validation_forward(index, None)[1] for index in indices), 0.0)
+        return losses, len(indices) * self.tokens_per_micro_batch
+
+    def validation_forward(self, index: int, inputs: Payload | None) -> tuple[Payload | None, float]:
+        """Run validation micro-batch ``index`` through the part: activations for the next stage, or, on the last stage,
+        None and the sum of the losses (nats) over ``tokens_per_micro_batch`` targets. Raises ``ProtocolError``."""
+        with torch.no_grad(), self._arithmetic(), _out_of_memory_told():
+            tokens = self._tokens(self._corpus.validation[index * self._sequences : (index + 1) * self._sequences])
+            outputs = self._through(self._entering(tokens, inputs), tokens, "sum")
+        return (None, float(outputs)) if self._part.last else (_payload(outputs, self._stage.activations), 0.0)
 
     # ----------------------------------------------------------------------------------------------------------- state
 
-    def checkpoint_files(self, step: int) -> list[FilePlan]:
-        """A Hugging Face model directory, and the optimizer beside it, made of ranges of ``state()``'s blobs.
+    def state(self) -> list[Blob]:
+        """The parameters and the two moments. On a GPU these are host copies of now, brought back by
+        ``state_loaded``."""
+        arrays = self._state_arrays()
+        if self._is_host:
+            return [_blob(name, array) for name, array in arrays.items()]
+        self._mirrors = [(array, array.to("cpu", copy=True)) for array in arrays.values()]
+        return [_blob(name, host) for name, (_, host) in zip(arrays, self._mirrors, strict=True)]
 
-        Raises:
-            StorageError: there is no room for temporary files.
-        """
-        if self._files is None:
-            moments = [name for name in self._state_arrays() if name != PARAMETERS]
-            self._files = CheckpointFiles(self._flat, self._tokenizer, moments=moments, corpus=self.corpus_digest)
-        return self._files.of_step(step)
+    def load_initial(self) -> None:
+        """The state of step 0."""
+        if not self._is_initial:
+            with self._arithmetic():
+                self._flat.copy_tensors(dict(self._build().named_parameters()))
+            self._optimizer.reset()
+            self._moved_to()
+            self._is_initial = True
+
+    def state_loaded(self, step: int) -> None:
+        """The bytes of ``state()`` are those of ``step`` now."""
+        for array, host in self._mirrors:
+            array.copy_(host)
+        self._moved_to()
+
+    def initial_digest(self) -> bytes:
+        """See ``roles.engine``: of the whole model, of which this is a part."""
+        return initial_digest(self._config, self._spec.path, self._seed, self._stage.bounds)
+
+    def checkpoint_files(self, step: int) -> list[FilePlan]:
+        """A Hugging Face model directory, or this stage's files of it, and the optimizer beside it, made of ranges of
+        ``state()``'s blobs. Raises ``StorageError``: there is no room for temporary files."""
+        moments = [name for name in self._state_arrays() if name != PARAMETERS]
+        return self._files.of_step(step, moments)
 
     def load(self, directory: Path) -> None:
-        """Restore a checkpoint. Raises ``StorageError`` where it does not fit this model; nothing is changed then."""
-        self._restore(directory, TRAINING_FILE, OPTIMIZER_FILE, lambda: dict(load_model(directory).named_parameters()))
+        """Restore a checkpoint: this stage's own files, whatever else is in ``directory``.
+
+        Raises:
+            StorageError: it does not fit this part, or cannot be read; nothing is changed then.
+        """
+        moments = {name: array for name, array in self._state_arrays().items() if name != PARAMETERS}
+        try:
+            notes_file = directory / self._files.training
+            if notes_file.stat().st_size > 1 << 20:  # it may have come from another worker
+                raise ValueError(f"{notes_file.name} is too large")
+            if json.loads(notes_file.read_bytes())["layout"] != self._flat.layout:
+                raise StorageError(
+                    f"the checkpoint {directory} is of another model",
+                    remedy="restore it into a job with its [model] table",
+                )
+            with safe_open(directory / self._files.optimizer, "pt") as file:
+                loaded = {name: file.get_tensor(name) for name in moments}
+            weights = self._files.weights_in(directory)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
+            raise StorageError(f"cannot read the checkpoint {directory}: {error}") from error
+        except StorageError:
+            raise
+        except P2PTrainError as error:
+            raise StorageError(f"cannot read the checkpoint {directory}: {error.message}") from error
+        if any(array.shape != loaded[name].shape for name, array in moments.items()):
+            raise StorageError(f"the optimizer's moments in {directory} are of another size")
+        self._flat.copy_tensors(weights)
+        for name, array in moments.items():
+            array.copy_(loaded[name])
+        self._moved_to()
 
     # ---------------------------------------------------------------------------------------------------------- inside
 
-    def _loss(self, windows: Indices, reduction: str) -> Tensor:
-        """Cross entropy in nats over the targets of ``windows`` (B,): their mean or their sum."""
-        tokens = torch.from_numpy(self._corpus.window_tokens(windows)).to(self._device, non_blocking=True)
+    def _build(self) -> nn.Module:
+        """The module with its first weights, on the CPU."""
+        if self._stage.is_whole:
+            return build_model(self._spec, self._tokenizer.vocab_size, self._seed, config=self._config)
+        built = build_training_part(self._config, self._part, self._spec.path, self._seed)
+        self._model_part = self._model_part or built
+        return built.module
+
+    @contextmanager
+    def _arithmetic(self) -> Iterator[None]:
+        """Whatever runs kernels that decide bits runs inside."""
+        with flushed_denormals(), constant_arithmetic(self._threads) if self.exact else nullcontext():
+            yield
+
+    def _is_sound(self) -> bool:
+        """Whether the loss is finite and, in exact mode, all that was added here did fit."""
+        return self._fixed.fits if self._fixed is not None else math.isfinite(float(self._host[-1]))
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self._autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device.type, dtype=self._autocast_dtype)
+
+    def _moved_to(self) -> None:
+        """The state is another one now; host copies of an earlier one are worth nothing any more."""
+        self._is_initial, self._mirrors = False, []
+
+    def _state_arrays(self) -> dict[str, Tensor]:
+        optimizer = self._optimizer
+        return {PARAMETERS: self._flat.parameters, "exp_avg": optimizer.exp_avg, "exp_avg_sq": optimizer.exp_avg_sq}
+
+    def _tied_segment(self) -> Segment | None:
+        """Where the matrix lies that another stage has, too."""
+        if self._model_part is None or not self._model_part.tied or self._part.first == self._part.last:
+            return None
+        model: Any = self._model
+        weight = (model.get_input_embeddings() if self._part.first else model.get_output_embeddings()).weight
+        name = next(name for name, parameter in self._model.named_parameters() if parameter is weight)
+        return next(segment for segment in self._flat.segments if segment.name == name)
+
+    def _tokens(self, windows: Indices) -> Tensor:
+        """The tokens of ``windows`` (B,): (B, T + 1)."""
+        return torch.from_numpy(self._corpus.window_tokens(windows)).to(self._device, non_blocking=True)
+
+    def _entering(self, tokens: Tensor, inputs: Payload | None) -> Tensor:
+        """What goes into the first layer: ids (B, T), or hidden states (B, T, width) as they arrived."""
+        if (inputs is None) != self._part.first:
+            raise ValueError(f"the forward of stage {self._stage.stage} with activations of a stage before, or without")
+        return tokens[:, :-1] if inputs is None else self._decoded(inputs, self._stage.activations)
+
+    def _through(self, x: Tensor, tokens: Tensor, reduction: str) -> Tensor:
+        """Hidden states (B, T, width); on the last stage the loss in nats over the targets: their mean or their sum."""
         with self._autocast():
-            logits = self._model(input_ids=tokens[:, :-1], use_cache=False).logits  # (B, T, vocabulary)
-        return cross_entropy(logits, tokens[:, 1:], reduction)
+            if self._model_part is not None:
+                outputs = self._model_part.forward(x, self._positions)
+            else:
+                outputs = self._model(input_ids=x, use_cache=False).logits
+        if not self._part.last:
+            return outputs
+        targets = tokens[:, 1:].flatten()
+        return F.cross_entropy(outputs.flatten(0, 1).float(), targets, reduction=reduction)  # of (B T, vocabulary)
+
+    def _run(self, flight: _Flight, inputs: Payload | None) -> Tensor:
+        """Forward pass, with its graph."""
+        with self._arithmetic(), _out_of_memory_told():
+            tokens = self._tokens(self._corpus.training[self._sampler.sample(flight.step, flight.index)])
+            x = self._entering(tokens, inputs)
+            entering = None if self._part.first else x.requires_grad_()
+            outputs = self._through(x, tokens, "mean")
+        flight.graph = entering, outputs
+        return outputs
+
+    def _let_go(self) -> None:
+        """Of graphs that can be made again."""
+        for flight in self._flights.values():
+            flight.graph = None
+
+    def _decoded(self, payload: Payload, encoding: str) -> Tensor:
+        rows = self._sequences * self._sequence_tokens
+        hidden = decode_untrusted(payload.data, encoding, rows, self._config.hidden_size)
+        return hidden.view(self._sequences, self._sequence_tokens, -1).to(self._device)
+
+
+def stage_bounds(model: ModelSpec, stages: int, cuts: Sequence[int] = ()) -> tuple[int, ...]:
+    """Bounds (``StageSpec``) of a model that is not built yet: at ``cuts``, or about as many layers for each stage.
+
+    Raises:
+        ConfigError: there are not so many layers; see also ``model_config``.
+    """
+    layers = _tokenizer_and_config(model)[1].num_hidden_layers
+    if not 1 <= stages <= layers:
+        raise ConfigError(f"{layers} layers do not make {stages} parts", remedy=f"pipeline.stages at most {layers}")
+    return (0, *cuts, layers) if cuts else tuple(layers * stage // stages for stage in range(stages + 1))
+
+
+def _tokenizer_and_config(model: ModelSpec) -> tuple[Tokenizer, PretrainedConfig]:
+    tokenizer = Tokenizer.of_bytes() if model.path is None else Tokenizer.of_directory(model.path)
+    return tokenizer, model_config(model, tokenizer.vocab_size)
+
+
+def _payload(hidden: Tensor, encoding: str) -> Payload:
+    """Hidden states, or their gradient, (B, T, width) as they travel."""
+    return np.frombuffer(encode(hidden.flatten(0, 1), encoding), np.uint8)
+
+
+@contextmanager
+def _out_of_memory_told() -> Iterator[None]:
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise ResourceError(
+            f"a micro-batch does not fit into memory: {str(error).splitlines()[0]}",
+            remedy="lower batch.micro_batch_sequences (raise batch.micro_batches), or use device.precision = 'bf16'",
+        ) from error
+
+
+def _blob(name: str, array: Tensor) -> Blob:
+    return Blob(name, array.numpy().data.cast("B"))
+
+
+def _host_buffer(like: Tensor) -> Tensor:
+    return torch.zeros(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
+
+
+def _ferry(gradients: Tensor, host: Tensor, kind: str) -> Ferry | None:
+    """Copies gradients to pinned memory on a stream of its own while backward runs, where there is CUDA."""
+    if kind != "cuda":
+        return None
+    stream = torch.cuda.Stream(gradients.device)  # type: ignore[no-untyped-call]
+
+    def copy(start: int, stop: int) -> torch.cuda.Event:
+        # In a hook, the current stream is the one that backward computes this gradient on.
+        stream.wait_stream(torch.cuda.current_stream(gradients.device))
+        with torch.cuda.stream(stream):
+            host[start:stop].copy_(gradients[start:stop], non_blocking=True)
+            landing = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            landing.record(stream)
+        return landing
+
+    return Ferry(copy, [stop for _, stop in bucket_bounds(len(gradients), gradients.element_size())])

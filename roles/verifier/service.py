@@ -13,8 +13,7 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from p2ptrain.compute.conversation import ASSISTANT, SYSTEM, USER, ChatFormat, Conversation, Turn
-from p2ptrain.compute.text import ModelText, TextWriter
+from p2ptrain.compute.text import ASSISTANT, SYSTEM, USER, ChatFormat, Conversation, ModelText, TextWriter, Turn
 from p2ptrain.core.errors import P2PTrainError, Refused, ResourceError, UserError
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.world import World

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from p2ptrain.compute.conversation import ChatFormat
-from p2ptrain.compute.text import ModelText
+from p2ptrain.compute.text import ChatFormat, ModelText
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError, ResourceError

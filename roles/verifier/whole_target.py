@@ -266,7 +266,7 @@ async def load_whole_engine(
         loop.call_soon_threadsafe(on_bytes, done_bytes, total_bytes)
 
     def load() -> tuple[StageEngine, int | None]:
-        from p2ptrain.compute.whole_part import load_whole  # here: torch takes seconds
+        from p2ptrain.compute.served_part import load_whole  # here: torch takes seconds
 
         part = load_whole(directory, device=device, dtype=dtype, on_bytes=told)
         return part, part.context

@@ -7,7 +7,7 @@ import platform
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import psutil
 
@@ -90,11 +90,11 @@ def stage_builder(*, device: str = "", threads: int = 0, memory_bytes: int = 0) 
 
     def build(profile: Profile, stage: Stage) -> Engine:
         from p2ptrain.compute.device import pick_device
-        from p2ptrain.compute.part_trainer import PartTrainer, stage_bounds
         from p2ptrain.compute.stage import StageSpec
+        from p2ptrain.compute.trainer import Trainer, stage_bounds
 
         arguments, split = trainer_arguments(profile), profile.pipeline
-        trainer = PartTrainer(
+        return Trainer(
             **arguments,
             stage=StageSpec(
                 stage.index,
@@ -111,8 +111,6 @@ def stage_builder(*, device: str = "", threads: int = 0, memory_bytes: int = 0) 
             device=pick_device(device or profile.device.kind, threads or profile.device.threads),
             precision=profile.device.precision,
         )
-        trainer.read_corpus_facts()
-        return cast(Engine, trainer)  # a ``PipelineEngine``, of which the two that it lacks are never called
 
     return build
 
@@ -143,12 +141,12 @@ def holding(*, device: str, threads: int, memory_bytes: int) -> Holding:
     """
 
     def stream_bps() -> float:
-        from p2ptrain.compute.stream import stream_bps as measured
+        from p2ptrain.compute.device import stream_bps as measured
 
         return measured(device or "auto")
 
     def compute_flops() -> float:
-        from p2ptrain.compute.speed import compute_flops as measured
+        from p2ptrain.compute.device import compute_flops as measured
 
         return measured(device or "auto", threads)
 

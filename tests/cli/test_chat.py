@@ -324,8 +324,8 @@ def test_ctrl_c_while_a_cancelled_answer_is_computed_leaves(monkeypatch: pytest.
 def test_the_real_source_gives_what_the_model_gives(tmp_path: Path) -> None:
     from p2ptrain.compute.generate import LocalModel
     from p2ptrain.compute.model import build_model
-    from p2ptrain.compute.testing import TINY
     from p2ptrain.core.serving import Sampling
+    from tests.compute.tiny_trainer import TINY
 
     build_model(TINY, 256, seed=1).save_pretrained(tmp_path)
     Tokenizer.of_bytes().save(tmp_path)

@@ -11,8 +11,8 @@ import pytest
 from p2ptrain.cli import model_sizes
 from p2ptrain.cli.model_sizes import ELEMENT_BYTES, anatomy
 from p2ptrain.compute.activations import DTYPES
+from p2ptrain.compute.part import layer_sizes
 from p2ptrain.compute.served_part import config_of
-from p2ptrain.compute.split import layer_sizes
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.tensor_files import TensorTable
 from ring.training_costs import ModelSizes

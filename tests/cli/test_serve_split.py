@@ -18,7 +18,6 @@ from p2ptrain.cli import serve_drafter, serve_verifier
 from p2ptrain.cli.console import Console
 from p2ptrain.cli.joining import ServeWish
 from p2ptrain.compute.model import build_model, load_model
-from p2ptrain.compute.testing import tiny
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import NetworkError, P2PTrainError, UserError
 from p2ptrain.core.serving import SamplingWish
@@ -29,6 +28,7 @@ from roles.verifier.asking import Wish
 from roles.verifier.client import VerifierClient, verifiers_untrusted
 from roles.worker.build import holding
 from roles.worker.stage_testing import LoopThreads
+from tests.compute.tiny_trainer import tiny
 from wire.memory import MemoryNetwork, run_virtual
 
 PATIENCE_S = 600.0

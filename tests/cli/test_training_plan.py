@@ -92,7 +92,7 @@ def test_a_plan_that_is_none_is_refused(command: Command, fake_seed: Any, answer
 
 
 def test_up_divides_this_machine_and_starts_nothing(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2ptrain.compute.speed.compute_flops", lambda kind, threads: 1e10)
+    monkeypatch.setattr("p2ptrain.compute.device.compute_flops", lambda kind, threads: 1e10)
     monkeypatch.setattr(up_cluster, "part_bytes", lambda device: 128 * MIB)
     shown = command("up", "--workers", "2", *SPLIT, "--dry-run", "--json").json
     assert [stage["limit_bytes"] for stage in shown["stages"]] == [64 * MIB] * 2

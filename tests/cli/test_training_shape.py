@@ -11,11 +11,10 @@ import torch
 from configs.schema import Profile
 from p2ptrain.cli import training_shape
 from p2ptrain.cli.training_shape import shape_of, shape_param
-from p2ptrain.compute.anatomy import Part
 from p2ptrain.compute.device import Device
-from p2ptrain.compute.model import kept_bytes, model_config
-from p2ptrain.compute.split import layer_sizes
-from p2ptrain.compute.stage import StageSpec, check_part_memory
+from p2ptrain.compute.model import model_config
+from p2ptrain.compute.part import Part, layer_sizes
+from p2ptrain.compute.stage import StageSpec, check_training_memory, kept_bytes
 from roles.seed.specs import training_of
 from roles.worker.build import trainer_arguments
 from tests.compute.families import make
@@ -40,7 +39,7 @@ def check_alike(profile: Profile) -> None:
     training = training_of(profile.to_spec(), found.to_map())
     assert training is not None
     for stop in (1, sizes.layers):
-        kept = kept_bytes(config, training.tokens, layers=stop, has_head=stop == sizes.layers)
+        kept = kept_bytes(config, training.tokens, Part(0, stop, sizes.layers))
         assert training.kept_bytes(0, stop) == kept
 
 
@@ -101,5 +100,5 @@ def test_a_worker_checks_the_memory_that_the_seed_placed_it_by(
                 in_flight=training.in_flight(stage),
             )  # fmt: skip
             asked.clear()
-            check_part_memory(config, Part(start, stop, 4), spec, device, micro_batch_tokens=training.tokens)
+            check_training_memory(config, spec, device, micro_batch_tokens=training.tokens)
             assert asked[0] == training.need_bytes(stage, start, stop, on_host=device.kind == "cpu")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from p2ptrain.compute.testing import tiny_trainer
 from p2ptrain.compute.trainer import Trainer
+from tests.compute.tiny_trainer import tiny_trainer
 
 
 @pytest.fixture(autouse=True)

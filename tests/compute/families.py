@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from p2ptrain.compute.model import ModelSpec, model_config
-from p2ptrain.compute.split import Part, PartModel, load_part
+from p2ptrain.compute.part import Part, PartModel, load_part
 from p2ptrain.core.tensor_files import TensorTable
 
 VOCAB = 211

@@ -12,10 +12,10 @@ import torch
 
 from p2ptrain.compute.data import DataSpec
 from p2ptrain.compute.device import pick_device
-from p2ptrain.compute.part_trainer import PartTrainer, Payload
 from p2ptrain.compute.stage import StageSpec
-from p2ptrain.compute.testing import OPTIMIZER, tiny
+from p2ptrain.compute.trainer import Payload, Trainer
 from p2ptrain.core.training import Applied
+from tests.compute.tiny_trainer import OPTIMIZER, tiny
 
 MODEL = tiny(layers=4, tie_embeddings=True)
 
@@ -25,7 +25,7 @@ class Pipeline:
 
     Args:
         bounds: see ``StageSpec``.
-        changes: of ``PartTrainer``'s arguments.
+        changes: of ``Trainer``'s arguments.
     """
 
     def __init__(self, text: Path | str, bounds: Sequence[int], split: Mapping[str, Any] | None = None, **changes: Any):
@@ -42,18 +42,15 @@ class Pipeline:
         }
         self.settings = settings | changes
         self.stages = [
-            PartTrainer(stage=StageSpec(stage, tuple(bounds), **(split or {})), **self.settings)
+            Trainer(stage=StageSpec(stage, tuple(bounds), **(split or {})), **self.settings)
             for stage in range(len(bounds) - 1)
         ]
-        facts = self.stages[0].corpus_facts
-        assert facts is not None
-        for stage in self.stages:
-            stage.told_corpus(facts)
         self.micro_batches: int = self.settings["micro_batches"]
 
     def set_weights(self, whole: Mapping[str, torch.Tensor]) -> None:
         """Take the weights of a whole model, by its names."""
         for stage in self.stages:
+            assert stage._model_part is not None
             names = stage._model_part.names
             stage._flat.copy_tensors({local: whole[name] for local, name in names.items()})
 
@@ -98,8 +95,8 @@ class Pipeline:
             other = last.tied_gradient()
             assert other is not None
             copies = one.copy(), other.copy()
-            first.add_tied_gradient(copies[1])
-            last.add_tied_gradient(copies[0])
+            one += copies[1]
+            other += copies[0]
         for stage in self.stages:
             stage.reduce_buffer[-1] = last.reduce_buffer[-1]
 
@@ -111,8 +108,9 @@ class Pipeline:
         self.gradients(step, warm_ups)
         return self.apply(step)
 
-    def named(self, stage: PartTrainer, array: torch.Tensor) -> dict[str, torch.Tensor]:
+    def named(self, stage: Trainer, array: torch.Tensor) -> dict[str, torch.Tensor]:
         """The parameters' parts of a flat array, by the whole model's names."""
+        assert stage._model_part is not None
         names = stage._model_part.names
         return {names[s.name]: array[s.offset : s.offset + s.numel].view(s.shape) for s in stage._flat.segments}
 

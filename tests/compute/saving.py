@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from p2ptrain.compute.part_trainer import PartTrainer
 from p2ptrain.compute.trainer import Trainer
 
 
-def save(trainer: Trainer | PartTrainer, directory: Path, step: int = 0) -> None:
+def save(trainer: Trainer | Trainer, directory: Path, step: int = 0) -> None:
     """Write the trainer's present state, called that of ``step``, into ``directory``."""
     blobs = {blob.name: blob.view for blob in trainer.state()}
     for file in trainer.checkpoint_files(step):

@@ -11,10 +11,10 @@ import torch
 
 from p2ptrain.compute.assisted import AssistedPair, passes_with
 from p2ptrain.compute.model import build_model, load_model
-from p2ptrain.compute.testing import tiny
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.serving import Sampling
+from tests.compute.tiny_trainer import tiny
 
 GREEDY = Sampling(temperature=0.0)
 SAMPLED = Sampling(temperature=1.0, top_k=0, top_p=1.0, seed=5)

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from p2ptrain.compute.conversation import ASSISTANT, SYSTEM, USER, ChatFormat, Conversation, Turn, written
-from p2ptrain.compute.text import ModelText
+from p2ptrain.compute.text import ASSISTANT, SYSTEM, USER, ChatFormat, Conversation, ModelText, Turn, written
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import ConfigError, UserError
 
@@ -102,7 +101,7 @@ def test_a_template_needs_no_torch(tmp_path: Path) -> None:
     text_of(tmp_path, template=TEMPLATE)
     code = (
         "import sys; from pathlib import Path\n"
-        "from p2ptrain.compute.conversation import ChatFormat, Turn\n"
+        "from p2ptrain.compute.text import ChatFormat, Turn\n"
         "from p2ptrain.compute.text import ModelText\n"
         f"assert ChatFormat(ModelText(Path({str(tmp_path)!r}))).ids([Turn('user', 'hi')])\n"
         "assert 'torch' not in sys.modules"

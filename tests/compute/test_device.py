@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Iterator
 from threading import Thread
 
 import pytest
 import torch
 
-from p2ptrain.compute.device import HOST, check_memory, flushed_denormals, pick_device, share_cores
+from p2ptrain.compute import device
+from p2ptrain.compute.device import HOST, check_memory, compute_flops, flushed_denormals, pick_device, share_cores
 from p2ptrain.core.errors import ConfigError, ResourceError, UserError
 
 
@@ -98,3 +102,44 @@ def test_workers_share_the_cores_unless_a_person_chose(
         assert torch.get_num_threads() == expected
     finally:
         torch.set_num_threads(before)
+
+
+# --------------------------------------------------------------------------------------------------------------- speed
+
+
+@pytest.fixture
+def threads_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads_as_before")
+def test_one_thread_is_measured_and_counts_as_often_as_there_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def best_s(operate: object, clock: object, least_s: float) -> float:
+        seen.append(torch.get_num_threads())
+        return 0.5
+
+    monkeypatch.setattr(device, "_best_s", best_s)
+    alone, four = compute_flops("cpu", 1), compute_flops("cpu", 4)
+    assert (seen, alone, four) == ([1, 1], 4 * 384**3, 4 * alone)
+    assert torch.get_num_threads() == 4
+
+
+@pytest.mark.usefixtures("threads_as_before")
+def test_time_in_which_others_have_the_core_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each product is held up for 50 ms, as by another process that has its turn: a speed by the clock would be a
+    hundredth of what it is."""
+    wait, usual = threading.Event(), torch.Tensor.__matmul__
+
+    def held_up(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        wait.wait(0.05)
+        return usual(one, other)
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", held_up)
+    began = time.perf_counter()
+    measured = compute_flops("cpu", 1)
+    by_clock = 2 * 384**3 * 3 / (time.perf_counter() - began)
+    assert measured > 1.5 * by_clock

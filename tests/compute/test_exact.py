@@ -26,12 +26,12 @@ from p2ptrain.compute.exact import constant_arithmetic
 from p2ptrain.compute.fixed import FRACTION_BITS, UNIT
 from p2ptrain.compute.model import ModelSpec, build_model
 from p2ptrain.compute.sampling import WindowSampler
-from p2ptrain.compute.testing import MICRO_BATCHES, OPTIMIZER, TINY, run_step, state_bytes, tiny, tiny_trainer
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.errors import ConfigError, JobFailed
 from tests.compute.saving import save
 from tests.compute.test_trainer import APART, Follower, SideStream
+from tests.compute.tiny_trainer import MICRO_BATCHES, OPTIMIZER, TINY, run_step, state_bytes, tiny, tiny_trainer
 
 MakeTrainer = Callable[..., Trainer]
 
@@ -100,13 +100,13 @@ def test_the_bits_of_a_micro_batch_do_not_depend_on_this_machines_cores(
     """Kernels are seen to run with the constant number, for tiny ones may not care."""
     trainer = make_trainer(exact=True, device=pick_device("cpu"))
     seen: list[int] = []
-    loss = trainer._loss
+    through = trainer._through
 
-    def watched(windows: Any, reduction: str) -> torch.Tensor:
+    def watched(*args: Any) -> torch.Tensor:
         seen.append(torch.get_num_threads())
-        return loss(windows, reduction)
+        return through(*args)
 
-    monkeypatch.setattr(trainer, "_loss", watched)
+    monkeypatch.setattr(trainer, "_through", watched)
     sums = set()
     for others in (1, 2):
         torch.set_num_threads(threads)
@@ -288,7 +288,7 @@ def test_a_device_with_memory_of_its_own_computes_the_same(
         streams.append(SideStream(gradients, host))
         return Ferry(streams[-1].copy, [stop for _, stop in bucket_bounds(len(gradients), 8, 4096)])
 
-    monkeypatch.setattr("p2ptrain.compute.flat_engine._ferry", ferry)
+    monkeypatch.setattr("p2ptrain.compute.trainer._ferry", ferry)
     far = make_trainer(exact=True, device=FAR)
     assert far.reduce_buffer.ctypes.data != far._summed.data_ptr()
     follower = Follower(far)

@@ -13,7 +13,7 @@ from torch import nn
 
 from p2ptrain.compute.flat import FlatAdamW, FlatModel, OptimizerSpec, square_sum
 from p2ptrain.compute.model import build_model
-from p2ptrain.compute.testing import TINY, tiny
+from tests.compute.tiny_trainer import TINY, tiny
 
 CPU = torch.device("cpu")
 
@@ -79,29 +79,15 @@ def test_layout_tells_models_apart() -> None:
     assert len({flat_model().layout, flat_model(layers=3).layout, flat_model(tie_embeddings=False).layout}) == 3
 
 
-def test_an_array_of_the_former_layout_is_rearranged_by_name() -> None:
-    flat = flat_model(architecture="qwen2")
-    ((layout, former),) = flat.former_layouts().items()
-    assert layout != flat.layout
-    assert former[0].name == "model.embed_tokens.weight"
-    source, target = torch.zeros(flat.numel), torch.zeros(flat.numel)
-    for number, segment in enumerate(former):
-        source[segment.offset : segment.offset + segment.numel] = number + 1
-    flat.rearrange(source, former, target)
-    numbers = {segment.name: number + 1 for number, segment in enumerate(former)}
-    for segment in flat.segments:
-        assert (target[segment.offset : segment.offset + segment.numel] == numbers[segment.name]).all()
-
-
 def test_copy_weights() -> None:
     flat = flat_model()
     before = flat.parameters.clone()
-    flat.copy_weights(build_model(TINY, 256, seed=2))
+    flat.copy_tensors(dict(build_model(TINY, 256, seed=2).named_parameters()))
     assert not torch.equal(flat.parameters, before)
-    flat.copy_weights(build_model(TINY, 256, seed=1))
+    flat.copy_tensors(dict(build_model(TINY, 256, seed=1).named_parameters()))
     assert torch.equal(flat.parameters, before)
     with pytest.raises(ValueError, match="different parameters"):
-        flat.copy_weights(build_model(tiny(layers=1), 256, seed=1))
+        flat.copy_tensors(dict(build_model(tiny(layers=1), 256, seed=1).named_parameters()))
 
 
 def _updated(threads: int, numel: int) -> bytes:

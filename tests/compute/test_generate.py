@@ -11,12 +11,12 @@ import torch
 
 from p2ptrain.compute.generate import GenerateResult, LocalModel, generate
 from p2ptrain.compute.model import build_model, load_model
-from p2ptrain.compute.testing import TINY, run_step, tiny
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.errors import ConfigError, UserError
 from p2ptrain.core.serving import Sampling
 from tests.compute.saving import save
+from tests.compute.tiny_trainer import TINY, run_step, tiny
 
 MakeTrainer = Callable[..., Trainer]
 

@@ -13,13 +13,13 @@ from p2ptrain.compute.device import pick_device
 from p2ptrain.compute.model import (
     ModelSpec,
     build_model,
-    check_training_memory,
     load_model,
     model_config,
     parameter_count,
 )
-from p2ptrain.compute.testing import TINY, tiny
+from p2ptrain.compute.stage import StageSpec, check_training_memory
 from p2ptrain.core.errors import ConfigError, ResourceError
+from tests.compute.tiny_trainer import TINY, tiny
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -95,9 +95,6 @@ def test_extra_settings() -> None:
     )
     assert config.rms_norm_eps == 1e-3
     assert config.rope_parameters["rope_theta"] == 5e5
-    with pytest.raises(ConfigError, match=r"model\.extra\.rms_norm_epsilon is not a setting") as caught:
-        model_config(tiny(extra={"rms_norm_epsilon": 1e-3}), 256)
-    assert "rms_norm_eps" in caught.value.remedy
 
 
 @pytest.mark.parametrize(
@@ -108,7 +105,6 @@ def test_extra_settings() -> None:
         ({"kv_heads": 3}, "model.heads = 4 is not a multiple of model.kv_heads = 3"),
         ({"layers": 0}, "model.layers = 0"),
         ({"context": -1}, "model.context = -1"),
-        ({"vocab_size": 100}, "model.vocab_size = 100 is less than the tokenizer's 256"),
         ({"architecture": "lama"}, "model.architecture = 'lama'"),
         ({"architecture": "vit"}, "model.architecture = 'vit'"),
         ({"extra": {"rms_norm_eps": "much"}}, "does not make a 'llama'"),
@@ -128,8 +124,8 @@ def test_a_close_name_is_offered() -> None:
 
 def test_a_model_too_large_is_refused_before_it_is_built() -> None:
     huge = ModelSpec(hidden_size=1 << 16, layers=200, heads=64, kv_heads=64, intermediate_size=1 << 18)
-    with pytest.raises(ResourceError, match=r"training 1\d+\.\d+ M parameters needs .* GiB"):
-        check_training_memory(model_config(huge, 256), pick_device("cpu"))
+    with pytest.raises(ResourceError, match=r"training layers 0 to 200 \(1\d+\.\d+ M parameters\) .* needs .* GiB"):
+        check_training_memory(model_config(huge, 256), StageSpec(0, (0, 200)), pick_device("cpu"), micro_batch_tokens=1)
 
 
 def test_a_local_directory(tmp_path: Path) -> None:
@@ -175,17 +171,18 @@ def test_weights_of_fewer_layers_are_refused(tmp_path: Path) -> None:
 
 def test_a_micro_batch_too_large_is_refused_before_it_is_computed() -> None:
     config = model_config(ModelSpec(hidden_size=64, layers=2, heads=4, kv_heads=4, intermediate_size=128), 256)
-    assert check_training_memory(config, pick_device("cpu"), micro_batch_tokens=4096) < 1_000_000
-    with pytest.raises(ResourceError, match=r"micro-batches of 1,000,000,000 tokens needs .* GiB"):
-        check_training_memory(config, pick_device("cpu"), micro_batch_tokens=10**9)
+    whole = StageSpec(0, (0, 2))
+    check_training_memory(config, whole, pick_device("cpu"), micro_batch_tokens=4096)
+    with pytest.raises(ResourceError, match=r"micro-batches of 1,000,000,000 tokens in flight needs .* GiB"):
+        check_training_memory(config, whole, pick_device("cpu"), micro_batch_tokens=10**9)
 
 
 def test_the_memory_of_exact_sums_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     needs: list[int] = []
     monkeypatch.setattr(
-        "p2ptrain.compute.model.check_memory", lambda need_bytes, device, what: needs.append(need_bytes)
+        "p2ptrain.compute.stage.check_memory", lambda need_bytes, device, what: needs.append(need_bytes)
     )
-    config = model_config(TINY, 256)
-    count = check_training_memory(config, pick_device("cpu"))
-    check_training_memory(config, pick_device("cpu"), exact=True)
-    assert needs[1] - needs[0] == 8 * count, "the int64 buffer, beside the gradients"
+    config, whole = model_config(TINY, 256), StageSpec(0, (0, TINY.layers))
+    for exact in (False, True):
+        check_training_memory(config, whole, pick_device("cpu"), micro_batch_tokens=1, exact=exact)
+    assert needs[1] - needs[0] == 8 * parameter_count(config), "the int64 buffer, beside the gradients"

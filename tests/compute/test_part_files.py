@@ -14,12 +14,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from p2ptrain.compute.model import ModelSpec, build_model
-from p2ptrain.compute.part_trainer import PartTrainer
-from p2ptrain.compute.stage import StageSpec
-from p2ptrain.compute.testing import tiny, tiny_trainer
-from p2ptrain.core.errors import ConfigError, StorageError
+from p2ptrain.compute.trainer import Trainer
+from p2ptrain.core.errors import StorageError
 from p2ptrain.core.tensor_files import INDEX_FILE
 from p2ptrain.core.weights_index import weights_index
+from tests.compute.tiny_trainer import tiny, tiny_trainer
 
 from .pipelines import MODEL, Pipeline
 from .saving import save
@@ -36,12 +35,12 @@ def name_of(spec: ModelSpec) -> str:
     return f"{spec.architecture}-{'tied' if spec.tie_embeddings else 'untied'}"
 
 
-def save_all(stages: Sequence[PartTrainer], directory: Path, step: int = 0) -> None:
+def save_all(stages: Sequence[Trainer], directory: Path, step: int = 0) -> None:
     for stage in stages:
         save(stage, directory, step)
 
 
-def states(stages: Sequence[PartTrainer]) -> list[dict[str, bytes]]:
+def states(stages: Sequence[Trainer]) -> list[dict[str, bytes]]:
     return [{blob.name: bytes(blob.view) for blob in stage.state()} for stage in stages]
 
 
@@ -189,19 +188,3 @@ def test_tensors_of_other_shapes_are_refused(text_file: Path, tmp_path: Path) ->
     save_file(tensors, path)
     with pytest.raises(StorageError, match="other shapes"):
         stage.load(tmp_path)
-
-
-def test_two_matrices_that_the_configuration_calls_one_are_refused(text_file: Path, tmp_path: Path) -> None:
-    save(tiny_trainer(text_file, model=MODEL), tmp_path)
-    path = tmp_path / "model.safetensors"
-    tensors = load_file(path)
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    save_file(tensors, path, {"format": "pt"})
-    spec = ModelSpec(path=tmp_path)
-    assert Pipeline(text_file, (0, 2, 4), model=spec).stages[0].tied_gradient() is not None
-    tensors["lm_head.weight"] += 1
-    save_file(tensors, path, {"format": "pt"})
-    for stage in (0, 1):
-        settings = Pipeline(text_file, (0, 4)).settings | {"model": spec}
-        with pytest.raises(ConfigError, match="differ in"):
-            PartTrainer(stage=StageSpec(stage, (0, 2, 4)), **settings)

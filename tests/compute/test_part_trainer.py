@@ -7,7 +7,6 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,13 @@ from transformers import AutoModelForCausalLM
 
 from p2ptrain.compute.data import DataSpec, load_corpus
 from p2ptrain.compute.flat import OptimizerSpec
-from p2ptrain.compute.model import ModelSpec, kept_bytes, model_config
-from p2ptrain.compute.part_trainer import CorpusFacts, PartTrainer
+from p2ptrain.compute.model import ModelSpec, model_config
 from p2ptrain.compute.sampling import WindowSampler
-from p2ptrain.compute.stage import StageSpec, check_part_memory, most_in_flight
-from p2ptrain.compute.testing import tiny, tiny_trainer
+from p2ptrain.compute.stage import StageSpec, check_training_memory, kept_bytes, most_in_flight
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.errors import ConfigError, JobFailed, ProtocolError, ResourceError
+from tests.compute.tiny_trainer import tiny, tiny_trainer
 
 from .apart import APART
 from .families import randomize
@@ -248,8 +246,6 @@ def test_a_graph_is_let_go_with_its_backward(text_file: Path) -> None:
 
 def test_turns_are_checked(text_file: Path) -> None:
     first, last = Pipeline(text_file, (0, 2, 4)).stages
-    with pytest.raises(ValueError, match="of step 0 in step -1"):
-        first.forward(0, 0, None)
     first.begin_step(0)
     last.begin_step(0)
     made = first.forward(0, 0, None)
@@ -348,34 +344,6 @@ def test_a_part_is_freed_with_its_last_reference(text_file: Path) -> None:
 # -------------------------------------------------------------------------------------------------- the text, precision
 
 
-def test_stages_between_read_no_text(text_file: Path, tmp_path: Path) -> None:
-    spec = StageSpec(1, (0, 1, 3, 4))
-    settings = Pipeline(text_file, (0, 4)).settings | {
-        "data": DataSpec(path=str(tmp_path / "none"), sequence_tokens=16)
-    }
-    middle = PartTrainer(stage=spec, **settings)
-    assert (middle.corpus_digest, middle.windows, middle.validation_batches()) == ("", 0, 0)
-    assert middle.corpus_facts is None
-    facts = CorpusFacts("d" * 64, 100, 3)
-    middle.told_corpus(facts)
-    assert (middle.corpus_digest, middle.windows, middle.validation_batches()) == ("d" * 64, 100, 3)
-    middle.told_corpus(facts)
-    with pytest.raises(ConfigError, match="not that of another stage"):
-        middle.told_corpus(CorpusFacts("e" * 64, 100, 3))
-    for stage in (0, 2):
-        with pytest.raises(ConfigError, match="does not exist"):
-            PartTrainer(stage=StageSpec(stage, (0, 1, 3, 4)), **settings)
-
-
-def test_a_stage_with_other_text_is_refused(text_file: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other.txt"
-    other.write_text(text_file.read_text() + "more\n")
-    facts = Pipeline(other, (0, 4)).stages[0].corpus_facts
-    assert facts is not None
-    with pytest.raises(ConfigError, match="not that of another stage"):
-        Pipeline(text_file, (0, 2, 4)).stages[1].told_corpus(facts)
-
-
 @pytest.fixture(scope="module")
 def full_losses(text_file: Path) -> list[float]:
     """Of the same training with fp32 everywhere."""
@@ -445,27 +413,27 @@ def test_a_loss_that_is_not_finite_stops_every_stage(text_file: Path) -> None:
 def test_bad_stages_are_refused(text_file: Path, spec: StageSpec, what: str) -> None:
     settings = Pipeline(text_file, (0, 4)).settings
     with pytest.raises(ConfigError, match=what):
-        PartTrainer(stage=spec, **settings)
+        Trainer(stage=spec, **settings)
 
 
 def test_memory_counts_what_is_in_flight(text_file: Path) -> None:
-    settings = Pipeline(text_file, (0, 4)).settings
+    device = Pipeline(text_file, (0, 4)).settings["device"]
     stage = Pipeline(text_file, (0, 2, 4)).stages[0]
-    arguments = (stage._config, stage._part)
-    device = settings["device"]
-    few, many = StageSpec(0, (0, 2, 4), in_flight=1), StageSpec(0, (0, 2, 4), in_flight=10**9)
-    assert check_part_memory(*arguments, few, device, micro_batch_tokens=32) == stage._model_part.weights_bytes
+    assert stage._model_part is not None
+    config, weights, kept = stage._config, stage._model_part.weights_bytes, kept_bytes(stage._config, 32, stage._part)
+
+    def check(**changes: Any) -> None:
+        check_training_memory(config, StageSpec(0, (0, 2, 4), **changes), device, micro_batch_tokens=32)
+
+    check()
     with pytest.raises(ResourceError, match="1000000000 micro-batches of 32 tokens in flight"):
-        check_part_memory(*arguments, many, device, micro_batch_tokens=32)
-    need = 5 * stage._model_part.weights_bytes + kept_bytes(stage._config, 32, layers=2, has_head=False)
-    check_part_memory(*arguments, replace(few, memory_bytes=need), device, micro_batch_tokens=32)
+        check(in_flight=10**9)
+    check(memory_bytes=5 * weights + kept)
     with pytest.raises(ResourceError, match="this worker gives"):  # whatever the machine has beside that
-        check_part_memory(*arguments, replace(few, memory_bytes=need - 1), device, micro_batch_tokens=32)
-    recomputed = StageSpec(0, (0, 2, 4), in_flight=10**9, recompute=True)
-    check_part_memory(*arguments, recomputed, device, micro_batch_tokens=32)  # the first stage keeps nothing for that
-    kept = kept_bytes(stage._config, 32, layers=2, has_head=False)
-    given = 5 * stage._model_part.weights_bytes + 3 * kept + 1
+        check(memory_bytes=5 * weights + kept - 1)
+    check(in_flight=10**9, recompute=True)  # the first stage keeps nothing for that
+    given = 5 * weights + 3 * kept + 1
     for memory_bytes, most, expected in ((given, 8, 3), (given - kept, 8, 2), (1, 8, 2), (given, 2, 2), (0, 8, 8)):
         spec = StageSpec(0, (0, 2, 4), in_flight=2, memory_bytes=memory_bytes)
-        assert most_in_flight(*arguments, spec, device, micro_batch_tokens=32, most=most) == expected
+        assert most_in_flight(config, spec, device, micro_batch_tokens=32, most=most) == expected
     assert stage.in_flight >= 1

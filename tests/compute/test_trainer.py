@@ -22,13 +22,13 @@ from p2ptrain.compute.buckets import Ferry, bucket_bounds
 from p2ptrain.compute.data import DataSpec, load_corpus
 from p2ptrain.compute.model import ModelSpec, build_model
 from p2ptrain.compute.sampling import WindowSampler
-from p2ptrain.compute.testing import OPTIMIZER, TINY, run_step, state_bytes, tiny
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.errors import ConfigError, JobFailed, ResourceError, StorageError
 from roles.engine import Engine
 from tests.compute.apart import APART
 from tests.compute.saving import save
+from tests.compute.tiny_trainer import OPTIMIZER, TINY, run_step, state_bytes, tiny
 
 MakeTrainer = Callable[..., Trainer]
 
@@ -169,7 +169,7 @@ def test_a_gpu_brings_gradients_to_the_host_while_backward_runs(
         return Ferry(streams[-1].copy, [stop for _, stop in bucket_bounds(len(gradients), 4, 4096)])
 
     near = make_trainer()
-    monkeypatch.setattr("p2ptrain.compute.flat_engine._ferry", ferry)
+    monkeypatch.setattr("p2ptrain.compute.trainer._ferry", ferry)
     apart = make_trainer(device=APART)
     follower, stream = Follower(apart), streams[0]
     for step in range(3):
@@ -462,29 +462,6 @@ def test_going_on_from_a_directory(make_trainer: MakeTrainer, tmp_path: Path) ->
     assert not any(state_bytes(second)["exp_avg"])
     assert second.corpus_digest == first.corpus_digest
     assert run_step(second, 0) > 0
-
-
-def test_a_checkpoint_of_the_former_layout_is_read_by_name(make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    trainer = make_trainer()
-    for step in range(3):
-        run_step(trainer, step)
-    save(trainer, tmp_path)
-    ((layout, former),) = trainer._flat.former_layouts().items()
-    moments = {}
-    for name, array in trainer._state_arrays().items():
-        if name == "parameters":
-            continue
-        moments[name] = torch.zeros_like(array)
-        for ours in trainer._flat.segments:
-            theirs = next(segment for segment in former if segment.name == ours.name)
-            there = slice(theirs.offset, theirs.offset + theirs.numel)
-            moments[name][there] = array[ours.offset : ours.offset + ours.numel]
-    save_file(moments, tmp_path / "optimizer.safetensors", metadata={"layout": layout})
-    notes = json.loads((tmp_path / "training.json").read_text())
-    (tmp_path / "training.json").write_text(json.dumps(notes | {"layout": layout}))
-    other = make_trainer(seed=99)
-    other.load(tmp_path)
-    assert state_bytes(other) == state_bytes(trainer)
 
 
 def _damage_layout(path: Path) -> None:

@@ -16,7 +16,7 @@ MODEL = """
 import sys
 from pathlib import Path
 from p2ptrain.compute.model import build_model
-from p2ptrain.compute.testing import tiny
+from tests.compute.tiny_trainer import tiny
 from p2ptrain.compute.tokenizer import Tokenizer
 build_model(tiny(context=100_000), 256, seed=1).save_pretrained(sys.argv[1])
 Tokenizer.of_bytes().save(Path(sys.argv[1]))

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from p2ptrain.compute.model import build_model, load_model
-from p2ptrain.compute.testing import tiny
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.tensor_files import TensorTable
+from tests.compute.tiny_trainer import tiny
 from tests.e2e.terminal import Terminal
 
 DEADLINE_S = 180.0

@@ -13,8 +13,8 @@ import torch
 
 from p2ptrain.cli.text_options import on_terminal
 from p2ptrain.compute.model import build_model, load_model
-from p2ptrain.compute.testing import tiny
 from p2ptrain.compute.tokenizer import Tokenizer
+from tests.compute.tiny_trainer import tiny
 from wire.client import SeedClient
 from wire.transport import TcpNetwork
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from p2ptrain.compute.whole_part import load_whole
+from p2ptrain.compute.served_part import load_whole
 from p2ptrain.core.serving import Sampling
 from roles.drafter.testing import DrafterHost, Written, around_of, drafter_hosts, model_serves, write
 from roles.verifier.drafter_link import Tokens

@@ -18,7 +18,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from configs.schema import Profile
-from p2ptrain.compute.part_trainer import PartTrainer
 from p2ptrain.compute.trainer import Trainer
 from ring import coordination as co
 from ring.schedule import extended, gpipe, one_f_one_b
@@ -94,7 +93,7 @@ def at(step: int) -> Any:
 
 def state_of(peer: Peer) -> bytes:
     engine = peer.engines[-1]
-    assert isinstance(engine, PartTrainer)
+    assert isinstance(engine, Trainer)
     return b"".join(bytes(blob.view) for blob in engine.state())
 
 

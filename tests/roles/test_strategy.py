@@ -343,7 +343,7 @@ def test_the_usual_strategy() -> None:
 
 async def losses_of_two(text: Path, codec: str, steps: int) -> tuple[list[float], list[bytes]]:
     """Losses of a tiny model that two members train, and digests of what they end with."""
-    from p2ptrain.compute.testing import state_bytes, tiny_trainer
+    from tests.compute.tiny_trainer import state_bytes, tiny_trainer
 
     async with local_ring(2, MemoryNetwork(), sub_chunk_bytes=16 << 10) as ring:
         use_codec(ring, codec)

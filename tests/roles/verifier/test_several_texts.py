@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.compute.conversation import ChatFormat
+from p2ptrain.compute.text import ChatFormat
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.serving import Ran, SamplingWish
 from p2ptrain.core.world import LoopClock, World

@@ -217,7 +217,7 @@ async def test_loading_that_is_cancelled_ends_at_the_next_piece(
         while True:
             on_bytes(1, 2)
 
-    monkeypatch.setattr("p2ptrain.compute.whole_part.load_whole", load_whole)
+    monkeypatch.setattr("p2ptrain.compute.served_part.load_whole", load_whole)
     compute = ComputeThread()
     loading = asyncio.create_task(load_whole_target(tmp_path, compute, LoopClock()))
     await asked.wait()
