@@ -31,7 +31,7 @@ MAX_MAP_ITEMS = 1024
 MAX_HANDSHAKE_ITEMS = 64
 """The same for handshake messages: nested lists that claim many items cost memory before they are found to be short."""
 
-_MODULES = (
+MODULES = (
     messages,
     job_messages,
     heal_messages,
@@ -41,7 +41,7 @@ _MODULES = (
 )
 MESSAGE_TYPES: dict[int, type[Message]] = {
     item.KIND: item
-    for module in _MODULES
+    for module in MODULES
     for item in vars(module).values()
     if isinstance(item, type) and issubclass(item, Message) and item is not Message
 }
