@@ -4,13 +4,11 @@
 
     newcomer                                          seed
       TLS, anybody's certificate; Hello(enrol) ─────▶
-      CaRequest ────────────────────────────────────▶
-      ◀──────────────────────────────────── CaOffer(ca)
+      ◀────────────────────────── EnrolOffer(ca, nonce)
       SHA-256(ca) is the ticket's pin, or somebody is in between: Refuse(wrong-pin), the end
       TLS again, verified under that CA, as a seed; Hello(enrol) ─▶
-      EnrolRequest(ticket, certificate request) ────▶
-      ◀────────────────────────── EnrolChallenge(nonce)
-      EnrolProof(HMAC(secret; nonce, request)) ─────▶
+      ◀────────────────────────── EnrolOffer(ca, nonce)
+      EnrolRequest(ticket, certificate request, HMAC(secret; nonce, request)) ─▶
       ◀─────────────── EnrolGranted(certificate) | Refuse
 
 Nothing secret is said before the CA is known, and the secret never is. The proof covers the request, so nobody who
@@ -33,7 +31,7 @@ from typing import Any
 from p2ptrain.core.disk import Disk
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, ProtocolError, Refused
 from p2ptrain.core.world import Clock, Network
-from wire.address import NONCE_BYTES, Ticket, proof
+from wire.address import Ticket, proof
 from wire.connection import Connection
 from wire.credentials import (
     CERTIFICATE_LIFETIME_S,
@@ -46,7 +44,7 @@ from wire.credentials import (
     unverified_context,
 )
 from wire.handshake import ENROL, RefusalCode, dial, local_hello
-from wire.messages import CaOffer, CaRequest, EnrolChallenge, EnrolGranted, EnrolProof, EnrolRequest, Refuse
+from wire.messages import EnrolGranted, EnrolOffer, EnrolRequest, Refuse
 from wire.tls import TlsDialler, TlsNetwork
 
 RENEW = "credentials.renew"
@@ -135,8 +133,7 @@ class _Newcomer:
         """The run's CA (DER), which is that of the ticket. Raises as ``enrol``."""
         connection = await self._call(unverified_context(), role="")
         try:
-            connection.send(CaRequest())
-            ca_der = (await connection.expect(CaOffer, timeout_s=self._timeout_s)).ca_der
+            ca_der = (await connection.expect(EnrolOffer, timeout_s=self._timeout_s)).ca_der
             if not hmac.compare_digest(hashlib.sha256(ca_der).digest(), self._ticket.pin):
                 raise self._wrong_pin(connection)
             certificate_of_untrusted(ca_der)
@@ -149,13 +146,9 @@ class _Newcomer:
         key_pem, csr_der = new_key_and_request(self._peer_id)
         connection = await self._call(authority_context(pem_of(ca_der)), role="seed")
         try:
-            connection.send(EnrolRequest(self._ticket.id, csr_der))
-            nonce = (await connection.expect(EnrolChallenge, timeout_s=self._timeout_s)).nonce
-            if len(nonce) != NONCE_BYTES:
-                error = ProtocolError(f"the seed challenges with a nonce of {len(nonce)} bytes")
-                connection.abort(error)
-                raise error
-            connection.send(EnrolProof(proof(self._ticket.secret, nonce, csr_der)))
+            nonce = (await connection.expect(EnrolOffer, timeout_s=self._timeout_s)).nonce
+            mac = proof(self._ticket.secret, nonce, csr_der)
+            connection.send(EnrolRequest(self._ticket.id, csr_der, mac))
             granted = await connection.expect(EnrolGranted, timeout_s=self._timeout_s)
             return key_pem, granted.certificate_der
         finally:

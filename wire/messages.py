@@ -22,9 +22,11 @@ Decoding checks every type and bound (``wire.codec``); an unknown, missing or il
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-PROTOCOL_VERSION = 5
+from wire.schema import Bound
+
+PROTOCOL_VERSION = 6
 MAX_TERM = 1 << 13
 """Terms of leading seeds are less: a generation of term t is above t << 40, and every number here below 2**53."""
 
@@ -274,18 +276,17 @@ BULK_KIND = 64
 
 
 @dataclass(frozen=True, slots=True)
-class CaRequest(Message):
-    """Newcomer to seed: show me the run's CA; I know its hash from my ticket."""
+class EnrolOffer(Message):
+    """Seed to newcomer, at once: the run's CA, whose hash the newcomer knows from its ticket, and a fresh nonce.
+
+    Attributes:
+        ca_der: the CA's certificate.
+        nonce: random, for this connection only.
+    """
 
     KIND: ClassVar[int] = 4
-
-
-@dataclass(frozen=True, slots=True)
-class CaOffer(Message):
-    """The run's CA certificate, in DER."""
-
-    KIND: ClassVar[int] = 5
     ca_der: bytes
+    nonce: Annotated[bytes, Bound(32, 32)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,32 +296,18 @@ class EnrolRequest(Message):
     Attributes:
         ticket_id: which ticket; its secret does not travel.
         csr_der: the certificate request (PKCS #10), which names the peer id.
+        mac: ``wire.address.proof`` of the ticket's secret, the nonce and the request.
     """
 
-    KIND: ClassVar[int] = 6
+    KIND: ClassVar[int] = 5
     ticket_id: str
     csr_der: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class EnrolChallenge(Message):
-    """Prove the secret over this nonce (32 random bytes, for this connection only)."""
-
-    KIND: ClassVar[int] = 7
-    nonce: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class EnrolProof(Message):
-    """``wire.address.proof`` of the ticket's secret, the nonce and the request."""
-
-    KIND: ClassVar[int] = 8
-    mac: bytes
+    mac: Annotated[bytes, Bound(32, 32)]
 
 
 @dataclass(frozen=True, slots=True)
 class EnrolGranted(Message):
     """The certificate asked for, in DER. The connection ends here; the newcomer comes again with it."""
 
-    KIND: ClassVar[int] = 9
+    KIND: ClassVar[int] = 6
     certificate_der: bytes

@@ -31,11 +31,8 @@ from wire.connection import GARBLED, Connection, last_word
 from wire.enrol import RENEW
 from wire.handshake import HANDSHAKE_TIMEOUT_S, RefusalCode
 from wire.messages import (
-    CaOffer,
-    CaRequest,
-    EnrolChallenge,
     EnrolGranted,
-    EnrolProof,
+    EnrolOffer,
     EnrolRequest,
     Hello,
     Refuse,
@@ -107,14 +104,16 @@ class Gate:
             P2PTrainError: why it got none; it was told the same.
         """
         authority = self._of_the_run("to enrol")
-        message = (await connection.receive(timeout_s=HANDSHAKE_TIMEOUT_S)).message
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        connection.send(EnrolOffer(authority.ca_der, nonce))
+        try:
+            message = (await connection.receive(timeout_s=HANDSHAKE_TIMEOUT_S)).message
+        except ConnectionLost:
+            return  # it only fetched the CA
         try:
             match message:
-                case CaRequest():
-                    connection.send(CaOffer(authority.ca_der))
-                    await _farewell(connection)
                 case EnrolRequest():
-                    await self._enrol(authority, connection, hello, message)
+                    await self._enrol(authority, connection, hello, message, nonce)
                 case Refuse():
                     raise Refused(message.code, message.message, remedy=message.remedy)
                 case _:
@@ -125,12 +124,11 @@ class Gate:
             connection.send(last_word(problem.code if isinstance(problem, Refused) else GARBLED, problem))
             raise
 
-    async def _enrol(self, authority: Authority, connection: Connection, hello: Hello, request: EnrolRequest) -> None:
+    async def _enrol(
+        self, authority: Authority, connection: Connection, hello: Hello, request: EnrolRequest, nonce: bytes
+    ) -> None:
         ticket = authority.book.ticket(request.ticket_id)
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        connection.send(EnrolChallenge(nonce))
-        mac = (await connection.expect(EnrolProof, timeout_s=HANDSHAKE_TIMEOUT_S)).mac
-        if not verify_proof(mac, secret=ticket.secret, nonce=nonce, csr_der=request.csr_der):
+        if not verify_proof(request.mac, secret=ticket.secret, nonce=nonce, csr_der=request.csr_der):
             text = f"the proof for ticket {ticket.id} is wrong: its secret is another"
             raise Refused(RefusalCode.BAD_PROOF, text, remedy="copy the whole ticket again, or ask for a new one")
         now = self._clock.wall()
@@ -223,14 +221,3 @@ def _checked_host(host: object) -> str:
     except UserError as error:
         raise Refused("bad-parameter", error.message, remedy="choose another --host") from error
     raise Refused("bad-parameter", "host is no address", remedy="choose another --host")
-
-
-async def _farewell(connection: Connection) -> None:
-    """Until it closes. Raises ``Refused`` where its last word is that the CA is not that of its ticket."""
-    try:
-        message = (await connection.receive(timeout_s=HANDSHAKE_TIMEOUT_S)).message
-    except ConnectionLost:
-        return
-    if isinstance(message, Refuse):
-        raise Refused(message.code, message.message, remedy=message.remedy)
-    raise ProtocolError(f"a newcomer said {type(message).__name__} after it had the CA")

@@ -26,7 +26,7 @@ from wire.credentials import CERTIFICATE_LIFETIME_S
 from wire.enrol import Member, enrol
 from wire.handshake import RefusalCode, dial, local_hello, local_welcome, serve
 from wire.job_messages import MemberRecord
-from wire.messages import EnrolChallenge, EnrolGranted, EnrolProof, EnrolRequest, Hello, Request, Response, Welcome
+from wire.messages import EnrolGranted, EnrolOffer, EnrolRequest, Hello, Request, Response, Welcome
 from wire.transport import TcpNetwork
 
 
@@ -165,10 +165,9 @@ async def test_a_proof_serves_once(secure: Cluster) -> None:
     nonces = []
     for attempt in range(2):
         connection, _ = await dial(dialler, *secure.address, hello, timeout_s=DEADLINE_S)
-        connection.send(EnrolRequest(ticket.id, csr))
-        nonces.append((await connection.expect(EnrolChallenge, timeout_s=DEADLINE_S)).nonce)
+        nonces.append((await connection.expect(EnrolOffer, timeout_s=DEADLINE_S)).nonce)
         if attempt == 1:
-            connection.send(EnrolProof(proof(ticket.secret, nonces[0], csr)))
+            connection.send(EnrolRequest(ticket.id, csr, proof(ticket.secret, nonces[0], csr)))
             with pytest.raises(Refused, match="its secret is another"):
                 await connection.expect(EnrolGranted, timeout_s=DEADLINE_S)
         await connection.close()
