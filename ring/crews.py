@@ -35,7 +35,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from p2ptrain.core.errors import ResourceError, UserError
-from p2ptrain.core.units import human_bytes
+from p2ptrain.core.texts import human_bytes
 from ring import coordination as co
 from ring.coordination import BESIDE, ENDED, RETURN_S, STANDSTILL, TORN_S, Phase, holds
 from ring.coordinator import Coordinator

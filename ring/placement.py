@@ -38,7 +38,7 @@ import numpy as np
 import numpy.typing as npt
 
 from p2ptrain.core.errors import ResourceError, UserError
-from p2ptrain.core.units import human_bytes
+from p2ptrain.core.texts import human_bytes
 from ring.order import APART_S, Links, Ways, nearest_first, steps, turned_around
 from ring.training_costs import ModelSizes
 

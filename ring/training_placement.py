@@ -37,7 +37,7 @@ import numpy as np
 
 from p2ptrain.core.errors import ResourceError, UserError
 from p2ptrain.core.footprint import DEVICE_COPIES, GPIPE, HOST_COPIES
-from p2ptrain.core.units import human_bytes
+from p2ptrain.core.texts import human_bytes
 from ring.order import Links, Ways
 from ring.placement import MOST_PEERS, Array, Board, best_chain, cut_places, spans
 from ring.schedule import Costs, Schedule, extended, simulate

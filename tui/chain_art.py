@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 from rich.cells import cell_len
 
-from p2ptrain.core.units import layers_text
+from p2ptrain.core.texts import layers_text
 from tui import format as fmt
 from tui.chains import Chain, Gap
 from tui.format import Look, Span, fit

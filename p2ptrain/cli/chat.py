@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from p2ptrain.cli.lazy import new_typer
+from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.output import failure, print_json
 from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, is_text
 from p2ptrain.cli.split_options import (

@@ -30,7 +30,7 @@ from p2ptrain.cli.runtime import (
 )
 from p2ptrain.core.errors import P2PTrainError, Unreachable, UserError
 from p2ptrain.core.ids import new_id
-from p2ptrain.core.units import human_bytes
+from p2ptrain.core.texts import human_bytes
 
 if TYPE_CHECKING:
     from p2ptrain.cli.access import Access

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from p2ptrain.cli.lazy import new_typer
+from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.output import confirm, human_time, number, print_json, print_table, printable
 from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, YesOption, ask, not_empty
-from p2ptrain.core.units import human_bytes
+from p2ptrain.core.texts import human_bytes
 
 app = new_typer(help="List, restore and delete checkpoints.")
 

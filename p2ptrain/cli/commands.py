@@ -1,13 +1,83 @@
-"""The names of all commands, and what ``p2ptrain`` says of itself."""
+"""The names of all commands, and what ``p2ptrain`` says of itself.
+
+A command's module is imported only when it is called: ``p2ptrain --help`` and every light command start in a fraction
+of a second.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+import difflib
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 
 import typer
+from typer.core import TyperGroup
 
 import p2ptrain
-from p2ptrain.cli.lazy import Entry, LazyGroup, new_typer
+from p2ptrain.core.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One command.
+
+    Attributes:
+        target: ``module:attribute`` of a function or a ``typer.Typer``.
+        section: the heading of the help under which it stands.
+    """
+
+    name: str
+    target: str
+    help: str
+    section: str
+
+    def load(self) -> Any:
+        module, _, attribute = self.target.partition(":")
+        item: typer.Typer | Callable[..., None] = getattr(importlib.import_module(module), attribute)
+        if not isinstance(item, typer.Typer):
+            function, item = item, new_typer()
+            item.command(self.name)(function)
+        return typer.main.get_command(item)
+
+
+class LazyGroup(TyperGroup):
+    """The group over ``entries``, which a subclass names.
+
+    ``Any`` stands for types of the parser: some versions of Typer bring their own, others use click's.
+    """
+
+    entries: ClassVar[tuple[Entry, ...]] = ()
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [entry.name for entry in self.entries]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return next((entry.load() for entry in self.entries if entry.name == cmd_name), None)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if not args[0].startswith("-") and args[0] not in self.list_commands(ctx):
+            raise unknown_command(args[0], self.list_commands(ctx))
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        for section in dict.fromkeys(entry.section for entry in self.entries):
+            with formatter.section(section):
+                formatter.write_dl([(entry.name, entry.help) for entry in self.entries if entry.section == section])
+
+
+def unknown_command(name: str, names: Iterable[str], *, path: str = "p2ptrain") -> UserError:
+    """The error for a command that does not exist, with the one that was probably meant."""
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return UserError(f"no such command: {name}", remedy=f"{hint}`{path} --help` lists what there is")
+
+
+def new_typer(**settings: Any) -> typer.Typer:
+    """A ``Typer`` with this project's manners: plain help (Rich would double the start), errors left to ``main``."""
+    return typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False, **settings)
+
 
 _RUN, _WATCH, _USE = "Run a cluster", "Watch and control it", "Use it"
 
@@ -21,7 +91,7 @@ class Commands(LazyGroup):
         Entry("join", "p2ptrain.cli.join:app", "Join a seed: as a worker, or to write text.", _RUN),
         Entry("tui", "p2ptrain.cli.tui:tui", "Watch a cluster full-screen.", _WATCH),
         Entry("peers", "p2ptrain.cli.peers:app", "Who is there, and what each one does; evict one.", _WATCH),
-        Entry("parts", "p2ptrain.cli.parts:parts", "Who holds which layers of which split models.", _WATCH),
+        Entry("parts", "p2ptrain.cli.peers:parts", "Who holds which layers of which split models.", _WATCH),
         Entry("ticket", "p2ptrain.cli.ticket:app", "Make, list, revoke and replace tickets.", _WATCH),
         Entry("jobs", "p2ptrain.cli.jobs:app", "Create, show, pause, resume, save and cancel jobs.", _WATCH),
         Entry("checkpoints", "p2ptrain.cli.checkpoints:app", "List, restore and delete checkpoints.", _WATCH),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from p2ptrain.cli.lazy import new_typer
+from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.output import print_json
 from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, is_text, run
 from p2ptrain.cli.split_options import (
@@ -47,7 +47,7 @@ from p2ptrain.core.errors import UserError
 from p2ptrain.core.serving import SamplingWish
 
 if TYPE_CHECKING:
-    from p2ptrain.cli.console import Console
+    from p2ptrain.cli.output import Console
     from p2ptrain.compute.generate import GenerateResult
 
 USUAL_SESSIONS = 4

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from p2ptrain.cli.lazy import new_typer
+from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.output import (
     confirm,
     human_seconds,
@@ -375,7 +375,7 @@ def audit(job: JobArgument, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption
     """
     from configs.schema import Profile
     from p2ptrain.cli.audit import audit as read_and_check
-    from p2ptrain.cli.console import Console
+    from p2ptrain.cli.output import Console
     from p2ptrain.cli.runtime import operator, run
     from wire.records import FINISHED_STATES
 

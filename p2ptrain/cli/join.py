@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from p2ptrain.cli.console import step_line
-from p2ptrain.cli.lazy import new_typer
+from p2ptrain.cli.commands import new_typer
+from p2ptrain.cli.output import step_line
 from p2ptrain.cli.runtime import (
     DEFAULT_SEED,
     SEED_HELP,
@@ -179,8 +179,8 @@ def join(
     """
     from p2ptrain.cli.access import read_targets
     from p2ptrain.cli.joining import Joining, ServeWish, served
-    from p2ptrain.cli.sizes import size_of
     from p2ptrain.core.errors import UserError
+    from p2ptrain.core.texts import size_of
 
     # Workers on one machine share its cores. OpenMP's threads spin while they wait, by default, and so take them from
     # one another: a step was seen to take ten times as long. It must be said before torch is loaded.

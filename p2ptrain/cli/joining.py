@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import asyncio
 
     from p2ptrain.cli.access import Access
-    from p2ptrain.cli.console import Console
+    from p2ptrain.cli.output import Console
     from p2ptrain.core.world import Network
     from roles.identity import Identity
     from wire.address import Ticket

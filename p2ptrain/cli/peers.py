@@ -1,4 +1,4 @@
-"""``p2ptrain peers``."""
+"""``p2ptrain peers`` and ``p2ptrain parts``."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from p2ptrain.cli.lazy import new_typer
+from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.output import confirm, number, print_json, print_table, printable
 from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, YesOption, ask, not_empty
-from p2ptrain.core.units import human_bytes
+from p2ptrain.core.texts import human_bytes
 
 if TYPE_CHECKING:
-    from wire.records import PeerInfo, ServingInfo
+    from tui.chains import Chain, Gap
+    from wire.records import PartInfo, PeerInfo, ServingInfo
 
 app = new_typer(help="Show who is there, and what each one does; evict one.", invoke_without_command=True)
 
@@ -112,3 +113,76 @@ def _served(peer: PeerInfo, serving: ServingInfo | None) -> tuple[str, str, str]
 def print_hint(seed: str) -> None:
     join = "TICKET (`p2ptrain ticket new` prints one)" if seed.startswith("@") or "/" in seed else seed
     typer.echo(f"Nobody is here yet. On a machine that is to train: p2ptrain join {join}", err=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------- parts
+
+
+COLUMNS = ("MODEL", "LAYERS", "HELD BY", "DTYPE", "MEMORY", "LIMIT", "SESSIONS", "WORK MS", "BUSY", "TOKENS/S",
+           "TO NEXT", "NOTE")  # fmt: skip
+_FIGURES = COLUMNS[4:-1]
+
+
+def parts(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
+    """Show who holds which layers of which split models, chain by chain.
+
+    MEMORY is weights and caches, LIMIT what the machine gives to parts, WORK MS how long one pass takes there; the rest
+    of BUSY is its bubble: the share of time in which it waits for the others. TO NEXT is what a token weighs on its way
+    to the next stage.
+
+    \b
+    Examples:
+      p2ptrain parts
+      p2ptrain parts --seed 192.168.1.20 --json
+    """
+    from tui.chains import chains_of, how_to_split
+
+    found, total = ask(seed, lambda client: client.parts())
+    if as_json:
+        print_json({"parts": [part.to_map() for part in found], "total": total})
+        return
+    rows = [row for chain in chains_of(found) for row in _rows(chain)]
+    print_table(COLUMNS, rows, right=_FIGURES)
+    if total > len(found):
+        typer.echo(f"{total - len(found)} more parts are held: an answer has room for these.", err=True)
+    if not found:
+        typer.echo(f"No model is split over machines yet. To talk to one: {how_to_split(seed)}", err=True)
+
+
+def _rows(chain: Chain) -> list[tuple[str, ...]]:
+    from wire.records import PartInfo
+
+    name = f"{chain.name} #{chain.number + 1}" if chain.number else chain.name
+    rows = [
+        _row(name, stage, "slowest" if stage is chain.slowest else "")
+        if isinstance(stage, PartInfo)
+        else _missing(name, chain, stage)
+        for stage in chain.stages
+    ]
+    return rows + [_row(name, part, "in no chain") for part in chain.beside]
+
+
+def _layers(start: int, stop: int, layers: int) -> str:
+    return f"{start}-{stop - 1} of {layers}" if stop - start > 1 else f"{start} of {layers}"
+
+
+def _missing(name: str, chain: Chain, gap: Gap) -> tuple[str, ...]:
+    why = "no part fits in here" if gap.held else "nobody holds these layers"
+    return (name, _layers(gap.start, gap.stop, chain.layers), *(["-"] * (len(COLUMNS) - 3)), why)
+
+
+def _row(name: str, part: PartInfo, note: str) -> tuple[str, ...]:
+    return (
+        name,
+        _layers(part.start, part.stop, part.layers),
+        part.peer_name,
+        part.dtype,
+        human_bytes(part.used_bytes),
+        human_bytes(part.limit_bytes) if part.limit_bytes else "-",
+        str(part.sessions),
+        f"{part.compute_ms:.2f}" if part.compute_ms else "-",
+        f"{part.busy:.0%}",
+        f"{part.tokens_per_s:,.1f}",
+        human_bytes(part.out_position_bytes) if part.out_position_bytes else "-",
+        note,
+    )

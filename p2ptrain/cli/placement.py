@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from p2ptrain.cli.output import print_table, printable
-from p2ptrain.core.units import human_bytes
+from p2ptrain.core.texts import human_bytes
 from ring.placement import Placement
 
 _COLUMNS = ("PEER", "LAYERS", "WEIGHTS", "CACHE", "KEPT", "LIMIT", "MS", "HOP MS", "TOKENS/S")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from p2ptrain.cli.lazy import new_typer
+from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.output import print_json, print_table
 from p2ptrain.cli.runtime import JsonOption, SetOption
 

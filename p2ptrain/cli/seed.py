@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from p2ptrain.cli.access import EVERYWHERE, shown_host
-from p2ptrain.cli.console import Console
+from p2ptrain.cli.output import Console
 from p2ptrain.cli.runtime import (
     DEFAULT_PORT,
     STATE_DEFAULT,

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from p2ptrain.core.errors import ResourceError
-from p2ptrain.core.units import human_bytes
+from p2ptrain.core.texts import human_bytes
 
 if TYPE_CHECKING:
-    from p2ptrain.cli.console import Console
     from p2ptrain.cli.joining import ServeWish
+    from p2ptrain.cli.output import Console
     from roles.compute_thread import ComputeThread
     from roles.drafter.drafter import Serves
     from roles.member import ServingMember

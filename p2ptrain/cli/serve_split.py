@@ -25,8 +25,8 @@ from roles.chain.recruiting import Recruiting
 from roles.verifier.chain_target import ChainTarget
 
 if TYPE_CHECKING:
-    from p2ptrain.cli.console import Console
     from p2ptrain.cli.joining import ServeWish
+    from p2ptrain.cli.output import Console
     from p2ptrain.compute.text import ModelText
     from roles.member import ServingMember
     from roles.verifier.target import Target

@@ -12,9 +12,8 @@ from typing import Any
 
 import typer
 
-from p2ptrain.cli.console import Console
 from p2ptrain.cli.model_sizes import Anatomy, anatomy
-from p2ptrain.cli.output import print_json
+from p2ptrain.cli.output import Console, print_json
 from p2ptrain.cli.placement import placement_map, print_placement
 from p2ptrain.cli.runtime import default_state_dir, open_operator, operator_name
 from p2ptrain.cli.split_options import SplitWish
@@ -23,7 +22,7 @@ from p2ptrain.compute.text import TEXT_FILES, ModelText
 from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.errors import UserError
 from p2ptrain.core.ids import new_id
-from p2ptrain.core.units import human_bytes
+from p2ptrain.core.texts import human_bytes
 from p2ptrain.core.world import real_world
 from roles.chain.around import Around, Progress, WorkerAt
 from roles.chain.client import Chain

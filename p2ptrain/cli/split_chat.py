@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from p2ptrain.cli.console import Console
 from p2ptrain.cli.kept_open import KeptOpen
+from p2ptrain.cli.output import Console
 from p2ptrain.cli.placement import placement_map
 from p2ptrain.cli.runtime import run
 from p2ptrain.cli.sources import pumped

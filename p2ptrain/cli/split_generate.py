@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass
 
 import typer
 
-from p2ptrain.cli.console import Console
 from p2ptrain.cli.generate import Shown, check_prompts
 from p2ptrain.cli.in_order import InOrder
-from p2ptrain.cli.output import print_json
+from p2ptrain.cli.output import Console, print_json
 from p2ptrain.cli.placement import placement_map
 from p2ptrain.cli.sources import Answer
 from p2ptrain.cli.split import LEAVE_S, Planned, Wanted, planned, show_plan, within

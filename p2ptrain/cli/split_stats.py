@@ -10,7 +10,7 @@ import typer
 
 from p2ptrain.cli.output import print_table
 from p2ptrain.core.activations import IDS, activation_bytes
-from p2ptrain.core.units import human_bytes, layers_text
+from p2ptrain.core.texts import human_bytes, layers_text
 from roles.chain.around import Token
 from roles.chain.client import Chain
 

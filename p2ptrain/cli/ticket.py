@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from p2ptrain.cli.lazy import new_typer
+from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.output import confirm, human_seconds, human_time, print_json, print_table, printable
 from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, YesOption, ask, check_one_of, is_text, not_empty
 from p2ptrain.core.errors import UserError

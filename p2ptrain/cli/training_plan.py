@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from p2ptrain.cli.output import number, print_table, printable
-from p2ptrain.core.units import human_bytes
+from p2ptrain.core.texts import human_bytes
 from wire.client import plan_of
 from wire.records import StagePlanInfo, TrainingPlanInfo
 

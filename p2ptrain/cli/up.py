@@ -161,11 +161,11 @@ def _hold(
     split: int, spare: int, checkpoint: Path, memory: str, dtype: str, root: Path, port: int, link: str, as_json: bool
 ) -> None:
     """Check what can be checked before anything is started, then have workers hold the model. Raises ``UserError``."""
-    from p2ptrain.cli.sizes import size_of
     from p2ptrain.cli.split_options import split_wish
     from p2ptrain.cli.text_options import newest_in
     from p2ptrain.cli.up_cluster import SplitPlan, hold
     from p2ptrain.core.model_config import config_untrusted
+    from p2ptrain.core.texts import size_of
 
     if memory:
         size_of(memory)  # refused here: each worker would only end

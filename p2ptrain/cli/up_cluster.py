@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from p2ptrain.cli.console import Console, step_line
 from p2ptrain.cli.local_cluster import LOOPBACK, Child, LocalCluster, end_all
-from p2ptrain.cli.output import number, print_json, print_pairs
+from p2ptrain.cli.output import Console, number, print_json, print_pairs, step_line
 from p2ptrain.cli.runtime import DEFAULT_PORT
 from p2ptrain.core.errors import ConnectionLost, JobFailed, P2PTrainError, ProtocolError, UserError
 from wire.address import format_address

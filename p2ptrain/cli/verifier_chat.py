@@ -13,8 +13,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from p2ptrain.cli.console import Console
 from p2ptrain.cli.kept_open import KeptOpen
+from p2ptrain.cli.output import Console
 from p2ptrain.cli.sources import pumped
 from p2ptrain.cli.split import LEAVE_S, within
 from p2ptrain.cli.verifier_stats import print_verifier_stats

@@ -9,10 +9,9 @@ from typing import Any
 
 import typer
 
-from p2ptrain.cli.console import Console
 from p2ptrain.cli.generate import Shown
 from p2ptrain.cli.in_order import InOrder
-from p2ptrain.cli.output import failure, print_json
+from p2ptrain.cli.output import Console, failure, print_json
 from p2ptrain.cli.sources import Answer
 from p2ptrain.cli.stopping import stop_on_signals, unless_stopped
 from p2ptrain.cli.verifier_stats import print_verifier_stats

@@ -29,7 +29,7 @@ from p2ptrain.core.footprint import (
     part_training_bytes,
 )
 from p2ptrain.core.tensor_files import TensorTable
-from p2ptrain.core.units import human_bytes
+from p2ptrain.core.texts import human_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,10 @@
-"""Texts that travel to people elsewhere: short enough for a message, and never cut without a sign of it."""
+"""Texts for people: sizes and ranges as they are written, and short, printable versions of what a peer said."""
 
 from __future__ import annotations
+
+import re
+
+from p2ptrain.core.errors import UserError
 
 TEXT_CHARS = 1000
 """Of a message, or of a remedy: with a path in it. A control frame holds sixteen of them in any script."""
@@ -15,3 +19,30 @@ def printable(text: str, most_chars: int = TEXT_CHARS) -> str:
     """The same, without what a terminal would obey."""
     short = shortened(text, most_chars)
     return short if short.isprintable() else "".join(each if each.isprintable() else "?" for each in short)
+
+
+def human_bytes(size_bytes: float) -> str:
+    """A size with a binary unit: ``3.4 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size_bytes < 1024:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.1f} TiB"
+
+
+def layers_text(start: int, stop: int) -> str:
+    """``0–11`` for the layers [0, 12), ``3`` for the layers [3, 4)."""
+    return f"{start}–{stop - 1}" if stop - start > 1 else str(start)
+
+
+_SIZE = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def size_of(text: str) -> int:
+    """Bytes of ``4096``, ``64K``, ``1.5M``, ``4GiB``; units are binary. Raises ``UserError``."""
+    match = _SIZE.fullmatch(text.strip())
+    size_bytes = round(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
+    if size_bytes < 1:
+        raise UserError(f"{text.strip()!r} is no size", remedy="write bytes, or 64K, 1.5M, 4GiB")
+    return size_bytes

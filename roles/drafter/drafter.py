@@ -25,8 +25,7 @@ from p2ptrain.core.errors import (
     ProtocolError,
     Refused,
 )
-from p2ptrain.core.texts import shortened
-from p2ptrain.core.units import human_bytes
+from p2ptrain.core.texts import human_bytes, shortened
 from p2ptrain.core.world import World
 from roles.background import Background
 from roles.compute_thread import ComputeThread

@@ -16,7 +16,7 @@ from p2ptrain.core.activations import IDS, encode_ids
 from p2ptrain.core.errors import P2PTrainError, Refused, UserError
 from p2ptrain.core.ids import new_id
 from p2ptrain.core.serving import Sampling
-from p2ptrain.core.units import human_bytes
+from p2ptrain.core.texts import human_bytes
 from p2ptrain.core.world import Clock
 from roles.chain.works import CHUNK
 from roles.compute_thread import ComputeThread

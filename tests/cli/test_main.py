@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 import p2ptrain
-from p2ptrain.cli import lazy, output, runtime
-from p2ptrain.cli.commands import Commands
+from p2ptrain.cli import output, runtime
+from p2ptrain.cli.commands import Commands, Entry
 from p2ptrain.core import errors
 from wire.address import is_loopback
 
@@ -43,7 +43,7 @@ def test_help_names_every_command(command: Command) -> None:
 
 
 @pytest.mark.parametrize("entry", Commands.entries, ids=lambda entry: entry.name)
-def test_every_command_explains_itself_with_an_example(command: Command, entry: lazy.Entry) -> None:
+def test_every_command_explains_itself_with_an_example(command: Command, entry: Entry) -> None:
     outcome = command(entry.name, "--help")
     assert outcome.code == 0
     names = [line.split()[0] for line in outcome.out.partition("Commands:")[2].splitlines() if line.strip()]

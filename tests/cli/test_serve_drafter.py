@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 
 from p2ptrain.cli import serve_drafter
-from p2ptrain.cli.console import Console
 from p2ptrain.cli.joining import ServeWish
+from p2ptrain.cli.output import Console
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import ConfigError, ResourceError
 from roles.chain.around import Around

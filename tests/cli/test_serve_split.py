@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from p2ptrain.cli import serve_drafter, serve_verifier
-from p2ptrain.cli.console import Console
 from p2ptrain.cli.joining import ServeWish
+from p2ptrain.cli.output import Console
 from p2ptrain.compute.model import build_model, load_model
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import NetworkError, P2PTrainError, UserError

@@ -13,8 +13,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from p2ptrain.cli.access import EVERYWHERE, shown_host
-from p2ptrain.cli.console import Console
 from p2ptrain.cli.joining import ServeWish
+from p2ptrain.cli.output import Console
 from p2ptrain.cli.serve_verifier import cache_bytes, model_name, serve
 from p2ptrain.core.errors import ConfigError, ResourceError, UserError
 from p2ptrain.core.world import real_world

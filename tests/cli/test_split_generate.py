@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.cli.console import Console
 from p2ptrain.cli.generate import Shown
+from p2ptrain.cli.output import Console
 from p2ptrain.cli.split import LoadingLine
 from p2ptrain.cli.split_generate import Order, Writing, _write
 from p2ptrain.cli.split_options import SplitWish

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from p2ptrain.cli.console import Console
+from p2ptrain.cli.output import Console
 from p2ptrain.cli.stopping import stop_on_signals, stoppable
 
 

@@ -15,8 +15,8 @@ import pytest
 
 from configs.schema import Optimizer, Profile
 from p2ptrain.cli import up_cluster
-from p2ptrain.cli.console import Console
 from p2ptrain.cli.local_cluster import Child, LocalCluster
+from p2ptrain.cli.output import Console
 from p2ptrain.cli.up import _print_pair
 from p2ptrain.cli.up_cluster import HttpWish, Plan, SplitPlan
 from p2ptrain.core.errors import JobFailed, P2PTrainError, UserError

@@ -17,7 +17,7 @@ import pytest
 import typer
 
 from p2ptrain.cli import verifier_chat
-from p2ptrain.cli.console import Console
+from p2ptrain.cli.output import Console
 from p2ptrain.cli.stopping import LEAVING
 from p2ptrain.cli.verifier_generate import ROUNDING, compared_text
 from p2ptrain.cli.verifier_stats import print_verifier_stats

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from p2ptrain.core.units import human_bytes
+from p2ptrain.core.texts import human_bytes
 
 
 @pytest.mark.parametrize(

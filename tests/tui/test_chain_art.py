@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from p2ptrain.core.units import layers_text
+from p2ptrain.core.texts import layers_text
 from tui.chain_art import draw_chain
 from tui.chains import Chain, Gap, chains_of
 from tui.format import Look, Span

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from p2ptrain.cli.bench.options import CsvTo, JsonTo, PlotTo, carry_out, checked, leave
-from p2ptrain.cli.lazy import new_typer
+from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.runtime import ProfileOption, SetOption, run
 from p2ptrain.core.errors import UserError
 
@@ -210,7 +210,7 @@ def save(
     from p2ptrain.cli.bench.machine import available_bytes
     from p2ptrain.cli.bench.save import KEPT, Plan, Saves, check_room, settings_for
     from p2ptrain.cli.bench.trial import adapted, conduct
-    from p2ptrain.cli.sizes import size_of
+    from p2ptrain.core.texts import size_of
 
     targets = checked(json_to, csv_to)
     size_bytes = size_of(size)
@@ -273,7 +273,7 @@ def pipeline(
     from p2ptrain.cli.bench.conduct import conduct
     from p2ptrain.cli.bench.machine import available_bytes
     from p2ptrain.cli.bench.pipeline import Pipeline, Plan, check_memory
-    from p2ptrain.cli.sizes import size_of
+    from p2ptrain.core.texts import size_of
 
     targets = checked(json_to, csv_to, plot_to)
     payload_bytes = size_of(payload)

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from p2ptrain.cli.sizes import size_of
 from p2ptrain.core.errors import ResourceError, UserError
+from p2ptrain.core.texts import size_of
 
 MAX_PEERS = 16
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1}

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from p2ptrain.cli.bench.members import Interrupted
-from p2ptrain.cli.console import Console
 from p2ptrain.cli.local_cluster import Child, JobObserver, LocalCluster
+from p2ptrain.cli.output import Console
 from p2ptrain.cli.stopping import stop_on_signals
 from p2ptrain.core.errors import DeadlineExceeded, JobFailed, StorageError
 

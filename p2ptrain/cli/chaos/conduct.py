@@ -25,8 +25,8 @@ from configs.schema import Profile
 from p2ptrain.cli.chaos import judge
 from p2ptrain.cli.chaos.judge import Action, Injury, Report, Verdict
 from p2ptrain.cli.chaos.proxy import Proxy
-from p2ptrain.cli.console import Console
 from p2ptrain.cli.local_cluster import LOOPBACK, Child, JobObserver, LocalCluster, Row, free_port
+from p2ptrain.cli.output import Console
 from p2ptrain.cli.stopping import stop_on_signals
 from p2ptrain.core.checkpoints import CheckpointStore
 from p2ptrain.core.disk import RealDisk

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from p2ptrain.cli.sizes import size_of
 from p2ptrain.core.errors import UserError
+from p2ptrain.core.texts import size_of
 
 
 @pytest.mark.parametrize(
