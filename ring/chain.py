@@ -2,16 +2,19 @@
 
 Connections. Each stage dials the next one and is dialled by the one before, on channels of a chain's own, so that none
 of them can be taken for a ring's. *Bulk* connections carry activations one way and gradients the other; over several,
-micro-batches go in turn. The *beat* is a ring's (``ring.liveness``).
+micro-batches go in turn. The *beat* is a ring's.
 
 Payloads. All of one kind have the same size, known to both ends. Each is one bulk frame, whose stream number counts the
-micro-batches of all steps; the direction is that of the connection (``ring.hop``).
+micro-batches of all steps; the direction is that of the connection. Receiving: a bounded number of buffers is posted
+and used again when its user is done with it; where all are in use, TCP holds the sender back. Sending never blocks: a
+payload waits in a queue, and is handed over when the transport holds nothing of the last one. Until the kernel has it,
+it must not change.
 
 Round trips. When a chain forms, each stage sends the next one a payload of activations and gets one of gradients back,
 ``PINGS`` times; the shortest is what the hop costs a micro-batch. The figures are handed through the chain and back, so
 that all stages have all of them and derive the same schedule. That is also how each knows that all are there.
 
-Ends. As a ring's (``ring.bonds``): who loses a neighbour names it to the other one.
+Ends. As a ring's (``ring.neighbours``): who loses a neighbour names it to the other one.
 """
 
 from __future__ import annotations
@@ -19,19 +22,18 @@ from __future__ import annotations
 import asyncio
 import math
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError
 from p2ptrain.core.world import World
-from ring.bonds import Bonds, RingBroken
 from ring.detector import Memory
-from ring.hop import Hop, Payload
-from ring.links import Inbound, Kin
-from ring.liveness import AT_WORK, Neighbour
-from ring.meeting import Meeting
+from ring.links import Inbound, Topology, connect_neighbours
+from ring.neighbours import AT_WORK, Neighbour, NeighbourLinks, RingBroken
 from ring.schedule import MAX_MICRO_BATCHES, MAX_STAGES, Kind, Schedule
 from ring.view import MAX_STREAMS, View
 from wire.connection import Connection
@@ -50,13 +52,176 @@ _GATHERED, _TOLD = PINGS, PINGS + 1  # streams of the round trips, on their way 
 _FIRST_STREAM = PINGS + 2
 
 
-@dataclass(frozen=True, slots=True)
-class _Wait:
-    """What this stage waits for, since when, and for how long at most."""
+Payload = npt.NDArray[np.uint8]
+"""Shape (bytes,), contiguous: activations or gradients of one micro-batch as they travel."""
 
-    what: str
-    since: float
-    patience_s: float
+
+class Hop:
+    """The payloads of one neighbour: those that it sends, in order, and those for it.
+
+    Args:
+        on_moved: called when a payload arrived, and when the kernel took one.
+        on_error: called with the connection that failed, and why.
+    """
+
+    def __init__(
+        self,
+        neighbour: Neighbour,
+        generation: int,
+        *,
+        on_moved: Callable[[], None],
+        on_error: Callable[[Connection, P2PTrainError], None],
+    ) -> None:
+        self.neighbour = neighbour
+        self._generation = generation
+        self._on_moved, self._on_error = on_moved, on_error
+        self._expected: deque[int] = deque()  # streams that no buffer is posted for yet
+        self._nbytes = 0  # of each of them
+        self._ahead = 0  # buffers that may be posted, full or in use
+        self._taken = 0  # buffers that are
+        self._free: list[Payload] = []
+        self._posted: set[int] = set()
+        self._arrived: dict[int, Payload] = {}
+        self._waiting: dict[int, asyncio.Future[Payload]] = {}
+        self._queues: dict[Connection, deque[tuple[int, Payload]]] = {bulk: deque() for bulk in neighbour.bulks}
+        self._sending: dict[Connection, Payload] = {}  # with the transport, perhaps not all in the kernel
+        self._flushing: asyncio.Future[None] | None = None
+        self._stopped = False
+        for bulk in neighbour.bulks:
+            bulk.on_drained = partial(self._drained, bulk)
+
+    @property
+    def heard_at(self) -> float:
+        """When the last byte of a payload came."""
+        return max(bulk.last_heard for bulk in self.neighbour.bulks)
+
+    @property
+    def flushed(self) -> bool:
+        """Whether the kernel has all that was sent."""
+        return not self._sending and not any(self._queues.values())
+
+    @property
+    def unsent_bytes(self) -> int:
+        """What the kernel has not taken yet."""
+        queued = sum(payload.nbytes for queue in self._queues.values() for _, payload in queue)
+        return queued + sum(bulk.unsent_bytes for bulk in self.neighbour.bulks)
+
+    def expects(self, connection: Connection) -> bool:
+        """Whether something is still to come on ``connection``."""
+        return any(self._bulk(stream) is connection for stream in (*self._posted, *self._expected))
+
+    # -------------------------------------------------------------------------------------------------------- receiving
+
+    def expect(self, streams: Sequence[int], nbytes: int, *, ahead: int) -> None:
+        """These payloads of ``nbytes`` each come next, in this order, and nothing else is to come any more.
+
+        Args:
+            ahead: buffers, at most, that are posted, full or in use.
+        """
+        self._expected.extend(streams)
+        self._ahead = ahead
+        if nbytes != self._nbytes:
+            self._free, self._nbytes = [], nbytes
+        self._post()
+
+    def arrival(self, stream: int) -> asyncio.Future[Payload]:
+        """The payload, the caller's until ``release``. Nobody else may ask for it."""
+        future: asyncio.Future[Payload] = asyncio.get_running_loop().create_future()
+        if stream in self._arrived:
+            future.set_result(self._arrived.pop(stream))
+        else:
+            self._waiting[stream] = future
+        return future
+
+    def release(self, payload: Payload) -> None:
+        """What was received in it is not needed any more."""
+        self._taken -= 1
+        if payload.nbytes == self._nbytes:
+            self._free.append(payload)
+        self._post()
+
+    def _post(self) -> None:
+        while self._expected and self._taken < self._ahead and not self._stopped:
+            stream = self._expected.popleft()
+            buffer = self._free.pop() if self._free else np.empty(self._nbytes, np.uint8)
+            self._taken += 1
+            self._posted.add(stream)
+            bulk = self._bulk(stream)
+            try:
+                done = partial(self._came, stream, buffer)
+                bulk.post(buffer.data, generation=self._generation, stream=stream, done=done)
+            except P2PTrainError as error:
+                self._on_error(bulk, error)
+                return
+
+    def _came(self, stream: int, buffer: Payload) -> None:
+        """It is here: called by the connection."""
+        if self._stopped:
+            return
+        self._posted.discard(stream)
+        self._on_moved()
+        waiting = self._waiting.pop(stream, None)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(buffer)
+        else:
+            self._arrived[stream] = buffer
+
+    # ---------------------------------------------------------------------------------------------------------- sending
+
+    def send(self, stream: int, payload: Payload) -> None:
+        """Never blocks: the kernel gets it from the next turn of the loop on, for the caller has a thread to keep busy.
+
+        ``payload`` is left unchanged until all is flushed.
+        """
+        bulk = self._bulk(stream)
+        self._queues[bulk].append((stream, payload))
+        asyncio.get_running_loop().call_soon(self._pump, bulk)
+
+    def all_flushed(self) -> asyncio.Future[None]:
+        """Done when the kernel has all that was sent."""
+        if self._flushing is None or self._flushing.done():
+            self._flushing = asyncio.get_running_loop().create_future()
+        self._tell_flushed()
+        return self._flushing
+
+    def _bulk(self, stream: int) -> Connection:
+        bulks = self.neighbour.bulks
+        return bulks[stream % len(bulks)]
+
+    def _drained(self, bulk: Connection) -> None:
+        self._on_moved()
+        self._pump(bulk)
+
+    def _pump(self, bulk: Connection) -> None:
+        """Hand over what may be sent, as long as the transport takes it at once (and says so within the call)."""
+        while not self._stopped and not bulk.unsent_bytes:
+            self._sending.pop(bulk, None)
+            if not self._queues[bulk]:
+                break
+            stream, payload = self._queues[bulk].popleft()
+            self._sending[bulk] = payload
+            try:
+                bulk.send_bulk(payload.data, generation=self._generation, stream=stream)
+            except P2PTrainError as error:
+                self._on_error(bulk, error)
+                return
+        self._tell_flushed()
+
+    def _tell_flushed(self) -> None:
+        if self._flushing is not None and not self._flushing.done() and self.flushed:
+            self._flushing.set_result(None)
+
+    def stop(self, failure: Callable[[], P2PTrainError]) -> None:
+        """Touch no memory any more, whatever still arrives; who waits is told ``failure``."""
+        self._stopped = True
+        for bulk in self.neighbour.bulks:
+            bulk.on_drained = None
+            self._queues[bulk].clear()
+        for future in (*self._waiting.values(), self._flushing):
+            if future is not None and not future.done():
+                future.set_exception(failure())
+                future.exception()  # it may be that nobody waits any more
+        self._waiting.clear()
 
 
 class Chain:
@@ -68,7 +233,6 @@ class Chain:
         in_flight: of each stage, the same on all: micro-batches that it has memory for; 0: any number.
         broken: resolves to ``RingBroken`` as soon as the chain can do no more, for whatever reason.
         progress: payloads received and sent so far, and whatever else the owner counts; it goes out with every beat.
-        at_work: whether the owner computes, so that this stage holds up others, whatever it waits for itself.
     """
 
     def __init__(
@@ -91,13 +255,12 @@ class Chain:
         self.round_trips_s: tuple[float, ...] = ()
         self.in_flight: tuple[int, ...] = (0,) * stages
         self.progress = 0
-        self.at_work = False
         self._now = world.clock.now
-        self._waits: dict[Hop, _Wait] = {}
+        self._waits: dict[Hop, str] = {}  # what this stage waits for
         self._next_stream = _FIRST_STREAM
         self._streams: range | None = None  # of the step under way
         self._parted: Neighbour | None = None  # it left while the step could still end well
-        self._bonds = Bonds(
+        self._links = NeighbourLinks(
             clock=world.clock,
             view=view,
             rank=rank,
@@ -106,10 +269,9 @@ class Chain:
             memory=memory,
             status=self._status,
             on_end=self._ended,
-            on_beat=self._judge_pace,
             on_broken=self._settle,
         )
-        self.broken: asyncio.Future[RingBroken] = self._bonds.broken
+        self.broken: asyncio.Future[RingBroken] = self._links.broken
         self._before, self._after = (
             Hop(neighbour, view.generation, on_moved=self._moved, on_error=self._failed) if neighbour else None
             for neighbour in (before, after)
@@ -161,8 +323,19 @@ class Chain:
         after = members[stage + 1] if stage + 1 < len(members) else None
         before = members[stage - 1] if stage else None
         inbound.announced_chain(view, before.peer_id if before is not None else "")
-        meeting = Meeting(world, view, peer_id, name, seed_host, inbound, Kin.CHAIN, streams)
-        to_after, from_before = await meeting.neighbours(after, before, timeout_s=timeout_s)
+        to_after, from_before = await connect_neighbours(
+            world,
+            view,
+            peer_id=peer_id,
+            name=name,
+            seed_host=seed_host,
+            inbound=inbound,
+            topology=Topology.CHAIN,
+            streams=streams,
+            dialled=after,
+            dialling=before,
+            timeout_s=timeout_s,
+        )
         chain = cls(
             world=world,
             view=view,
@@ -181,42 +354,41 @@ class Chain:
         except BaseException:  # cancelled, perhaps in the instant when all were there: nobody else knows of the chain
             chain.close("the stage gave up")
             raise
-        if chain._bonds.watch is not None:
-            chain._bonds.watch.begin_beats(heartbeat_s, death_s)
+        chain._links.begin_beats(heartbeat_s, death_s)
         return chain
 
     def close(self, reason: str = "the view ended") -> None:
         """Leave the chain, without waiting (``wait_closed`` does). A step under way fails, here and everywhere."""
         orderly = self._streams is None and all(hop.flushed for hop in self._hops)
-        self._bonds.close(f"this stage left the chain: {reason}", reason, orderly=orderly)
+        self._links.close(f"this stage left the chain: {reason}", reason, orderly=orderly)
 
     def lost_elsewhere(self, broken: RingBroken) -> None:
         """As ``RingSession.lost_elsewhere``."""
-        if not self._bonds.lost_elsewhere(broken):
+        if not self._links.lost_elsewhere(broken):
             self.close(broken.cause.message)
 
     def abandon(self, reason: str) -> None:
         """This stage does not go on with the step: memory is posted and borrowed, so the chain must end."""
-        self._bonds.give_up(None, ConnectionLost(reason))
+        self._links.give_up(None, ConnectionLost(reason))
 
     def blame(self, kind: Kind, error: P2PTrainError) -> None:
         """What came for an operation of ``kind`` made no sense: the neighbour that sent it counts as lost."""
         hop = self._before if kind is Kind.FORWARD else self._after
         assert hop is not None, "nothing comes from there"
-        self._bonds.give_up(hop.neighbour, error)
+        self._links.give_up(hop.neighbour, error)
 
     async def wait_closed(self) -> None:
         """After ``close`` or a break: wait until nothing of the chain is left, a second at most."""
-        await self._bonds.wait_closed()
+        await self._links.wait_closed()
 
     def failure(self) -> P2PTrainError:
         """What a broken chain raises to whoever wants something of it."""
-        return self._bonds.failure()
+        return self._links.failure()
 
     @property
     def neighbours(self) -> tuple[Neighbour, ...]:
         """The stage before and the next one, those that there are."""
-        return self._bonds.neighbours
+        return self._links.neighbours
 
     # ----------------------------------------------------------------------------------------------------------- a step
 
@@ -287,7 +459,7 @@ class Chain:
         self._check_open()
         self._streams = None
         if self._parted is not None:  # the others may still be in their steps, and want what is on its way to them
-            self._bonds.follow(self._parted, "the chain")
+            self._links.follow(self._parted, "the chain")
 
     # ------------------------------------------------------------------------------------------------------ for people
 
@@ -317,8 +489,8 @@ class Chain:
     def _not_formed(self, timeout_s: float) -> None:
         """Bytes may come all the time: the time is up all the same."""
         hop = next(iter(self._waits))
-        what = f"it was not ready within {timeout_s:g} s: this stage waits for {self._waits[hop].what}"
-        self._bonds.give_up(hop.neighbour, DeadlineExceeded(what, remedy="see the other stages' events"))
+        what = f"it was not ready within {timeout_s:g} s: this stage waits for {self._waits[hop]}"
+        self._links.give_up(hop.neighbour, DeadlineExceeded(what, remedy="see the other stages' events"))
 
     async def _exchange(self, mine_s: float, patience_s: float) -> None:
         """All stages' figures to all: from the last to the first, which then has them all, and back."""
@@ -370,7 +542,7 @@ class Chain:
         try:
             figures = figures_untrusted(payload.tobytes(), self.stages)
         except ProtocolError as error:
-            self._bonds.give_up(hop.neighbour, error)
+            self._links.give_up(hop.neighbour, error)
             raise self.failure() from error
         hop.release(payload)
         return figures
@@ -409,9 +581,8 @@ class Chain:
         """Until the future is done; break where the neighbour gives no sign of getting on for too long."""
         beyond = self.stage - 1 if hop is self._before else self.stages - 2 - self.stage
         patience_s *= 1 + PATIENCE_PART * beyond
-        since = self._now()
-        self._waits[hop] = _Wait(what, since, patience_s)
-        moved_at, unsent_bytes = since, hop.unsent_bytes
+        self._waits[hop] = what
+        moved_at, unsent_bytes = self._now(), hop.unsent_bytes
         try:
             while not future.done():
                 if hop.unsent_bytes != unsent_bytes:  # it reads
@@ -420,7 +591,7 @@ class Chain:
                 if left_s <= 0:
                     remedy = "it may be stuck or very slow: look at its log"
                     silence = f"nothing came for {patience_s:g} s while this stage waited for {what}"
-                    self._bonds.give_up(hop.neighbour, DeadlineExceeded(silence, remedy=remedy))
+                    self._links.give_up(hop.neighbour, DeadlineExceeded(silence, remedy=remedy))
                     raise self.failure()
                 await asyncio.wait({future}, timeout=min(left_s, patience_s * LOOK_PART))
         finally:
@@ -430,32 +601,21 @@ class Chain:
     def _moved(self) -> None:
         self.progress += 1
 
-    def _status(self) -> tuple[int, int, str]:
-        wait = None if self.at_work else next(iter(self._waits.values()), None)
-        return self.progress, self.view.step, f"waits for {wait.what}" if wait is not None else AT_WORK
-
-    def _judge_pace(self, before: Neighbour) -> None:
-        """Break where the stage before beats, waits for nobody, and gets nowhere while this one waits for it."""
-        wait = self._waits.get(self._before) if self._before is not None else None
-        if wait is None or before.pace is None:
-            return
-        stuck_at = before.pace.stuck_at(wait.patience_s, wait.since)
-        if stuck_at is not None and self._now() >= stuck_at:
-            what = f"it beats, but has got nowhere since this stage waits for {wait.what}"
-            remedy = "it is stuck, not slow: look at its log, restart it"
-            self._bonds.give_up(before, DeadlineExceeded(what, remedy=remedy))
+    def _status(self) -> tuple[int, str]:
+        wait = next(iter(self._waits.values()), "")
+        return self.progress, f"waits for {wait}" if wait else AT_WORK
 
     def _failed(self, connection: Connection, error: P2PTrainError) -> None:
-        self._bonds.lost(self._bonds.whose(connection), connection, error)
+        self._links.lost(self._links.whose(connection), connection, error)
 
     def _ended(self, neighbour: Neighbour, connection: Connection, error: P2PTrainError) -> None:
         """A connection is gone. That breaks the chain, unless the step under way can still end well without it."""
         if not neighbour.leaving:
-            self._bonds.lost(neighbour, connection, error)
+            self._links.lost(neighbour, connection, error)
             return
         starving = any(hop.neighbour is neighbour and hop.expects(connection) for hop in self._hops)
         if self._streams is None or starving:
-            self._bonds.give_up(neighbour, ConnectionLost("it left the chain"))
+            self._links.give_up(neighbour, ConnectionLost("it left the chain"))
         elif self._parted is None:
             self._parted = neighbour
 

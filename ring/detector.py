@@ -1,4 +1,4 @@
-"""When is a silent peer dead, and when is one that beats stuck? Cores: times come in, deadlines go out.
+"""When is a silent peer dead? A core: times come in, deadlines go out.
 
 A closed socket is a death notice and needs no detector. This one is for what closes nothing: a pulled cable, a stopped
 process, a host that lost power. A peer is dead when nothing was heard from it for longer than its own past allows.
@@ -21,13 +21,6 @@ Self-doubt. The peer that judges must have been awake to hear. Where its own eve
 stopped, swapped out, or held up by a long callback), beats may lie unread in its sockets: it doubts itself first and
 extends the deadline by x. The next sign of life restores the usual one, and what the judge slept through is not
 learned as the peer's.
-
-Stuck, not slow (``Pace``). Beats carry a counter that grows with every micro-batch and sub-chunk. A member that waits
-for its left neighbour while that one waits for nobody (it is *at work*) compares how long its counter has stood still
-with the longest that it ever did while at work: ``STUCK_FACTOR`` times that, or a quarter of the patience that the
-operation has anyway, whichever is longer, and the neighbour counts as stuck. Who is slow moves on with every
-micro-batch, however slow. Who waits for somebody else is never judged: whoever that one waits for is, by its own
-neighbour.
 """
 
 from __future__ import annotations
@@ -40,9 +33,6 @@ ENOUGH = 16
 FACTOR = 3.0
 LEAST_BEATS = 3
 LEAST_PART = 0.75
-STUCK_FACTOR = 8.0
-STUCK_PART = 0.25
-ENOUGH_MOVES = 16
 PEERS_KEPT = 256
 
 _LAN_RTT_MS = 5.0
@@ -84,51 +74,14 @@ class Rhythm:
         return min(max(median_s + FACTOR * (ordered[-1] - median_s), least_s), max(death_s, least_s))
 
 
-class Pace:
-    """How steadily one peer gets on, by the counter in its beats."""
-
-    def __init__(self) -> None:
-        self._progress = -1
-        self._since = 0.0  # at work, and nothing moved
-        self._at_work = False
-        self._moves = 0
-        self._longest_s = 0.0
-
-    def beat(self, now: float, progress: int, *, at_work: bool) -> None:
-        """A beat came. ``at_work``: the peer waits for nobody."""
-        if progress != self._progress:
-            if self._at_work and self._progress >= 0:
-                self._longest_s = max(self._longest_s, now - self._since)
-                self._moves += 1
-            self._progress, self._since = progress, now
-        elif at_work and not self._at_work:
-            self._since = now
-        self._at_work = at_work
-
-    def begin(self) -> None:
-        """Another connection: its counter begins anew."""
-        self._progress, self._at_work = -1, False
-
-    def stuck_at(self, patience_s: float, since: float) -> float | None:
-        """When the peer counts as stuck, unless it moves before; None while it waits itself, or little is known.
-
-        Args:
-            patience_s: after which whoever waits would give up on anybody. since: the peer was last of use then.
-        """
-        if not self._at_work or self._moves < ENOUGH_MOVES:
-            return None
-        enough_s = min(max(STUCK_FACTOR * self._longest_s, STUCK_PART * patience_s), patience_s)
-        return max(self._since, since) + enough_s
-
-
 class Memory:
     """What one judge knows of its peers, across views: bounded, the one heard longest ago is forgotten first."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[str, tuple[Rhythm, Pace]] = OrderedDict()
+        self._known: OrderedDict[str, Rhythm] = OrderedDict()
 
-    def of(self, peer_id: str) -> tuple[Rhythm, Pace]:
-        known = self._known.setdefault(peer_id, (Rhythm(), Pace()))
+    def of(self, peer_id: str) -> Rhythm:
+        known = self._known.setdefault(peer_id, Rhythm())
         self._known.move_to_end(peer_id)
         while len(self._known) > PEERS_KEPT:
             self._known.popitem(last=False)

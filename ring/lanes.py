@@ -34,8 +34,7 @@ import xxhash
 
 from p2ptrain.core.errors import P2PTrainError
 from ring.codecs import Codec
-from ring.collectives import SCRATCH_SLOTS, Receive, Schedule, Send
-from ring.cutting import WINDOW_BYTES
+from ring.collectives import SCRATCH_SLOTS, WINDOW_BYTES, Receive, Schedule, Send
 from ring.dtypes import Array, sum_into
 from wire.connection import Connection
 

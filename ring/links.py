@@ -12,6 +12,7 @@ another, or two.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -23,12 +24,14 @@ from p2ptrain.core.errors import (
     P2PTrainError,
     Refused,
     Unreachable,
+    first_error,
 )
 from p2ptrain.core.world import World
 from ring.detector import Memory
+from ring.neighbours import Neighbour
 from ring.view import LABEL, MAX_STREAMS, View
 from wire.connection import Connection
-from wire.handshake import HANDSHAKE_TIMEOUT_S, RefusalCode, dial
+from wire.handshake import HANDSHAKE_TIMEOUT_S, RefusalCode, dial, local_hello
 from wire.job_messages import MemberRecord
 from wire.messages import Hello, Refuse
 
@@ -37,10 +40,11 @@ HOLD_S = 60.0
 """How long a connection waits for its view: longer than a member takes to turn from a step to the next view."""
 
 FIRST_PAUSE_S = 0.05
-MAX_PAUSE_S = 1.0
+DIAL_PART = 0.4
+"""Of the time to form: for dialling. Who knows which link is missing says so before all others' time is up."""
 
 
-class Kin(Enum):
+class Topology(Enum):
     """What neighbours are to one another. In one view a member may have a place in a ring, in a chain, and in the ring
     of two that a chain's ends are: their connections differ by the channel that a ``Hello`` names, so those of one
     cannot be taken for another's.
@@ -63,7 +67,7 @@ class Kin(Enum):
         return [self.prefix + channel for channel in ("beat", *bulks)]
 
 
-CHANNELS = {channel: kin for kin in Kin for channel in kin.channels(MAX_STREAMS)}
+CHANNELS = {channel: topology for topology in Topology for channel in topology.channels(MAX_STREAMS)}
 # Refusals that time mends; the last one is of another peer that has the address now, perhaps not for long.
 _PASSING = frozenset({RefusalCode.BUSY, RefusalCode.FULL, RefusalCode.IDENTITY})
 _Key = tuple[str, int, str, str]  # job, generation, peer id, channel
@@ -97,7 +101,7 @@ class Inbound:
         self._job = ""
         # Job, or the label of a ring of one of its stages → the newest generation, and who may dial in it, where that
         # is known; an empty peer id: nobody.
-        self._newest: dict[str, tuple[int, dict[Kin, str]]] = {}
+        self._newest: dict[str, tuple[int, dict[Topology, str]]] = {}
         self._places: dict[str, _Place] = {}
         self._waiting: dict[_Key, asyncio.Future[Connection]] = {}
 
@@ -106,14 +110,14 @@ class Inbound:
         self.expect(view.job, view.generation)
         rank = view.rank_of(peer_id)
         if rank is not None and self._newest[view.job][0] == view.generation:
-            self._newest[view.job][1][Kin.RING] = view.left_of(rank).peer_id
+            self._newest[view.job][1][Topology.RING] = view.left_of(rank).peer_id
             self._judge_held()
 
     def announced_chain(self, view: View, before: str) -> None:
         """This worker is a stage of a chain in ``view``: from now on only the stage ``before`` may connect as such."""
         self.expect(view.job, view.generation)
         if self._newest[view.job][0] == view.generation:
-            self._newest[view.job][1][Kin.CHAIN] = before
+            self._newest[view.job][1][Topology.CHAIN] = before
             self._judge_held()
 
     def expect(self, job: str, generation: int) -> None:
@@ -130,23 +134,23 @@ class Inbound:
 
     def decide(self, hello: Hello) -> Refuse | None:
         """Why this caller may not connect, None where it may. For the handshake's decision; changes nothing."""
-        kin = CHANNELS.get(str(hello.capabilities.get("channel")))
-        if not hello.job or hello.generation < 1 or kin is None:
+        topology = CHANNELS.get(str(hello.capabilities.get("channel")))
+        if not hello.job or hello.generation < 1 or topology is None:
             return Refuse(RefusalCode.NOT_A_NEIGHBOUR, "a ring connection names its job, generation and channel")
-        if refusal := self._judge(hello.job, hello.generation, hello.peer_id, kin):
+        if refusal := self._judge(hello.job, hello.generation, hello.peer_id, topology):
             return refusal
         if hello.peer_id in self._places or _key(hello) in self._waiting or len(self._places) < self._max_held:
             return None
         return Refuse(RefusalCode.BUSY, f"{len(self._places)} ring connections wait for their views", "try again")
 
-    def _judge(self, job: str, generation: int, peer_id: str, kin: Kin) -> Refuse | None:
+    def _judge(self, job: str, generation: int, peer_id: str, topology: Topology) -> Refuse | None:
         newest, dialling = self._newest.get(job, (0, {}))
         if generation < newest:
             text = f"generation {generation} is over, the job is at {newest}"
             return Refuse(RefusalCode.STALE_GENERATION, text, "wait for the view that the seed announces next")
-        if generation == newest and dialling.get(kin, peer_id) != peer_id:
-            text = f"{peer_id[:64]} is not the {kin.dialling} here in generation {generation}"
-            return Refuse(RefusalCode.NOT_A_NEIGHBOUR, text, f"dial the {kin.dialled} that the seed announced")
+        if generation == newest and dialling.get(topology, peer_id) != peer_id:
+            text = f"{peer_id[:64]} is not the {topology.dialling} here in generation {generation}"
+            return Refuse(RefusalCode.NOT_A_NEIGHBOUR, text, f"dial the {topology.dialled} that the seed announced")
         return None
 
     def _judge_held(self) -> None:
@@ -267,7 +271,7 @@ async def dial_patiently(
     hello: Hello,
     *,
     deadline: float,
-    title: str = Kin.RING.dialled,
+    title: str = Topology.RING.dialled,
 ) -> Connection:
     """A connection to a neighbour, who may not be listening yet: tried again and again until ``deadline``.
 
@@ -306,4 +310,76 @@ async def dial_patiently(
             ) from problem
         # Spread, or members that were refused together come back together; and more often when time runs out.
         await asyncio.sleep(min(pause_s * world.random.uniform(0.5, 1.5), max(left_s / 2, FIRST_PAUSE_S)))
-        pause_s = min(2 * pause_s, MAX_PAUSE_S)
+        pause_s = min(2 * pause_s, 1.0)
+
+
+async def connect_neighbours(
+    world: World,
+    view: View,
+    *,
+    peer_id: str,
+    name: str,
+    seed_host: str,
+    inbound: Inbound,
+    topology: Topology,
+    streams: int,
+    dialled: MemberRecord | None,
+    dialling: MemberRecord | None,
+    timeout_s: float,
+) -> tuple[Neighbour | None, Neighbour | None]:
+    """The neighbour that this member dials, and the one that dials it, each with a beat and bulk connections.
+
+    Args:
+        name: of this member, for people. seed_host: dialled for members whose own host is empty.
+        inbound: where those that dial this member arrive. streams: bulk connections to each neighbour.
+
+    Raises as ``RingSession.form``; no connection is left open then.
+    """
+    began = world.clock.now()
+    channels = topology.channels(streams)
+    opened: list[Connection] = []
+
+    async def dial_one(member: MemberRecord, channel: str) -> Connection:
+        hello = local_hello(
+            peer_id=peer_id,
+            name=name,
+            roles=["worker"],
+            purpose="ring",
+            capabilities={"channel": channel},
+            job=view.job,
+            generation=view.generation,
+        )
+        deadline, title = began + DIAL_PART * timeout_s, topology.dialled
+        connection = await dial_patiently(world, member, seed_host, hello, deadline=deadline, title=title)
+        opened.append(connection)
+        return connection
+
+    async def take(member: MemberRecord, channel: str) -> Connection:
+        remaining_s = began + timeout_s - world.clock.now()
+        connection = await inbound.take(view.job, view.generation, member.peer_id, channel, timeout_s=remaining_s)
+        opened.append(connection)
+        return connection
+
+    there = back = None
+    try:
+        if dialled is not None:
+            beat, *bulks = await _all_of(dial_one(dialled, channel) for channel in channels)
+            there = Neighbour(topology.dialled, dialled, bulks, beat)
+        if dialling is not None:
+            beat, *bulks = await _all_of(take(dialling, channel) for channel in channels)
+            back = Neighbour(topology.dialling, dialling, bulks, beat)
+    except BaseException:
+        for connection in opened:
+            connection.abort()
+        raise
+    return there, back
+
+
+async def _all_of(parts: Iterable[Coroutine[Any, Any, Connection]]) -> list[Connection]:
+    """The results of all, in order. Where one fails its error is raised once the others have ended."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(part) for part in parts]
+    except* P2PTrainError as errors:
+        raise first_error(errors) from None
+    return [task.result() for task in tasks]

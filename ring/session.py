@@ -10,39 +10,38 @@ different operations cannot mix. Several may be under way: what the next one sen
 before, so gradients can go into the ring while others are still computed. A small all-reduce is gathered whole and
 summed by everybody in rank order: n - 1 hops instead of 2n - 2, and the same bits everywhere.
 
-Ends. A session that lost a neighbour is *broken* for good, and says who it was (``ring.bonds``). A neighbour that is
-still busy with the last operation, which a member that left has finished, may finish it too, for all that it needs from
-the leaver lies ahead of the end of its connection.
+An operation is cut into *flows*, one for each lane that takes part, and is done when all of them are. An operation that
+stands still for as long as it may ends the session: because of the left neighbour where something is to be received,
+because of the right one where it does not take what is sent.
+
+Ends. A session that lost a neighbour is *broken* for good, and says who it was (``ring.neighbours``). A neighbour that
+is still busy with the last operation, which a member that left has finished, may finish it too, for all that it needs
+from the leaver lies ahead of the end of its connection.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from p2ptrain.core.errors import ConnectionLost, P2PTrainError
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError
 from p2ptrain.core.world import World
 from ring import collectives
-from ring.bonds import Bonds, RingBroken
 from ring.codecs import Codec
-from ring.collectives import Schedule
-from ring.cutting import LEAST_SUB_CHUNK_BYTES, MOST_SUB_CHUNK_BYTES, cut
+from ring.collectives import LEAST_SUB_CHUNK_BYTES, MOST_SUB_CHUNK_BYTES, Schedule, cut
 from ring.detector import Memory
 from ring.dtypes import Array, storage_dtype, sum_into
-from ring.lanes import Residual
-from ring.links import Inbound, Kin
-from ring.liveness import AT_WORK, Neighbour
-from ring.meeting import Meeting
-from ring.operations import Operation, Operations
+from ring.lanes import Flow, Lane, Residual
+from ring.links import Inbound, Topology, connect_neighbours
+from ring.neighbours import AT_WORK, Neighbour, NeighbourLinks, RingBroken
 from ring.view import MAX_STREAMS, MAX_SUB_CHUNK_BYTES, MIN_SUB_CHUNK_BYTES, View
 from wire.connection import Connection
-
-__all__ = ["Inbound", "RingBroken", "RingSession", "RingStats"]
 
 PATIENCE_S = 120.0
 SMALL_BYTES = 128 << 10
@@ -56,6 +55,25 @@ class RingStats:
     bytes_in: int
     bytes_out: int
     rtt_ms: float | None
+
+
+@dataclass(eq=False, slots=True)
+class Operation:
+    """What was submitted and is under way.
+
+    Attributes:
+        flows_left: of its flows, those that are not done.
+        finish: called when all are, before ``future`` resolves.
+    """
+
+    title: str
+    patience_s: float
+    began_at: float
+    future: asyncio.Future[None]
+    finish: Callable[[], None] | None = None
+    flows: list[tuple[Lane, Flow]] = field(default_factory=list)
+    flows_left: int = 0
+    first_received_at: float | None = None
 
 
 class RingSession:
@@ -82,15 +100,16 @@ class RingSession:
         self._world = world
         self._sub_chunk_bytes = sub_chunk_bytes
         self._spare: list[npt.NDArray[np.uint8]] = []  # memory of small operations, as many as were ever under way
-        self._operations = Operations(
-            clock=world.clock,
-            generation=view.generation,
-            left=left,
-            right=right,
-            give_up=self._give_up,
-            lost=self._lost,
-        )
-        self._bonds = Bonds(
+        self.progress = 0  # sub-chunks received so far, and whatever the owner adds; it goes out with every beat
+        self._lanes: list[Lane] = []  # one a stream between neighbours; a ring of one has none
+        self._under_way: dict[int, Operation] = {}  # by stream, oldest first
+        self._stream = 0
+        self._waited_s = self._received_at = 0.0
+        self._moved_at = 0.0  # when anything last went forward
+        self._patience: asyncio.TimerHandle | None = None
+        self._judged_at = 0.0  # when it fires
+        self._parted: Neighbour | None = None  # it left while the last operation could still end well
+        self._links = NeighbourLinks(
             clock=world.clock,
             view=view,
             rank=rank,
@@ -99,10 +118,14 @@ class RingSession:
             memory=memory or Memory(),
             status=self._status,
             on_end=self._ended,
-            on_beat=self._operations.judge_pace,
             on_broken=self._settle,
         )
-        self.broken = self._bonds.broken
+        self.broken = self._links.broken
+        if left is not None and right is not None:
+            self._lanes = [
+                Lane(incoming, outgoing, view.generation, on_progress=self._moved, on_error=self._lost)
+                for incoming, outgoing in zip(left.bulks, right.bulks, strict=True)
+            ]
 
     # ---------------------------------------------------------------------------------------------- forming and ending
 
@@ -121,7 +144,7 @@ class RingSession:
         sub_chunk_bytes: int = 0,
         streams: int = 1,
         timeout_s: float,
-        kin: Kin = Kin.RING,
+        topology: Topology = Topology.RING,
     ) -> RingSession:
         """Connect to both neighbours, and wait until every member of the view has done so.
 
@@ -131,12 +154,12 @@ class RingSession:
             sub_chunk_bytes: reduced and passed on as one piece, the same on every member, over far links; 0: near ones,
                 chosen by the size of each array.
             streams: bulk connections to a neighbour, the same on every member.
-            kin: which of the rings in which a member may be in one view.
+            topology: which of the rings in which a member may be in one view.
 
         Raises:
             ValueError: ``peer_id`` is no member, or a number is not possible.
             Refused: the right neighbour is in a newer view.
-            NeighbourAway: the right neighbour could not be reached within ``ring.meeting.DIAL_PART`` of ``timeout_s``.
+            NeighbourAway: the right neighbour could not be reached within ``ring.links.DIAL_PART`` of ``timeout_s``.
             DeadlineExceeded: a member was not there within ``timeout_s``.
             ConnectionLost, ProtocolError: a member went away meanwhile, or spoke nonsense.
         """
@@ -151,9 +174,19 @@ class RingSession:
         if view.size == 1:
             return cls(world=world, view=view, rank=0, left=None, right=None, sub_chunk_bytes=sub_chunk_bytes)
         deadline = world.clock.now() + timeout_s
-        meeting = Meeting(world, view, peer_id, name, seed_host, inbound, kin, streams)
-        right, left = view.right_of(rank), view.left_of(rank)
-        to_right, from_left = await meeting.neighbours(right, left, timeout_s=timeout_s)
+        to_right, from_left = await connect_neighbours(
+            world,
+            view,
+            peer_id=peer_id,
+            name=name,
+            seed_host=seed_host,
+            inbound=inbound,
+            topology=topology,
+            streams=streams,
+            dialled=view.right_of(rank),
+            dialling=view.left_of(rank),
+            timeout_s=timeout_s,
+        )
         session = cls(
             world=world,
             view=view,
@@ -168,23 +201,22 @@ class RingSession:
         except BaseException:  # cancelled, perhaps in the instant when all were there: nobody else knows of the session
             session.close("the member gave up")
             raise
-        assert session._bonds.watch is not None
-        session._bonds.watch.begin_beats(heartbeat_s, death_s)
+        session._links.begin_beats(heartbeat_s, death_s)
         return session
 
     def close(self, reason: str = "the view ended") -> None:
         """Leave the ring, without waiting (``wait_closed`` does). Operations under way fail, here and everywhere."""
-        self._bonds.close(f"this member left the ring: {reason}", reason, orderly=not self._operations.under_way)
+        self._links.close(f"this member left the ring: {reason}", reason, orderly=not self._under_way)
 
     def lost_elsewhere(self, broken: RingBroken) -> None:
         """Another ring of this view broke, and this one ends with it: its neighbours hear who was lost there, or they
         would take this member for it."""
-        if not self._bonds.lost_elsewhere(broken):
+        if not self._links.lost_elsewhere(broken):
             self.close(broken.cause.message)
 
     async def wait_closed(self) -> None:
         """After ``close`` or a break: wait until nothing of the session is left, a second at most."""
-        await self._bonds.wait_closed()
+        await self._links.wait_closed()
 
     @property
     def broken_by(self) -> RingBroken | None:
@@ -233,7 +265,7 @@ class RingSession:
         operation = self._begin("all-reduce", patience_s)
         if self.size * buffer.nbytes <= min(SMALL_BYTES, self._sub_chunk_bytes or SMALL_BYTES):
             return self._gathered(operation, buffer, dtype)
-        lanes = self._operations.lanes
+        lanes = self._lanes
         cuts = cut(
             buffer.size,
             buffer.itemsize,
@@ -245,8 +277,8 @@ class RingSession:
         for lane, (start, stop, sub_chunk_numel, depth) in zip(lanes, cuts, strict=False):
             schedule = collectives.all_reduce(self.rank, self.size, stop - start, sub_chunk_numel, depth)
             feedback = residual[start:stop] if residual is not None else None
-            self._operations.add(operation, lane, schedule, buffer[start:stop], dtype, sub_chunk_numel, codec, feedback)
-        return self._operations.start(operation)
+            self._add(operation, lane, schedule, buffer[start:stop], dtype, sub_chunk_numel, codec, feedback)
+        return self._start(operation)
 
     async def all_reduce(
         self,
@@ -285,7 +317,7 @@ class RingSession:
 
     def audit(self) -> None:
         """Hash all bytes of the operations to come. All members call it between the same two operations."""
-        for lane in self._operations.lanes:
+        for lane in self._lanes:
             lane.audit()
 
     def take_hop_sums(self) -> tuple[int, int]:
@@ -294,7 +326,7 @@ class RingSession:
         Where all members ask between the same two operations, the left neighbour's first is this one's second, or the
         hop between them spoils what it carries. (0, 0) where nothing is audited.
         """
-        pairs = [lane.take_sums() for lane in self._operations.lanes]
+        pairs = [lane.take_sums() for lane in self._lanes]
         sent, received = b"".join(pair[0] for pair in pairs), b"".join(pair[1] for pair in pairs)
         return (xxhash.xxh3_64_intdigest(sent), xxhash.xxh3_64_intdigest(received)) if sent else (0, 0)
 
@@ -303,21 +335,15 @@ class RingSession:
     @property
     def neighbours(self) -> tuple[Neighbour, ...]:
         """Left and right; none in a ring of one."""
-        return self._bonds.neighbours
-
-    @property
-    def progress(self) -> int:
-        """Sub-chunks received so far, and whatever else the owner counts; it goes out with every beat."""
-        return self._operations.progress
-
-    @progress.setter
-    def progress(self, value: int) -> None:
-        self._operations.progress = value
+        return self._links.neighbours
 
     @property
     def waited_s(self) -> float:
         """Running total: how long the left neighbour sent nothing, for what comes next had not begun at its side."""
-        return self._operations.waited_s
+        oldest = next(iter(self._under_way.values()), None)
+        if oldest is None or oldest.first_received_at is not None:
+            return self._waited_s
+        return self._waited_s + self._world.clock.now() - max(oldest.began_at, self._received_at)
 
     @property
     def bytes_in(self) -> int:
@@ -329,17 +355,16 @@ class RingSession:
 
     @property
     def stats(self) -> RingStats:
-        watch = self._bonds.watch
-        return RingStats(self.bytes_in, self.bytes_out, watch.rtt_ms if watch is not None else None)
+        return RingStats(self.bytes_in, self.bytes_out, self._links.rtt_ms)
 
     # ---------------------------------------------------------------------------------------------- running operations
 
     async def _run(self, title: str, schedule: Schedule, array: Array, sub_chunk_numel: int, patience_s: float) -> None:
         """One schedule over bytes, on the first lane."""
         operation = self._begin(title, patience_s)
-        for lane in self._operations.lanes[:1]:
-            self._operations.add(operation, lane, schedule, array, "uint8", sub_chunk_numel)
-        await self._operations.start(operation)
+        for lane in self._lanes[:1]:
+            self._add(operation, lane, schedule, array, "uint8", sub_chunk_numel)
+        await self._start(operation)
 
     def _gathered(self, operation: Operation, buffer: Array, dtype: str) -> asyncio.Future[None]:
         """A small all-reduce: every member gets all arrays and adds them up in rank order."""
@@ -357,37 +382,150 @@ class RingSession:
 
         operation.finish = finish
         schedule = collectives.all_gather(self.rank, self.size, parts.size, max(buffer.size, 1))
-        for lane in self._operations.lanes[:1]:
-            self._operations.add(operation, lane, schedule, parts.reshape(-1), dtype, max(buffer.size, 1))
-        return self._operations.start(operation)
+        for lane in self._lanes[:1]:
+            self._add(operation, lane, schedule, parts.reshape(-1), dtype, max(buffer.size, 1))
+        return self._start(operation)
 
     def _begin(self, title: str, patience_s: float) -> Operation:
+        """The next operation, with a stream of its own: the same on every member, for all begin the same in order.
+
+        Its flows follow with ``_add``, and then ``_start``, before the next one begins.
+        """
         if self.broken.done():
-            raise self._bonds.failure()
-        return self._operations.begin(title, patience_s)
+            raise self._links.failure()
+        self._stream += 1
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        return Operation(title, patience_s, self._world.clock.now(), future)
+
+    def _add(
+        self,
+        operation: Operation,
+        lane: Lane,
+        schedule: Schedule,
+        array: Array,
+        dtype: str,
+        sub_chunk_numel: int,
+        codec: Codec | None = None,
+        residual: Residual | None = None,
+    ) -> None:
+        """One more flow of ``operation``, on ``lane``; see ``ring.lanes.Flow``."""
+
+        def done() -> None:
+            operation.flows_left -= 1
+            if not operation.flows_left:
+                self._complete(stream, operation)
+
+        stream = self._stream
+        flow = Flow(schedule, array, dtype, stream, sub_chunk_numel, done, codec, residual)
+        operation.flows.append((lane, flow))
+
+    def _start(self, operation: Operation) -> asyncio.Future[None]:
+        """Put its flows under way; the future is done when all of them are."""
+        operation.flows_left = len(operation.flows)
+        if not operation.flows:
+            self._complete(0, operation)
+            return operation.future
+        self._under_way[self._stream] = operation
+        operation.future.add_done_callback(self._abandoned)
+        if len(self._under_way) == 1:
+            self._moved_at = operation.began_at
+        if self._patience is None or operation.began_at + operation.patience_s < self._judged_at:
+            self._await_progress(operation.patience_s)
+        for lane, flow in operation.flows:
+            lane.submit(flow)
+        return operation.future
+
+    def _complete(self, stream: int, operation: Operation) -> None:
+        """All of the operation was received and flushed."""
+        if operation.finish is not None:
+            operation.finish()
+        self._under_way.pop(stream, None)
+        if not operation.future.done():
+            operation.future.set_result(None)
+        if not self._under_way and self._parted is not None:
+            self._links.give_up(self._parted, ConnectionLost("it left the ring"))
+
+    def _abandoned(self, future: asyncio.Future[None]) -> None:
+        """Whoever waited for an operation does so no more: memory is posted and borrowed, so the session must end."""
+        if future.cancelled():
+            self._links.give_up(None, ConnectionLost("an operation was abandoned by this member"))
+
+    def _moved(self, flow: Flow | None) -> None:
+        """A sub-chunk of ``flow`` arrived, or, where that is None, the kernel took what was sent."""
+        self._moved_at = now = self._world.clock.now()
+        if flow is None:
+            return
+        self.progress += 1
+        operation = self._under_way.get(flow.stream)
+        if operation is not None and operation.first_received_at is None:
+            operation.first_received_at = now
+            self._waited_s += now - max(operation.began_at, self._received_at)
+        self._received_at = now
+
+    def _await_progress(self, in_s: float) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+        self._judged_at = self._world.clock.now() + in_s
+        self._patience = asyncio.get_running_loop().call_later(in_s, self._judge_progress)
+
+    def _judge_progress(self) -> None:
+        """Break where nothing moved for as long as the oldest operation may stand still.
+
+        The timer outlives operations: to set and cancel one for each would cost a small operation a tenth of its time.
+        """
+        if not self._under_way:
+            self._patience = None
+            return
+        title, patience_s = next((item.title, item.patience_s) for item in self._under_way.values())
+        still_s = self._world.clock.now() - self._moved_at
+        if still_s < patience_s:
+            self._await_progress(patience_s - still_s)
+            return
+        starving = any(lane.expects for lane in self._lanes)
+        what = f"sent no part of the {title}" if starving else f"took no part of the {title}"
+        remedy = "it may be stuck or very slow: look at its log"
+        silence = DeadlineExceeded(f"{what} for {patience_s:g} s", remedy=remedy)
+        self._links.give_up(self._links.left if starving else self._links.right, silence)
+
+    def _ends_without(self, neighbour: Neighbour, connection: Connection) -> bool:
+        """A neighbour that leaves has closed ``connection``: whether what is under way can still end well. Then it is
+        given up when all of that has ended."""
+        lanes = [lane for lane, bulk in zip(self._lanes, neighbour.bulks, strict=True) if bulk is connection]
+        starving = neighbour is self._links.left and any(lane.expects for lane in lanes)
+        if not self._under_way or starving:
+            return False
+        if self._parted is None:
+            self._parted = neighbour
+        return True
 
     # -------------------------------------------------------------------------------------------------------- breaking
 
-    def _status(self) -> tuple[int, int, str]:
-        return self.progress, self.view.step, self._operations.title or AT_WORK
+    def _status(self) -> tuple[int, str]:
+        return self.progress, next((operation.title for operation in self._under_way.values()), AT_WORK)
 
     def _ended(self, neighbour: Neighbour, connection: Connection, error: P2PTrainError) -> None:
         """A connection is gone. That breaks the session, unless the operations under way can still end well without
         it.
         """
         if not neighbour.leaving:
-            self._bonds.lost(neighbour, connection, error)
-        elif not self._operations.ends_without(neighbour, connection):
-            self._give_up(neighbour, ConnectionLost("it left the ring"))
+            self._links.lost(neighbour, connection, error)
+        elif not self._ends_without(neighbour, connection):
+            self._links.give_up(neighbour, ConnectionLost("it left the ring"))
 
     def _lost(self, connection: Connection, error: P2PTrainError) -> None:
-        self._bonds.lost(self._bonds.whose(connection), connection, error)
-
-    def _give_up(self, neighbour: Neighbour | None, error: P2PTrainError) -> None:
-        self._bonds.give_up(neighbour, error)
+        self._links.lost(self._links.whose(connection), connection, error)
 
     def _settle(self) -> None:
-        self._operations.settle(self._bonds.failure)
+        """The end has come: nothing of an operation is touched any more."""
+        for lane in self._lanes:
+            lane.stop()
+        if self._patience is not None:
+            self._patience.cancel()
+        operations, self._under_way = self._under_way, {}
+        for operation in operations.values():
+            if not operation.future.done():
+                operation.future.set_exception(self._links.failure())
+                operation.future.exception()  # it may be that nobody waits any more; ``broken`` tells, too
 
 
 def _check_buffer(buffer: Array, storage: np.dtype[Any]) -> None:

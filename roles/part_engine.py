@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ring.hop import Payload
+from ring.chain import Payload
 
 __all__ = ["PartEngine", "Payload"]
 

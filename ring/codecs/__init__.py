@@ -30,9 +30,7 @@ from typing import Final
 
 from p2ptrain.core.errors import ConfigError
 from ring.codecs.base import F32, U8, Codec, CodecBase
-from ring.codecs.blockwise import Int4, Int8
-from ring.codecs.plain import Bf16, Fp16, Fp32
-from ring.codecs.topk import TopK
+from ring.codecs.kinds import Bf16, Fp16, Fp32, Int4, Int8, TopK
 
 __all__ = ["CODECS", "F32", "U8", "Codec", "codec_named"]
 

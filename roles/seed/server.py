@@ -185,7 +185,7 @@ class Seed:
         rtt_ms = self.door.measured.pop(connection)
         host = hello.host or connection.remote[0]
         clock, beats = self.world.clock, self._beats.at(rtt_ms)
-        rhythm, _ = self._memory.of(hello.peer_id)
+        rhythm = self._memory.of(hello.peer_id)
         now = clock.now()
         detector = FailureDetector(heartbeat_s=beats[0], death_s=beats[1], now=now, rhythm=rhythm)
         link = Link(connection, hello, host, hello.port, rtt_ms, clock.wall(), now, detector)

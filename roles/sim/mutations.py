@@ -45,7 +45,7 @@ def _no_fence() -> list[Patch]:
     return [
         (Records, "add_view", add_view),
         (Coordinator, "_is_current", is_current),
-        (Inbound, "_judge", lambda original: lambda self, job, generation, peer_id, kin: None),
+        (Inbound, "_judge", lambda original: lambda self, job, generation, peer_id, topology: None),
         (FrameDecoder, "_is_stale", lambda original: lambda self, generation: False),
     ]
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from configs.schema import Profile
 from ring.chain import Chain
-from ring.links import Kin
+from ring.links import Topology
 from ring.session import RingSession
 from ring.view import View
 from roles.compute_thread import ComputeThread
@@ -108,7 +108,7 @@ class Meet(Protocol):
     """Forms what some of a view's members need beside its ring, with what the view says of beats and carriage. Raises
     as ``RingSession.form`` and ``Chain.form``."""
 
-    async def ring(self, view: View, kin: Kin = Kin.RING) -> RingSession:
+    async def ring(self, view: View, topology: Topology = Topology.RING) -> RingSession:
         """Of a part of the members: ``view`` is theirs."""
         ...
 

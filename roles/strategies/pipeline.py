@@ -19,7 +19,7 @@ from typing import cast
 
 from p2ptrain.compute.buckets import OnFinal
 from ring.chain import Chain
-from ring.links import Kin
+from ring.links import Topology
 from ring.schedule import Schedule, extended, forwards, one_f_one_b
 from ring.session import RingSession
 from roles.compute_thread import ComputeThread
@@ -105,7 +105,7 @@ class PipelineStrategy(StagedStrategy):
         self._next = crew[stage + 1].peer_id if stage + 1 < len(crew) else ""
         if self._part.tied_gradient() is not None:
             ends = replace(crew[0], first=0, count=0), replace(crew[-1], first=0, count=0)
-            self._pair = await meet.ring(replace(view, members=ends, stages=1), Kin.PAIR)
+            self._pair = await meet.ring(replace(view, members=ends, stages=1), Topology.PAIR)
         self._chain = await meet.chain(
             view,
             [member.peer_id for member in crew],

@@ -141,7 +141,6 @@ class _Running:
         if self.problem is None:
             self.problem = error
         what = error.message if isinstance(error, P2PTrainError) else "it was interrupted"
-        self._chain.at_work = False
         self._chain.abandon(f"this stage gave up step {self._step + 1}: {what}")  # where it is not broken already
 
     async def operate(self, operation: Operation, payload: Payload | None) -> None:
@@ -176,7 +175,6 @@ class _Running:
         if not self._queued:
             self._spent.waited_s += queued_at - self._idle_since
         self._queued += 1
-        self._chain.at_work = True
         try:
             ends: set[asyncio.Future[Any]] = {call, self._chain.broken}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -190,7 +188,6 @@ class _Running:
             self._queued -= 1
             if not self._queued:
                 self._idle_since = self._clock()
-                self._chain.at_work = False
 
     def _unless_failed(self, function: Callable[..., T], *args: Any) -> T:
         """On the compute thread."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from configs.schema import Profile
 from p2ptrain.core.threads import Thread
 from p2ptrain.core.world import World
-from ring.session import Inbound
+from ring.links import Inbound
 from roles.compute_thread import ComputeThread
 from roles.engine import Engine, Stage
 from roles.strategies import Factory

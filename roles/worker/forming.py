@@ -8,7 +8,7 @@ from typing import TypedDict
 from configs.schema import Membership
 from p2ptrain.core.world import World
 from ring.chain import Chain
-from ring.links import Inbound, Kin
+from ring.links import Inbound, Topology
 from ring.session import RingSession
 from ring.view import View
 from roles.worker.context import Context
@@ -48,13 +48,15 @@ class Forming:
         self._around, self._membership = around, membership
         self._state_bytes, self._joined = state_bytes, joined
 
-    async def meet(self, view: View, kin: Kin = Kin.RING) -> RingSession:
+    async def meet(self, view: View, topology: Topology = Topology.RING) -> RingSession:
         """The ring of a view. Raises as ``RingSession.form``."""
-        return await RingSession.form(view=view, kin=kin, sub_chunk_bytes=view.sub_chunk_bytes, **self._usual(view))
+        return await RingSession.form(
+            view=view, topology=topology, sub_chunk_bytes=view.sub_chunk_bytes, **self._usual(view)
+        )
 
-    async def ring(self, view: View, kin: Kin = Kin.RING) -> RingSession:
+    async def ring(self, view: View, topology: Topology = Topology.RING) -> RingSession:
         """Another ring of the same members, or of some."""
-        session = await self.meet(view, kin)
+        session = await self.meet(view, topology)
         self._joined(session)
         return session
 

@@ -12,7 +12,7 @@ from p2ptrain.core.errors import JobFailed, P2PTrainError, ProtocolError, Refuse
 from p2ptrain.core.ids import is_id
 from p2ptrain.core.texts import shortened
 from p2ptrain.core.world import World
-from ring.session import Inbound
+from ring.links import Inbound
 from ring.token import Flag
 from ring.transaction import REASON_CHARS, Phase
 from ring.view import MAX_STAGES, View

@@ -14,10 +14,10 @@ import pytest
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, ProtocolError, Refused
 from p2ptrain.core.world import Network
 from ring import chain as chain_module
-from ring.chain import PATIENCE_PART, Chain, figures_untrusted
-from ring.hop import Payload
-from ring.local import HOST, LocalMember, local_chain, local_view, networks_apart
+from ring.chain import PATIENCE_PART, Chain, Payload, figures_untrusted
+from ring.local import HOST, LocalMember, local_view
 from ring.schedule import Kind, Schedule, extended, gpipe, one_f_one_b
+from tests.ring.local import local_chain, networks_apart
 from wire.connection import Received
 from wire.emulate import EmulatedNetwork, LinkPreset
 from wire.handshake import RefusalCode, dial, local_hello

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ring.testing import ORIGIN, Member, digest_of, view
 from ring.token import LEAST_STEPS, Flag, Guard, Token, odd_ones_out, verdict
 from ring.transaction import Compute, Loaded, Reduce, Reduced, ViewArrived, Vote, Voted
+from tests.ring.members import ORIGIN, Member, digest_of, view
 
 TOKEN = Token(1, 5, Flag(0), 1.0, b"d" * 16, b"l" * 16, own=1.0, sent=7, received=7)
 NAN, INF = math.nan, math.inf

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ring.codecs import codec_named
-from ring.local import local_ring
+from tests.ring.local import local_ring
 from wire.memory import MemoryNetwork
 
 
@@ -38,7 +38,7 @@ async def test_a_hop_that_spoils_what_it_carries_is_found() -> None:
         sessions = [member.session for member in ring]
         for session in sessions:
             session.audit()
-        lane = sessions[2]._operations.lanes[0]
+        lane = sessions[2]._lanes[0]
         arrived, spoiled = lane._arrived, []
 
         def spoiling() -> None:

@@ -13,7 +13,7 @@ from p2ptrain.core.errors import P2PTrainError
 from ring import collectives
 from ring.codecs import codec_named
 from ring.lanes import TURN_BYTES, Flow, Lane
-from ring.local import local_ring
+from tests.ring.local import local_ring
 from wire import transport
 from wire.connection import Connection
 from wire.transport import can_watch

@@ -17,8 +17,9 @@ import pytest
 import uvloop
 
 from ring.codecs import codec_named
-from ring.local import LocalMember, local_ring
+from ring.local import LocalMember
 from ring.session import MOST_SUB_CHUNK_BYTES, RingSession
+from tests.ring.local import local_ring
 from wire.transport import TcpNetwork
 
 DEADLINE_S = 120.0  # for a machine that does much else
@@ -105,8 +106,7 @@ def parts_of(session: RingSession) -> list[object]:
     connections = [connection for neighbour in session.neighbours for connection in neighbour.connections]
     return [
         session,
-        session._operations,
-        *session._operations.lanes,
+        *session._lanes,
         *connections,
         *(connection._decoder for connection in connections),
     ]

@@ -12,9 +12,10 @@ import pytest
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError
 from p2ptrain.core.world import Network
 from ring.codecs import codec_named
-from ring.local import LocalMember, local_ring
+from ring.local import LocalMember
 from ring.session import RingBroken, RingSession
 from ring.view import CODEC_NAMES
+from tests.ring.local import local_ring
 from wire.job_messages import StepMetrics
 from wire.memory import MemoryNetwork
 from wire.transport import TcpNetwork

@@ -7,8 +7,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from ring.local import local_ring
 from ring.session import RingSession
+from tests.ring.local import local_ring
 from wire.emulate import EmulatedNetwork, LinkPreset
 from wire.memory import MemoryNetwork, run_virtual
 

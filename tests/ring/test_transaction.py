@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.core.errors import ProtocolError
-from ring.testing import ORIGIN, Member, digest_of, view
 from ring.token import TOKEN_BYTES, Flag, Token, next_lineage
 from ring.transaction import (
     Apply,
@@ -36,6 +35,7 @@ from ring.transaction import (
     Voted,
     Wish,
 )
+from tests.ring.members import ORIGIN, Member, digest_of, view
 
 
 def alone(steps_total: int = 3) -> Member:

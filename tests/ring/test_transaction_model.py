@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ring.testing import MICRO_BATCHES, ORIGIN, Member, digest_of, view
 from ring.token import Flag, Token, next_lineage
 from ring.transaction import (
     Apply,
@@ -41,6 +40,7 @@ from ring.transaction import (
     Wish,
 )
 from ring.view import View
+from tests.ring.members import MICRO_BATCHES, ORIGIN, Member, digest_of, view
 from wire.job_messages import LedgerRow
 
 STEPS = 6

@@ -19,7 +19,6 @@ import pytest
 import xxhash
 
 from configs.schema import Profile
-from ring.local import local_ring
 from ring.session import RingSession
 from ring.token import first_lineage, next_lineage
 from roles.compute_thread import ComputeThread
@@ -30,6 +29,7 @@ from roles.strategies import Contribution
 from roles.strategies.sync import SyncStrategy
 from roles.worker.build import engine_builder
 from roles.worker.checkpoint_store import state_digest
+from tests.ring.local import local_ring
 from wire.memory import MemoryNetwork
 
 PATIENCE_S = 20.0

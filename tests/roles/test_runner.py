@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from configs.schema import Profile
-from ring.testing import ORIGIN, view
 from ring.transaction import Broken, Finished, Form, Loaded, Transaction, Unloaded, ViewArrived
 from roles.engine import WHOLE
 from roles.worker.forming import FORM_TIMEOUT_S, Forming
 from roles.worker.reports import Reports
 from roles.worker.runner import JobRunner
+from tests.ring.members import ORIGIN, view
 from wire.job_messages import Report
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from configs.schema import Profile
 from p2ptrain.core.errors import ConfigError, ConnectionLost
-from ring.local import LocalMember, local_ring
+from ring.local import LocalMember
 from ring.session import RingSession
 from roles.compute_thread import ComputeThread
 from roles.engine import OnFinal
@@ -27,6 +27,7 @@ from roles.stand_in import StandInEngine
 from roles.strategies import Contribution, strategy_of
 from roles.strategies.exchange import Exchange, Piece
 from roles.strategies.sync import SyncStrategy
+from tests.ring.local import local_ring
 from wire.memory import MemoryNetwork
 
 MICRO_BATCHES = 4

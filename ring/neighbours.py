@@ -1,8 +1,11 @@
-"""What ties a member to its neighbours in one view, and how that ends: once, for all of them, with a name.
+"""The links of a member to its neighbours in one view: heartbeats, an ear on every connection, and one end for all.
 
-Whoever loses a neighbour is *broken* for good: it closes all its connections, which breaks the neighbours, and so the
-news goes from member to member as fast as the wires are, with no timeout involved. With it goes the name of the one
-that is lost (``MemberLost``): a connection that ended while its neighbour's beats did not is explained by that
+Alive. The left one of two neighbours beats on a connection of its own, the right one acknowledges, and each counts what
+it hears as a sign of life; so does any payload. All of it happens on the event loop, whatever the compute thread does.
+
+The end. Whoever loses a neighbour is *broken* for good: it closes all its connections, which breaks the neighbours, and
+so the news goes from member to member as fast as the wires are, with no timeout involved. With it goes the name of the
+one that is lost (``MemberLost``): a connection that ended while its neighbour's beats did not is explained by that
 neighbour, for which it has the time of one beat. A member that leaves on purpose says so first (``Leave``).
 
 What the connections carry is the owner's affair: a ring (``ring.session``) or a chain (``ring.chain``).
@@ -11,18 +14,62 @@ What the connections carry is the owner's affair: a ring (``ring.session``) or a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from p2ptrain.core.errors import ConnectionLost, P2PTrainError, Refused
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NetworkError, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.texts import shortened
 from p2ptrain.core.world import Clock
-from ring.detector import Memory
-from ring.liveness import REASON_CHARS, Neighbour, Watch
+from ring.detector import FailureDetector, Memory
 from ring.view import View
 from wire.connection import Connection
 from wire.heal_messages import MemberLost
-from wire.messages import Leave
+from wire.job_messages import MemberRecord
+from wire.messages import Heartbeat, HeartbeatAck, Leave, Message, Refuse
+
+AT_WORK = "between operations"
+"""The state, in a beat, of a member that waits for nobody."""
+REASON_CHARS = 200
+
+
+class Neighbour:
+    """One neighbour and the connections shared with it.
+
+    Args:
+        role: what it is to this member, for people: ``"left neighbour"``.
+
+    Attributes:
+        bulks: of payloads, one a stream. beat: of heartbeats.
+        leaving: it has said that it leaves; the end of its connections is no accident.
+    """
+
+    def __init__(self, role: str, member: MemberRecord, bulks: Sequence[Connection], beat: Connection) -> None:
+        self.title = f"the {role} {member.name}"
+        self.peer_id = member.peer_id
+        self.bulks, self.beat = tuple(bulks), beat
+        self.leaving = False
+
+    @property
+    def connections(self) -> tuple[Connection, ...]:
+        return *self.bulks, self.beat
+
+    @property
+    def last_heard(self) -> float:
+        return max(connection.last_heard for connection in self.connections)
+
+    def say(self, connection: Connection, message: Message, generation: int) -> bool:
+        """Send ``message``; False where the connection is gone, which its listener learns too."""
+        try:
+            connection.send(message, generation=generation)
+        except NetworkError:
+            return False
+        return True
+
+    def abort(self) -> None:
+        for connection in self.connections:
+            connection.abort()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +86,20 @@ class RingBroken:
     beside: str = ""
 
 
-class Bonds:
+class NeighbourLinks:
     """The neighbours of one member, watched. Ends with ``close``, or with the first loss.
 
     Args:
         rank: this member's in ``view``.
         left, right: who beats to it, and to whom it beats; None where there is none.
-        memory: what is known of the neighbours from earlier views.
+        memory: what is known of the neighbours' beats from earlier views.
         status: this member's progress and what it is doing, for the beats.
         on_end: called when a connection of a neighbour has ended: what that means depends on what it still carried.
-        on_beat: called with every beat of the left neighbour.
         on_broken: called once, when the end has come, before any connection is closed.
 
     Attributes:
         broken: resolves to ``RingBroken`` as soon as the end has come, for whatever reason.
-        watch: None without neighbours.
+        rtt_ms: round trip to the right neighbour, None before the first acknowledgement.
     """
 
     def __init__(
@@ -65,35 +111,28 @@ class Bonds:
         left: Neighbour | None,
         right: Neighbour | None,
         memory: Memory,
-        status: Callable[[], tuple[int, int, str]],
+        status: Callable[[], tuple[int, str]],
         on_end: Callable[[Neighbour, Connection, P2PTrainError], None],
-        on_beat: Callable[[Neighbour], None],
         on_broken: Callable[[], None],
     ) -> None:
         self.broken: asyncio.Future[RingBroken] = asyncio.get_running_loop().create_future()
         self.left, self.right = left, right
-        self.watch: Watch | None = None
-        self._view, self._rank = view, rank
-        self._on_broken = on_broken
+        self.rtt_ms: float | None = None
+        self._heartbeat_s = 0.0  # 0 before the first beat
+        self._clock, self._view, self._rank, self._memory = clock, view, rank, memory
+        self._status, self._on_end, self._on_broken = status, on_end, on_broken
+        self._detectors: dict[Neighbour, FailureDetector] = {}
+        self._beat_seq, self._beat_sent_at = 0, 0.0
+        self._planned = math.inf  # when this loop means to wake next
+        self._tasks: set[asyncio.Task[None]] = set()
         self._farewells: set[asyncio.Task[None]] = set()
         self._verdict: asyncio.TimerHandle | None = None  # a connection ended; its neighbour may still say why
         for neighbour in self.neighbours:
             for bulk in neighbour.bulks:
                 bulk.fence = view.generation
                 bulk.tune_for_bulk()
-        if self.neighbours:
-            self.watch = Watch(
-                clock=clock,
-                generation=view.generation,
-                left=left,
-                right=right,
-                memory=memory,
-                status=status,
-                on_end=on_end,
-                on_silent=self.give_up,
-                on_beat=on_beat,
-                on_news=self._told,
-            )
+            for connection in neighbour.connections:
+                self._start(self._listen(neighbour, connection))
 
     @property
     def neighbours(self) -> tuple[Neighbour, ...]:
@@ -142,8 +181,7 @@ class Bonds:
 
     async def wait_closed(self) -> None:
         """After the end: wait until nothing is left, a second at most."""
-        if self.watch is not None:
-            await self.watch.wait_stopped()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*self._farewells)
         for neighbour in self.neighbours:
             for connection in neighbour.connections:
@@ -154,7 +192,7 @@ class Bonds:
         another's death says so on its beats. A process that died ends all connections at once, and the end of its beats
         decides: what it said before that was heard by then.
         """
-        beats = self.watch.heartbeat_s if self.watch is not None else 0.0
+        beats = self._heartbeat_s
         if not beats or connection is neighbour.beat or neighbour.leaving or not isinstance(error, ConnectionLost):
             self.give_up(neighbour, error)
         elif self._verdict is None and not self.broken.done():
@@ -219,5 +257,95 @@ class Bonds:
         if self._verdict is not None:
             self._verdict.cancel()
         self._on_broken()
-        if self.watch is not None:
-            self.watch.stop()
+        for task in self._tasks:
+            task.cancel()
+
+    def begin_beats(self, heartbeat_s: float, death_s: float) -> None:
+        """From now on silence counts: called when every member is known to be there."""
+        self._heartbeat_s = heartbeat_s
+        for neighbour in self.neighbours:
+            self._detectors[neighbour] = FailureDetector(
+                heartbeat_s=heartbeat_s,
+                death_s=death_s,
+                now=self._clock.now(),
+                rhythm=self._memory.of(neighbour.peer_id),
+            )
+        if self.neighbours:
+            self._start(self._pulse(heartbeat_s))
+
+    # -------------------------------------------------------------------------------------------------------- listening
+
+    async def _listen(self, neighbour: Neighbour, connection: Connection) -> None:
+        try:
+            while True:
+                try:
+                    received = await connection.receive(timeout_s=3600)  # silence is judged by the detector
+                except DeadlineExceeded:
+                    if connection.close_cause is not None:
+                        raise
+                    continue
+                self._heard(neighbour, connection, received.message)
+        except P2PTrainError as error:
+            self._on_end(neighbour, connection, error)
+
+    def _heard(self, neighbour: Neighbour, connection: Connection, message: Message) -> None:
+        match message:
+            case Leave():
+                neighbour.leaving = True
+            case Refuse(message=text):
+                raise ConnectionLost(f"it refuses to go on: {text}")
+            case Heartbeat(seq=seq) if self.left is not None and connection is self.left.beat:
+                connection.send(HeartbeatAck(seq), generation=self._view.generation)
+                self._beat_came(neighbour)
+            case HeartbeatAck(seq=seq) if self.right is not None and connection is self.right.beat:
+                self._beat_came(neighbour)
+                if seq == self._beat_seq:
+                    self.rtt_ms = (self._clock.now() - self._beat_sent_at) * 1e3
+            case MemberLost() if connection is neighbour.beat:
+                self._told(neighbour, message)
+            case _:
+                raise ProtocolError(f"it sent {type(message).__name__}, which has no place in a ring")
+
+    def _beat_came(self, neighbour: Neighbour) -> None:
+        if detector := self._detectors.get(neighbour):
+            self._doubt_itself(self._clock.now())
+            detector.beat(neighbour.beat.last_heard)
+
+    # ---------------------------------------------------------------------------------------------------------- beating
+
+    async def _pulse(self, heartbeat_s: float) -> None:
+        """Beat to the right, and judge both neighbours' silence at the moment when it is up."""
+        now = due = self._clock.now()
+        late_s = 0.0
+        while True:
+            if now >= due:
+                self._beat(now, late_s)
+                due = now + heartbeat_s
+            self._planned = min(due, *(detector.next_deadline() for detector in self._detectors.values()))
+            await asyncio.sleep(max(self._planned - now, 0.0))
+            now = self._clock.now()
+            late_s = self._doubt_itself(now)
+            for neighbour, detector in self._detectors.items():
+                detector.heard(neighbour.last_heard)
+                if detector.dead(now):
+                    silence = f"it gave no sign of life for {detector.silent_for(now):.1f} s"
+                    self.give_up(neighbour, DeadlineExceeded(silence))
+
+    def _doubt_itself(self, now: float) -> float:
+        """By how much this loop is late with what it planned last; each lateness counts once."""
+        late_s, self._planned = max(now - self._planned, 0.0), max(now, self._planned)
+        for detector in self._detectors.values():
+            detector.loop_late(late_s)
+        return late_s
+
+    def _beat(self, now: float, late_s: float) -> None:
+        self._beat_seq, self._beat_sent_at = self._beat_seq + 1, now
+        progress, state = self._status()
+        beat = Heartbeat(self._beat_seq, progress, self._view.step, state, loop_lag_ms=late_s * 1e3)
+        if self.right is not None:
+            self.right.say(self.right.beat, beat, self._view.generation)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
