@@ -15,6 +15,8 @@ MAX_STAGES = 256
 REDUCED_TO_STATE = 3
 """The state holds two moments beside the parameters, each as large as what a step reduces."""
 MIN_SUB_CHUNK_BYTES, MAX_SUB_CHUNK_BYTES = 8, 64 << 20
+TERM_BITS = 40
+"""The seed of term t mints generations above t << 40, so none is minted twice after a seed was restored."""
 LABEL = "/"
 """Between a job's id, which never has it, and the stage whose ring is meant."""
 CODEC_NAMES = frozenset({"fp32", "bf16", "fp16", "int8", "int4", "topk"})
@@ -64,6 +66,11 @@ class View:
     def state_bytes(self) -> int:
         """About so large is the largest state that a member may have to load, fetch or update while others wait."""
         return REDUCED_TO_STATE * self.reduce_bytes
+
+    @property
+    def term(self) -> int:
+        """Of the seed that minted it."""
+        return self.generation >> TERM_BITS
 
     @property
     def size(self) -> int:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
+from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.world import Clock
 from ring import coordination as co
 from ring.coordination import ENDED, Phase
@@ -41,6 +42,10 @@ _METRICS = frozenset(item.name for item in dataclasses.fields(MetricRow)) - {
 _SHOWN = ("loss", "lr", "grad_norm", "tokens_per_s", "step_ms", "compute_ms", "communicate_ms", "wait_ms")
 
 
+SETTLE_S = 30.0
+"""For the members of a job to find a seed that was restored: as long as they may be away from one that was not."""
+
+
 def _nothing_known(job: str) -> int:
     return 0
 
@@ -56,6 +61,8 @@ class Office:
         restored: a job went back to the step of this view: what its members saved later is set aside.
         survey: what is known of the links between workers.
         ledger_step: job id → the step up to which it is known who computed each.
+        settled: a job of a restored seed knows its newest view now.
+        minted: a view is durable.
         minted_below: generations up to this one may have been minted before this seed led.
     """
 
@@ -68,6 +75,8 @@ class Office:
     restored: Callable[[View], Awaitable[None]]
     survey: Survey
     ledger_step: Callable[[str], int] = _nothing_known
+    settled: Callable[[Desk], None] = lambda desk: None
+    minted: Callable[[], None] = lambda: None
     minted_below: int = 0
 
 
@@ -90,11 +99,14 @@ class Desk:
         self.record = record
         self.spec = spec
         self._office = office
-        self._row = history.row
-        self._val_loss = history.val_loss
         self._events: asyncio.Queue[tuple[co.Event, asyncio.Future[bool]]] = asyncio.Queue()
         self._retired = asyncio.Event()
-        view = history.view
+        self.settled = asyncio.Event()
+        self._views_told: dict[str, View] = {}
+        self._told_view = asyncio.Event()
+        self.stages = stages_of(spec)
+        if not record.unsettled:
+            self.settled.set()
         if record.restoring is not None:  # the seed that was told died before it was done
             wishes: list[co.Event] = [
                 co.Restore(*record.restoring),
@@ -102,6 +114,12 @@ class Desk:
             ]  # that came later
             for wish in wishes:
                 self._events.put_nowait((wish, asyncio.get_running_loop().create_future()))
+        self._begin(history)
+
+    def _begin(self, history: History) -> None:
+        """Make the coordinator from what the store knows."""
+        office, record, spec, view = self._office, self.record, self.spec, history.view
+        self._row, self._val_loss = history.row, history.val_loss
         past = co.Past(
             state=record.state,
             reason=record.reason,
@@ -114,7 +132,6 @@ class Desk:
             step_s=_step_s(history.row) if history.row else 0.0,
             reread=history.reread,
         )
-        self.stages = stages_of(spec)
         self._device = device_of(spec)
         terms = co.Terms(
             workers=record.workers // self.stages,
@@ -184,6 +201,8 @@ class Desk:
 
     async def run(self) -> None:
         """Handle events and deadlines until ``retire``, or cancelled. Raises ``StorageError``."""
+        if not self.settled.is_set():
+            await self._settle()
         while not self._retired.is_set():
             handled: asyncio.Future[bool] | None = None
             event: co.Event = co.Signal.TICK
@@ -209,6 +228,63 @@ class Desk:
             self._office.freed()
         while not self._events.empty():
             _tell(self._events.get_nowait()[1], False)
+
+    def view_told(self, peer_id: str, view: View) -> None:
+        """A member tells its view, which an earlier term minted. Raises ``ProtocolError`` where that cannot be."""
+        if view.job != self.id or view.rank_of(peer_id) is None or view.generation > self._office.minted_below:
+            raise ProtocolError(f"{peer_id} tells of a view that was never minted: generation {view.generation}")
+        self._views_told[peer_id] = view
+        self._told_view.set()
+
+    def member_here(self) -> None:
+        """A worker of the job is here again."""
+        self._told_view.set()
+
+    async def _settle(self) -> None:
+        """Wait until all members of the newest view are here, for ``SETTLE_S`` at most; then go on from that view.
+
+        A member that does not know the newest view was lost before it heard of it.
+        """
+        try:
+            async with asyncio.timeout(SETTLE_S):
+                while not self._all_here():
+                    await self._told_view.wait()
+                    self._told_view.clear()
+        except TimeoutError:
+            pass
+        newest, store = self._newest_told(), self._office.store
+        self.record = dataclasses.replace(self.record, unsettled=False)
+        if newest is None:
+            await store.call(Records.save_job, self.record)
+        else:
+            if self.stages > 1:
+                held = {member.peer_id: newest.stage_of(rank) for rank, member in enumerate(newest.members)}
+                self.record = dataclasses.replace(self.record, held=self.record.held | held)
+            await store.call(Records.adopt_view, newest, self.record, wall=self._office.clock.wall())
+            self._note("info", "restored", f"goes on from generation {newest.generation}, as its members tell it")
+        self._begin(await store.call(history, self.id, split=self.stages > 1))
+        self.settled.set()
+        self._office.settled(self)
+
+    def _newest_told(self) -> View | None:
+        """The newest view that a living member tells of; None where it is not newer than the one that is known."""
+        links = self._office.links
+        told = [
+            view for peer_id, view in self._views_told.items() if peer_id in links and links[peer_id].job == self.id
+        ]
+        newest = max(told, key=lambda view: view.generation, default=None)
+        known = self.core.view.generation if self.core.view else 0
+        return newest if newest is not None and newest.generation > known else None
+
+    def _all_here(self) -> bool:
+        """Whether all members of the newest view are here, and nobody is in a newer one that it has yet to tell."""
+        view = self._newest_told() or self.core.view
+        here = [link for link in self._office.links.values() if link.job == self.id]
+        return (
+            view is not None
+            and {member.peer_id for member in view.members} <= {link.id for link in here}
+            and all(link.hello.generation <= view.generation for link in here)
+        )
 
     def _measured(self) -> list[co.Event]:
         """What became known of the links since the last event, and how long a step computes."""
@@ -297,6 +373,7 @@ class Desk:
         wall = office.clock.wall()
         if await office.store.call(Records.add_view, view, self.record, restored=restored, wall=wall):
             self.chronicle.began_anew(view)
+        office.minted()
         if self._row is not None and self._row.step > view.step:
             self._row, self._val_loss = await office.store.call(_last, self.id)
         links = [office.links[member.peer_id] for member in view.members if member.peer_id in office.links]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -68,6 +69,7 @@ class Link:
         lost_at: monotonic time at which it was lost; None while it is here.
         told: set once it has said how fast it computes, or is gone.
         serving: of a verifier or a drafter, what it serves; None before it said so.
+        early: what it said before its job was settled (``roles.seed.jobs``).
     """
 
     connection: Connection
@@ -86,6 +88,7 @@ class Link:
     calls: Calls = field(default_factory=Calls)
     told: asyncio.Event = field(default_factory=asyncio.Event)
     serving: ServingInfo | None = None
+    early: deque[Message] = field(default_factory=deque)
 
     @property
     def id(self) -> str:

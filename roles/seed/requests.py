@@ -14,6 +14,7 @@ from ring import coordination as co
 from ring.coordination import ENDED, Phase
 from ring.ledger import counts_of_untrusted
 from roles.seed.archive import Archive
+from roles.seed.jobs import SETTLE_S
 from roles.seed.params import Params, Result, did_you_mean, label_of, text_of, whole_of
 from roles.seed.peers import clipped
 from roles.seed.planning import checked_profile, checked_shape, planned
@@ -258,6 +259,9 @@ class Clerk:
         return await self._tell(desk, co.Signal.SAVE, "was told to save")
 
     async def _tell(self, desk: Desk, event: co.Event, what: str) -> Result:
+        if not desk.settled.is_set():
+            text = f"the seed was restored, and waits for the members of job {desk.record.name}"
+            raise Refused("busy", text, remedy=f"try again in {SETTLE_S:g} s")
         self._seed.note("info", "operator", f"job {desk.record.name} {what}", "", desk.id)
         if not await desk.post(event):
             raise Refused("unknown-job", f"job {desk.record.name} was forgotten meanwhile")

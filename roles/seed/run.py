@@ -11,6 +11,7 @@ from pathlib import Path
 from p2ptrain.core.errors import P2PTrainError, first_error
 from p2ptrain.core.world import Clock, World
 from roles.seed.authority import Authority
+from roles.seed.backup import Backup
 from roles.seed.leading import begin
 from roles.seed.options import Beats, Guard, cluster_id
 from roles.seed.server import Seed
@@ -70,6 +71,7 @@ async def run_seed(
     heartbeat_s: float = 0,
     death_s: float = 0,
     encryption: Encryption | None = None,
+    backup_dir: Path | None = None,
     on_ready: Callable[[tuple[str, int]], None],
     stop: asyncio.Event,
 ) -> None:
@@ -79,6 +81,7 @@ async def run_seed(
         state_dir: where it keeps its record; made where it does not exist. One seed at a time.
         heartbeat_s, death_s: of the links to workers; 0 and 0: from each worker's measured round trip.
         encryption: None: a plain seed, which is for the loopback.
+        backup_dir: where a copy of all that it knows is kept up to date (``roles.seed.backup``).
         on_ready: called with the address that it listens on.
 
     Raises:
@@ -96,6 +99,11 @@ async def run_seed(
             guard = Guard(authority, encryption.ticket_host)
         await begin(world, store, state_dir)
         seed = await Seed.open(world, store, name=name, beats=Beats(heartbeat_s, death_s), guard=guard)
+        if backup_dir is not None:
+            seed.backup = Backup(
+                world, store, guard.authority, backup_dir, lambda text: seed.note("error", "backup", text)
+            )
+            await seed.backup.write()  # it is known at once where that cannot be done
         door = seed.door.decide
         server = await serve(world.network, host, port, decide=door, serve=seed.serve, on_problem=seed.diary.refused)
         try:
@@ -103,6 +111,8 @@ async def run_seed(
             if encryption is not None and ticket is not None:
                 encryption.on_ticket(ticket)
             await _until(stop, seed, own, server, on_ready)
+            if seed.backup is not None:
+                await seed.backup.write()
         finally:
             await server.close()
     finally:

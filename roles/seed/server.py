@@ -11,7 +11,9 @@ from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.world import World
 from ring import coordination as co
 from ring.detector import FailureDetector, Memory
+from ring.view import TERM_BITS, View
 from roles.background import started_in
+from roles.seed.backup import Backup
 from roles.seed.catalogue import Catalogue
 from roles.seed.diary import Diary
 from roles.seed.door import Door
@@ -37,13 +39,12 @@ from roles.seed.requests import Clerk
 from roles.seed.serving import ASKED_BY_VERIFIERS, Services
 from roles.seed.specs import stages_of
 from roles.seed.store import JobRecord, PeerRecord, Records, Store
-from roles.seed.succession import first_generation
 from roles.seed.updates import Board, Map
 from wire.address import format_address
 from wire.chain_messages import PartsHeld
 from wire.connection import Connection, last_word
 from wire.handshake import RefusalCode
-from wire.job_messages import CheckpointSaved, LedgerRows, Release, Report, StepMetrics
+from wire.job_messages import CheckpointSaved, LedgerRows, Release, Report, StepMetrics, ViewAnnounced
 from wire.messages import (
     EventNotice,
     Heartbeat,
@@ -62,6 +63,7 @@ from wire.speculation_messages import Serving
 LOST_SHOWN_S = 60.0
 """How long a lost worker stays in the list, as lost."""
 AGE_S = 1.0
+MAX_EARLY = 4096
 
 
 class Seed:
@@ -119,8 +121,11 @@ class Seed:
             self.checkpoints.went_back,
             self.survey,
             self.ledger_step,
-            first_generation(term),
+            self._settled,
+            self._copy_soon,
+            term << TERM_BITS,
         )
+        self.backup: Backup | None = None
 
     @classmethod
     async def open(cls, world: World, store: Store, *, name: str, beats: Beats, guard: Guard) -> Seed:
@@ -146,6 +151,8 @@ class Seed:
         tasks.create_task(self.store.run(), name="store")
         tasks.create_task(self._age(), name="ages")
         tasks.create_task(self.followers.run(), name="standbys")
+        if self.backup is not None:
+            tasks.create_task(self.backup.run(), name="backup")
         others = partial(others_lead, self.world, self.followers, self.door.introduction("probe", address[1]))
         tasks.create_task(self.rivals.watch(others), name="rivals")
 
@@ -225,6 +232,7 @@ class Seed:
         if desk is not None and desk.live:
             link.job = desk.id
             desk.post(co.PeerReturned(desk.peer(link), link.hello.generation))
+            desk.member_here()
         elif link.hello.job:
             link.last_job = link.hello.job
             link.say(Release(link.hello.job[:64], "the job is over"))
@@ -269,6 +277,42 @@ class Seed:
     async def _heard_of_work(self, link: Link, message: Message) -> None:
         """What workers alone say."""
         desk = self.desks.get(link.job)
+        if desk is not None and not isinstance(message, PartsHeld) and (link.early or not desk.settled.is_set()):
+            await self._heard_early(link, desk, message)
+            return
+        await self._heard_of_job(link, desk, message)
+
+    async def _heard_early(self, link: Link, desk: Desk, message: Message) -> None:
+        """The seed was restored, and does not know the job's newest view yet: the rest waits for that."""
+        if isinstance(message, ViewAnnounced):
+            desk.view_told(link.id, View.from_message_untrusted(message))
+            return
+        if len(link.early) >= MAX_EARLY:
+            await desk.settled.wait()
+        link.early.append(message)
+
+    def _copy_soon(self) -> None:
+        if self.backup is not None:
+            self.backup.soon()
+
+    def _settled(self, desk: Desk) -> None:
+        assert self._tasks is not None
+        for link in self.links.values():
+            if link.job == desk.id:
+                started_in(self._tasks, self._catch_up(link), "what was said early")
+        self._assign_free()
+
+    async def _catch_up(self, link: Link) -> None:
+        try:
+            while link.early and self.links.get(link.id) is link:
+                await self._heard_of_job(link, self.desks.get(link.job), link.early[0])
+                link.early.popleft()
+        except P2PTrainError as problem:
+            link.early.clear()
+            say_last(link.connection, problem)
+            link.connection.abort(problem)
+
+    async def _heard_of_job(self, link: Link, desk: Desk | None, message: Message) -> None:
         match message:
             case Report() if desk is not None and message.job == desk.id:
                 await self._reported(link, desk, checked_report(message, desk.record.steps_total))
@@ -288,7 +332,7 @@ class Seed:
                 await self.checkpoints.saved(link, message)
             case PartsHeld():
                 self.parts.told(link.id, link.name, message)
-            case Report() | StepMetrics() | CheckpointSaved() | LedgerRows():
+            case Report() | StepMetrics() | CheckpointSaved() | LedgerRows() | ViewAnnounced():
                 pass  # of a job that it is no longer on
             case _:
                 raise ProtocolError(f"a worker does not say {type(message).__name__} to a seed")
@@ -375,7 +419,9 @@ class Seed:
         for link in self.links.values():
             if link.job or not link.trains:
                 continue
-            desk = next((desk for desk in self.desks.values() if desk.core.wants(link.id)), None)
+            desk = next(
+                (desk for desk in self.desks.values() if desk.settled.is_set() and desk.core.wants(link.id)), None
+            )
             if desk is not None:
                 link.job = desk.id
                 desk.post(co.PeerOffered(desk.peer(link)))
@@ -389,6 +435,8 @@ class Seed:
 
     def may_yield(self, desk: Desk) -> bool:
         """Whether a paused job can let its workers go: where it stopped is on the disk of one of them."""
+        if not desk.settled.is_set():
+            return False
         heirs = desk.core.paused_heirs()
         if not heirs:
             return heirs is not None
@@ -404,6 +452,7 @@ class Seed:
         desk = self.desks[record.id] = Desk(self.office, record, spec, History())
         assert self._tasks is not None
         started_in(self._tasks, desk.run(), f"job {desk.id}")
+        self._copy_soon()
         self.note("info", "job-created", f"job {record.name} ({record.id}) was created", "", record.id)
         self.board.touch("jobs", record.id)
         self.board.touch("cluster", "")

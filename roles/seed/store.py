@@ -42,6 +42,8 @@ FLUSH_S = 0.2
 MAX_PENDING = 4096
 """Rows that may wait to be written; whoever brings more waits for the disk."""
 SCHEMA_VERSION = 1
+FILE_NAME = "seed.sqlite3"
+TERM_FACT = "term"
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -107,6 +109,8 @@ class JobRecord:
     """Of a split model: its sizes (``ring.training_costs.ModelShape``), where whoever made the job knew them."""
     cuts: list[int] = dataclasses.field(default_factory=list)
     """Of a split model: where it was cut, once that was planned. Checkpoints depend on it: it stays as it is."""
+    unsettled: bool = False
+    """The seed was restored, and the job's members have not told yet whether they are in a newer view."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +147,11 @@ class Records:
         with _translated(self._path):
             self.feed.stop()
             self._db.close()
+
+    def backup_to(self, target: sqlite3.Connection) -> None:
+        """Copy all of it with SQLite's backup."""
+        with _translated(self._path):
+            self._db.backup(target)
 
     def fact(self, name: str, make: Callable[[], str]) -> str:
         """A value that is made once and stays."""
@@ -209,6 +218,13 @@ class Records:
         Returns:
             whether the ledger begins anew with it (``ledger.view_began``).
         """
+        return self._put_view(view, job, restored=restored, wall=wall)
+
+    def adopt_view(self, view: View, job: JobRecord, *, wall: float) -> None:
+        """A view that the seed minted before it was restored, as its members tell it."""
+        self._put_view(view, job, restored=False, wall=wall)
+
+    def _put_view(self, view: View, job: JobRecord, *, restored: bool, wall: float) -> bool:
         members = json.dumps([dataclasses.astuple(member) for member in view.members])
         row = (view.job, view.generation, view.step, view.lineage, view.square_sum, members, int(restored), wall)
         with self._transaction():
@@ -392,7 +408,7 @@ class Store:
             raise UserError(text, remedy="stop it, or give this one another place with --state")
         thread = (threads or RealThreads()).start("store")
         try:
-            path = directory / "seed.sqlite3"
+            path = directory / FILE_NAME
             records = await thread.submit(lambda: Records(path, disk))
         except BaseException:
             thread.close()

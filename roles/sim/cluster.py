@@ -14,7 +14,8 @@ from ring.training_costs import ModelShape, ModelSizes
 from ring.transaction import Phase
 from roles.engine import WHOLE, Stage
 from roles.identity import claim
-from roles.seed import ledger, run_seed
+from roles.seed import ledger, restore, run_seed
+from roles.seed.backup import COPY_NAME, keep_copy
 from roles.sim.disk import MachineDisk
 from roles.sim.engine import Buffer, SimEngine
 from roles.sim.loop import PROCESS, Process, SimLoop
@@ -29,7 +30,7 @@ from wire.messages import Scalar
 
 SEED, PERSON, LISTEN = "seed", "person", "127.0.0.1"
 SEED_PORT = 7700
-STATE = Path("/state")
+STATE, BACKUP = Path("/state"), Path("/backup")
 EPOCH_S = 1_700_000_000.0
 CALL_S = 0.01
 MEMORY_BYTES = 1 << 40
@@ -135,6 +136,15 @@ class Machine:
         self.announced, self.wholes = {}, {}
         self._simulation.observer.forget(self.host)
 
+    def restore(self, copy: bytes) -> None:
+        """The seed's disk is lost; it is restored from a copy."""
+        self.kill()
+        self.disk.close()
+        self.disk = self._new_disk()
+        keep_copy(self.disk.seen_by(Process(self.host)), BACKUP, copy)
+        self._simulation.observer.restored([machine.host for machine in self._simulation.live if machine.up])
+        self.start()
+
     def _new_disk(self) -> MachineDisk:
         disk = MachineDisk(random.Random(self._simulation.random.getrandbits(64)))  # noqa: S311
         disk.killed = self.kill
@@ -223,9 +233,13 @@ class Machine:
         """A seed that cannot write ends; its person starts it again."""
         while not self.stop.is_set():
             try:
+                world = self._world()
+                if COPY_NAME in world.disk.list_dir(BACKUP) and not self.disk.has_database(STATE / "seed.sqlite3"):
+                    restore(world.disk, BACKUP, STATE)
                 await run_seed(
-                    self._world(),
+                    world,
                     state_dir=STATE,
+                    backup_dir=BACKUP,
                     host=LISTEN,
                     port=SEED_PORT,
                     name=SEED,
@@ -263,6 +277,7 @@ class Simulation:
         # measured, and cuts it by that.
         self._is_placed = profile.stages > 1 and number % 4 == 1
         self.said: dict[str, Scalar] = {"parts_memory_bytes": MEMORY_BYTES} if self._is_placed else {}
+        self.copies: list[tuple[int, bytes]] = []  # of the seed, each with the generation that was minted last
         self.job = ""
         self.complaints: list[str] = []
 

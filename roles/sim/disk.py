@@ -132,6 +132,9 @@ class MachineDisk:
         database.full = self.full
         return database
 
+    def has_database(self, path: Path) -> bool:
+        return path in self._databases
+
     def lock(self, path: Path, process: Process) -> bool:
         holder = self._locks.get(path)
         if holder is not None and holder.alive and holder is not process:
@@ -229,7 +232,9 @@ class ProcessDisk:
         self.write_file(path, (node.data if isinstance(node, _File) else b"") + bytes(data))
 
     def set_mode(self, path: Path, mode: int) -> None:
-        self._file(path).mode = mode
+        self._check()
+        if not self.is_dir(path):
+            self._file(path).mode = mode
 
     def sync_file(self, path: Path) -> None:
         self._die_if(self._changing())
@@ -293,6 +298,10 @@ class ProcessDisk:
     def connect(self, path: Path) -> sqlite3.Connection:
         self._check()
         database = self._machine.database(path)
+        node = self._machine.find(path)
+        if isinstance(node, _File):  # it was put there as a file
+            database.deserialize(node.data)
+            self._dir(path.parent).do(lambda entries: entries.pop(path.name, None))
         if database.in_transaction:  # what a process that was killed had not committed
             database.rollback()
         return database

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 from ring.transaction import Phase
@@ -36,6 +37,7 @@ KINDS = {
     "seed-restart": 1,
     "seed-away": 1,
     "seed-freeze": 1,
+    "seed-lost": 3,
     "disk-full": 2,
     "bit-flip": 1,
     "liar": 2,
@@ -76,6 +78,8 @@ class Faults:
 
     async def strike(self, kind: str) -> None:
         """Do one of ``KINDS``; where nobody is there to do it to, nothing happens."""
+        if kind != "join":
+            self._simulation.observer.kept = (0, set())
         simulation, rng = self._simulation, self._random
         live = simulation.live
         victims = rng.sample(live, len(live))
@@ -130,6 +134,8 @@ class Faults:
                 self._garbage(rng.choice([simulation.seed, victims[0]]))
             case "seed-kill" | "seed-restart" | "seed-away" | "seed-freeze" if simulation.seed.up:
                 await self._seed(kind)
+            case "seed-lost":
+                await self._lose_seed()
             case "bit-flip" if victims:
                 victims[0].flips = rng.randrange(1, 4 * NUMEL)  # two equal ones would be no difference
                 self._tell(f"a bit flips in the memory of {victims[0].host}, after the next reduction")
@@ -294,6 +300,24 @@ class Faults:
             await self._at_moment(seed, rng.choice((1, 5, 40)), Machine.power_cut if cut else Machine.kill)
             away_s = rng.choice((40.0, 100.0)) if kind == "seed-away" else rng.choice((0.0, 1.0, 10.0))
             self._later(self._after(away_s, lambda: self._start(seed)))
+
+    async def _lose_seed(self) -> None:
+        """The seed is gone with its disk, and the copy that it is restored from lacks the newest view, if it can be."""
+        simulation, line = self._simulation, self._simulation.observer.line
+        self.join()  # a view that the copy lacks
+
+        def behind() -> list[bytes]:
+            return [copy for generation, copy in simulation.copies if 0 < generation < line.generation]
+
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE_S):
+                while not behind() or len(line.lineages) < 3:  # noqa: ASYNC110 - virtual time
+                    await asyncio.sleep(0.01)
+        if copies := behind() or [copy for generation, copy in simulation.copies if generation]:
+            self._tell("the seed is lost with its disk, and restored from a copy")
+            simulation.seed.kill()
+            await asyncio.sleep(self._random.choice((0.0, 1.0, 10.0)))
+            simulation.seed.restore(copies[-1])
 
     def _lie(self, victim: Machine) -> None:
         """For some steps to come its contributions are not what its micro-batches gave."""

@@ -14,6 +14,8 @@ from ring.coordinator import Coordinator
 from ring.links import Inbound
 from ring.transaction import Transaction
 from ring.view import View
+from roles.seed import backup
+from roles.seed.jobs import Desk
 from roles.seed.store import Records
 from roles.sim.disk import ProcessDisk
 from roles.sim.watching import replaced
@@ -96,12 +98,24 @@ def _no_confirm() -> list[Patch]:
     return [(Transaction, "_confirm", confirm)]
 
 
+def _same_term() -> list[Patch]:
+    """A restored seed goes on in the term of its copy."""
+    return [(backup, "next_term", lambda original: lambda term: term)]
+
+
+def _copy_is_newest() -> list[Patch]:
+    """A restored seed goes on from the newest view in its copy, whatever the members are in."""
+    return [(Desk, "_newest_told", lambda original: lambda self: None)]
+
+
 MUTATIONS: dict[str, tuple[Callable[[], list[Patch]], tuple[str, ...]]] = {
     "fence": (_no_fence, ("seed-kill", "seed-restart", "cut", "join")),
     "digest": (_no_digest, ("bit-flip",)),
     "redo": (_no_redo, ("kill-in-vote", "join")),
     "dir-sync": (_no_dir_sync, ("power-cut", "save")),
     "ledger": (_no_ledger, ("seed-kill", "seed-freeze", "silence", "cut", "one-way", "seed-away")),
+    "term": (_same_term, ("seed-lost", "join", "kill")),
+    "adopt": (_copy_is_newest, ("seed-lost", "join")),
     "confirm": (_no_confirm, ("kill-in-phase", "kill-two", "join", "save", "cut", "freeze")),
 }
 """Name → what is patched, and kinds of faults that are apt to show that it is missing."""

@@ -92,6 +92,10 @@ class Observer:
         self.violation: Violation | None = None
         self.line = Line()
         self.job_state = ""
+        self.kept: tuple[int, set[str]] = (
+            0,
+            set(),
+        )  # step and members that the next view has, if only the seed was lost
         self.commits = 0
         self.believed_a_liar = False
         self._bits: dict[tuple[int, str, int], bytes] = {}  # step, lineage, stage
@@ -214,10 +218,25 @@ class Observer:
             self.stages == 1 or len(self._members) < MOST_VIEWS,
             lambda: f"{MOST_VIEWS} views, and the job is at step {view.step}",
         )
+        step, members = self.kept
+        gone = members - {member.name for member in view.members}
+        self.check(
+            "restored keeps",
+            view.step >= step and not gone,
+            lambda: f"generation {view.generation} begins at step {view.step} of {step} known ones, without {gone}",
+        )
+        self.kept = (0, set())
         line.generation, self._replicas = view.generation, view.replicas
         self._members[view.generation] = {member.name for member in view.members}
         line.lineages = {step: lineage for step, lineage in line.lineages.items() if step < view.step}
         line.lineages[view.step] = view.lineage
+
+    def restored(self, live: Sequence[str]) -> None:
+        """The seed begins again from a copy: a ring whose members all live goes on with all of them."""
+        members = self._members.get(self.line.generation, set())
+        begun = any(generation == self.line.generation for generation, _ in self._committed)  # then all know the view
+        if begun and members <= set(live):
+            self.kept = max(self.line.lineages, default=0), members
 
     def _no_further_than_must_be(self, view: View) -> None:
         """A split model that went back by itself did so for want of a later step that is there in all its parts."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from p2ptrain.core.checkpoints import CheckpointStore
 from ring.transaction import Followed, Phase, Transaction
 from roles import gauges
+from roles.seed import backup
 from roles.seed.store import Records
 from roles.seed_link import SeedLink
 from roles.sim.engine import bits_of
@@ -78,6 +79,13 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
         def call(self: Records, checkpoint: Any, *rest: Any) -> None:
             original(self, checkpoint, *rest)
             observer.recorded(checkpoint.step, checkpoint.digest)
+
+        return call
+
+    def keep_copy(original: Any) -> Any:
+        def call(disk: Any, directory: Any, data: bytes) -> None:
+            original(disk, directory, data)
+            simulation.copies.append((observer.line.generation, data))
 
         return call
 
@@ -165,6 +173,7 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
             (CheckpointFiles, "load", load),
             (CheckpointFiles, "verify", verify),
             (SeedLink, "send", send),
+            (backup, "keep_copy", keep_copy),
             (SyncStrategy, "_summarize", summarize),
             (secrets, "token_hex", lambda original: lambda number=32: names.randbytes(number).hex()),
             (secrets, "token_bytes", lambda original: lambda number=32: names.randbytes(number)),

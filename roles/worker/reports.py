@@ -185,10 +185,10 @@ class Reports:
         if view is not None and view.generation == row.generation and self._rank() == 0:
             self._ledger.tell_last()
 
-    def tell_ledger(self) -> None:
-        """Tell the seed who computed the steps that it did not know of as this view began."""
+    def tell_ledger(self, *, restored: bool = False) -> None:
+        """Tell the seed who computed the steps that it did not know of as this view began; all, if it was restored."""
         if self._core.view is not None:
-            self._ledger.tell_beyond(self._core.view.ledger_step)
+            self._ledger.tell_beyond(0 if restored else self._core.view.ledger_step)
 
     def step_over(self, applied: int, session: RingSession, val_loss: float | None) -> None:
         """Tell of step ``applied``, which all have confirmed."""

@@ -266,6 +266,10 @@ class Worker:
         self._beats = (welcome.heartbeat_s, welcome.death_s)
         if self._stages is not None:
             self._stages.seed_up()
+        if self._runner is not None and (view := self._runner.core.view) and view.term < welcome.term:
+            # The seed was restored, and its copy may be older than this view.
+            self._link.send(view.to_message())
+            self._runner.reports.tell_ledger(restored=True)
         if self._runner is not None:
             self._runner.seed_is_back()
 

@@ -15,6 +15,8 @@ FOUND = {
     "dir-sync": (3, "durable"),
     "ledger": (3, "ledger"),
     "confirm": (0, "confirmed"),
+    "term": (2, "generations grow"),
+    "adopt": (2, "restored keeps"),
 }
 WITHIN = 60
 """Schedules within which each of them is found, from any number on; searched where the product has moved on."""

@@ -1,0 +1,171 @@
+"""Copies of all that a seed knows, and a seed that is restored from one anywhere.
+
+A copy is one file: the database as SQLite's backup gives it, with the authority's files in a table of their own. It is
+written beside the copy before it and renamed over that, so it is complete or not there.
+
+A restored seed leads in a higher term, which is durable in the copy and in the record before the seed listens: so
+generations of two terms never meet, and a worker that has seen the higher term refuses the seed that was lost, should
+it come back. The copy may be behind by some views; each job takes the newest one from its living members before
+anything is decided (``roles.seed.jobs``). What no member holds is lost: evictions, tickets, revocations and jobs that
+nobody has begun to train, if they are newer than the copy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from p2ptrain.core.disk import Disk, write_atomic
+from p2ptrain.core.errors import StorageError, UserError
+from p2ptrain.core.world import World
+from ring.coordination import ENDED
+from roles.seed.authority import Authority, keep_files
+from roles.seed.store import FILE_NAME, SCHEMA_VERSION, TERM_FACT, Records, Store
+from wire.messages import MAX_TERM
+
+COPY_NAME = "seed-backup.sqlite3"
+COPIED_FACT = "copied-at"
+EVERY_S = 60.0
+MAX_COPY_BYTES = 16 << 30
+
+
+def copied(records: Records, files: dict[str, bytes], wall: float) -> bytes:
+    """A copy, with the authority's files. On the store's thread."""
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as copy:
+        records.backup_to(copy)
+        copy.execute("CREATE TABLE authority (name TEXT PRIMARY KEY, data BLOB NOT NULL)")
+        copy.executemany("INSERT INTO authority VALUES (?, ?)", files.items())
+        copy.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (COPIED_FACT, str(wall)))
+        return _file_of(copy)
+
+
+def _file_of(database: sqlite3.Connection) -> bytes:
+    data = database.serialize()
+    return data[:18] + b"\1\1" + data[20:]  # no write-ahead log belongs to it
+
+
+class Backup:
+    """Copies a store to a directory: every minute, and as soon as ``soon`` says so.
+
+    Args:
+        failed: told why a copy could not be written, once until one can be.
+    """
+
+    def __init__(
+        self, world: World, store: Store, authority: Authority | None, directory: Path, failed: Callable[[str], None]
+    ) -> None:
+        self._world, self._store, self._authority, self._directory = world, store, authority, directory
+        self._failed = failed
+        self._thread = world.threads.start("backup")
+        self._soon = asyncio.Event()
+
+    async def write(self) -> None:
+        """Make a copy now. Raises ``StorageError``."""
+        files = self._authority.files() if self._authority is not None else {}
+        data = await self._store.call(copied, files, self._world.clock.wall())
+        await self._thread.submit(partial(keep_copy, self._world.disk, self._directory, data))
+
+    def soon(self) -> None:
+        self._soon.set()
+
+    async def run(self) -> None:
+        """Until cancelled. A copy that fails is told of; the seed goes on."""
+        working = True
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(EVERY_S):
+                    await self._soon.wait()
+            self._soon.clear()
+            try:
+                await self.write()
+                working = True
+            except StorageError as problem:
+                if working:
+                    self._failed(f"no backup is made: {problem.message}: {problem.remedy}")
+                working = False
+
+    def close(self) -> None:
+        self._thread.close()
+
+
+def keep_copy(disk: Disk, directory: Path, data: bytes) -> None:
+    """Blocking. Raises ``StorageError``."""
+    disk.make_dir(directory, mode=0o700)
+    disk.set_mode(directory, 0o700)
+    write_atomic(disk, directory / COPY_NAME, data, private=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a copy was: made at ``wall``; of an ``encrypted`` cluster; its seed leads in ``term`` now."""
+
+    wall: float
+    encrypted: bool
+    term: int
+
+
+def restore(disk: Disk, directory: Path, state_dir: Path) -> Restored:
+    """Make ``state_dir`` that of a seed with all that the copy in ``directory`` has, in a higher term. Blocking.
+
+    Raises:
+        UserError: there is no copy, or there is a seed's record in the state directory already.
+        StorageError: the copy is damaged, or something cannot be written.
+    """
+    if COPY_NAME not in disk.list_dir(directory):
+        raise UserError(f"there is no backup of a seed in {directory}", remedy="name the DIR of seed --backup DIR")
+    disk.make_dir(state_dir, mode=0o700)
+    if FILE_NAME in disk.list_dir(state_dir):
+        text = f"{state_dir} has a seed's record already"
+        raise UserError(text, remedy="start that seed without --restore, or choose another --state")
+    data = disk.read(directory / COPY_NAME, max_bytes=MAX_COPY_BYTES)
+    with _opened(directory / COPY_NAME, data) as copy:
+        found = Restored(*_begin_term(copy))
+        keep_copy(disk, directory, _file_of(copy))  # first: who restores it again gets a higher term still
+        files = dict(copy.execute("SELECT name, data FROM authority"))
+        copy.execute("DROP TABLE authority")
+        keep_files(disk, state_dir / "authority", files) if files else None
+        write_atomic(disk, state_dir / FILE_NAME, _file_of(copy), private=True)
+    return found
+
+
+def _begin_term(copy: sqlite3.Connection) -> tuple[float, bool, int]:
+    """Raise the term, and have every job that goes on ask its members for a newer view."""
+    facts = dict(copy.execute("SELECT name, value FROM facts"))
+    term = next_term(int(facts.get(TERM_FACT, 0)))
+    copy.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (TERM_FACT, str(term)))
+    for job, text in copy.execute("SELECT id, record FROM jobs").fetchall():
+        record = json.loads(text)
+        if record["state"] not in {str(phase) for phase in ENDED}:
+            copy.execute("UPDATE jobs SET record = ? WHERE id = ?", (json.dumps(record | {"unsettled": True}), job))
+    encrypted = bool(copy.execute("SELECT count(*) FROM authority").fetchone()[0])
+    return float(facts[COPIED_FACT]), encrypted, term
+
+
+def next_term(term: int) -> int:
+    """Raises ``StorageError`` where there is none."""
+    if term + 1 >= MAX_TERM:
+        raise StorageError(f"this cluster was restored {term} times", remedy="begin a new one")
+    return term + 1
+
+
+@contextmanager
+def _opened(path: Path, data: bytes) -> Iterator[sqlite3.Connection]:
+    damaged = StorageError(f"the backup {path} is damaged", remedy="use another copy, or begin a new cluster")
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as copy:
+        try:
+            copy.deserialize(data)
+            version = copy.execute("PRAGMA user_version").fetchone()[0]
+            if copy.execute("PRAGMA quick_check").fetchone()[0] != "ok":
+                raise damaged
+            if version != SCHEMA_VERSION:
+                text = f"the backup {path} was written by another release (schema {version}, not {SCHEMA_VERSION})"
+                raise StorageError(text, remedy="use the release that wrote it")
+            yield copy
+        except (sqlite3.Error, ValueError, KeyError, TypeError) as error:
+            raise damaged from error
