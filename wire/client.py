@@ -85,6 +85,19 @@ class Calls:
 
 R = TypeVar("R", bound=Record)
 
+_TOPICS: dict[str, type[Record]] = {
+    "cluster": ClusterInfo,
+    "peers": PeerInfo,
+    "jobs": JobInfo,
+    "metrics": MetricRow,
+    "events": EventInfo,
+    "checkpoints": CheckpointInfo,
+    "recoveries": RecoveryInfo,
+    "parts": PartInfo,
+    "serving": ServingInfo,
+}
+"""Of updates."""
+
 SILENCE_S = 15.0
 """After this long without a frame the seed is asked whether it is still there, and has as long again to answer."""
 MAX_UPDATES = 1024
@@ -256,6 +269,17 @@ class SeedClient:
     async def subscribe(self) -> None:
         """Have the seed send updates from now on."""
         await self.request("subscribe")
+
+    async def news(self) -> AsyncIterator[list[Record]]:
+        """Subscribe; then what changed, as records, of one update at a time. What is gone is left out.
+
+        Raises:
+            ConnectionLost: always, in the end. ProtocolError: the seed says what cannot be.
+        """
+        await self.subscribe()
+        async for update in self.updates():
+            kind = _TOPICS.get(update.topic)
+            yield [kind.from_map_untrusted(item) for item in update.items] if kind is not None else []
 
     async def _value(self, method: str, key: str, kind: type = dict, **params: Any) -> Any:
         return _checked(await self.request(method, params), key, kind)

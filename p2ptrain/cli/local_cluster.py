@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from p2ptrain.core.errors import DeadlineExceeded, JobFailed, NetworkError, P2PTrainError, StorageError, UserError
 from wire.records import FINISHED_STATES, CheckpointInfo, EventInfo, JobInfo, MetricRow, PeerInfo
+from wire.schema import Record
 
 if TYPE_CHECKING:
     from wire.client import SeedClient
@@ -213,11 +214,11 @@ class LocalCluster:
         client, there = await self.connect(), set[str]()
         try:
             async with asyncio.timeout(THERE_S):
-                await client.request("subscribe")
-                async for update in client.updates():
-                    for item in update.items if update.topic == "peers" else []:
-                        gone = item.get("state") in ("lost", "leaving", "away")
-                        (there.discard if gone else there.add)(item["name"])
+                async for records in client.news():
+                    for peer in records:
+                        if isinstance(peer, PeerInfo):
+                            gone = peer.state in ("lost", "leaving", "away")
+                            (there.discard if gone else there.add)(peer.name)
                     if names <= there:
                         return
         except TimeoutError:
@@ -381,10 +382,9 @@ class JobObserver:
                 continue
             self._client = client
             try:
-                await client.request("subscribe")
-                async for update in client.updates():
-                    for item in update.items:
-                        self.take(job, update.topic, item, time.monotonic())
+                async for records in client.news():
+                    for item in records:
+                        self.take(job, item, time.monotonic())
                     self.wake()
             except P2PTrainError:
                 await asyncio.sleep(AGAIN_S)
@@ -393,33 +393,29 @@ class JobObserver:
                 self.peers.clear()
                 await client.close()
 
-    def take(self, job: str, topic: str, item: dict[str, Any], now: float) -> None:
-        """Keep what was told of ``job``. Raises ``ProtocolError``."""
-        match topic:
-            case "jobs" if item.get("id") == job:
-                self.job = JobInfo.from_map_untrusted(item)
+    def take(self, job: str, item: Record, now: float) -> None:
+        """Keep what was told of ``job``."""
+        match item:
+            case JobInfo() if item.id == job:
+                self.job = item
                 view = self.job.generation, tuple(self.job.members)
                 if self.members and (not self.views or (self.views[-1].generation, self.views[-1].members) != view):
                     self.views.append(Seen(now, *view))
-            case "metrics" if item.get("job") == job:
-                row = MetricRow.from_map_untrusted(item)
-                self.metrics[row.step] = row
-                key = (row.step, row.generation or 0)
+            case MetricRow() if item.job == job:
+                self.metrics[item.step] = item
+                key = (item.step, item.generation or 0)
                 if key not in self._seen_rows:
                     self._seen_rows.add(key)
                     self.rows.append(Row(now, *key))
-            case "events":
-                event = EventInfo.from_map_untrusted(item)
-                if event.id > self._last_event:
-                    self._last_event = event.id
-                    self.told.append((now, event))
-            case "peers":
-                peer = PeerInfo.from_map_untrusted(item)
-                self.peers[peer.name], self.names[peer.id] = peer, peer.name
-                self.joined_rtt_ms.setdefault((peer.id, peer.joined_at), peer.rtt_ms or 0.0)
-            case "checkpoints" if item.get("job") == job:
-                saved = CheckpointInfo.from_map_untrusted(item)
-                self.saved.setdefault(saved.id, saved)  # what came first has the time of its end
+            case EventInfo():
+                if item.id > self._last_event:
+                    self._last_event = item.id
+                    self.told.append((now, item))
+            case PeerInfo():
+                self.peers[item.name], self.names[item.id] = item, item.name
+                self.joined_rtt_ms.setdefault((item.id, item.joined_at), item.rtt_ms or 0.0)
+            case CheckpointInfo() if item.job == job:
+                self.saved.setdefault(item.id, item)  # what came first has the time of its end
 
 
 def free_port() -> int:

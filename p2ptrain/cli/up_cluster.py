@@ -23,7 +23,7 @@ from p2ptrain.cli.output import Console, number, print_json, print_pairs, step_l
 from p2ptrain.cli.runtime import DEFAULT_PORT
 from p2ptrain.core.errors import ConnectionLost, JobFailed, P2PTrainError, ProtocolError, UserError
 from wire.address import format_address
-from wire.records import FINISHED_STATES
+from wire.records import FINISHED_STATES, CheckpointInfo, EventInfo, JobInfo, MetricRow, ServingInfo
 
 if TYPE_CHECKING:
     from configs.schema import Profile
@@ -183,7 +183,7 @@ class Run:
         self._workers: list[Child] = []
         self._client: SeedClient | None = None
         self._jobs: dict[str, str] = {}  # of the models that are still to be trained, by role
-        self._last: dict[str, Summary] = {}  # what the seed told of these jobs last, by id
+        self._last: dict[str, JobInfo] = {}  # what the seed told of these jobs last, by id
         self._told: dict[str, int] = {}  # their newest step that was said
         self._trained: dict[str, Summary] = {}  # what came of the other models' jobs
         self._served = False
@@ -237,8 +237,7 @@ class Run:
         if (job := begun.get(spec)) is not None:
             self._console.event("info", f"going on with job {name} ({job}) from its last checkpoint")
             return job
-        order = {"name": name, "profile": profile_name, "spec": spec, **shape_param(profile)}
-        job = str((await self.client.request("jobs.create", order))["job"])
+        job = await self.client.create_job(name, profile_name, spec, **shape_param(profile))
         self._console.event("info", f"created job {name} ({job}) from profile {profile_name}")
         return job
 
@@ -299,29 +298,29 @@ class Run:
     async def _follow(self) -> None:
         """Say how far the jobs are, until all are done or one was not."""
         for job in self._jobs.values():  # steps of an earlier start are not said again
-            self._last[job] = (await self.client.request("jobs.show", {"job": job}))["job"]
-            self._told[job] = int(self._last[job]["step"])
-        await self.client.request("subscribe")
-        async for update in self.client.updates():
-            for item in update.items:
-                if update.topic == "jobs" and item.get("id") in self._last:
-                    self._last[item["id"]] = item
-                elif update.topic == "metrics" and int(item["step"]) > self._told.get(item.get("job", ""), 2**63):
-                    self._tell_step(item)
-                elif update.topic == "events" and item.get("level") != "info" and not self.quiet:
-                    self._console.event(str(item.get("level")), str(item.get("text")))
-            states = {item.get("state") for item in self._last.values()}
+            self._last[job], _ = await self.client.job(job)
+            self._told[job] = self._last[job].step
+        async for records in self.client.news():
+            for item in records:
+                match item:
+                    case JobInfo() if item.id in self._last:
+                        self._last[item.id] = item
+                    case MetricRow() if item.step > self._told.get(item.job, 2**63):
+                        self._tell_step(item)
+                    case EventInfo() if item.level != "info" and not self.quiet:
+                        self._console.event(item.level, item.text)
+            states = {job.state for job in self._last.values()}
             if states <= FINISHED_STATES or states & (FINISHED_STATES - {"done"}):
                 return
         raise ConnectionLost("the seed ended")
 
-    def _tell_step(self, row: dict[str, Any]) -> None:
-        job = row["job"]
-        step = self._told[job] = int(row["step"])
+    def _tell_step(self, row: MetricRow) -> None:
+        job = row.job
+        step = self._told[job] = row.step
         if self.quiet:
             return
-        known = {key: value for key, value in row.items() if isinstance(value, int | float)}
-        line = step_line(step, int(self._last[job].get("steps_total", 0)), known)
+        known = {key: value for key, value in row.to_map().items() if isinstance(value, int | float)}
+        line = step_line(step, self._last[job].steps_total, known)
         if len(self._jobs) > 1:
             role = next(role for role, mine in self._jobs.items() if mine == job)
             line = f"{role:<{max(map(len, self._jobs))}}  {line}"
@@ -331,11 +330,12 @@ class Run:
         """What came of each job that was trained here, for people and programs."""
         found = {}
         for role, job in self._jobs.items():
+            shown, newest = self._last.get(job), None
             try:
-                shown = (await self.client.request("jobs.show", {"job": job}))["job"]
+                shown, _ = await self.client.job(job)
                 newest = await newest_saved(self.client, job)
             except P2PTrainError:
-                shown, newest = self._last.get(job, {}), None
+                newest = None
             found[role] = summed_up(job, shown, newest, time.monotonic() - self._began)
             if interrupted and found[role]["state"] not in FINISHED_STATES:
                 found[role]["state"] = "interrupted"
@@ -357,7 +357,7 @@ class Run:
             await cluster.start_peer(role, 1, *options)
         verifier, drafter = cluster.peers[VERIFIER], cluster.peers[DRAFTER]
         serving = await cluster.while_alive(both_serve(cluster), needed=[cluster.seed, verifier, drafter])
-        self._http_at = str(serving[VERIFIER].get("http", ""))
+        self._http_at = serving[VERIFIER].http
         self._served = True
         if not self.quiet:
             self._tell_serving()
@@ -400,16 +400,14 @@ async def forever() -> None:
     await asyncio.Event().wait()
 
 
-async def both_serve(cluster: LocalCluster) -> dict[str, dict[str, Any]]:
+async def both_serve(cluster: LocalCluster) -> dict[str, ServingInfo]:
     """What a verifier and a drafter serve, once both do, by role. Raises ``JobFailed`` when it takes too long."""
-    there: dict[str, dict[str, Any]] = {}
+    there: dict[str, ServingInfo] = {}
     client = await cluster.connect()
     try:
         async with asyncio.timeout(SERVE_S):
-            await client.request("subscribe")
-            async for update in client.updates():
-                if update.topic == "serving":
-                    there |= {str(item["role"]): item for item in update.items}
+            async for records in client.news():
+                there |= {item.role: item for item in records if isinstance(item, ServingInfo)}
                 if there.keys() >= {VERIFIER, DRAFTER}:
                     return there
             raise ConnectionLost("the seed ended")
@@ -434,19 +432,19 @@ async def unfinished(client: SeedClient, specs: Collection[str], root: Path, *, 
         UserError: there is one of other settings, and it is not to be cancelled.
     """
     found: dict[str, str] = {}
-    for item in (await client.request("jobs.list"))["jobs"]:
-        if item["state"] in FINISHED_STATES:
+    for job in await client.jobs():
+        if job.state in FINISHED_STATES:
             continue
-        spec = (await client.request("jobs.show", {"job": item["id"]}))["spec"]
+        _, spec = await client.job(job.id)
         if spec in specs and spec not in found:
-            found[spec] = str(item["id"])
-            if item["state"] == "paused":
-                await client.request("jobs.resume", {"job": item["id"]})
+            found[spec] = job.id
+            if job.state == "paused":
+                await client.tell_job(job.id, "resume")
         elif cancel:
-            await client.request("jobs.cancel", {"job": item["id"]})
+            await client.tell_job(job.id, "cancel")
         else:
             raise UserError(
-                f"{root} holds an unfinished job {item['name']} ({item['id']}) of other settings",
+                f"{root} holds an unfinished job {job.name} ({job.id}) of other settings",
                 remedy="give the same settings to go on with it, --new to cancel it, or another --state",
             )
     return found
@@ -457,15 +455,13 @@ async def trained_before(client: SeedClient, profile: Profile) -> Summary | None
 
     It does not matter with how many workers it began.
     """
-    for item in reversed((await client.request("jobs.list"))["jobs"]):
-        if item["state"] != "done":
+    for job in reversed(await client.jobs()):
+        if job.state != "done":
             continue
-        shown = await client.request("jobs.show", {"job": item["id"]})
-        newest = await newest_saved(client, item["id"]) if _alike(shown["spec"], profile) else None
-        if newest is not None and newest.get("stage") is None and _is_model(newest["path"]):
-            record = shown["job"]
-            took_s = (record.get("finished_at") or 0.0) - (record.get("started_at") or 0.0)
-            return summed_up(item["id"], record, newest, took_s)
+        _, spec = await client.job(job.id)
+        newest = await newest_saved(client, job.id) if _alike(spec, profile) else None
+        if newest is not None and newest.stage is None and _is_model(newest.path):
+            return summed_up(job.id, job, newest, (job.finished_at or 0.0) - (job.started_at or 0.0))
     return None
 
 
@@ -483,26 +479,25 @@ def _alike(spec: str, profile: Profile) -> bool:
     return found.model_copy(update={"job": found.job.model_copy(update={"workers": profile.job.workers})}) == profile
 
 
-async def newest_saved(client: SeedClient, job: str) -> dict[str, Any] | None:
+async def newest_saved(client: SeedClient, job: str) -> CheckpointInfo | None:
     """The job's newest checkpoint, one of the whole model where there is any. Raises ``P2PTrainError``."""
-    saved = (await client.request("checkpoints.list", {"job": job}))["checkpoints"]
-    return max(saved, key=lambda item: (item.get("stage") is None, item["step"]), default=None)
+    return max(await client.checkpoints(job), key=lambda item: (item.stage is None, item.step), default=None)
 
 
-def summed_up(job: str, shown: dict[str, Any], newest: dict[str, Any] | None, seconds: float) -> Summary:
+def summed_up(job: str, shown: JobInfo | None, newest: CheckpointInfo | None, seconds: float) -> Summary:
     """What came of a job: of its record, and of its newest checkpoint."""
     return {
         "job": job,
-        "state": shown.get("state"),
-        "reason": shown.get("reason", ""),
-        "step": shown.get("step"),
-        "steps": shown.get("steps_total"),
-        "loss": shown.get("loss"),
-        "val_loss": shown.get("val_loss"),
-        "tokens": shown.get("tokens_total"),
+        "state": shown.state if shown else None,
+        "reason": shown.reason if shown else "",
+        "step": shown.step if shown else None,
+        "steps": shown.steps_total if shown else None,
+        "loss": shown.loss if shown else None,
+        "val_loss": shown.val_loss if shown else None,
+        "tokens": shown.tokens_total if shown else None,
         "seconds": round(seconds, 1),
-        "checkpoint": newest["path"] if newest else None,
-        "whole": newest is not None and newest.get("stage") is None,
+        "checkpoint": newest.path if newest else None,
+        "whole": newest is not None and newest.stage is None,
     }
 
 

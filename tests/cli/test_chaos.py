@@ -32,6 +32,8 @@ from p2ptrain.cli.chaos.judge import (
 )
 from p2ptrain.cli.local_cluster import JobObserver, Row, Seen
 from p2ptrain.core.errors import UserError
+from wire.records import EventInfo, JobInfo, MetricRow
+from wire.schema import Record
 
 Command = Callable[..., Any]
 
@@ -236,7 +238,8 @@ def test_a_directory_that_is_not_empty_is_left_alone(command: Command, tmp_path:
 
 
 def told(observer: JobObserver, topic: str, at_s: float, **item: Any) -> None:
-    observer.take("j", topic, item, at_s)
+    kinds: dict[str, type[Record]] = {"jobs": JobInfo, "metrics": MetricRow, "events": EventInfo}
+    observer.take("j", kinds[topic].from_map_untrusted(item), at_s)
 
 
 def job(generation: int, members: list[str], state: str = "running") -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import shutil
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -23,6 +24,7 @@ from p2ptrain.core.errors import JobFailed, P2PTrainError, UserError
 from roles.engine import Engine
 from roles.in_process import Cluster
 from roles.stand_in import StandInEngine
+from wire.records import ServingInfo
 from wire.transport import TcpNetwork
 
 DRAFTER_STEPS, STEPS = 20, 200
@@ -126,7 +128,8 @@ async def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     made = Machine(tmp_path)
 
     async def served(local: LocalCluster) -> dict[str, Any]:
-        return {"verifier": {"http": "http://somewhere/v1"}, "drafter": {}}
+        made = {role: ServingInfo(role, role, role, "", 1, "m") for role in ("verifier", "drafter")}
+        return made | {"verifier": dataclasses.replace(made["verifier"], http="http://somewhere/v1")}
 
     def tell(document: dict[str, Any]) -> None:
         made.told.append(document)
