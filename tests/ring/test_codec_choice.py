@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ring.codecs.choice import CANDIDATES, NEARLY_BEST, choose_codec
-from ring.codecs.error import STATED_ERROR
+from ring.codecs.choice import CANDIDATES, NEARLY_BEST, STATED_ERROR, choose_codec
 
 MIB = 1 << 20
 
