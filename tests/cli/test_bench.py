@@ -1,4 +1,4 @@
-"""``p2ptrain bench``: its arithmetic, its pictures, its sockets, and what it refuses before anything starts."""
+"""``p2ptrain bench``: its arithmetic, its report, its sockets, and what it refuses before anything starts."""
 
 from __future__ import annotations
 
@@ -7,67 +7,108 @@ import json
 import re
 import statistics
 import threading
-import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from p2ptrain.cli.bench import plan
-from p2ptrain.cli.bench.allreduce import GLOO, LIMIT, PLAIN, RING, AllReduce, Plan, Sized
-from p2ptrain.cli.bench.conduct import Ring
-from p2ptrain.cli.bench.drawing import FILLS, MARK, Bar, Line, Point, bars, chart_svg
-from p2ptrain.cli.bench.machine import origin
-from p2ptrain.cli.bench.plan import Samples
-from p2ptrain.cli.bench.report import Targets, human_duration, human_rate, human_size, human_spread, publish
-from p2ptrain.cli.bench.secure import contexts_of, make_credentials
+from configs.schema import Profile
+from p2ptrain.cli.bench import runner
+from p2ptrain.cli.bench.commands import ITEM_BYTES, adapted
+from p2ptrain.cli.bench.member import make_credentials
+from p2ptrain.cli.bench.network import AllReducePlan, RingPlan, measure_allreduce
+from p2ptrain.cli.bench.pipeline import PipelinePlan, measure_pipeline
+from p2ptrain.cli.bench.report import (
+    Case,
+    Contender,
+    Report,
+    check_targets,
+    human_duration,
+    human_rate,
+    human_size,
+    human_spread,
+)
 from p2ptrain.cli.bench.sockets import SocketRing, Traffic
-from p2ptrain.cli.bench.step import DDP, USUAL, Steps, Trained
-from p2ptrain.cli.bench.step import Plan as StepPlan
+from p2ptrain.cli.bench.training import (
+    DDP,
+    LAYERS,
+    RING,
+    STATE_BYTES,
+    USUAL,
+    WARM_STEPS,
+    StepPlan,
+    add_block,
+    added,
+    conclude,
+    save_cases,
+    settings_for,
+)
+from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ConnectionLost, JobFailed, ResourceError, UserError
-from ring import dtypes, session
+from ring import dtypes
+from ring.schedule import Costs, Schedule, simulate
+from wire.credentials import Credentials
+from wire.records import CheckpointInfo, MetricRow
 
 Command = Callable[..., Any]
+
+
+def a_bench(members: Any) -> Any:
+    """What a benchmark is given, with members that are here already."""
+
+    class Opened:
+        async def __aenter__(self) -> Any:
+            return members
+
+        async def __aexit__(self, *exc: object) -> None:
+            return
+
+    return SimpleNamespace(members=lambda count, **how: Opened(), progress=lambda text: None, root=Path())
+
 
 # ------------------------------------------------------------------------------------------------------- arithmetic
 
 
-def test_sizes_are_sorted_and_told_apart() -> None:
-    assert plan.sizes_of("1M,4K, 1024K,", 4) == [4096, 1 << 20]
-    with pytest.raises(UserError, match="whole number of elements"):
-        plan.sizes_of("4K,10", 4)
-
-
 def test_what_is_written_again_is_the_same() -> None:
-    assert {name: dtypes.storage_dtype(name).itemsize for name in dtypes._STORAGE} == plan.ITEM_BYTES
-    assert plan.MAX_SUB_CHUNK_BYTES == session.MAX_SUB_CHUNK_BYTES
+    assert {name: dtypes.storage_dtype(name).itemsize for name in dtypes._STORAGE} == ITEM_BYTES
 
 
-def test_samples() -> None:
-    samples = Samples("", seconds=[5.0, 1.0, 2.0, 4.0, 3.0])
+def test_quantiles_lie_between_samples() -> None:
+    samples = Contender("", [5.0, 1.0, 2.0, 4.0, 3.0])
     assert samples.median_s == 3.0
     assert [samples.quantile_s(part) for part in (0.0, 0.1, 0.9, 1.0)] == pytest.approx([1.0, 1.4, 4.6, 5.0])
     cuts = statistics.quantiles(samples.seconds, n=10, method="inclusive")
     assert [samples.quantile_s(0.1), samples.quantile_s(0.9)] == pytest.approx([cuts[0], cuts[-1]])
-    document = samples.to_json(30.0, "bytes_per_s")
-    assert document["bytes_per_s"] == 10.0
-    assert "median_s" not in Samples("").to_json(1.0, "bytes_per_s")
 
 
-def test_rounds_fit_the_time() -> None:
-    assert plan.rounds_for(1.0, 20.0) == 20
-    assert plan.rounds_for(100.0, 20.0) == plan.LEAST_ROUNDS
-    assert plan.rounds_for(1e-6, 20.0) == plan.MOST_ROUNDS
-    assert plan.rounds_for(1.0, -5.0) == plan.LEAST_ROUNDS
-    assert plan.repeats_for(1.0) == 1
-    assert plan.repeats_for(1e-3) == 5
-    assert plan.repeats_for(1e-7) == plan.MOST_REPEATS
+async def test_contenders_take_turns_in_going_first_and_the_first_round_does_not_count() -> None:
+    report, case = Report("x", "", "bytes", str), Case("", 1, {name: Contender(name) for name in "abc"})
+    asked: list[str] = []
+
+    async def sample(name: str) -> float:
+        asked.append(name)
+        return float(len(asked))
+
+    await runner.interleave(report, case, sample, rounds=3, budget_s=0.0, progress=lambda text: None)
+    assert "".join(asked) == "abc" + "abc" + "bca" + "cab"
+    assert case.contenders["a"].seconds == [4.0, 9.0, 11.0]
+    assert report.cases == [case]
 
 
-def test_another_contender_goes_first_in_each_round() -> None:
-    assert [plan.rotated(["a", "b", "c"], number)[0] for number in range(4)] == ["a", "b", "c", "a"]
+@pytest.mark.parametrize(("budget_s", "rounds"), [(-5.0, 5), (1e9, 60)])
+async def test_rounds_fit_the_time(budget_s: float, rounds: int) -> None:
+    case = Case("", 1, {"a": Contender("a")})
+
+    async def sample(name: str) -> float:
+        return 1.0
+
+    report = Report("x", "", "bytes", str)
+    await runner.interleave(report, case, sample, rounds=0, budget_s=budget_s, progress=lambda text: None)
+    assert len(case.contenders["a"].seconds) == rounds
+    assert [runner.repeats_for(seconds) for seconds in (1.0, 1e-3, 1e-7)] == [1, 5, 32]
 
 
 @pytest.mark.parametrize(
@@ -82,63 +123,59 @@ def test_another_contender_goes_first_in_each_round() -> None:
         (human_size(4096), "4 KiB"),
         (human_size(1000), "1000 B"),
         (human_size(3 << 19), "1.5 MiB"),
-        (human_rate(1.934e9), "1.93"),
-        (human_rate(4.2e6), "0.0042"),
+        (human_rate(1.934e9), "1.93 G"),
+        (human_rate(4.2e6), "0.0042 G"),
     ],
 )
 def test_numbers_for_people(shown: str, text: str) -> None:
     assert shown == text
 
 
-# ---------------------------------------------------------------------------------------------------------- pictures
+def test_lists_of_numbers() -> None:
+    assert runner.numbers_of("200, 0,80.5,.25,0", "--rtt", 9999) == [0.0, 0.25, 80.5, 200.0]
+    for text in ("", "-1", "20ms", "1e3", "nan", "10000", "٣", "1.2.3"):
+        with pytest.raises(UserError, match="no list of numbers"):
+            runner.numbers_of(text, "--rtt", 9999)
 
 
-def test_bars_are_true_and_fit() -> None:
-    groups = [
-        ("64 MiB", [Bar("this ring", 2.0, "2.00 GB/s"), Bar("Gloo", 1.0, "1.00 GB/s", FILLS[1])]),
-        ("4 KiB", [Bar("this ring", 0.01, "0.01 GB/s"), Bar("Gloo", 0.0, "0 GB/s", FILLS[1])]),
+# ------------------------------------------------------------------------------------------------------------ report
+
+
+def test_reports_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    contenders = {"ring": Contender("this ring", [0.5, 0.25], {"losses": [1.0]}), "gloo": Contender("Gloo", [1.0])}
+    case = Case("1 MiB", 1 << 20, contenders, {"factor": 2.5, "missing": None})
+    report = Report("allreduce", "a title", "bytes", human_rate, {"peers": 2}, [case], complete=False)
+    report.columns = {"factor": ("FACTOR", "{:.1f}×".format), "missing": ("MISSING", str)}
+    report.notes = ["a note"]
+    json_to, csv_to = (str(tmp_path / name) for name in ("a.json", "a.csv"))
+    check_targets(json_to, csv_to)
+    report.publish(json_to, csv_to)
+    said = capsys.readouterr().out
+    assert "interrupted" in said
+    assert re.search(r"1 MiB\s+this ring\s+0\.0028 G\s+375 ms\s+275–475 ms\s+2\s+2\.5×\s+-", said)
+    assert "▇" in said
+    assert "· a note" in said
+    assert max(len(line) for line in said.splitlines()[3:]) <= 80
+    document = json.loads((tmp_path / "a.json").read_text())
+    assert (document["complete"], document["settings"]) == (False, {"peers": 2})
+    found = document["results"][0]["contenders"]["ring"]
+    assert (found["median_s"], found["samples"], found["losses"]) == (0.375, 2, [1.0])
+    assert found["bytes_per_s"] == (1 << 20) / 0.375
+    assert {"cores", "system", "python", "torch", "date", "command", "load"} <= set(document["origin"])
+    with (tmp_path / "a.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["contender"], float(row["seconds"])) for row in rows] == [
+        ("ring", 0.5),
+        ("ring", 0.25),
+        ("gloo", 1.0),
     ]
-    lines = bars(groups, width=80)
-    assert max(map(len, lines)) <= 80
-    assert lines[1].count(FILLS[1]) * 2 == lines[0].count(FILLS[0])
-    assert lines[2].count(FILLS[0]) == lines[0].count(FILLS[0]), "each group has a scale of its own"
-    assert "▏" in lines[3], "nothing is still seen"
-    assert bars(groups, common=True)[2].count(FILLS[0]) == 0
-    assert len(set(FILLS)) == len(FILLS)
-    inside, at_the_end = bars([("", [Bar("a", 1.0, "1", mark=0.5), Bar("b", 0.5, "0.5", mark=1.0)])], width=30)
-    assert inside.index(MARK) == (inside.index("█") + inside.rindex("█") + 1) // 2
-    assert at_the_end.index(MARK) == inside.rindex("█"), "a mark is seen beyond the bar, and on the same scale"
 
 
-def test_the_chart_is_svg_with_a_line_for_each_series() -> None:
-    lines = [
-        Line("a <b>", [Point(1.0, 0.5, 1.5), Point(2.0, 1.9, 2.2)]),
-        Line("c", [None, Point(4.0, 4.0, 4.0)]),
-        Line("d", [None, None]),
-    ]
-    text = chart_svg("Title & co", "sub", ["one", "two"], ["4 KiB", "1 MiB"], lines, unit="GB/s")
-    root = ET.fromstring(text)
-    name = "{http://www.w3.org/2000/svg}"
-    assert len(root.findall(f"{name}polyline")) == 2
-    assert len(root.findall(f"{name}circle")) == 3
-    words = {item.text for item in root.iter(f"{name}text")}
-    assert {"Title & co", "a <b>", "c", "d", "GB/s", "4 KiB", "1 MiB", "one", "two", "0", "4"} <= words
-    higher, lower = (float(item.attrib["cy"]) for item in root.findall(f"{name}circle")[:2])
-    assert higher > lower, "more is further up"
-
-
-def test_series_without_lines_have_marks_of_their_own() -> None:
-    lines = [Line(name, [Point(1.0, 1.0, 1.0)] * 2) for name in "abcd"]
-    root = ET.fromstring(chart_svg("", "", [], ["int8", "int4"], lines, unit="", joined=False))
-    marks = [item for item in root if item.tag.endswith(("circle", "rect")) and "opacity" not in item.attrib][1:]
-    kinds = {(item.tag, item.attrib["fill"] == "#ffffff") for item in marks}
-    assert len(marks) == 4 * (2 + 1), "one a label, and the legend's"
-    assert len(kinds) == 4
-    assert not [item for item in root if item.tag.endswith("polyline")]
-
-
-def test_a_chart_of_nothing() -> None:
-    ET.fromstring(chart_svg("", "", [], [], [], unit=""))
+def test_a_report_of_nothing_is_json_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report("x", "", "bytes", human_rate)
+    assert report.picture() == ""
+    report.publish("-", "")
+    assert json.loads(capsys.readouterr().out)["results"] == []
 
 
 # ------------------------------------------------------------------------------------------------------------ sockets
@@ -147,10 +184,12 @@ def test_a_chart_of_nothing() -> None:
 @pytest.fixture(params=["plain", "tls"])
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[SocketRing]]:
     """Two members' sockets, connected in a ring."""
-    if request.param == "tls":
-        made = [SocketRing(*contexts_of(path)) for path in make_credentials(tmp_path, ["member-0", "member-1"])]
-    else:
+    if request.param == "plain":
         made = [SocketRing(), SocketRing()]
+    else:
+        paths = make_credentials(tmp_path, ["member-0", "member-1"])
+        own = [Credentials.load(RealDisk(), Path(path)) for path in paths]
+        made = [SocketRing(each.server_context(), each.client_context()) for each in own]
     together(lambda: made[0].connect(made[1].port), lambda: made[1].connect(made[0].port))
     yield made
     for end in made:
@@ -176,17 +215,16 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
 @pytest.mark.parametrize("sizes", [(300_001, 300_001), (5_000_000, 0), (0, 1), (1, 700_000)])
 @pytest.mark.parametrize("piece_bytes", [1000, 262_144])
 def test_every_byte_arrives_both_ways(pair: list[SocketRing], sizes: tuple[int, int], piece_bytes: int) -> None:
-    for method in pair[0].methods:
-        landed = [bytearray(max(1, size)) for size in reversed(sizes)]
-        patterns = [bytes(range(number, 251)) * 400 for number in (0, 7)]
-        traffics = [
-            Traffic(memoryview(patterns[rank]), memoryview(landed[rank]), sizes[rank], sizes[1 - rank], piece_bytes)
-            for rank in (0, 1)
-        ]
-        together(*(partial(pair[rank].exchange, method, traffics[rank]) for rank in (0, 1)))
-        for rank in (0, 1):
-            repeated = patterns[rank] * (sizes[rank] // len(patterns[rank]) + 1)
-            assert landed[1 - rank][: sizes[rank]] == repeated[: sizes[rank]], method
+    landed = [bytearray(max(1, size)) for size in reversed(sizes)]
+    patterns = [bytes(range(number, 251)) * 400 for number in (0, 7)]
+    traffics = [
+        Traffic(memoryview(patterns[rank]), memoryview(landed[rank]), sizes[rank], sizes[1 - rank], piece_bytes)
+        for rank in (0, 1)
+    ]
+    together(*(partial(pair[rank].exchange, traffics[rank]) for rank in (0, 1)))
+    for rank in (0, 1):
+        repeated = patterns[rank] * (sizes[rank] // len(patterns[rank]) + 1)
+        assert landed[1 - rank][: sizes[rank]] == repeated[: sizes[rank]]
 
 
 def test_round_trips_are_measured_by_the_first(pair: list[SocketRing]) -> None:
@@ -200,10 +238,10 @@ def test_a_socket_that_ends_is_told(pair: list[SocketRing]) -> None:
     pair[1].close()
     memory = memoryview(bytearray(1 << 20))
     with pytest.raises(ConnectionLost):
-        pair[0].exchange(pair[0].methods[0], Traffic(memory, memory, len(memory), len(memory), 65536))
+        pair[0].exchange(Traffic(memory, memory, len(memory), len(memory), 65536))
 
 
-# ------------------------------------------------------------------------------------------------- what is made of it
+# --------------------------------------------------------------------------------------------------------- all-reduce
 
 
 class FakeMembers:
@@ -211,135 +249,199 @@ class FakeMembers:
 
     def __init__(self, seconds: dict[str, Sequence[float]], digests: Sequence[str] = ("d", "d"), error: float = 0.0):
         self.seconds, self.digests, self.error = seconds, digests, error
-        self.asked: list[str] = []
 
     def __len__(self) -> int:
         return 2
 
     async def all(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
         if do == "sample":
-            name = arguments["contender"]
-            self.asked.append(name)
-            return [{"seconds": seconds} for seconds in self.seconds[name]]
+            return [{"seconds": seconds} for seconds in self.seconds[arguments["contender"]]]
         if do == "check":
             return [{"digest": digest, "error": self.error} for digest in self.digests]
-        if do == "connect plainly":
-            return [{"methods": ["slow", "fast"]}] * 2
         return [{"port": 1, "missing": "", "torch": "2", "store_port": 1}] * 2
 
 
-SECONDS = {
-    RING: (0.010, 0.020),
-    GLOO: (0.040, 0.030),
-    f"{LIMIT}:slow": (0.1, 0.1),
-    f"{LIMIT}:fast": (0.005, 0.010),
-}
+SECONDS = {"ring": (0.010, 0.020), "gloo": (0.040, 0.030), "sockets": (0.005, 0.010)}
 
 
-def a_plan(**changes: Any) -> Plan:
-    ring = Ring(**{key: changes.pop(key) for key in ("codec", "link", "tls") if key in changes})
-    values = {"peers": 2, "sizes": [1 << 20], "dtype": "float32", "rounds": 4, "piece_bytes": 1 << 18}
-    return Plan(**(values | changes), ring=ring)
+async def allreduce(members: FakeMembers, *, rounds: int = 4, **ring: Any) -> Report:
+    plan = AllReducePlan(2, [1 << 20], "float32", 4, RingPlan(**ring), rounds, 1 << 18)
+    report = plan.report()
+    await measure_allreduce(a_bench(members), plan, report)
+    return report
 
 
 async def test_ratios_are_those_of_the_slowest_members() -> None:
-    work = AllReduce(a_plan())
-    members: Any = FakeMembers(SECONDS)
-    await work.measure(members, lambda text: None)
-    found = work.sized[0]
-    assert found.contenders[RING].seconds == [0.020] * 4
-    assert (found.to_gloo, found.of_limit) == (2.0, 0.5)
-    assert found.contenders[LIMIT].method == "fast"
-    last = members.asked[-4 * 3 :]
-    assert [last[number] for number in (0, 3, 6)] == [RING, GLOO, f"{LIMIT}:fast"], "they take turns in going first"
+    (case,) = (await allreduce(FakeMembers(SECONDS))).cases
+    assert case.contenders["ring"].seconds == [0.020] * 4
+    assert (case.facts["ring_to_gloo"], case.facts["ring_of_limit"]) == (2.0, 0.5)
 
 
 async def test_members_that_differ_are_no_result() -> None:
-    members: Any = FakeMembers(SECONDS, digests=("d", "e"))
     with pytest.raises(JobFailed, match="results differ"):
-        await AllReduce(a_plan()).measure(members, lambda text: None)
+        await allreduce(FakeMembers(SECONDS, digests=("d", "e")))
 
 
 async def test_a_wrong_sum_is_no_result() -> None:
-    members: Any = FakeMembers(SECONDS, error=1e-3)
     with pytest.raises(JobFailed, match="sum is wrong"):
-        await AllReduce(a_plan()).measure(members, lambda text: None)
+        await allreduce(FakeMembers(SECONDS, error=1e-3))
 
 
 async def test_a_lossy_codec_may_lose_but_its_rival_may_not() -> None:
-    members: Any = FakeMembers(SECONDS | {PLAIN: (0.030, 0.030)}, error=1e-3)
-    work = AllReduce(a_plan(codec="int8"))
-    with pytest.raises(JobFailed, match="this ring, fp32: the sum is wrong"):
-        await work.measure(members, lambda text: None)
+    members = FakeMembers(SECONDS | {"ring plain": (0.030, 0.030)}, error=1e-3)
+    with pytest.raises(JobFailed, match="sum is wrong"):
+        await allreduce(members, codec="int8")
     members.error = 1e-8
-    work = AllReduce(a_plan(codec="int8"))
-    await work.measure(members, lambda text: None)
-    assert work.sized[0].to_plain == 1.5
+    assert (await allreduce(members, codec="int8")).cases[0].facts["ring_to_fp32_ring"] == 1.5
 
 
 async def test_an_emulated_link_has_a_limit_and_no_gloo() -> None:
-    work = AllReduce(a_plan(link="wan", rounds=1))
-    members: Any = FakeMembers({RING: (0.2, 0.2)})
-    await work.measure(members, lambda text: None)
-    assert set(work.sized[0].contenders) == {RING}
+    report = await allreduce(FakeMembers({"ring": (0.2, 0.2)}), link="wan", rounds=1)
+    (case,) = report.cases
+    assert set(case.contenders) == {"ring"}
     limit_s = ((1 << 20) - (32 << 10)) * 8 / 100e6 + 0.02
-    assert work.sized[0].of_limit == pytest.approx(limit_s / 0.2)
-    assert any("Gloo is left out" in note for note in work.notes)
+    assert case.facts["ring_of_limit"] == pytest.approx(limit_s / 0.2)
+    assert any("Gloo is left out" in note for note in report.notes)
 
 
-def test_reports_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    work = AllReduce(a_plan())
-    work._titles = {RING: "this ring", GLOO: "Gloo"}
-    samples = {RING: Samples("this ring", seconds=[0.5, 0.25]), GLOO: Samples("Gloo", seconds=[1.0])}
-    work.sized = [Sized(1 << 20, samples, errors={RING: 1e-8})]
-    targets = Targets(*(str(tmp_path / name) for name in ("a.json", "a.csv", "a.svg")))
-    targets.check()
-    publish(work.report(origin(), complete=False), targets)
-    said = capsys.readouterr().out
-    assert "interrupted" in said
-    assert "2.67×" in said
-    assert max(len(line) for line in said.splitlines()[4:] if "written" not in line) <= 80
-    document = json.loads((tmp_path / "a.json").read_text())
-    assert not document["complete"]
-    assert document["results"][0]["ring_to_gloo"] == pytest.approx(1.0 / 0.375)
-    assert {"cores", "system", "python", "torch", "date", "command"} <= set(document["origin"])
-    with (tmp_path / "a.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["contender"], float(row["seconds"])) for row in rows] == [(RING, 0.5), (RING, 0.25), (GLOO, 1.0)]
-    assert rows[0]["system"] == document["origin"]["system"]
-    ET.parse(tmp_path / "a.svg")
+# --------------------------------------------------------------------------------------------------------------- step
 
 
-def test_json_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    publish(AllReduce(a_plan()).report(origin(), complete=True), Targets(json="-"))
-    assert json.loads(capsys.readouterr().out)["results"] == []
+def a_step(*contenders: str) -> tuple[Report, Case]:
+    report = StepPlan(Profile(), "tiny", 2, 1, 2, RingPlan()).report()
+    facts = ("losses", "exposed_s", "communicating_s")
+    made = {name: Contender(name, facts={fact: [] for fact in facts}) for name in contenders}
+    return report, Case("", 100, made, {"reduce_bytes": 1})
 
 
 def test_hidden_communication_and_losses() -> None:
-    work = Steps(StepPlan("", "tiny", 2, 1, 2, Ring()))
-    work.tokens = 100
-    work.trained[DDP] = Trained(Samples("DDP"))
+    report, case = a_step(RING, DDP)
     ours = {"seconds": [1.0, 2.0], "losses": [4.0, 2.0], "exposed_s": [0.1, 0.1], "communicating_s": [0.4, 0.6]}
     other = ours | {"seconds": [1.5, 1.0], "exposed_s": [0.3, 0.3]}
-    work.trained[RING].add([ours, other], counted=True)
-    work.trained[DDP].add([{"seconds": [3.0, 4.0], "losses": [4.0, 2.002]}] * 2, counted=True)
-    assert work.trained[RING].samples.seconds == [1.5, 2.0]
-    assert work.faster == pytest.approx(3.5 / 1.75)
-    assert work.hidden == pytest.approx(1 - 0.4 / 1.0)
-    assert work.loss_difference == pytest.approx(0.001, rel=0.01)
-    work.trained[RING].add([ours, other], counted=False)
-    assert len(work.trained[RING].samples.seconds) == 2
+    add_block(case.contenders[RING], [ours, other], counted=True)
+    add_block(case.contenders[DDP], [{"seconds": [3.0, 4.0], "losses": [4.0, 2.002]}] * 2, counted=True)
+    conclude(report, case)
+    assert case.contenders[RING].seconds == [1.5, 2.0]
+    assert case.facts["ring_to_ddp"] == pytest.approx(3.5 / 1.75)
+    assert case.facts["hidden"] == pytest.approx(1 - 0.4 / 1.0)
+    assert case.facts["largest_relative_loss_difference"] == pytest.approx(0.001, rel=0.01)
+    add_block(case.contenders[RING], [ours, other], counted=False)
+    assert len(case.contenders[RING].seconds) == 2
 
 
 def test_what_exact_sums_cost_is_told_beside_the_usual_mode() -> None:
-    assert set(Steps(StepPlan("", "tiny", 2, 1, 2, Ring())).trained) == {RING}
-    work = Steps(StepPlan("", "tiny", 2, 1, 2, Ring(), exact=True))
+    report, case = a_step(RING, USUAL)
     for name, seconds in ((RING, 1.5), (USUAL, 1.0)):
-        work.trained[name].add([{"seconds": [seconds], "losses": [4.0]}], counted=True)
-    assert work.exact_cost == 1.5
-    assert (
-        "exact sums: a step takes 1.50 times as long as in the usual mode" in work.report(origin(), complete=True).notes
-    )
+        add_block(case.contenders[name], [{"seconds": [seconds], "losses": [4.0]}], counted=True)
+    conclude(report, case)
+    assert case.facts["exact_to_usual_step"] == 1.5
+    assert "exact sums: a step takes 1.50 times as long as in the usual mode" in report.notes
+
+
+# --------------------------------------------------------------------------------------------------------------- save
+
+
+def rows_of(seconds: list[float]) -> dict[int, MetricRow]:
+    """Steps from 1 on, told as they end."""
+    wall, made = 1000.0, {}
+    for number, each_s in enumerate(seconds, 1):
+        wall += each_s
+        made[number] = MetricRow("j", number, wall, step_ms=1e3 * each_s)
+    return made
+
+
+def a_save(step: int, end_wall: float) -> list[CheckpointInfo]:
+    return [CheckpointInfo(who, "j", step, "/", "1", who, "", 500, end_wall) for who in "ab"]
+
+
+def test_a_save_is_compared_with_the_steps_around_it() -> None:
+    # steps to warm up, 3 quiet ones, a save of the step before the next, 3 that overlap it, 3 quiet ones
+    rows = rows_of([9.0] * WARM_STEPS + [1.0] * 3 + [1.6, 1.1, 1.2] + [1.0] * 3)
+    of = WARM_STEPS + 3
+    (case,) = save_cases(rows, [a_save(of, rows[of + 3].wall - 0.5)])
+    assert case.contenders["with"].seconds == pytest.approx([1.6, 1.1, 1.2])
+    assert case.contenders["without"].seconds == pytest.approx([1.0] * 6)
+    assert case.facts["added"] == pytest.approx(0.3)
+    assert case.facts["writing_s"] == pytest.approx(1.6 + 1.1 + 0.7)
+    assert added([case]) is None, "the first one does not count"
+    assert added([case] * 2) == pytest.approx(0.3)
+
+
+def test_a_step_that_another_save_disturbs_is_not_quiet() -> None:
+    rows = rows_of([1.0] * 12)
+    first, second = save_cases(rows, [a_save(6, rows[9].wall), a_save(8, rows[9].wall + 0.5)])
+    assert [len(first.contenders[name].seconds) for name in ("with", "without")] == [3, 6 - WARM_STEPS]
+    assert [len(second.contenders[name].seconds) for name in ("with", "without")] == [2, 2]
+
+
+def test_a_save_without_anything_beside_it_is_none() -> None:
+    rows = rows_of([1.0] * 6)
+    assert save_cases(rows, [a_save(WARM_STEPS, rows[6].wall)]) == []
+    assert save_cases({}, [a_save(4, 1.0)]) == []
+
+
+@pytest.mark.parametrize("size_bytes", [1 << 20, 100 << 20, 500 << 20, 5 << 30])
+def test_a_model_has_about_the_size_that_was_asked_for(size_bytes: int) -> None:
+    model = adapted("tiny", [], settings_for(size_bytes), {}).model  # which checks that all fit together
+    width = model.hidden_size
+    layer_numel = 4 * width**2 + 3 * width * model.intermediate_size + 2 * width
+    state_bytes = STATE_BYTES * (LAYERS * layer_numel + 257 * width)
+    assert state_bytes == pytest.approx(size_bytes, rel=0.1 if size_bytes >= 50 << 20 else 0.5)
+
+
+def test_a_person_may_change_what_a_measurement_wants_and_not_what_it_must_have() -> None:
+    wanted = {"batch.micro_batches": 16, "device.threads": 1}
+    made = adapted("tiny", ["batch.micro_batches=4"], wanted, {"job.steps": 7})
+    assert (made.batch.micro_batches, made.device.threads, made.job.steps) == (4, 1, 7)
+    assert adapted("tiny", ["job.steps=9"], {}, {"job.steps": 7}).job.steps == 7
+
+
+# ----------------------------------------------------------------------------------------------------------- pipeline
+
+
+class IdealMembers:
+    """Stages that take the ideal time, times ``slower`` where their schedule is the extended one."""
+
+    def __init__(self, stages: int, slower: float = 1.0) -> None:
+        self.stages, self.slower, self.rtt_s = stages, slower, 0.0
+
+    async def all(self, do: str, *, part: str, seconds: float = 0.0, **arguments: Any) -> list[dict[str, Any]]:
+        answer: dict[str, Any] = {}
+        if part == "listen":
+            self.rtt_s, answer = arguments["rtt_ms"] / 1e3, {"port": 1}
+        elif part == "form":
+            answer = {"round_trips_s": [self.rtt_s + 0.0005] * (self.stages - 1)}
+        elif part == "run":
+            schedule = Schedule(arguments["name"], arguments["micro_batches"], tuple(arguments["warm_ups"]))
+            step_s = simulate(schedule, Costs.even(0.04, 0.08, [self.rtt_s] * (self.stages - 1))).step_s
+            answer = {"seconds": step_s * (self.slower if arguments["name"] == "extended" else 1.0)}
+        return [answer] + [{"seconds": 99.0, "round_trips_s": []} | answer] * (self.stages - 1)
+
+
+async def pipeline(stages: int = 2, *, slower: float = 1.0, rtts: Sequence[float], **changes: Any) -> Report:
+    plan = PipelinePlan(stages, 16, list(rtts), 0.04, 0.08, 2, 1 << 20, **changes)
+    report = plan.report()
+    await measure_pipeline(a_bench(IdealMembers(stages, slower)), plan, report)
+    return report
+
+
+async def test_ideal_stages_reach_the_known_figures() -> None:
+    report = await pipeline(rtts=[0.0, 20.0, 80.0, 200.0])
+    found = [[round(case.amount / each.median_s, 2) for each in case.contenders.values()] for case in report.cases]
+    assert found == [[0.94, 0.94, 0.94], [0.93, 0.87, 0.93], [0.91, 0.72, 0.91], [0.86, 0.53, 0.86]]
+    assert (report.facts["held"], report.facts["least_part_of_ideal"]) == (True, pytest.approx(1.0))
+
+
+async def test_a_schedule_that_is_too_slow_is_told() -> None:
+    report = await pipeline(slower=1.06, rtts=[20.0])
+    assert report.facts["held"] is False
+    assert any("reaches 94.3 % of its ideal at least; to reach 95.0 %: not reached" in note for note in report.notes)
+
+
+async def test_a_cap_is_kept_on_every_stage() -> None:
+    (case,) = (await pipeline(3, rtts=[80.0], max_in_flight=2)).cases
+    assert case.contenders["extended"].facts["in_flight"] == [2, 2, 1]
+    assert case.contenders["gpipe"].facts["in_flight"] == [16, 16, 16]
 
 
 # --------------------------------------------------------------------------------------------- what a person touches
@@ -357,10 +459,15 @@ def test_what_exact_sums_cost_is_told_beside_the_usual_mode() -> None:
         (("allreduce", "--link", "moon"), "no link preset 'moon'"),
         (("allreduce", "--sub-chunk", "3"), "a sub-chunk of 3 bytes"),
         (("allreduce", "--streams", "0"), "Invalid value"),
-        (("allreduce", "--plot", "ring.png"), "only SVG"),
         (("allreduce", "--csv", "/nowhere/a.csv"), "no place for a file"),
         (("step", "--workers", "9"), "9 workers cannot share the 8 micro-batches"),
         (("step", "--profile", "none-such"), "none-such"),
+        (("save", "--size", "much"), "is no size"),
+        (("save", "--state", "/nowhere/at/all"), "is no directory"),
+        (("save", "--size", "1M", "--set", "no.such=1"), "no.such"),
+        (("pipeline", "--rtt", "20,far"), "'20,far' is no list of numbers"),
+        (("pipeline", "--stages", "1"), "Invalid value"),
+        (("pipeline", "--payload", "none"), "'none' is no size"),
     ],
 )
 def test_a_bad_argument_is_refused_before_anything_starts(
@@ -372,7 +479,15 @@ def test_a_bad_argument_is_refused_before_anything_starts(
     assert outcome.out == ""
 
 
-def test_memory_that_is_not_there(command: Command) -> None:
-    outcome = command("bench", "allreduce", "--sizes", "4K,900G")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("allreduce", "--sizes", "4K,900G"), r"2 peers with tensors of 921,600 MiB need [\d.]+ GiB, [\d.]+ GiB are f"),
+        (("pipeline", "--payload", "900G"), "payloads of 900 GiB need"),
+        (("save", "--size", "900G"), "2 workers with checkpoints of 900 GiB need"),
+    ],
+)
+def test_memory_that_is_not_there(command: Command, arguments: tuple[str, ...], words: str) -> None:
+    outcome = command("bench", *arguments)
     assert outcome.code == ResourceError.exit_code
-    assert re.search(r"2 peers with tensors of 921,600 MiB need [\d.]+ GiB, [\d.]+ GiB are free", outcome.err)
+    assert re.search(words, outcome.err)

@@ -54,12 +54,12 @@ async def test_encrypted_with_a_codec_over_an_emulated_link(machine: Any) -> Non
 @pytest.mark.slow
 async def test_training_steps_beside_ddp(machine: Any) -> None:
     arguments = ("--steps", "6", "--json", "-", *machine.settings(job__workers=2))
-    results = (await document(await machine.start("bench", "step", *arguments)))["results"]
-    assert results["tokens_per_step"] == 8 * 2 * 32
-    assert len(results["contenders"]["ring"]["seconds"]) == len(results["contenders"]["ddp"]["seconds"]) == 6
-    assert results["largest_relative_loss_difference"] < 1e-4
-    assert results["ring_to_ddp"] > 0
-    assert len(results["exposed_s"]) == 6
+    (found,) = (await document(await machine.start("bench", "step", *arguments)))["results"]
+    ring, ddp = found["contenders"]["ring"], found["contenders"]["ddp"]
+    assert ring["tokens_per_s"] * ring["median_s"] == pytest.approx(8 * 2 * 32)
+    assert len(ring["seconds"]) == len(ddp["seconds"]) == len(ring["exposed_s"]) == 6
+    assert found["largest_relative_loss_difference"] < 1e-4
+    assert found["ring_to_ddp"] > 0
 
 
 async def test_schedules_of_a_pipeline_over_a_slow_link(machine: Any) -> None:
@@ -68,37 +68,14 @@ async def test_schedules_of_a_pipeline_over_a_slow_link(machine: Any) -> None:
     process = await machine.start("bench", "pipeline", *options, "--steps", "1", "--payload", "64K", "--json", "-")
     found = await document(process)
     assert found["complete"]
-    near, far = found["results"]["distances"]
+    near, far = found["results"]
     assert far["measured_s"][0] > 0.03 > near["measured_s"][0]
     assert len(far["measured_s"]) == 2
-    for item in (*near["schedules"].values(), *far["schedules"].values()):
+    for item in (*near["contenders"].values(), *far["contenders"].values()):
         assert item["median_s"] >= item["ideal_s"] - 0.003, "a step that took less than it can"
-        assert item["computed_s"][0] >= 0.12
-    kept = {name: item["in_flight"] for name, item in far["schedules"].items()}
+    kept = {name: item["in_flight"] for name, item in far["contenders"].items()}
     assert kept["1f1b"] == [3, 2, 1]
     assert kept["extended"] in ([4, 3, 1], [4, 4, 1]), "as the link was measured"
-
-
-async def test_ctrl_c_in_a_step_of_a_pipeline_leaves_no_process(machine: Any) -> None:
-    process = await machine.start(
-        "bench", "pipeline", "--rtt", "0", "--steps", "1000", "--micro-batches", "2", "--json", "-"
-    )
-    await process.until("step 1 of 1000")
-    members = psutil.Process(process.process.pid).children()
-    assert len(members) == 2
-    assert await process.interrupt() == 130
-    await all_gone(members)
-    assert not json.loads("\n".join(process.out))["complete"]
-
-
-async def test_a_stage_that_is_killed_is_told(machine: Any) -> None:
-    process = await machine.start("bench", "pipeline", "--rtt", "0", "--steps", "1000", "--micro-batches", "2")
-    await process.until("step 1 of 1000")
-    members = psutil.Process(process.process.pid).children()
-    members[1].kill()
-    assert await process.end() in (3, 5)
-    assert "error: member " in process.text
-    await all_gone(members)
 
 
 async def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process(machine: Any) -> None:
@@ -109,7 +86,7 @@ async def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process(machine: Any
     await all_gone(members)
     found = json.loads("\n".join(process.out))
     assert not found["complete"]
-    assert found["results"]["transfers"]
+    assert found["results"]
 
 
 async def test_members_end_with_a_command_that_is_killed(machine: Any) -> None:
@@ -131,29 +108,16 @@ async def test_a_member_that_dies_is_told(machine: Any) -> None:
     await all_gone(members)
 
 
-# --------------------------------------------------------------------------------------------------- whole clusters
-
-
-async def peers_of(process: Any, names: int) -> list[psutil.Process]:
-    """The command's children, as soon as there are so many."""
-    peers = psutil.Process(process.process.pid).children(recursive=True)
-    assert len(peers) == names, [peer.cmdline() for peer in peers]
-    return peers
-
-
 @pytest.mark.slow
 async def test_checkpoints_beside_the_steps_around_them(machine: Any) -> None:
     sets = machine.settings(checkpoint__every=0, validation__every=0)
     arguments = ("--size", "100K", "--saves", "2", "--quiet", "2", "--json", "-", "--state", str(machine.root), *sets)
-    results = (await document(await machine.start("bench", "save", *arguments)))["results"]
-    assert len(results["first"]) == 1
-    assert len(results["saves"]) == 2
-    for item in results["saves"]:
-        assert item["size_bytes"] > 0
-        assert item["writers"] == 2
-        assert item["writing_s"] > 0
-        assert item["overlapped_s"]
-        assert len(item["quiet_s"]) >= 4
+    found = (await document(await machine.start("bench", "save", *arguments)))["results"]
+    assert [case["label"] for case in found] == ["first", "save 1", "save 2"]
+    for case in found:
+        assert case["writing_s"] > 0
+        assert case["contenders"]["with"]["seconds"]
+        assert len(case["contenders"]["without"]["seconds"]) >= 3
     assert list(machine.root.glob("p2ptrain-bench-*")) == []
 
 
@@ -162,10 +126,10 @@ async def test_ctrl_c_between_saves_keeps_what_was_measured(machine: Any) -> Non
     arguments = ("--size", "100K", "--saves", "1000", "--json", "-", "--state", str(machine.root))
     process = await machine.start("bench", "save", *arguments, *machine.settings())
     await process.until(r"save [2-9] of 1000 is durable")
-    peers = await peers_of(process, 5)  # a seed, two workers, their writers
+    peers = psutil.Process(process.process.pid).children(recursive=True)
     assert await process.interrupt() == 130
     await all_gone(peers)
     found = json.loads("\n".join(process.out))
     assert not found["complete"]
-    assert len(found["results"]["saves"]) >= 1
+    assert found["results"]
     assert list(machine.root.glob("p2ptrain-bench-*")) == []

@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from p2ptrain.cli.bench.options import CsvTo, JsonTo, PlotTo, carry_out, checked, leave
 from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.runtime import ProfileOption, SetOption, run
-from p2ptrain.core.errors import UserError
+from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
+
+if TYPE_CHECKING:
+    from configs.schema import Profile
+    from p2ptrain.cli.bench.report import Report
+    from p2ptrain.cli.bench.runner import Bench
 
 app = new_typer(
-    help="Measure this machine: the ring, training steps, pipelines, links and codecs, each beside what it must beat."
+    help="Measure this machine: the ring, training steps, links, pipelines, and generation, each beside what it must "
+    "beat."
 )
 
 ENDLESS_STEPS = 1_000_000  # it trains until enough was seen
-SIZES = "4K,64K,1M,16M,64M,256M"
-LINK_SIZES = "64K,1M,4M"
-"""Over an emulated link: the largest one takes half a second at 100 Mbit/s."""
+SIZES, LINK_SIZES = "4K,64K,1M,16M,64M,256M", "64K,1M,4M"
+"""The largest one takes half a second at 100 Mbit/s."""
+ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1}
+"""Element types that the ring can sum (``ring.dtypes``; a test compares them), known here without numpy."""
 
-PIECE_BYTES = 512 << 10
-"""Of the plain sockets' sends and receives where no --sub-chunk is given: of those tried, none was faster."""
-
+JsonTo = Annotated[str, typer.Option("--json", metavar="FILE", help="Write JSON; - for standard output, alone.")]
+CsvTo = Annotated[str, typer.Option("--csv", metavar="FILE", help="Write CSV, one row a sample.")]
+ThreadsOption = Annotated[
+    int, typer.Option("--threads", metavar="N", min=1, max=1024, help="CPU threads of each process.")
+]
 LinkOption = Annotated[
     str,
     typer.Option(
@@ -61,7 +70,6 @@ def allreduce(
     ] = 0,
     json_to: JsonTo = "",
     csv_to: CsvTo = "",
-    plot_to: PlotTo = "",
 ) -> None:
     """The ring beside torch's Gloo and plain sockets.
 
@@ -71,28 +79,32 @@ def allreduce(
     \b
     Examples:
       p2ptrain bench allreduce
-      p2ptrain bench allreduce --peers 4 --sizes 1M,64M --plot ring.svg
+      p2ptrain bench allreduce --peers 4 --sizes 1M,64M
       p2ptrain bench allreduce --codec int8 --link wan
     """
-    from p2ptrain.cli.bench import plan
-    from p2ptrain.cli.bench.allreduce import AllReduce, Plan
-    from p2ptrain.cli.bench.conduct import Ring, conduct
-    from p2ptrain.cli.bench.machine import available_bytes
+    from p2ptrain.cli.bench.network import AllReducePlan, RingPlan, check_memory, measure_allreduce
+    from p2ptrain.cli.bench.runner import check_peers
+    from p2ptrain.core.texts import size_of
 
-    targets = checked(json_to, csv_to, plot_to)
-    plan.check_peers(peers)
-    _check_link(link)
-    _check_codec(codec)
-    if dtype not in plan.ITEM_BYTES:
-        raise UserError(f"no sum is known for elements of type {dtype!r}", remedy=f"use {', '.join(plan.ITEM_BYTES)}")
+    check_peers(peers)
+    _check_names(link, codec)
+    if dtype not in ITEM_BYTES:
+        raise UserError(f"no sum is known for elements of type {dtype!r}", remedy=f"use {', '.join(ITEM_BYTES)}")
     if codec != "fp32" and dtype != "float32":
         raise UserError(f"the codec {codec} is for float32, not {dtype}", remedy="leave out --dtype, or --codec")
-    chosen = plan.sizes_of(sizes or (LINK_SIZES if link else SIZES), plan.ITEM_BYTES[dtype])
-    sub_chunk_bytes = plan.sub_chunk_of(sub_chunk)
-    plan.check_memory(peers, chosen[-1], available_bytes())
-    ring = Ring(link, tls, streams, sub_chunk_bytes, codec)
-    work = AllReduce(Plan(peers, chosen, dtype, ring, rounds, sub_chunk_bytes or PIECE_BYTES))
-    leave(carry_out(work, conduct(peers, 1, work.measure), targets))
+    listed = sizes or (LINK_SIZES if link else SIZES)
+    chosen = sorted({size_of(part) for part in listed.split(",") if part.strip()})
+    if not chosen or any(size_bytes % ITEM_BYTES[dtype] for size_bytes in chosen):
+        raise UserError(f"--sizes {listed}: not all are a whole number of elements of {dtype}", remedy="such as 64K,1M")
+    sub_chunk_bytes = size_of(sub_chunk) if sub_chunk else 0
+    if sub_chunk and (sub_chunk_bytes % 8 or not 1 << 10 <= sub_chunk_bytes <= 64 << 20):
+        text = f"a sub-chunk of {sub_chunk_bytes} bytes: a multiple of 8, from 1K to 64M, is possible"
+        raise UserError(text, remedy="such as 256K")
+    check_memory(peers, chosen[-1])
+    ring = RingPlan(link, tls, streams, sub_chunk_bytes, codec)
+    pieces = sub_chunk_bytes or 512 << 10  # of those tried, none was faster
+    plan = AllReducePlan(peers, chosen, dtype, ITEM_BYTES[dtype], ring, rounds, pieces)
+    _measure(plan.report(), lambda bench, report: measure_allreduce(bench, plan, report), json_to, csv_to)
 
 
 @app.command()
@@ -113,7 +125,6 @@ def step(
     tls: TlsOption = False,
     json_to: JsonTo = "",
     csv_to: CsvTo = "",
-    plot_to: PlotTo = "",
 ) -> None:
     """Training steps beside torch's own DDP.
 
@@ -128,26 +139,23 @@ def step(
       p2ptrain bench step --codec int8 --link wan
     """
     from configs.loader import load
-    from p2ptrain.cli.bench import plan
-    from p2ptrain.cli.bench.conduct import Ring, conduct
-    from p2ptrain.cli.bench.step import Plan, Steps
+    from p2ptrain.cli.bench.network import RingPlan
+    from p2ptrain.cli.bench.runner import check_peers
+    from p2ptrain.cli.bench.training import StepPlan, measure_steps
 
-    targets = checked(json_to, csv_to, plot_to)
-    plan.check_peers(workers, "workers")
-    _check_link(link)
+    check_peers(workers, "workers")
     loaded = load(profile, os.environ, sets).profile
     codec = codec or loaded.ring.codec.replace("auto", "fp32")  # "auto" needs measured links
-    _check_codec(codec)
+    _check_names(link, codec)
     micro_batches = loaded.batch.micro_batches
     if micro_batches < workers:
         raise UserError(
             f"{workers} workers cannot share the {micro_batches} micro-batches of {profile}",
             remedy=f"give --workers {micro_batches} or less, or --set batch.micro_batches={workers}",
         )
-    name = Path(profile).stem
-    ring = Ring(link, tls, max(1, loaded.ring.streams), loaded.ring.sub_chunk_bytes, codec)
-    work = Steps(Plan(loaded.to_spec(), name, workers, threads, steps, ring, loaded.job.exact))
-    leave(carry_out(work, conduct(workers, threads, work.measure), targets))
+    ring = RingPlan(link, tls, max(1, loaded.ring.streams), loaded.ring.sub_chunk_bytes, codec)
+    plan = StepPlan(loaded, Path(profile).stem, workers, threads, steps, ring)
+    _measure(plan.report(), lambda bench, report: measure_steps(bench, plan, report), json_to, csv_to)
 
 
 @app.command()
@@ -157,7 +165,6 @@ def link(
     ] = 0,
     json_to: JsonTo = "",
     csv_to: CsvTo = "",
-    plot_to: PlotTo = "",
 ) -> None:
     """What this machine's sockets reach, TLS or not.
 
@@ -165,14 +172,11 @@ def link(
 
     \b
     Example:
-      p2ptrain bench link --plot link.svg
+      p2ptrain bench link
     """
-    from p2ptrain.cli.bench.conduct import conduct
-    from p2ptrain.cli.bench.link import MEMBERS, Link, Plan
+    from p2ptrain.cli.bench.network import link_report, measure_link
 
-    targets = checked(json_to, csv_to, plot_to)
-    work = Link(Plan(rounds))
-    leave(carry_out(work, conduct(MEMBERS, 1, work.measure), targets))
+    _measure(link_report(), lambda bench, report: measure_link(bench, rounds, report), json_to, csv_to)
 
 
 @app.command()
@@ -207,20 +211,16 @@ def save(
       p2ptrain bench save
       p2ptrain bench save --size 100M --saves 10 --state /mnt/disk
     """
-    from p2ptrain.cli.bench.machine import available_bytes
-    from p2ptrain.cli.bench.save import KEPT, Plan, Saves, check_room, settings_for
-    from p2ptrain.cli.bench.trial import adapted, conduct
+    from p2ptrain.cli.bench.training import KEPT, SavePlan, check_room, measure_saves, settings_for
     from p2ptrain.core.texts import size_of
 
-    targets = checked(json_to, csv_to)
     size_bytes = size_of(size)
-    check_room(size_bytes, workers, state, available_bytes())
+    check_room(size_bytes, workers, state)
     wanted = settings_for(size_bytes) | {"batch.micro_batches": max(4, workers), "batch.micro_batch_sequences": 1}
     wanted |= {"device.threads": 1, "validation.every": 0, "checkpoint.copies": workers, "checkpoint.keep": KEPT}
     must = {"job.workers": workers, "job.steps": ENDLESS_STEPS, "checkpoint.every": 0}
-    profile = adapted("tiny", sets, wanted, must)
-    work = Saves(Plan(profile, saves, quiet, os.cpu_count() or 1))
-    leave(carry_out(work, conduct(work.measure, state), targets))
+    plan = SavePlan(adapted("tiny", sets, wanted, must), saves, quiet)
+    _measure(plan.report(), lambda bench, report: measure_saves(bench, plan, report), json_to, csv_to, state)
 
 
 @app.command()
@@ -254,7 +254,6 @@ def pipeline(
     ] = 0,
     json_to: JsonTo = "",
     csv_to: CsvTo = "",
-    plot_to: PlotTo = "",
 ) -> None:
     """A pipeline's schedules over slow links.
 
@@ -269,19 +268,15 @@ def pipeline(
       p2ptrain bench pipeline --stages 4 --rtt 0,80 --steps 5 --json pipeline.json
       p2ptrain bench pipeline --rtt 200 --max-in-flight 3
     """
-    from p2ptrain.cli.bench import plan
-    from p2ptrain.cli.bench.conduct import conduct
-    from p2ptrain.cli.bench.machine import available_bytes
-    from p2ptrain.cli.bench.pipeline import Pipeline, Plan, check_memory
+    from p2ptrain.cli.bench.pipeline import PipelinePlan, check_memory, measure_pipeline
+    from p2ptrain.cli.bench.runner import numbers_of
     from p2ptrain.core.texts import size_of
 
-    targets = checked(json_to, csv_to, plot_to)
-    payload_bytes = size_of(payload)
-    check_memory(stages, micro_batches, payload_bytes, available_bytes())
-    round_trips_ms = plan.milliseconds_of(rtt)
+    payload_bytes, round_trips_ms = size_of(payload), numbers_of(rtt, "--rtt", 9999)
+    check_memory(stages, micro_batches, payload_bytes)
     times_s = (forward_ms / 1e3, backward_ms / 1e3)
-    work = Pipeline(Plan(stages, micro_batches, round_trips_ms, *times_s, steps, payload_bytes, max_in_flight))
-    leave(carry_out(work, conduct(stages, 1, work.measure), targets))
+    plan = PipelinePlan(stages, micro_batches, round_trips_ms, *times_s, steps, payload_bytes, max_in_flight)
+    _measure(plan.report(), lambda bench, report: measure_pipeline(bench, plan, report), json_to, csv_to)
 
 
 @app.command(hidden=True)
@@ -296,14 +291,41 @@ def member(
     run(run_member(rank, size))
 
 
-def _check_link(name: str) -> None:
-    if name:
-        from wire.emulate import preset_named
+def _measure(
+    report: Report,
+    work: Callable[[Bench, Report], Coroutine[Any, Any, None]],
+    json_to: str,
+    csv_to: str,
+    parent: Path | None = None,
+) -> None:
+    """Do the work and publish what it found; leave as one that was interrupted, where it was."""
+    from p2ptrain.cli.bench.report import check_targets
+    from p2ptrain.cli.bench.runner import conduct
 
-        preset_named(name)
+    check_targets(json_to, csv_to)
+    run(conduct(report, lambda bench: work(bench, report), parent), children=True)
+    report.publish(json_to, csv_to)
+    if not report.complete:
+        raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _check_codec(name: str) -> None:
+def _check_names(link: str, codec: str) -> None:
+    """Raises ``UserError``."""
     from ring.codecs import codec_named
+    from wire.emulate import preset_named
 
-    codec_named(name)
+    codec_named(codec)
+    if link:
+        preset_named(link)
+
+
+def adapted(name: str, sets: list[str], wanted: Mapping[str, object], must: Mapping[str, object]) -> Profile:
+    """The profile, with what a measurement wants where the person said nothing else, and what it must have.
+
+    Raises ``ConfigError``, ``UserError``.
+    """
+    from configs.loader import is_shipped, load
+
+    sources = load(name, os.environ, sets).sources
+    mine = {key: value for key, value in wanted.items() if is_shipped(sources[key])} | dict(must)
+    return load(name, os.environ, [*sets, *(f"{key}={value}" for key, value in mine.items())]).profile

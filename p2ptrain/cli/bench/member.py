@@ -1,7 +1,5 @@
-"""One member of a benchmark: a process that carries out orders (see ``members``) and times its own part of each.
-
-The ring runs on the event loop, as in a worker. Rivals and plain sockets block that thread while they are at it, for
-nothing else is to be done then; the ring's heartbeats are given the time for that.
+"""One process of a benchmark. It carries out what the command tells it, and holds what is measured: a ring, Gloo, plain
+sockets, a training, a stage of a pipeline, a side of a generation.
 """
 
 from __future__ import annotations
@@ -10,10 +8,11 @@ import asyncio
 import gc
 import json
 import os
+import ssl
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,28 +21,32 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from p2ptrain.cli.bench.plan import peer_id
 from p2ptrain.cli.bench.sockets import SocketRing, Traffic
+from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.world import Network
 from ring.codecs import Codec, codec_named
 from ring.dtypes import storage_dtype
 from ring.local import HOST, LocalMember, local_view
 from ring.session import RingSession
+from wire.credentials import Credentials
 from wire.emulate import EmulatedNetwork, preset_named
+from wire.tls import TlsNetwork
 from wire.transport import TcpNetwork
 
 if TYPE_CHECKING:
-    from p2ptrain.cli.bench.piped import Piped
+    from p2ptrain.cli.bench.pipeline import StageMember
     from p2ptrain.cli.bench.training import Training
     from p2ptrain.compute.rivals import GlooGroup
 
-FORM_S = 30.0
-BEAT_S, DEATH_S = 5.0, 600.0  # a blocking rival may keep the loop for as long as an order may take
 TILE_NUMEL = 262_147  # a prime: the repeating pattern falls differently on every chunk and sub-chunk
-PINGS_FIRST = 50  # not counted: the first ones wake the processor
 
 Answer = dict[str, Any]
+
+
+def peer_id(rank: int) -> str:
+    """What the member of this rank is called, in the ring and in its certificate."""
+    return f"member-{rank}"
 
 
 async def run_member(rank: int, size: int) -> None:
@@ -63,7 +66,8 @@ async def run_member(rank: int, size: int) -> None:
     while True:
         order = await orders.get()
         try:
-            answer = await member.carry_out(order)
+            act: Callable[..., Awaitable[Answer]] = getattr(member, order.pop("do"))
+            answer = await act(**order)
         except P2PTrainError as error:
             answer = {"failed": error.message, "remedy": error.remedy}
         replies.write(json.dumps(answer) + "\n")
@@ -71,7 +75,7 @@ async def run_member(rank: int, size: int) -> None:
 
 
 class Member:
-    """What a member of rank ``rank`` in a ring of ``size`` holds between two orders."""
+    """What the member of rank ``rank`` of ``size`` holds between two orders. Every public method is one."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -86,36 +90,12 @@ class Member:
         self._codec: Codec | None = None
         self._piece_bytes = 0
         self._training: Training | None = None
-        self._piped: Piped | None = None
-        self._orders: dict[str, Callable[..., Awaitable[Answer]]] = {
-            "start": self.start,
-            "listen": self.listen,
-            "form": self.form,
-            "listen plainly": self.listen_plainly,
-            "connect plainly": self.connect_plainly,
-            "open gloo": self.open_gloo,
-            "join gloo": self.join_gloo,
-            "prepare": self.prepare,
-            "sample": self.sample,
-            "check": self.check,
-            "ping": self.ping,
-            "transfer": self.transfer,
-            "build": self.build,
-            "train": self.train,
-            "listen as a stage": self.listen_as_a_stage,
-            "form a chain": self.form_a_chain,
-            "run a step": self.run_a_step,
-            "leave the chain": self.leave_the_chain,
-        }
+        self._stage: StageMember | None = None
 
-    async def carry_out(self, order: dict[str, Any]) -> Answer:
-        """Raises ``P2PTrainError``."""
-        arguments = dict(order)
-        return await self._orders[arguments.pop("do")](**arguments)
-
-    async def start(self) -> Answer:
-        """Answered when everything here is loaded."""
-        return {}
+    @property
+    def session(self) -> RingSession:
+        assert self._session is not None, "no ring was formed"
+        return self._session
 
     # -------------------------------------------------------------------------------------------------- coming together
 
@@ -123,9 +103,8 @@ class Member:
         """Listen for ring connections: over an emulated link, and with TLS where there are ``credentials``."""
         network: Network = TcpNetwork()
         if credentials:
-            from p2ptrain.cli.bench.secure import tls_network
-
-            network = tls_network(TcpNetwork(), Path(credentials))
+            own = Credentials.load(RealDisk(), Path(credentials))
+            network = TlsNetwork(TcpNetwork(), own, require_client_certificate=True)
         if link:
             network = EmulatedNetwork(network, preset_named(link), seed=self.rank)
         self._local = LocalMember(peer_id(self.rank), network, seed=self.rank)
@@ -142,33 +121,26 @@ class Member:
             name=self._local.peer_id,
             seed_host=HOST,
             inbound=self._local.inbound,
-            heartbeat_s=BEAT_S,
-            death_s=DEATH_S,
+            heartbeat_s=5.0,
+            death_s=600.0,  # a blocking rival may keep the loop for as long as an order may take
             streams=streams,
             sub_chunk_bytes=sub_chunk_bytes,
-            timeout_s=FORM_S,
+            timeout_s=30.0,
         )
         return {}
 
-    @property
-    def session(self) -> RingSession:
-        assert self._session is not None, "no ring was formed"
-        return self._session
-
     async def listen_plainly(self, *, name: str, credentials: str) -> Answer:
         """Plain sockets beside the ring, under a name of their own."""
-        contexts: tuple[Any, Any] = (None, None)
+        contexts: tuple[ssl.SSLContext, ssl.SSLContext] | tuple[()] = ()
         if credentials:
-            from p2ptrain.cli.bench.secure import contexts_of
-
-            contexts = contexts_of(Path(credentials))
+            own = Credentials.load(RealDisk(), Path(credentials))
+            contexts = own.server_context(), own.client_context()
         self._sockets[name] = SocketRing(*contexts)
         return {"port": self._sockets[name].port}
 
     async def connect_plainly(self, *, name: str, ports: list[int]) -> Answer:
-        sockets = self._sockets[name]
-        sockets.connect(ports[(self.rank + 1) % self.size])
-        return {"methods": list(sockets.methods)}
+        self._sockets[name].connect(ports[(self.rank + 1) % self.size])
+        return {}
 
     async def open_gloo(self, *, timeout_s: float) -> Answer:
         """The rendezvous of a Gloo group, at the first member; ``missing`` says why there can be none."""
@@ -194,7 +166,7 @@ class Member:
         """Allocate the tensor, and the pattern that fills it on each rank."""
         storage = storage_dtype(dtype)
         self._dtype, self._piece_bytes = dtype, piece_bytes
-        self._codec = codec_named(codec) if codec not in ("", "fp32") else None
+        self._codec = codec_named(codec) if codec != "fp32" else None
         self._tiles = [_tile(rank, dtype, storage) for rank in range(self.size)]
         self._buffer, self._landed = np.zeros(0, storage), np.zeros(0, np.uint8)  # the last go before the next come
         self._buffer = np.empty(numel, storage)
@@ -207,13 +179,12 @@ class Member:
     async def sample(self, *, contender: str, repeat: int) -> Answer:
         """Seconds of one operation, the mean of ``repeat`` in a row; a barrier comes first."""
         self._fill()
-        operation = self._operation(contender)
         gc.disable()
         try:
             await self.session.barrier()
             began = time.perf_counter()
             for _ in range(repeat):
-                await operation()
+                await self._reduce(contender)
             return {"seconds": (time.perf_counter() - began) / repeat}
         finally:
             gc.enable()
@@ -221,7 +192,7 @@ class Member:
     async def check(self, *, contender: str) -> Answer:
         """Do it once more: the digest of the result's bytes, and its error against the sum that is known."""
         self._fill()
-        await self._operation(contender)()
+        await self._reduce(contender)
         expected = sum((_values(tile, self._dtype) for tile in self._tiles), start=np.zeros(TILE_NUMEL))
         lost = total = 0.0
         for start in range(0, self._buffer.size, TILE_NUMEL):
@@ -231,35 +202,19 @@ class Member:
         digest = xxhash.xxh3_128_hexdigest(self._buffer.view(np.uint8).data)
         return {"digest": digest, "error": (lost / total) ** 0.5 if total else 0.0}
 
-    def _operation(self, contender: str) -> Callable[[], Awaitable[None]]:
-        if contender == "ring":
-            return self._ring
-        if contender == "ring plain":
-            return self._ring_plain
-        if contender == "gloo":
-            return self._gloo_reduce
-        method = contender.removeprefix("sockets:")
-        return lambda: self._exchange(method)
-
-    async def _ring(self) -> None:
-        await self.session.all_reduce(self._buffer, self._dtype, codec=self._codec)
-
-    async def _ring_plain(self) -> None:
-        await self.session.all_reduce(self._buffer, self._dtype)
-
-    async def _gloo_reduce(self) -> None:
-        assert self._gloo is not None
-        self._gloo.all_reduce(self._buffer, self._dtype)
-
-    async def _exchange(self, method: str) -> None:
-        """What an all-reduce moves, moved and nothing else: 2 (n - 1) / n of the tensor out, and as much in.
-
-        What is received lands in memory of the tensor's size, for that is what a tensor is.
-        """
-        outgoing, incoming = self._buffer.view(np.uint8).data, self._landed.data
-        total_bytes = max(1, 2 * (self.size - 1) * self._buffer.nbytes // self.size)
-        traffic = Traffic(outgoing, incoming, total_bytes, total_bytes, self._piece_bytes)
-        self._sockets["limit"].exchange(method, traffic)
+    async def _reduce(self, contender: str) -> None:
+        match contender:
+            case "ring":
+                await self.session.all_reduce(self._buffer, self._dtype, codec=self._codec)
+            case "ring plain":
+                await self.session.all_reduce(self._buffer, self._dtype)
+            case "gloo":
+                assert self._gloo is not None
+                self._gloo.all_reduce(self._buffer, self._dtype)
+            case _:  # what an all-reduce moves, moved and nothing else: 2 (n - 1) / n of the tensor out, and as much in
+                total_bytes = max(1, 2 * (self.size - 1) * self._buffer.nbytes // self.size)
+                memory = self._buffer.view(np.uint8).data, self._landed.data
+                self._sockets[contender].exchange(Traffic(*memory, total_bytes, total_bytes, self._piece_bytes))
 
     def _fill(self) -> None:
         tile, buffer = self._tiles[self.rank], self._buffer
@@ -270,27 +225,24 @@ class Member:
     # ------------------------------------------------------------------------------------------------------------- link
 
     async def ping(self, *, name: str, count: int) -> Answer:
-        """Round trips between the first two members."""
-        if self.rank > 1:
-            return {}
+        """Round trips between the two members; the first ones wake the processor and do not count."""
         sockets = self._sockets[name]
-        sockets.ping(self.rank == 0, PINGS_FIRST)
+        sockets.ping(self.rank == 0, 50)
         return {"seconds": sockets.ping(self.rank == 0, count)}
 
-    async def transfer(self, *, name: str, method: str, total_bytes: int, piece_bytes: int, both: bool) -> Answer:
+    async def transfer(self, *, name: str, total_bytes: int, piece_bytes: int, both: bool) -> Answer:
         """Seconds that ``total_bytes`` take from the first member to the second, or in ``both`` directions."""
-        if self._piece_bytes != piece_bytes or self._buffer.nbytes != 2 * piece_bytes:
-            self._buffer, self._piece_bytes = np.zeros(2 * piece_bytes, np.uint8), piece_bytes
-        outgoing, incoming = self._buffer[:piece_bytes].data, self._buffer[piece_bytes:].data
+        if self._buffer.nbytes != 2 * piece_bytes:
+            self._buffer = np.zeros(2 * piece_bytes, np.uint8)
+        memory = self._buffer[:piece_bytes].data, self._buffer[piece_bytes:].data
         send_bytes = total_bytes if both or self.rank == 0 else 0
         receive_bytes = total_bytes if both or self.rank == 1 else 0
         await self.session.barrier()
         began = time.perf_counter()
-        traffic = Traffic(outgoing, incoming, send_bytes, receive_bytes, piece_bytes)
-        self._sockets[name].exchange(method, traffic)
+        self._sockets[name].exchange(Traffic(*memory, send_bytes, receive_bytes, piece_bytes))
         return {"seconds": time.perf_counter() - began}
 
-    # --------------------------------------------------------------------------------------------------------- training
+    # ------------------------------------------------------------------------------------------------ what has its own
 
     async def build(self, *, spec: str, threads: int, rival: bool) -> Answer:
         """Both trainers of one profile; ``rival`` says whether DDP is one of them."""
@@ -306,34 +258,27 @@ class Member:
         await self.session.barrier()
         return await self._training.train(contender, first, count)
 
-    # --------------------------------------------------------------------------------------------------------- pipeline
+    async def stage(self, *, part: str, **arguments: Any) -> Answer:
+        """``part`` of what a stage of a pipeline does."""
+        from p2ptrain.cli.bench.pipeline import StageMember
 
-    async def listen_as_a_stage(self, *, rtt_ms: float) -> Answer:
-        from p2ptrain.cli.bench.piped import Piped
+        self._stage = self._stage or StageMember(self.rank, self.size)
+        act: Callable[..., Awaitable[Answer]] = getattr(self._stage, part)
+        return await act(**arguments)
 
-        if self._piped is None:
-            self._piped = Piped(self.rank, self.size)
-        return await self._piped.listen(rtt_ms)
 
-    @property
-    def piped(self) -> Piped:
-        assert self._piped is not None, "it listens to no stage"
-        return self._piped
+def make_credentials(root: Path, peers: Sequence[str]) -> list[str]:
+    """A directory with credentials for each peer, under one new CA whose key is not kept. Raises ``StorageError``."""
+    from wire import credentials
 
-    async def form_a_chain(
-        self, *, ports: list[int], forward_s: float, backward_s: float, payload_bytes: int
-    ) -> Answer:
-        return await self.piped.form(ports, forward_s, backward_s, payload_bytes)
-
-    async def run_a_step(self, *, name: str, micro_batches: int, warm_ups: list[int]) -> Answer:
-        return await self.piped.run(name, micro_batches, warm_ups)
-
-    async def leave_the_chain(self) -> Answer:
-        return await self.piped.leave()
-
-    # ------------------------------------------------------------------------------------------------- the whole model
-
-    # ------------------------------------------------------------------------------------------- speculative decoding
+    disk, now = RealDisk(), time.time()
+    ca_key, ca_pem = credentials.new_authority("p2ptrain bench", now=now)
+    for peer in peers:
+        key_pem, csr_der = credentials.new_key_and_request(peer)
+        _, key = credentials.request_of_untrusted(csr_der)
+        der = credentials.sign_certificate(ca_key, ca_pem, key, peer_id=peer, roles=["worker"], now=now)
+        Credentials(root / peer, ca_pem, credentials.pem_of(der), key_pem).save(disk)
+    return [str(root / peer) for peer in peers]
 
 
 def _tile(rank: int, dtype: str, storage: np.dtype[Any]) -> npt.NDArray[Any]:

@@ -1,163 +1,250 @@
-"""What a benchmark leaves behind: a table and a picture for people, JSON, CSV and SVG for the rest."""
+"""What a benchmark found, contenders case by case: a table and a picture for people, JSON and CSV for the rest."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-import shutil
+import os
+import platform
+import shlex
+import statistics
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import psutil
 import typer
 
-from p2ptrain.cli.bench.machine import Origin
+import p2ptrain
 from p2ptrain.cli.output import print_json, print_table, printable
 from p2ptrain.core.errors import StorageError, UserError
 
-STDOUT = "-"
-
-
-@dataclass(frozen=True, slots=True)
-class Targets:
-    """Where to write, beside the terminal; empty for nowhere. ``json`` may be ``-``: then nothing else is printed."""
-
-    json: str = ""
-    csv: str = ""
-    plot: str = ""
-
-    def check(self) -> None:
-        """Find out before anything is measured. Raises ``UserError``."""
-        for option, name in (("--json", self.json), ("--csv", self.csv), ("--plot", self.plot)):
-            if not name or (name == STDOUT and option == "--json"):
-                continue
-            path = Path(name)
-            if path.is_dir() or not path.absolute().parent.is_dir():
-                raise UserError(f"{option} {name}: that is no place for a file", remedy="name a file in a directory")
-        if self.plot and Path(self.plot).suffix != ".svg":
-            raise UserError(f"--plot {self.plot}: only SVG can be drawn", remedy="name a file that ends in .svg")
+Shown = Callable[[Any], str]
 
 
 @dataclass(slots=True)
-class Table:
-    """Rows of text under ``columns``; those in ``right`` are aligned to the right."""
+class Contender:
+    """Seconds of one contender's samples. ``facts``: what else programs may want to know of them."""
 
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    right: Sequence[str] = ()
+    title: str
+    seconds: list[float] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.seconds)
+
+    def quantile_s(self, part: float) -> float:
+        """The sample below which ``part`` of all lie, interpolated."""
+        ordered = sorted(self.seconds)
+        place = part * (len(ordered) - 1)
+        low = int(place)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+@dataclass(slots=True)
+class Case:
+    """What is compared under one setting.
+
+    Attributes:
+        label: of the setting, for people.
+        amount: of the report's unit, in each sample.
+        facts: for programs; some are columns of the table.
+    """
+
+    label: str
+    amount: float
+    contenders: dict[str, Contender]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def ratio(self, upper: str, lower: str) -> float | None:
+        """The quotient of two contenders' medians, None where either is missing."""
+        pair = [self.contenders.get(name) for name in (upper, lower)]
+        if any(each is None or not each.seconds for each in pair):
+            return None
+        return self.contenders[upper].median_s / self.contenders[lower].median_s
+
+    def to_json(self, unit: str) -> dict[str, Any]:
+        contenders = {}
+        for name, each in self.contenders.items():
+            contenders[name] = {"title": each.title, "samples": len(each.seconds), **each.facts}
+            if each.seconds:
+                contenders[name] |= {
+                    "median_s": each.median_s,
+                    "p10_s": each.quantile_s(0.1),
+                    "p90_s": each.quantile_s(0.9),
+                    f"{unit}_per_s": self.amount / each.median_s,
+                    "seconds": each.seconds,
+                }
+        return {"label": self.label, **self.facts, "contenders": contenders}
 
 
 @dataclass(slots=True)
 class Report:
-    """Everything that one run found.
+    """Everything that one run found; it grows while that measures.
 
     Attributes:
-        title: what was measured, one line.
-        settings, results: for programs.
-        tables, pictures: for people, in this order; a picture is lines of text.
+        title: what was measured, one line. unit: of a case's amount, such as ``tokens``.
+        rate: how people read the unit a second.
+        scale: by which the picture divides rates.
+        columns: headings of facts in the table, and how each is shown.
         notes: what must be known to read the numbers.
-        samples: rows of the CSV, one a sample, all with the same keys.
-        chart: the SVG; None where nothing can be drawn.
-        complete: whether all was measured that was asked for.
     """
 
     benchmark: str
     title: str
-    origin: Origin
-    settings: dict[str, Any]
-    results: Any = None
-    tables: list[Table] = field(default_factory=list)
-    pictures: list[list[str]] = field(default_factory=list)
+    unit: str
+    rate: Shown
+    settings: dict[str, Any] = field(default_factory=dict)
+    cases: list[Case] = field(default_factory=list)
+    columns: dict[str, tuple[str, Shown]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    chart: Callable[[], str] | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    torch: str = ""
+    scale: float = 1.0
     complete: bool = True
-
-    @property
-    def footer(self) -> list[str]:
-        """Two lines that say where it comes from."""
-        return [self.origin.machine, f"{self.origin.date} · {self.origin.command}"]
 
     def to_json(self) -> dict[str, Any]:
         return {
             "benchmark": self.benchmark,
             "title": self.title,
             "complete": self.complete,
-            "origin": self.origin.to_json(),
+            "origin": origin() | {"torch": self.torch},
             "settings": self.settings,
             "notes": self.notes,
-            "results": self.results,
+            **self.facts,
+            "results": [case.to_json(self.unit) for case in self.cases],
         }
 
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Headings, and a row for each contender of each case."""
+        heads = [
+            "",
+            "",
+            f"{self.unit.upper()}/S",
+            "MEDIAN",
+            "P10-P90",
+            "N",
+            *(head for head, _ in self.columns.values()),
+        ]
+        rows = []
+        for case in self.cases:
+            found = ((case.facts.get(name), shown) for name, (_, shown) in self.columns.items())
+            facts = ["-" if value is None else shown(value) for value, shown in found]
+            label = case.label
+            for each in case.contenders.values():
+                if each.seconds:
+                    spread = human_spread(each.quantile_s(0.1), each.quantile_s(0.9))
+                    rate = self.rate(case.amount / each.median_s)
+                    row = [label, each.title, rate, human_duration(each.median_s), spread, str(len(each.seconds))]
+                    rows.append(row + facts)
+                    label, facts = "", [""] * len(facts)
+        return heads, rows
 
-def publish(report: Report, targets: Targets) -> None:
-    """Print it and write it where that was asked for. Raises ``StorageError``."""
-    if targets.json == STDOUT:
-        print_json(report.to_json())
-    else:
-        _print(report)
-    if targets.json and targets.json != STDOUT:
-        _write(targets.json, json.dumps(report.to_json(), indent=2) + "\n")
-    if targets.csv:
-        _write(targets.csv, _csv(report))
-    if targets.plot and report.chart is not None:
-        _write(targets.plot, report.chart())
-    written = [name for name in (targets.json, targets.csv, targets.plot) if name and name != STDOUT]
-    if written and targets.json != STDOUT:
-        typer.echo(f"\nwritten: {', '.join(written)}")
+    def picture(self) -> str:
+        """A bar for each contender of each case, drawn by plotext; empty where there is nothing to draw."""
+        import plotext
 
+        whole = [case for case in self.cases if all(each.seconds for each in case.contenders.values())]
+        names = [name for name in (whole[0].contenders if whole else ()) if all(name in it.contenders for it in whole)]
+        if not names:
+            return ""
+        rates = [[case.amount / case.contenders[name].median_s / self.scale for case in whole] for name in names]
+        titles = [whole[0].contenders[name].title for name in names]
+        plotext.clear_figure()
+        labels = [case.label or self.benchmark for case in whole]
+        plotext.simple_multiple_bar(labels, rates, labels=titles, width=screen_columns())
+        text: str = plotext.build()
+        return text if sys.stdout.isatty() else str(plotext.uncolorize(text))
 
-def _print(report: Report) -> None:
-    typer.secho(report.title, bold=True)
-    for line in report.footer:
-        typer.echo(printable(line))
-    if not report.complete:
-        typer.secho("interrupted: this is what was measured until then", fg="yellow")
-    for table in report.tables:
-        if not table.rows:
-            continue
-        typer.echo()
-        print_table(table.columns, table.rows, right=table.right)
-    for picture in filter(None, report.pictures):
-        typer.echo()
-        for line in picture:
-            typer.echo(line)
-    if report.notes:
-        typer.echo()
-        for note in report.notes:
+    def csv(self) -> str:
+        """One row a sample."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["benchmark", "case", "contender", "sample", "seconds", f"{self.unit}_per_s"])
+        for case in self.cases:
+            for name, each in case.contenders.items():
+                for number, seconds in enumerate(each.seconds):
+                    writer.writerow([self.benchmark, case.label, name, number, seconds, case.amount / seconds])
+        return text.getvalue()
+
+    def publish(self, json_to: str, csv_to: str) -> None:
+        """Print it, and write it where that was asked for. Raises ``StorageError``."""
+        if json_to == "-":
+            print_json(self.to_json())
+        else:
+            self._print()
+        written = {csv_to: self.csv} | {json_to: lambda: json.dumps(self.to_json(), indent=2) + "\n"}
+        for name, made in written.items():
+            if name not in ("", "-"):
+                try:
+                    Path(name).write_text(made(), "utf-8")
+                except OSError as error:
+                    raise StorageError(f"cannot write {name}: {error.strerror}", remedy="choose another") from error
+
+    def _print(self) -> None:
+        typer.secho(self.title, bold=True)
+        made = origin()
+        torch = f" · torch {self.torch}" if self.torch else ""
+        typer.echo(f"{made['cores']} cores · {made['system']} · Python {made['python']} ({made['loop']}){torch}")
+        typer.echo(printable(f"{made['date']} · {made['command']}"))
+        if not self.complete:
+            typer.secho("interrupted: this is what was measured until then", fg="yellow")
+        heads, rows = self.table()
+        if rows:
+            typer.echo()
+            print_table(heads, rows, right=heads[2:])
+            typer.echo()
+            typer.echo(self.picture())
+        for note in self.notes:
             for line in textwrap.wrap(note, screen_columns() - 2, initial_indent="· ", subsequent_indent="  "):
                 typer.echo(line)
 
 
-def _csv(report: Report) -> str:
-    """One row a sample; the last columns, the same in every row, say where they come from."""
-    origin = {key: report.origin.to_json()[key] for key in ("date", "cores", "system", "python", "torch", "command")}
-    rows = [{"benchmark": report.benchmark} | sample | origin for sample in report.samples]
-    text = io.StringIO()
-    if rows:
-        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    return text.getvalue()
+def check_targets(json_to: str, csv_to: str) -> None:
+    """Find out before anything is measured. Raises ``UserError``."""
+    for option, name in (("--json", json_to), ("--csv", csv_to)):
+        if name in ("", "-" if option == "--json" else ""):
+            continue
+        path = Path(name)
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            raise UserError(f"{option} {name}: that is no place for a file", remedy="name a file in a directory")
 
 
-def _write(name: str, text: str) -> None:
+def origin() -> dict[str, Any]:
+    """This machine, now, and the command line that was given."""
     try:
-        Path(name).write_text(text, "utf-8")
-    except OSError as error:
-        raise StorageError(f"cannot write {name}: {error.strerror}", remedy="choose another place") from error
+        loop = f"uvloop {version('uvloop')}"
+    except PackageNotFoundError:
+        loop = "asyncio"
+    return {
+        "date": time.strftime("%Y-%m-%d %H:%M:%S%z"),
+        "command": shlex.join(["p2ptrain", *sys.argv[1:]]),
+        "version": p2ptrain.__version__,
+        "cores": os.cpu_count() or 1,
+        "load": round(psutil.getloadavg()[0], 1),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "loop": loop,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------- the numbers
 
 
 def screen_columns() -> int:
     """Columns of the terminal, 80 where there is none."""
+    import shutil
+
     return min(120, shutil.get_terminal_size((80, 24)).columns) if sys.stdout.isatty() else 80
-
-
-# ---------------------------------------------------------------------------------------------------------- the numbers
 
 
 def human_size(size_bytes: int) -> str:
@@ -179,22 +266,29 @@ def human_duration(seconds: float) -> str:
 def human_spread(low_s: float, high_s: float) -> str:
     """Both ends in the unit of the higher one: ``55–80.1 µs``."""
     number, _, unit = human_duration(high_s).partition(" ")
-    factor = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}[unit]
-    return f"{_three(low_s / factor)}–{number} {unit}"
+    return f"{_three(low_s / {'s': 1.0, 'ms': 1e-3, 'µs': 1e-6}[unit])}–{number} {unit}"
 
 
 def human_rate(bytes_per_s: float) -> str:
-    """In gigabytes (10^9 bytes) a second: ``1.93``; small ones with more digits."""
-    return f"{bytes_per_s / 1e9:.2f}" if bytes_per_s >= 1e8 else f"{bytes_per_s / 1e9:.2g}"
+    """In gigabytes (10^9 bytes) a second; small ones with more digits."""
+    return f"{bytes_per_s / 1e9:.2f} G" if bytes_per_s >= 1e8 else f"{bytes_per_s / 1e9:.2g} G"
 
 
-def times(factor: float | None) -> str:
-    return "-" if factor is None else f"{factor:.2f}×"
+def times(factor: float) -> str:
+    return f"{factor:.2f}×"
 
 
-def per_cent(part: float | None) -> str:
-    return "-" if part is None else f"{100 * part:.0f} %"
+def per_cent(part: float) -> str:
+    return f"{100 * part:.1f} %"
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"
 
 
 def _three(value: float) -> str:
     return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+def mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else 0.0

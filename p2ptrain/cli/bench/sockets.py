@@ -1,9 +1,7 @@
-"""The limit that this machine's sockets set, reached by the simplest programs that reach it.
+"""The limit that this machine's sockets set, reached by a program that does nothing else.
 
 A ring is compared with plain sockets that move the same bytes between the same processes at the same moment: each
-member sends to its right and receives from its left, with nothing else to do. Several ways to write such a program are
-here, because which one is the fastest depends on the machine; the report takes the best, so that the limit is never
-too low. Nothing of the wire's own code is used: it is what is measured.
+member sends to its right and receives from its left. Nothing of the wire's own code is used: it is what is measured.
 """
 
 from __future__ import annotations
@@ -11,9 +9,7 @@ from __future__ import annotations
 import select
 import socket
 import ssl
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError
@@ -22,9 +18,6 @@ from wire.transport import tune_for_bulk
 HOST = "127.0.0.1"
 SILENCE_S = 30.0
 """Without one byte for so long the other process counts as gone; a loopback delivers in microseconds."""
-
-TLS_PIECE_BYTES = 256 << 10
-MEMORY, WRAPPED = "memory BIO", "SSL socket"  # the two programs with TLS
 
 
 @dataclass(slots=True)
@@ -70,43 +63,35 @@ class SocketRing:
         self._right: socket.socket | None = None
         self._left: socket.socket | None = None
         self._secure: tuple[_Secure, _Secure] | None = None
-        self._wrapped: tuple[ssl.SSLSocket, ssl.SSLSocket] | None = None
 
     @property
     def port(self) -> int:
         port: int = self._listener.getsockname()[1]
         return port
 
-    @property
-    def methods(self) -> tuple[str, ...]:
-        """Names of the programs that ``exchange`` knows."""
-        return (MEMORY, WRAPPED) if self._secure is not None else tuple(_PLAIN)
-
     def connect(self, right_port: int) -> None:
         """Dial the right neighbour and accept the left one; every member does. Raises ``P2PTrainError``."""
         try:
-            self._right, self._left = self._pair(right_port)
+            self._pair(right_port)
             server, client = self._contexts
             if server is not None and client is not None:
+                assert self._right is not None
+                assert self._left is not None
                 right, left = _Secure(self._right, client), _Secure(self._left, server, server_side=True)
                 _shake_hands(right, left)
                 self._secure = right, left
-                self._wrapped = _wrapped(*self._pair(right_port), server, client)
         except (OSError, ssl.SSLError) as error:
             raise _translated(error) from error
 
-    def exchange(self, method: str, traffic: Traffic) -> None:
+    def exchange(self, traffic: Traffic) -> None:
         """Send and receive at the same time, all of it. Raises ``P2PTrainError`` where the other side is gone."""
         assert self._right is not None
         assert self._left is not None
         try:
-            if self._secure is not None and self._wrapped is not None:
-                if method == WRAPPED:
-                    _poll_loop(*self._wrapped, traffic)
-                else:
-                    _memory_tls(*self._secure, traffic)
+            if self._secure is not None:
+                _memory_tls(*self._secure, traffic)
             else:
-                _PLAIN[method](self._right, self._left, traffic)
+                _poll_loop(self._right, self._left, traffic)
         except (OSError, ssl.SSLError) as error:
             raise _translated(error) from error
 
@@ -133,20 +118,18 @@ class SocketRing:
         return times if first else []
 
     def close(self) -> None:
-        for end in (self._listener, self._right, self._left, *(self._wrapped or ())):
+        for end in (self._listener, self._right, self._left):
             if end is not None:
                 end.close()
 
-    def _pair(self, right_port: int) -> tuple[socket.socket, socket.socket]:
-        """One more connection to the right, and one from the left."""
+    def _pair(self, right_port: int) -> None:
         self._listener.settimeout(SILENCE_S)
-        right = socket.create_connection((HOST, right_port), SILENCE_S)
-        left, _ = self._listener.accept()
-        for end in (right, left):
+        self._right = socket.create_connection((HOST, right_port), SILENCE_S)
+        self._left, _ = self._listener.accept()
+        for end in (self._right, self._left):
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             tune_for_bulk(end)  # as the ring's own are: the limit is that of the sockets, not of their settings
             end.setblocking(False)
-        return right, left
 
     def _send_byte(self, byte: memoryview) -> None:
         if self._secure is not None:
@@ -188,34 +171,6 @@ def _poll_loop(right: socket.socket, left: socket.socket, traffic: Traffic) -> N
             _wait(left if received < traffic.receive_bytes else None, right if sent < traffic.send_bytes else None)
 
 
-def _two_threads(right: socket.socket, left: socket.socket, traffic: Traffic) -> None:
-    """A thread that sends, and this one, which receives; both block."""
-    problems: list[OSError] = []
-
-    def send_all() -> None:
-        sent = 0
-        try:
-            while sent < traffic.send_bytes:
-                sent += right.send(traffic.next_out(sent))
-        except OSError as error:
-            problems.append(error)
-
-    for end in (right, left):
-        end.settimeout(SILENCE_S)
-    sender = threading.Thread(target=send_all, name="sender", daemon=True)
-    sender.start()
-    try:
-        received = 0
-        while received < traffic.receive_bytes:
-            received += _received(left.recv_into(traffic.next_in(received)))
-    finally:
-        sender.join(SILENCE_S)
-        for end in (right, left):
-            end.setblocking(False)
-    if problems:
-        raise problems[0]
-
-
 def _send(right: socket.socket, piece: memoryview) -> int:
     try:
         return right.send(piece)
@@ -243,11 +198,6 @@ def _wait(readable: socket.socket | None, writable: socket.socket | None) -> Non
         raise TimeoutError
 
 
-_PLAIN: dict[str, Callable[[socket.socket, socket.socket, Traffic], None]] = {
-    "poll loop": _poll_loop,
-    "two threads": _two_threads,
-}
-
 # ------------------------------------------------------------------------------------------------------------------ TLS
 
 
@@ -258,7 +208,7 @@ class _Secure:
         self.plain = plain
         self._from_net, self._to_net = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._from_net, self._to_net, server_side=server_side)
-        self._raw = memoryview(bytearray(TLS_PIECE_BYTES))
+        self._raw = memoryview(bytearray(256 << 10))
         self._unsent = memoryview(b"")
 
     def handshake(self) -> bool:
@@ -337,27 +287,6 @@ def _memory_tls(right: _Secure, left: _Secure, traffic: Traffic) -> None:
             received += more
         if not moved:
             _wait(left.plain if received < traffic.receive_bytes else None, None if right.idle else right.plain)
-
-
-def _wrapped(
-    right: socket.socket, left: socket.socket, server: ssl.SSLContext, client: ssl.SSLContext
-) -> tuple[ssl.SSLSocket, ssl.SSLSocket]:
-    """Both sockets under TLS as Python's own objects."""
-    ends = (
-        client.wrap_socket(right, do_handshake_on_connect=False),
-        server.wrap_socket(left, server_side=True, do_handshake_on_connect=False),
-    )
-    waiting = list(ends)
-    while waiting:
-        for end in list(waiting):
-            try:
-                end.do_handshake()
-            except ssl.SSLWantReadError:
-                continue
-            waiting.remove(end)
-        if waiting and not any(select.select(waiting, [], [], SILENCE_S)):
-            raise TimeoutError
-    return ends
 
 
 def _translated(error: OSError) -> P2PTrainError:

@@ -1,4 +1,5 @@
-"""One member's training steps: those of this project, and the same ones by DistributedDataParallel.
+"""``bench step``: training steps of this project and of DistributedDataParallel, block by block in turn; and ``bench
+save``: what a checkpoint adds to the steps that it overlaps.
 
 What a worker does in a step is done here by the same parts: engine, strategy, ring, the vote of the tokens, the commit.
 Only the seed is not there, which is not on the path of a step.
@@ -6,13 +7,24 @@ Only the seed is not there, which is not on the path of a step.
 
 from __future__ import annotations
 
+import asyncio
+import math
+import os
+import shutil
+import statistics
+import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs.schema import Profile
-from p2ptrain.cli.bench.step import DDP, RING, USUAL
-from p2ptrain.core.errors import JobFailed
+from p2ptrain.cli.bench.network import RingPlan, form_ring, open_gloo
+from p2ptrain.cli.bench.report import Case, Contender, Report, human_duration, human_size, mean, per_cent, times
+from p2ptrain.cli.bench.runner import MEMBER_BYTES, Bench, Members, check_fits
+from p2ptrain.cli.local_cluster import JobObserver, LocalCluster
+from p2ptrain.core.errors import DeadlineExceeded, JobFailed, UserError
 from ring.session import RingSession
 from ring.token import Flag, Token, difference, first_lineage, next_lineage
 from ring.view import shares
@@ -20,12 +32,110 @@ from roles.compute_thread import ComputeThread
 from roles.engine import Engine
 from roles.strategies import Strategy, strategy_of
 from roles.worker.build import engine_builder, trainer_arguments
+from wire.records import CheckpointInfo, MetricRow
 
 if TYPE_CHECKING:
     from p2ptrain.compute.rivals import DdpTrainer, GlooGroup
 
+RING, USUAL, DDP = "ring", "usual", "ddp"
+"""The contenders: this project, and in its usual mode where the profile's is the exact one, and torch."""
+BLOCK_STEPS = 5
+"""Steps of one contender in a row: the caches are its own, and all meet the same load."""
+WARM_STEPS = 3  # not counted: the first ones allocate, and DDP finds its order of buckets
+STEP_S = 30.0  # a slow step, for deadlines
 PATIENCE_S = 120.0
+
 Answer = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What to measure: ``steps`` of each contender, with ``threads`` for each of the ``workers``."""
+
+    profile: Profile
+    name: str
+    workers: int
+    threads: int
+    steps: int
+    ring: RingPlan
+
+    def report(self) -> Report:
+        threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
+        title = f"training step · {self.name} · {self.workers} workers × {threads} over {self.ring.described}"
+        settings = {"profile": self.name, "workers": self.workers, "threads": self.threads, "steps": self.steps}
+        report = Report("step", title, "tokens", "{:,.0f}".format, settings | {"ring": asdict(self.ring)})
+        report.columns = {"ring_to_ddp": ("×DDP", times), "hidden": ("HIDDEN", per_cent)}
+        return report
+
+
+async def measure_steps(bench: Bench, plan: StepPlan, report: Report) -> None:
+    """Raises ``P2PTrainError``."""
+    ring, exact = plan.ring, plan.profile.job.exact
+    codec = f", {ring.codec}" * (ring.codec != "fp32")
+    contenders = {RING: Contender(f"this ring{', exact' * exact}{codec}")}
+    if exact:
+        contenders[USUAL] = Contender(f"this ring{codec}")
+    async with bench.members(plan.workers, threads=plan.threads) as members:
+        await form_ring(bench, members, ring)
+        bench.progress("loading torch, the model and the data")
+        report.torch, missing = await open_gloo(members, STEP_S * 20)
+        if ring.link:
+            missing = f"the link {ring.link} is emulated inside this program's connections"
+        if missing:
+            report.notes.append(f"DDP is left out: {missing}")
+        else:
+            contenders[DDP] = Contender("DDP on Gloo")
+            if ring.tls:
+                report.notes.append("Gloo knows no encryption: DDP is measured as it is, in plain TCP")
+        how: Answer = {"spec": plan.profile.to_spec(), "threads": plan.threads, "rival": DDP in contenders}
+        facts, *_ = await members.all("build", seconds=STEP_S, **how)
+        for each in contenders.values():
+            each.facts = {"losses": [], "exposed_s": [], "communicating_s": []}
+        case = Case("", facts["tokens_per_step"], contenders, {"reduce_bytes": facts["reduce_bytes"]})
+        await _block(members, contenders, 0, WARM_STEPS, counted=False)
+        report.cases.append(case)
+        for done in range(0, plan.steps, BLOCK_STEPS):
+            count = min(BLOCK_STEPS, plan.steps - done)
+            await _block(members, contenders, WARM_STEPS + done, count, counted=True)
+            rates = (f"{each.title} {report.rate(case.amount / each.median_s)}" for each in contenders.values())
+            bench.progress(f"step {done + count} of {plan.steps}, tokens/s: {', '.join(rates)}")
+            conclude(report, case)
+
+
+async def _block(members: Members, contenders: dict[str, Contender], first: int, count: int, *, counted: bool) -> None:
+    for name, each in contenders.items():
+        answers = await members.all("train", contender=name, first=first, count=count, seconds=count * STEP_S)
+        add_block(each, answers, counted=counted)
+
+
+def add_block(contender: Contender, answers: list[Answer], *, counted: bool) -> None:
+    """A step took as long as for its slowest member; losses count also while it warms up."""
+    contender.facts["losses"] += answers[0]["losses"]
+    if counted:
+        contender.seconds += [max(step) for step in zip(*(answer["seconds"] for answer in answers), strict=True)]
+        for name in ("exposed_s", "communicating_s"):
+            steps = zip(*(answer.get(name, ()) for answer in answers), strict=True)
+            contender.facts[name] += [mean(step) for step in steps]
+
+
+def conclude(report: Report, case: Case) -> None:
+    """What the steps so far come to."""
+    ours, facts = case.contenders[RING], case.facts
+    waited_s, under_way_s = (math.fsum(ours.facts[name]) for name in ("exposed_s", "communicating_s"))
+    facts["ring_to_ddp"] = case.ratio(DDP, RING)
+    facts["exact_to_usual_step"] = case.ratio(RING, USUAL)
+    facts["hidden"] = max(0.0, 1 - waited_s / under_way_s) if under_way_s else None
+    notes = [
+        f"communication: a step waits {human_duration(mean(ours.facts['exposed_s']))} for the ring after its backward "
+        f"pass; {human_size(facts['reduce_bytes'])} a step; hidden: the part that was under way behind it"
+    ]
+    if (cost := facts["exact_to_usual_step"]) is not None:
+        notes.append(f"exact sums: a step takes {cost:.2f} times as long as in the usual mode")
+    if DDP in case.contenders:
+        losses = zip(ours.facts["losses"], case.contenders[DDP].facts["losses"], strict=False)
+        facts["largest_relative_loss_difference"] = most = max(abs(one - other) / abs(other) for one, other in losses)
+        notes.append(f"losses of the same {len(ours.facts['losses'])} steps differ by {most:.1e} at most, relative")
+    report.notes = [note for note in report.notes if "left out" in note or "Gloo knows" in note] + notes
 
 
 @dataclass(slots=True)
@@ -117,3 +227,145 @@ class Training:
         ours.lineage = next_lineage(ours.lineage, contribution.digest)
         applied = await strategy.commit(step, sum((token.part for token in tokens), start=0.0))
         return applied.loss
+
+
+# ----------------------------------------------------------------------------------------------------------------- save
+
+MUST_BEAT = 0.05
+"""Of the overlapped steps' time: what a checkpoint may add."""
+STATE_BYTES = 12
+"""Of a parameter: itself and AdamW's two means, fp32."""
+LAYERS, HEADS = 8, 8
+KEPT = 2  # checkpoints of each writer, beside the one that it writes
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """``saves`` that count, and a first one, with ``quiet`` undisturbed steps before and after each."""
+
+    profile: Profile
+    saves: int
+    quiet: int
+
+    def report(self) -> Report:
+        workers, threads = self.profile.job.workers, self.profile.device.threads
+        title = f"checkpoints · {workers} workers × {threads} threads on {os.cpu_count()} cores"
+        settings = {"saves": self.saves, "quiet_steps": self.quiet, "profile": self.profile.model_dump(mode="json")}
+        report = Report("save", title, "steps", "{:.2f}".format, settings)
+        report.columns = {"writing_s": ("WRITING", human_duration), "added": ("ADDED", per_cent)}
+        return report
+
+
+def settings_for(size_bytes: int) -> dict[str, object]:
+    """Settings of a model whose state has about this size: 12 width² parameters a layer, and few beside them."""
+    multiple = 2 * HEADS  # rotary embeddings halve a head
+    width = max(1, round(math.sqrt(size_bytes / STATE_BYTES / (12 * LAYERS)) / multiple)) * multiple
+    return {
+        "model.architecture": "llama",
+        "model.hidden_size": width,
+        "model.layers": LAYERS,
+        "model.heads": HEADS,
+        "model.kv_heads": HEADS,
+        "model.intermediate_size": 8 * width // 3,
+    }
+
+
+def check_room(size_bytes: int, workers: int, state: Path | None) -> None:
+    """Refuse checkpoints for which there is no memory or no disk. Raises ``ResourceError``, ``UserError``."""
+    parent = state or Path(tempfile.gettempdir())
+    if not parent.is_dir():
+        raise UserError(f"--state {parent} is no directory", remedy="name one on the disk that is to be measured")
+    what = f"{workers} workers with checkpoints of {human_size(size_bytes)}"
+    # A worker holds state, gradients, what the ring needs to redo a step, and two copies of the state.
+    check_fits(what, workers * (MEMBER_BYTES + 48 * size_bytes // STATE_BYTES))
+    check_fits(f"{what} on {parent}", workers * (KEPT + 1) * size_bytes, shutil.disk_usage(parent).free)
+
+
+async def measure_saves(bench: Bench, plan: SavePlan, report: Report) -> None:
+    """Raises ``P2PTrainError``."""
+    workers = plan.profile.job.workers
+    cluster = LocalCluster(bench.root)
+    observer = JobObserver(cluster.connect)
+    saves: list[list[CheckpointInfo]] = []
+
+    async def until(test: Callable[[], bool], what: str) -> None:
+        if not await observer.until(test, PATIENCE_S):
+            raise DeadlineExceeded(f"no {what} within {PATIENCE_S:.0f} s", remedy=f"the logs are in {cluster.logs}")
+
+    async def steps(count: int) -> None:
+        last = observer.step + count
+        await until(lambda: observer.step >= last, f"step {last}")
+
+    async def work() -> None:
+        await steps(WARM_STEPS + plan.quiet)
+        for number in range(plan.saves + 1):
+            after = observer.step
+
+            def written(after: int = after) -> list[CheckpointInfo]:
+                found = [info for info in observer.saved.values() if info.step >= after]
+                return found if len(found) == min(plan.profile.checkpoint.copies, workers) else []
+
+            await observer.ask("jobs.save", job=job)
+            await until(lambda: bool(written()), "checkpoint")
+            saves.append(written())
+            bench.progress(f"save {number} of {plan.saves} is durable, undisturbed steps after it")
+            await steps(plan.quiet + 1)
+            report.cases = save_cases(observer.metrics, saves)
+            report.facts = {"added": added(report.cases), "must_beat": MUST_BEAT}
+
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        await cluster.start_seed()
+        client = await cluster.connect()
+        order = {"name": "save", "profile": "save", "spec": plan.profile.to_spec()}
+        job = str((await client.request("jobs.create", order))["job"])
+        await client.close()
+        for number in range(1, workers + 1):
+            await cluster.start_peer(f"worker-{number}", number, "--threads", str(plan.profile.device.threads))
+        tasks.append(asyncio.create_task(observer.run(job)))
+        await cluster.while_alive(work(), needed=[cluster.seed, *cluster.peers.values()])
+    finally:
+        for task in tasks:
+            task.cancel()
+        await cluster.end()
+    report.notes = [
+        "with: the mean of the steps that began while a checkpoint was written, the last one, too; without: of the "
+        "undisturbed ones before and after; the first save takes memory for its copy and is told apart",
+    ]
+    if (cost := added(report.cases)) is not None:
+        verdict = "held" if cost <= MUST_BEAT else "not held"
+        report.notes.append(f"a checkpoint adds {per_cent(cost)} to them; at most {per_cent(MUST_BEAT)}: {verdict}")
+
+
+def added(cases: Iterable[Case]) -> float | None:
+    """The median share that saves added, the first one's left out."""
+    counted = [case.facts["added"] for case in list(cases)[1:]]
+    return statistics.median(counted) if counted else None
+
+
+def save_cases(rows: Mapping[int, MetricRow], saves: Iterable[list[CheckpointInfo]]) -> list[Case]:
+    """The steps that each save overlapped, beside the undisturbed ones back to the save before and up to the next.
+
+    A save's window begins where its copy is made, which is after the step that it is of, and ends when the last of its
+    writers says that it is durable. A step that falls into two saves disturbs both: it is in neither's quiet ones.
+    """
+    ordered = sorted(((infos[0].step, max(info.created_at for info in infos)) for infos in saves), key=lambda it: it[0])
+    known = {step: (row.step_ms or 0.0) / 1e3 for step, row in rows.items() if row.step_ms is not None}
+    hit: dict[int, list[int]] = {}
+    for of, end_wall in ordered:
+        later = (step for step in sorted(known) if step > of and step - 1 in rows)
+        # The first one stands still for the copy, however soon the rest is over.
+        hit[of] = [step for step in later if step == of + 1 or rows[step - 1].wall < end_wall]
+    disturbed = {step for found in hit.values() for step in found}
+    places = [0, *hit, max(known, default=0)]
+    cases = []
+    for number, (of, end_wall) in enumerate(ordered):
+        beside = range(max(places[number], WARM_STEPS) + 1, places[number + 2] + 1)
+        quiet = [known[step] for step in beside if step in known and step not in disturbed]
+        overlapped = [known[step] for step in hit[of]]
+        if overlapped and quiet and of in rows:
+            contenders = {"with": Contender("with", overlapped), "without": Contender("without", quiet)}
+            share = mean(overlapped) / mean(quiet) - 1
+            facts = {"step": of, "writing_s": end_wall - rows[of].wall, "added": share}
+            cases.append(Case(f"save {number}" if number else "first", 1, contenders, facts))
+    return cases

@@ -1,0 +1,230 @@
+"""How the benchmarks are run: members as processes of their own, that all get the same order at the same time, and
+rounds in which contenders take turns in going first.
+
+A member (``member``) gets one line of JSON per order on its standard input and answers with one on its standard output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import re
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from p2ptrain.cli.bench.report import Case, Report
+from p2ptrain.cli.local_cluster import Child
+from p2ptrain.cli.output import Console
+from p2ptrain.cli.stopping import stoppable, unless_stopped
+from p2ptrain.core.errors import DeadlineExceeded, JobFailed, ResourceError, UserError
+
+ORDER_S = 60.0
+"""For an order beside the time that its bytes take: a process may wait for its turn on a busy machine."""
+MOST_PEERS = 16
+MEMBER_BYTES = 400 << 20
+"""Resident memory of a member that has loaded torch, before it holds any tensor."""
+
+Answer = dict[str, Any]
+Progress = Callable[[str], None]
+Sample = Callable[[str], Awaitable[float]]
+
+
+@dataclass(slots=True)
+class Bench:
+    """What all benchmarks are given. ``root``: a temporary directory of the run."""
+
+    console: Console
+    stop: asyncio.Event
+    root: Path
+
+    def progress(self, text: str) -> None:
+        self.console.progress(text)
+
+    @asynccontextmanager
+    async def members(self, count: int, *, threads: int = 1) -> AsyncIterator[Members]:
+        """``count`` members, ended with the block.
+
+        Args:
+            threads: of each member's CPU kernels.
+
+        Raises ``JobFailed``, ``DeadlineExceeded``, ``StorageError``.
+        """
+        self.progress(f"starting {count} members")
+        children: list[Child] = []
+        try:
+            for rank in range(count):
+                arguments = ["bench", "member", str(rank), str(count)]
+                name = f"member {rank}"
+                log = self.root / f"{name}-{len(os.listdir(self.root))}.log"
+                environment = _environment(threads)
+                children.append(await Child.start(name, arguments, log, listen=True, environment=environment))
+            yield Members(children)
+        finally:
+            for child in children:
+                child.ask_to_leave()
+            # A member has nothing to save: it leaves at once, whatever it is doing.
+            await asyncio.gather(*(child.ended(0.4) for child in children))
+
+
+async def conduct(
+    report: Report, work: Callable[[Bench], Coroutine[Any, Any, None]], parent: Path | None = None
+) -> None:
+    """Do the work, which fills the report. Ctrl+C ends it, and ``report.complete`` is False then.
+
+    Args:
+        parent: where a directory of the run is made; None: the system's for temporary files. It is left on failure.
+
+    Raises ``P2PTrainError``.
+    """
+    console, stop = stoppable()
+    bench = Bench(console, stop, Path(tempfile.mkdtemp(prefix="p2ptrain-bench-", dir=parent)))
+    report.complete = False
+
+    async def all_of_it() -> bool:
+        await work(bench)
+        return True
+
+    try:
+        report.complete = bool(await unless_stopped(stop, all_of_it()))
+    finally:
+        console.finish()
+    await asyncio.to_thread(shutil.rmtree, bench.root, ignore_errors=True)
+
+
+class Members:
+    """All processes of one benchmark."""
+
+    def __init__(self, children: Sequence[Child]) -> None:
+        self._children = children
+
+    def __len__(self) -> int:
+        return len(self._children)
+
+    async def all(
+        self, do: str, *, each: Sequence[dict[str, Any]] | None = None, seconds: float = 0.0, **arguments: Any
+    ) -> list[Answer]:
+        """Tell all to ``do`` something with ``arguments``, and what each one answered.
+
+        Args:
+            each: further arguments of each member.
+            seconds: what the order takes by itself, about.
+
+        Raises:
+            JobFailed: a member could not, or is gone; says why.
+            DeadlineExceeded: one did not answer.
+        """
+        orders = [{"do": do, **arguments, **(each[rank] if each else {})} for rank in range(len(self))]
+        limit_s = ORDER_S + 20 * seconds
+        try:
+            async with asyncio.timeout(limit_s):
+                return list(await asyncio.gather(*(self._ask(rank, order) for rank, order in enumerate(orders))))
+        except TimeoutError:
+            raise DeadlineExceeded(f"the members did not {do} within {limit_s:.0f} s") from None
+
+    async def _ask(self, rank: int, order: dict[str, Any]) -> Answer:
+        child = self._children[rank]
+        assert child.process.stdin is not None
+        assert child.process.stdout is not None
+        try:
+            child.process.stdin.write(json.dumps(order).encode() + b"\n")
+            await child.process.stdin.drain()
+            line = await child.process.stdout.readline()
+        except (BrokenPipeError, ConnectionResetError):
+            line = b""
+        if not line:
+            await child.ended(1.0)
+            raise child.failed()
+        answer: Answer = json.loads(line)
+        if "failed" in answer:
+            raise JobFailed(f"{child.name}: {answer['failed']}", remedy=answer["remedy"])
+        return answer
+
+
+def _environment(threads: int) -> dict[str, str]:
+    """What the libraries of a member read: equal for all contenders, and nobody burns a core while it waits."""
+    names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
+    loopback = next((name for name in names if name.startswith("lo")), "")
+    chosen = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}
+    if loopback:  # by itself Gloo takes the interface of the host's name
+        chosen["GLOO_SOCKET_IFNAME"] = loopback
+    return os.environ | chosen
+
+
+async def interleave(
+    report: Report, case: Case, sample: Sample, *, rounds: int, budget_s: float, progress: Progress
+) -> None:
+    """Sample all contenders, in each round beginning with another one. The first round is not counted.
+
+    Args:
+        rounds: 0: as many as fit into the budget, from 5 to 60.
+    """
+    names = list(case.contenders)
+    began = time.monotonic()
+    for name in names:
+        await sample(name)
+    round_s = time.monotonic() - began
+    rounds = rounds or max(5, min(60, int(budget_s / max(round_s, 1e-9)) - 1))
+    report.cases.append(case)
+    for number in range(rounds):
+        start = number % len(names)
+        for name in names[start:] + names[:start]:
+            case.contenders[name].seconds.append(await sample(name))
+        first = case.contenders[names[0]]
+        rate = report.rate(case.amount / first.median_s)
+        progress(f"{case.label}: round {number + 1} of {rounds}, {first.title} {rate} {report.unit}/s")
+
+
+# ------------------------------------------------------------------------------------------ what is asked for, checked
+
+
+def numbers_of(text: str, option: str, most: float) -> list[float]:
+    """The numbers from 0 to ``most`` in a comma-separated list, ascending, each once. Raises ``UserError``."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    form = re.compile(r"\d{0,4}\.?\d{1,4}", re.ASCII)
+    if not parts or not all(form.fullmatch(part) and float(part) <= most for part in parts):
+        raise UserError(f"{option} {text!r} is no list of numbers from 0 to {most:g}", remedy=f"such as {option} 0,.5")
+    return sorted({float(part) for part in parts})
+
+
+def check_peers(peers: int, what: str = "peers") -> None:
+    """Raises ``UserError``."""
+    if not 2 <= peers <= MOST_PEERS:
+        remedy = f"give 2 to {MOST_PEERS}"
+        raise UserError(f"{peers} {what}: this compares rings of 2 to {MOST_PEERS}", remedy=remedy)
+
+
+def check_fits(what: str, need_bytes: int, available_bytes: int | None = None) -> None:
+    """Raises ``ResourceError``. ``available_bytes``: None: of memory."""
+    available_bytes = _available_bytes() if available_bytes is None else available_bytes
+    if need_bytes > available_bytes:
+        raise ResourceError(
+            f"{what} need {need_bytes / 2**30:.1f} GiB, {available_bytes / 2**30:.1f} GiB are free",
+            remedy="choose less: see --help",
+        )
+
+
+def _available_bytes() -> int:
+    """Memory that may be allocated: the machine's, or what a container's limit (cgroup v2) leaves."""
+    available = int(psutil.virtual_memory().available)
+    group = Path("/sys/fs/cgroup")
+    try:
+        left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+    except (OSError, ValueError):  # no container, or "max": no limit
+        return available
+    return min(available, left)
+
+
+def repeats_for(operation_s: float) -> int:
+    """How often an operation is repeated in one sample of 5 ms at least: the clock and the barrier cost some µs."""
+    return max(1, min(32, math.ceil(0.005 / max(operation_s, 1e-9))))
