@@ -109,7 +109,7 @@ class Crews:
         self._surveyed: frozenset[str] = frozenset()  # between whom the ways were measured, or asked for
         self._asked_for: frozenset[Trainee] = frozenset()  # for whom there is no plan
         self._unfit = ""  # why
-        self._too_small: set[str] = set()  # of whom people were told
+        self._too_small: set[tuple[str, int]] = set()  # (worker, stage) of which people were told
         self._workers: dict[str, Worker] = {}
         self._crews: dict[str, Crew] = {}
         self._made = 0
@@ -309,7 +309,6 @@ class Crews:
 
     def _lost(self, peer_id: str, *, left: bool) -> None:
         self._banned.discard(peer_id)
-        self._too_small.discard(peer_id)
         worker = self._workers.pop(peer_id, None)
         if worker is None:
             return
@@ -1024,8 +1023,11 @@ class Crews:
         Args:
             counts: workers of each stage, without ``idle``, which have one that they may leave.
         """
-        homes = {key: self._workers[key].stage for key in idle}
-        given = dealt(counts, [*spares, *idle], homes, self.terms.most, self._fits)
+        pool, homes = [*spares, *idle], {key: self._workers[key].stage for key in idle}
+        pace_s = self._pace_s()
+        given = dealt(
+            counts, pool, homes, self.terms.most, self._fits, lambda key, stage: self._cost(key, stage, pace_s)
+        )
         self._tell_why_not(counts, [key for key in spares if key not in given])
         return {key: stage for key, stage in given.items() if homes.get(key) != stage}
 
@@ -1043,26 +1045,54 @@ class Crews:
         bounds, training = self._bounds, self.training
         return training is None or not bounds or training.fits(self._trainee(self._workers[peer_id]), stage, bounds)
 
+    def _pace_s(self) -> float:
+        """Of a micro-batch, at the slowest worker that is in a crew; 0 where that is not known."""
+        crewed = [worker for worker in self._workers.values() if worker.stage is not None and worker.crew]
+        known = [self._compute_s(worker, worker.stage or 0) for worker in crewed]
+        return max((each_s for each_s in known if each_s is not None), default=0.0)
+
+    def _cost(self, peer_id: str, stage: int, pace_s: float) -> tuple[int, float]:
+        """Of two that fit, the lesser is the better one: the slowest that does not slow down the crews that are there,
+        else the fastest."""
+        mine_s = self._compute_s(self._workers[peer_id], stage)
+        if mine_s is None:
+            return 0, 0.0
+        return (0, -mine_s) if mine_s <= pace_s * (1 + 1e-6) else (1, mine_s)
+
+    def _compute_s(self, worker: Worker, stage: int) -> float | None:
+        """Of a micro-batch; None where that is not known."""
+        bounds, training = self._bounds, self.training
+        if training is None or not bounds or not worker.peer.flops:
+            return None
+        return training.compute_s(bounds[stage], bounds[stage + 1], worker.peer.flops)
+
     def _tell_why_not(self, counts: Sequence[int], left: Sequence[str]) -> None:
-        """People see why somebody stays a spare: it fits no stage, or none of those that lack a worker."""
-        training, bounds = self.training, self._bounds
-        if training is None or not bounds:
+        """People see why somebody stays a spare."""
+        self._too_small = {told for told in self._too_small if told[0] in self._workers}
+        if not self._bounds:
             return
         lacking = [stage for stage, count in enumerate(counts) if count == min(counts)]
+        vain = [stage for stage in lacking if not any(self._fits(key, stage) for key in left)]
         for key in left:
-            peer, told = self._workers[key].peer, key in self._too_small
-            if told or (len(left) < len(lacking) and any(self._fits(key, stage) for stage in range(self.stages))):
-                continue
-            stages = [stage for stage in lacking if not self._fits(key, stage)]
-            if stages:
-                self._too_small.add(key)
-                need = training.need_bytes
-                need_bytes, at = min(
-                    (need(stage, bounds[stage], bounds[stage + 1], on_host=peer.on_host), stage) for stage in stages
-                )
-                text = f"it gives {human_bytes(peer.memory_bytes)}, and stage {at} (layers {bounds[at]} to "
-                text += f"{bounds[at + 1] - 1}) takes {human_bytes(need_bytes)} to train"
-                self._say("warning", "too-small", f"{peer.name} stays a spare: {text}", key)
+            hopeless = not any(self._fits(key, stage) for stage in range(self.stages))
+            stages = range(self.stages) if hopeless else vain if len(left) >= len(lacking) else ()
+            needs = [(self._need_bytes(key, stage), stage) for stage in stages]
+            if needs and (key, min(needs)[1]) not in self._too_small:
+                self._too_small.add((key, min(needs)[1]))
+                self._say("warning", "too-small", self._why_not(key, *min(needs)), key)
+
+    def _need_bytes(self, peer_id: str, stage: int) -> int:
+        """What it would take to train that stage there."""
+        training, bounds, peer = self.training, self._bounds, self._workers[peer_id].peer
+        assert training is not None
+        return training.need_bytes(stage, bounds[stage], bounds[stage + 1], on_host=peer.on_host)
+
+    def _why_not(self, peer_id: str, need_bytes: int, stage: int) -> str:
+        peer, bounds = self._workers[peer_id].peer, self._bounds
+        return (
+            f"{peer.name} stays a spare: it gives {human_bytes(peer.memory_bytes)}, and stage {stage} (layers "
+            f"{bounds[stage]} to {bounds[stage + 1] - 1}) takes {human_bytes(need_bytes)} to train"
+        )
 
     # ---------------------------------------------------------------------------------- to the coordinator, and from it
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from wire.records import ServingInfo
 
 MOST_PLACES = 16
-HERE = "look-up here"
 SPENT = ("verify", "draft", "wire", "wait", "rest")
 
 
@@ -98,8 +97,6 @@ def models_of(serving: Iterable[ServingInfo]) -> int:
 
 def _drafters(info: ServingInfo, serving: Mapping[str, ServingInfo]) -> tuple[Drafter, ...]:
     found = [_drafter(info, at, serving.get(peer)) for at, peer in enumerate(info.drafters)]
-    if (share := info.stats.get("look_up_share")) is not None:
-        found.append(Drafter("", HERE, "", None, None, share, None, 0))
     return tuple(sorted(found, key=lambda each: (-(each.share or 0.0), not each.peer, each.name, each.peer)))
 
 

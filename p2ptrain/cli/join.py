@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from roles.worker.worker import Worker
 
 ROLES = ("worker", "verifier", "drafter")
-LOOK_UP = "ngram"
-"""The model of a drafter that has none: it drafts what followed the same words before."""
 
 LEAST_MEMORY_BYTES = 64 << 10
 """Of ``--memory``: less is a forgotten unit."""
@@ -54,7 +52,7 @@ def join(
             "--model",
             metavar="DIR",
             callback=is_text,
-            help="Of a verifier or drafter: a checkpoint, or where to find the newest; of a drafter ngram, too.",
+            help="Of a verifier or drafter: a checkpoint, or where to find the newest.",
         ),
     ] = "",
     name: Annotated[
@@ -108,7 +106,7 @@ def join(
             "--memory",
             metavar="SIZE",
             help="What models, their parts and caches may take here, such as 4GiB; default: of a worker 80 % of what "
-            "the device has free, of a drafter of n-grams 1 GiB, else no bound.",
+            "the device has free, else no bound.",
         ),
     ] = "",
     dtype: Annotated[
@@ -129,14 +127,6 @@ def join(
             help="Of a verifier: N workers of the seed hold and compute its model; no number: as many as are fastest.",
         ),
     ] = None,
-    drafter: Annotated[
-        str,
-        typer.Option(
-            "--drafter",
-            metavar="ngram",
-            help="Of a verifier: it also drafts itself, what followed the same words before.",
-        ),
-    ] = "",
     http: Annotated[
         str, typer.Option("--http", metavar="HOST:PORT", help="Of a verifier: answer the OpenAI API there.")
     ] = "",
@@ -172,10 +162,9 @@ def join(
       p2ptrain join @ticket.txt --name laptop --device cpu --threads 4 --memory 4GiB
       p2ptrain join 192.168.1.20,192.168.1.21
       p2ptrain join 192.168.1.20 --role verifier --model models/large --http 127.0.0.1:8000
-      p2ptrain join 192.168.1.20 --role verifier --model models/large --split --drafter ngram
+      p2ptrain join 192.168.1.20 --role verifier --model models/large --split
       p2ptrain join 192.168.1.20 --role verifier --model models/large --dtype fp32
       p2ptrain join 192.168.1.20 --role drafter --model models/small --threads 2
-      p2ptrain join 192.168.1.20 --role drafter --model ngram
     """
     from p2ptrain.cli.access import read_targets
     from p2ptrain.cli.joining import Joining, ServeWish, served
@@ -216,12 +205,10 @@ def join(
         memory_bytes=memory_bytes,
         sessions=sessions,
         split=split,
-        look_up=bool(drafter),
         http=host_and_port("--http", http, "such as 127.0.0.1:8000, where programs shall reach it"),
         api_keys=api_keys,
         dtype=dtype,
     )
-    _check_drafter(drafter)
     wish = _checked(wish, model)
     _to_the_end(_work(joining) if role == "worker" else served(joining, wish))
 
@@ -252,7 +239,6 @@ def _checked(wish: ServeWish, model: str) -> ServeWish:
     of_both = {"--model": bool(model), "--sessions": bool(wish.sessions), "--dtype": bool(wish.dtype)}
     of_verifiers = {
         "--split": wish.split is not None,
-        "--drafter": wish.look_up,
         "--http": wish.http is not None,
         "--api-key-file": wish.api_keys is not None,
     }
@@ -270,15 +256,7 @@ def _checked(wish: ServeWish, model: str) -> ServeWish:
 
         read_key(wish.api_keys, lambda _: None)  # refused here; who else may read it is told where it is used
     if not model:
-        also = f", or --model {LOOK_UP}, which needs none" if role == "drafter" else ""
-        raise UserError(f"a {role} needs a model", remedy=f"name its directory with --model{also}")
-    if model.lower() == LOOK_UP and not Path(model).exists():
-        if role != "drafter":
-            raise UserError(f"--model {LOOK_UP} is for drafters", remedy="name the directory of a model")
-        computing = {"--device": wish.device, "--threads": wish.threads, "--dtype": wish.dtype}
-        if extra := next((option for option, value in computing.items() if value), ""):
-            raise UserError(f"{extra} means nothing to a look-up of n-grams", remedy="leave it out")
-        return wish
+        raise UserError(f"a {role} needs a model", remedy="name its directory with --model")
     return replace(wish, model=newest_in(Path(model)))
 
 
@@ -293,14 +271,6 @@ def _check_split(wish: ServeWish) -> None:
             f"{extra} means nothing to a verifier with --split: workers compute its model",
             remedy=f"leave it out, and give it to the workers: p2ptrain join {extra} ...",
         )
-
-
-def _check_drafter(name: str) -> None:
-    from p2ptrain.core.errors import UserError
-
-    if name not in ("", LOOK_UP):
-        remedy = f"use {LOOK_UP}; a model drafts from a process of its own: p2ptrain join --role drafter --model DIR"
-        raise UserError(f"--drafter {name} is none that a verifier has", remedy=remedy)
 
 
 def _check_device(kind: str) -> None:

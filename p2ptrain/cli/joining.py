@@ -67,14 +67,13 @@ class ServeWish:
 
     Attributes:
         role: ``verifier`` or ``drafter``.
-        model: directory of a checkpoint; None: a drafter that looks up n-grams, and needs no model.
+        model: directory of a checkpoint.
         device: ``auto``, ``cpu``, ``cuda:1``, ...; empty: the best there is. threads: of a CPU; 0: as many as are good.
         memory_bytes: that it may take; 0: most of what is free.
         sessions: at a time, at most; 0: what is usual.
         split: of a verifier: stages to split the model into, over workers of the cluster; 0: as many as are fastest,
             None: it is whole, in this process.
         http: of a verifier: where to listen for HTTP; None: nowhere. api_keys: file with the keys that it takes.
-        look_up: of a verifier: whether it also drafts by n-gram look-up itself.
         dtype: of weights, caches and arithmetic: ``fp32``, ``bf16`` or ``fp16``; empty: what the model says.
     """
 
@@ -87,7 +86,6 @@ class ServeWish:
     split: int | None = None
     http: tuple[str, int] | None = None
     api_keys: Path | None = None
-    look_up: bool = False
     dtype: str = ""
 
 

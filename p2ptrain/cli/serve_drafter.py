@@ -1,6 +1,6 @@
 """What a drafter does: see ``p2ptrain.cli.joining`` for when this is run.
 
-It loads a small model whole, or takes a look-up, and drafts for the verifiers that dial it (``roles.drafter``).
+It loads a small model whole, and drafts for the verifiers that dial it (``roles.drafter``).
 """
 
 from __future__ import annotations
@@ -18,10 +18,6 @@ if TYPE_CHECKING:
     from roles.drafter.drafter import Serves
     from roles.member import ServingMember
 
-LOOK_UP = "n-gram look-up"
-LOOK_UP_BYTES = 1 << 30
-"""For its indices, where nobody says: of 700,000 tokens."""
-
 
 async def serve(member: ServingMember, wish: ServeWish, console: Console) -> None:
     """Serve until cancelled. Raises ``P2PTrainError``."""
@@ -30,7 +26,8 @@ async def serve(member: ServingMember, wish: ServeWish, console: Console) -> Non
 
     compute = ComputeThread(member.world.threads)
     try:
-        serves = await _loaded(wish.model, wish, compute, console) if wish.model is not None else _look_up(wish)
+        assert wish.model is not None
+        serves = await _loaded(wish.model, wish, compute, console)
         drafter = Drafter(
             member.world,
             compute,
@@ -41,20 +38,12 @@ async def serve(member: ServingMember, wish: ServeWish, console: Console) -> Non
         member.answer("draft", drafter.serve, judge=drafter.decide)
         member.serves(drafter.serving)
         known = f", {serves.context} tokens of context" if serves.context else ""
-        where = f" on {serves.engine.device} in {serves.engine.encoding}" if serves.tokenizer else ""
+        where = f" on {serves.engine.device} in {serves.engine.encoding}"
         member.notify("info", "serving", f"{serves.model} drafts{where}{known}")
         await drafter.run()
     finally:
         console.clear()
         compute.close()
-
-
-def _look_up(wish: ServeWish) -> Serves:
-    from roles.drafter.drafter import Serves
-    from roles.speculation.ngram import NgramEngine
-    from roles.speculation.received import MAX_VOCAB
-
-    return Serves(NgramEngine(MAX_VOCAB), LOOK_UP, limit_bytes=wish.memory_bytes or LOOK_UP_BYTES)
 
 
 async def _loaded(directory: Path, wish: ServeWish, compute: ComputeThread, console: Console) -> Serves:

@@ -81,7 +81,7 @@ async def serve(member: ServingMember, wish: ServeWish, console: Console) -> Non
                 on_wait = partial(_told_to_wait, waiting, place)
                 opened = split_target(member, around, wish, texts.text, sessions, console, on_wait)
             target = await stack.enter_async_context(opened)
-        drafters = Drafters(around, Tokens(target.vocab_size, texts.digest), look_up=wish.look_up)
+        drafters = Drafters(around, Tokens(target.vocab_size, texts.digest))
         stack.push_async_callback(drafters.close)
         service = VerifierService(
             member.world,

@@ -8,7 +8,7 @@ import typer
 
 from p2ptrain.cli.output import printable
 
-_SPENT = (("verify_ms", "verifying"), ("draft_ms", "drafting"), ("wire_ms", "on the wire"), ("wait_ms", "waiting"))
+_SPENT = (("verify_ms", "verifying"), ("draft_ms", "waiting for drafts"), ("wait_ms", "waiting"))
 
 
 def print_verifier_stats(stats: dict[str, Any]) -> None:

@@ -50,11 +50,6 @@ class Sampling:
     seed: int = 0
     vocab_size: int = 0
 
-    @property
-    def picked(self) -> str:
-        """How tokens are, in a word: the ``likeliest``, or ``drawn``. Drafters foresee one better than the other."""
-        return "drawn" if self.temperature > COLDEST else "likeliest"
-
 
 MOST_TOP_K = 2**31
 """As a number, it travels to the last stage."""

@@ -8,21 +8,10 @@ from types import MappingProxyType
 from typing import Final
 
 from ring.codecs import codec_named
+from ring.codecs.error import STATED_ERROR
 
 CANDIDATES: Final[tuple[str, ...]] = ("fp32", "bf16", "int8", "int4", "topk")
 """The least lossy first. Not fp16: at the size of bf16 it loses small gradients altogether. A person may choose it."""
-
-STATED_ERROR: Final[dict[str, float]] = {
-    "fp32": 1e-7,
-    "bf16": 0.004,
-    "fp16": 0.0005,
-    "int8": 0.025,
-    "int4": 0.25,
-    "topk": 1.0,
-}
-"""The relative error of one exchange of 8 members without feedback, for either distribution, at most; a test holds the
-table to it. It grows with the root of the members: a partial sum is encoded again at each hop.
-"""
 
 NEARLY_BEST: Final = 1.1
 """A codec that takes a tenth longer than the fastest is as good, and less lossy."""

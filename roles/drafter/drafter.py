@@ -1,4 +1,4 @@
-"""The drafter: whole small models, or look-ups, that guess ahead for the sessions of verifiers.
+"""The drafter: a whole small model that guesses ahead for the sessions of verifiers.
 
 Verifiers dial (purpose ``draft``), one connection each for all of their sessions, and number these: the ``stream`` of
 a frame. A session begins with all ids so far. From then on its core (``roles.speculation.drafting``) says what the
@@ -11,6 +11,7 @@ comes: a verdict that cuts a line never waits for more than the step under way, 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from p2ptrain.core.texts import human_bytes, shortened
 from p2ptrain.core.world import World
 from roles.background import Background
 from roles.compute_thread import ComputeThread
-from roles.drafter.gauge import Gauge
+from roles.speculation.cost_model import Average
 from roles.speculation.drafting import Drafting
 from roles.speculation.events import Began, DrafterEvent, Run, RunDone, RunDropped, Send, Told
 from roles.speculation.received import (
@@ -70,7 +71,7 @@ SHARED_PIECE = 256
 """Positions of a prompt that are taken in at a time where other sessions wait for their next draft."""
 AT_ONCE_S = 0.002
 """Drafts are made at once that take so long: a verdict that cuts them may wait for that."""
-LONGER = "draft with a model of a longer context, or with ngram"
+LONGER = "draft with a model of a longer context"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ class Serves:
 
     Attributes:
         model: its name, for people. context: positions that it knows; 0: any number, or nobody says.
-        tokenizer: a digest; of a look-up empty: it takes any ids.
+        tokenizer: a digest.
         limit_bytes: of the caches of all sessions together; 0: no limit.
     """
 
@@ -144,6 +145,45 @@ class _Made:
     taken: int = 0
 
 
+class Gauge:
+    """What a drafter does, in figures: of the last ``WINDOW_S`` seconds, and totals.
+
+    Attributes:
+        draft: time of a draft.
+        drafts: sent, of all sessions since the start. right: those that were verified. wrong: those that were
+            contradicted, without what was drafted behind them.
+    """
+
+    WINDOW_S = 5.0
+
+    def __init__(self) -> None:
+        self.draft = Average()
+        self.drafts = self.right = self.wrong = 0
+        self._events: deque[tuple[float, float, int]] = deque()  # when, seconds computed, tokens drafted
+
+    def add(self, now: float, took_s: float, tokens: int) -> None:
+        """The engine computed for so long, or so many drafts were sent."""
+        self.drafts += tokens
+        self._events.append((now, took_s, tokens))
+        self._forget(now)
+
+    def _forget(self, now: float) -> None:
+        while self._events and self._events[0][0] <= now - self.WINDOW_S:
+            self._events.popleft()
+
+    def figures(self, now: float) -> dict[str, float]:
+        """For the seed, and for people."""
+        self._forget(now)
+        judged = self.right + self.wrong
+        alpha = {"alpha": self.right / judged} if judged else {}
+        return alpha | {
+            "tokens_per_s": sum(tokens for _, _, tokens in self._events) / self.WINDOW_S,
+            "busy": min(1.0, sum(took_s for _, took_s, _ in self._events) / self.WINDOW_S),
+            "step_ms": 1e3 * self.draft.seconds,
+            "drafts": float(self.drafts),
+        }
+
+
 class Drafter:
     """See the module's docstring.
 
@@ -186,9 +226,10 @@ class Drafter:
     def serving(self) -> Serving:
         """What the seed is told."""
         serves = self.serves
-        vocab_size = self._engine.vocab_size if serves.tokenizer else 0
         stats = self.gauge.figures(self._now())
-        return Serving(serves.model, vocab_size, serves.context, serves.tokenizer, "", self.sessions, stats)
+        return Serving(
+            serves.model, self._engine.vocab_size, serves.context, serves.tokenizer, "", self.sessions, stats
+        )
 
     # ----------------------------------------------------------------------------------------------------- connections
 
@@ -279,9 +320,9 @@ class Drafter:
     def _admitted(self, opening: Opening) -> tuple[int, int]:
         """Positions that the session may have here, and the bytes of its cache. Raises ``Refused``."""
         serves = self.serves
-        if serves.tokenizer and opening.tokenizer != serves.tokenizer:  # vocabularies may be padded differently
+        if opening.tokenizer != serves.tokenizer:  # vocabularies may be padded differently
             text = f"{serves.model} has another tokenizer than the verifier's model"
-            raise Refused(OTHER_TOKENIZER, text, remedy="draft with a model of the same family, or with ngram")
+            raise Refused(OTHER_TOKENIZER, text, remedy="draft with a model of the same family")
         positions = min(opening.positions, serves.context or opening.positions)
         if positions <= opening.count:
             text = f"{opening.count} tokens, and {serves.model} knows {serves.context} positions"
@@ -323,7 +364,8 @@ class Drafter:
         epoch, right = session.core.epoch, told.start - session.verified
         self._feed(session, told)
         session.caller.right += right
-        self.gauge.judged(right, session.core.epoch != epoch)
+        self.gauge.right += right
+        self.gauge.wrong += session.core.epoch != epoch
         session.verified = told.start + len(told.tokens)
         if queued:  # what is to be run depends on what was heard: a run that has not begun is asked for anew
             session.wanted = None
@@ -336,7 +378,7 @@ class Drafter:
         instructions = session.core.handle(event, self._now())
         if session.core.ready and not session.ready:
             session.ready = True
-            session.caller.say(DraftReady(1e3 * self.gauge.step_s), stream=session.stream)
+            session.caller.say(DraftReady(1e3 * self.gauge.draft.seconds), stream=session.stream)
         for instruction in instructions:
             match instruction:
                 case Run():
@@ -344,7 +386,7 @@ class Drafter:
                     self._turns.add(session)
                     self._wake.set()
                 case Send(epoch, position, tokens):
-                    self.gauge.drafted(self._now(), len(tokens))
+                    self.gauge.add(self._now(), 0.0, len(tokens))
                     follows = position == session.drafted
                     session.drafted = position + len(tokens)
                     drafts = Drafts(0 if follows else position, packed(tokens, session.opening.vocab_size))
@@ -414,11 +456,13 @@ class Drafter:
         ids = [min(token, self._engine.vocab_size - 1) for token in run.ids[session.taken : session.taken + piece]]
         drafts = 0
         if last and run.picks:
-            soon = int(AT_ONCE_S / self.gauge.step_s) if self.gauge.step_s else 1
+            soon = int(AT_ONCE_S / self.gauge.draft.seconds) if self.gauge.draft.count else 1
             drafts = max(1, min(run.most, soon, session.positions - keep - piece + 1))
         made = await self._compute.run(self._made, session.name, keep, ids, drafts, run.draw)
         now = self._now()
-        self.gauge.ran(now, now - began, positions=piece, drafts=1 + made.taken)
+        if piece == 1:
+            self.gauge.draft.add((now - began) / (1 + made.taken))
+        self.gauge.add(now, now - began, 0)
         return made
 
     def _made(self, name: str, keep: int, ids: list[int], drafts: int, draw: int) -> _Made:

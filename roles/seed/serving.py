@@ -68,7 +68,7 @@ class Services:
             verifier, drafter = (new, other) if new.role == "verifier" else (other, new)
             if drafter.tokenizer not in ("", verifier.tokenizer):
                 text = f"{verifier.name} writes with {verifier.model}, which has another tokenizer than {drafter.model}"
-                remedy = "nothing is drafted for it; draft with a model of the same family, or with ngram"
+                remedy = "nothing is drafted for it; draft with a model of the same family"
                 self._links[drafter.id].say(EventNotice("warning", "other-tokenizer", f"{text}: {remedy}"))
 
     def gone(self, link: Link) -> None:

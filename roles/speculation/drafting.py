@@ -116,7 +116,7 @@ class Drafting:
 
     def _runs(self) -> list[DrafterInstruction]:
         size = len(self._ids)
-        if self._running or self._held == size:  # (nothing new since a look-up found nothing)
+        if self._running or self._held == size:  # nothing new since the model picked what the verifier does not know
             return []
         if self.ready and size >= self._limit:
             if self._depth:
@@ -154,7 +154,7 @@ class Drafting:
         allowed = min(self._verified + self._depth, self._positions)
         stop = min(len(self._ids), allowed)
         bare = self._sent == self._verified  # the verifier has no draft: it is better to have few than none
-        ended = self._held == len(self._ids) and not self._running  # a look-up that knows no more
+        ended = self._held == len(self._ids) and not self._running  # the model picked what the verifier does not know
         if stop <= self._sent or (stop - self._sent < GROUP and not ended and not (bare and stop == allowed)):
             return []
         send = Send(self.epoch, self._sent, tuple(self._ids[self._sent : stop]))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from roles.speculation.cost_model import DrafterModel
+
 # ------------------------------------------------------------------------------------------------- into both of them
 
 
@@ -17,15 +19,10 @@ class Began:
 
 @dataclass(frozen=True, slots=True)
 class PassDone:
-    """The pass that was asked for by ``Run``: its picks, and how long the model computed.
-
-    Attributes:
-        turn_s: after so long the next one could begin; 0: only now.
-    """
+    """The ``Run`` that was asked for: its picks, and how long the target computed."""
 
     tokens: tuple[int, ...]
     took_s: float
-    turn_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +31,12 @@ class DrafterReady:
 
     Attributes:
         known: how many ids those were: the first of ``Verifying.history`` as it was then.
-        latency_s: one way. step_s: of a draft; 0 where it is not known.
-        name: of it and of its model, for all sessions; empty: nothing is remembered of it.
+        model: averages of this drafter; whoever measures its latency writes it there.
     """
 
     drafter: int
     known: int
-    latency_s: float
-    step_s: float = 0.0
-    name: str = ""
+    model: DrafterModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +44,6 @@ class DrafterLost:
     """It is gone, or refuses to go on."""
 
     drafter: int
-
-
-@dataclass(frozen=True, slots=True)
-class Latency:
-    """A drafter's one-way latency, measured again."""
-
-    drafter: int
-    latency_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +81,8 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class RunDone:
-    """The picks of the ``Run`` that was asked for, and what the model would pick behind these. A look-up gives none if
-    it knows none. ``taken``: of the tokens, the first so many the model has taken in as well."""
+    """The picks of the ``Run`` that was asked for: drafts one behind the other. ``taken``: of them, the first so many
+    the model has taken in as well."""
 
     tokens: tuple[int, ...]
     taken: int = 0
@@ -114,9 +100,7 @@ class RunDropped:
 class Run:
     """Cut the model's history to ``keep`` positions, take ``ids`` more, and pick for the last ``picks`` of them.
 
-    One at a time: the next one is asked for when this one is done; of a target that has room for several (``PassDone``)
-    there may be some, answered in their order. ``draw``: number of the first pick's draw.
-    ``drafter``: verifying: whose drafts the ids are but for the first; 0: there are none.
+    One at a time: the next one is asked for when this one is done. ``draw``: sample index of the first pick.
     ``most``: drafting: tokens that are of use, the pick and what the model would pick behind it.
     """
 
@@ -125,7 +109,6 @@ class Run:
     picks: int
     draw: int
     prefill: bool = False
-    drafter: int = 0
     most: int = 1
 
 
@@ -143,7 +126,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Verifying: this drafter says what none says that is right. It is forgotten; its session is to be closed."""
+    """Verifying: this drafter says what no correct one says. It is forgotten; its session is to be closed."""
 
     drafter: int
     reason: str
@@ -172,7 +155,8 @@ class Send:
     tokens: tuple[int, ...]
 
 
-VerifierEvent = Began | PassDone | DrafterReady | DrafterLost | Latency | Drafted | Cancel | Tick
+DrafterState = DrafterReady | Drafted | DrafterLost
+VerifierEvent = Began | PassDone | DrafterState | Cancel | Tick
 VerifierInstruction = Run | Tell | Drop | Give | Finished
 DrafterEvent = Began | Told | RunDone | RunDropped
 DrafterInstruction = Run | Send

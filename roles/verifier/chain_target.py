@@ -125,7 +125,7 @@ class ChainSession:
         except BaseException:
             self._over = True  # cancelled, too: then it is only to be closed
             raise
-        return Passed(done.tokens, done.took_s, turn_s=max(done.spent_us, default=0) / 1e6)
+        return Passed(done.tokens, done.took_s)
 
     async def close(self) -> None:
         self._target.drop(self)

@@ -1,17 +1,16 @@
-"""A verifier's link to one drafter: dialled again when it ends, and one connection for all sessions that it drafts for.
+"""A verifier's link to one drafter: one connection for all sessions that it drafts for, dialled again when it ends.
 
-A session has a *seat* at a drafter. How far away the drafter is, is measured by a request that it answers at once.
+Whatever goes wrong with a drafter ends the connection, and with it its part in all sessions. It is dialled again with
+back-off; after it said what no correct drafter says, only after a minute, and later each time. How far away it is, is
+measured by a request that it answers at once.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from statistics import median
 
 from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import (
@@ -24,20 +23,10 @@ from p2ptrain.core.errors import (
     UserError,
 )
 from roles.chain.around import Around
-from roles.speculation.events import Drafted, Tell
-from roles.speculation.received import (
-    ENGINE,
-    OTHER_TOKENIZER,
-    REFUSALS,
-    TOO_LONG,
-    drafts_untrusted,
-    packed,
-    refused_untrusted,
-    step_untrusted,
-)
-from roles.verifier.drafter_record import DraftRecord
-from roles.verifier.seat import Beginning, Seat
-from roles.verifier.standing import Standing
+from roles.speculation.cost_model import Average, DrafterModel
+from roles.speculation.events import Drafted, DrafterLost, DrafterReady, DrafterState, Tell
+from roles.speculation.received import TOO_LONG, drafts_untrusted, packed, refused_untrusted, step_untrusted
+from roles.verifier.drafting_source import DrafterFacts, Opening
 from roles.worker.stage_links import DIAL_S, QUIET_S, Line
 from roles.worker.stage_requests import printable
 from wire.address import is_loopback
@@ -45,32 +34,19 @@ from wire.client import Calls
 from wire.connection import Received
 from wire.handshake import dial, local_hello
 from wire.messages import Message, Refuse, Response
-from wire.speculation_messages import (
-    DraftClose,
-    DrafterAt,
-    DraftOpen,
-    DraftReady,
-    DraftRefused,
-    Drafts,
-    Verdict,
-)
+from wire.speculation_messages import DraftClose, DrafterAt, DraftOpen, DraftReady, DraftRefused, Drafts, Verdict
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0
 """Between two attempts to reach a drafter; it doubles while they fail."""
-STEADY_S = 10.0
-"""A connection that lived so long counts as a success."""
+MISBEHAVED_S, LONGEST_MISBEHAVED_S = 60.0, 3600.0
+"""The same after it said what no correct drafter says."""
 READY_S = 120.0
-"""For the ids of an opening, from when they were sent: a long prompt, and a drafter with much to do."""
-LATE = "late"
-"""Code of a seat whose drafter did not answer within ``READY_S``."""
-REFUSED_WAIT_S = 5.0
-"""Until one that refused a session is asked for another; it may be full, or its engine may have failed."""
-PINGS = 9
+"""For a drafter to take in the ids of an opening: a long prompt, and a drafter with much to do."""
 PING_S = 5.0
 FARTHEST_S = 1.0
-"""One way. What takes longer is no distance, and who answers late on purpose shall not be waited for the longer."""
-LATE_FRAMES, MOST_LATE_FRAMES = 1024, 1 << 16
-"""About a session that is over: what was on its way; and about all those of before together."""
+"""One way. What takes longer is no distance, and a drafter that answers late on purpose is not waited for longer."""
+SAID_S = 3600.0
+"""After so long people hear of the same fault of a drafter again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +57,56 @@ class Tokens:
     tokenizer: str
 
 
+class DraftSession:
+    """One text's session at one drafter.
+
+    Attributes:
+        drafter: its number in the text. stream: the session's number on the connection.
+        ready: the drafter has taken in the opening. over: nothing more is told of it.
+        drafted: position behind the drafts that came last; 0 before the first.
+        bytes_in, bytes_out: of bodies. frames: that they came and went in.
+    """
+
+    def __init__(
+        self, link: DrafterLink, drafter: int, opening: Opening, stream: int, on_event: Callable[[DrafterState], None]
+    ) -> None:
+        self.link, self.drafter, self.opening, self.stream, self.on_event = link, drafter, opening, stream, on_event
+        self.ready = self.over = False
+        self.drafted = self.bytes_in = self.bytes_out = self.frames = 0
+        self.timer: asyncio.TimerHandle | None = None
+
+    def facts(self) -> DrafterFacts:
+        at, latency_s = self.link.at, self.link.model.latency_s
+        return DrafterFacts(
+            self.drafter, at.peer_id, at.name, at.model, latency_s, self.bytes_in, self.bytes_out, self.frames
+        )
+
+    def tell(self, tell: Tell) -> None:
+        """Give it a verdict. Never raises."""
+        try:
+            tokens = packed(tell.tokens, self.link.tokens.vocab_size)
+            self.say(Verdict(tell.right, tell.depth, tokens), generation=tell.number)
+        except (UserError, ValueError):  # more tokens than a frame holds: it came late to a long text
+            asyncio.get_running_loop().call_soon(self.link.lose, self)
+
+    def say(self, message: Message, *, generation: int = 0) -> None:
+        """Raises ``UserError``: it is longer than a frame may be."""
+        if self.over or self.link.line is None:
+            return
+        with suppress(ConnectionLost):  # its end is on its way
+            self.bytes_out += self.link.line.connection.send(message, generation=generation, stream=self.stream)
+            self.frames += 1
+
+
 class DrafterLink:
     """See the module's docstring. ``run`` is its life.
 
     Args:
-        standing: of the peer, which outlives this link.
-        on_change: told when it can be asked now, and when no more.
+        on_change: told when a session may be opened there, and when that ends.
 
     Attributes:
-        at: where it is. record: how good it is.
-        there: it can be asked for a seat.
-        seats: by stream.
+        at: where it is. model: how good it is. line: while there is a connection.
+        there: it answers. not_before: it is not dialled until then.
     """
 
     def __init__(
@@ -99,61 +114,55 @@ class DrafterLink:
         around: Around,
         at: DrafterAt,
         tokens: Tokens,
-        standing: Standing,
         *,
         on_change: Callable[[DrafterLink], None],
     ) -> None:
-        self.at = at
-        self.record = DraftRecord()
-        self.standing = standing
+        self.at, self.tokens = at, tokens
+        self.model = DrafterModel()
+        self.line: Line | None = None
         self.there = False
-        self.seats: dict[int, Seat] = {}
-        self._around = around
+        self.not_before = 0.0
+        self._around, self._on_change = around, on_change
         self._now = around.world.clock.now
-        self._tokens = tokens
-        self._on_change = on_change
-        self._line: Line | None = None
+        self._misbehaved_s = MISBEHAVED_S
         self._calls = Calls()
-        self._round_trips_s: deque[float] = deque(maxlen=PINGS)
+        self._sessions: dict[int, DraftSession] = {}  # by stream
         self._last_stream = 0
-        self._late = 0  # frames that may still come about sessions that are over
-        self._struck: ProtocolError | None = None
-        self._refused_until = 0.0  # it refused a session: it is asked for no other until then
-
-    @property
-    def name(self) -> str:
-        return self.at.name
+        self._refused_until = 0.0  # it refused a session: it is asked for no other one until then
+        self._dropped: P2PTrainError | None = None  # why this side ended the connection
+        self._said: dict[str, float] = {}  # by class of fault, when people heard of it
 
     @property
     def free(self) -> bool:
-        """Whether another session may have a seat."""
+        """Whether a session may be opened there."""
         return self.there and self._now() >= self._refused_until
 
     @property
-    def never(self) -> bool:
-        """It said that it drafts for no session of this verifier."""
-        return math.isinf(self._refused_until)
+    def sessions(self) -> int:
+        """Open now."""
+        return len(self._sessions)
 
     # -------------------------------------------------------------------------------------------------------- its life
 
     async def run(self) -> None:
         """Dial, listen, and dial again, until cancelled."""
         wait_s = FIRST_WAIT_S
-        await asyncio.sleep(self.standing.not_before - self._now())
         while True:
+            await asyncio.sleep(max(0.0, self.not_before - self._now()))
             began = self._now()
-            self.standing.dialled(began)
             try:
                 await self._connected()
             except P2PTrainError as problem:
                 self._tell_why(problem)
-                if isinstance(problem, ProtocolError):
-                    wait_s = self.standing.struck(self._now())
-                    self._on_change(self)  # another may be dialled in its place
-                elif self._now() - began >= STEADY_S:
-                    wait_s = FIRST_WAIT_S
-            await asyncio.sleep(wait_s * self._around.world.random.uniform(0.8, 1.2))
-            wait_s = max(wait_s, min(2 * wait_s, LONGEST_WAIT_S))
+                if self._now() - began > self._misbehaved_s:
+                    self._misbehaved_s = MISBEHAVED_S
+                if isinstance(problem, ProtocolError | Refused):
+                    wait_s = self._misbehaved_s
+                    self._misbehaved_s = min(2 * self._misbehaved_s, LONGEST_MISBEHAVED_S)
+                else:
+                    lived = self._now() - began >= PING_S
+                    wait_s = FIRST_WAIT_S if lived else min(2 * wait_s, LONGEST_WAIT_S)
+            self.not_before = self._now() + wait_s * self._around.world.random.uniform(1.0, 1.2)
 
     async def _connected(self) -> None:
         """One connection, until it ends. Raises ``P2PTrainError``: why it did."""
@@ -169,137 +178,123 @@ class DrafterLink:
             expect_peer=at.peer_id,
             expect_role="drafter",
         )
-        line = self._line = Line(connection, QUIET_S, beat_s=around.silence_s / 4)
-        self._struck = None
-        self._last_stream = self._late = 0
-        self._refused_until = 0.0
-        self._round_trips_s.clear()
+        line = self.line = Line(connection, QUIET_S, beat_s=around.silence_s / 4)
+        self._dropped, self._last_stream = None, 0
         problem: P2PTrainError = ConnectionLost("it closed the connection")
         try:
             async with line.alive():
-                pinging = asyncio.create_task(self._measure(line), name=f"measure {self.name}")
+                pinging = asyncio.create_task(self._measure(line), name=f"measure {at.name}")
                 try:
                     while True:
-                        received = await line.frame()
-                        self._take_untrusted(received)
+                        self._take_untrusted(await line.frame())
                 finally:
                     pinging.cancel()
                     await asyncio.gather(pinging, return_exceptions=True)
         except P2PTrainError as ended:
-            problem = self._struck or ended
+            problem = self._dropped or ended
         finally:
-            self._line = None
-            self._calls.lost(self.name)
-            self._gone()
+            self.line, self.there = None, False
+            self._calls.lost(at.name)
+            for session in list(self._sessions.values()):
+                self.lose(session)
+            self._on_change(self)
         raise problem
 
-    def _gone(self) -> None:
-        was_there, self.there = self.there, False
-        for seat in list(self.seats.values()):
-            self._lose(seat)
-        if was_there:
-            self._on_change(self)
+    async def _measure(self, line: Line) -> None:
+        """Ask for the time now and then: the round trip."""
+        round_trip = Average(weight=0.3)
+        try:
+            while True:
+                began = self._now()
+                with suppress(Refused):
+                    await self._calls.ask(line.connection.send, "probe.clock", {}, whom=self.at.name, timeout_s=QUIET_S)
+                round_trip.add(self._now() - began)
+                self.model.latency_s = min(round_trip.seconds / 2, FARTHEST_S)
+                if not self.there:
+                    self.there = True
+                    away = f"{1e3 * self.model.latency_s:.1f} ms away"
+                    text = f"drafter {self.at.name} drafts with {self.at.model}, {away}"
+                    self._notify("info", "drafter", text, about="there")
+                    self._on_change(self)
+                await asyncio.sleep(FIRST_WAIT_S if round_trip.count < 9 else PING_S)
+        except NetworkError as problem:
+            line.connection.abort(problem)
 
     def _tell_why(self, problem: P2PTrainError) -> None:
-        """People hear of each reason once, and after long again."""
-        if self.standing.fault_is_news(problem, self._now()):
-            remedy = f"; {problem.remedy}" if problem.remedy else ""
-            self._around.notify("warning", "drafter-lost", f"drafter {self.name}: {problem.message}{remedy}")
+        remedy = f"; {problem.remedy}" if problem.remedy else ""
+        text = f"drafter {self.at.name}: {problem.message}{remedy}"
+        self._notify("warning", "drafter-lost", text, about=type(problem).__name__)
 
-    # ----------------------------------------------------------------------------------------------------------- seats
+    def _notify(self, level: str, kind: str, text: str, *, about: str) -> None:
+        now = self._now()
+        if now - self._said.get(about, -SAID_S) >= SAID_S:
+            self._said[about] = now
+            self._around.notify(level, kind, text)
 
-    def seat(
-        self,
-        drafter: int,
-        beginning: Beginning,
-        *,
-        on_ready: Callable[[Seat], None],
-        on_drafted: Callable[[Seat, Drafted], None],
-        on_latency: Callable[[Seat], None],
-        on_lost: Callable[[Seat], None],
-    ) -> Seat:
-        """Have the drafter take in a session, for which it must be ``there``. Nothing is told from within this call."""
-        line = self._line
+    # -------------------------------------------------------------------------------------------------------- sessions
+
+    def open(self, drafter: int, opening: Opening, on_event: Callable[[DrafterState], None]) -> DraftSession:
+        """Have the drafter take in a session, for which it must be ``there``. No event comes from within this call."""
+        line = self.line
         assert line is not None
-        seat = Seat(self, drafter, beginning, on_ready, on_drafted, on_latency, on_lost)
         self._last_stream += 1
-        seat.stream, seat.opened_at = self._last_stream, self._now()
-        self.seats[seat.stream] = seat
-        line.silence_s = min(line.silence_s, self._silence_s)
-        sampling = beginning.sampling
-        message = DraftOpen(
-            len(beginning.ids),
-            beginning.prompt,
-            beginning.positions,
-            self._tokens.vocab_size,
-            self._tokens.tokenizer,
-            sampling.temperature,
-            sampling.top_k,
-            sampling.top_p,
-            sampling.seed,
-            beginning.depth,
-            self._silence_s,
+        session = DraftSession(self, drafter, opening, self._last_stream, on_event)
+        self._sessions[session.stream] = session
+        session.timer = asyncio.get_running_loop().call_later(READY_S, self._late, session)
+        silence_s = max(self._around.silence_s, 16 * self.model.latency_s)
+        line.silence_s = min(line.silence_s, silence_s)
+        sampling = opening.sampling
+        session.say(
+            DraftOpen(
+                len(opening.ids),
+                opening.prompt,
+                opening.positions,
+                self.tokens.vocab_size,
+                self.tokens.tokenizer,
+                sampling.temperature,
+                sampling.top_k,
+                sampling.top_p,
+                sampling.seed,
+                opening.depth,
+                silence_s,
+            )
         )
-        self._say(seat, message)
-        with suppress(ConnectionLost):  # its end is on its way
-            line.connection.send_bulk(memoryview(encode_ids(beginning.ids)), generation=0, stream=seat.stream)
-        return seat
-
-    def tell(self, seat: Seat, tell: Tell) -> None:
-        """Give it a verdict. Never raises."""
-        right, wrong = seat.record.judged(tell)
-        self.record.count(right, wrong=wrong)
-        try:
-            tokens = packed(tell.tokens, self._tokens.vocab_size)
-            self._say(seat, Verdict(tell.right, tell.depth, tokens), generation=tell.number)
-        except (UserError, ValueError):  # more tokens than a frame holds: it came late to a long text
-            asyncio.get_running_loop().call_soon(self._give_up, seat, TOO_LONG)
-
-    def leave(self, seat: Seat) -> None:
-        """Its session needs it no more. Never raises."""
-        self.record.unready += not any(each.ready for each in self.seats.values())
-        self._forget(seat)
-        self._say(seat, DraftClose())
-
-    def strike(self, problem: ProtocolError) -> None:
-        """It said what no correct drafter says: it loses its place in all sessions, and is not dialled for long."""
-        if self._line is not None:
-            self._struck = problem
-            self._line.connection.abort(problem)
-
-    @property
-    def _silence_s(self) -> float:
-        return max(self._around.silence_s, 16 * self.record.latency_s)
-
-    def _say(self, seat: Seat, message: Message, *, generation: int = 0) -> None:
-        """Raises ``UserError``: it is longer than a frame may be."""
-        if self._line is None:
-            return
         with suppress(ConnectionLost):
-            seat.bytes_out += self._line.connection.send(message, generation=generation, stream=seat.stream)
-            seat.frames += 1
+            line.connection.send_bulk(memoryview(encode_ids(opening.ids)), generation=0, stream=session.stream)
+        return session
 
-    def _forget(self, seat: Seat) -> None:
-        seat.over = True
-        self._late = min(self._late + LATE_FRAMES, MOST_LATE_FRAMES)
-        self.seats.pop(seat.stream, None)
+    def close(self, session: DraftSession) -> None:
+        """Its text needs it no more. Never raises."""
+        if not session.over:
+            session.say(DraftClose())
+            self._forget(session)
 
-    def _lose(self, seat: Seat) -> None:
-        if not seat.over:
-            self._forget(seat)
-            seat.on_lost(seat)
+    def lose(self, session: DraftSession) -> None:
+        """The text goes on without this drafter."""
+        if not session.over:
+            self.close(session)
+            session.on_event(DrafterLost(session.drafter))
 
-    def _give_up(self, seat: Seat, code: str) -> None:
-        """Its session goes on without this drafter, which is told, and is not asked again for this session."""
-        if not seat.over:
-            seat.refused = code
-            self._say(seat, DraftClose())
-            self._lose(seat)
+    def drop(self, problem: P2PTrainError) -> None:
+        """It loses its place in all sessions, and is dialled again later."""
+        if self.line is not None:
+            self._dropped = problem
+            self.line.connection.abort(problem)
+
+    def _late(self, session: DraftSession) -> None:
+        if not session.ready:
+            self.drop(DeadlineExceeded(f"it did not take in a session's tokens within {READY_S:g} s"))
+
+    def _forget(self, session: DraftSession) -> None:
+        session.over = True
+        self._sessions.pop(session.stream, None)
+        if session.timer is not None:
+            session.timer.cancel()
 
     # ------------------------------------------------------------------------------------------------------- listening
 
     def _take_untrusted(self, received: Received) -> None:
-        """Raises ``ProtocolError`` where no correct drafter says this."""
+        """Raises ``ProtocolError`` for what no correct drafter says, ``Refused`` if it refuses this verifier."""
         stream, message = received.stream, received.message
         match message:
             case Response():
@@ -309,88 +304,33 @@ class DrafterLink:
             case Refuse(code, text, remedy):
                 raise Refused(code, f"it refuses: {printable(text)}", remedy=printable(remedy))
             case Drafts() | DraftReady() | DraftRefused():
-                pass
+                if not 0 < stream <= self._last_stream:
+                    raise ProtocolError(f"it speaks of session {stream}, which was never opened")
             case _:
                 raise ProtocolError(f"it sent {type(message).__name__} to a verifier")
-        if not 0 < stream <= self._last_stream:
-            raise ProtocolError(f"it speaks of session {stream}, which was never opened")
-        match message:
-            case Drafts():
-                tokens = self._drafts_untrusted(message, stream, received.generation)
-            case DraftReady():
-                self.record.step_s = step_untrusted(message) or self.record.step_s
-        seat = self.seats.get(stream)
-        if seat is None:  # the session was over when this was on its way
-            self._late -= 1
-            if self._late < 0:
-                raise ProtocolError("it goes on about sessions that are over")
+        session = self._sessions.get(stream)
+        if session is None:  # the session was over when this was on its way
             return
-        seat.bytes_in += received.body_bytes
-        seat.frames += 1
+        session.bytes_in += received.body_bytes
+        session.frames += 1
         match message:
-            case DraftReady() if seat.ready:
-                raise ProtocolError("a session of it is ready twice")
             case DraftReady():
-                seat.ready, self.record.unready = True, 0
-                seat.on_ready(seat)
-            case Drafts() if not seat.ready:
-                raise ProtocolError("it drafts for a session before it is ready")
+                if session.ready:
+                    raise ProtocolError("a session of it is ready twice")
+                if (draft_s := step_untrusted(message)) and not self.model.draft.count:
+                    self.model.draft = Average(draft_s)
+                session.ready = True
+                session.on_event(DrafterReady(session.drafter, len(session.opening.ids), self.model))
             case Drafts(position):
-                position = position or seat.drafted
-                seat.drafted = position + len(tokens)
-                self.record.count(0, wrong=seat.record.drafted(received.generation, position, tokens))
-                seat.on_drafted(seat, Drafted(seat.drafter, received.generation, position, tokens))
+                if not session.ready:
+                    raise ProtocolError("it drafts for a session before it is ready")
+                tokens = drafts_untrusted(message, received.generation, vocab_size=self.tokens.vocab_size)
+                position = position or session.drafted
+                session.drafted = position + len(tokens)
+                session.on_event(Drafted(session.drafter, received.generation, position, tokens))
             case DraftRefused():
                 refused = refused_untrusted(message)
-                seat.refused = refused.code if refused.code in REFUSALS else ENGINE
-                self._refused_by(refused)
-                self._lose(seat)
-
-    def _drafts_untrusted(self, message: Drafts, stream: int, epoch: int) -> tuple[int, ...]:
-        """Raises ``ProtocolError``. Of a session that is over it does not matter what they were."""
-        vocab_size, seat = self._tokens.vocab_size, self.seats.get(stream)
-        if seat is None:
-            return ()
-        return drafts_untrusted(message, epoch, vocab_size=vocab_size)
-
-    def _refused_by(self, refused: Refused) -> None:
-        self._tell_why(refused)
-        if refused.code == OTHER_TOKENIZER:  # it will not change while it runs
-            self._refused_until = math.inf
-        elif refused.code != TOO_LONG:  # that is about this session
-            self._refused_until = self._now() + REFUSED_WAIT_S
-            asyncio.get_running_loop().call_later(REFUSED_WAIT_S, self._on_change, self)
-
-    async def _measure(self, line: Line) -> None:
-        """Ask for the time now and then, and see to it that openings are answered."""
-        try:
-            while True:
-                began = self._now()
-                with suppress(Refused):
-                    await self._calls.ask(line.connection.send, "probe.clock", {}, whom=self.name, timeout_s=QUIET_S)
-                self._round_trips_s.append(self._now() - began)
-                self.record.latency_s = min(median(self._round_trips_s) / 2, FARTHEST_S)
-                if not self.there:
-                    self.there = True
-                    if self.standing.there_is_news(self._now()):
-                        self._around.notify("info", "drafter", self._described())
-                    self._on_change(self)
-                for seat in [each for each in self.seats.values() if each.ready]:
-                    seat.on_latency(seat)
-                self._leave_late()
-                if any(seat.slow(self._now()) for seat in self.seats.values()):
-                    self._on_change(self)
-                await asyncio.sleep(FIRST_WAIT_S if len(self._round_trips_s) < PINGS else PING_S)
-        except NetworkError as problem:
-            line.connection.abort(problem)
-
-    def _leave_late(self) -> None:
-        """Sessions whose tokens are still not taken in: others, of shorter texts, may be well served."""
-        long_ago = self._now() - READY_S
-        late = [each for each in self.seats.values() if each.opened_at < long_ago and not each.ready]
-        for seat in late:
-            self._tell_why(DeadlineExceeded(f"it did not take in a session's tokens within {READY_S:g} s"))
-            self._give_up(seat, LATE)
-
-    def _described(self) -> str:
-        return f"drafter {self.name} drafts with {self.at.model}, {1e3 * self.record.latency_s:.1f} ms away"
+                self._tell_why(refused)
+                if refused.code != TOO_LONG:  # that is about this session
+                    self._refused_until = self._now() + PING_S
+                self.lose(session)

@@ -1,21 +1,36 @@
-"""What a verifier's session needs of whatever drafts for it, be it far away or in this process.
+"""What a verifier's session needs of whatever drafts for it. ``roles.verifier.drafters`` is the one over the network.
 
-``roles.verifier.drafters`` is the one over the network. A session opens with all drafters that there are, and with
-those that come later; it knows each by a number that is never used again in this session. What a drafter does reaches
-the session as the events of its core (``roles.speculation.verifying``), called on the event loop, never from within
-``open`` or ``tell``.
+A session opens with the drafters that there are, and with those that come later; it knows each by a number that is
+never used again in this session. What a drafter does reaches the session as the events of its core
+(``roles.speculation.verifying``), called on the event loop, never from within ``open`` or ``tell``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from p2ptrain.core.serving import Sampling
-from roles.speculation.events import Drafted, DrafterLost, DrafterReady, Latency, Tell
+from roles.speculation.events import DrafterState, Tell
 
-DraftingEvent = DrafterReady | Drafted | DrafterLost | Latency
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a session begins with.
+
+    Attributes:
+        ids: all that is known. A drafter that comes later begins with the same ids, and is told by its first verdict
+            what was verified since.
+        prompt: the pick at this position has sample index 0. positions: that the session may grow to.
+        depth: drafts beyond what is verified, until a verdict says otherwise.
+    """
+
+    ids: tuple[int, ...]
+    prompt: int
+    positions: int
+    sampling: Sampling
+    depth: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +38,8 @@ class DrafterFacts:
     """A drafter of one session, for people and programs.
 
     Attributes:
-        drafter: its number in the session's events.
-        peer_id: empty for one in this process. model: what it drafts with.
-        latency_s: one way.
-        bytes_in, bytes_out: of message bodies of this session, from and to it; 0 for one in this process. frames: that
-            these came and went in.
+        drafter: its number in the session's events. model: what it drafts with. latency_s: one way.
+        bytes_in, bytes_out: of message bodies of this session, from and to it. frames: that these came and went in.
     """
 
     drafter: int
@@ -52,12 +64,7 @@ class DrafterFacts:
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """A drafter to which there is a connection.
-
-    Attributes:
-        alpha: acceptance, by the last drafts of all sessions; None before there were some.
-        latency_s: one way.
-    """
+    """A drafter to which there is a connection. ``alpha``: acceptance; None before any draft was compared."""
 
     peer_id: str
     alpha: float | None
@@ -65,49 +72,30 @@ class Connected:
 
 
 class Drafting(Protocol):
-    """Drafters at work for one session."""
+    """Drafters at work for one session. Nothing here blocks or raises."""
 
     def tell(self, tell: Tell) -> None:
-        """Give a verdict to the drafter that it is for. Never blocks nor raises: one that is gone by now hears no
-        more, which its ``DrafterLost`` tells, or has told."""
+        """Give a verdict to the drafter that it is for. One that is gone hears no more: its ``DrafterLost`` comes."""
         ...
 
     def drop(self, drafter: int, reason: str) -> None:
-        """This drafter said what none says that is right. It loses its place here and in all other sessions."""
+        """This drafter said what no correct one says. It loses this session and all others."""
         ...
 
     def facts(self) -> list[DrafterFacts]:
-        """Of every drafter that became ready in this session, those that were lost since too; also after ``close``."""
+        """Of every drafter that became ready in this session, also of those that were lost, and after ``close``."""
         ...
 
     def close(self) -> None:
-        """The session is over: every drafter is told, no event comes any more. Never blocks nor raises; may be called
-        twice."""
+        """The session is over: every drafter is told, and no event comes any more. May be called twice."""
         ...
 
 
 class DrafterSource(Protocol):
     """Where drafters come from."""
 
-    def open(
-        self,
-        ids: Sequence[int],
-        *,
-        prompt: int,
-        positions: int,
-        sampling: Sampling,
-        depth: int,
-        on_event: Callable[[DraftingEvent], None],
-    ) -> Drafting:
-        """Have all drafters take in what a session begins with, and tell when each is ready. Does not wait for any.
-
-        Args:
-            ids: all that is known when the session begins. A drafter that comes later begins with the same ids: it is
-                told what was verified since by its first verdict.
-            prompt: the pick at this position has draw 0.
-            positions: that the session may grow to.
-            depth: drafts beyond what is verified, until a verdict says otherwise.
-        """
+    def open(self, opening: Opening, on_event: Callable[[DrafterState], None]) -> Drafting:
+        """Have drafters take in what a session begins with, and tell when each is ready. Waits for none."""
         ...
 
     def connected(self) -> list[Connected]:
@@ -118,16 +106,7 @@ class DrafterSource(Protocol):
 class NoDrafters:
     """The verifier by itself: a ``DrafterSource`` and its ``Drafting``."""
 
-    def open(
-        self,
-        ids: Sequence[int],
-        *,
-        prompt: int,
-        positions: int,
-        sampling: Sampling,
-        depth: int,
-        on_event: Callable[[DraftingEvent], None],
-    ) -> NoDrafters:
+    def open(self, opening: Opening, on_event: Callable[[DrafterState], None]) -> NoDrafters:
         return self
 
     def tell(self, tell: Tell) -> None:

@@ -17,16 +17,14 @@ from p2ptrain.compute.text import ASSISTANT, SYSTEM, USER, ChatFormat, Conversat
 from p2ptrain.core.errors import P2PTrainError, Refused, ResourceError, UserError
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.world import World
-from roles.speculation.experience import Experience
-from roles.speculation.policy import MOST_DRAFTS
-from roles.speculation.stats import Stats
+from roles.speculation.cost_model import MOST_DRAFTS, CostModel
+from roles.speculation.verifying import Stats
 from roles.verifier.asking import Wish
 from roles.verifier.drafting_source import Connected, DrafterSource, NoDrafters
 from roles.verifier.kept import Kept, KeptSession
 from roles.verifier.places import BUSY, LONGEST_WAIT_S, Places, patience_s
-from roles.verifier.recent import Recent, added, figures_of, shares_of
 from roles.verifier.session import TextSession
-from roles.verifier.stats import Rate, summed
+from roles.verifier.stats import Rate, Recent, added, figures_of, shares_of
 from roles.verifier.target import Target
 from wire.handshake import RefusalCode
 
@@ -93,7 +91,7 @@ class VerifierService:
         on_change: called when a text begins or ends.
 
     Attributes:
-        kept: what is computed and may be used again. experience: what its texts have learned.
+        kept: what is computed and may be used again. cost_model: what its texts have learned of drafters.
     """
 
     def __init__(
@@ -125,7 +123,7 @@ class VerifierService:
         self._rate = Rate()
         self._total = Stats()
         self._recent, self._ended_sums = Recent(), dict[str, float]()
-        self.experience = Experience()
+        self.cost_model = CostModel()
         self._usual_s, self._usual_of = _FIRST_GUESS_S, 0
         self._preparing = 0
         self._closed = False
@@ -146,7 +144,7 @@ class VerifierService:
                 took_s.append(passed.took_s)
         finally:
             await session.close()
-        self.experience = Experience(median(took_s))
+        self.cost_model = CostModel(median(took_s))
 
     async def write(self, wish: Wish) -> TextSession:
         """As ``TextService.write``."""
@@ -168,16 +166,18 @@ class VerifierService:
             raise
 
     def figures(self) -> dict[str, float]:
-        """How it fares, by name: totals, the rate of the last seconds, and of late ``recent.figures_of``."""
+        """How it fares, by name: totals, the rate of the last seconds, and of late ``stats.figures_of``."""
         now = self._now()
         running = list(self._running)
         for session in running:
             self._note(session, now)
         self._note_recent()
-        total = summed([self._total, *(session.core.stats for session in running)])
+        total = Stats()
+        for stats in (self._total, *(session.core.stats for session in running)):
+            total.add(stats)
         counts = {name: float(getattr(total, name)) for name in ("tokens", "drafted", "accepted", "wasted")}
         figures = {"tokens_per_s": self._rate.per_s(now), "waiting": float(self._places.waiting)}
-        return figures | counts | figures_of(self._recent.grown, self.experience.step_s())
+        return figures | counts | figures_of(self._recent.grown, self.cost_model.step_s)
 
     def drafters(self) -> list[tuple[Connected, float | None]]:
         """Those that there are, and which share of the right drafts of late was theirs; None where none was right."""
@@ -287,9 +287,8 @@ class VerifierService:
             left_out=prepared.left_out,
             now=self._now,
             on_end=self._on_end,
-            experience=self.experience,
+            model=self.cost_model,
             most_drafts=self._options.most_drafts,
-            picked=prepared.sampling.picked,
         )
         drafters = self._drafters if speculate else NoDrafters()
         self._running[session] = _Running(self._now(), opened, prepared.max_new_tokens, speculate)
@@ -327,7 +326,7 @@ class VerifierService:
 
     def _note_recent(self) -> None:
         under_way = [session.sums() for session, running in self._running.items() if running.speculates]
-        self._recent.note(added([self._ended_sums, *under_way]), self.experience.step_s())
+        self._recent.note(added([self._ended_sums, *under_way]), self.cost_model.step_s)
 
     def _expected_s(self, places: int) -> float:
         """Until so many places have become free, as far as is known."""

@@ -1,6 +1,6 @@
 """One text under way: carries out what the session's core wants, and gives pieces of text out as they come.
 
-The core says what the target is to compute; one pass at a time is under way. Events of drafters reach the core at once.
+The core says what the target is to compute, one pass at a time. Events of drafters reach the core at once.
 Where nobody takes the pieces, the next pass waits: a slow reader holds back its own text, and no memory grows.
 """
 
@@ -16,14 +16,12 @@ from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError
 from p2ptrain.core.serving import Sampling
 from roles.background import Background
 from roles.speculation import events as ev
-from roles.speculation.experience import Experience
-from roles.speculation.policy import MOST_DRAFTS
+from roles.speculation.cost_model import MOST_DRAFTS, CostModel
 from roles.speculation.verifying import Verifying
 from roles.verifier.asking import Piece
-from roles.verifier.drafting_source import DrafterFacts, DrafterSource, Drafting
-from roles.verifier.recent import Sums, sums_of
+from roles.verifier.drafting_source import DrafterFacts, DrafterSource, Drafting, Opening
 from roles.verifier.refusals import failed
-from roles.verifier.stats import WritingStats
+from roles.verifier.stats import Sums, WritingStats, sums_of
 from roles.verifier.target import TargetSession
 
 MOST_PIECES = 64
@@ -39,7 +37,7 @@ class TextSession:
 
     Args:
         prompt: its ids. cached: the first so many of them the target's session has already.
-        most_drafts, picked: as of ``Verifying``.
+        model, most_drafts: as of ``Verifying``.
         on_end: called once, when nothing is computed any more: whether the target's session can be used again.
 
     Attributes:
@@ -58,9 +56,8 @@ class TextSession:
         left_out: int,
         now: Callable[[], float],
         on_end: Callable[[TextSession, bool], None],
-        experience: Experience | None = None,
+        model: CostModel | None = None,
         most_drafts: int = MOST_DRAFTS,
-        picked: str = "",
     ) -> None:
         self.prompt_tokens, self.left_out, self.ended = len(prompt), left_out, ""
         self.core = Verifying(
@@ -69,9 +66,8 @@ class TextSession:
             stop_ids=writer.end_tokens,
             vocab_size=vocab_size,
             cached=cached,
-            experience=experience,
+            model=model,
             most_drafts=most_drafts,
-            picked=picked,
         )
         self._target, self._writer, self._now, self._on_end = target, writer, now, on_end
         self._stats = WritingStats(self.core.stats, began_at=now(), prompt_tokens=len(prompt), cached_tokens=cached)
@@ -79,25 +75,19 @@ class TextSession:
         self._pieces: deque[Piece] = deque()
         self._pending: deque[ev.VerifierEvent] = deque()
         self._handling = False
-        self._runs: deque[ev.Run] = deque()
+        self._run: ev.Run | None = None  # asked for by the core
         self._news, self._taken, self._asked = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._error: P2PTrainError | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._tasks, self._passes = Background(), Background()
-        self._under_way = 0
-        self._left = False
+        self._tasks = Background()
+        self._under_way = False
         self._task: asyncio.Task[None] | None = None
 
     def begin(self, drafters: DrafterSource, *, positions: int, sampling: Sampling) -> None:
         """Compute from now on. ``positions``: that the session may grow to."""
         assert self._task is None
         self._drafting = drafters.open(
-            self.core.history,
-            prompt=self.prompt_tokens,
-            positions=positions,
-            sampling=sampling,
-            depth=self.core.opening_depth,
-            on_event=self.event,
+            Opening(self.core.history, self.prompt_tokens, positions, sampling, self.core.opening_depth), self.event
         )
         self._task = self._tasks.start(self._compute(), "text")
         self.event(ev.Began())
@@ -122,12 +112,8 @@ class TextSession:
         return self._stats.as_map(self._now(), self._facts(), self.core.right_of)
 
     def sums(self) -> Sums:
-        """What ``roles.verifier.recent`` counts."""
-        facts, right_by = self._facts(), dict[str, int]()
-        for each in facts:
-            right_by[each.peer_id] = right_by.get(each.peer_id, 0) + self.core.right_of.get(each.drafter, 0)
-        moved = sum(each.bytes_in + each.bytes_out for each in facts)
-        return sums_of(self.core.stats, self._stats.spent_s, bytes_moved=moved, right_by=right_by)
+        """What ``roles.verifier.stats.Recent`` takes."""
+        return sums_of(self.core.stats, self._stats.spent_s, self._facts(), self.core.right_of)
 
     async def end(self, error: P2PTrainError) -> None:
         """``close``, where whoever reads it did not want that: it is told so. Never raises."""
@@ -168,9 +154,8 @@ class TextSession:
         assert self._drafting is not None
         match instruction:
             case ev.Run():
-                if not self._runs and not self._under_way:
-                    self._stats.asked(self._now())
-                self._runs.append(instruction)
+                self._stats.asked(self._now())
+                self._run = instruction
                 self._asked.set()
             case ev.Tell():
                 self._drafting.tell(instruction)
@@ -224,37 +209,22 @@ class TextSession:
         """Pass after pass, until the end."""
         try:
             while (run := await self._next_run()) is not None:
-                self._under_way += 1
-                self._passes.start(self._pass(run), "pass")
-            await self._passes.settle(timeout_s=PATIENCE_S)
+                self._under_way = True
+                passed = await self._target.run(
+                    keep=run.keep, ids=run.ids, picks=run.picks, draw=run.draw, prefill=run.prefill
+                )
+                self._under_way = False
+                self._stats.passed(self._now(), passed.took_s, prefill=run.prefill)
+                self.event(ev.PassDone(passed.tokens, passed.took_s))
         except P2PTrainError as error:
-            self._fail(error)
-        finally:
-            await self._passes.stop()
-            self._leave()
-
-    async def _pass(self, run: ev.Run) -> None:
-        """One pass. Others may be under way: answers come in the order in which they were asked for."""
-        try:
-            done = await self._done(run)
-        except P2PTrainError as error:
-            self._under_way -= 1
             self._fail(error)
         except Exception as mistake:  # of this program: the reader is to hear of it  # noqa: BLE001
-            self._under_way -= 1
             self._fail(failed(mistake))
-        else:
-            self._under_way -= 1
-            self._stats.passed(self._now(), done.took_s, prefill=run.prefill)
-            self.event(done)
-        if self._over and not self._under_way:
+        finally:
             self._leave()
 
     def _leave(self) -> None:
-        """Nothing is computed any more, but for what was given up."""
-        if self._left:
-            return
-        self._left = True
+        """Nothing is computed any more."""
         clean = self._error is None and not self._under_way
         self.ended = self.ended or ("" if self._error is not None else "cancelled")
         if self._timer is not None:
@@ -265,11 +235,6 @@ class TextSession:
         self.core.leave(self._now())
         self._on_end(self, clean and bool(self.core.tokens))
 
-    async def _done(self, run: ev.Run) -> ev.PassDone:
-        """Raises ``P2PTrainError``."""
-        passed = await self._target.run(keep=run.keep, ids=run.ids, picks=run.picks, draw=run.draw, prefill=run.prefill)
-        return ev.PassDone(passed.tokens, passed.took_s, turn_s=passed.turn_s)
-
     async def _next_run(self) -> ev.Run | None:
         """What is to be computed, as soon as there is room for what comes of it; None where nothing is any more.
 
@@ -277,13 +242,14 @@ class TextSession:
             DeadlineExceeded: nobody reads.
         """
         while not self._over:
-            if not self._runs:
+            if self._run is None:
                 self._asked.clear()
                 await self._asked.wait()  # the core ends it: it always has a pass to ask for, or a deadline
             elif len(self._pieces) >= MOST_PIECES:
                 await self._some_taken()
             else:
-                return self._runs.popleft()
+                run, self._run = self._run, None
+                return run
         return None
 
     async def _some_taken(self) -> None:

@@ -6,15 +6,22 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from roles.speculation.stats import Stats
+from roles.speculation.verifying import PLACES, Stats
 from roles.verifier.drafting_source import DrafterFacts
 from wire.frame import HEADER
 
 WINDOW_S = 5.0
 """Over which a rate is taken."""
-_GRAIN_S = 0.25
 MOST_TOLD = 32
 """Drafters of one text, those that were right most often: figures have to fit a message, whoever came."""
+RECENT_TOKENS = 512
+"""Figures of late are of about so many."""
+BY = "by "
+"""Before the peer id of a drafter: drafts of its that were right and in a pass."""
+PARTS = ("verify", "draft", "wait")
+
+Sums = Mapping[str, float]
+"""Of one text, or of all of them: they only grow."""
 
 
 class WritingStats:
@@ -42,7 +49,6 @@ class WritingStats:
         """The pass is done. What it took longer than the model was others' turn, or that of whoever reads."""
         if not prefill:
             self._turns_s += max(0.0, now - self._asked_at - took_s)
-        self._asked_at = now  # of those behind it: before, this one was in front
 
     def given(self, count: int, now: float) -> None:
         """So many tokens came."""
@@ -53,29 +59,26 @@ class WritingStats:
 
     @property
     def spent_s(self) -> dict[str, float]:
-        """Seconds of the tokens behind the first: all of them, and by what they were spent on."""
+        """Seconds of the tokens behind the first: all of them, and by what they were spent on: computing, waiting for
+        drafts, and waiting for the model's turn or the reader."""
         core = self._core
-        return {
-            "all": self._last_at - self._first_at,
-            "verify": core.verify_s,
-            "draft": core.draft_s,
-            "wire": core.wait_s,
-            "wait": self._turns_s,
-        }
+        writing_s = self._last_at - self._first_at
+        return {"all": writing_s, "verify": core.verify_s, "draft": core.wait_s, "wait": self._turns_s}
 
     def ended(self, now: float) -> None:
         """No more come."""
         self._ended_at = now if self._ended_at is None else self._ended_at
 
     def as_map(self, now: float, drafters: Sequence[DrafterFacts], right_of: Mapping[int, int]) -> dict[str, Any]:
-        """All of it. Milliseconds are of a token behind the first, which is the prompt's; None where there is none:
-        ``verify_ms`` computing, ``draft_ms`` waiting for drafts to be made, ``wire_ms`` for their way, ``wait_ms`` for
-        the model's turn, or the reader. ``right_of``: drafts of each drafter that were right and in a pass."""
+        """All of it. Milliseconds are of a token behind the first, which is the prompt's; None if there is none.
+        ``right_of``: drafts of each drafter that were right and in a pass."""
         core, after = self._core, self._tokens - 1
         spent_s = self.spent_s
         writing_s = spent_s.pop("all")
-        headers = HEADER.size * sum(each.frames for each in drafters)
         bytes_in, bytes_out = sum(each.bytes_in for each in drafters), sum(each.bytes_out for each in drafters)
+        bodies = bytes_in + bytes_out
+        headers = HEADER.size * sum(each.frames for each in drafters)
+        reached = [(right, tried) for right, tried in zip(core.accepted_at, core.tried_at, strict=True) if tried]
 
         def each_ms(seconds: float) -> float | None:
             return 1e3 * seconds / after if after > 0 else None
@@ -90,11 +93,19 @@ class WritingStats:
             "token_ms": each_ms(writing_s),
             **{f"{name}_ms": each_ms(seconds) for name, seconds in spent_s.items()},
             "rest_ms": each_ms(max(0.0, writing_s - sum(spent_s.values()))),
-            **speculation_map(core),
+            "passes": core.passes,
+            "self_steps": core.self_steps,
+            "alpha": core.alpha if core.verified else None,
+            "accepted_length": (core.tokens - 1) / core.passes if core.passes else None,
+            "acceptance_at": [right / tried for right, tried in reached],
+            "drafted": core.drafted,
+            "verified": core.verified,
+            "accepted": core.accepted,
+            "wasted": core.wasted,
             "bytes_in": bytes_in,
             "bytes_out": bytes_out,
-            "bytes_per_token": (bytes_in + bytes_out) / self._tokens if self._tokens else None,
-            "frame_bytes_per_token": (bytes_in + bytes_out + headers) / self._tokens if self._tokens else None,
+            "bytes_per_token": bodies / self._tokens if self._tokens else None,
+            "frame_bytes_per_token": (bodies + headers) / self._tokens if self._tokens else None,
             "drafters": _told(drafters, right_of),
         }
 
@@ -111,22 +122,6 @@ def _told(drafters: Sequence[DrafterFacts], right_of: Mapping[int, int]) -> list
     return [told for peer_id, told in found.items() if peer_id in best]
 
 
-def speculation_map(core: Stats) -> dict[str, Any]:
-    """What drafts were good for. ``acceptance_at``: by place in the pass, as far as any pass went."""
-    reached = [(right, tried) for right, tried in zip(core.accepted_at, core.tried_at, strict=True) if tried]
-    return {
-        "passes": core.passes,
-        "self_steps": core.self_steps,
-        "alpha": core.alpha if core.verified else None,
-        "accepted_length": (core.tokens - 1) / core.passes if core.passes else None,
-        "acceptance_at": [right / tried for right, tried in reached],
-        "drafted": core.drafted,
-        "verified": core.verified,
-        "accepted": core.accepted,
-        "wasted": core.wasted,
-    }
-
-
 class Rate:
     """Events a second over the last ``WINDOW_S``."""
 
@@ -135,7 +130,7 @@ class Rate:
 
     def add(self, count: int, now: float) -> None:
         """So many now."""
-        if self._grains and now - self._grains[-1][0] < _GRAIN_S:
+        if self._grains and now - self._grains[-1][0] < WINDOW_S / 20:
             since, sum_before = self._grains.pop()
             self._grains.append((since, sum_before + count))
         else:
@@ -143,7 +138,7 @@ class Rate:
         self._forget(now)
 
     def per_s(self, now: float) -> float:
-        """0 where nothing came."""
+        """0 if nothing came."""
         self._forget(now)
         if not self._grains:
             return 0.0
@@ -154,9 +149,102 @@ class Rate:
             self._grains.popleft()
 
 
-def summed(stats: Iterable[Stats]) -> Stats:
+def sums_of(
+    core: Stats, spent_s: Mapping[str, float], drafters: Sequence[DrafterFacts], right_of: Mapping[int, int]
+) -> Sums:
+    """Those of one text."""
+    sums: dict[str, float] = {
+        "tokens": core.tokens,
+        "after": core.tokens - bool(core.tokens),  # behind the first one, which is the prompt's
+        "passes": core.passes,
+        "alone": core.self_steps,
+        "drafted": core.drafted,
+        "wasted": core.wasted,
+        "pass_s": core.verify_s + core.wait_s,
+        "bytes": sum(each.bytes_in + each.bytes_out for each in drafters),
+        **{f"{name}_s": seconds for name, seconds in spent_s.items()},
+        **{f"tried {place}": tried for place, tried in enumerate(core.tried_at, 1)},
+        **{f"right {place}": right for place, right in enumerate(core.accepted_at, 1)},
+    }
+    for each in drafters:
+        sums[BY + each.peer_id] = sums.get(BY + each.peer_id, 0.0) + right_of.get(each.drafter, 0)
+    return sums
+
+
+def added(sums: Iterable[Sums]) -> dict[str, float]:
     """All of them together."""
-    total = Stats()
-    for each in stats:
-        total.add(each)
+    total: dict[str, float] = {}
+    for each in sums:
+        for name, value in each.items():
+            total[name] = total.get(name, 0.0) + value
     return total
+
+
+class Recent:
+    """What the sums of all texts with drafters grew by of late: what was long ago fades as tokens come."""
+
+    def __init__(self) -> None:
+        self.grown: dict[str, float] = {}
+        self._known: Sums = {}
+
+    def note(self, sums: Sums, step_s: float) -> None:
+        """The sums as they are now. ``step_s``: of a step of the verifier alone, now; 0: it is not known."""
+        more = {name: value - self._known.get(name, 0.0) for name, value in sums.items()}
+        self._known = sums
+        if step_s > 0:
+            more |= {
+                "compared": more.get("after", 0.0),
+                "compared_s": more.get("pass_s", 0.0),
+                "alone_s": step_s * more.get("after", 0.0),
+            }
+        fade = (1 - 1 / RECENT_TOKENS) ** more.get("tokens", 0.0)
+        self.grown = added([{name: fade * value for name, value in self.grown.items() if fade * value > 1e-3}, more])
+
+
+def figures_of(grown: Sums, step_s: float) -> dict[str, float]:
+    """Figures for people and programs, of what is known.
+
+    Args:
+        step_s: of a step of the verifier alone, now; 0: it is not known.
+
+    Returns:
+        ``alpha``, and by place in the pass ``right_at_1`` and so on; ``accepted_length`` in tokens a pass;
+        ``alone_share`` of the passes that had no drafts; ``wasted_share`` of the drafts; ``bytes_per_token``;
+        ``token_ms`` and its parts, as of ``WritingStats.as_map``; ``alone_ms`` that each would have taken without
+        drafts, and ``speed_up``: how many times as fast the model's passes gave tokens.
+    """
+    found: dict[str, float] = {}
+
+    def share(name: str, part: float, whole: float) -> None:
+        if whole > 0:
+            found[name] = part / whole
+
+    places = range(1, PLACES + 1)
+    right, tried = ([grown.get(f"{what} {place}", 0.0) for place in places] for what in ("right", "tried"))
+    share("alpha", sum(right), sum(tried))
+    for place in places:
+        share(f"right_at_{place}", right[place - 1], tried[place - 1])
+    after, passes = grown.get("after", 0.0), grown.get("passes", 0.0)
+    share("accepted_length", after, passes)
+    share("alone_share", grown.get("alone", 0.0), passes)
+    share("wasted_share", grown.get("wasted", 0.0), grown.get("drafted", 0.0))
+    share("bytes_per_token", grown.get("bytes", 0.0), grown.get("tokens", 0.0))
+    share("token_ms", 1e3 * grown.get("all_s", 0.0), after)
+    for name in PARTS:
+        share(f"{name}_ms", 1e3 * grown.get(f"{name}_s", 0.0), after)
+    if after > 0:
+        found["rest_ms"] = max(0.0, found["token_ms"] - sum(found[f"{name}_ms"] for name in PARTS))
+    compared, alone_s = grown.get("compared", 0.0), grown.get("alone_s", 0.0)
+    if compared >= 16:  # of fewer tokens a single slow pass would decide it
+        share("speed_up", alone_s, grown.get("compared_s", 0.0))
+        share("alone_ms", 1e3 * alone_s, compared)
+    elif step_s > 0:
+        found["alone_ms"] = 1e3 * step_s
+    return found
+
+
+def shares_of(grown: Sums) -> dict[str, float]:
+    """Of the drafts that were right and in a pass, by the drafter's peer id; empty if none was."""
+    right = {name.removeprefix(BY): value for name, value in grown.items() if name.startswith(BY)}
+    total = sum(right.values())
+    return {peer_id: value / total for peer_id, value in right.items()} if total > 0 else {}

@@ -11,15 +11,10 @@ from p2ptrain.core.serving import Sampling
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """What came of a pass: its picks, and how long it took from when its turn came.
-
-    Attributes:
-        turn_s: of a target that can begin the next one before: when that was; 0: when this one ended.
-    """
+    """What came of a pass: its picks, and how long it took from when its turn came."""
 
     tokens: tuple[int, ...]
     took_s: float
-    turn_s: float = 0.0
 
 
 class TargetSession(Protocol):
@@ -33,8 +28,7 @@ class TargetSession(Protocol):
     async def run(self, *, keep: int, ids: Sequence[int], picks: int, draw: int, prefill: bool) -> Passed:
         """Cut the history to ``keep`` positions, take ``ids`` more (2048 at most), pick for the last ``picks`` of them.
 
-        One at a time, but where ``Passed.turn_s`` says otherwise: then they are answered in order. Cancelling it leaves
-        the session unusable but for ``close``.
+        One at a time. Cancelling it leaves the session unusable but for ``close``.
 
         Raises:
             P2PTrainError: it could not be computed; the session is to be closed.

@@ -21,9 +21,10 @@ from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, Network, World
 from roles.background import Background
 from roles.speculation import events as ev
+from roles.speculation.cost_model import DrafterModel
 from roles.speculation.drafting import Drafting as DraftingCore
 from roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part, tokens_of
-from roles.verifier.drafting_source import Connected, DrafterFacts, DraftingEvent
+from roles.verifier.drafting_source import Connected, DrafterFacts, Opening
 from roles.verifier.service import ServiceOptions, VerifierService
 from roles.verifier.target import Passed
 from wire.memory import MemoryNetwork
@@ -146,18 +147,9 @@ class ScriptedDrafters:
     closed: int = 0
     nonsense: tuple[int, ...] = ()
 
-    def open(
-        self,
-        ids: Sequence[int],
-        *,
-        prompt: int,
-        positions: int,
-        sampling: Sampling,
-        depth: int,
-        on_event: Callable[[DraftingEvent], None],
-    ) -> _Drafting:
+    def open(self, opening: Opening, on_event: Callable[[ev.DrafterState], None]) -> _Drafting:
         self.opened += 1
-        return _Drafting(self, tuple(ids), prompt, positions, sampling, depth, on_event)
+        return _Drafting(self, opening, on_event)
 
     def connected(self) -> list[Connected]:
         return [Connected(f"drafter-{number}", None, self.latency_s) for number in range(1, self.count + 1)]
@@ -167,20 +159,16 @@ class _Drafting:
     def __init__(
         self,
         source: ScriptedDrafters,
-        ids: tuple[int, ...],
-        prompt: int,
-        positions: int,
-        sampling: Sampling,
-        depth: int,
-        on_event: Callable[[DraftingEvent], None],
+        opening: Opening,
+        on_event: Callable[[ev.DrafterState], None],
     ) -> None:
         self._source, self._on_event = source, on_event
         self._tasks, self._closed = Background(), False
         self._inbox: dict[int, asyncio.Queue[ev.Told]] = {}
         for number in range(1, source.count + 1):
             self._inbox[number] = asyncio.Queue(1000)
-            core = DraftingCore(ids, prompt=prompt, positions=positions, depth=depth)
-            self._tasks.start(self._draft(number, core, positions, sampling, len(ids)), "drafter")
+            core = DraftingCore(opening.ids, prompt=opening.prompt, positions=opening.positions, depth=opening.depth)
+            self._tasks.start(self._draft(number, core, opening), "drafter")
 
     def tell(self, tell: ev.Tell) -> None:
         assert not self._closed
@@ -202,17 +190,18 @@ class _Drafting:
             self._source.closed += 1
             asyncio.get_running_loop().create_task(self._tasks.stop())
 
-    def _say(self, event: DraftingEvent) -> None:
+    def _say(self, event: ev.DrafterState) -> None:
         def say() -> None:
             if not self._closed:
                 self._on_event(event)
 
         asyncio.get_running_loop().call_later(self._source.latency_s, say)
 
-    async def _draft(self, number: int, core: DraftingCore, positions: int, sampling: Sampling, known: int) -> None:
+    async def _draft(self, number: int, core: DraftingCore, opening: Opening) -> None:
         source, stage, made = self._source, stand_in_part(CONFIG, 0, 2), 0
-        stage.open("draft", positions=positions, sampling=sampling)
-        self._say(ev.DrafterReady(number, known, source.latency_s, source.step_s))
+        known = len(opening.ids)
+        stage.open("draft", positions=opening.positions, sampling=opening.sampling)
+        self._say(ev.DrafterReady(number, known, DrafterModel(source.latency_s, source.step_s)))
         if source.nonsense:
             self._say(ev.Drafted(number, 0, known, source.nonsense))
             return

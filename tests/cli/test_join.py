@@ -62,11 +62,11 @@ def test_a_verifier_and_its_options(
         "join", "10.0.0.7", "--role", "verifier", "--model", model, "--http", "127.0.0.1:8000",
         "--api-key-file", keys, "--sessions", "3", "--device", "cpu", "--threads", "2", "--memory", "1G",
         "--name", "big", "--advertise", "10.0.0.8:99", "--link", "20ms", "--slot", "4",
-        "--drafter", "ngram", "--dtype", "fp32",
+        "--dtype", "fp32",
     )  # fmt: skip
     assert (outcome.code, outcome.err) == (0, "")
     ((of, wish),) = begun
-    assert wish == ServeWish("verifier", model, "cpu", 2, 1 << 30, 3, None, ("127.0.0.1", 8000), keys, True, "fp32")
+    assert wish == ServeWish("verifier", model, "cpu", 2, 1 << 30, 3, None, ("127.0.0.1", 8000), keys, "fp32")
     assert (of.targets, of.name, of.advertise, of.link, of.slot) == (
         [("10.0.0.7", 7337)],
         "big",
@@ -80,15 +80,11 @@ def test_a_verifier_and_its_options(
     assert begun[-1][1] == ServeWish("verifier", model, split=0, dtype="bf16")
 
 
-def test_a_drafter_with_and_without_a_model(
-    command: Command, begun: list[tuple[Joining, ServeWish | None]], model: Path
-) -> None:
+def test_a_drafter_and_its_model(command: Command, begun: list[tuple[Joining, ServeWish | None]], model: Path) -> None:
     command("join", "--role", "drafter", "--model", model.parent / "model")
-    command("join", "--role", "drafter", "--model", "ngram", "--sessions", "2")
     command("join", "--role", "drafter", "--model", model, "--dtype", "fp16")
     assert [wish for _, wish in begun] == [
         ServeWish("drafter", model),
-        ServeWish("drafter", None, sessions=2),
         ServeWish("drafter", model, dtype="fp16"),
     ]
 
@@ -111,9 +107,7 @@ def test_the_newest_checkpoint_of_a_directory_is_taken(
         (["--role", "seed"], "--role seed is none", "p2ptrain seed --standby"),
         (["--role", "operator"], "--role operator is none", "use worker, verifier, drafter"),
         (["--role", "verifier"], "a verifier needs a model", "--model"),
-        (["--role", "drafter"], "a drafter needs a model", "--model ngram, which needs none"),
-        (["--role", "verifier", "--model", "ngram"], "--model ngram is for drafters", "directory"),
-        (["--role", "verifier", "--model", "Ngram"], "--model ngram is for drafters", "directory"),
+        (["--role", "drafter"], "a drafter needs a model", "--model"),
         (["--role", "verifier", "--model", "x", "--http", "a:99999"], "--http: 'a:99999' is", "such as 127.0.0.1:8000"),
         (["--advertise", "a b:1"], "--advertise: 'a b:1' is not an address", "others shall dial"),
         (["--role", "drafter", "--model", "nowhere"], "nowhere is not a directory", "checkpoints list"),
@@ -127,13 +121,9 @@ def test_the_newest_checkpoint_of_a_directory_is_taken(
             (["--role", "verifier", "--model", "x", "--split", *given], f"{given[0]} means nothing", "to the workers")
             for given in (["--memory", "4GiB"], ["--device", "cpu"], ["--threads", "2"])
         ),
-        *(
-            (["--role", "drafter", "--model", "ngram", *given], f"{given[0]} means nothing", "leave it out")
-            for given in (["--device", "cuda"], ["--threads", "2"], ["--dtype", "fp32"])
-        ),
-        (["--role", "drafter", "--model", "ngram", "--memory", "10"], "--memory 10 holds no model", "its unit"),
-        (["--role", "drafter", "--model", "ngram", "--split", "2"], "--split is not for a drafter", "--role verifier"),
-        (["--role", "drafter", "--model", "ngram", "--api-key-file", "x"], "is not for a drafter", "--role verifier"),
+        (["--role", "drafter", "--model", "x", "--memory", "10"], "--memory 10 holds no model", "its unit"),
+        (["--role", "drafter", "--model", "x", "--split", "2"], "--split is not for a drafter", "--role verifier"),
+        (["--role", "drafter", "--model", "x", "--api-key-file", "x"], "is not for a drafter", "--role verifier"),
         (["--role", "verifier", "--model", "x", "--http", "127.0.0.1"], "names no port", "HOST:PORT"),
         (["--role", "verifier", "--model", "x", "--api-key-file", "x"], "is for an HTTP endpoint", "--http"),
         (

@@ -15,9 +15,9 @@ from p2ptrain.cli.output import Console
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import ConfigError, ResourceError
 from roles.chain.around import Around
-from roles.drafter.testing import around_of, whole
 from roles.member import ServingMember
 from roles.verifier import whole_target
+from tests.roles.drafter_hosts import around_of, whole
 from wire.memory import MemoryNetwork, run_virtual
 from wire.speculation_messages import Serving
 
@@ -57,18 +57,6 @@ async def served(wish: ServeWish) -> Member:
     with pytest.raises(asyncio.CancelledError):
         await program
     return member
-
-
-def test_a_look_up_needs_no_model() -> None:
-    async def main() -> None:
-        member = await served(ServeWish("drafter", None))
-        assert member.serving is not None
-        said = member.serving()
-        assert (said.model, said.vocab_size, said.tokenizer, said.sessions) == ("n-gram look-up", 0, "", 0)
-        assert member.doors == ["draft"]
-        assert member.told == ["n-gram look-up drafts"]
-
-    run_virtual(main())
 
 
 @pytest.fixture

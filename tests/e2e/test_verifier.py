@@ -84,7 +84,7 @@ async def test_texts_of_a_verifier_and_what_is_left_when_it_is_killed(
     await machine.seed()
     seed = f"127.0.0.1:{machine.port}"
     model = ["--model", str(checkpoint), "--threads", "1"]
-    verifier = await machine.join("--role", "verifier", *model, "--name", "big", "--drafter", "ngram")
+    verifier = await machine.join("--role", "verifier", *model, "--name", "big")
     drafter = await machine.join("--role", "drafter", *model, "--name", "small")
     await verifier.until("model writes text in fp32, 60000 tokens of context")
     await drafter.until(r"model drafts on cpu \(1 thread\) in fp32")

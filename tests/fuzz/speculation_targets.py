@@ -12,19 +12,6 @@ from hypothesis import strategies as st
 from p2ptrain.core.activations import ID_BYTES, encode_ids
 from p2ptrain.core.errors import P2PTrainError, ProtocolError
 from p2ptrain.core.serving import Sampling
-from roles.drafter.testing import (
-    CONFIG,
-    PORT,
-    TOKENIZER,
-    VOCAB,
-    DrafterHost,
-    Liar,
-    Wobbly,
-    around_of,
-    drafter_hosts,
-    model_serves,
-    write,
-)
 from roles.speculation.events import Told
 from roles.speculation.received import (
     MAX_DEPTH,
@@ -40,6 +27,19 @@ from roles.stage_stand_in import tokens_of
 from roles.verifier.drafter_link import Tokens
 from roles.verifier.drafters import Drafters
 from roles.worker.stage_requests import MAX_POSITIONS
+from tests.roles.drafter_hosts import (
+    CONFIG,
+    PORT,
+    TOKENIZER,
+    VOCAB,
+    DrafterHost,
+    Liar,
+    Wobbly,
+    around_of,
+    drafter_hosts,
+    model_serves,
+    write,
+)
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.memory import MemoryNetwork, run_virtual
@@ -143,7 +143,7 @@ async def _asked(said: list[tuple[Message, int, int, bytes]]) -> None:
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: wrong.append(context))
     network = MemoryNetwork()
     host = DrafterHost("d", network.at("d"), model_serves(Wobbly(1.0)))
-    source = Drafters(around_of(network.at("v")), Tokens(VOCAB, TOKENIZER), look_up=False)
+    source = Drafters(around_of(network.at("v")), Tokens(VOCAB, TOKENIZER))
     async with drafter_hosts([host]):
         hello = local_hello(peer_id="liar", name="liar", roles=["verifier"], purpose="draft")
         connection, _ = await dial(network.at("liar"), "d", PORT, hello, timeout_s=5)
@@ -230,8 +230,7 @@ LINKS = Target(
     lambda said: run_virtual(_drafted(said)),
     (
         "roles.verifier.drafter_link.DrafterLink._take_untrusted",
-        "roles.speculation.lines.Line.receive_untrusted",
-        "roles.speculation.outlook.Outlook.receive_untrusted",
+        "roles.speculation.line.Line.receive_untrusted",
     ),
     peak_bytes=16 << 20,
     weight=8,

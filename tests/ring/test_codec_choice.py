@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ring.codecs.choice import CANDIDATES, NEARLY_BEST, STATED_ERROR, choose_codec
+from ring.codecs.choice import CANDIDATES, NEARLY_BEST, choose_codec
+from ring.codecs.error import STATED_ERROR
 
 MIB = 1 << 20
 

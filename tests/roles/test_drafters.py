@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import random
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from p2ptrain.core.serving import Ran, Sampling
-from roles.drafter.drafter import Serves
-from roles.drafter.testing import (
+from roles.stage_stand_in import tokens_of
+from roles.verifier.drafter_link import Tokens
+from roles.verifier.drafters import Drafters
+from tests.roles.drafter_hosts import (
     CONFIG,
     TOKENIZER,
     VOCAB,
@@ -25,10 +26,6 @@ from roles.drafter.testing import (
     there,
     write,
 )
-from roles.speculation.ngram import NgramEngine
-from roles.stage_stand_in import tokens_of
-from roles.verifier.drafter_link import Tokens
-from roles.verifier.drafters import Drafters
 from wire.emulate import EmulatedNetwork, LinkPreset
 from wire.memory import MemoryNetwork, run_virtual
 
@@ -41,17 +38,14 @@ TOKENS = Tokens(VOCAB, TOKENIZER)
 class Scene:
     """A verifier and its drafters on one network, each link with the same weather."""
 
-    def __init__(
-        self, *, one_way_ms: float = 0.0, jitter_ms: float = 0.0, look_up: bool = False, seats: int = 2
-    ) -> None:
+    def __init__(self, *, one_way_ms: float = 0.0, jitter_ms: float = 0.0, most: int = 2) -> None:
         self.memory = MemoryNetwork()
         self.preset = LinkPreset("test", one_way_ms, jitter_ms)
         self.told: list[tuple[str, str, str]] = []
         self.drafters = Drafters(
             around_of(self.at("verifier"), lambda *notice: self.told.append(notice)),
             TOKENS,
-            look_up=look_up,
-            seats=seats,
+            most=most,
         )
 
     def at(self, host: str) -> Any:
@@ -145,20 +139,6 @@ def test_quick_drafts_are_made_several_at_once_and_each_is_taken_in_once(step_s:
     run_virtual(main())
 
 
-def test_a_look_up_in_the_process_and_one_far_away() -> None:
-    prompt = [*range(20), *range(10)]
-
-    async def main() -> None:
-        scene = Scene(one_way_ms=5, look_up=True)
-        far = DrafterHost("d1", scene.at("d1"), Serves(NgramEngine(1 << 31), "n-gram look-up"))
-        async with scene.running(far):
-            written = await write(scene.drafters, prompt, 60, GREEDY)
-            assert written.tokens == expected(prompt, 60, GREEDY)
-            assert [(facts.drafter, facts.peer_id) for facts in written.facts] == [(1, ""), (2, "d1")]
-
-    run_virtual(main())
-
-
 def test_whom_the_seed_tells_of_is_dialled_and_who_is_gone_is_not_waited_for() -> None:
     async def main() -> None:
         scene = Scene(one_way_ms=5)
@@ -178,16 +158,15 @@ def test_whom_the_seed_tells_of_is_dialled_and_who_is_gone_is_not_waited_for() -
             assert there(scene.drafters) == ["d1", "d2"]
             await third.stop()
             scene.drafters.here([])
-            scene.drafters.here([replace(second.at, port=1)])
             await asyncio.sleep(1)
-            assert there(scene.drafters) == []
+            assert there(scene.drafters) == ["d1"]
 
     run_virtual(main())
 
 
 def test_a_session_that_runs_is_joined_by_a_drafter_that_comes_and_goes_on_without_one_that_goes() -> None:
     async def main() -> None:
-        scene = Scene(one_way_ms=5, seats=1)
+        scene = Scene(one_way_ms=5, most=1)
         first, second = (scene.host(f"d{number}", Wobbly(1.0)) for number in range(2))
         async with drafter_hosts([second]):
             writing = asyncio.create_task(write(scene.drafters, PROMPT, 150, SEEDED, pass_s=0.2))
@@ -214,7 +193,7 @@ def test_drafters_that_die_and_come_back_change_nothing(seed: int) -> None:
     dice = random.Random(seed)
 
     async def main() -> None:
-        scene = Scene(one_way_ms=dice.choice([1.0, 30.0]), jitter_ms=20, look_up=dice.random() < 0.3)
+        scene = Scene(one_way_ms=dice.choice([1.0, 30.0]), jitter_ms=20)
         names = [f"d{number}" for number in range(dice.randint(1, 3))]
         hosts = {name: scene.host(name, Wobbly(dice.choice([0.0, 0.6, 0.9, 1.0]), seed=seed)) for name in names}
 

@@ -15,8 +15,14 @@ import pytest
 from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, ResourceError
 from p2ptrain.core.serving import Ran, Sampling
-from roles.drafter.drafter import MAX_CALLERS, Serves
-from roles.drafter.testing import (
+from roles.drafter.drafter import MAX_CALLERS
+from roles.speculation.events import Told
+from roles.speculation.received import packed, tokens_untrusted
+from roles.stage_stand_in import tokens_of
+from roles.verifier.drafter_link import Tokens
+from roles.verifier.drafters import Drafters
+from roles.worker.stage_links import Line
+from tests.roles.drafter_hosts import (
     CONFIG,
     PORT,
     TOKENIZER,
@@ -30,13 +36,6 @@ from roles.drafter.testing import (
     there,
     write,
 )
-from roles.speculation.events import Told
-from roles.speculation.ngram import NgramEngine
-from roles.speculation.received import packed, tokens_untrusted
-from roles.stage_stand_in import tokens_of
-from roles.verifier.drafter_link import Tokens
-from roles.verifier.drafters import Drafters
-from roles.worker.stage_links import Line
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.memory import MemoryNetwork, run_virtual
@@ -90,7 +89,7 @@ def test_a_drafter_that_drafts_badly_loses_its_place_to_another(says: Says) -> N
         network = MemoryNetwork()
         liar = Liar("bad", network.at("bad"), says)
         good = DrafterHost("good", network.at("good"), model_serves(Wobbly(0.9)))
-        source = Drafters(around_of(network.at("verifier")), Tokens(VOCAB, TOKENIZER), seats=1, look_up=False)
+        source = Drafters(around_of(network.at("verifier")), Tokens(VOCAB, TOKENIZER), most=1)
         async with drafter_hosts([liar, good]):
             source.here([liar.at])
             await asyncio.sleep(1)
@@ -103,27 +102,6 @@ def test_a_drafter_that_drafts_badly_loses_its_place_to_another(says: Says) -> N
                 assert written.tokens == EXPECTED
             assert written.stats.accepted > 60
             assert written.facts[-1].peer_id == "good"
-            await source.close()
-
-    run_virtual(main())
-
-
-def test_a_place_is_given_away_within_a_session() -> None:
-    async def main() -> None:
-        network = MemoryNetwork()
-        liar = Liar("bad", network.at("bad"), says_one_token)
-        good = DrafterHost("good", network.at("good"), model_serves(Wobbly(0.9)))
-        source = Drafters(around_of(network.at("verifier")), Tokens(VOCAB, TOKENIZER), seats=1, look_up=False)
-        async with drafter_hosts([liar, good]):
-            source.here([liar.at])
-            await asyncio.sleep(1)
-            writing = asyncio.create_task(write(source, PROMPT, 120, GREEDY))
-            await asyncio.sleep(0.5)
-            source.here([liar.at, good.at])
-            written = await writing
-            assert written.tokens == EXPECTED
-            assert [facts.peer_id for facts in written.facts] == ["bad", "good"]
-            assert written.stats.accepted > 20
             await source.close()
 
     run_virtual(main())
@@ -173,7 +151,7 @@ def test_a_drafter_that_says_what_cannot_be_is_struck_out_and_people_hear_of_it_
         good = DrafterHost("good", network.at("good"), model_serves(Wobbly(0.9)))
         told: list[tuple[str, str, str]] = []
         around = around_of(network.at("verifier"), lambda *notice: told.append(notice))
-        source = Drafters(around, Tokens(VOCAB, TOKENIZER), look_up=False)
+        source = Drafters(around, Tokens(VOCAB, TOKENIZER))
         async with drafter_hosts([liar, good]):
             source.here([liar.at, good.at])
             await asyncio.sleep(1)
@@ -198,7 +176,7 @@ def test_a_drafter_that_is_silent_is_lost_in_seconds() -> None:
     async def main() -> None:
         network = MemoryNetwork()
         good = DrafterHost("good", network.at("good"), model_serves(Wobbly(1.0)))
-        source = Drafters(around_of(network.at("verifier")), Tokens(VOCAB, TOKENIZER), look_up=False)
+        source = Drafters(around_of(network.at("verifier")), Tokens(VOCAB, TOKENIZER))
         async with drafter_hosts([good]):
             source.here([good.at])
             await asyncio.sleep(1)
@@ -217,27 +195,22 @@ def test_a_drafter_that_is_silent_is_lost_in_seconds() -> None:
     run_virtual(main())
 
 
-def test_a_session_that_is_not_taken_in_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_that_does_not_take_a_session_in_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("roles.verifier.drafter_link.READY_S", 1.0)
 
     async def main() -> None:
         network = MemoryNetwork()
-        slow = Liar("slow", network.at("slow"), says_one_token, takes_in=lambda stream: stream > 1)
+        slow = Liar("slow", network.at("slow"), says_one_token, takes_in=lambda stream: False)
         told: list[str] = []
         around = around_of(network.at("verifier"), lambda level, kind, text: told.append(text))
-        source = Drafters(around, Tokens(VOCAB, TOKENIZER), look_up=False)
+        source = Drafters(around, Tokens(VOCAB, TOKENIZER))
         async with drafter_hosts([slow]):
             source.here([slow.at])
             await asyncio.sleep(1)
-            both = [asyncio.create_task(write(source, PROMPT, 120, GREEDY)) for _ in range(2)]
-            await asyncio.sleep(2)
-            assert slow.closed == [1]
-            assert slow.openings == 2, "it is not asked again for that session"
-            assert there(source) == ["slow"]
-            verdicts = slow.verdicts
-            for writing in both:
-                assert (await writing).tokens == EXPECTED
-            assert slow.verdicts > verdicts, "the other session went on with it"
+            writing = asyncio.create_task(write(source, PROMPT, 120, GREEDY))
+            await asyncio.sleep(1.2)
+            assert there(source) == []
+            assert (await writing).tokens == EXPECTED
             assert sum("did not take in" in text for text in told) == 1
             await source.close()
 
@@ -251,7 +224,7 @@ def test_a_verdict_that_no_frame_holds_ends_that_session_on_both_sides(monkeypat
     async def main() -> None:
         network = MemoryNetwork()
         host = Liar("d", network.at("d"), says_one_token)
-        source = Drafters(around_of(network.at("verifier")), Tokens(VOCAB, TOKENIZER), look_up=False)
+        source = Drafters(around_of(network.at("verifier")), Tokens(VOCAB, TOKENIZER))
         async with drafter_hosts([host]):
             source.here([host.at])
             await asyncio.sleep(1)
@@ -321,7 +294,7 @@ def with_drafter(test: Callable[[MemoryNetwork, DrafterHost], Any], engine: Any 
         network = MemoryNetwork()
         serves = options.pop("serves", None) or model_serves(engine or Wobbly(1.0))
         host = DrafterHost("d", network.at("d"), serves, options=options)
-        source = Drafters(around_of(network.at("honest")), Tokens(VOCAB, TOKENIZER), look_up=False)
+        source = Drafters(around_of(network.at("honest")), Tokens(VOCAB, TOKENIZER))
         async with drafter_hosts([host]):
             source.here([host.at])
             await asyncio.sleep(1)
@@ -454,13 +427,13 @@ def test_a_session_longer_than_the_drafters_context_is_drafted_for_up_to_it() ->
         host = DrafterHost("d", network.at("d"), model_serves(Wobbly(1.0), context=40))
         told: list[str] = []
         around = around_of(network.at("honest"), lambda level, kind, text: told.append(text))
-        source = Drafters(around, Tokens(VOCAB, TOKENIZER), look_up=False)
+        source = Drafters(around, Tokens(VOCAB, TOKENIZER))
         async with drafter_hosts([host]):
             source.here([host.at])
             await asyncio.sleep(1)
             written = await write(source, PROMPT, 120, GREEDY)
             assert written.tokens == EXPECTED
-            assert written.stats.accepted > 15
+            assert written.stats.accepted > 5
             assert not host.drafter.sessions
             assert any("knows 40 positions" in text for text in told)
             assert there(source) == ["d"]
@@ -593,22 +566,6 @@ def test_a_run_that_waits_for_its_turn_is_asked_for_anew_when_a_verdict_comes() 
     run_virtual(main())
 
 
-def test_a_look_up_takes_any_tokenizer() -> None:
-    async def test(network: MemoryNetwork, host: DrafterHost) -> None:
-        async with verifier_of(network) as verifier:
-            verifier.open(replace(OPENING, tokenizer="another", vocab_size=1000), encode_ids([1, 2, 999, 1, 2]))
-            assert isinstance((await verifier.next())[1], DraftReady)
-            assert (await verifier.next())[1] == Drafts(5, packed([999, 1, 2, 999, 1, 2, 999, 1], 1000))
-
-    async def main() -> None:
-        network = MemoryNetwork()
-        host = DrafterHost("d", network.at("d"), Serves(NgramEngine(1 << 31), "n-gram look-up"))
-        async with drafter_hosts([host]):
-            await test(network, host)
-
-    run_virtual(main())
-
-
 def test_a_drafter_of_another_tokenizer_is_told_of_once() -> None:
     async def main() -> None:
         network = MemoryNetwork()
@@ -616,7 +573,7 @@ def test_a_drafter_of_another_tokenizer_is_told_of_once() -> None:
         lying = DrafterHost("e", network.at("e"), model_serves(Wobbly(1.0), tokenizer="another"))
         told: list[str] = []
         around = around_of(network.at("v"), lambda level, kind, text: told.append(text) if level == "warning" else None)
-        source = Drafters(around, Tokens(VOCAB, TOKENIZER), look_up=False)
+        source = Drafters(around, Tokens(VOCAB, TOKENIZER))
         async with drafter_hosts([honest, lying]):
             for _ in range(3):
                 source.here([honest.at, replace(lying.at, tokenizer=TOKENIZER)])
@@ -624,7 +581,6 @@ def test_a_drafter_of_another_tokenizer_is_told_of_once() -> None:
                 assert (await write(source, PROMPT, 60, GREEDY)).tokens == EXPECTED[:60]
             assert len(told) == 2
             assert all("another tokenizer" in text for text in told)
-            assert there(source) == []
             await source.close()
 
     run_virtual(main())
@@ -642,7 +598,7 @@ def test_a_mistake_of_the_program_ends_one_session_only() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(context["exception"]))
         network = MemoryNetwork()
         host = DrafterHost("d", network.at("d"), model_serves(Mistaken(0.9)))
-        source = Drafters(around_of(network.at("verifier")), Tokens(VOCAB, TOKENIZER), look_up=False)
+        source = Drafters(around_of(network.at("verifier")), Tokens(VOCAB, TOKENIZER))
         async with drafter_hosts([host]):
             source.here([host.at])
             await asyncio.sleep(1)

@@ -10,7 +10,11 @@ import pytest
 
 from p2ptrain.core.errors import Refused
 from p2ptrain.core.serving import Sampling
-from roles.drafter.testing import (
+from roles.in_process import DEADLINE_S, HOST, Cluster
+from roles.stage_stand_in import tokens_of
+from roles.verifier.drafter_link import Tokens
+from roles.verifier.drafters import Drafters
+from tests.roles.drafter_hosts import (
     CONFIG,
     PORT,
     TOKENIZER,
@@ -22,10 +26,6 @@ from roles.drafter.testing import (
     model_serves,
     write,
 )
-from roles.in_process import DEADLINE_S, HOST, Cluster
-from roles.stage_stand_in import tokens_of
-from roles.verifier.drafter_link import Tokens
-from roles.verifier.drafters import Drafters
 from wire.handshake import dial, local_hello
 from wire.memory import MemoryNetwork
 
@@ -38,7 +38,7 @@ async def test_each_side_has_a_ticket_of_its_role(tmp_path: Path) -> None:
     host = DrafterHost(drafter.peer_id, drafter.network, model_serves(Wobbly(1.0)), step_s=0.0)
     there = asyncio.Event()
     around = around_of(verifier.network, lambda level, kind, text: there.set() if kind == "drafter" else None)
-    source = Drafters(replace(around, peer_id=verifier.peer_id), Tokens(VOCAB, TOKENIZER), look_up=False)
+    source = Drafters(replace(around, peer_id=verifier.peer_id), Tokens(VOCAB, TOKENIZER))
     async with drafter_hosts([host]):
         hello = local_hello(peer_id=operator.peer_id, name="o", roles=["operator"], purpose="draft")
         with pytest.raises(Refused, match="does not permit 'draft'"):

@@ -150,7 +150,7 @@ def test_who_lends_a_drafter_hears_that_a_verifier_has_another_tokenizer(first: 
     assert [len(notices[each]) for each in ("d1", "d2", "n1", "v1")] == [0, 1, 0, 0]
     assert notices["d2"][0].text == (
         "name-v1 writes with big, which has another tokenizer than small: "
-        "nothing is drafted for it; draft with a model of the same family, or with ngram"
+        "nothing is drafted for it; draft with a model of the same family"
     )
 
 

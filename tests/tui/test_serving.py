@@ -12,7 +12,7 @@ from rich.cells import cell_len
 from tui.chain_art import Row
 from tui.demo_serving import drafters, verifier
 from tui.format import Look
-from tui.serving import HERE, MOST_PLACES, Verifier, models_of, unused, verifiers_of
+from tui.serving import MOST_PLACES, Verifier, models_of, unused, verifiers_of
 from tui.serving_art import draw_verifier
 from wire.records import ServingInfo
 
@@ -35,12 +35,10 @@ def drawn(one: Verifier, width: int = 100) -> list[str]:
 
 def test_a_verifier_has_its_drafters_the_best_first():
     info = dataclasses.replace(verifier(1), drafter_share=[0.07, 0.73], drafter_alpha=[0.9, -1.0])
-    info = dataclasses.replace(info, stats=info.stats | {"look_up_share": 0.2})
     (found,) = verifiers_of(by_id(info, *drafters(1)))
-    assert [each.name for each in found.drafters] == ["nils", HERE, "dora"]
-    nils, here, dora = found.drafters
+    assert [each.name for each in found.drafters] == ["nils", "dora"]
+    nils, dora = found.drafters
     assert (nils.alpha, nils.share, nils.latency_ms) == (None, 0.73, 41.0)
-    assert (here.peer, here.share, here.latency_ms) == ("", 0.2, None)
     assert (dora.alpha, dora.model, dora.sessions) == (0.9, "code-40m", 2)
     assert [share for _, share in found.spent_ms] == [info.stats[f"{name}_ms"] for name, _ in found.spent_ms]
     assert len(found.right_at) == 8
@@ -113,7 +111,7 @@ def test_a_place_where_all_were_right_is_full_and_one_where_none_was_is_empty():
 
 FIGURES = st.sampled_from([-1.0, 0.0, 0.5, 1.0, 1.5, 1e6, 1e15])
 NAMES = ["alpha", "token_ms", "verify_ms", "wire_ms", "speed_up", "alone_ms", "tokens", "waiting", "tokens_per_s"]
-NAMES += ["accepted_length", "wasted_share", "bytes_per_token", "alone_share", "look_up_share"]
+NAMES += ["accepted_length", "wasted_share", "bytes_per_token", "alone_share"]
 NAMES += [f"right_at_{place}" for place in range(1, MOST_PLACES + 2)]
 
 

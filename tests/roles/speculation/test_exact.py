@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from roles.speculation.cost_model import CostModel, DrafterModel
 from roles.speculation.drafting import Drafting
 from roles.speculation.events import (
     Began,
@@ -20,7 +21,6 @@ from roles.speculation.events import (
     Drop,
     Finished,
     Give,
-    Latency,
     PassDone,
     Run,
     RunDone,
@@ -30,7 +30,6 @@ from roles.speculation.events import (
     Tick,
     Told,
 )
-from roles.speculation.experience import Experience
 from roles.speculation.verifying import Verifying
 
 VOCAB = 7
@@ -95,25 +94,24 @@ class Speculation(RuleBasedStateMachine):
         prompt=st.integers(1, 3).flatmap(lambda size: st.tuples(*[st.integers(0, VOCAB - 1)] * size)),
         stop=st.booleans(),
         cached=st.integers(0, 2),
-        turn_s=st.sampled_from([0.0, 0.004, 0.02]),
+        known=st.booleans(),
     )
-    def begin(self, length: int, prompt: tuple[int, ...], stop: bool, cached: int, turn_s: float) -> None:
+    def begin(self, length: int, prompt: tuple[int, ...], stop: bool, cached: int, known: bool) -> None:
         stop_ids = frozenset({STOP_ID}) if stop else frozenset[int]()
         self.prompt, self.length = prompt, length
         self.expected = plain(prompt, length, stop_ids)
-        self.experience = Experience()
+        self.cost = CostModel(0.05 if known else 0.0)
         self.core = Verifying(
             prompt,
             max_new_tokens=length,
             stop_ids=stop_ids,
             vocab_size=VOCAB,
             cached=cached,
-            experience=self.experience,
+            model=self.cost,
         )
         self.model = Model()
         self.model.history = list(prompt[: min(cached, len(prompt) - 1)])
-        self.running: deque[Run] = deque()  # more than one where the target has turns
-        self.turn_s = turn_s
+        self.running: deque[Run] = deque()
         self.drafters: dict[int, Drafter] = {}
         self.given: list[int] = []
         self.ended = ""
@@ -126,7 +124,7 @@ class Speculation(RuleBasedStateMachine):
         for item in self.core.handle(event, self.now):
             match item:
                 case Run():
-                    assert not self.running or self.turn_s
+                    assert not self.running
                     assert not self.ended
                     self.running.append(item)
                 case Tell(drafter, number, start, tokens, depth, right):
@@ -150,15 +148,10 @@ class Speculation(RuleBasedStateMachine):
     def computes(self) -> None:
         run = self.running.popleft()
         picks = tuple(target(prefix) for prefix in self.model.run(run))
-        text, before = [*self.prompt, *self.given], len(self.given)
-        right = self.model.history[: run.keep] == text[: run.keep]
-        if not right or run.keep >= len(text) or run.ids[0] != text[run.keep]:
-            assert self.turn_s, "it stands on what the text is not"
-            self.take(PassDone(picks, 0.05, turn_s=self.turn_s))
-            assert len(self.given) == before, "so it counts for nothing"
-        else:
-            assert run.draw == len(self.given) or self.ended
-            self.take(PassDone(picks, 0.05, turn_s=self.turn_s))
+        text = [*self.prompt, *self.given]
+        assert self.model.history[: run.keep] == text[: run.keep]
+        assert run.draw == len(self.given) or self.ended
+        self.take(PassDone(picks, 0.05))
 
     # --------------------------------------------------------------------------------------------------- the drafters
 
@@ -178,7 +171,7 @@ class Speculation(RuleBasedStateMachine):
         number = 1000 + len(self.numbers)
         self.drafters[number] = Drafter(None, 0.0, 0, many=False)
         self.numbers[number] = 0
-        self.take(DrafterReady(number, len(self.core.history), 0.01))
+        self.take(DrafterReady(number, len(self.core.history), DrafterModel()))
 
     def drafts(self, number: int, drafter: Drafter, event: Any) -> None:
         assert drafter.core is not None
@@ -192,7 +185,7 @@ class Speculation(RuleBasedStateMachine):
         drafter.core.validate()
         if drafter.core.ready and not drafter.opened:
             drafter.opened = True
-            drafter.outbox.appendleft(DrafterReady(number, drafter.known, 0.01))
+            drafter.outbox.appendleft(DrafterReady(number, drafter.known, DrafterModel()))
 
     def some(self, data: Any) -> tuple[int, Drafter] | None:
         real = [(number, drafter) for number, drafter in self.drafters.items() if drafter.core is not None]
@@ -254,17 +247,9 @@ class Speculation(RuleBasedStateMachine):
             position = len(self.core.history) + offset
             self.take(Drafted(data.draw(st.sampled_from(fools)), epoch, position, tuple(tokens)))
 
-    @rule(looks=st.booleans())
-    def another_text_looks_at_a_step_alone(self, looks: bool) -> None:
-        """All drafters rest meanwhile."""
-        if looks:
-            self.experience.look("another text")
-        else:
-            self.experience.looked("another text")
-
-    @rule(number=st.integers(0, 3), latency=st.floats(0, 1))
-    def measured(self, number: int, latency: float) -> None:
-        self.take(Latency(number, latency))
+    @rule(resting=st.booleans())
+    def another_text_finds_what_drafters_are_worth(self, resting: bool) -> None:
+        self.cost.resting = resting or not self.cost.step_s
 
     @precondition(lambda self: not self.ended and self.core.next_deadline() is not None)
     @rule()
@@ -309,7 +294,7 @@ class Speculation(RuleBasedStateMachine):
             else:
                 self.ticks()
         assert self.given == self.expected
-        assert self.experience.sessions == 0
+        assert self.cost.sessions == 0
 
 
 Speculation.TestCase.settings = settings(max_examples=60, stateful_step_count=80)

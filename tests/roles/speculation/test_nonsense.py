@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from p2ptrain.core.errors import ProtocolError
+from roles.speculation.cost_model import CostModel, DrafterModel
 from roles.speculation.drafting import Drafting
 from roles.speculation.events import (
     Began,
     Drafted,
+    DrafterLost,
     DrafterReady,
     Drop,
     Finished,
@@ -28,9 +30,9 @@ PROMPT = (1, 2, 3)
 
 def verifier() -> Verifying:
     """With drafter 1, which was told of two tokens: verdicts 1 and 2, text up to position 5."""
-    core = Verifying(PROMPT, max_new_tokens=50, vocab_size=10)
+    core = Verifying(PROMPT, max_new_tokens=50, vocab_size=10, model=CostModel(0.1))
     core.handle(Began(), 0.0)
-    core.handle(DrafterReady(1, len(PROMPT), 0.0), 0.0)
+    core.handle(DrafterReady(1, len(PROMPT), DrafterModel()), 0.0)
     core.handle(PassDone((4,), 0.1), 0.1)
     core.handle(PassDone((5,), 0.1), 0.2)
     line = core.line(1)
@@ -73,7 +75,8 @@ def test_drafts_of_a_line_that_is_dead_are_dropped() -> None:
     core.handle(Drafted(1, 0, 3, (9, 5, 6, 7)), 0.25)
     assert core.line(1).dead
     core.handle(Drafted(1, 0, 7, (1, 2)), 0.25)
-    run = core.handle(PassDone((6,), 0.1), 0.3)[-1]
+    assert not any(isinstance(item, Run) for item in core.handle(PassDone((6,), 0.1), 0.3))  # it waits for a new line
+    (run,) = core.handle(DrafterLost(1), 0.31)
     assert isinstance(run, Run)
     assert run.ids == (6,)
     assert core.stats.wasted == 6
@@ -88,10 +91,10 @@ def test_a_line_that_is_dead_does_not_go_on_for_ever() -> None:
 
 
 def test_a_drafter_is_told_what_it_missed_before_it_was_ready() -> None:
-    core = Verifying(PROMPT, max_new_tokens=50, vocab_size=10)
+    core = Verifying(PROMPT, max_new_tokens=50, vocab_size=10, model=CostModel(0.1))
     core.handle(Began(), 0.0)
     core.handle(PassDone((4,), 0.1), 0.1)
-    (tell,) = core.handle(DrafterReady(7, len(PROMPT), 0.0), 0.15)
+    (tell,) = core.handle(DrafterReady(7, len(PROMPT), DrafterModel()), 0.15)
     assert (tell.number, tell.start, tell.tokens, tell.right) == (1, 3, (4,), 0)  # type: ignore[union-attr]
 
 
@@ -167,9 +170,9 @@ def test_drafts_that_were_made_at_once_are_not_taken_in_again_and_those_beyond_t
 
 
 def test_nothing_comes_behind_a_stop_token_in_the_middle_of_a_pass() -> None:
-    core = Verifying(PROMPT, max_new_tokens=50, vocab_size=10, stop_ids=(7,))
+    core = Verifying(PROMPT, max_new_tokens=50, vocab_size=10, stop_ids=(7,), model=CostModel(0.1))
     core.handle(Began(), 0.0)
-    core.handle(DrafterReady(1, len(PROMPT), 0.0), 0.0)
+    core.handle(DrafterReady(1, len(PROMPT), DrafterModel()), 0.0)
     core.handle(PassDone((4,), 0.1), 0.1)
     core.handle(Drafted(1, 0, 3, (4, 5, 6, 7, 8, 9)), 0.15)
     (run,) = (item for item in core.handle(PassDone((5,), 0.1), 0.2) if isinstance(item, Run))
@@ -195,8 +198,8 @@ def test_a_liar_that_seems_good_costs_no_more_than_the_guard_allows() -> None:
     """It repeats what it was told, which is right and seems to come late, and adds what is wrong: it seems to be right
     often. It says that it began a while ago."""
     step_s, tokens = 0.05, 400
-    core = Verifying(PROMPT, max_new_tokens=tokens, vocab_size=10)
-    out = [*core.handle(Began(), 0.0), *core.handle(DrafterReady(1, len(PROMPT), 0.0), 0.0)]
+    core = Verifying(PROMPT, max_new_tokens=tokens, vocab_size=10, model=CostModel(step_s))
+    out = [*core.handle(Began(), 0.0), *core.handle(DrafterReady(1, len(PROMPT), DrafterModel()), 0.0)]
     now, wrong, sizes = 0.0, 0, [len(PROMPT)]
     while not core.ended:
         for item in out:

@@ -123,42 +123,6 @@ def test_stages_die_in_many_passes(tmp_path: Path, seed: int) -> None:
     play(tmp_path, test, names=names, delay_s=lambda source, target: NEAR_S)
 
 
-@pytest.mark.parametrize("victim", [None, "w0", "w1", "w2"])
-def test_several_passes_of_a_session_are_in_the_chain_at_once(tmp_path: Path, victim: str | None) -> None:
-    """The second stands on what the first one verifies, the third on a token that is wrong; then it goes on."""
-
-    async def test(scene: Scene) -> None:
-        slowly(scene)
-        now = asyncio.get_running_loop().time
-        wanted = tokens_of(CONFIG, PROMPT, 30, SAMPLED)
-        async with scene.chain() as chain:
-            session = await target_of(chain).open(positions=60, sampling=SAMPLED)
-            assert (await session.run(keep=0, ids=PROMPT, picks=1, draw=0, prefill=True)).tokens == (wanted[0],)
-            began, at = now(), len(PROMPT)
-            passes = [
-                (at, wanted[0:3], wanted[1:4]),
-                (at + 3, wanted[3:6], wanted[4:7]),
-                (at + 6, [(wanted[6] + 1) % 97, 5], None),
-                (at + 6, wanted[6:10], wanted[7:11]),
-            ]
-            running = []
-            for keep, ids, _ in passes:
-                run = session.run(keep=keep, ids=ids, picks=len(ids), draw=keep - at + 1, prefill=False)
-                running.append(asyncio.create_task(run))
-            if victim is not None:
-                await asyncio.sleep(1.5 * COMPUTE_S)
-                scene.kill(victim)
-            passed = await asyncio.gather(*running)
-            for (_, _, right), each in zip(passes, passed, strict=True):
-                assert right is None or list(each.tokens) == right
-            if victim is None:
-                assert all(each.turn_s == pytest.approx(COMPUTE_S, rel=0.2) for each in passed)
-                assert now() - began < 7 * COMPUTE_S, "three stages, and three works behind the first one"
-            assert len(session.mendings) == (victim is not None)
-
-    play(tmp_path, test, delay_s=lambda source, target: NEAR_S)
-
-
 def test_several_sessions_are_in_the_chain_at_once(tmp_path: Path) -> None:
     async def test(scene: Scene) -> None:
         slowly(scene)

@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from p2ptrain.core.serving import Sampling, SamplingWish
-from roles.drafter.testing import TOKENIZER, DrafterHost, Liar, around_of, model_serves, there
 from roles.speculation.events import Told
 from roles.speculation.received import packed
 from roles.verifier.asking import Wish
 from roles.verifier.drafter_link import Tokens
 from roles.verifier.drafters import Drafters
 from roles.verifier.testing import ScriptedTarget, reference, service
+from tests.roles.drafter_hosts import TOKENIZER, DrafterHost, Liar, around_of, model_serves, there
 from wire.connection import Connection
 from wire.speculation_messages import Drafts
 from wire.transport import TcpNetwork
@@ -58,7 +58,7 @@ async def test_four_texts_and_three_drafters_that_come_and_go(tmp_path: Path) ->
     good, another = host("good"), host("another")
     bad = Liar("bad", network, says, host=LOOPBACK, vocab_size=VOCAB)
     around = replace(around_of(network, notify), seed_host=LOOPBACK, silence_s=PATIENCE_S)
-    source = Drafters(around, Tokens(VOCAB, TOKENIZER), look_up=False)
+    source = Drafters(around, Tokens(VOCAB, TOKENIZER))
 
     async def comes() -> None:
         await another.start()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roles.speculation.stats import Stats
+from roles.speculation.verifying import Stats
 from roles.verifier.drafting_source import DrafterFacts
 from roles.verifier.stats import MOST_TOLD, WritingStats
 from wire.codec import encode

@@ -15,6 +15,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+from roles.speculation.cost_model import MOST_DRAFTS, CostModel, DrafterModel
 from roles.speculation.drafting import Drafting
 from roles.speculation.events import (
     Began,
@@ -32,11 +33,8 @@ from roles.speculation.events import (
     Tick,
     Told,
 )
-from roles.speculation.experience import Experience
-from roles.speculation.policy import MOST_DRAFTS
 from roles.speculation.received import packed
-from roles.speculation.stats import Stats
-from roles.speculation.verifying import Verifying
+from roles.speculation.verifying import Stats, Verifying
 from wire.codec import encode
 from wire.speculation_messages import Drafts, Verdict
 
@@ -70,8 +68,7 @@ class Setting:
     Attributes:
         pass_s: that a pass with so many drafts takes the target.
         shared: a pass that begins while a drafter computes takes so much longer: they share processors.
-        experience, most_drafts, picked: as of ``Verifying``. at_s: it begins then, for an experience of more than one.
-        turn_s: after so much of a pass without drafts the target can begin the next one; 0: only when it ended.
+        model, most_drafts: as of ``Verifying``; None: a step alone is known. at_s: it begins then.
         noise: of a pass's time, as sigma of a log-normal factor with median 1. load: the machine has other work by
             turns, ``load_s`` at a time: passes take this share longer then.
     """
@@ -82,14 +79,12 @@ class Setting:
     prompt: int = 500
     seed: int = 0
     shared: float = 0.0
-    experience: Experience | None = None
+    model: CostModel | None = None
     at_s: float = 0.0
-    turn_s: float = 0.0
     noise: float = 0.0
     load: float = 0.0
     load_s: float = 1.0
     most_drafts: int = MOST_DRAFTS
-    picked: str = ""
 
 
 @dataclass(slots=True)
@@ -138,7 +133,7 @@ class _Drafter:
         self.number = number
         self.setting = setting
         self._run = run
-        self._dice = random.Random(f"{run.setting.seed} {number}")  # noqa: S311 (dice)
+        self._dice = random.Random(f"{run.setting.seed} {number}")
         self._lots = [self._dice.random() for _ in run.truth]
         self._core: Drafting | None = None
         self._known = 0
@@ -146,6 +141,7 @@ class _Drafter:
         self._right = 0  # tokens that the model's history begins with and that are those of the text
         self._arrivals = {True: 0.0, False: 0.0}
         self._ready = False
+        self._model = DrafterModel(setting.round_trip_s / 2, setting.draft_s)
         self.lost = self.busy = False
 
     def open(self) -> None:
@@ -174,8 +170,7 @@ class _Drafter:
         self._core.validate()
         if self._core.ready and not self._ready:
             self._ready = True
-            way_s = self.setting.round_trip_s / 2
-            ready = DrafterReady(self.number, self._known, way_s, self.setting.draft_s, str(self.number))
+            ready = DrafterReady(self.number, self._known, self._model)
             self._send(False, lambda: self._run.handle(ready))
         for item in instructions:
             match item:
@@ -215,15 +210,14 @@ class Simulation:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        dice = random.Random(setting.seed)  # noqa: S311 (dice)
+        dice = random.Random(setting.seed)
         self.truth = [dice.randrange(VOCAB) for _ in range(setting.prompt + setting.tokens)]
         self.core = Verifying(
             self.truth[: setting.prompt],
             max_new_tokens=setting.tokens,
             vocab_size=VOCAB,
-            experience=setting.experience,
+            model=setting.model or CostModel(setting.pass_s(0)),
             most_drafts=setting.most_drafts,
-            picked=setting.picked,
         )
         self.now = setting.at_s
         self.payload_bytes = 0
@@ -232,9 +226,8 @@ class Simulation:
         self._drafters = [_Drafter(number, item, self) for number, item in enumerate(setting.drafters, 1)]
         self._ends: list[float] = []
         self._history: list[int] = []  # of the target
-        self._free_at = self._ended_at = 0.0
         self._passes: list[tuple[float, int, int]] = []
-        self._times = random.Random(f"{setting.seed} times")  # noqa: S311 (dice)
+        self._times = random.Random(f"{setting.seed} times")
 
     def _factor(self) -> float:
         """What a pass takes, of what it takes by itself at a time when the machine has nothing else to do."""
@@ -259,11 +252,7 @@ class Simulation:
                     drafts = 0 if item.prefill else len(item.ids) - 1
                     busy = any(drafter.busy for drafter in self._drafters)
                     seconds = self.setting.pass_s(drafts) * (1 + self.setting.shared * busy) * self._factor()
-                    begin = max(self.now, self._free_at)
-                    turn_s = self.setting.turn_s * self.setting.pass_s(drafts) / self.setting.pass_s(0)
-                    self._free_at = begin + (turn_s or seconds)
-                    self._ended_at = max(self._ended_at, begin + seconds)  # one does not overtake another
-                    self.at(self._ended_at, partial(self._ran, item, self._ended_at - self.now, turn_s))
+                    self.after(seconds, partial(self._ran, item, seconds))
                 case Tell(drafter):
                     self._drafters[drafter - 1].tell(item)
                 case Drop() | Finished():
@@ -272,7 +261,7 @@ class Simulation:
                     self._ends.append(self.now)
         self.core.validate()
 
-    def _ran(self, run: Run, seconds: float, turn_s: float) -> None:
+    def _ran(self, run: Run, seconds: float) -> None:
         self._history[run.keep :] = run.ids
         end = len(self._history)
         truth = self.truth
@@ -282,7 +271,7 @@ class Simulation:
             truth[at] if at < len(truth) and at <= right else VOCAB - 1 for at in range(end - run.picks + 1, end + 1)
         )
         before = len(self.core.tokens)
-        self.handle(PassDone(picks, seconds, turn_s=turn_s))
+        self.handle(PassDone(picks, seconds))
         if not run.prefill:
             self._passes.append((self.now - seconds, run.picks - 1, len(self.core.tokens) - before - 1))
 

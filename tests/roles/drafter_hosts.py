@@ -19,13 +19,13 @@ from p2ptrain.core.world import LoopClock, Network, World
 from roles.chain.around import Around
 from roles.compute_thread import ComputeThread
 from roles.drafter.drafter import Drafter, Serves
+from roles.speculation.cost_model import CostModel
 from roles.speculation.events import Began, Drop, Finished, Give, PassDone, Run, Tell, Tick, Told, VerifierEvent
 from roles.speculation.received import told_untrusted
-from roles.speculation.stats import Stats
-from roles.speculation.verifying import Verifying
+from roles.speculation.verifying import Stats, Verifying
 from roles.stage_engine import StageEngine
 from roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part
-from roles.verifier.drafting_source import DrafterFacts, DrafterSource
+from roles.verifier.drafting_source import DrafterFacts, DrafterSource, Opening
 from roles.worker.stage_links import Line
 from wire.connection import Connection
 from wire.handshake import Server, local_welcome, serve
@@ -104,13 +104,13 @@ class DrafterHost:
         if not self.host:
             threads = LoopThreads()
             threads.call_s["compute"] = self.step_s
-        world = World(LoopClock(), self.network, RealDisk(), random.Random(1), threads)  # noqa: S311 - jitter
+        world = World(LoopClock(), self.network, RealDisk(), random.Random(1), threads)
         self._compute = ComputeThread(threads)
         self.drafter = Drafter(world, self._compute, self.serves, **self.options)
         self._run = asyncio.create_task(self.drafter.run(), name=self.name)
         self.server: Server = await serve(
             self.network,
-            self.host or "0.0.0.0",  # noqa: S104 - under its own name
+            self.host or "0.0.0.0",
             0 if self.host else PORT,
             decide=self._decide,
             serve=self.drafter.serve,
@@ -166,7 +166,7 @@ class Liar:
         """Listen."""
         self.server: Server = await serve(
             self.network,
-            self.host or "0.0.0.0",  # noqa: S104 - under its own name
+            self.host or "0.0.0.0",
             0 if self.host else PORT,
             decide=self._decide,
             serve=self._serve,
@@ -229,7 +229,7 @@ async def drafter_hosts(hosts: Sequence[DrafterHost | Liar]) -> AsyncIterator[No
 
 def around_of(network: Network, notify: Callable[[str, str, str], None] = lambda *notice: None) -> Around:
     """Where a verifier stands."""
-    world = World(LoopClock(), network, RealDisk(), random.Random(2), LoopThreads())  # noqa: S311 - jitter
+    world = World(LoopClock(), network, RealDisk(), random.Random(2), LoopThreads())
     return Around(world, "verifier", "verifier", "seed", notify=notify)
 
 
@@ -262,15 +262,10 @@ async def write(
     loop = asyncio.get_running_loop()
     target = target or whole()
     target.open("s", positions=len(prompt) + tokens, sampling=sampling)
-    core = Verifying(prompt, max_new_tokens=tokens, vocab_size=target.vocab_size)
+    core = Verifying(prompt, max_new_tokens=tokens, vocab_size=target.vocab_size, model=CostModel(pass_s))
     events: asyncio.Queue[VerifierEvent] = asyncio.Queue()
     drafting = source.open(
-        prompt,
-        prompt=len(prompt),
-        positions=len(prompt) + tokens,
-        sampling=sampling,
-        depth=core.opening_depth,
-        on_event=events.put_nowait,
+        Opening(tuple(prompt), len(prompt), len(prompt) + tokens, sampling, core.opening_depth), events.put_nowait
     )
     made: list[int] = []
 

@@ -1,0 +1,185 @@
+"""What a verifier knows of one drafter's session: its line of drafts, and what it was told. Pure.
+
+A line is what a drafter drafted behind what it knew to be verified. Its *epoch* is the number of the verdict that began
+it, 0 for the opening. The verifier compares the line with the text as both grow. If they differ the line is *dead*: the
+drafter hears of it, cuts its line, and begins the next one with that verdict's number as the epoch, where what that
+verdict told ends or later. Until then whatever it sends stands on a wrong token and is dropped.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from roles.speculation.cost_model import DrafterModel
+from roles.speculation.drafting import GROUP
+
+SHORTEST_WAIT_S = 0.0005
+"""For drafts that are not there: a wait that rounds to nothing would never end."""
+
+
+class Line:
+    """One drafter's line and verdicts in one text.
+
+    Args:
+        told: tokens that the drafter was opened with. depth: drafts beyond them that it may make.
+        model: averages of the drafter, which this line adds to.
+
+    Attributes:
+        told: tokens of the text that the drafter has, or will have when it hears what it was told.
+        depth: that it was told last; 0: it rests. number: of the last verdict.
+        epoch: of the line. dead: the line contradicts the text.
+        ahead: drafts of the line from the end of the text on.
+        late: drafts that were right, but not before the text was there. wasted: those that were wrong or stood on such.
+    """
+
+    def __init__(self, told: int, depth: int, model: DrafterModel, now: float = 0.0) -> None:
+        self.told, self.depth, self.model = told, depth, model
+        self.number = self.epoch = 0
+        self.dead = False
+        self.ahead: deque[int] = deque()
+        self.late = self.wasted = 0
+        self._end = self._matched = told  # position of the line's next draft; up to there it agrees with the text
+        self._sizes = [told]  # of the text, by the number of the verdict that told of it
+        self._reach = depth  # positions beyond ``told`` that it may have drafted by the time that it is told more
+        self._heard_at = self._told_at = now  # drafts came last, and the last verdict was sent
+        self._cut_at: float | None = None  # the verdict was sent that ended the line
+        self._cut_size = 0  # and what was told by it
+        self._measures = True  # the drafter drafted until then: its restart is measured
+        self._free = told + depth  # up to here it may have drafted before it hears the last verdict
+
+    # --------------------------------------------------------------------------------------------------------- drafts
+
+    def receive_untrusted(
+        self, epoch: int, position: int, tokens: Sequence[int], text: Sequence[int], now: float
+    ) -> str:
+        """Take drafts, and compare them with ``text``. Returns what is wrong with them; empty if nothing is."""
+        if not 0 <= epoch <= self.number:
+            return f"drafts after verdict {epoch}, with {self.number} sent"
+        if not tokens:
+            return "drafts without a token"
+        if not 0 <= position <= position + len(tokens) <= self.told + self._reach:
+            return f"drafts up to position {position + len(tokens)}, with {self.told + self._reach} allowed"
+        if epoch < self.epoch:
+            return f"drafts after verdict {epoch}, behind some after verdict {self.epoch}"
+        began = epoch > self.epoch
+        if began:
+            if not self._sizes[epoch] <= position <= self.told:
+                return f"a line from position {position}, with {self._sizes[epoch]} to {self.told} told"
+            self._drop(len(self.ahead))
+            self.epoch, self.dead = epoch, False
+        elif not self._end <= position <= max(self.told, self._end):
+            return f"drafts from position {position}, with {self._end} next and {self.told} told"
+        follows = not began and position == self._end
+        self._end = position + len(tokens)
+        if self.dead:
+            self.wasted += len(tokens)
+            return ""
+        self._measure(len(tokens), began=began, follows=follows, now=now)
+        known = text[position : self._end]
+        agreed = next((at for at, token in enumerate(known) if token != tokens[at]), len(known))
+        self.late += agreed
+        self._matched = min(position + agreed, len(text))
+        if agreed < len(known):
+            self._die(len(tokens) - agreed)
+        else:
+            self.ahead.extend(tokens[agreed:])
+        self.model.compared(agreed, failed=self.dead)
+        return ""
+
+    def grew(self, tokens: Sequence[int], used: int) -> None:
+        """The text has ``tokens`` more. ``used``: drafts of this line that the pass had and that were right."""
+        agreed, failed = 0, False
+        for token in tokens:
+            if not self.ahead or failed:
+                break
+            failed = self.ahead[0] != token
+            if failed:
+                self._die(len(self.ahead))
+            else:
+                self.ahead.popleft()
+                agreed += 1
+        self._matched += agreed
+        self.late += max(0, agreed - used)
+        self.model.compared(agreed, failed=failed)
+
+    def _die(self, dropped: int) -> None:
+        self.dead = True
+        self._drop(dropped)
+
+    def _drop(self, count: int) -> None:
+        self.wasted += count
+        self.ahead.clear()
+
+    def _measure(self, count: int, *, began: bool, follows: bool, now: float) -> None:
+        model = self.model
+        if began:
+            if self._cut_at is not None and self._measures:
+                model.restart.add(now - self._cut_at - (count - 1) * model.draft.seconds - 2 * model.latency_s)
+            self._cut_at = None
+        elif follows and self._end < self._free:
+            model.draft.add((now - self._heard_at) / count)
+        self._heard_at = now
+
+    # ------------------------------------------------------------------------------------------------------- verdicts
+
+    def verdict(self, size: int, depth: int, now: float) -> tuple[int, int, int]:
+        """The text, of ``size`` tokens, is told.
+
+        Returns:
+            The verdict's number, the position from which its tokens are to be told, and how many drafts before that
+            are found right by it.
+        """
+        rested = not self.depth
+        self._free = self.told + self.depth
+        start = max(self.told, self._matched)
+        right = start - self.told
+        self.number += 1
+        self._reach = max(self._reach, depth)
+        self.told, self.depth = size, depth
+        self._sizes.append(size)
+        self._told_at = now
+        if self.dead and depth and (self._cut_at is None or rested):
+            self._cut_at, self._cut_size, self._measures = now, size, not rested
+        return self.number, start, right
+
+    # ----------------------------------------------------------------------------------------------------- prediction
+
+    def late_by(self, size: int) -> int:
+        """Drafts that come before those behind the text's ``size`` tokens, as far as it is known."""
+        return max(0, size - (self._cut_size if self.dead else self._end))
+
+    @property
+    def anew_s(self) -> float:
+        """About the time until a line that begins anew has some drafts."""
+        return self.model.restart_s + 2 * GROUP * self.model.draft.seconds
+
+    def waits_s(self, size: int, most: int, now: float) -> list[float]:
+        """Until there is one draft behind the text's ``size`` tokens, two, and so on, as far as it is known."""
+        draft_s = self.model.draft.seconds
+        waits = [0.0] * min(len(self.ahead), most)
+        if self.dead:
+            if self._cut_at is None or not self.depth:
+                return waits
+            first, since = self._cut_size, self._cut_at + self.model.restart_s - draft_s
+        else:
+            first, since = self._end, self._heard_at
+        overdue = 0.0
+        for position in range(size + len(waits), min(size + most, self.told + self.depth)):
+            due = since + (position - first + 1) * draft_s
+            if position >= self._free:
+                due = max(due, self._told_at + 2 * self.model.latency_s)
+            if due <= now:  # it was expected by now: the longer ago, the longer it will take yet
+                overdue = max(overdue, now - due, SHORTEST_WAIT_S)
+            waits.append(max(due - now, SHORTEST_WAIT_S) + overdue)
+        return waits
+
+    def validate(self, size: int) -> None:
+        """Raise ``AssertionError`` if what must always hold does not. ``size``: tokens of the text."""
+        assert self.told <= size
+        assert self._matched <= min(size, self._end)
+        assert self.depth <= self._reach
+        assert len(self.ahead) <= self._reach
+        assert not self.dead or not self.ahead
+        assert self.dead or not self.ahead or self._end == size + len(self.ahead)
+        assert self.epoch <= self.number == len(self._sizes) - 1
