@@ -126,7 +126,7 @@ class ModelDirectory:
             return read_range(file, entry.start + start, stop - start)
 
 
-def open_model(directory: Path, cache: DigestCache) -> ModelDirectory:
+def open_model(directory: Path, cache: DigestCache | None) -> ModelDirectory:
     """Hash what is not known yet: seconds per gigabyte on a disk. Blocking.
 
     Raises:
@@ -185,10 +185,12 @@ def read_range(file: BinaryIO, start: int, size_bytes: int) -> bytearray:
     return data
 
 
-def _digests(path: Path, entries: Mapping[str, TensorEntry], cache: DigestCache) -> tuple[Stamp, dict[str, bytes]]:
+def _digests(
+    path: Path, entries: Mapping[str, TensorEntry], cache: DigestCache | None
+) -> tuple[Stamp, dict[str, bytes]]:
     """The file's stamp, and the digests of what it holds."""
     with _opened(path) as (file, stamp):
-        known = cache.get(path, stamp)
+        known = cache.get(path, stamp) if cache is not None else {}
         if entries.keys() <= known.keys():
             return stamp, {name: known[name] for name in entries}
         found: dict[str, bytes] = {}
@@ -197,7 +199,8 @@ def _digests(path: Path, entries: Mapping[str, TensorEntry], cache: DigestCache)
             for start in range(entry.start, entry.stop, RANGE_BYTES):
                 total.update(read_range(file, start, min(RANGE_BYTES, entry.stop - start)))
             found[name] = total.digest()
-    cache.put(path, stamp, found)
+    if cache is not None:
+        cache.put(path, stamp, found)
     return stamp, found
 
 

@@ -17,11 +17,9 @@ from p2ptrain.cli.split import LoadingLine, within
 from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.errors import NetworkError, P2PTrainError, ResourceError, UserError
 from roles.background import Background
-from roles.chain.around import Around, WorkerAt
-from roles.chain.client import Chain
-from roles.chain.models import Model, local_model, tensor_table
-from roles.chain.plan import Crew, Plan, workers_of
-from roles.chain.recruiting import Recruiting
+from roles.chain.client import Chain, Recruiting
+from roles.chain.peer import Context, WorkerAt
+from roles.chain.plan import Model, Plan, WorkerPool, local_model, tensor_table, workers_of
 from roles.verifier.chain_target import ChainTarget
 
 if TYPE_CHECKING:
@@ -42,7 +40,7 @@ AGAIN_LOOKS = 15
 @asynccontextmanager
 async def split_target(
     member: ServingMember,
-    around: Around,
+    around: Context,
     wish: ServeWish,
     text: ModelText,
     sessions: int,
@@ -80,14 +78,14 @@ async def split_target(
             await within(LEAVE_S, recruiting.stop())
             await within(LEAVE_S, target.close())
     finally:
-        await within(LEAVE_S, chain.crew.close())
+        await within(LEAVE_S, chain.pool.close())
 
 
 class Mustering:
     """Workers for a chain, waited for. ``dtype``: that it computes in, as of ``PartSpec``."""
 
     def __init__(
-        self, member: ServingMember, around: Around, console: Console, on_wait: OnWait, *, dtype: str = ""
+        self, member: ServingMember, around: Context, console: Console, on_wait: OnWait, *, dtype: str = ""
     ) -> None:
         self._member, self._around, self._console, self._on_wait = member, around, console, on_wait
         self._dtype, self._said = dtype, ""
@@ -131,7 +129,7 @@ class Mustering:
             there = f"{len(workers)} of {stages} workers are there" if workers else "no worker is there"
             raise _TooFew(UserError(f"{there} to hold a part of the model", remedy="start some: p2ptrain join"))
         try:
-            crew = await Crew.meet(self._around, workers)
+            crew = await WorkerPool.connect(self._around, workers)
         except NetworkError as problem:
             raise _TooFew(problem) from None
         try:
@@ -144,7 +142,7 @@ class Mustering:
             self._member.notify("info", "mustered", "there are enough workers")
         return chain
 
-    async def _plan(self, crew: Crew, model: Model, found: Anatomy, positions: int, stages: int | None) -> Plan:
+    async def _plan(self, crew: WorkerPool, model: Model, found: Anatomy, positions: int, stages: int | None) -> Plan:
         if (here := len(crew.peers)) < (stages or 1):
             said = "; ".join(f"{name}: {reason}" for name, reason in crew.refused.items())
             raise _TooFew(UserError(f"{here} of {stages} workers can be used: {said}", remedy="start another one"))
@@ -160,7 +158,7 @@ class Mustering:
                 raise _TooFew(problem) from None
             raise
 
-    async def _load(self, crew: Crew, model: Model, plan: Plan) -> Chain:
+    async def _load(self, crew: WorkerPool, model: Model, plan: Plan) -> Chain:
         try:
             return await Chain.load(crew, model, plan, on_progress=LoadingLine(plan, self._console).show)
         except P2PTrainError as problem:

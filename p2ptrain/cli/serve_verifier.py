@@ -57,13 +57,13 @@ async def serve(member: ServingMember, wish: ServeWish, console: Console) -> Non
         place = await _place(stack, member, wish)
         texts = await compute.run(_prepared, directory, wish.threads, whole=wish.split is None)
 
-        from roles.chain.around import Around
+        from roles.chain.peer import Context
         from roles.verifier.door import Door
         from roles.verifier.drafter_link import Tokens
         from roles.verifier.drafters import Drafters
         from roles.verifier.service import ServiceOptions, VerifierService
 
-        around = Around(
+        around = Context(
             world=member.world,
             peer_id=member.peer_id,
             name=member.name,

@@ -24,10 +24,9 @@ from p2ptrain.core.errors import UserError
 from p2ptrain.core.ids import new_id
 from p2ptrain.core.texts import human_bytes
 from p2ptrain.core.world import real_world
-from roles.chain.around import Around, Progress, WorkerAt
-from roles.chain.client import Chain
-from roles.chain.models import Model, local_model, tensor_table
-from roles.chain.plan import Crew, Plan, workers_of
+from roles.chain.client import Chain, Progress
+from roles.chain.peer import Context, WorkerAt
+from roles.chain.plan import Model, Plan, WorkerPool, local_model, tensor_table, workers_of
 from wire.client import SeedClient
 from wire.records import CheckpointInfo
 
@@ -60,7 +59,7 @@ class Planned:
     anatomy: Anatomy
     plan: Plan
     wish: SplitWish
-    crew: Crew
+    crew: WorkerPool
     console: Console
 
     async def load(self) -> Chain:
@@ -93,7 +92,7 @@ async def planned(wanted: Wanted, needs: Callable[[ModelText], int], console: Co
     access, client = await open_operator(wanted.seed)
     try:
         await access.freshen(client.request)
-        around = Around(
+        around = Context(
             world=real_world(access.network),
             peer_id=access.peer_id or new_id(),
             name=operator_name(),
@@ -110,7 +109,7 @@ async def planned(wanted: Wanted, needs: Callable[[ModelText], int], console: Co
             "no worker is there to hold a part of the model",
             remedy="start some: p2ptrain join, or all on this machine: p2ptrain up --split 2 --checkpoint DIR",
         )
-    crew = await Crew.meet(around, workers)
+    crew = await WorkerPool.connect(around, workers)
     try:
         with tempfile.TemporaryDirectory(prefix="p2ptrain-text-") as kept:
             if directory is not None:
@@ -158,7 +157,7 @@ async def _held_by_job(client: SeedClient, job: str) -> list[CheckpointInfo]:
     return sorted(whole, key=lambda item: -item.step)
 
 
-async def _model_of_worker(crew: Crew, workers: list[WorkerAt], held: list[CheckpointInfo]) -> Model:
+async def _model_of_worker(crew: WorkerPool, workers: list[WorkerAt], held: list[CheckpointInfo]) -> Model:
     """The newest checkpoint that somebody who is there can give. Raises ``UserError``, and what the last one said."""
     there = {worker.peer_id for worker in workers}
     for item in held:
@@ -168,7 +167,7 @@ async def _model_of_worker(crew: Crew, workers: list[WorkerAt], held: list[Check
     raise UserError(f"who holds checkpoints of job {held[0].job} is away: {names}", remedy="start them again")
 
 
-async def _text_of(crew: Crew, model: Model, directory: Path) -> ModelText:
+async def _text_of(crew: WorkerPool, model: Model, directory: Path) -> ModelText:
     """The text side of a model that lies on a worker: its small files, fetched. Raises ``P2PTrainError``."""
     for name, content in (await crew.files(model, TEXT_FILES)).items():
         if name in TEXT_FILES:

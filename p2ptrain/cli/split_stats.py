@@ -11,8 +11,8 @@ import typer
 from p2ptrain.cli.output import print_table
 from p2ptrain.core.activations import IDS, activation_bytes
 from p2ptrain.core.texts import human_bytes, layers_text
-from roles.chain.around import Token
 from roles.chain.client import Chain
+from roles.chain.generation import Token
 
 _COLUMNS = ("PEER", "LAYERS", "READ", "RECEIVED", "WEIGHTS", "MEMORY", "MS/TOKEN", "WIRE")
 

@@ -1,10 +1,11 @@
-"""A chain of stages, loaded: opens sessions, and finds who takes a lost stage's place, once for all of its sessions."""
+"""A chain of stages, loaded: opens sessions, finds who takes a lost stage's place, once for all of its sessions, and
+takes in workers that come later."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Self
@@ -13,15 +14,32 @@ import ring.placement as placing
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ResourceError, UserError, first_error
 from p2ptrain.core.serving import Sampling
 from ring.order import known_link
-from ring.placement import Placement, Wanted
+from ring.placement import Placement
 from roles.background import Background
-from roles.chain import events as ev
-from roles.chain.around import OnProgress, Progress
-from roles.chain.generation import CLOSE_S, GenerationSession, Terms
-from roles.chain.loaded import Loaded, loaded_untrusted
-from roles.chain.models import Gives, Model
-from roles.chain.peer import Peer
-from roles.chain.plan import Crew, Plan, StagePlan
+from roles.chain import session as ev
+from roles.chain.generation import CLOSE_S, GenerationSession, SessionOptions
+from roles.chain.peer import Peer, WorkerAt
+from roles.chain.plan import Loaded, Model, Plan, Request, StagePlan, WorkerPool, giving, loaded_untrusted, workers_of
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the loading of a part is.
+
+    Attributes:
+        index: of the stage. name: of the peer that loads it.
+        received_bytes: that came over the wire; known at the end only.
+    """
+
+    index: int
+    name: str
+    done_bytes: int
+    total_bytes: int
+    ready: bool = False
+    received_bytes: int = 0
+
+
+OnProgress = Callable[[Progress], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,41 +57,36 @@ class Chain:
     Attributes:
         plan: who holds what, now.
         lacking: stages that nobody can hold, as far as is known. Sessions fail meanwhile, new ones too.
-        recruits: somebody looks for workers that come, or come back, and tells of them (``recruit``).
-        coming: of those, who is there and cannot be given a stage yet, for people; empty where nobody is.
-        on_lack: called when ``lacking`` grew.
+        recruits: workers that come, or come back, are looked for (``recruiting``).
     """
 
-    def __init__(self, crew: Crew, model: Model, plan: Plan, on_progress: OnProgress) -> None:
-        self.crew, self.model, self.plan = crew, model, plan
-        self.around = crew.around
+    def __init__(self, pool: WorkerPool, model: Model, plan: Plan, on_progress: OnProgress) -> None:
+        self.pool, self.model, self.plan = pool, model, plan
+        self.context = pool.context
         self._on_progress = on_progress
-        self._gives = Gives(crew.around, model.source) if model.source is not None else None
         self._seats: list[Seat | None] = [None] * len(plan.stages)
         self._numbers = [0] * len(plan.stages)
         self._sessions: set[GenerationSession] = set()
         self.lacking: set[int] = set()
         self.recruits = False
-        self.coming: Callable[[], str] = lambda: ""
-        self.on_lack: Callable[[], None] = lambda: None
         self._about: Loaded | None = None  # of any stage: what all of them say alike
         self._useless: set[str] = set()  # peers that are lost, or were of no use: they get no other stage
         self._filling: dict[int, asyncio.Task[None]] = {}
         self._tasks = Background(self._mistaken)
         self._closed = False
-        for peer in crew.peers.values():
+        for peer in pool.peers.values():
             peer.on_lost.append(self._peer_lost)
 
     @classmethod
     async def load(
-        cls, crew: Crew, model: Model, plan: Plan, *, on_progress: OnProgress = lambda progress: None
+        cls, pool: WorkerPool, model: Model, plan: Plan, *, on_progress: OnProgress = lambda progress: None
     ) -> Self:
         """Have each worker of the plan load its part, side by side; who cannot is replaced by a spare.
 
         Raises:
             P2PTrainError: of the first stage that nobody can hold; it names the peers, their reasons and the remedy.
         """
-        chain = cls(crew, model, plan, on_progress)
+        chain = cls(pool, model, plan, on_progress)
         try:
             await chain._fill_all()
         except BaseException:
@@ -167,13 +180,13 @@ class Chain:
         if self._closed:
             raise UserError("this chain is closed", remedy="load another one")
         encoding = encoding or self.encoding
-        terms = Terms(positions, sampling, encoding, prefill_encoding or encoding, self._silence_s())
-        session = GenerationSession(self, terms)
+        options = SessionOptions(positions, sampling, encoding, prefill_encoding or encoding, self._silence_s())
+        session = GenerationSession(self, options)
         self._sessions.add(session)
         return session
 
     def recruit(self, peers: Iterable[Peer]) -> None:
-        """Workers of the crew that came, came back, or have room now: they are spares from now on, and stages that
+        """Workers of the pool that came, came back, or have room now: they are spares from now on, and stages that
         nobody holds are given away again."""
         if self._closed:
             return
@@ -183,11 +196,9 @@ class Chain:
             if self._peer_lost not in peer.on_lost:
                 peer.on_lost.append(self._peer_lost)
         self._useless.difference_update(fresh)
-        wanted = self.plan.wanted
-        apart = frozenset(pair for pair in wanted.apart if fresh.keys().isdisjoint(pair))
         spares = [spare for spare in self.plan.spares if spare.id not in fresh]
-        spares += [self.crew.seen(peer) for peer in fresh.values()]
-        wanted = replace(wanted, apart=apart, links=dict(self.crew.links))
+        spares += [self.pool.seen(peer) for peer in fresh.values()]
+        wanted = replace(self.plan.wanted, links=dict(self.pool.links))
         self.plan = replace(self.plan, wanted=wanted, spares=tuple(spares))
         for index, seat in enumerate(self._seats):
             if seat is None:
@@ -198,11 +209,9 @@ class Chain:
         self._closed = True
         await asyncio.gather(*(session.close() for session in list(self._sessions)))
         await self._tasks.stop()
-        for peer in self.crew.peers.values():
+        for peer in self.pool.peers.values():
             if self._peer_lost in peer.on_lost:
                 peer.on_lost.remove(self._peer_lost)
-        if self._gives is not None:
-            self._gives.close()
 
     # ------------------------------------------------------------------------------------------------- for its sessions
 
@@ -245,19 +254,10 @@ class Chain:
         following = seat.peer.worker
         return {"peer": following.peer_id, "host": following.seen_from(peer.worker), "port": following.port}
 
-    def doubt(self, index: int) -> None:
-        """A neighbour says that a stage is lost."""
-        if 0 <= index < self.stages and (seat := self._seats[index]) is not None:
-            seat.peer.doubt()
-
-    def replace(self, session: GenerationSession, index: int, number: int, reason: str, unreached_by: int) -> None:
+    def replace(self, session: GenerationSession, index: int, number: int, reason: str) -> None:
         """A session has no use for who is in a seat. ``number``: -1 where it knows that nobody is."""
         seat = self._seats[index]
         if seat is not None and seat.number == number:
-            before = self._seats[unreached_by] if unreached_by >= 0 else None
-            if before is not None:
-                pair = (before.peer.worker.peer_id, seat.peer.worker.peer_id)
-                self._set_plan(wanted=replace(self.plan.wanted, apart=self.plan.wanted.apart | {pair}))
             self._vacate(index, reason)
         elif seat is not None:
             session.event(ev.Seated(index, seat.number))
@@ -267,7 +267,7 @@ class Chain:
     def forget(self, session: GenerationSession) -> None:
         """It is closed."""
         self._sessions.discard(session)
-        for peer in self.crew.peers.values():
+        for peer in self.pool.peers.values():
             peer.listeners.pop(session.id, None)
 
     # ------------------------------------------------------------------------------------------------------- the seats
@@ -288,7 +288,7 @@ class Chain:
         ways = [known_link(self.plan.wanted.links, here, there) for here, there in pairwise(ids)]
         latencies_s = [way.latency_s for way in ways if way is not None]
         latencies_s += [seat.peer.latency_s for seat in self._seats if seat is not None]
-        return max(self.around.silence_s, 16 * max(latencies_s, default=0.0))
+        return max(self.context.silence_s, 16 * max(latencies_s, default=0.0))
 
     def _peer_lost(self, peer: Peer, problem: P2PTrainError) -> None:
         self._useless.add(peer.worker.peer_id)
@@ -303,8 +303,8 @@ class Chain:
         self._seats[index] = None
         self._useless.add(seat.peer.worker.peer_id)
         name = seat.peer.name
-        self.around.notify("warning", "stage-lost", f"{self._named(index)} on {name} is lost: {reason}")
-        self._set_plan(made=_without(self.plan.placement, index))
+        self.context.notify("warning", "stage-lost", f"{self._named(index)} on {name} is lost: {reason}")
+        self._set_placement(_without(self.plan.placement, index))
         for session in list(self._sessions):
             if not seat.peer.lost:
                 seat.peer.tell("session.close", {"session": session.id, "index": index}, timeout_s=CLOSE_S)
@@ -326,7 +326,7 @@ class Chain:
             self._filling[index] = self._tasks.start(self._refill(index), f"replace stage {index}")
 
     async def _refill(self, index: int) -> None:
-        began = self.around.world.clock.now()
+        began = self.context.world.clock.now()
         self._on_progress = lambda progress: None  # whoever began to generate looks at other things
         try:
             await self._fill(index)
@@ -340,17 +340,16 @@ class Chain:
         seat = self._seats[index]
         if seat is None:
             return  # lost again already, which begins this anew
-        took_s = self.around.world.clock.now() - began
+        took_s = self.context.world.clock.now() - began
         text = f"{seat.peer.name} holds {self._named(index)} now, after {took_s:.1f} s"
-        self.around.notify("info", "stage-replaced", text)
+        self.context.notify("info", "stage-replaced", text)
         for session in list(self._sessions):
             session.event(ev.Seated(index, seat.number))
 
     def _lacks(self, index: int, problem: P2PTrainError) -> None:
         if index not in self.lacking:
             self.lacking.add(index)
-            self.around.notify("warning", "stage-lacking", f"{problem.message}: {problem.remedy}")
-            self.on_lack()
+            self.context.notify("warning", "stage-lacking", f"{problem.message}: {problem.remedy}")
 
     async def _fill(self, index: int) -> None:
         """Have somebody load the part of a stage: whom the plan names, else whoever is the best of those left.
@@ -360,7 +359,7 @@ class Chain:
         """
         reasons: list[str] = []
         while True:
-            peer = self.crew.peers.get(self.plan.placement.stages[index].peer.id)
+            peer = self.pool.peers.get(self.plan.placement.stages[index].peer.id)
             if peer is None or peer.lost:
                 peer = self._successor(index, reasons)
             try:
@@ -368,7 +367,7 @@ class Chain:
             except P2PTrainError as problem:
                 reasons.append(problem.message if peer.name in problem.message else f"{peer.name}: {problem.message}")
                 self._useless.add(peer.worker.peer_id)
-                self._set_plan(made=_without(self.plan.placement, index))
+                self._set_placement(_without(self.plan.placement, index))
                 continue
             if peer.lost:
                 continue
@@ -382,11 +381,10 @@ class Chain:
         """Who is to take the place, which the plan names from now on."""
         plan = self.plan
         if not plan.placement.stages[index].peer.id.startswith(_NOBODY):
-            self._set_plan(made=_without(plan.placement, index))
+            self._set_placement(_without(plan.placement, index))
             plan = self.plan
-        client = plan.wanted.client
-        lost = {id for id, peer in self.crew.peers.items() if peer.lost} | self._useless
-        apart = plan.wanted.apart | {(client, id) for id in lost}
+        lost = {id for id, peer in self.pool.peers.items() if peer.lost} | self._useless
+        apart = plan.wanted.apart | {(plan.wanted.client, id) for id in lost}
         empty = {stage.peer.id for stage in plan.placement.stages if stage.peer.id.startswith(_NOBODY)}
         spares = [spare for spare in plan.spares if spare.id not in lost]
         found = placing.replacement(replace(plan.wanted, apart=apart), plan.placement, empty, spares)
@@ -394,27 +392,21 @@ class Chain:
             said = "; ".join([found.reason, *reasons])
             text = f"{self._named(index)} has nobody to hold it: {said}"
             remedy = "start another worker with enough memory: p2ptrain join"
-            if coming := self.coming():
-                remedy = f"{coming}: the chain goes on by itself where that will do, ask again in a moment"
-            elif self.recruits:
+            if self.recruits:
                 remedy += "; the chain goes on by itself when it, or one that was lost, is there: ask again then"
             raise ResourceError(text, remedy=remedy)
-        self._set_plan(made=found.placement)
-        self.around.notify("info", "stage-loading", f"{found.reason}: loading")
-        return self.crew.peers[found.placement.stages[index].peer.id]
+        self._set_placement(found.placement)
+        self.context.notify("info", "stage-loading", f"{found.reason}: loading")
+        return self.pool.peers[found.placement.stages[index].peer.id]
 
-    def _set_plan(self, *, made: Placement | None = None, wanted: Wanted | None = None) -> None:
+    def _set_placement(self, made: Placement) -> None:
         """The plan as it is from now on."""
-        made, wanted = made or self.plan.placement, wanted or self.plan.wanted
-        stages = []
-        for stage, before in zip(made.stages, self.plan.stages, strict=True):
-            peer = self.crew.peers.get(stage.peer.id)  # None: nobody, for now
-            stages.append(
-                StagePlan(peer.worker, stage.start, stage.stop)
-                if peer is not None and peer.worker != before.worker
-                else before
-            )
-        self.plan = replace(self.plan, stages=tuple(stages), placement=made, wanted=wanted)
+        stages = list(self.plan.stages)
+        for index, (stage, before) in enumerate(zip(made.stages, self.plan.stages, strict=True)):
+            peer = self.pool.peers.get(stage.peer.id)  # None: nobody, for now
+            if peer is not None and peer.worker != before.worker:
+                stages[index] = StagePlan(peer.worker, stage.start, stage.stop)
+        self.plan = replace(self.plan, stages=tuple(stages), placement=made)
 
     async def _load_at(self, index: int, peer: Peer) -> Loaded:
         """Have a peer load the part of a stage. Raises ``P2PTrainError``."""
@@ -437,8 +429,8 @@ class Chain:
         }
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(peer.turn)
-            if self._gives is not None:
-                await stack.enter_async_context(self._gives.to(peer.worker))
+            if self.model.source is not None:
+                await stack.enter_async_context(giving(self.context, self.model.source, peer.worker))
             loaded = loaded_untrusted(await peer.load(params, on_bytes))
         total_bytes = last.total_bytes or loaded.weights_bytes
         self._on_progress(Progress(index, peer.name, total_bytes, total_bytes, True, loaded.received_bytes))
@@ -454,3 +446,84 @@ def _without(made: Placement, index: int) -> Placement:
     name = stages[index].peer.name
     stages[index] = replace(stages[index], peer=placing.Peer(f"{_NOBODY}{index}", name, 0, 0.0))
     return replace(made, stages=tuple(stages))
+
+
+LOOK_S = 1.0
+"""Between two looks at who is there."""
+
+
+class Recruiting:
+    """Keeps the worker pool of a chain up to date that is used for long: workers that come later become spares, and a
+    chain that lacks a stage goes on when somebody can hold it.
+
+    Who is not connected is dialled, side by side, so that one that cannot be reached holds up none, again after longer
+    and longer. While a stage is lacking, those that hold none are asked again what they have.
+
+    Args:
+        ask: of the seed. Where it fails nobody is new.
+    """
+
+    def __init__(self, chain: Chain, ask: Request) -> None:
+        self._chain, self._pool, self._ask = chain, chain.pool, ask
+        self._now = chain.context.world.clock.now
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._found: list[Peer] = []
+        self._asked_before: dict[str, tuple[WorkerAt, float, float]] = {}  # waited, and until when
+        self._tasks = Background()
+        chain.recruits = True
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            while True:
+                await self._look()
+                if self._asking:  # two that are ready at the same time get two stages
+                    await asyncio.wait(self._asking.values(), timeout=LOOK_S)
+                found, self._found = self._found, []
+                if found:
+                    self._chain.recruit(found)
+                await asyncio.sleep(LOOK_S)
+        finally:
+            self._chain.recruits = False
+            await self._tasks.stop()
+
+    async def _look(self) -> None:
+        try:
+            workers = await workers_of(self._ask)
+        except P2PTrainError:  # the seed is away: whoever it told of may be there all the same
+            workers = [peer.worker for peer in self._pool.peers.values() if peer.lost]
+        for worker in workers:
+            peer = self._pool.peers.get(worker.peer_id)
+            if peer is None or peer.lost:
+                self._start(worker, self._dial(worker))
+        for peer in list(self._pool.peers.values()) if self._chain.lacking else ():
+            if not peer.lost and not self._chain.held_by(peer):
+                self._start(peer.worker, self._renew(peer))
+
+    def _start(self, worker: WorkerAt, asking: Coroutine[None, None, Peer]) -> None:
+        """Ask a worker, unless it is being asked, or was a moment ago."""
+        before = self._asked_before.get(worker.peer_id)
+        if worker.peer_id in self._asking or (before and before[0] == worker and self._now() < before[2]):
+            asking.close()
+            return
+        self._asking[worker.peer_id] = self._tasks.start(self._asked(worker, asking), f"ask {worker.name}")
+
+    async def _asked(self, worker: WorkerAt, asking: Coroutine[None, None, Peer]) -> None:
+        before = self._asked_before.get(worker.peer_id)
+        wait_s = min(2 * before[1], 60.0) if before is not None and before[0] == worker else 1.0
+        self._asked_before[worker.peer_id] = worker, wait_s, self._now() + wait_s
+        try:
+            with suppress(P2PTrainError):  # it is asked again later
+                self._found.append(await asking)
+        finally:
+            del self._asking[worker.peer_id]
+
+    async def _dial(self, worker: WorkerAt) -> Peer:
+        peer = await self._pool.admit(worker)
+        self._chain.context.notify("info", "spare", f"{worker.name} is there, and may hold a stage")
+        return peer
+
+    async def _renew(self, peer: Peer) -> Peer:
+        """Ask what a peer has now; what kept it from loading may be over."""
+        await self._pool.renew(peer)
+        return peer

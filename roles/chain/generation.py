@@ -1,4 +1,8 @@
-"""The shell of one session over a chain: carries out what its core wants, and gives tokens out as they come."""
+"""The shell of one session over a chain: carries out what its core wants, and gives tokens out as they come.
+
+Plain decoding submits a prompt, then token after token; a verifier submits forward requests of its own, of several
+positions with a sample for each, whose ``keep`` cuts the history to what was right (``GenerationSession.run``).
+"""
 
 from __future__ import annotations
 
@@ -22,11 +26,8 @@ from p2ptrain.core.ids import new_id
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.texts import shortened
 from roles.background import Background
-from roles.chain import events as ev
-from roles.chain.around import Token
-from roles.chain.decode import Decoding
-from roles.chain.session import Session
-from roles.chain.works import CHUNK
+from roles.chain import session as ev
+from roles.chain.session import CHUNK, Session, Submit
 from wire.chain_messages import ChainBroken, Picked, Took, Work
 
 if TYPE_CHECKING:
@@ -35,11 +36,107 @@ if TYPE_CHECKING:
 
 CLOSE_S = 5.0
 MAX_STAGES = 64
-_MAX_US = 1 << 53
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class Token:
+    """One new token.
+
+    Attributes:
+        number: of the generation's new tokens, from 0.
+        stages_us: microseconds that each stage computed on the request that sampled it, in order.
+        took_s: from the moment at which that request was sent to the arrival of the token: computing, hops and mending.
+        mended: a stage was lost and replaced meanwhile.
+    """
+
+    id: int
+    number: int
+    stages_us: tuple[int, ...]
+    took_s: float
+    mended: bool = False
+
+    @property
+    def compute_s(self) -> float:
+        """Of all stages together; the rest of ``took_s`` is the way and the waiting."""
+        return sum(self.stages_us) / 1e6
+
+
+class Decoding:
+    """What a generation submits next: its prompt in chunks, then one position after another. Pure.
+
+    The prompt's chunks are under way together, so that all stages of a chain compute at once. After that each position
+    depends on the token before, so one is under way.
+
+    Args:
+        history: token ids that the session has; what they have in common with ``ids`` is not computed again.
+        ids: of the prompt.
+        stop_ids: after one of these it ends.
+
+    Attributes:
+        tokens: new ones, in order.
+        ended: why there are no more: ``length``, ``stop``, ``cancelled``; empty while there are.
+    """
+
+    def __init__(
+        self, history: Sequence[int], ids: Sequence[int], *, max_new_tokens: int, stop_ids: Collection[int] = ()
+    ) -> None:
+        if not ids or max_new_tokens < 1:
+            raise ValueError("a generation has a prompt, and makes a token")
+        self.tokens: list[int] = []
+        self.ended = ""
+        self._max_new_tokens = max_new_tokens
+        self._stop_ids = frozenset(stop_ids)
+        self._ids = tuple(ids)
+        self._next = common_prefix(history, ids[:-1])  # the last one is computed in any case: the first token follows
+        self._last_index = -1  # of the request that samples
+
+    def wants(self, room: int, submitted: int) -> list[Submit]:
+        """What to submit now.
+
+        Args:
+            room: requests that may be submitted. submitted: the number that were, which is the index of the next one.
+        """
+        requests: list[Submit] = []
+        while self._next < len(self._ids) and len(requests) < room and not self.ended:
+            stop = min(self._next + CHUNK, len(self._ids))
+            samples = int(stop == len(self._ids))
+            requests.append(Submit(self._ids[self._next : stop], self._next, samples, 0, prefill=True))
+            if samples:
+                self._last_index = submitted + len(requests) - 1
+            self._next = stop
+        return requests
+
+    def done(self, index: int, tokens: Sequence[int], submitted: int) -> tuple[tuple[int, ...], list[Submit]]:
+        """The submitted request ``index`` was answered: the new tokens to give out, and what to submit then."""
+        if self.ended or index != self._last_index or not tokens:
+            return (), []
+        token = tokens[0]
+        self.tokens.append(token)
+        if token in self._stop_ids:
+            self.ended = "stop"
+        elif len(self.tokens) == self._max_new_tokens:
+            self.ended = "length"
+        else:
+            keep = len(self._ids) + len(self.tokens) - 1
+            self._last_index = submitted
+            return (token,), [Submit((token,), keep, 1, len(self.tokens))]
+        return (token,), []
+
+    def cancel(self) -> None:
+        """No more tokens are wanted."""
+        self.ended = self.ended or "cancelled"
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many elements both begin with."""
+    for place, (left, right) in enumerate(zip(one, other, strict=False)):
+        if left != right:
+            return place
+    return min(len(one), len(other))
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOptions:
     """What a session is opened for.
 
     Attributes:
@@ -66,16 +163,15 @@ class GenerationSession:
         mendings: for each loss: (what was lost, seconds until the work went on).
     """
 
-    def __init__(self, chain: Chain, terms: Terms) -> None:
+    def __init__(self, chain: Chain, options: SessionOptions) -> None:
         self.id = new_id()
         self.prompt_s = 0.0
         self.mendings: list[tuple[str, float]] = []
-        self._chain, self._terms = chain, terms
-        self._now = chain.around.world.clock.now
-        alike = terms.encoding == terms.prefill_encoding
-        self._core = Session(chain.seat_numbers(), self._now(), alike=alike)
+        self._chain, self._options = chain, options
+        self._now = chain.context.world.clock.now
+        self._core = Session(chain.seat_numbers(), self._now())
         self._decoding: Decoding | None = None
-        self._driven: dict[int, asyncio.Future[ev.Done]] = {}  # works of ``run``, by their index
+        self._driven: dict[int, asyncio.Future[ev.Done]] = {}  # requests of ``run``, by their index
         self._began_at = self._now()
         self._pending: deque[ev.Event] = deque()
         self._handling = False
@@ -107,7 +203,7 @@ class GenerationSession:
     @property
     def history(self) -> list[int]:
         """Token ids of the session so far: prompts and answers, but for an answer's last token."""
-        return list(self._core.works.ids)
+        return list(self._core.ids)
 
     def __aiter__(self) -> AsyncIterator[Token]:
         return self
@@ -145,35 +241,34 @@ class GenerationSession:
         if max_new_tokens < 1:
             raise UserError("at least one new token must be wanted", remedy="give a larger number of tokens")
         need = len(ids) + max_new_tokens - 1
-        if need > self._terms.positions:
-            text = (
-                f"{len(ids)} positions and {max_new_tokens} new tokens, and the session is for {self._terms.positions}"
-            )
+        if need > self._options.positions:
+            most = self._options.positions
+            text = f"{len(ids)} positions and {max_new_tokens} new tokens, and the session is for {most}"
             raise UserError(text, remedy="open it for more positions, or ask for fewer tokens")
-        self._begin(Decoding(self._core.works.ids, ids, max_new_tokens=max_new_tokens, stop_ids=stop_ids))
+        self._begin(Decoding(self._core.ids, ids, max_new_tokens=max_new_tokens, stop_ids=stop_ids))
 
-    async def run(self, work: ev.Submit) -> ev.Done:
-        """Have one work computed, in place of a generation. Others may be under way: they are computed in the order in
-        which they were asked for, as stages become free. However many stages are lost meanwhile, its picks are the
-        same. Where it is cancelled the session is only to be closed.
+    async def run(self, request: ev.Submit) -> ev.Done:
+        """Have one request computed, in place of a generation. Others may be under way: they are computed in the
+        order in which they were asked for, as stages become free. However many stages are lost meanwhile, its
+        samples are the same. Where it is cancelled the session is only to be closed.
 
         Raises:
             UserError: ids are none of the model's, or more than the session was opened for.
-            ValueError: it cannot be: ``keep`` beyond the history, too many ids, more picks than ids, too many works.
+            ValueError: it cannot be: ``keep`` beyond the history, too many ids, samples or requests.
             NetworkError: a stage was lost and cannot be replaced.
         """
-        self._chain.check_ids(work.ids)
-        if work.keep + len(work.ids) > self._terms.positions:
-            text = f"{work.keep + len(work.ids)} positions, and the session is for {self._terms.positions}"
+        self._chain.check_ids(request.ids)
+        if request.keep + len(request.ids) > self._options.positions:
+            text = f"{request.keep + len(request.ids)} positions, and the session is for {self._options.positions}"
             raise UserError(text, remedy="open it for more positions")
         if self._closed:
             raise ConnectionLost("this session is closed", remedy="open another one")
         if self._error is not None:
             raise self._failure()
         self.cancel()
-        index = self._core.works.submitted
+        index = self._core.submitted
         answered: asyncio.Future[ev.Done] = asyncio.get_running_loop().create_future()
-        self._submit(work)
+        self._submit(request)
         self._driven[index] = answered
         self._set_timer()
         return await answered  # the core ends it: each of its waits has a deadline
@@ -183,7 +278,7 @@ class GenerationSession:
         if self._closed:
             return
         self._closed = True
-        self.event(ev.End())
+        self.event(ev.Tick(end=True))
         self._let_go(ConnectionLost("this session was closed meanwhile", remedy="open another one"))
         if self._timer is not None:
             self._timer.cancel()
@@ -227,18 +322,15 @@ class GenerationSession:
 
     def heard(self, peer: Peer, message: Picked | Took | ChainBroken) -> None:
         """As of ``roles.chain.peer.Listener``."""
-        if message.attempt != self._core.attempt:
+        if message.attempt != self._core.epoch:
             return  # of an older one: who says it may hold another stage by now, or none
         if isinstance(message, ChainBroken):
             sender = self._sender_untrusted(peer, message)
             if sender is None:
                 return
-            if message.lost != sender:
-                self._chain.doubt(message.lost)
             reason = f"{peer.name}: {shortened(message.reason)}"
-            self.event(
-                ev.Broken(sender, message.attempt, message.lost, message.code[:64], reason, shortened(message.remedy))
-            )
+            said = (message.code[:64], reason, shortened(message.remedy))
+            self.event(ev.Broken(sender, message.attempt, message.lost, *said))
         else:
             arrived = arrived_untrusted(message, self._chain.vocab_size)
             last = len(arrived.spent_us) - 1
@@ -272,14 +364,14 @@ class GenerationSession:
             match instruction:
                 case ev.Send():
                     self._send(instruction)
-                case ev.Open() | ev.Resume() | ev.Replay():
-                    self._tasks.start(self._ask(instruction), type(instruction).__name__)
+                case ev.Ask():
+                    self._tasks.start(self._ask(instruction), instruction.kind)
                 case ev.Close(stage, seat):
                     peer = self._chain.peer_in(stage, seat)
                     if peer is not None:
                         peer.tell("session.close", {"session": self.id, "index": stage}, timeout_s=CLOSE_S)
-                case ev.Replace(stage, seat, reason, unreached_by):
-                    self._chain.replace(self, stage, seat, reason, unreached_by)
+                case ev.Replace(stage, seat, reason):
+                    self._chain.replace(self, stage, seat, reason)
                 case ev.Done():
                     self._done(instruction)
                 case ev.Mended(lost, took_s):
@@ -299,43 +391,32 @@ class GenerationSession:
         if decoding is None:
             return
         number = len(decoding.tokens)
-        given, works = decoding.done(done.index, done.tokens, self._core.works.submitted)
+        given, requests = decoding.done(done.index, done.tokens, self._core.submitted)
         for offset, token in enumerate(given):
             self.prompt_s = self.prompt_s or self._now() - self._began_at
             self._ready.append(Token(token, number + offset, done.spent_us, done.took_s, done.mended))
-        for work in works:
-            self._submit(work)
+        for request in requests:
+            self._submit(request)
         self._submit_more()
         self._news.set()
 
     def _submit_more(self) -> None:
         assert self._decoding is not None
-        for work in self._decoding.wants(self._core.works.room, self._core.works.submitted):
-            self._submit(work)
+        for request in self._decoding.wants(self._core.room, self._core.submitted):
+            self._submit(request)
 
-    def _submit(self, work: ev.Submit) -> None:
+    def _submit(self, request: ev.Submit) -> None:
         # At once, also from within ``event``: the next one's index depends on it.
-        self._carry_out(self._core.handle(work, self._now()))
+        self._carry_out(self._core.handle(request, self._now()))
 
     def _send(self, send: ev.Send) -> None:
         peer = self._chain.peer_in(0, send.seat)
         if peer is not None:  # else its loss is about to be told
-            count, encoding = len(send.ids), "ids"
-            work = Work(
-                self.id,
-                send.attempt,
-                send.number,
-                send.keep,
-                count,
-                encoding,
-                send.last,
-                send.picks,
-                send.draw,
-                prefill=send.prefill,
-            )
+            count, what = len(send.ids), (send.last, send.samples, send.sample_index)
+            work = Work(self.id, send.epoch, send.number, send.keep, count, "ids", *what, prefill=send.prefill)
             peer.give(work, send.ids)
 
-    async def _ask(self, asked: ev.Open | ev.Resume | ev.Replay) -> None:
+    async def _ask(self, asked: ev.Ask) -> None:
         """Ask a stage, and tell the core what it answered."""
         peer = self._chain.peer_in(asked.stage, asked.seat)
         if peer is None:
@@ -349,43 +430,37 @@ class GenerationSession:
         peer.watch_closely()  # before the answer, for that is the last that may come late
         try:
             answer = await peer.ask(method, params, timeout_s=asked.timeout_s)
-            position = _position_untrusted(answer) if isinstance(asked, ev.Resume) else 0
+            position = _position_untrusted(answer) if asked.kind == "resume" else 0
         except ConnectionLost:
             return  # which the peer's end tells
         except DeadlineExceeded as problem:
             self.event(ev.Declined(asked.stage, asked.ask, ev.TOO_SLOW, problem.message, problem.remedy))
         except P2PTrainError as problem:
             code = problem.code if isinstance(problem, Refused) else "failed"
-            if code == ev.NEXT_LOST:
-                self._chain.doubt(asked.stage + 1)
             self.event(ev.Declined(asked.stage, asked.ask, code, problem.message, problem.remedy))
         else:
             self.event(ev.Agreed(asked.stage, asked.ask, position))
 
-    def _request(self, asked: ev.Open | ev.Resume | ev.Replay, peer: Peer) -> tuple[str, dict[str, Any]]:
-        terms, chain = self._terms, self._chain
-        params: dict[str, Any] = {"session": self.id, "index": asked.stage, "attempt": asked.attempt}
-        match asked:
-            case ev.Replay():
-                return "session.replay", params | {"number": asked.number, "stop": asked.stop, "last": asked.last}
-            case ev.Resume():
-                following = chain.place_after(asked.stage, peer, asked.next_seat)
-                return "session.resume", params | {"keep": asked.keep, "next": following}
-            case ev.Open():
-                sampling = terms.sampling
-                return "session.open", params | {
-                    "part": chain.part_of(asked.stage),
-                    "stages": chain.stages,
-                    "positions": terms.positions,
-                    "next": chain.place_after(asked.stage, peer, asked.next_seat),
-                    "encoding": terms.encoding,
-                    "prefill_encoding": terms.prefill_encoding,
-                    "temperature": sampling.temperature,
-                    "top_k": sampling.top_k,
-                    "top_p": sampling.top_p,
-                    "seed": sampling.seed,
-                    "silence_s": terms.silence_s,
-                }
+    def _request(self, asked: ev.Ask, peer: Peer) -> tuple[str, dict[str, Any]]:
+        options, chain, sampling = self._options, self._chain, self._options.sampling
+        params: dict[str, Any] = {"session": self.id, "index": asked.stage, "attempt": asked.epoch}
+        if asked.kind == "replay":
+            return "session.replay", params | {"number": asked.number, "stop": asked.keep, "last": asked.last}
+        params["next"] = chain.place_after(asked.stage, peer, asked.next_seat)
+        if asked.kind == "resume":
+            return "session.resume", params | {"keep": asked.keep}
+        return "session.open", params | {
+            "part": chain.part_of(asked.stage),
+            "stages": chain.stages,
+            "positions": options.positions,
+            "encoding": options.encoding,
+            "prefill_encoding": options.prefill_encoding,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "seed": sampling.seed,
+            "silence_s": options.silence_s,
+        }
 
     def _let_go(self, problem: NetworkError) -> None:
         """Nothing more comes: whoever waits is told."""
@@ -417,7 +492,7 @@ class GenerationSession:
 def arrived_untrusted(message: Picked | Took, vocab_size: int) -> ev.Arrived:
     """What a stage says of a work that ended there. Raises ``ProtocolError``."""
     spent_us = tuple(message.spent_us)
-    if len(spent_us) > MAX_STAGES or not all(0 <= each < _MAX_US for each in spent_us):
+    if len(spent_us) > MAX_STAGES or not all(0 <= each < 1 << 53 for each in spent_us):
         raise ProtocolError("a work of which stages took an impossible time")
     tokens: tuple[int, ...] = ()
     if isinstance(message, Picked):

@@ -1,4 +1,5 @@
-"""A client's connection to one worker: requests and their answers, works, and what the worker's stages say of them.
+"""A client's connection to one worker: requests and their answers, forward requests, and what the
+worker's stages say of them.
 
 One for each worker, however many stages and sessions it has a part in. Silence on it is the worker's death.
 """
@@ -9,29 +10,70 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, Self
 
 from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NetworkError, P2PTrainError, ProtocolError, Refused
+from p2ptrain.core.world import World
 from roles.background import Background
-from roles.chain.around import Around, WorkerAt
 from roles.worker.stage_links import QUIET_S, Line
+from wire.address import is_loopback
 from wire.chain_messages import CHAIN_STREAM, ChainBroken, PartLoading, Picked, Took, Work
 from wire.client import Calls
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.messages import Message, Refuse, Response
 
-ROUND_TRIPS = 3
-ASKED = 16
-"""Requests that a worker has to answer at a time; it refuses more than it can keep track of (``stages.MAX_REQUESTS``),
-and when a stage is lost all sessions want something of the others at once."""
-LOADING_QUIET_S = 180.0
-"""A part that is being loaded gets on within this time: another client's may be in front, a disk may be slow."""
-LOADING_S = 24 * 3600.0
-"""Of one part, as long as it gets on: nobody waits for a day."""
-LOAD_END_S = 60.0
-"""From the last byte of a part to its being ready: the self-test of its architecture is run then."""
+LOADING_QUIET_S = 240.0
+"""A part that is being loaded gets on within this time: another client's may be in front, a disk may be slow, and at
+its end the self-test of its architecture is run."""
+Notify = Callable[[str, str, str], None]
+"""(level, kind, text) for the person: ``info`` or ``warning``; what was lost, replaced, mended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Where this operator stands.
+
+    Attributes:
+        world: its network is the operator's own: over TLS in an encrypted cluster (``cli.access.Access.network``).
+        peer_id: whom the operator's certificate names; any id in a plain cluster.
+        name: for people.
+        seed_host: the host under which this operator dials the seed; peers on the seed's own machine are there.
+        state: a directory for digests of model files; None: they are not kept.
+        notify: told of what happens to the chain.
+        silence_s: after which a peer that says nothing counts as dead; grows with the longest round trip.
+        role: that it calls workers as: ``operator`` or ``verifier``.
+    """
+
+    world: World
+    peer_id: str
+    name: str
+    seed_host: str
+    state: Path | None = None
+    notify: Notify = lambda level, kind, text: None
+    silence_s: float = 2.0
+    role: str = "operator"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAt:
+    """A worker that may hold a stage. ``host`` is as the seed sees it."""
+
+    peer_id: str
+    name: str
+    host: str
+    port: int
+    device: str = ""
+
+    def dialled(self, seed_host: str) -> str:
+        """The host at which this operator dials it: a loopback address of the seed's means the seed's machine."""
+        return seed_host if is_loopback(self.host) else self.host
+
+    def seen_from(self, other: WorkerAt) -> str:
+        """The host that ``other`` is told: empty means the seed's machine."""
+        return "" if is_loopback(self.host) and not is_loopback(other.host) else self.host
 
 
 class Listener(Protocol):
@@ -40,14 +82,6 @@ class Listener(Protocol):
     def heard(self, peer: Peer, message: Picked | Took | ChainBroken) -> None:
         """A stage of the session at ``peer`` said this. Raises ``ProtocolError`` where no correct stage does."""
         ...
-
-
-@dataclass(eq=False)
-class _Loading:
-    """The part that is being loaded there: when it got on last."""
-
-    on_bytes: Callable[[int, int], None]
-    due_at: float
 
 
 class Peer:
@@ -62,31 +96,33 @@ class Peer:
         turn: held by who has a part loaded there: one at a time.
     """
 
-    def __init__(self, around: Around, worker: WorkerAt, connection: Connection) -> None:
+    def __init__(self, context: Context, worker: WorkerAt, connection: Connection) -> None:
         self.worker = worker
         self.latency_s = 0.0
         self.problem: P2PTrainError | None = None
         self.on_lost: list[Callable[[Peer, P2PTrainError], None]] = []
         self.listeners: dict[str, Listener] = {}
-        self._around = around
-        self._now = around.world.clock.now
+        self._around = context
+        self._now = context.world.clock.now
         self._connection = connection
-        self._line = Line(connection, QUIET_S, beat_s=around.silence_s / 4)
+        self._line = Line(connection, QUIET_S, beat_s=context.silence_s / 4)
         self._calls = Calls()
-        self._asking = asyncio.Semaphore(ASKED)
-        self._loading: _Loading | None = None
+        # A worker refuses more requests at a time, and when a stage is lost all sessions want something.
+        self._asking = asyncio.Semaphore(16)
+        self._on_bytes: Callable[[int, int], None] | None = None  # of the part that is being loaded there
+        self._loading_due = 0.0
         self.turn = asyncio.Lock()
         self._closed = False
         self._tasks = Background()
         self._hearing = self._tasks.start(self._hear(), f"peer {worker.name}")
 
     @classmethod
-    async def dial(cls, around: Around, worker: WorkerAt, *, timeout_s: float) -> Self:
+    async def dial(cls, context: Context, worker: WorkerAt, *, timeout_s: float) -> Self:
         """Raises as ``wire.handshake.dial``."""
-        hello = local_hello(peer_id=around.peer_id, name=around.name, roles=[around.role], purpose="chain")
+        hello = local_hello(peer_id=context.peer_id, name=context.name, roles=[context.role], purpose="chain")
         connection, welcome = await dial(
-            around.world.network,
-            worker.dialled(around.seed_host),
+            context.world.network,
+            worker.dialled(context.seed_host),
             worker.port,
             hello,
             timeout_s=timeout_s,
@@ -96,7 +132,7 @@ class Peer:
         if welcome.peer_id != worker.peer_id:
             connection.abort()
             raise Refused("wrong-identity", f"another peer answers where {worker.name} should be")
-        return cls(around, worker, connection)
+        return cls(context, worker, connection)
 
     @property
     def name(self) -> str:
@@ -115,13 +151,6 @@ class Peer:
         """A session is open there: from now on it says something often enough for a short patience."""
         self._line.silence_s = min(self._line.silence_s, self.silence_s)
 
-    def doubt(self) -> None:
-        """Others say that it is lost. Where it has been quiet here as well, it is."""
-        quiet_s = self._around.world.clock.now() - self._connection.last_heard
-        if not self.lost and quiet_s > self.silence_s / 2:
-            self._connection.abort(DeadlineExceeded(f"it said nothing for {quiet_s:.1f} s, and others lost it as well"))
-            self._end(self._connection.close_cause or ConnectionLost("it was lost"))
-
     async def ask(self, method: str, params: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
         """A request, in its turn. Raises ``Refused``, ``DeadlineExceeded``, ``ConnectionLost``; the worker is named."""
         async with self._asking:  # those in front have deadlines of their own
@@ -130,7 +159,7 @@ class Peer:
 
     async def measure(self) -> float:
         """The way there, one direction, in seconds. Raises as ``ask``."""
-        for _ in range(ROUND_TRIPS):
+        for _ in range(3):
             began = self._now()
             with suppress(Refused):  # a worker that does not know this request answers as fast
                 await self.ask("probe.clock", {}, timeout_s=QUIET_S)
@@ -145,17 +174,17 @@ class Peer:
             DeadlineExceeded: nothing moved for ``LOADING_QUIET_S``. Refused, ConnectionLost: as ``ask``.
         """
         assert self.turn.locked()
-        self._loading = loading = _Loading(on_bytes, self._now() + LOADING_QUIET_S)
-        asked = asyncio.create_task(self.ask("part.load", params, timeout_s=LOADING_S), name="part.load")
+        self._on_bytes, self._loading_due = on_bytes, self._now() + LOADING_QUIET_S
+        asked = asyncio.create_task(self.ask("part.load", params, timeout_s=24 * 3600.0), name="part.load")
         try:
             while not asked.done():
-                await asyncio.wait([asked], timeout=max(0.0, loading.due_at - self._now()))
-                if not asked.done() and self._now() >= loading.due_at:
+                await asyncio.wait([asked], timeout=max(0.0, self._loading_due - self._now()))
+                if not asked.done() and self._now() >= self._loading_due:
                     text = f"the part that {self.name} loads did not get on for {LOADING_QUIET_S:.0f} s"
                     raise DeadlineExceeded(text, remedy="is its disk, or the way to who gives the model, blocked?")
             return asked.result()
         finally:
-            self._loading = None
+            self._on_bytes = None
             asked.cancel()
             await asyncio.gather(asked, return_exceptions=True)
 
@@ -222,10 +251,9 @@ class Peer:
             case PartLoading(done_bytes, total_bytes):
                 if not 0 <= done_bytes <= total_bytes < 1 << 60:
                     raise ProtocolError(f"{self.name} loaded {done_bytes} of {total_bytes} bytes")
-                if self._loading is not None:
-                    patience_s = LOADING_QUIET_S if done_bytes < total_bytes else LOADING_QUIET_S + LOAD_END_S
-                    self._loading.due_at = self._now() + patience_s
-                    self._loading.on_bytes(done_bytes, total_bytes)
+                if self._on_bytes is not None:
+                    self._loading_due = self._now() + LOADING_QUIET_S
+                    self._on_bytes(done_bytes, total_bytes)
             case Refuse():
                 raise Refused(message.code, f"{self.name}: {message.message}", remedy=message.remedy)
             case _:

@@ -1,47 +1,172 @@
-"""Who holds which layers: workers that are there, what they offer, the links between them, and the chain made of it."""
+"""Who holds which layers: the model, workers that are there, what they offer, the links between them, and the chain
+made of it."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
 import ring.placement as placing
 from p2ptrain.core.errors import NetworkError, P2PTrainError, ProtocolError, Refused, UserError
 from p2ptrain.core.ids import is_id
+from p2ptrain.core.threads import Thread
 from ring.order import LinkQuality
 from ring.placement import Placement, Wanted
 from ring.training_costs import ModelSizes
-from roles.chain.around import Around, WorkerAt
-from roles.chain.models import Model, small_files
-from roles.chain.peer import Peer
+from roles.chain.peer import Context, Peer, WorkerAt
+from roles.model_directory import CACHE_FILE, DigestCache, ModelDirectory, open_model
+from roles.model_table import FILE, digest_of
 from roles.seed.links import measured_untrusted
+from roles.worker.giver import give
+from roles.worker.receiver import Receiver
 from wire.address import parse_address
+from wire.chain_messages import TensorRecord
+from wire.connection import Connection
+from wire.handshake import dial, local_hello
 from wire.records import PeerInfo
 
-Ask = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
+Request = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
+"""As ``SeedClient.request``."""
 
 OFFER_S = 30.0
 """A worker measures how fast it reads memory before its first offer, and may compute for others meanwhile."""
-MEASURED_PEERS = 8
-"""Peers between which links are measured: those that may come into the chain."""
-ANSWER_S = 0.5
-"""Of the time for measuring: the answers' way back."""
-AS_GOOD = 1.5
-"""Parts that are loaded already are used where that costs no more than this factor of time: others have to be loaded
-first, and what is predicted of idle peers on a busy machine differs by a third from one time to the next."""
 MODEL_OPEN_S = 600.0
 """A worker hashes a model that it never gave before: seconds per gigabyte."""
 MAX_PARTS = 64
-LOOKED_AT = 10_000
-"""Beginnings of chains of loaded parts: there are as many as orders of the peers, where each has many parts."""
-_GONE = frozenset({"lost", "away", "leaving", "failed"})
 
 
-async def workers_of(ask: Ask) -> list[WorkerAt]:
-    """The workers that a seed knows to be there. ``ask`` is ``SeedClient.request``. Raises what it raises."""
+# ----------------------------------------------------------------------------------------------------------- the model
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model as the client of a chain knows it.
+
+    Attributes:
+        id: hex of blake2b over its config and the name, dtype, shape and digest of each tensor.
+        name: for people.
+        config: its ``config.json``.
+        source: of this machine, from which this client gives; None where ``giver`` does.
+        giver: the worker that gives, for as long as this client is connected to it.
+        path: where workers may have it themselves, which saves the wire; empty where nobody says so.
+    """
+
+    id: str
+    name: str
+    config: str
+    source: ModelDirectory | None = None
+    giver: WorkerAt | None = None
+    path: str = ""
+
+    def load_params(self, worker: WorkerAt) -> dict[str, Any]:
+        """Of ``part.load``: what the model is, and who gives it to ``worker``."""
+        about = {"model": self.id, "name": self.name, "config": self.config, "path": self.path}
+        if self.giver is None:
+            return about | {"giver": "caller", "giver_peer": "", "giver_host": "", "giver_port": 0}
+        place = {"giver_peer": self.giver.peer_id, "giver_host": self.giver.seen_from(worker)}
+        return about | {"giver": "peer", **place, "giver_port": self.giver.port}
+
+
+async def local_model(context: Context, directory: Path) -> Model:
+    """The model in a directory of this machine; this client gives its tensors to the stages that lack them.
+
+    Its tensors are hashed, once: digests are kept in ``context.state`` by size and time of the files.
+
+    Raises:
+        ConfigError: there is no model in safetensors. StorageError: it cannot be read.
+    """
+    cache = DigestCache(context.world.disk, context.state / CACHE_FILE) if context.state is not None else None
+    async with _disk(context) as disk:
+        source = await disk.submit(lambda: open_model(directory.resolve(), cache))
+    return Model(source.model, source.name, source.config, source=source, path=str(source.directory))
+
+
+@asynccontextmanager
+async def giving(context: Context, source: ModelDirectory, worker: WorkerAt) -> AsyncIterator[None]:
+    """Give this client's own copy of a model to ``worker`` inside. Raises as ``wire.handshake.dial``."""
+    connection = await _dialled(context, worker, "give", source.model)
+    connection.tune_for_bulk()
+    async with _disk(context) as disk:
+        task = asyncio.create_task(give(connection, source, disk), name=f"give to {worker.name}")
+        try:
+            yield
+        finally:
+            task.cancel()
+            with suppress(P2PTrainError, asyncio.CancelledError):  # the load that wanted it tells what went wrong
+                await task
+            connection.abort()
+
+
+async def small_files(context: Context, model: Model, names: Sequence[str]) -> dict[str, bytes]:
+    """Files that come with a model, such as its tokenizer's; those that it does not have are not in the answer.
+
+    Raises:
+        NetworkError, PeerError: the worker that gives them cannot, or lies. StorageError: they cannot be read here.
+    """
+    found: dict[str, bytes] = {}
+    if model.source is not None:
+        records = {record.name: record for record in model.source.records if record.dtype == FILE}
+        async with _disk(context) as disk:
+            for name in records.keys() & set(names):
+                read = partial(model.source.read, name, 0, records[name].size_bytes)
+                found[name] = bytes(await disk.submit(read))
+        return found
+    async with _receiving(context, model) as receiver:
+        table = await receiver.table(model.config)
+        wanted = [table[name] for name in names if name in table and table[name].dtype == FILE]
+        async for record, data in receiver.tensors(wanted):
+            if digest_of(data) != record.digest:
+                raise receiver.lied(record)
+            found[record.name] = bytes(data)
+    return found
+
+
+async def tensor_table(context: Context, model: Model) -> Mapping[str, TensorRecord]:
+    """All tensors of a model and its small files, by name. Raises ``NetworkError``, ``PeerError``, ``UserError``."""
+    if model.source is not None:
+        return {record.name: record for record in model.source.records}
+    async with _receiving(context, model) as receiver:
+        return await receiver.table(model.config)
+
+
+@asynccontextmanager
+async def _receiving(context: Context, model: Model) -> AsyncIterator[Receiver]:
+    """From the worker that gives a model."""
+    if model.giver is None:
+        raise UserError(f"nobody gives {model.name}", remedy="name its directory")
+    connection = await _dialled(context, model.giver, "model", model.id)
+    async with Receiver(connection, model.id, model.giver.name).running() as receiver:
+        yield receiver
+
+
+async def _dialled(context: Context, worker: WorkerAt, purpose: str, job: str) -> Connection:
+    hello = local_hello(peer_id=context.peer_id, name=context.name, roles=[context.role], purpose=purpose, job=job)
+    host = worker.dialled(context.seed_host)
+    network = context.world.network
+    connection, _ = await dial(network, host, worker.port, hello, timeout_s=5.0, expect_peer=worker.peer_id)
+    return connection
+
+
+@asynccontextmanager
+async def _disk(context: Context) -> AsyncIterator[Thread]:
+    thread = context.world.threads.start("model files")
+    try:
+        yield thread
+    finally:
+        thread.close()
+
+
+# ------------------------------------------------------------------------------------------------------ the workers
+
+
+async def workers_of(ask: Request) -> list[WorkerAt]:
+    """The workers that a seed knows to be there. Raises what ``ask`` raises."""
     answer = await ask("peers.list", {})
     peers = answer.get("peers")
     if not isinstance(peers, list):
@@ -49,7 +174,7 @@ async def workers_of(ask: Ask) -> list[WorkerAt]:
     found = []
     for item in peers:
         info = PeerInfo.from_map_untrusted(item)
-        if "worker" not in info.roles or info.state in _GONE or not is_id(info.id):
+        if "worker" not in info.roles or info.state in ("lost", "away", "leaving", "failed") or not is_id(info.id):
             continue
         try:
             host, port = parse_address(info.address)
@@ -115,6 +240,36 @@ def _part_untrusted(item: object) -> HeldPart:
     return HeldPart(model, counts[0], counts[1], counts[2], dtype, counts[3])
 
 
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The answer to ``part.load``."""
+
+    part: str
+    encoding: str
+    device: str
+    width: int
+    vocab_size: int
+    weights_bytes: int
+    cache_position_bytes: int
+    read_bytes: int
+    received_bytes: int
+    resident_bytes: int
+
+
+def loaded_untrusted(answer: dict[str, Any]) -> Loaded:
+    """The answer to ``part.load``. Raises ``ProtocolError``."""
+    part, encoding, device = answer.get("part"), answer.get("encoding"), answer.get("device")
+    if not isinstance(part, str) or not is_id(part):
+        raise ProtocolError("a part that is loaded without an id")
+    if not isinstance(encoding, str) or not isinstance(device, str) or len(encoding) > 16:
+        raise ProtocolError("a part that is loaded without encoding or device")
+    names = ("weights_bytes", "cache_position_bytes", "read_bytes", "received_bytes", "resident_bytes")
+    width, vocab_size, *sizes = [_count(answer, name) for name in ("width", "vocab_size", *names)]
+    if not 0 < vocab_size < 1 << 31:
+        raise ProtocolError("a part of a model without a vocabulary")
+    return Loaded(part, encoding, device[:80], width, vocab_size, *sizes)
+
+
 def _count(source: dict[str, Any], name: str) -> int:
     value = source.get(name)
     if type(value) is not int or not 0 <= value < 1 << 60:
@@ -162,25 +317,25 @@ class Plan:
         return self.wanted.positions
 
 
-@dataclass
-class Crew:
+class WorkerPool:
     """The workers that are dialled: those of a chain and their spares. Kept connected until ``close``.
 
     Attributes:
         peers: by id.
         offers: of each, as it said last.
-        refused: name → why a worker is not of the crew.
+        refused: name → why a worker is not in the pool.
         links: measured so far.
     """
 
-    around: Around
-    peers: dict[str, Peer]
-    offers: dict[str, Offer]
-    refused: dict[str, str] = field(default_factory=dict)
-    links: dict[tuple[str, str], LinkQuality] = field(default_factory=dict)
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.peers: dict[str, Peer] = {}
+        self.offers: dict[str, Offer] = {}
+        self.refused: dict[str, str] = {}
+        self.links: dict[tuple[str, str], LinkQuality] = {}
 
     @classmethod
-    async def meet(cls, around: Around, workers: Sequence[WorkerAt], *, timeout_s: float = 5.0) -> Self:
+    async def connect(cls, context: Context, workers: Sequence[WorkerAt], *, timeout_s: float = 5.0) -> Self:
         """Dial all, side by side, and hear what they offer; who does not answer in time is left out.
 
         Raises:
@@ -189,14 +344,14 @@ class Crew:
         """
         if not workers:
             raise UserError("no worker is there to hold a part of the model", remedy="start some: p2ptrain join")
-        crew = cls(around, {}, {})
-        await asyncio.gather(*(crew._meet(worker, timeout_s) for worker in workers))
-        if not crew.peers:
-            said = "; ".join(f"{name}: {reason}" for name, reason in crew.refused.items())
+        pool = cls(context)
+        await asyncio.gather(*(pool._try(worker, timeout_s) for worker in workers))
+        if not pool.peers:
+            said = "; ".join(f"{name}: {reason}" for name, reason in pool.refused.items())
             raise NetworkError(f"no worker can be used: {said}", remedy="see p2ptrain check, on this machine")
-        return crew
+        return pool
 
-    async def _meet(self, worker: WorkerAt, timeout_s: float) -> None:
+    async def _try(self, worker: WorkerAt, timeout_s: float) -> None:
         try:
             await self.admit(worker, timeout_s=timeout_s)
         except P2PTrainError as problem:
@@ -204,7 +359,7 @@ class Crew:
 
     async def admit(self, worker: WorkerAt, *, timeout_s: float = 5.0) -> Peer:
         """Dial one more, or one that was lost. Raises ``P2PTrainError``: it cannot be used."""
-        peer = await Peer.dial(self.around, worker, timeout_s=timeout_s)
+        peer = await Peer.dial(self.context, worker, timeout_s=timeout_s)
         try:
             latency_s = await peer.measure()
             await self.renew(peer)
@@ -213,7 +368,7 @@ class Crew:
             raise
         before = self.peers.get(worker.peer_id)
         self.peers[worker.peer_id] = peer
-        self.links[self.around.peer_id, worker.peer_id] = LinkQuality(latency_s)
+        self.links[self.context.peer_id, worker.peer_id] = LinkQuality(latency_s)
         if before is not None:
             await before.close()
         return peer
@@ -240,7 +395,7 @@ class Crew:
         stages: int | None = None,
         measure_s: float = 2.0,
     ) -> Plan:
-        """Measure the links that matter and place the model.
+        """Measure the links that matter and place the model: a chain of parts that are loaded already is used again.
 
         Args:
             positions: to have cache for, of all sessions together.
@@ -254,10 +409,9 @@ class Crew:
         there = [peer for peer in self.peers.values() if not peer.lost]
         seats = [self.seen(peer) for peer in there]
         await self._measure(seats, measure_s)
-        wanted = Wanted(sizes, positions, activation_bytes, self.around.peer_id, dict(self.links))
+        wanted = Wanted(sizes, positions, activation_bytes, self.context.peer_id, dict(self.links))
         made = placing.place(wanted, seats, stages=stages)
-        loaded = self._loaded(wanted, model, dtype, seats, stages)
-        if loaded is not None and _as_good(loaded, made):
+        if (loaded := self._loaded(wanted, model, dtype, seats)) is not None and stages in (None, len(loaded.stages)):
             made = loaded
         planned = []
         for stage in made.stages:
@@ -297,8 +451,8 @@ class Crew:
         raise Refused("no-model", text, remedy="name a directory with config.json and *.safetensors on one of them")
 
     async def files(self, model: Model, names: Sequence[str]) -> dict[str, bytes]:
-        """As ``roles.chain.models.small_files``."""
-        return await small_files(self.around, model, names)
+        """As ``small_files``."""
+        return await small_files(self.context, model, names)
 
     async def close(self) -> None:
         """Let all go. Parts stay loaded there. Never raises."""
@@ -309,8 +463,8 @@ class Crew:
     async def _measure(self, seats: Sequence[placing.Peer], measure_s: float) -> None:
         """The links between the peers that are likely to come into the chain: the largest and fastest of them."""
         likely = sorted(seats, key=lambda seat: (-min(seat.memory_bytes / seat.byte_s, 1e300), seat.id))
-        chosen = [seat.id for seat in likely[:MEASURED_PEERS]]
-        if len(chosen) > 1 and measure_s > ANSWER_S:
+        chosen = [seat.id for seat in likely[:8]]
+        if len(chosen) > 1 and measure_s > 0.5:
             await asyncio.gather(*(self._measure_from(here, chosen, measure_s) for here in chosen))
 
     async def _measure_from(self, here: str, others: Sequence[str], measure_s: float) -> None:
@@ -320,12 +474,12 @@ class Crew:
         if not wanted:
             return
         peers = [{"id": each.peer_id, "host": each.seen_from(me.worker), "port": each.port} for each in wanted]
-        params = {"peers": peers, "deadline_s": measure_s - ANSWER_S}
+        params = {"peers": peers, "deadline_s": measure_s - 0.5}  # the answers' way back
         try:
             answer = await me.ask("links.measure", params, timeout_s=measure_s)
             found = measured_untrusted(answer, {each.peer_id for each in wanted})
         except P2PTrainError as problem:  # what is not known counts as the median
-            self.around.notify("info", "links", f"{me.name} did not measure its links: {problem.message}")
+            self.context.notify("info", "links", f"{me.name} did not measure its links: {problem.message}")
             return
         for there, link in found.items():
             self.links[here, there] = link
@@ -339,33 +493,16 @@ class Crew:
             if (part.model, part.dtype, part.layers) == (model.id, dtype, layers) and part.start < part.stop <= layers
         ]
 
-    def _loaded(
-        self, wanted: Wanted, model: Model, dtype: str, seats: Sequence[placing.Peer], stages: int | None
-    ) -> Placement | None:
-        """The best chain of parts that are loaded already; None where they make none."""
+    def _loaded(self, wanted: Wanted, model: Model, dtype: str, seats: Sequence[placing.Peer]) -> Placement | None:
+        """A chain of parts that are loaded already, of as few as can be; None where they make none that fits."""
         layers = wanted.sizes.layers
         held = [(seat, start, stop) for seat in seats for start, stop in self._holds(seat.id, model, dtype, layers)]
-        chains: list[list[tuple[placing.Peer, int, int]]] = [[]]
-        whole: list[list[tuple[placing.Peer, int, int]]] = []
-        leads = {layers}  # layers from which parts lead to the end
-        for _, start, stop in sorted(held, key=lambda part: -part[1]):
-            if stop in leads:
-                leads.add(start)
-        held = [part for part in held if part[2] in leads]
-        for _ in range(LOOKED_AT):
-            if not chains or len(whole) >= MAX_PARTS:
-                break
-            chain = chains.pop()
-            at = chain[-1][2] if chain else 0
-            if at == layers:
-                whole.append(chain)
+        chains: dict[int, list[tuple[placing.Peer, int, int]]] = {layers: []}  # from a layer to the end
+        for part in sorted(held, key=lambda part: -part[1]):
+            seat, start, stop = part
+            behind = chains.get(stop)
+            if behind is None or any(other.id == seat.id for other, _, _ in behind):
                 continue
-            used = {seat.id for seat, _, _ in chain}
-            chains += [[*chain, part] for part in held if part[1] == at and part[0].id not in used]
-        priced = [made for chain in whole if (made := placing.priced(wanted, seats, chain)) is not None]
-        fitting = [made for made in priced if stages in (None, len(made.stages))]
-        return min(fitting, key=lambda made: (made.bottleneck_s, made.token_s), default=None)
-
-
-def _as_good(one: Placement, other: Placement) -> bool:
-    return one.token_s <= AS_GOOD * other.token_s and one.bottleneck_s <= AS_GOOD * other.bottleneck_s
+            if start not in chains or len(behind) + 1 < len(chains[start]):
+                chains[start] = [part, *behind]
+        return placing.priced(wanted, seats, chains[0]) if 0 in chains else None

@@ -1,76 +1,261 @@
-"""The core of one session over a chain of stages: works go through it one after another, and through the loss of any
-stage at any moment.
+"""The core of one session over a chain of stages: forward requests go through it one after another, and through the
+loss of any stage at any moment. Pure.
 
 Theory of operation
 -------------------
-The client *submits* works: so many more token ids, after the history was cut to its first ``keep``, and for how many of
-the last positions a token is to be picked. Works are answered in their order. What lies behind the last answered work,
-and is not cut off by one that is under way, every stage holds for *sure*. The client keeps the token ids, and every
-stage what it gave on, which is the next stage's input: so any stage that is lost can be made again from the one before.
+The client *submits* forward requests: so many more token ids, after the history was cut to its first ``keep``, and for
+how many of the last positions a token is to be sampled. Requests are answered in their order. What lies behind the last
+answered request, and is not cut off by one that is under way, every stage holds: it is *committed*. The client keeps
+the token ids, and every stage what it gave on, which is the next stage's input: so any stage that is lost can be made
+again from the one before. Stages are numbered from 0; a *seat* numbers the peers that held a stage, and grows.
 
-Whatever goes wrong raises the session's *attempt* and begins a *mending*; what stages still do for an older attempt is
+Whatever goes wrong raises the session's *epoch* and begins a *mending*; what stages still do for an older epoch is
 dropped by whoever comes to see it, this core included. A mending does not follow a script. It compares, after each
 event, what every stage should be with what it is, and asks for what is missing, so that a second loss in the middle of
 it is nothing special, and a session that is only being opened is one of which all stages are missing:
 
     a stage has no peer                             Replace, once; Seated or NoSeat answers
-    it has not opened the session                   Open, when the next stage is ready: it is dialled then
-    it does not know the attempt, or its link to    Resume: history cut to what is sure; the answer tells what it holds
-      the next stage's peer is not the one it had     (less, where it was still being filled)
-    all are ready, some hold less than is sure      Replay from the last stage before them that has it, through them
-                                                      only; where the first is among them, works from the token ids
-    all hold what is sure                           the works under way are sent again: RUNNING
+    it has not opened the session                   Ask open, when the next stage is ready: it is dialled then
+    it does not know the epoch, or its link to      Ask resume: history cut to what is committed; the answer tells what
+      the next stage's peer is not the one it had     it holds (less, where it was still being filled)
+    all are ready, some hold less than committed    Ask replay of the last stage before them that has it, through them
+                                                      only; where the first is among them, requests from the token ids
+    all hold what is committed                      the requests under way are sent again: RUNNING
 
-Before the first of them, positions between what is sure and where it begins are sent again as a work of their own (a
-work under way cut the history below what was answered already). Draws are numbered, so the same tokens are picked.
+Before the first of them, positions between what is committed and where it begins are sent again as a request of their
+own (a request under way cut the history below what was answered already). Samples are numbered: the same tokens come.
 
-A stage whose own work failed is closed and opened again at the same peer; a second time before any work was answered
-it is replaced. A stage that cannot reach the next one costs the next one its place, and a second time itself. Too many
-setbacks without an answer end the session. All stages alive and yet no answer in time: the attempt is raised, which
-costs a hung stage its place, for it does not answer that; after ``MOST_STALLS`` in a row the session ends.
-
-It is longer than a module should be, for there is no script to take out of it: every event ends in the same comparison.
+A stage whose own request failed is closed and opened again at the same peer; a second time before any request was
+answered it is replaced. A stage that cannot reach the next one costs the next one its place, and a second time itself.
+Too many setbacks without an answer end the session. All stages alive and yet no answer in time: the epoch is raised,
+which costs a hung stage its place, for it does not answer that; after ``MOST_STALLS`` in a row the session ends.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, PeerError
-from roles.chain.events import (
-    NEXT_LOST,
-    TOO_SLOW,
-    UNKNOWN_PART,
-    UNKNOWN_SESSION,
-    Agreed,
-    Arrived,
-    Broken,
-    Close,
-    Declined,
-    Done,
-    End,
-    Event,
-    Failed,
-    Instruction,
-    Lost,
-    Mended,
-    NoSeat,
-    Open,
-    Replace,
-    Replay,
-    Resume,
-    Seated,
-    Send,
-    Submit,
-    Tick,
-)
-from roles.chain.works import WINDOW, Pace, Work, Works
 
-MOST_STALLS = 4
-"""Patience is doubled after each: other sessions' prompts may be in the way."""
+NEXT_LOST = "next-stage"
+"""Code of a refusal, or of ``ChainBroken``: the next stage cannot be reached."""
+UNKNOWN_SESSION = "unknown-session"
+"""Code of a refusal: the stage does not have the session (any more)."""
+UNKNOWN_PART = "unknown-part"
+"""Code of a refusal: the peer does not have the part (any more)."""
+TOO_SLOW = "too-slow"
+"""Code of what was not answered in time: this side's own word for it."""
+
+CHUNK = 2048
+"""Positions in one request, at most."""
+WINDOW = 8
+"""Requests under way at a time, at most: more than a chain has stages would only wait in queues, and take memory."""
+ANSWER_S, POSITION_S = 120.0, 0.2
+"""How long an answer may take, and besides for each position before it (a large model's prompt on slow processors, of
+other sessions, too). Death is not noticed by this but by the end of a connection, or by silence."""
+MOST_STALLS = 3
+
+# -------------------------------------------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Seated:
+    """A peer holds the part of ``stage``."""
+
+    stage: int
+    seat: int
+
+
+@dataclass(frozen=True, slots=True)
+class NoSeat:
+    """Nobody can hold the part of ``stage``."""
+
+    stage: int
+    error: P2PTrainError
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The peer in ``seat`` is gone, for whatever reason."""
+
+    stage: int
+    seat: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """An ``Ask`` was answered. ``position``: of a resume, what the stage holds now."""
+
+    stage: int
+    ask: int
+    position: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    """An ``Ask`` was refused, or not answered in time."""
+
+    stage: int
+    ask: int
+    code: str
+    reason: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """``Picked``, or ``Took`` (no tokens), from the stage at which a request ended."""
+
+    epoch: int
+    number: int
+    tokens: tuple[int, ...]
+    spent_us: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """``ChainBroken`` of stage ``sender``. That a peer is known to be lost is told before it."""
+
+    sender: int
+    epoch: int
+    lost: int
+    code: str
+    reason: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Take ``ids`` after the first ``keep`` positions of what was submitted.
+
+    Attributes:
+        samples: for so many of the last positions a token is sampled.
+        sample_index: number of the first one: 0 for the first new token of a generation.
+        prefill: it is of a prompt.
+    """
+
+    ids: tuple[int, ...]
+    keep: int
+    samples: int
+    sample_index: int
+    prefill: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed. ``end``: the client has enough."""
+
+    end: bool = False
+
+
+Event = Seated | NoSeat | Lost | Agreed | Declined | Arrived | Broken | Submit | Tick
+
+
+# -------------------------------------------------------------------------------------------------------- instructions
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A forward request for the first stage; fields as of ``wire.chain_messages.Work``."""
+
+    seat: int
+    epoch: int
+    number: int
+    keep: int
+    ids: tuple[int, ...]
+    last: int
+    samples: int
+    sample_index: int
+    prefill: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request to the stage's peer.
+
+    Attributes:
+        kind: ``open`` the session; ``resume`` it in another epoch with what the stage holds of the first ``keep``
+            positions; ``replay``: give the first ``keep`` positions on once more, up to stage ``last``.
+        ask: its number.
+        next_seat: of the stage that it is to dial, -1 on the last one.
+        number: of the first request of a replay.
+    """
+
+    kind: str
+    stage: int
+    seat: int
+    ask: int
+    epoch: int
+    timeout_s: float
+    next_seat: int = -1
+    keep: int = 0
+    number: int = 0
+    last: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Tell the stage's peer to forget the session."""
+
+    stage: int
+    seat: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replace:
+    """The peer in ``seat`` is of no use: find another one. -1: there is none."""
+
+    stage: int
+    seat: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A submitted request was answered.
+
+    Attributes:
+        index: of the submitted requests, from 0.
+        spent_us: of each stage.
+        took_s: since it was sent first.
+        mended: the chain was mended meanwhile.
+    """
+
+    index: int
+    tokens: tuple[int, ...]
+    spent_us: tuple[int, ...]
+    took_s: float
+    mended: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Mended:
+    """The session runs; the first time because it was opened, and then nothing was lost.
+
+    Attributes:
+        lost: stages that were lost, and why.
+        took_s: since the first loss was known.
+    """
+
+    lost: tuple[tuple[int, str], ...]
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The session is over: it cannot be mended."""
+
+    error: P2PTrainError
+
+
+Instruction = Send | Ask | Close | Replace | Done | Mended | Failed
+
+
+# ------------------------------------------------------------------------------------------------------------ the core
 
 
 class Phase(Enum):
@@ -82,42 +267,55 @@ class Phase(Enum):
 
 
 @dataclass(slots=True)
+class Request:
+    """A forward request under way.
+
+    Attributes:
+        index: of the submitted ones; -1 where the session made it itself, to bring back what stages held.
+        number: of now; it has another one each time that it is sent.
+        due: when its answer is missed; 0: it was not sent in this epoch.
+        sent: in any epoch.
+    """
+
+    index: int
+    number: int
+    keep: int
+    ids: tuple[int, ...]
+    last: int
+    samples: int
+    sample_index: int
+    prefill: bool
+    sent: bool = False
+    sent_at: float = 0.0
+    due: float = 0.0
+    mended: bool = False
+
+
+@dataclass(slots=True)
 class _Stage:
     """What is known of a stage.
 
     Attributes:
         seat: -1: it has no peer.
+        sought: a peer is being looked for.
         opened: its peer has the session.
-        attempt: that its peer was told last.
+        epoch: that its peer was told last.
         next_seat: of the stage that it is linked to; None: it must dial anew.
-        has: positions it holds, since ``attempt``.
-        ask: number of the ``Open`` or ``Resume`` that is under way; 0: none is.
-        asked_next: the ``next_seat`` of that.
-        replay, filling: number of its ``Replay`` of this attempt, 0 for none, and the stage where that ends.
-        failures: of its works, or to reach the next stage, since a work was answered.
+        has: positions it holds, since ``epoch``.
+        ask: the open or resume that is under way.
+        replay: the one of this epoch.
+        failures: of its requests, or to reach the next stage, since a request was answered.
     """
 
     seat: int = -1
     sought: bool = False
     opened: bool = False
-    attempt: int = 0
+    epoch: int = 0
     next_seat: int | None = None
     has: int = 0
-    ask: int = 0
-    asked_attempt: int = 0
-    asked_next: int = -1
-    opening: bool = False
-    replay: int = 0
-    filling: int = 0
+    ask: Ask | None = None
+    replay: Ask | None = None
     failures: int = 0
-
-
-@dataclass(slots=True)
-class _Mending:
-    """Of the mending that runs."""
-
-    began_at: float
-    lost: dict[int, str] = field(default_factory=dict)
 
 
 class Session:
@@ -125,40 +323,58 @@ class Session:
 
     Args:
         seats: of each stage in order, who holds it now; -1 where that is nobody.
-        alike: prompts travel in the encoding of what is decoded. Where they do not, what is computed again is a
-            prompt's or is none as it first was.
 
     Attributes:
-        attempt: of now.
-        works: what was submitted.
+        epoch: of now.
+        phase: where it stands.
+        ids: token ids of all positions, as submitted.
+        flight: requests under way, in order.
+        submitted: requests so far.
+        last_number: of a request.
     """
 
-    def __init__(self, seats: Sequence[int], now: float, *, alike: bool = True) -> None:
+    def __init__(self, seats: Sequence[int], now: float) -> None:
         if not seats:
             raise ValueError("a chain has a stage")
-        self.attempt = 1
-        self.works = Works(len(seats) - 1, alike=alike)
-        self._phase = Phase.MENDING
+        self.epoch = 1
+        self.phase = Phase.MENDING
+        self.ids: list[int] = []
+        self.flight: deque[Request] = deque()
+        self.submitted = 0
+        self.last_number = 0
+        self._answered: list[int] = []
+        self._prefilled = bytearray()  # of each answered position: whether it was a prompt's
         self._stages = [_Stage(seat=seat) for seat in seats]
-        self._feed: deque[Work] | None = None  # works that fill lost first stages again; None: not begun
-        self._mending: _Mending | None = _Mending(now)
+        self._feed: deque[Request] | None = None  # requests that fill lost first stages again; None: not begun
+        self._mending_since: float | None = now
+        self._lost: dict[int, str] = {}  # in this mending
         self._owed = 0  # positions that are being replayed: they are computed before what is sent after
         self._last_ask = 0
         self._setbacks = 0
         self._stalls = 0
-        self._pace = Pace()
 
     # ---------------------------------------------------------------------------------------------------- for callers
 
     @property
-    def phase(self) -> Phase:
-        return self._phase
+    def answered(self) -> int:
+        """Positions up to the end of the last answered request."""
+        return len(self._answered)
+
+    @property
+    def room(self) -> int:
+        """How many more requests may be submitted."""
+        return WINDOW - sum(request.index >= 0 for request in self.flight)
+
+    @property
+    def committed(self) -> int:
+        """Positions that every stage holds which was not lost since, and that will not change."""
+        return min([len(self._answered), *(request.keep for request in self.flight if request.sent)])
 
     def next_deadline(self) -> float | None:
         """When ``Tick`` is due, if nothing comes before; None where nothing is waited for that has no deadline of its
         own."""
-        works = self._waited_for
-        return works[0].due if works and works[0].sent and self._phase is not Phase.ENDED else None
+        requests = self._waited_for
+        return requests[0].due if requests and requests[0].sent and self.phase is not Phase.ENDED else None
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
         """Take ``event`` in.
@@ -167,22 +383,23 @@ class Session:
             ValueError: what is submitted cannot be: no ids, too many, or ``keep`` beyond the history.
         """
         out: list[Instruction] = []
-        if self._phase is Phase.ENDED:
+        if self.phase is Phase.ENDED:
             return out
         match event:
             case Submit():
-                self.works.submit(event)
+                self._submit(event)
             case Arrived():
                 self._arrived(event, now, out)
-            case Seated():
-                self._seated(event, now)
-            case Lost(stage, seat, reason):
-                if self._stages[stage].seat == seat:
-                    self._vacate(stage, reason, now)
-                elif stage:  # given up already, because the stage before could not reach it: rightly so
-                    self._stages[stage - 1].failures = 0
-            case NoSeat(stage, error):
-                if self._stages[stage].seat < 0:
+            case Seated(index, seat):
+                if self._stages[index].seat < seat:
+                    if self._stages[index].seat >= 0:  # its loss was not told
+                        self._vacate(index, "another peer has its place", now)
+                    self._stages[index] = _Stage(seat=seat)
+            case Lost(index, seat, reason):
+                if self._stages[index].seat == seat:
+                    self._vacate(index, reason, now)
+            case NoSeat(index, error):
+                if self._stages[index].seat < 0:
                     self._fail(error, out)
             case Agreed():
                 self._agreed(event)
@@ -190,107 +407,106 @@ class Session:
                 self._declined(event, now, out)
             case Broken():
                 self._broken(event, now, out)
-            case Tick():
-                self._tick(now, out)
-            case End():
-                self._close(out)
+            case Tick(end):
+                if end:
+                    self._close(out)
+                else:
+                    self._tick(now, out)
         self._steer(now, out)
         return out
 
     # --------------------------------------------------------------------------------------------------------- events
 
     @property
-    def _waited_for(self) -> deque[Work] | None:
-        """Works whose answers come next; None where those of this session are not waited for."""
-        return self.works.flight if self._phase is Phase.RUNNING else self._feed
+    def _waited_for(self) -> deque[Request] | None:
+        """Requests whose answers come next; None where those of this session are not waited for."""
+        return self.flight if self.phase is Phase.RUNNING else self._feed
+
+    def _submit(self, event: Submit) -> None:
+        if not 0 < len(event.ids) <= CHUNK:
+            raise ValueError(f"a forward request has 1 to {CHUNK} positions, not {len(event.ids)}")
+        if not 0 <= event.keep <= len(self.ids) or not 0 <= event.samples <= len(event.ids) or event.sample_index < 0:
+            raise ValueError(f"request {self.submitted} keeps {event.keep} of {len(self.ids)} positions")
+        if not self.room:
+            raise ValueError(f"{WINDOW} requests are under way")
+        del self.ids[event.keep :]
+        self.ids += event.ids
+        last, number = len(self._stages) - 1, self._number()
+        of = (event.keep, event.ids, last, event.samples, event.sample_index, event.prefill)
+        self.flight.append(Request(self.submitted, number, *of))
+        self.submitted += 1
 
     def _arrived(self, event: Arrived, now: float, out: list[Instruction]) -> None:
-        works = self._waited_for
-        if event.attempt != self.attempt or not works:
-            return  # of an older attempt; or the end of a stage's replay, whose order all that follows keeps anyway
-        work = works[0]
-        if event.number != work.number:
-            if event.number > self.works.last_number or any(event.number == other.number for other in works):
-                self._misbehaved(work.last, f"it answered work {event.number} where {work.number} was due", now, out)
+        requests = self._waited_for
+        if event.epoch != self.epoch or not requests:
+            return  # of an older epoch; or the end of a stage's replay, whose order all that follows keeps anyway
+        request = requests[0]
+        if event.number != request.number:
+            if event.number > self.last_number or any(event.number == other.number for other in requests):
+                what = f"it answered request {event.number} where {request.number} was due"
+                self._misbehaved(request.last, what, now, out)
             return
-        if len(event.tokens) != work.picks or len(event.spent_us) != work.last + 1:
-            self._misbehaved(work.last, f"its answer to work {work.number} has the wrong numbers of values", now, out)
+        if len(event.tokens) != request.samples or len(event.spent_us) != request.last + 1:
+            what = f"its answer to request {request.number} has the wrong numbers of values"
+            self._misbehaved(request.last, what, now, out)
             return
-        works.popleft()
+        requests.popleft()
         self._stalls = 0
-        if works:  # which had to wait for this one
-            works[0].due = max(works[0].due, now + self._patience_s(len(works[0].ids)))
-        if self._phase is not Phase.RUNNING:
-            self._fed(work)
+        if requests:  # which had to wait for this one
+            requests[0].due = max(requests[0].due, now + self._patience_s(len(requests[0].ids)))
+        if self.phase is not Phase.RUNNING:
+            if not self._feed:
+                for stage in self._stages[: request.last + 1]:
+                    stage.has = self.committed
             return
         self._setbacks = self._owed = 0
         for stage in self._stages:
             stage.failures = 0
-        took_s = now - work.sent_at
-        if not work.mended and not works:
-            self._pace.answered(len(work.ids), took_s)
-        self.works.answer(work)
-        if work.index >= 0:
-            out.append(Done(work.index, event.tokens, event.spent_us, took_s, work.mended))
-
-    def _fed(self, work: Work) -> None:
-        if not self._feed:
-            for stage in self._stages[: work.last + 1]:
-                stage.has = self.works.sure
-
-    def _seated(self, event: Seated, now: float) -> None:
-        stage = self._stages[event.stage]
-        if stage.seat >= event.seat:
-            return
-        if stage.seat >= 0:  # its loss was not told
-            self._vacate(event.stage, "another peer has its place", now)
-        self._stages[event.stage] = _Stage(seat=event.seat)
+        if request.index >= 0:
+            del self._answered[request.keep :], self._prefilled[request.keep :]
+            self._answered += request.ids
+            self._prefilled += bytes([request.prefill]) * len(request.ids)
+            took_s = now - request.sent_at
+            out.append(Done(request.index, event.tokens, event.spent_us, took_s, request.mended))
 
     def _agreed(self, event: Agreed) -> None:
         stage = self._stages[event.stage]
-        if stage.replay and event.ask == stage.replay:
-            stage.replay = 0
-            for filled in self._stages[event.stage + 1 : stage.filling + 1]:
-                filled.has = self.works.sure
-            return
-        if not stage.ask or event.ask != stage.ask:
-            return
-        stage.ask = 0
-        stage.opened = True
-        stage.attempt, stage.next_seat = stage.asked_attempt, stage.asked_next
-        stage.has = 0 if stage.opening else max(0, min(event.position, self.works.sure))
+        if stage.replay is not None and event.ask == stage.replay.ask:
+            for filled in self._stages[event.stage + 1 : stage.replay.last + 1]:
+                filled.has = self.committed
+            stage.replay = None
+        elif stage.ask is not None and event.ask == stage.ask.ask:
+            asked, stage.ask = stage.ask, None
+            stage.opened = True
+            stage.epoch, stage.next_seat = asked.epoch, asked.next_seat
+            stage.has = 0 if asked.kind == "open" else max(0, min(event.position, self.committed))
 
     def _declined(self, event: Declined, now: float, out: list[Instruction]) -> None:
         stage = self._stages[event.stage]
-        if stage.replay and event.ask == stage.replay:
-            stage.replay = 0
-            self._begin_mending(now)
-            self._set_back(f"stage {event.stage} could not replay: {event.reason}", event.remedy, out)
-            if event.code != NEXT_LOST:
-                self._failed_itself(event.stage, event.reason, now, out)
-            else:
-                stage.next_seat = None
+        asked = next((each for each in (stage.replay, stage.ask) if each is not None and each.ask == event.ask), None)
+        if asked is None:
             return
-        if not stage.ask or event.ask != stage.ask:
-            return
-        stage.ask = 0
-        self._begin_mending(now)  # it may know the attempt, and would not be told of it again
-        self._set_back(f"stage {event.stage} refuses: {event.reason}", event.remedy, out)
-        if event.code == UNKNOWN_SESSION:
+        if asked is stage.ask:
+            stage.ask = None
+        self._begin_mending(now)  # it may know the epoch, and would not be told of it again
+        self._set_back(f"stage {event.stage} refuses to {asked.kind}: {event.reason}", event.remedy, out)
+        if event.code == NEXT_LOST and asked.kind == "replay":
+            stage.next_seat = None
+        elif event.code == NEXT_LOST:
+            self._unreached(event.stage, asked.next_seat, event.reason, now, out)
+        elif event.code == UNKNOWN_SESSION:
             stage.opened = False
             self._unlink(event.stage - 1)
-        elif event.code == NEXT_LOST:
-            self._unreached(event.stage, event.reason, now, out)
         elif event.code in (TOO_SLOW, UNKNOWN_PART):
             self._give_up(event.stage, event.reason, now, out)
-        elif stage.opening:  # there is no memory for it, or the model knows fewer positions: another peer says the same
+        elif asked.kind == "open":  # no memory for it, or the model knows fewer positions: another peer says the same
             self._fail(PeerError(event.reason, remedy=event.remedy), out)
         else:
             self._failed_itself(event.stage, event.reason, now, out)
 
     def _broken(self, event: Broken, now: float, out: list[Instruction]) -> None:
         sender = self._stages[event.sender]
-        if event.attempt != self.attempt or sender.seat < 0 or not sender.opened:
+        if event.epoch != self.epoch or sender.seat < 0 or not sender.opened:
             return
         self._begin_mending(now)
         self._set_back(f"stage {event.sender} reports: {event.reason}", event.remedy, out)
@@ -300,15 +516,12 @@ class Session:
             sender.next_seat = None  # it dials again; where that fails the next stage is given up
 
     def _tick(self, now: float, out: list[Instruction]) -> None:
-        due = self.next_deadline()
-        if due is None or now < due:
+        due, requests = self.next_deadline(), self._waited_for
+        if due is None or now < due or not requests:
             return
-        works = self._waited_for
-        assert works
         self._stalls += 1
         if self._stalls > MOST_STALLS:
-            waited_s = now - works[0].sent_at
-            text = f"no stage is lost, and yet the chain did not answer for {waited_s:.0f} s"
+            text = f"no stage is lost, and yet the chain did not answer for {now - requests[0].sent_at:.0f} s"
             self._fail(DeadlineExceeded(text, remedy="a worker may be overloaded: see p2ptrain peers"), out)
             return
         self._begin_mending(now)
@@ -316,48 +529,46 @@ class Session:
     # ------------------------------------------------------------------------------------------------------- setbacks
 
     def _begin_mending(self, now: float) -> None:
-        """Raise the attempt: whatever is under way counts no more."""
-        self.attempt += 1
+        """Raise the epoch: whatever is under way counts no more, and will be sent again."""
+        self.epoch += 1
         self._feed = None
         self._owed = 0
-        self.works.stop()
+        while self.flight and self.flight[0].index < 0:
+            self.flight.popleft()
+        for request in self.flight:
+            request.mended = True
         for stage in self._stages:
-            stage.replay = 0
-        if self._mending is None:
-            self._mending = _Mending(now)
-        self._phase = Phase.MENDING
+            stage.replay = None
+        if self._mending_since is None:
+            self._mending_since = now
+        self.phase = Phase.MENDING
 
     def _vacate(self, index: int, reason: str, now: float) -> None:
         """The peer of a stage is gone."""
-        fresh = not self._stages[index].opened and not self._stages[index].ask
+        fresh = not self._stages[index].opened and self._stages[index].ask is None
         self._stages[index] = _Stage()
-        if not fresh or self._phase is Phase.RUNNING:
+        if not fresh or self.phase is Phase.RUNNING:
             self._begin_mending(now)
-        assert self._mending is not None
-        self._mending.lost[index] = reason
+        self._lost[index] = reason
 
-    def _give_up(self, index: int, reason: str, now: float, out: list[Instruction], unreached_by: int = -1) -> None:
+    def _give_up(self, index: int, reason: str, now: float, out: list[Instruction]) -> None:
         """The peer of a stage is of no use."""
-        stage = self._stages[index]
-        if self._phase is Phase.ENDED or stage.seat < 0:
+        seat = self._stages[index].seat
+        if self.phase is Phase.ENDED or seat < 0:
             return
-        seat = stage.seat
         out.append(Close(index, seat))
         self._vacate(index, reason, now)
         self._stages[index].sought = True
-        out.append(Replace(index, seat, reason, unreached_by))
+        out.append(Replace(index, seat, reason))
 
     def _failed_itself(self, index: int, reason: str, now: float, out: list[Instruction]) -> None:
         """What a stage holds of the session is spoilt: it is opened again, the second time elsewhere."""
         stage = self._stages[index]
-        if self._phase is Phase.ENDED or stage.seat < 0:
-            return
-        assert self._mending is not None
-        if stage.failures:
+        if stage.failures or self.phase is Phase.ENDED or stage.seat < 0:
             self._give_up(index, reason, now, out)
             return
         out.append(Close(index, stage.seat))
-        self._mending.lost[index] = reason
+        self._lost[index] = reason
         self._stages[index] = _Stage(seat=stage.seat, failures=1)
         self._unlink(index - 1)
 
@@ -371,17 +582,14 @@ class Session:
         self._set_back(f"stage {index}: {reason}", "", out)
         self._give_up(index, reason, now, out)
 
-    def _unreached(self, index: int, reason: str, now: float, out: list[Instruction]) -> None:
+    def _unreached(self, index: int, next_seat: int, reason: str, now: float, out: list[Instruction]) -> None:
         """Stage ``index`` cannot dial the next one, which this client has not lost."""
         stage = self._stages[index]
         stage.next_seat = None
-        if index + 1 >= len(self._stages) or self._stages[index + 1].seat != stage.asked_next:
+        if self._next_seat(index) != next_seat:
             return  # the one that it could not dial is given up already
-        if stage.failures:
-            self._give_up(index, reason, now, out)
-        else:
-            stage.failures = 1
-            self._give_up(index + 1, reason, now, out, unreached_by=index)
+        stage.failures += 1
+        self._give_up(index if stage.failures > 1 else index + 1, reason, now, out)
 
     def _set_back(self, what: str, remedy: str, out: list[Instruction]) -> None:
         self._setbacks += 1
@@ -390,7 +598,7 @@ class Session:
             self._fail(PeerError(text, remedy=remedy), out)
 
     def _fail(self, error: P2PTrainError, out: list[Instruction]) -> None:
-        if self._phase is not Phase.ENDED:
+        if self.phase is not Phase.ENDED:
             self._close(out)
             out.append(Failed(error))
 
@@ -398,130 +606,140 @@ class Session:
         for index, stage in enumerate(self._stages):
             if stage.seat >= 0 and (stage.opened or stage.ask):
                 out.append(Close(index, stage.seat))
-        self._phase = Phase.ENDED
+        self.phase = Phase.ENDED
         self._feed = None
 
     # --------------------------------------------------------------------------------------------------------- steering
 
     def _steer(self, now: float, out: list[Instruction]) -> None:
         """Ask for what is missing; where nothing is, go on."""
-        if self._phase is Phase.MENDING:
-            self._seek(out)
+        if self.phase is Phase.MENDING:
+            for index, stage in enumerate(self._stages):
+                if stage.seat < 0 and not stage.sought:
+                    stage.sought = True
+                    out.append(Replace(index, -1, self._lost.get(index, "")))
             self._connect(out)
             if all(self._ready(index) for index in range(len(self._stages))) and self._filled(now, out):
                 self._go_on(now, out)
-        if self._phase is Phase.RUNNING:
-            self._send_all(self.works.flight, now, out)
-
-    def _seek(self, out: list[Instruction]) -> None:
-        for index, stage in enumerate(self._stages):
-            if stage.seat < 0 and not stage.sought:
-                stage.sought = True
-                reason = self._mending.lost.get(index, "") if self._mending else ""
-                out.append(Replace(index, -1, reason))
+        if self.phase is Phase.RUNNING:
+            self._send_all(self.flight, now, out)
 
     def _next_seat(self, index: int) -> int:
         return self._stages[index + 1].seat if index + 1 < len(self._stages) else -1
 
     def _ready(self, index: int) -> bool:
         stage = self._stages[index]
-        if stage.seat < 0 or not stage.opened or stage.ask or stage.attempt != self.attempt:
+        if stage.seat < 0 or not stage.opened or stage.ask is not None or stage.epoch != self.epoch:
             return False
         return stage.next_seat == self._next_seat(index)
 
     def _connect(self, out: list[Instruction]) -> None:
         for index in reversed(range(len(self._stages))):
             stage, next_seat = self._stages[index], self._next_seat(index)
-            if stage.seat < 0 or stage.ask or self._ready(index):
+            if stage.seat < 0 or stage.ask is not None or self._ready(index):
                 continue
             dials = index + 1 < len(self._stages) and (not stage.opened or stage.next_seat != next_seat)
             if dials and not self._ready(index + 1):
                 continue
+            kind, keep = ("resume", self.committed) if stage.opened else ("open", 0)
+            timeout_s = self._patience_s(CHUNK)  # a request of another session may have to end before
             self._last_ask += 1
-            stage.ask, stage.asked_attempt, stage.asked_next = self._last_ask, self.attempt, next_seat
-            stage.opening = not stage.opened
-            timeout_s = self._pace.request_s()
-            if stage.opening:
-                out.append(Open(index, stage.seat, stage.ask, self.attempt, next_seat, timeout_s))
-            else:
-                keep = self.works.sure
-                out.append(Resume(index, stage.seat, stage.ask, self.attempt, keep, next_seat, timeout_s))
+            stage.ask = Ask(kind, index, stage.seat, self._last_ask, self.epoch, timeout_s, next_seat, keep)
+            out.append(stage.ask)
 
     def _filled(self, now: float, out: list[Instruction]) -> bool:
-        """Whether every stage holds what is sure; those that do not are being filled."""
-        sure, complete = self.works.sure, True
+        """Whether every stage holds what is committed; those that do not are being filled."""
+        committed, complete = self.committed, True
         index = 0
         while index < len(self._stages):
-            stage = self._stages[index]
-            if stage.has >= sure:
+            if self._stages[index].has >= committed:
                 index += 1
                 continue
             complete, first = False, index
-            while index + 1 < len(self._stages) and self._stages[index + 1].has < sure:
+            while index + 1 < len(self._stages) and self._stages[index + 1].has < committed:
                 index += 1
             if first == 0:
                 if self._feed is None:
-                    self._feed = deque(self.works.again(0, sure, index))
+                    self._feed = deque(self._again(0, committed, index))
                 self._send_all(self._feed, now, out)
-            elif not self._stages[first - 1].replay:
-                self._ask_for_replay(first - 1, sure, index, out)
+            elif self._stages[first - 1].replay is None:
+                source = self._stages[first - 1]
+                self._last_ask += 1
+                of = (self._last_ask, self.epoch, self._patience_s(committed), -1, committed, self._number(), index)
+                source.replay = Ask("replay", first - 1, source.seat, *of)
+                self._owed = max(self._owed, committed)
+                out.append(source.replay)
             index += 1
         return complete
 
-    def _ask_for_replay(self, index: int, stop: int, last: int, out: list[Instruction]) -> None:
-        stage = self._stages[index]
-        self._last_ask += 1
-        stage.replay, stage.filling = self._last_ask, last
-        number, timeout_s = self.works.number(), self._patience_s(stop)
-        self._owed = max(self._owed, stop)
-        out.append(Replay(index, stage.seat, stage.replay, self.attempt, number, stop, last, timeout_s))
-
     def _go_on(self, now: float, out: list[Instruction]) -> None:
-        self._phase, self._feed = Phase.RUNNING, None
-        mending, self._mending = self._mending, None
-        assert mending is not None
-        self.works.begin_again()
-        out.append(Mended(tuple(mending.lost.items()), now - mending.began_at))
+        """Every stage holds what is committed: what comes before the first request under way goes in front of it."""
+        if self.flight:
+            again = self._again(self.committed, self.flight[0].keep, len(self._stages) - 1)
+            self.flight.extendleft(reversed(again))
+        for request in self.flight:
+            request.due, request.number = 0.0, self._number()
+        assert self._mending_since is not None
+        out.append(Mended(tuple(self._lost.items()), now - self._mending_since))
+        self.phase, self._feed, self._mending_since = Phase.RUNNING, None, None
+        self._lost = {}
+
+    def _again(self, start: int, stop: int, last: int) -> list[Request]:
+        """Requests that bring answered positions [start, stop) to stages [0, last] once more, a prompt's as such."""
+        requests: list[Request] = []
+        while start < stop:
+            end = min(start + CHUNK, stop)
+            prefill = self._prefilled[start]
+            if (other := self._prefilled.find(not prefill, start, end)) >= 0:
+                end = other
+            ids = tuple(self._answered[start:end])
+            requests.append(Request(-1, self._number(), start, ids, last, 0, 0, bool(prefill)))
+            start = end
+        return requests
+
+    def _number(self) -> int:
+        """One that no request had before."""
+        self.last_number += 1
+        return self.last_number
 
     def _patience_s(self, positions: int) -> float:
-        return self._pace.patience_s(self._owed + positions) * 2.0**self._stalls
+        return ANSWER_S + POSITION_S * (self._owed + positions)
 
-    def _send_all(self, works: deque[Work], now: float, out: list[Instruction]) -> None:
+    def _send_all(self, requests: deque[Request], now: float, out: list[Instruction]) -> None:
         """What is due to be sent, ``WINDOW`` at a time."""
         ahead = 0
-        for place, work in enumerate(works):
+        for place, request in enumerate(requests):
             if place >= WINDOW:
                 break
-            ahead += len(work.ids)
-            if work.due:
+            ahead += len(request.ids)
+            if request.due:
                 continue
-            if not work.sent:
-                work.sent, work.sent_at = True, now
-            work.due = now + self._patience_s(ahead)
-            out.append(
-                Send(
-                    self._stages[0].seat,
-                    self.attempt,
-                    work.number,
-                    work.keep,
-                    work.ids,
-                    work.last,
-                    work.picks,
-                    work.draw,
-                    work.prefill,
-                )
-            )
+            if not request.sent:
+                request.sent, request.sent_at = True, now
+            request.due = now + self._patience_s(ahead)
+            what = (request.keep, request.ids, request.last, request.samples, request.sample_index, request.prefill)
+            out.append(Send(self._stages[0].seat, self.epoch, request.number, *what))
 
     # ------------------------------------------------------------------------------------------------------- checking
 
     def validate(self) -> None:
         """Raise ``AssertionError`` where what must always be so is not."""
-        self.works.validate()
+        numbers = [request.number for request in self.flight]
+        assert numbers == sorted(set(numbers))
+        assert not numbers or numbers[-1] <= self.last_number
+        history = list(self._answered)
+        for request in self.flight:
+            assert request.keep <= len(history), "a request keeps more than there is"
+            if request.index >= 0:
+                del history[request.keep :]
+                history += request.ids
+        assert history == self.ids, "answered requests and those under way make up what was submitted"
+        assert self.room >= 0
         for index, stage in enumerate(self._stages):
-            assert stage.attempt <= self.attempt
+            assert stage.epoch <= self.epoch
             assert stage.seat >= 0 or not (stage.opened or stage.ask or stage.replay)
-            if self._phase is Phase.RUNNING:
+            if self.phase is Phase.RUNNING:
                 assert self._ready(index)
-        assert (self._mending is None) == (self._phase is Phase.RUNNING) or self._phase is Phase.ENDED
-        if self._phase is Phase.RUNNING:
-            assert all(work.due for work in list(self.works.flight)[:WINDOW]), "a work waits without a deadline"
+        assert (self._mending_since is None) == (self.phase is Phase.RUNNING) or self.phase is Phase.ENDED
+        if self.phase is Phase.RUNNING:
+            assert all(request.due for request in list(self.flight)[:WINDOW]), "a request waits without a deadline"

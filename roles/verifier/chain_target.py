@@ -12,8 +12,8 @@ from typing import Any
 from p2ptrain.core.errors import NetworkError, Refused, ResourceError, UserError
 from p2ptrain.core.serving import Sampling
 from roles.chain.client import Chain
-from roles.chain.events import Submit
 from roles.chain.generation import GenerationSession
+from roles.chain.session import Submit
 from roles.verifier.target import Passed
 from wire.handshake import RefusalCode
 

@@ -22,7 +22,7 @@ from p2ptrain.core.errors import (
     Refused,
     UserError,
 )
-from roles.chain.around import Around
+from roles.chain.peer import Context
 from roles.speculation.cost_model import Average, DrafterModel
 from roles.speculation.events import Drafted, DrafterLost, DrafterReady, DrafterState, Tell
 from roles.speculation.received import TOO_LONG, drafts_untrusted, packed, refused_untrusted, step_untrusted
@@ -111,7 +111,7 @@ class DrafterLink:
 
     def __init__(
         self,
-        around: Around,
+        around: Context,
         at: DrafterAt,
         tokens: Tokens,
         *,

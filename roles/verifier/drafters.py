@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 from p2ptrain.core.errors import ProtocolError
 from roles.background import Background
-from roles.chain.around import Around
+from roles.chain.peer import Context
 from roles.speculation.events import DrafterLost, DrafterReady, DrafterState, Tell
 from roles.verifier.drafter_link import DrafterLink, DraftSession, Tokens
 from roles.verifier.drafting_source import Connected, DrafterFacts, Drafting, Opening
@@ -32,7 +32,7 @@ class Drafters:
         most: drafters of one session.
     """
 
-    def __init__(self, around: Around, tokens: Tokens, *, most: int = DRAFTERS) -> None:
+    def __init__(self, around: Context, tokens: Tokens, *, most: int = DRAFTERS) -> None:
         self._around, self._tokens, self._most = around, tokens, most
         self._links: dict[str, DrafterLink] = {}  # by peer id
         self._lives: dict[str, asyncio.Task[None]] = {}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from p2ptrain.core.serving import Sampling
 from roles.background import Background
-from roles.chain.decode import common_prefix
+from roles.chain.generation import common_prefix
 from roles.verifier.target import TargetSession
 
 LEAST = 16

@@ -18,7 +18,7 @@ from p2ptrain.core.ids import new_id
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.texts import human_bytes
 from p2ptrain.core.world import Clock
-from roles.chain.works import CHUNK
+from roles.chain.session import CHUNK
 from roles.compute_thread import ComputeThread
 from roles.stage_engine import StageEngine
 from roles.verifier.target import Passed

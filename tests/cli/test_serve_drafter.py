@@ -14,7 +14,7 @@ from p2ptrain.cli.joining import ServeWish
 from p2ptrain.cli.output import Console
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import ConfigError, ResourceError
-from roles.chain.around import Around
+from roles.chain.peer import Context
 from roles.member import ServingMember
 from roles.verifier import whole_target
 from tests.roles.drafter_hosts import around_of, whole
@@ -26,7 +26,7 @@ class Member:
     """As much of a ``ServingMember`` as a program uses."""
 
     def __init__(self) -> None:
-        around: Around = around_of(MemoryNetwork())
+        around: Context = around_of(MemoryNetwork())
         self.world = around.world
         self.doors: list[str] = []
         self.told: list[str] = []

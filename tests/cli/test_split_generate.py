@@ -22,7 +22,9 @@ from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import ConnectionLost
 from p2ptrain.core.serving import Sampling, SamplingWish
 from ring.placement import Peer, Placement, Stage
-from roles.chain.around import Progress, Token, WorkerAt
+from roles.chain.client import Progress
+from roles.chain.generation import Token
+from roles.chain.peer import WorkerAt
 
 DEADLINE_S = 10.0
 PLACEMENT = Placement(

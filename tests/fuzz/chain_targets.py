@@ -17,13 +17,11 @@ from p2ptrain.core.serving import Sampling
 from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, World
 from ring.training_costs import ModelSizes
-from roles.chain.around import Around, WorkerAt
 from roles.chain.client import Chain
 from roles.chain.generation import MAX_STAGES, _position_untrusted, arrived_untrusted
-from roles.chain.loaded import loaded_untrusted
-from roles.chain.models import Model, local_model
-from roles.chain.plan import Crew, offer_untrusted
-from roles.chain.works import CHUNK
+from roles.chain.peer import Context, WorkerAt
+from roles.chain.plan import Model, WorkerPool, loaded_untrusted, local_model, offer_untrusted
+from roles.chain.session import CHUNK
 from roles.stage_stand_in import WIDTH, StandIns, stand_in_config, write_model
 from roles.worker.stage_testing import PORT, Stage
 from wire.chain_messages import ChainBroken, PartLoading, Picked, Took
@@ -95,7 +93,7 @@ ANSWERS = Target(
     (
         "roles.chain.plan.offer_untrusted",
         "roles.chain.plan._part_untrusted",
-        "roles.chain.loaded.loaded_untrusted",
+        "roles.chain.plan.loaded_untrusted",
         "roles.chain.generation._position_untrusted",
     ),
     peak_bytes=64 << 10,
@@ -156,8 +154,8 @@ async def _talked(said: list[tuple[int, Message]]) -> None:
     for stage in stages:
         await stage.start()
     world = World(LoopClock(), network.at("client"), RealDisk(), random.Random(1), LoopThreads())
-    around = Around(world, "client", "client", "seed")
-    crew = await Crew.meet(around, [WorkerAt(stage.name, stage.name, stage.name, PORT) for stage in stages])
+    around = Context(world, "client", "client", "seed")
+    crew = await WorkerPool.connect(around, [WorkerAt(stage.name, stage.name, stage.name, PORT) for stage in stages])
     try:
         async with asyncio.timeout(900):
             await _generated(crew, await local_model(around, directory), stages, said)
@@ -168,7 +166,7 @@ async def _talked(said: list[tuple[int, Message]]) -> None:
     assert not wrong, wrong
 
 
-async def _generated(crew: Crew, model: Model, stages: list[Stage], said: list[tuple[int, Message]]) -> None:
+async def _generated(crew: WorkerPool, model: Model, stages: list[Stage], said: list[tuple[int, Message]]) -> None:
     sizes = ModelSizes((32,) * 3, (4 * WIDTH,) * 3, 4 * WIDTH * VOCAB, 4 * WIDTH * (VOCAB + 1))
     plan = await crew.plan(
         model, sizes, positions=64, activation_bytes=4 * WIDTH, dtype="fp32", stages=2, measure_s=0.0

@@ -16,7 +16,7 @@ from p2ptrain.core.errors import ConnectionLost, P2PTrainError
 from p2ptrain.core.serving import Ran, Sampling
 from p2ptrain.core.threads import LoopThreads, RealThreads, Threads
 from p2ptrain.core.world import LoopClock, Network, World
-from roles.chain.around import Around
+from roles.chain.peer import Context
 from roles.compute_thread import ComputeThread
 from roles.drafter.drafter import Drafter, Serves
 from roles.speculation.cost_model import CostModel
@@ -227,10 +227,10 @@ async def drafter_hosts(hosts: Sequence[DrafterHost | Liar]) -> AsyncIterator[No
             await host.stop()
 
 
-def around_of(network: Network, notify: Callable[[str, str, str], None] = lambda *notice: None) -> Around:
+def around_of(network: Network, notify: Callable[[str, str, str], None] = lambda *notice: None) -> Context:
     """Where a verifier stands."""
     world = World(LoopClock(), network, RealDisk(), random.Random(2), LoopThreads())
-    return Around(world, "verifier", "verifier", "seed", notify=notify)
+    return Context(world, "verifier", "verifier", "seed", notify=notify)
 
 
 @dataclass

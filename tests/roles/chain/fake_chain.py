@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from p2ptrain.core.errors import ResourceError
-from roles.chain import events as ev
+from roles.chain import session as ev
 from roles.chain.session import Phase, Session
 
 PRIME = 1_000_003
@@ -129,7 +129,7 @@ class Chain:
                     self.notices.append(ev.Seated(stage, self.stages[stage].seat + 1))
                 else:
                     self.notices.append(ev.NoSeat(stage, ResourceError(f"nobody can take stage {stage}")))
-            case ev.Send(seat) | ev.Open(_, seat) | ev.Resume(_, seat) | ev.Replay(_, seat) | ev.Close(_, seat):
+            case ev.Send(seat) | ev.Ask(_, _, seat) | ev.Close(_, seat):
                 index = 0 if isinstance(instruction, ev.Send) else instruction.stage
                 stage = self.stages[index]
                 if stage.seat == seat and stage.alive:
@@ -224,26 +224,25 @@ class Chain:
         match asked:
             case ev.Send():
                 assert asked.last < len(self.stages)
-                self._work(
-                    stage, Work(asked.attempt, asked.number, asked.keep, asked.ids, asked.last, asked.picks, asked.draw)
-                )
-            case ev.Open():
+                wanted = (asked.keep, asked.ids, asked.last, asked.samples, asked.sample_index)
+                self._work(stage, Work(asked.epoch, asked.number, *wanted))
+            case ev.Ask("open"):
                 assert stage.attempt < 0, "a session is opened once"
-                stage.attempt, stage.states, stage.next = asked.attempt, [], None
+                stage.attempt, stage.states, stage.next = asked.epoch, [], None
                 if self._dialled(stage, asked.ask, asked.next_seat):
                     self._say(stage, ev.Agreed(stage.index, asked.ask))
                 else:
                     stage.attempt = -1
-            case ev.Resume():
+            case ev.Ask("resume"):
                 if stage.attempt < 0:
                     self._say(stage, ev.Declined(stage.index, asked.ask, ev.UNKNOWN_SESSION, "no such session"))
                     return
-                assert asked.attempt > stage.attempt
-                stage.attempt = asked.attempt
+                assert asked.epoch > stage.attempt
+                stage.attempt = asked.epoch
                 del stage.states[asked.keep :]
                 if self._dialled(stage, asked.ask, asked.next_seat):
                     self._say(stage, ev.Agreed(stage.index, asked.ask, len(stage.states)))
-            case ev.Replay():
+            case ev.Ask("replay"):
                 self._replay(stage, asked)
             case ev.Close():
                 self.forget(stage.index)
@@ -269,14 +268,14 @@ class Chain:
         self.links.append(stage.next)
         return True
 
-    def _replay(self, stage: Stage, asked: ev.Replay) -> None:
-        if stage.attempt != asked.attempt or len(stage.states) < asked.stop or stage.next is None:
+    def _replay(self, stage: Stage, asked: ev.Ask) -> None:
+        if stage.attempt != asked.epoch or len(stage.states) < asked.keep or stage.next is None:
             self._say(stage, ev.Declined(stage.index, asked.ask, "failed", "it cannot replay that"))
             return
-        for first in range(0, asked.stop, self.chunk):
-            values = tuple(stage.states[first : min(first + self.chunk, asked.stop)])
+        for first in range(0, asked.keep, self.chunk):
+            values = tuple(stage.states[first : min(first + self.chunk, asked.keep)])
             spent = (0,) * (stage.index + 1)
-            stage.next.queue.append(Work(asked.attempt, asked.number, first, values, asked.last, 0, 0, spent))
+            stage.next.queue.append(Work(asked.epoch, asked.number, first, values, asked.last, 0, 0, spent))
         self._say(stage, ev.Agreed(stage.index, asked.ask))
 
     def _work(self, stage: Stage, work: Work) -> None:

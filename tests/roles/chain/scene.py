@@ -14,10 +14,9 @@ from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, World
 from ring.training_costs import ModelSizes
-from roles.chain.around import Around, Progress, WorkerAt
-from roles.chain.client import Chain
-from roles.chain.models import Model, local_model
-from roles.chain.plan import Crew, Plan
+from roles.chain.client import Chain, Progress
+from roles.chain.peer import Context, WorkerAt
+from roles.chain.plan import Model, Plan, WorkerPool, local_model
 from roles.stage_stand_in import WIDTH, StandIns, shapes_of, stand_in_config, write_model
 from roles.worker.stage_testing import PORT, Stage
 from wire.memory import MemoryNetwork, run_virtual
@@ -55,22 +54,22 @@ class Scene:
     network: MemoryNetwork
     directory: Path
     workers: dict[str, Stage]
-    around: Around
+    around: Context
     told: list[tuple[str, str, str]] = field(default_factory=list)
     progress: list[Progress] = field(default_factory=list)
 
     def at(self) -> list[WorkerAt]:
         return [WorkerAt(name, name, name, PORT) for name in self.workers]
 
-    async def crew(self, without: str = "") -> Crew:
-        return await Crew.meet(self.around, [worker for worker in self.at() if worker.name != without])
+    async def crew(self, without: str = "") -> WorkerPool:
+        return await WorkerPool.connect(self.around, [worker for worker in self.at() if worker.name != without])
 
     async def model(self, config: str = CONFIG) -> Model:
         """One that this client has to give: the workers are told of no directory of theirs."""
         model = await local_model(self.around, write_model(self.directory / "model", config))
         return replace(model, path="")
 
-    async def plan(self, crew: Crew, model: Model, **options: Any) -> Plan:
+    async def plan(self, crew: WorkerPool, model: Model, **options: Any) -> Plan:
         options = {"positions": 400, "activation_bytes": 4 * WIDTH, "dtype": "fp32", "stages": 3} | options
         return await crew.plan(model, sizes_of(model.config), **options)
 
@@ -122,7 +121,7 @@ def play(
             told.append((level, kind, text))
 
         world = World(LoopClock(), network.at("client"), RealDisk(), random.Random(1), LoopThreads())
-        around = Around(world, "client", "client", "seed", directory / "client", notify)
+        around = Context(world, "client", "client", "seed", directory / "client", notify)
         scene = Scene(network, directory, workers, around, told)
         for worker in workers.values():
             await worker.start()

@@ -19,12 +19,11 @@ from p2ptrain.core.errors import (
     UserError,
 )
 from p2ptrain.core.serving import Sampling
-from roles.chain import events as ev
-from roles.chain.around import Around
+from roles.chain import session as ev
 from roles.chain.client import Chain
 from roles.chain.generation import GenerationSession
-from roles.chain.models import Model
-from roles.chain.plan import Crew, HeldPart, Offer
+from roles.chain.peer import Context
+from roles.chain.plan import HeldPart, Model, Offer, WorkerPool
 from roles.stage_stand_in import WIDTH, stand_in_config, tokens_of
 from roles.worker.parts import UNKNOWN_PART
 from roles.worker.stage_works import NEXT_STAGE, UNKNOWN_SESSION
@@ -325,7 +324,7 @@ def test_two_stages_that_cannot_reach_each_other_are_parted(tmp_path: Path) -> N
 def test_only_the_stage_at_which_a_work_ends_answers_it(tmp_path: Path) -> None:
     async def test(scene: Scene) -> None:
         async with scene.chain() as chain, await chain.generate(PROMPT, max_new_tokens=3, sampling=GREEDY) as session:
-            first = chain.crew.peers["w0"]
+            first = chain.pool.peers["w0"]
             with pytest.raises(ProtocolError, match="answers for stage 2"):
                 session.heard(first, Picked(session.id, 1, 1, bytes(4), [1, 1, 1]))
             session.heard(first, Picked(session.id, 0, 1, bytes(4), [1, 1, 1]))  # of an older attempt: nothing
@@ -337,7 +336,7 @@ def test_only_the_stage_at_which_a_work_ends_answers_it(tmp_path: Path) -> None:
 def test_what_a_peer_says_of_a_stage_that_it_held_once_costs_it_nothing(tmp_path: Path) -> None:
     async def test(scene: Scene) -> None:
         async with scene.chain() as chain, await chain.generate(PROMPT, max_new_tokens=3, sampling=GREEDY) as session:
-            first = chain.crew.peers["w0"]
+            first = chain.pool.peers["w0"]
             with pytest.raises(ProtocolError, match="tells of stage 2"):
                 session.heard(first, ChainBroken(session.id, 1, 2, NEXT_STAGE, "the next stage is lost"))
             session.heard(first, ChainBroken(session.id, 0, 2, NEXT_STAGE, "the next stage is lost"))
@@ -528,7 +527,7 @@ def test_who_does_not_answer_is_not_of_the_crew(tmp_path: Path) -> None:
         with pytest.raises(NetworkError, match="w0: "):
             await scene.crew()
         with pytest.raises(UserError, match="no worker"):
-            await Crew.meet(scene.around, [])
+            await WorkerPool.connect(scene.around, [])
         scene.network.mend("w2", "client")
 
     play(tmp_path, test)
@@ -569,19 +568,21 @@ def test_offers_that_lead_nowhere_do_not_keep_a_client_busy() -> None:
     def held(start: int, stop: int) -> HeldPart:
         return HeldPart("m", start, stop, layers, "fp32", 1)
 
-    def crew_of(extra: list[HeldPart]) -> Crew:
+    def crew_of(extra: list[HeldPart]) -> WorkerPool:
         middle = [held(layer, layer + 1) for layer in range(1, 16)]
         offers = {
             seat.id: Offer(1 << 40, 1 << 40, 1e9, "cpu", tuple(extra if not number else middle))
             for number, seat in enumerate(seats)
         }
-        return Crew(Around(None, "c", "c", "seed"), {}, offers)  # type: ignore[arg-type]
+        pool = WorkerPool(Context(None, "c", "c", "seed"))  # type: ignore[arg-type]
+        pool.offers = offers
+        return pool
 
     wanted = placing.Wanted(placing.ModelSizes((1,) * layers, (1,) * layers, 1, 1, 0), 1, 1, "c", {})
     model = Model("m", "m", "{}")
-    assert crew_of([held(0, 1)])._loaded(wanted, model, "fp32", seats, None) is None  # nobody has the end
+    assert crew_of([held(0, 1)])._loaded(wanted, model, "fp32", seats) is None  # nobody has the end
     both = crew_of([held(0, 1), held(16, layers)])  # who has the end is the only one with the beginning
-    assert both._loaded(wanted, model, "fp32", seats, None) is None
-    whole = crew_of([held(0, layers)])._loaded(wanted, model, "fp32", seats, None)
+    assert both._loaded(wanted, model, "fp32", seats) is None
+    whole = crew_of([held(0, layers)])._loaded(wanted, model, "fp32", seats)
     assert whole is not None
     assert [stage.peer.id for stage in whole.stages] == ["p0"]

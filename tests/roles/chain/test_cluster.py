@@ -11,10 +11,9 @@ import pytest
 
 from p2ptrain.core.errors import NetworkError, Refused
 from p2ptrain.core.serving import Sampling
-from roles.chain.around import Around
 from roles.chain.client import Chain
-from roles.chain.models import local_model
-from roles.chain.plan import Crew, workers_of
+from roles.chain.peer import Context
+from roles.chain.plan import WorkerPool, local_model, workers_of
 from roles.in_process import Cluster, Peer
 from roles.stage_stand_in import WIDTH, StandIns, tokens_of, write_model
 from wire.handshake import dial, local_hello
@@ -44,11 +43,11 @@ async def joined(cluster: Cluster, count: int) -> list[Peer]:
     return peers
 
 
-async def around(cluster: Cluster, role: str = "operator") -> Around:
+async def around(cluster: Cluster, role: str = "operator") -> Context:
     if not cluster.encrypted:
-        return Around(cluster.world(), "client", "client", cluster.address[0])
+        return Context(cluster.world(), "client", "client", cluster.address[0])
     member = await cluster.member(cluster.ticket(role))
-    return Around(cluster.world(member.network), member.peer_id, "client", cluster.address[0])
+    return Context(cluster.world(member.network), member.peer_id, "client", cluster.address[0])
 
 
 @asynccontextmanager
@@ -56,7 +55,7 @@ async def loaded(cluster: Cluster, tmp_path: Path) -> AsyncIterator[Chain]:
     me = await around(cluster)
     async with cluster.operator() as seed:
         workers = await workers_of(seed.request)
-    crew = await Crew.meet(me, workers)
+    crew = await WorkerPool.connect(me, workers)
     model = await local_model(me, write_model(tmp_path / "model", CONFIG))
     plan = await crew.plan(model, sizes_of(CONFIG), positions=200, activation_bytes=4 * WIDTH, dtype="fp32", stages=3)
     chain = await Chain.load(crew, model, plan)
@@ -100,4 +99,4 @@ async def test_only_operators_use_chains(tmp_path: Path) -> None:
             workers = await workers_of(seed.request)
         as_worker = await around(cluster, "worker")
         with pytest.raises(NetworkError, match="certificate"):
-            await Crew.meet(as_worker, workers)
+            await WorkerPool.connect(as_worker, workers)

