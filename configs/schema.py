@@ -20,9 +20,8 @@ LINK_PRESETS = tuple(name for name in get_args(LinkPresetName) if name)
 """Names of ``wire.emulate.PRESETS``; a test keeps the two equal, because configs may not import wire."""
 
 SPEC_LIMIT_BYTES = 32 * 1024
-_TEXT_LIMIT = 1024  # characters of a path; three of them stay far below SPEC_LIMIT_BYTES
 
-Text = Annotated[str, Field(max_length=_TEXT_LIMIT)]
+Text = Annotated[str, Field(max_length=1024)]
 
 
 class Table(BaseModel):

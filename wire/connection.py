@@ -42,13 +42,8 @@ if TYPE_CHECKING:  # a plain cluster need not load cryptography
     from wire.credentials import PeerIdentity
 
 INBOX_FRAMES = 64
-SEND_LIMIT_BYTES = 1 << 20
-ABORTED_S = 1.0
-"""An aborted transport reports its end in the next turn of the loop; this is for one that has a bug."""
 GARBLED = "protocol-error"
 """Code of the ``Refuse`` that is the last word to a peer whose bytes made no sense."""
-NAME_CHARS = 64
-MAX_REFUSE_CHARS = 400  # twice this, in any script, fits the 4 KiB of a handshake frame
 
 _KINDS = frozenset(MESSAGE_TYPES)
 
@@ -86,7 +81,7 @@ class Connection(asyncio.BufferedProtocol):
     """
 
     def __init__(
-        self, opened: Callable[[Connection], None] | None = None, *, send_limit_bytes: int = SEND_LIMIT_BYTES
+        self, opened: Callable[[Connection], None] | None = None, *, send_limit_bytes: int = (1 << 20)
     ) -> None:
         self.bytes_in = 0
         self.bytes_out = 0
@@ -118,7 +113,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def call(self, name: str) -> None:
         """What the other side calls itself, for what is told of it. Not checked: it is made short, and printable."""
-        self._called = "".join(char for char in name[:NAME_CHARS] if char.isprintable())
+        self._called = "".join(char for char in name[:64] if char.isprintable())
 
     @property
     def local(self) -> tuple[str, int]:
@@ -273,7 +268,8 @@ class Connection(asyncio.BufferedProtocol):
         finally:
             if not self.closed.is_set():
                 self._transport.abort()
-        await self._wait_closed(ABORTED_S)
+        # an aborted transport reports its end in the next turn of the loop; this is for one that has a bug
+        await self._wait_closed(1.0)
 
     def abort(self, cause: P2PTrainError | None = None) -> None:
         """Close now and drop what is queued. Every waiter gets ``cause``, ``ConnectionLost`` where there is none.
@@ -458,7 +454,8 @@ def last_word(code: str, error: P2PTrainError) -> Refuse:
 
 
 def _printable(text: str) -> str:
-    return shortened(text.encode("utf-8", "replace").decode(), MAX_REFUSE_CHARS)
+    # twice this, in any script, fits the 4 KiB of a handshake frame
+    return shortened(text.encode("utf-8", "replace").decode(), 400)
 
 
 def _address(name: object) -> tuple[str, int]:

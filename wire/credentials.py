@@ -26,7 +26,6 @@ from p2ptrain.core.errors import ProtocolError, StorageError
 from p2ptrain.core.ids import is_id
 
 CERTIFICATE_LIFETIME_S = 24 * 3600.0
-AUTHORITY_LIFETIME_S = 10 * 365 * 24 * 3600.0
 SKEW_S = 3600.0
 """Certificates are valid from this long before they were made, for machines whose clock is late."""
 MAX_DER_BYTES = 2048
@@ -34,8 +33,6 @@ MAX_DER_BYTES = 2048
 FILE_NAME = "credentials.pem"
 
 _PEER, _ROLE = "p2ptrain:peer:", "p2ptrain:role:"
-_MAX_ROLES = 8
-_MAX_FILE_BYTES = 32 << 10
 _MARK = b"-----BEGIN CERTIFICATE-----"
 _DAMAGED = (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm, x509.InvalidVersion)
 """What cryptography raises of certificates and keys that are not what they should be."""
@@ -74,7 +71,7 @@ def identity_of_untrusted(certificate_der: bytes) -> PeerIdentity:
         raise ProtocolError(f"a certificate that names no peer: {error}") from error
     peers = [name.removeprefix(_PEER) for name in names if name.startswith(_PEER)]
     roles = [name.removeprefix(_ROLE) for name in names if name.startswith(_ROLE)]
-    if len(peers) != 1 or len(peers) + len(roles) != len(names) or len(roles) > _MAX_ROLES:
+    if len(peers) != 1 or len(peers) + len(roles) != len(names) or len(roles) > 8:
         raise ProtocolError("a certificate that does not name one peer and its roles")
     if not all(map(is_id, (*peers, *roles))):
         raise ProtocolError("a certificate whose peer or role is no identifier")
@@ -150,7 +147,8 @@ def new_authority(name: str, *, now: float) -> tuple[bytes, bytes]:
     """
     key = ec.generate_private_key(ec.SECP256R1())
     subject = _common_name(name)
-    builder = _builder(subject, subject, key.public_key(), key.public_key(), now, AUTHORITY_LIFETIME_S)
+    # ten years
+    builder = _builder(subject, subject, key.public_key(), key.public_key(), now, 10 * 365 * 24 * 3600.0)
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     builder = builder.add_extension(_usage(signs_certificates=True), critical=True)
     return _key_pem(key), builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
@@ -278,7 +276,7 @@ class Credentials:
             StorageError: there are none, or they are damaged.
         """
         path = directory / FILE_NAME
-        key, *certificates = disk.read(path, max_bytes=_MAX_FILE_BYTES).split(_MARK)
+        key, *certificates = disk.read(path, max_bytes=32 << 10).split(_MARK)
         try:
             certificate_pem, ca_pem = (_MARK + each for each in certificates)
             found = cls(directory, ca_pem, certificate_pem, key)

@@ -55,11 +55,6 @@ from p2ptrain.core.errors import UserError
 from p2ptrain.core.world import Listener, Network, OnProblem, ProtocolFactory
 from wire.transport import FlowControl, WriteData, bytes_view, unreachable
 
-SEGMENT_PAYLOAD_BYTES = 1448  # a full TCP segment on Ethernet, with timestamps
-FAST_RETRANSMIT_SEGMENTS = 4  # the lost one, and three whose acknowledgements tell of it
-RTO_FLOOR_S = 0.2
-RTO_CEILING_S = 120.0
-
 
 @dataclass(frozen=True, slots=True)
 class LinkPreset:
@@ -232,12 +227,14 @@ class LinkShaper:
 
     def _retransmission_s(self, nbytes: int) -> float:
         loss = self.preset.loss
-        segments = max(1, math.ceil(nbytes / SEGMENT_PAYLOAD_BYTES))
+        # a full TCP segment on Ethernet, with timestamps
+        segments = max(1, math.ceil(nbytes / 1448))
         if not loss or self._rng.random() >= 1 - (1 - loss) ** segments:
             return 0.0
-        timer_s = self.preset.rtt_s + max(RTO_FLOOR_S, 4 * self.preset.jitter_s)
+        timer_s = self.preset.rtt_s + max(0.2, 4 * self.preset.jitter_s)
         late_s = 0.0
-        if segments >= FAST_RETRANSMIT_SEGMENTS:
+        # the lost one, and three whose acknowledgements tell of it
+        if segments >= 4:
             late_s = self.preset.rtt_s
             if self._rng.random() >= loss:
                 return late_s
@@ -245,7 +242,7 @@ class LinkShaper:
             late_s += timer_s
             if self._rng.random() >= loss:
                 return late_s
-            timer_s = min(2 * timer_s, RTO_CEILING_S)
+            timer_s = min(2 * timer_s, 120.0)
 
 
 # ---------------------------------------------------------------------------------------------------------- the network
@@ -253,11 +250,8 @@ class LinkShaper:
 
 PIECE_BYTES = 16 << 10
 SPARE_BYTES = 128 << 10
-MOST_WINDOW_BYTES = 8 << 20
-HIGH_BYTES = 64 << 10  # asyncio's
 PresetOf = Callable[[str, int], LinkPreset]
 """The other side's host and port → the link to it. An accepted connection's port says nothing: it is any free one."""
-UNLIMITED_BPS = 1e9  # what an unlimited rate counts as when the send buffer's size is chosen
 
 
 class EmulatedNetwork:
@@ -360,7 +354,7 @@ class EmulatedTransport(FlowControl):
     """One side of an emulated connection: a queue of pieces and marks before the inner transport."""
 
     def __init__(self, inner: asyncio.Transport, protocol: asyncio.BufferedProtocol, shaper: LinkShaper) -> None:
-        super().__init__(protocol, high_bytes=HIGH_BYTES)
+        super().__init__(protocol, high_bytes=64 << 10)
         self._buffer_bytes = _window_bytes(shaper.preset)
         self._inner = inner
         self._shaper = shaper
@@ -543,5 +537,5 @@ def _due_at(item: _Piece | tuple[float, _Mark]) -> float:
 
 def _window_bytes(preset: LinkPreset) -> int:
     """What must be under way at any time so that the link never runs dry: the bandwidth-delay product, and some."""
-    in_flight_bytes = (preset.rate_bps or UNLIMITED_BPS) / 8 * (preset.delay_s + preset.jitter_s)
-    return min(int(in_flight_bytes) + SPARE_BYTES, MOST_WINDOW_BYTES)
+    in_flight_bytes = (preset.rate_bps or 1e9) / 8 * (preset.delay_s + preset.jitter_s)
+    return min(int(in_flight_bytes) + SPARE_BYTES, 8 << 20)

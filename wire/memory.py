@@ -395,9 +395,6 @@ def _connection_reset() -> ConnectionResetError:
 
 T = TypeVar("T")
 
-_INSTANT_S = 1e-9  # timers so near are due in the same turn, as asyncio has it with its clock's resolution
-_CANCELLED_KEPT = 100  # cancelled timers that may lie about; as many as in asyncio
-
 
 class VirtualClockLoop(asyncio.BaseEventLoop):
     """An event loop on virtual time, which starts at 0 s. It has no selector: no sockets, no pipes, no signals."""
@@ -422,7 +419,8 @@ class VirtualClockLoop(asyncio.BaseEventLoop):
     def _run_once(self) -> None:
         """One turn, as in asyncio: all that is ready by now, not what becomes ready in it."""
         ready, scheduled = self._ready, self._scheduled
-        if self._timer_cancelled_count > _CANCELLED_KEPT and 2 * self._timer_cancelled_count > len(scheduled):
+        # cancelled timers that may lie about; as many as in asyncio
+        if self._timer_cancelled_count > 100 and 2 * self._timer_cancelled_count > len(scheduled):
             scheduled[:] = [timer for timer in scheduled if not self._forgotten(timer)]
             heapq.heapify(scheduled)
         while scheduled and scheduled[0].cancelled():
@@ -431,7 +429,8 @@ class VirtualClockLoop(asyncio.BaseEventLoop):
             if not scheduled:
                 raise RuntimeError(f"deadlock at virtual time {self._now:g} s: nothing is ready and no timer is set")
             self._now = max(self._now, scheduled[0].when())
-        while scheduled and scheduled[0].when() < self._now + _INSTANT_S:
+        # timers so near are due in the same turn, as asyncio has it with its clock's resolution
+        while scheduled and scheduled[0].when() < self._now + 1e-9:
             timer = heapq.heappop(scheduled)
             if not timer.cancelled() or not self._forgotten(timer):
                 timer._scheduled = False  # type: ignore[attr-defined]

@@ -124,7 +124,6 @@ class FlowControl(asyncio.Transport):
 
 READS_A_TURN = 4
 BULK_BUFFER_BYTES = 4 << 20  # of each side; several times what a ring has on its way between near members
-PARTS_A_CALL = 16  # far below any system's IOV_MAX
 HIGH_BYTES, ACCEPT_REST_S = 64 << 10, 1.0  # asyncio's
 _NOT_NOW = (BlockingIOError, InterruptedError)
 
@@ -267,7 +266,8 @@ class SocketTransport(FlowControl):
         """Hand over what the kernel takes, and watch for it to take more."""
         while self._queue:
             try:
-                sent = self._sock.sendmsg([view for view, _ in zip(self._queue, range(PARTS_A_CALL), strict=False)])
+                # far below any system's IOV_MAX
+                sent = self._sock.sendmsg([view for view, _ in zip(self._queue, range(16), strict=False)])
             except _NOT_NOW:
                 break
             except OSError as error:

@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from configs.schema import Profile
     from wire.client import SeedClient
 
-SAMPLES_AT_ONCE = 1 << 16
-ATTEMPTS = 3
-"""A job that runs may take steps back while they are read, or its ledger begin anew: then all is read again."""
-
 
 @dataclass
 class Verdict:
@@ -87,7 +83,7 @@ class Epochs:
         last = self._next + steps * self._batch
         while self._next < last:
             epoch, position = divmod(self._next, self._windows)
-            count = min(SAMPLES_AT_ONCE, last - self._next, self._windows - position)
+            count = min(1 << 16, last - self._next, self._windows - position)
             windows = self._sampler.numbered(self._next, count)
             step = self._next // self._batch + 1
             if bool(self._seen[windows].any()) or len(np.unique(windows)) != count:
@@ -119,7 +115,8 @@ async def audit(seed: SeedClient, job: str, profile: Profile, progress: Callable
         ProtocolError: the seed's answers are no ledger.
     """
     verdict = None
-    for _ in range(ATTEMPTS):
+    # a job that runs may take steps back while they are read: then all is read again
+    for _ in range(3):
         views = await _views(seed, job)
         verdict = await _audit_once(seed, job, profile, views, progress)
         newer = await _views(seed, job, views[-1].generation if views else 0)

@@ -45,7 +45,6 @@ PINGS = 10
 SINK_BYTES = 4 * 1024 * 1024
 SINK_STREAM = 1
 SINK_TIMEOUT_S = 60.0  # 4 MiB at half a megabit a second: slower than that is no link to train over
-SKEW_LIMIT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +217,7 @@ class Visit:
         """The seed's wall clock against ours, at the middle of the quickest round trip."""
         trip_s, skew_s = min(await self._ping())
         seen = f"{abs(skew_s):.2f} s {'ahead of' if skew_s > 0 else 'behind'} this machine (± {trip_s / 2:.3f} s)"
-        if abs(skew_s) > SKEW_LIMIT_S:
+        if abs(skew_s) > 30.0:
             raise UserError(f"the seed's clock is {seen}", remedy="set both clocks by NTP: times in logs will mislead")
         return f"the seed's is {seen}"
 

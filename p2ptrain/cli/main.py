@@ -18,7 +18,6 @@ from contextlib import suppress
 from p2ptrain.core.errors import EXIT_INTERRUPTED, P2PTrainError, StorageError, UserError
 
 DEBUG_VARIABLE = "P2PTRAIN_DEBUG"
-EXIT_MISTAKE = 70  # EX_SOFTWARE of sysexits.h
 _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up"}
 
 
@@ -63,7 +62,8 @@ def told(error: Exception) -> int:
     from p2ptrain.cli.output import failure, json_output, print_json, printable
 
     known = _translated(error)
-    code = known.exit_code if known is error or isinstance(known, UserError | StorageError) else EXIT_MISTAKE
+    # EX_SOFTWARE of sysexits.h
+    code = known.exit_code if known is error or isinstance(known, UserError | StorageError) else 70
     typer.secho("error: ", fg="red", bold=True, err=True, nl=False)
     typer.echo(printable(known.message), err=True)
     if known.remedy:

@@ -21,8 +21,6 @@ import typer
 if TYPE_CHECKING:
     from p2ptrain.core.errors import P2PTrainError
 
-_PIPE_COLUMNS = 240  # a table that is piped into a file or `grep` is not folded at 80 columns
-
 
 @dataclass
 class JsonOutput:
@@ -84,7 +82,8 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right:
         table.add_column(column, justify="right" if is_right else "left", overflow="fold", no_wrap=is_right)
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
-    Console(file=sys.stdout, width=None if sys.stdout.isatty() else _PIPE_COLUMNS, highlight=False).print(table)
+    # a table that is piped into a file or `grep` is not folded at 80 columns
+    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 240, highlight=False).print(table)
 
 
 def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
@@ -140,8 +139,6 @@ def checked(result: dict[str, Any], key: str, kind: type) -> Any:
 # ------------------------------------------------------------------------------------------------ long-running commands
 
 
-PLAIN_EVERY_S = 1.0
-DRAWN_EVERY_S = 0.1
 _COLOURS = {"warning": "yellow", "error": "red"}
 _MARKS = {"info": "·", "warning": "!", "error": "✗"}
 
@@ -172,7 +169,7 @@ class Console:
         now = self._now()
         if self._quiet or (now < self._next and not last):
             return
-        self._next = now + (DRAWN_EVERY_S if self._live else PLAIN_EVERY_S)
+        self._next = now + (0.1 if self._live else 1.0)
         if not self._live:
             self._say(text)
             return

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 
@@ -173,31 +172,6 @@ def test_updates_come_in_order_among_answers_until_the_end(play: Play):
     play(scenario)
 
 
-def test_an_update_reaches_who_waits_for_it(play: Play):
-    async def scenario(network: Network) -> None:
-        async with operator(network) as (client, seed, _):
-            updates = client.updates()
-            coming = asyncio.ensure_future(anext(updates))
-            await client.request("subscribe")
-            seed.send(Update("peers", []))
-            assert await coming == Update("peers", [])
-            await updates.aclose()  # type: ignore[attr-defined]
-
-    play(scenario)
-
-
-def test_closing_the_client_ends_the_updates(play: Play):
-    async def scenario(network: Network) -> None:
-        async with operator(network) as (client, _, _):
-            watching = asyncio.ensure_future(drain(client))
-            await client.request("subscribe")
-            await client.close()
-            await client.close()
-            assert "closed by this side" in (await watching)[1].message
-
-    play(scenario)
-
-
 def test_a_viewer_that_falls_behind_is_cut_off_rather_than_misled(play_virtual: Play):
     async def scenario(network: Network) -> None:
         async def flood(connection: Connection, request: Request) -> None:
@@ -313,12 +287,3 @@ def test_what_is_no_address_is_told_what_would_be(text: str):
     assert repr(text[:80]) in caught.value.message
     assert len(caught.value.message) < 250
     assert "host:port" in caught.value.remedy
-
-
-def test_any_type_of_params_that_json_knows(play_virtual: Play):
-    async def scenario(network: Network) -> None:
-        params: dict[str, Any] = {"a": [1, 2.5, None, True, {"b": "c"}]}
-        async with operator(network) as (client, _, _):
-            assert (await client.request("m", params))["params"] == params
-
-    play_virtual(scenario)

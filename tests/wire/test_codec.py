@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -281,36 +280,6 @@ def test_what_msgpack_does_not_know_is_not_sent():
 
 
 # ----------------------------------------------------------------------------------------------------------- properties
-
-
-@given(st.sampled_from([*MESSAGE_TYPES, 0, 64]), st.binary(max_size=300))
-def test_random_bytes_raise_nothing_but_protocol_error(kind: int, body: bytes):
-    with suppress(ProtocolError):
-        decode_untrusted(kind, body)
-
-
-@given(MESSAGES, st.data())
-def test_mutated_messages_decode_or_raise_protocol_error(message: Message, data: st.DataObject):
-    body = bytearray(encode(message))
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, max(0, len(body) - 1)))
-        what = data.draw(st.sampled_from(["flip", "cut", "insert"]))
-        if what == "cut":
-            del body[at : at + data.draw(st.integers(1, 5))]
-        else:
-            body[at : at + (what == "flip")] = data.draw(st.binary(min_size=1, max_size=3))
-    kind = data.draw(st.sampled_from([message.KIND, *MESSAGE_TYPES]))
-    try:
-        back = decode_untrusted(kind, body)
-    except ProtocolError:
-        return
-    assert type(back) is MESSAGE_TYPES[kind]
-
-
-@given(MESSAGES, MESSAGES)
-def test_a_message_of_another_kind_raises_nothing_but_protocol_error(message: Message, other: Message):
-    with suppress(ProtocolError):
-        decode_untrusted(other.KIND, encode(message))
 
 
 def test_what_comes_by_the_thousand_is_its_bare_values():

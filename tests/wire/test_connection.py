@@ -88,17 +88,6 @@ def test_control_frames_arrive_in_order_both_ways(play: Play):
     play(scenario)
 
 
-def test_both_sides_count_the_same_bytes_of_a_message(play: Play):
-    async def scenario(network: Network) -> None:
-        near, far = await joined(network)
-        for text in ("", "x" * 500):
-            size = near.send(Leave(text))
-            assert (await far.receive(timeout_s=5)).body_bytes == size > len(text)
-        await closed(near, far)
-
-    play(scenario)
-
-
 def test_bulk_lands_in_its_buffers_among_control_frames(play: Play):
     async def scenario(network: Network) -> None:
         near, far = await joined(network)
@@ -151,35 +140,6 @@ def test_the_bulk_behind_a_message_does_not_count_as_unread(play: Play):
         assert isinstance(near.close_cause, DeadlineExceeded)
         await near.closed.wait()
         await closed(far)
-
-    play(scenario)
-
-
-def test_many_chunks_both_ways_at_once(play: Play):
-    """As a ring of two does it: each posts the next chunk when one is complete."""
-
-    async def scenario(network: Network) -> None:
-        ends = await joined(network)
-        chunk, count = 64 << 10, 64
-        data = [noise(chunk * count, seed) for seed in range(2)]
-        got = [bytearray(chunk * count) for _ in ends]
-        finished = [asyncio.Event() for _ in ends]
-
-        def post_from(end: int, index: int) -> None:
-            if index == count:
-                return finished[end].set()
-            into = memoryview(got[end])[index * chunk : (index + 1) * chunk]
-            return ends[end].post(into, generation=9, stream=0, done=lambda: post_from(end, index + 1))
-
-        for end in range(2):
-            post_from(end, 0)
-            for index in range(count):
-                payload = memoryview(data[end])[index * chunk : (index + 1) * chunk]
-                ends[end].send_bulk(payload, generation=9, stream=0)
-        for event in finished:
-            await event.wait()
-        assert got == data[::-1]
-        await closed(*ends)
 
     play(scenario)
 
@@ -294,36 +254,6 @@ def test_a_peer_that_does_not_read_is_given_up(play: Play):
     play(scenario)
 
 
-def test_control_frames_that_were_read_do_not_count(play: Play):
-    async def scenario(network: Network) -> None:
-        near, far = await joined(network, near=Connection(send_limit_bytes=64 << 10))
-        for _ in range(20):
-            near.send(EventNotice("info", "test", "x" * 32_000))
-            await far.expect(EventNotice, timeout_s=5)
-            await near.flush(timeout_s=5)
-        await closed(near, far)
-
-    play(scenario)
-
-
-def test_a_link_that_is_never_idle_does_not_count_as_unread(play_virtual: Play):
-    """Something always waits to be sent, but never much, and the peer reads all of it."""
-
-    async def scenario(network: Network) -> None:
-        near, far = await joined(network, near=Connection(send_limit_bytes=64 << 10))
-        near.send_bulk(memoryview(b"more"), generation=1, stream=0)
-        for _ in range(5):
-            await until(lambda: far._decoder.waiting)
-            near.send(EventNotice("info", "test", "x" * 30_000))
-            near.send_bulk(memoryview(b"more"), generation=1, stream=0)
-            posted(far, 4)
-            await far.expect(EventNotice, timeout_s=5)
-            assert near._transport.get_write_buffer_size() < 100
-        await closed(near, far)
-
-    play_virtual(scenario)
-
-
 # ------------------------------------------------------------------------------------------------- before the handshake
 
 
@@ -386,26 +316,6 @@ def test_the_fence_drops_what_is_old_and_frees_what_waits(play: Play):
 # ----------------------------------------------------------------------------------------------------------------- ends
 
 
-def test_close_sends_what_is_queued_and_the_other_side_still_gets_it(play: Play):
-    async def scenario(network: Network) -> None:
-        near, far = await joined(network)
-        for seq in range(INBOX_FRAMES // 2):
-            near.send(HeartbeatAck(seq))
-        await near.close()
-        assert near.closed.is_set()
-        assert near.close_cause is None
-        await far.closed.wait()
-        for seq in range(INBOX_FRAMES // 2):
-            assert await far.expect(HeartbeatAck, timeout_s=5) == HeartbeatAck(seq)
-        error = await failure(far.receive(timeout_s=5))
-        assert isinstance(error, ConnectionLost)
-        assert error is far.close_cause
-        assert "closed the connection" in error.message
-        assert "middle" not in error.message
-
-    play(scenario)
-
-
 def test_the_end_reaches_every_waiter_at_once(play: Play):
     async def scenario(network: Network) -> None:
         near, far = await joined(network)
@@ -420,21 +330,6 @@ def test_the_end_reaches_every_waiter_at_once(play: Play):
         await far.closed.wait()
         assert not done.is_set()
         await closed(near, far)
-
-    play(scenario)
-
-
-def test_who_closed_is_not_waited_for_to_read(play: Play):
-    async def scenario(network: Network) -> None:
-        near, far = await joined(network)
-        near._transport.pause_reading()
-        far.send_bulk(memoryview(bytes(8 * MIB)), generation=1, stream=0)
-        below = getattr(near._transport, "_below", near._transport)  # TLS itself has no half of a connection to close
-        below.write_eof()
-        await far.closed.wait()
-        assert isinstance(far.close_cause, ConnectionLost)
-        near.abort()
-        await closed(near)
 
     play(scenario)
 
@@ -490,19 +385,6 @@ def test_close_gives_up_on_a_peer_that_does_not_read(play: Play):
         await near.close(timeout_s=0.1)
         assert near.closed.is_set()
         assert near.close_cause is None
-        await closed(far)
-
-    play(scenario)
-
-
-def test_a_cancelled_close_still_closes(play: Play):
-    async def scenario(network: Network) -> None:
-        near, far = await joined(network)
-        near.send_bulk(memoryview(bytes(8 * MIB)), generation=1, stream=0)
-        closing = asyncio.ensure_future(near.close(timeout_s=50))
-        await asyncio.sleep(0)
-        closing.cancel()
-        await near.closed.wait()
         await closed(far)
 
     play(scenario)

@@ -155,15 +155,6 @@ def test_bulk_without_a_post_waits_for_it(chunk: int):
     assert into == b"12345"
 
 
-def test_empty_bulk_frames():
-    core = decoder()
-    post(core, 0, stream=1)
-    assert feed(core, bulk(b"", stream=1) + bulk(b"", stream=2))[0] == [BulkDone(nothing), NeedPost(0, 2, 0)]
-    _, event = post(core, 0, stream=2)
-    assert event == BulkDone(nothing)
-    assert core.between_frames
-
-
 # ---------------------------------------------------------------------------------------------------------------- fence
 
 
@@ -327,15 +318,6 @@ def test_nothing_is_sent_that_would_be_refused():
 
 
 # ----------------------------------------------------------------------------------------------------------- properties
-
-
-@given(data=st.binary(max_size=200), chunk=st.integers(1, 64), large=st.booleans())
-def test_random_bytes_raise_nothing_but_protocol_error(data: bytes, chunk: int, large: bool):
-    core = decoder(large=large)
-    try:
-        feed(core, data, chunk)
-    except ProtocolError:
-        core.validate()
 
 
 FRAMES = st.lists(

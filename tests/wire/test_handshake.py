@@ -65,12 +65,6 @@ def converse(hello: Hello, decide: Callable[[Hello], Welcome | Refuse]) -> Welco
 # ------------------------------------------------------------------------------------------------------- the two judges
 
 
-def test_the_same_version_is_for_the_owner_to_decide():
-    asked: list[Hello] = []
-    assert converse(HELLO, lambda hello: asked.append(hello) or WELCOME) == WELCOME
-    assert asked == [HELLO]
-
-
 def test_the_owners_refusal_is_raised_with_its_code_and_remedy():
     with pytest.raises(Refused) as caught:
         converse(HELLO, lambda hello: Refuse(RefusalCode.FULL, "no room", "come back later"))
@@ -334,22 +328,6 @@ def test_closing_the_server_ends_everything_within_a_second(play: Play):
         await server.close()
 
     play(scenario)
-
-
-def test_closing_the_server_cancels_at_once(play_virtual: Play):
-    async def scenario(network: Network) -> None:
-        loop, owner = asyncio.get_running_loop(), Owner()
-        server = await owner.listen(network)
-        connection, _ = await knock(network, server)
-        await connection.expect(EventNotice, timeout_s=5)
-        silent = await raw(network, server)
-        began = loop.time()
-        await server.close()
-        assert loop.time() == began
-        for each in (connection, silent):
-            await each.closed.wait()
-
-    play_virtual(scenario)
 
 
 def test_closing_the_server_does_not_wait_for_who_does_not_end(play_virtual: Play):

@@ -149,32 +149,6 @@ def test_an_abort_after_close_is_never_taken_for_a_proper_end() -> None:
     run_virtual(main())
 
 
-def test_writing_to_an_end_that_has_gone_is_a_reset() -> None:
-    async def main() -> None:
-        network, acceptor, dialler = MemoryNetwork(), Recorder(keep_open=True), Recorder()
-        listener = await network.listen("host", 0, lambda: acceptor)
-        await network.connect(*listener.address, lambda: dialler, timeout_s=5)
-        dialler.transport.close()
-        await acceptor.until(lambda: "eof" in acceptor.events)
-        assert not acceptor.transport.is_closing()
-        acceptor.transport.write(b"anyone?")
-        assert isinstance(await acceptor.until_lost(), ConnectionResetError)
-
-    run_virtual(main())
-
-
-def test_a_lowered_high_water_mark_counts_at_once() -> None:
-    async def main() -> None:
-        dialler, _ = await pair(network := MemoryNetwork(), network)
-        dialler.transport.write(b"!")
-        assert dialler.events == ["made"]
-        dialler.transport.set_write_buffer_limits(high=0)
-        assert dialler.events == ["made", "paused"]
-        await dialler.until(lambda: dialler.events == ["made", "paused", "resumed"])
-
-    run_virtual(main())
-
-
 def test_a_payload_stays_the_writers_until_it_was_read() -> None:
     async def main() -> None:
         dialler, acceptor = await pair(network := MemoryNetwork(), network)
@@ -188,22 +162,6 @@ def test_a_payload_stays_the_writers_until_it_was_read() -> None:
         numbers = memoryview(bytes(8)).cast("i")
         dialler.transport.write(numbers)
         assert await acceptor.until_received(14) == b"behind" + bytes(8)
-
-    run_virtual(main())
-
-
-def test_a_reader_without_room_is_a_fault_of_its_own() -> None:
-    async def main() -> None:
-        reported: list[str] = []
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda _loop, context: reported.append(str(context["exception"])))
-        network, acceptor, dialler = MemoryNetwork(), Recorder(buffer_bytes=0), Recorder()
-        listener = await network.listen("host", 0, lambda: acceptor)
-        await network.connect(*listener.address, lambda: dialler, timeout_s=5)
-        dialler.transport.write(b"x")
-        assert isinstance(await acceptor.until_lost(), RuntimeError)
-        assert isinstance(await dialler.until_lost(), ConnectionResetError)
-        assert reported == ["get_buffer() returned an empty buffer"]
 
     run_virtual(main())
 

@@ -142,35 +142,6 @@ def test_a_plain_connection_has_no_identity_and_needs_none(on_stage: Play) -> No
     on_stage(scenario)
 
 
-def test_bulk_crosses_whole_in_both_directions_at_once(on_stage: Play) -> None:
-    size, count = 1 << 20, 4
-    payload = bytes(range(256)) * (size // 256)
-
-    async def scenario(network: Network) -> None:
-        async with Seed().listening(tls(network, credentials("seed", "seed"))) as seed:
-            near = await knock(tls(network, credentials("a1")), seed)
-            ends, landed, all_there = (near, seed.served[0]), [], asyncio.Event()
-            buffers = []
-
-            def done() -> None:
-                landed.append(1)
-                if len(landed) == 2 * count:
-                    all_there.set()
-
-            for end in ends:
-                for _ in range(count):
-                    buffers.append(bytearray(size))
-                    end.post(memoryview(buffers[-1]), generation=1, stream=0, done=done)
-                    end.send_bulk(memoryview(payload), generation=1, stream=0)
-            for end in ends:
-                await end.flush(timeout_s=20)
-            await all_there.wait()
-            assert all(buffer == payload for buffer in buffers)
-            await near.close()
-
-    on_stage(scenario)
-
-
 def test_a_renewed_certificate_is_presented_from_the_next_connection_on(on_stage: Play) -> None:
     async def scenario(network: Network) -> None:
         before, after = run().member("a1", "worker"), run().member("a1", "worker")
@@ -387,24 +358,6 @@ def test_a_caller_of_a_plain_seed_is_told_that_it_is_plain(on_stage: Play) -> No
     on_stage(scenario)
 
 
-@pytest.mark.parametrize("words", [b"GET / HTTP/1.1\r\n\r\n", b"\0", b"\x17\x03\x03\0\0", b"\x16" * 9])
-def test_strangers_words(on_stage: Play, words: bytes) -> None:
-    async def scenario(network: Network) -> None:
-        async with Seed().listening(tls(network, credentials("seed", "seed"))) as seed:
-            stranger = Recorder()
-            await network.connect(*seed.address, lambda: stranger, timeout_s=5)
-            stranger.transport.write(words)
-            problem = await seed.problem()
-            assert "TLS" in problem.message
-            assert isinstance(problem, Refused | ProtocolError)
-            await stranger.until(lambda: "eof" in stranger.events or bool(stranger.lost_by))
-            assert stranger.received  # a Refuse, or an alert
-            stranger.transport.close()
-            await stranger.until_lost()
-
-    on_stage(scenario)
-
-
 def test_an_answer_that_is_no_tls(on_stage: Play) -> None:
     async def scenario(network: Network) -> None:
         class Rude(Recorder):
@@ -417,26 +370,6 @@ def test_an_answer_that_is_no_tls(on_stage: Play) -> None:
             await dial(tls(network, credentials("a1")), *listener.address, hello(), timeout_s=5)
         assert caught.value.code == "not-encrypted"
         await listener.close()
-
-    on_stage(scenario)
-
-
-def test_who_hangs_up_in_the_handshake(on_stage: Play) -> None:
-    async def scenario(network: Network) -> None:
-        class Shy(Recorder):
-            def connection_made(self, transport: Any) -> None:
-                super().connection_made(transport)
-                self.transport.close()
-
-        listener = await network.listen(HOST, 0, Shy)
-        with pytest.raises(ConnectionLost):
-            await dial(tls(network, credentials("a1")), *listener.address, hello(), timeout_s=5)
-        await listener.close()
-        async with Seed().listening(tls(network, credentials("seed", "seed"))) as seed:
-            shy = Shy()
-            await network.connect(*seed.address, lambda: shy, timeout_s=5)
-            assert isinstance(await seed.problem(), ConnectionLost)
-            await shy.until_lost()
 
     on_stage(scenario)
 
@@ -471,23 +404,6 @@ def test_a_silent_caller_has_five_seconds(in_memory: Play) -> None:
                 await silent.until(lambda caller=silent: "eof" in caller.events)
                 assert (b"too-slow" in silent.received) == (not words)
                 await silent.until_lost()
-
-    in_memory(scenario)
-
-
-def test_a_caller_that_dribbles_has_no_more_time(in_memory: Play) -> None:
-    async def scenario(network: Network) -> None:
-        loop = asyncio.get_running_loop()
-        async with Seed().listening(tls(network, credentials("seed", "seed"))) as seed:
-            began, slow = loop.time(), Recorder()
-            await network.connect(*seed.address, lambda: slow, timeout_s=5)
-            for byte in b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(90):
-                if "eof" in slow.events:
-                    break
-                slow.transport.write(bytes([byte]))
-                await asyncio.sleep(HANDSHAKE_TIMEOUT_S / 50)  # of virtual time
-            assert isinstance(await seed.problem(), DeadlineExceeded)
-            assert loop.time() - began == pytest.approx(HANDSHAKE_TIMEOUT_S, rel=0.05)
 
     in_memory(scenario)
 
@@ -567,28 +483,5 @@ def test_closing_the_listener_turns_strangers_away(on_stage: Play) -> None:
         stranger.transport.abort()
         await stranger.until_lost()
         assert not seed.problems
-
-    on_stage(scenario)
-
-
-def test_a_cancelled_dial_leaves_nothing_open(on_stage: Play) -> None:
-    async def scenario(network: Network) -> None:
-        silent: asyncio.Queue[Recorder] = asyncio.Queue()
-
-        def factory() -> Recorder:
-            silent.put_nowait(Recorder())
-            return silent._queue[-1]  # type: ignore[attr-defined,no-any-return]
-
-        listener = await network.listen(HOST, 0, factory)
-        dialling = asyncio.ensure_future(
-            dial(tls(network, credentials("a1")), *listener.address, hello(), timeout_s=50)
-        )
-        accepted = await silent.get()
-        await accepted.until(lambda: bool(accepted.received))
-        dialling.cancel()
-        await asyncio.wait([dialling])
-        assert dialling.cancelled()
-        await accepted.until_lost()
-        await listener.close()
 
     on_stage(scenario)
