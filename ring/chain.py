@@ -155,7 +155,6 @@ class Hop:
                 return
 
     def _came(self, stream: int, buffer: Payload) -> None:
-        """It is here: called by the connection."""
         if self._stopped:
             return
         self._posted.discard(stream)
@@ -474,7 +473,6 @@ class Chain:
     # -------------------------------------------------------------------------------------------------------- measuring
 
     async def _measure(self, timeout_s: float) -> None:
-        """Round trips, and then all stages' figures to all."""
         overdue = asyncio.get_running_loop().call_later(timeout_s, self._not_formed, timeout_s)
         echo = asyncio.ensure_future(self._echo(timeout_s))
         try:
@@ -487,7 +485,6 @@ class Chain:
             await asyncio.gather(echo, return_exceptions=True)
 
     def _not_formed(self, timeout_s: float) -> None:
-        """Bytes may come all the time: the time is up all the same."""
         hop = next(iter(self._waits))
         what = f"it was not ready within {timeout_s:g} s: this stage waits for {self._waits[hop]}"
         self._links.give_up(hop.neighbour, DeadlineExceeded(what, remedy="see the other stages' events"))
@@ -526,7 +523,6 @@ class Chain:
         return max(shortest_s, 0.0)
 
     async def _echo(self, patience_s: float) -> None:
-        """Answer the stage before, which measures."""
         hop = self._before
         if hop is None:
             return

@@ -337,7 +337,6 @@ class Coordinator:
         return holds(report, view.step, view.lineage)
 
     def _give_up(self, peer_id: str) -> None:
-        """It may come back as a newcomer: the shell offers it again."""
         self._forget(peer_id)
         self._out.append(co.SendRelease(peer_id, "the ring went on without it"))
 
@@ -408,7 +407,6 @@ class Coordinator:
             self._last_failure = reason
 
     def _no_longer_trains(self, peer_id: str, now: float, status: str = "broken") -> None:
-        """If it was in the running view, the others cannot go on either."""
         if peer_id not in self._who.running | self._who.away:
             return
         for group in (self._who.running, self._who.unheard, self._who.away, self._who.healing):
@@ -681,7 +679,6 @@ class Coordinator:
         return {peer_id: standing[peer_id] for peer_id in standing if peer_id not in self._quarantine.out} or standing
 
     def _holders(self, restore: co.Restore) -> Reports:
-        """Who has loaded the checkpoint that is to be restored."""
         wanted = (restore.step, restore.lineage)
         return {key: report for key, report in self._candidates().items() if (report.applied, report.lineage) == wanted}
 
@@ -774,7 +771,6 @@ class Coordinator:
             self._assign(peer_id)
 
     def _ban(self, known: Known, text: str, kind: str) -> None:
-        """Let it go, and do not take it again until it connects anew."""
         peer_id = known.peer.peer_id
         del self._who.peers[peer_id]
         self._banned.add(peer_id)

@@ -128,7 +128,6 @@ def dealt(
     homes: Mapping[str, int | None],
     most: int,
     fits: Callable[[str, int], bool],
-    cost: Callable[[str, int], tuple[int, float]],
 ) -> dict[str, int]:
     """Worker → stage, so that there are as many crews as can be, and no worker is given away for nothing.
 
@@ -138,7 +137,6 @@ def dealt(
             it is needed.
         most: crews that are wanted.
         fits: whether a worker has the memory for a stage.
-        cost: of two that fit, the one of less is taken.
     """
     given: dict[str, int] = {}
     for crews in range(min(counts) + 1, most + 1):
@@ -146,9 +144,9 @@ def dealt(
         taken: dict[str, int] = {}
         for stage in wanted:
 
-            def rank(key: str, stage: int = stage, wanted: Sequence[int] = wanted) -> tuple[int, tuple[int, float]]:
+            def rank(key: str, stage: int = stage, wanted: Sequence[int] = wanted) -> int:
                 home = homes.get(key)
-                return (0 if home == stage else 2 if home is not None and home in wanted else 1), cost(key, stage)
+                return 0 if home == stage else 2 if home is not None and home in wanted else 1
 
             able = {each: [key for key in pool if fits(key, each)] for each in set(wanted)}
             if not _matched(stage, {**able, stage: sorted(able[stage], key=rank)}, taken, set()):

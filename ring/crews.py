@@ -109,7 +109,7 @@ class Crews:
         self._surveyed: frozenset[str] = frozenset()  # between whom the ways were measured, or asked for
         self._asked_for: frozenset[Trainee] = frozenset()  # for whom there is no plan
         self._unfit = ""  # why
-        self._too_small: set[tuple[str, int]] = set()  # (worker, stage) of which people were told
+        self._too_small: set[str] = set()  # of whom people were told
         self._workers: dict[str, Worker] = {}
         self._crews: dict[str, Crew] = {}
         self._made = 0
@@ -309,6 +309,7 @@ class Crews:
 
     def _lost(self, peer_id: str, *, left: bool) -> None:
         self._banned.discard(peer_id)
+        self._too_small.discard(peer_id)
         worker = self._workers.pop(peer_id, None)
         if worker is None:
             return
@@ -334,7 +335,6 @@ class Crews:
             self._release(worker, "the job is paused, and another needs its workers")
 
     def _ban(self, worker: Worker, text: str, kind: str) -> None:
-        """Let it go, and do not take it again until it connects anew."""
         self._banned.add(worker.peer_id)
         place = f" (stage {worker.stage})" if worker.stage is not None else ""
         self._say("error", kind, f"{worker.peer.name}{place}: {text}", worker.peer_id)
@@ -461,14 +461,12 @@ class Crews:
         return [crew for crew in self._crews.values() if crew.in_view]
 
     def _crew_of(self, peer_id: str) -> str:
-        """The place in the present view of a worker that a report names."""
         rank = self.view.rank_of(peer_id) if self.view is not None else None
         if rank is None or self.core.view is None or self.view is None:
             return ""
         return self.core.view.members[self.view.replica_of(rank)].peer_id
 
     def _ring_is_over(self, reason: str, *, broken: bool = True) -> None:
-        """Bring whoever still trains to a standstill."""
         self._broke = self._broke or broken
         self._hold(reason)
         self._hurry()
@@ -571,7 +569,6 @@ class Crews:
                 self._place_lost(crew)
 
     def _is_manned(self, crew: Crew, holders: set[str]) -> bool:
-        """Whether all its workers are among these, at their stages."""
         stages = ((key in holders and self._workers[key].stage == at) for at, key in enumerate(crew.members))
         return all(stages)
 
@@ -610,7 +607,6 @@ class Crews:
         self._tell(co.PeerReturned(self._peer_of(crew), self.view.generation))
 
     def _withdraw_empty_handed(self) -> None:
-        """Before the last that could heal them is told to be gone."""
         for crew in [crew for crew in self._crews.values() if crew.known and not crew.in_view]:
             if crew.said is None or crew.said == NOTHING or self._is_moving(crew):
                 self._dissolve(crew, "there is nobody left to follow")
@@ -638,7 +634,6 @@ class Crews:
             self._regroup()
 
     def _release(self, worker: Worker, reason: str) -> None:
-        """It may come back as a newcomer: the shell offers it again."""
         self._workers.pop(worker.peer_id, None)
         self._out.append(co.SendRelease(worker.peer_id, reason))
         self._leave_crew(worker)
@@ -657,7 +652,6 @@ class Crews:
     # --------------------------------------------------------------------------------------------------- crews are made
 
     def _settle(self) -> None:
-        """Do what follows from what is known, until nothing does."""
         for _ in range(1000):  # more rounds after one event are a defect
             if self.core.phase in ENDED:
                 self._end()
@@ -686,7 +680,6 @@ class Crews:
         self._unfit = ""
 
     def _anchored(self) -> bool:
-        """Whether there is a whole state that others can be brought to."""
         if self.view is not None and not self._regrouped:
             return True
         said = [crew.said for crew in self._crews.values() if crew.known and crew.said is not None and crew.members]
@@ -735,7 +728,6 @@ class Crews:
         return kept if kept <= self.core.known_step else 0  # what is later is of a course that was given up
 
     def _loaded(self) -> list[Crew]:
-        """Crews beside the view that hold a state, and said which."""
         crews = [crew for crew in self._crews.values() if crew.known and not crew.in_view]
         return [crew for crew in crews if crew.said not in (None, NOTHING)]
 
@@ -782,7 +774,6 @@ class Crews:
         return peer_id in self._workers and self._workers[peer_id].settled
 
     def _state_of(self, members: Iterable[str]) -> State | None:
-        """What they share, one for each stage."""
         reports = [self._workers[key].report for key in members]
         states = shared_states([{"": report} if report else {} for report in reports])
         return states[0] if states else None
@@ -828,7 +819,6 @@ class Crews:
         return len(core.peer_ids) < core.terms.most
 
     def _make_crew(self) -> bool:
-        """Offer the coordinator one more crew, if one can be made."""
         if not self._takes_crews():
             return False
         anchored = self._anchored()
@@ -1023,11 +1013,8 @@ class Crews:
         Args:
             counts: workers of each stage, without ``idle``, which have one that they may leave.
         """
-        pool, homes = [*spares, *idle], {key: self._workers[key].stage for key in idle}
-        pace_s = self._pace_s()
-        given = dealt(
-            counts, pool, homes, self.terms.most, self._fits, lambda key, stage: self._cost(key, stage, pace_s)
-        )
+        homes = {key: self._workers[key].stage for key in idle}
+        given = dealt(counts, [*spares, *idle], homes, self.terms.most, self._fits)
         self._tell_why_not(counts, [key for key in spares if key not in given])
         return {key: stage for key, stage in given.items() if homes.get(key) != stage}
 
@@ -1045,54 +1032,26 @@ class Crews:
         bounds, training = self._bounds, self.training
         return training is None or not bounds or training.fits(self._trainee(self._workers[peer_id]), stage, bounds)
 
-    def _pace_s(self) -> float:
-        """Of a micro-batch, at the slowest worker that is in a crew; 0 where that is not known."""
-        crewed = [worker for worker in self._workers.values() if worker.stage is not None and worker.crew]
-        known = [self._compute_s(worker, worker.stage or 0) for worker in crewed]
-        return max((each_s for each_s in known if each_s is not None), default=0.0)
-
-    def _cost(self, peer_id: str, stage: int, pace_s: float) -> tuple[int, float]:
-        """Of two that fit, the lesser is the better one: the slowest that does not slow down the crews that are there,
-        else the fastest."""
-        mine_s = self._compute_s(self._workers[peer_id], stage)
-        if mine_s is None:
-            return 0, 0.0
-        return (0, -mine_s) if mine_s <= pace_s * (1 + 1e-6) else (1, mine_s)
-
-    def _compute_s(self, worker: Worker, stage: int) -> float | None:
-        """Of a micro-batch; None where that is not known."""
-        bounds, training = self._bounds, self.training
-        if training is None or not bounds or not worker.peer.flops:
-            return None
-        return training.compute_s(bounds[stage], bounds[stage + 1], worker.peer.flops)
-
     def _tell_why_not(self, counts: Sequence[int], left: Sequence[str]) -> None:
-        """People see why somebody stays a spare."""
-        self._too_small = {told for told in self._too_small if told[0] in self._workers}
-        if not self._bounds:
+        """People see why somebody stays a spare: it fits no stage, or none of those that lack a worker."""
+        training, bounds = self.training, self._bounds
+        if training is None or not bounds:
             return
         lacking = [stage for stage, count in enumerate(counts) if count == min(counts)]
-        vain = [stage for stage in lacking if not any(self._fits(key, stage) for key in left)]
         for key in left:
-            hopeless = not any(self._fits(key, stage) for stage in range(self.stages))
-            stages = range(self.stages) if hopeless else vain if len(left) >= len(lacking) else ()
-            needs = [(self._need_bytes(key, stage), stage) for stage in stages]
-            if needs and (key, min(needs)[1]) not in self._too_small:
-                self._too_small.add((key, min(needs)[1]))
-                self._say("warning", "too-small", self._why_not(key, *min(needs)), key)
-
-    def _need_bytes(self, peer_id: str, stage: int) -> int:
-        """What it would take to train that stage there."""
-        training, bounds, peer = self.training, self._bounds, self._workers[peer_id].peer
-        assert training is not None
-        return training.need_bytes(stage, bounds[stage], bounds[stage + 1], on_host=peer.on_host)
-
-    def _why_not(self, peer_id: str, need_bytes: int, stage: int) -> str:
-        peer, bounds = self._workers[peer_id].peer, self._bounds
-        return (
-            f"{peer.name} stays a spare: it gives {human_bytes(peer.memory_bytes)}, and stage {stage} (layers "
-            f"{bounds[stage]} to {bounds[stage + 1] - 1}) takes {human_bytes(need_bytes)} to train"
-        )
+            peer, told = self._workers[key].peer, key in self._too_small
+            if told or (len(left) < len(lacking) and any(self._fits(key, stage) for stage in range(self.stages))):
+                continue
+            stages = [stage for stage in lacking if not self._fits(key, stage)]
+            if stages:
+                self._too_small.add(key)
+                need = training.need_bytes
+                need_bytes, at = min(
+                    (need(stage, bounds[stage], bounds[stage + 1], on_host=peer.on_host), stage) for stage in stages
+                )
+                text = f"it gives {human_bytes(peer.memory_bytes)}, and stage {at} (layers {bounds[at]} to "
+                text += f"{bounds[at + 1] - 1}) takes {human_bytes(need_bytes)} to train"
+                self._say("warning", "too-small", f"{peer.name} stays a spare: {text}", key)
 
     # ---------------------------------------------------------------------------------- to the coordinator, and from it
 
@@ -1105,7 +1064,6 @@ class Crews:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """What is told inside, the coordinator hears at once."""
         batch: list[co.Event] = []
         self._batch = batch
         yield
@@ -1144,7 +1102,6 @@ class Crews:
                     self._go_to(worker, restore_step)
 
     def _go_to(self, worker: Worker, step: int | None = None) -> None:
-        """Have it load the checkpoint of a step, unless it just did."""
         restore = self.core.restore
         step = restore.step if step is None and restore is not None else step
         if step is not None and worker.restored != step:
@@ -1188,7 +1145,6 @@ class Crews:
             self._out.append(co.SendCatchUp(member, generation, given))
 
     def _minted(self, mint: co.Mint) -> None:
-        """The view of crews as one of workers."""
         small = mint.view
         before = self.view
         members: list[MemberRecord] = []

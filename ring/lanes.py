@@ -179,7 +179,6 @@ class Lane:
         return self._slots[slot]
 
     def _arrived(self) -> None:
-        """The oldest posted sub-chunk is here: called by the connection."""
         if self._stopped:
             return
         flow, receive, slot = self._posted.popleft()
@@ -215,7 +214,6 @@ class Lane:
     # ---------------------------------------------------------------------------------------------------------- sending
 
     def _drained(self) -> None:
-        """The kernel has all that was handed over."""
         self._on_progress(None)
         self._pump()
 
@@ -301,5 +299,4 @@ class Lane:
 
 
 def _at_least(buffer: npt.NDArray[np.uint8], nbytes: int) -> npt.NDArray[np.uint8]:
-    """``buffer``, or a new one where it is shorter than ``nbytes``."""
     return buffer if len(buffer) >= nbytes else np.empty(-(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES, np.uint8)

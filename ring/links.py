@@ -182,7 +182,6 @@ class Inbound:
             raise Refused(refusal.code, refusal.message, remedy=refusal.remedy)
 
     async def _hold(self, connection: Connection, hello: Hello) -> Refuse | None:
-        """Hold it until it is closed (None), or must be (why)."""
         peer_id, channel = hello.peer_id, str(hello.capabilities.get("channel"))
         again = Refuse(RefusalCode.STALE_GENERATION, "this peer has dialled again since", "wait for the next view")
         place = self._places.get(peer_id)

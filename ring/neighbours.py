@@ -247,7 +247,6 @@ class NeighbourLinks:
                 connection.abort()
 
     def _part(self, connection: Connection) -> None:
-        """Close a connection once what was said on it is on its way."""
         farewell = asyncio.get_running_loop().create_task(connection.close())
         self._farewells.add(farewell)
         farewell.add_done_callback(self._farewells.discard)

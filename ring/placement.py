@@ -444,7 +444,6 @@ def _looked_at(peers: Sequence[Peer]) -> list[Peer]:
 
 
 def _refusal(wanted: Wanted, given: Sequence[Peer], reached: Sequence[Peer], stages: int | None) -> ResourceError:
-    """Why no chain was found, in numbers, and what would do."""
     sizes = wanted.sizes
     weights_bytes, need_bytes = sizes.weights_bytes(0, sizes.layers), wanted.need_bytes(0, sizes.layers)
     offered_bytes = sum(peer.memory_bytes for peer in reached)

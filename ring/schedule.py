@@ -30,6 +30,7 @@ Pure: no clock, no asyncio, no numpy.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -37,7 +38,7 @@ from enum import Enum
 MAX_STAGES = 256
 MAX_MICRO_BATCHES = 65_536
 SLACK = 0.01
-"""Part of the time that may be lost where it saves memory: a link that costs less is no reason to keep one more."""
+"""Part of the time that may be lost where it saves memory."""
 _LEAST_AHEAD = 3  # buffers to receive into: one is computed on, one is full, one is filling
 
 
@@ -124,7 +125,7 @@ class Schedule:
                 forward = operations.index(Operation(Kind.FORWARD, index))
                 assert forward < operations.index(Operation(Kind.BACKWARD, index))
         nothing = (0.0,) * self.stages
-        assert simulate(self, Costs(nothing, nothing, nothing[1:], nothing[1:])).step_s == 0.0
+        assert simulate(self, Costs(nothing, nothing, nothing[1:], nothing[1:])) == 0.0
 
 
 def gpipe(stages: int, micro_batches: int) -> Schedule:
@@ -172,7 +173,6 @@ def extended(
 
 
 def _bounded(name: str, micro_batches: int, warm_ups: Sequence[int], max_in_flight: Sequence[int]) -> Schedule:
-    """Cut to what there is, and to what the stages have memory for."""
     if max_in_flight and (len(max_in_flight) != len(warm_ups) or min(max_in_flight) < 1):
         raise ValueError(f"at most {list(max_in_flight)} in flight, on {len(warm_ups)} stages")
     bounded: list[int] = []
@@ -208,64 +208,31 @@ class Costs:
         return cls((forward_s,) * stages, (backward_s,) * stages, one_way_s, one_way_s)
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """When an operation runs, in seconds since the step began."""
-
-    operation: Operation
-    start_s: float
-    stop_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """One ideal step. ``stages``: the spans of each stage, in order."""
-
-    stages: tuple[tuple[Span, ...], ...]
-
-    @property
-    def step_s(self) -> float:
-        """Until the last stage to end has ended."""
-        return max(spans[-1].stop_s for spans in self.stages)
-
-    @property
-    def efficiency(self) -> float:
-        """Part of the step in which the busiest stage computes; 1 where the step takes no time."""
-        return max(_busy_s(spans) for spans in self.stages) / self.step_s if self.step_s else 1.0
-
-    @property
-    def bubble(self) -> float:
-        """Part of all stages' time in which they wait: (p - 1) / (m + p - 1) where stages are equal and links free."""
-        busy_s = math.fsum(_busy_s(spans) for spans in self.stages)
-        return 1 - busy_s / (len(self.stages) * self.step_s) if self.step_s else 0.0
-
-
-def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """The step as it would be if nothing but computing and hops took time. Each stage does one thing at a time."""
+def simulate(schedule: Schedule, costs: Costs) -> float:
+    """Seconds of the step if nothing but computing and hops took time. Each stage does one thing at a time."""
     stages = schedule.stages
     wanted = {len(costs.forward_s), len(costs.backward_s), len(costs.there_s) + 1, len(costs.back_s) + 1}
     if wanted != {stages}:
         raise ValueError(f"costs of {sorted(wanted)} stages for {stages}")
-    orders = [schedule.order(stage) for stage in range(stages)]
-    spans: list[list[Span]] = [[] for _ in range(stages)]
+    left = [deque(schedule.order(stage)) for stage in range(stages)]
+    free_s = [0.0] * stages
     ended: dict[tuple[int, Operation], float] = {}  # (stage, operation) → when
     waiting = list(range(stages))
     while waiting:
         stage = waiting.pop()
-        while len(spans[stage]) < len(orders[stage]):
-            operation = orders[stage][len(spans[stage])]
+        while left[stage]:
+            operation = left[stage][0]
             arrives_s = _arrival_s(stage, operation, ended, costs, stages)
             if arrives_s is None:
                 break
-            start_s = max(arrives_s, spans[stage][-1].stop_s if spans[stage] else 0.0)
+            left[stage].popleft()
             takes_s = (costs.forward_s if operation.kind is Kind.FORWARD else costs.backward_s)[stage]
-            spans[stage].append(Span(operation, start_s, start_s + takes_s))
-            ended[stage, operation] = start_s + takes_s
+            free_s[stage] = ended[stage, operation] = max(arrives_s, free_s[stage]) + takes_s
             beside = stage + 1 if operation.kind is Kind.FORWARD else stage - 1
             if 0 <= beside < stages and beside not in waiting:
                 waiting.append(beside)
-    assert all(len(done) == len(order) for done, order in zip(spans, orders, strict=True)), "stages wait for ever"
-    return Timeline(tuple(tuple(done) for done in spans))
+    assert not any(left), "stages wait for ever"
+    return max(free_s)
 
 
 def _arrival_s(
@@ -281,7 +248,3 @@ def _arrival_s(
         return ended.get((stage, Operation(Kind.FORWARD, operation.index)))
     sent_s = ended.get((stage + 1, operation))
     return None if sent_s is None else sent_s + costs.back_s[stage]
-
-
-def _busy_s(spans: Sequence[Span]) -> float:
-    return math.fsum(span.stop_s - span.start_s for span in spans)

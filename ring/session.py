@@ -48,15 +48,6 @@ SMALL_BYTES = 128 << 10
 """An all-reduce whose members' arrays together are no longer than this is gathered whole: hops cost more than bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class RingStats:
-    """Running totals of all connections; ``rtt_ms`` is to the right neighbour, None before the first beat."""
-
-    bytes_in: int
-    bytes_out: int
-    rtt_ms: float | None
-
-
 @dataclass(eq=False, slots=True)
 class Operation:
     """What was submitted and is under way.
@@ -354,13 +345,13 @@ class RingSession:
         return sum(connection.bytes_out for neighbour in self.neighbours for connection in neighbour.connections)
 
     @property
-    def stats(self) -> RingStats:
-        return RingStats(self.bytes_in, self.bytes_out, self._links.rtt_ms)
+    def rtt_ms(self) -> float | None:
+        """To the right neighbour, None before the first beat."""
+        return self._links.rtt_ms
 
     # ---------------------------------------------------------------------------------------------- running operations
 
     async def _run(self, title: str, schedule: Schedule, array: Array, sub_chunk_numel: int, patience_s: float) -> None:
-        """One schedule over bytes, on the first lane."""
         operation = self._begin(title, patience_s)
         for lane in self._lanes[:1]:
             self._add(operation, lane, schedule, array, "uint8", sub_chunk_numel)
@@ -436,7 +427,6 @@ class RingSession:
         return operation.future
 
     def _complete(self, stream: int, operation: Operation) -> None:
-        """All of the operation was received and flushed."""
         if operation.finish is not None:
             operation.finish()
         self._under_way.pop(stream, None)
@@ -516,7 +506,6 @@ class RingSession:
         self._links.lost(self._links.whose(connection), connection, error)
 
     def _settle(self) -> None:
-        """The end has come: nothing of an operation is touched any more."""
         for lane in self._lanes:
             lane.stop()
         if self._patience is not None:

@@ -188,7 +188,6 @@ def _room(trainee: Trainee) -> float:
 
 
 def _typical(there: Sequence[Trainee]) -> float:
-    """The median of the known speeds; 1 where none is."""
     known = [trainee.flops for trainee in there if trainee.flops]
     return statistics.median(known) if known else 1.0
 
@@ -243,7 +242,6 @@ def _board(training: Training, groups: Sequence[Group], hops: _Hops, typical: fl
 
 
 def _kind(group: Group, typical: float) -> tuple[float, frozenset[tuple[int, bool]]]:
-    """What its costs follow from."""
     speed = min(trainee.flops or typical for trainee in group)
     return speed, frozenset((trainee.memory_bytes, trainee.on_host) for trainee in group)
 
@@ -265,7 +263,6 @@ def _compute_s(training: Training, group: Group, start: int, stop: int, typical:
 def _cost(
     training: Training, parts: Sequence[tuple[Group, int, int]], hops: _Hops, typical: float
 ) -> tuple[float, float]:
-    """The slowest stage or hop, and all of them."""
     computes_s = [_compute_s(training, *part, typical) for part in parts]
     between = [hops.both(ones, others) for (ones, *_), (others, *_) in pairwise(parts)]
     return max([*computes_s, *(busy_s for _, busy_s in between)]), sum(computes_s) + sum(hop_s for hop_s, _ in between)
@@ -282,7 +279,6 @@ def _predicted(
     *,
     known: bool,
 ) -> TrainingPlan:
-    """``known``: whether speeds are."""
     groups = [group for group, *_ in parts]
     computes_s = [_compute_s(training, *part, typical) if known else 0.0 for part in parts]
     there_s, back_s = [[sum(way(*pair)) for pair in pairwise(groups)] for way in (hops.there, hops.back)]
@@ -302,7 +298,7 @@ def _predicted(
         tuple(back_s),
     )
     chain_s = max(
-        simulate(schedule, costs).step_s + (share - schedule.micro_batches) * pace_s, share * max(occupied_s, default=0)
+        simulate(schedule, costs) + (share - schedule.micro_batches) * pace_s, share * max(occupied_s, default=0)
     )
     weights = [training.shape.sizes.weights_bytes(start, stop) for _, start, stop in parts]
     reduce_s = max(hops.ring_s(group, size_bytes) for group, size_bytes in zip(groups, weights, strict=True))
@@ -343,7 +339,6 @@ def _schedule(
     pace_s: float,
     bounds: Sequence[int],
 ) -> Schedule:
-    """As the stages derive it from what they measure."""
     if training.schedule == GPIPE:
         most = min(training.max_in_flight or micro_batches, micro_batches)
         return Schedule(GPIPE, micro_batches, (most - 1,) * training.stages)
@@ -356,7 +351,6 @@ def _schedule(
 
 
 def _refusal(training: Training, there: Sequence[Trainee]) -> ResourceError:
-    """Why there is no plan, in numbers, and what would do."""
     layers, stages = training.layers, training.stages
     bounds = (0, *training.cuts, layers) if training.cuts else [stage * layers // stages for stage in range(stages + 1)]
     needs = [(training.need_bytes(stage, *span), stage, *span) for stage, span in enumerate(pairwise(bounds))]

@@ -29,12 +29,12 @@ from __future__ import annotations
 from typing import Final
 
 from p2ptrain.core.errors import ConfigError
-from ring.codecs.base import F32, U8, Codec, CodecBase
+from ring.codecs.base import F32, U8, Codec
 from ring.codecs.kinds import Bf16, Fp16, Fp32, Int4, Int8, TopK
 
 __all__ = ["CODECS", "F32", "U8", "Codec", "codec_named"]
 
-_KINDS: Final[dict[str, type[CodecBase]]] = {kind.name: kind for kind in (Fp32, Bf16, Fp16, Int8, Int4, TopK)}
+_KINDS: Final[dict[str, type[Codec]]] = {kind.name: kind for kind in (Fp32, Bf16, Fp16, Int8, Int4, TopK)}
 
 CODECS: Final[tuple[str, ...]] = tuple(_KINDS)
 """All names, the largest first."""

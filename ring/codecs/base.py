@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,39 +21,6 @@ F16_WIRE = np.dtype("<f2")
 U16_WIRE = np.dtype("<u2")
 
 
-class Codec(Protocol):
-    """Encodes float32 elements of one sub-chunk and decodes them again."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def feedback(self) -> bool:
-        """Whether what the encoding lost has to be added to the next value (error feedback, arXiv 1901.09847)."""
-        ...
-
-    @property
-    def block_numel(self) -> int:
-        """Sub-chunks are cut at multiples of it, so that only the last one has a tail."""
-        ...
-
-    def encoded_bytes(self, numel: int) -> int:
-        """The size of ``numel`` encoded elements: exact, and the same for any values."""
-        ...
-
-    def encode(self, values: F32, out: U8) -> None:
-        """``values`` (numel,) into ``out`` (encoded_bytes(numel),). Raises ``ValueError`` where the sizes differ."""
-        ...
-
-    def decode(self, encoded: U8, out: F32) -> None:
-        """Replace ``out`` (numel,) by what ``encoded`` (encoded_bytes(numel),) says. Raises ``ProtocolError``."""
-        ...
-
-    def decode_add(self, encoded: U8, into: F32) -> None:
-        """Add what ``encoded`` (encoded_bytes(numel),) says to ``into`` (numel,). Raises ``ProtocolError``."""
-        ...
-
-
 class Scratch:
     """Arrays that are used again, one per purpose, as large as the largest that was asked for."""
 
@@ -67,8 +34,15 @@ class Scratch:
         return kept[:numel]
 
 
-class CodecBase:
-    """What is common: sizes are checked, and floating-point events are values, not warnings."""
+class Codec:
+    """Encodes float32 elements of one sub-chunk and decodes them again.
+
+    Sizes are checked here, and floating-point events are values, not warnings.
+
+    Attributes:
+        feedback: what the encoding lost has to be added to the next value (error feedback, arXiv 1901.09847).
+        block_numel: sub-chunks are cut at multiples of it, so that only the last one has a tail.
+    """
 
     name: str
     feedback = False
@@ -78,20 +52,24 @@ class CodecBase:
         self._scratch = Scratch()
 
     def encoded_bytes(self, numel: int) -> int:
+        """The size of ``numel`` encoded elements: exact, and the same for any values."""
         raise NotImplementedError
 
     def encode(self, values: F32, out: U8) -> None:
+        """``values`` (numel,) into ``out`` (encoded_bytes(numel),). Raises ``ValueError`` where the sizes differ."""
         if out.size != self.encoded_bytes(values.size):
             raise ValueError(f"{values.size} elements in {self.name} are not {out.size} bytes")
         with np.errstate(all="ignore"):
             self._encode(values, out)
 
     def decode(self, encoded: U8, out: F32) -> None:
+        """Replace ``out`` (numel,) by what ``encoded`` (encoded_bytes(numel),) says. Raises ``ProtocolError``."""
         self._check_untrusted(encoded, out)
         with np.errstate(all="ignore"):
             self._decode_untrusted(encoded, out)
 
     def decode_add(self, encoded: U8, into: F32) -> None:
+        """Add what ``encoded`` (encoded_bytes(numel),) says to ``into`` (numel,). Raises ``ProtocolError``."""
         self._check_untrusted(encoded, into)
         with np.errstate(all="ignore"):
             self._decode_add_untrusted(encoded, into)

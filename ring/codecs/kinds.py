@@ -8,13 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 from p2ptrain.core.errors import ProtocolError
-from ring.codecs.base import F16_WIRE, F32, F32_WIRE, I8, U8, U16_WIRE, Array, CodecBase, blocks_of
+from ring.codecs.base import F16_WIRE, F32, F32_WIRE, I8, U8, U16_WIRE, Array, Codec, blocks_of
 from ring.dtypes import round_to_bfloat16, widen_bfloat16
 
 _SMALLEST_STEP = np.float32(2.0**-126)  # the smallest normal number: its inverse is finite, its multiples are normal
 
 
-class Fp32(CodecBase):
+class Fp32(Codec):
     """The elements as they are."""
 
     name = "fp32"
@@ -32,7 +32,7 @@ class Fp32(CodecBase):
         into += encoded.view(F32_WIRE)
 
 
-class Fp16(CodecBase):
+class Fp16(Codec):
     """IEEE half precision. For values whose range is known: above 65504 is infinite, below 3e-8 is zero."""
 
     name = "fp16"
@@ -47,7 +47,7 @@ class Fp16(CodecBase):
         out[:] = encoded.view(F16_WIRE)
 
 
-class Bf16(CodecBase):
+class Bf16(Codec):
     """The upper half of a float32, rounded to nearest even. Relative error at most 2**-8, at any magnitude."""
 
     name = "bf16"
@@ -62,7 +62,7 @@ class Bf16(CodecBase):
         widen_bfloat16(encoded.view(U16_WIRE), out)
 
 
-class Blockwise(CodecBase):
+class Blockwise(Codec):
     """A bfloat16 step per block, then a small whole number of steps per element (arXiv 2110.02861, with even steps).
 
     The element of largest magnitude is ``-levels`` steps: the step's sign is chosen so. With two's complement this
@@ -202,7 +202,7 @@ def _reduced(extreme: np.ufunc, values: F32, rows: int, scratch: F32) -> F32:
     return values if values.size == rows else extreme.reduce(values.reshape(rows, -1), axis=1)
 
 
-class TopK(CodecBase):
+class TopK(Codec):
     """The largest 8 of every 256 elements: where they are in their block, one byte each and rising, then what they are
     in bfloat16. A tail keeps one of every 32 begun. (Deep Gradient Compression, arXiv 1712.01887; per block, because
     an index into a block of 256 is one byte.)

@@ -413,7 +413,7 @@ class IdealMembers:
             answer = {"round_trips_s": [self.rtt_s + 0.0005] * (self.stages - 1)}
         elif part == "run":
             schedule = Schedule(arguments["name"], arguments["micro_batches"], tuple(arguments["warm_ups"]))
-            step_s = simulate(schedule, Costs.even(0.04, 0.08, [self.rtt_s] * (self.stages - 1))).step_s
+            step_s = simulate(schedule, Costs.even(0.04, 0.08, [self.rtt_s] * (self.stages - 1)))
             answer = {"seconds": step_s * (self.slower if arguments["name"] == "extended" else 1.0)}
         return [answer] + [{"seconds": 99.0, "round_trips_s": []} | answer] * (self.stages - 1)
 

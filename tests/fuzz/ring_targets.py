@@ -208,8 +208,8 @@ CODEC = Target(
     _encoded(),
     _check_codec,
     (
-        "ring.codecs.base.CodecBase._check_untrusted",
-        "ring.codecs.base.CodecBase._decode_add_untrusted",
+        "ring.codecs.base.Codec._check_untrusted",
+        "ring.codecs.base.Codec._decode_add_untrusted",
         "ring.codecs.kinds.Fp32._decode_untrusted",
         "ring.codecs.kinds.Fp32._decode_add_untrusted",
         "ring.codecs.kinds.Fp16._decode_untrusted",

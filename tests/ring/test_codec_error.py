@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ring.codecs import CODECS, codec_named
-from ring.codecs.error import (
+from ring.codecs.choice import STATED_ERROR
+from tests.ring.codec_error import (
     DISTRIBUTIONS,
-    STATED_ERROR,
     ErrorRow,
     error_table,
     exchange,

@@ -384,7 +384,7 @@ def test_spares_are_given_to_stages_that_make_crews_whole(
     counts: list[int], spares: int, most: int, expected: list[int]
 ) -> None:
     pool = [f"w{index}" for index in range(spares)]
-    given = dealt(counts, pool, {}, most, lambda key, stage: True, lambda key, stage: (0, 0.0))
+    given = dealt(counts, pool, {}, most, lambda key, stage: True)
     assert [list(given.values()).count(stage) for stage in range(len(counts))] == expected
     assert list(given) == pool[: len(given)]
 
@@ -524,22 +524,6 @@ def test_a_spare_takes_the_stage_that_it_has_the_memory_for_and_is_told_why_not(
     assert play.assigned == {"e": 1}
 
 
-@pytest.mark.parametrize(("flops", "taken"), [((9e9, 1e9), "d"), ((9e9, 2.5e9), "e"), ((1e9, 1.5e9), "e")])
-def test_of_several_spares_the_slowest_that_keeps_the_pace_is_taken(flops: tuple[float, float], taken: str) -> None:
-    play = Planned()
-    thirds = Training(SHAPE, 3, 1, tokens=64, sequence_tokens=64, micro_batches=4, cuts=(4, 8))
-    play.core = Crews("job", co.Terms(workers=1, micro_batches=1), 3, training=thirds)
-    play.come(*(seen(peer_id, flops=2e9) for peer_id in "abc"))
-    play.tell(co.Signal.SURVEYED)
-    play.ready("a", "b", "c")
-    play.tell(co.Progress(1, 1.0))
-    play.come(seen("d", flops=flops[0]), seen("e", flops=flops[1]))
-    assert (play.core.stage_of("d"), play.core.stage_of("e")) == (None, None)
-    play.lost("b")
-    assert play.core.stage_of(taken) == 1
-    assert list(play.assigned) == [taken]
-
-
 def test_of_too_many_at_a_stage_the_one_goes_that_fits_where_somebody_lacks() -> None:
     play = Planned()
     held = {"a": 0, "b": 1, "c": 0, "z": 0}
@@ -579,10 +563,7 @@ def test_as_many_crews_as_can_be_are_dealt() -> None:
                  if stages and rng.random() < 0.3}  # fmt: skip
         most = rng.randint(1, 4)
         stages_of = dict(zip(pool, able, strict=True))
-        costs = {(key, stage): (0, rng.random()) for key in pool for stage in range(stages)}
-        given = dealt(
-            counts, pool, homes, most, lambda key, stage, of=stages_of: stage in of[key], lambda *at, of=costs: of[at]
-        )
+        given = dealt(counts, pool, homes, most, lambda key, stage, of=stages_of: stage in of[key])
         assert all(stage in able[pool.index(key)] for key, stage in given.items())
         total = [count + list(given.values()).count(stage) for stage, count in enumerate(counts)]
         assert min(min(total), max(most, min(counts))) == brute_force_crews(counts, able, most), number

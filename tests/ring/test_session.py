@@ -94,7 +94,7 @@ async def test_sub_chunks_larger_than_any_buffer_of_the_system(network):
 
     async with local_ring(3, network, sub_chunk_bytes=1 << 20) as members:
         assert await everyone(members, act) == [True] * 3
-        stats = members[0].session.stats
+        stats = members[0].session
         payload_bytes = 2 * 2 * numel * 4 // 3
         assert payload_bytes <= stats.bytes_out < payload_bytes + 10_000
         assert payload_bytes <= stats.bytes_in < payload_bytes + 10_000

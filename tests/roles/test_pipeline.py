@@ -213,7 +213,7 @@ def test_a_step_takes_the_ideal_time_of_its_schedule(round_trips_s: list[float],
                 ]
             ):
                 spent = await all_run(stages, step, schedule)
-                assert spent[0].step_s == pytest.approx(simulate(schedule, costs).step_s, abs=1e-6), schedule
+                assert spent[0].step_s == pytest.approx(simulate(schedule, costs), abs=1e-6), schedule
                 busy_s = micro_batches * (forward_s + backward_s)
                 assert spent[0].forward_s == pytest.approx(micro_batches * forward_s, abs=1e-6)
                 assert spent[0].backward_s == pytest.approx(micro_batches * backward_s, abs=1e-6)

@@ -97,7 +97,7 @@ async def _at(bench: Bench, members: Members, plan: PipelinePlan, report: Report
     found_s: list[float] = first["round_trips_s"]
     costs = Costs.even(plan.forward_s, plan.backward_s, [round_trip_ms / 1e3] * (plan.stages - 1))
     schedules = plan.schedules(found_s)
-    ideal_s = {name: simulate(schedule, costs).step_s for name, schedule in schedules.items()}
+    ideal_s = {name: simulate(schedule, costs) for name, schedule in schedules.items()}
 
     async def sample(name: str) -> float:
         """Seconds of one step: the first stage begins first, and ends last."""

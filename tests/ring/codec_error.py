@@ -24,18 +24,6 @@ DISTRIBUTIONS: Final[dict[str, Callable[[np.random.Generator, int], npt.NDArray[
     "heavy-tailed": lambda draw, numel: draw.standard_t(_HEAVY_TAIL_FREEDOM, numel),
 }
 
-STATED_ERROR: Final[dict[str, float]] = {
-    "fp32": 1e-7,
-    "bf16": 0.004,
-    "fp16": 0.0005,
-    "int8": 0.025,
-    "int4": 0.25,
-    "topk": 1.0,
-}
-"""The relative error of one exchange of 8 members without feedback, for either distribution, at most; a test holds the
-table to it. It grows with the root of the members: a partial sum is encoded again at each hop.
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class ErrorRow:
