@@ -1,12 +1,13 @@
-"""What a worker needs of whatever computes. ``compute.trainer.Trainer`` is the real one; simulation and tests bring a
-stand-in without torch. The interface is the seam between the ring (bytes) and the model (tensors).
+"""The seam between bytes and tensors: what a worker needs of whatever computes, for training and for serving.
 
-All methods block and are called on one dedicated compute thread (``roles.compute_thread``), never on the event loop.
+``compute.trainer.Trainer`` and ``compute.served_part.ServedPart`` are the real ones; ``roles.stand_in`` trains without
+torch. All methods block and are called on one dedicated compute thread (``roles.compute_thread``), never on the event
+loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,10 +15,17 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from p2ptrain.core.serving import PartSpec, Ran, Sampling
 from p2ptrain.core.training import Applied, Blob, FilePlan
-from roles.part_engine import Payload
+from ring.chain import Payload
 
-__all__ = ["WHOLE", "Applied", "Blob", "Engine", "OnFinal", "PipelineEngine", "Stage", "StagedEngine"]
+__all__ = [
+    "WHOLE", "Applied", "Blob", "BuildPart", "Engine", "OnFinal", "PartBuilder", "PartEngine", "PartSpec", "Payload",
+    "PipelineEngine", "Ran", "Sampling", "Stage", "StageEngine",
+]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------- training
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +51,10 @@ parameter or so, with numbers that do not fall."""
 
 
 class Engine(Protocol):
-    """A model, its optimizer and its data, ready to train.
+    """A model or a part of it, with optimizer and data, ready to train.
+
+    State, checkpoints and ``reduce_buffer`` are those of the part. What cannot be computed without the other parts is
+    the strategy's affair: ``micro_batch`` and ``validate`` are of whole models.
 
     Attributes:
         corpus_digest: SHA-256 of the tokenized corpus, hex; members of a job must agree on it.
@@ -120,6 +131,11 @@ class Engine(Protocol):
         """The state of step 0: a pure function of the job's seed and model (or the model directory's weights)."""
         ...
 
+    def initial_digest(self) -> bytes:
+        """A digest of the whole initial model, of which ``load_initial`` has loaded a part: equal for all parts, and
+        for equal initial models only, because the lineage of step 0 is made of it. 16 bytes."""
+        ...
+
     def state_loaded(self, step: int) -> None:
         """The bytes of ``state()`` were replaced by those of ``step``: refresh whatever derives from them."""
         ...
@@ -134,37 +150,59 @@ class Engine(Protocol):
         ...
 
 
-class StagedEngine(Engine, Protocol):
-    """A part of a split model, with what the part needs of the optimizer and the data.
-
-    State, checkpoints and ``reduce_buffer`` are those of the part. What cannot be computed without the other parts is
-    the strategy's affair: ``micro_batch`` and ``validate`` may be missing from what it uses.
-    """
-
-    def initial_digest(self) -> bytes:
-        """A digest of the whole initial model, of which ``load_initial`` has loaded this part: equal for all parts, and
-        for equal initial models only, because the lineage of step 0 is made of it. 16 bytes."""
-        ...
-
-
-class PipelineEngine(StagedEngine, Protocol):
-    """A part whose micro-batches are those of ``roles.part_engine.PartEngine``, passes of activations and gradients;
-    ``micro_batch`` and ``validate`` are not called.
+class PartEngine(Protocol):
+    """The passes of a part of a model. The first stage brings the data, the last one keeps the loss.
 
     Attributes:
-        activation_bytes, gradient_bytes: see ``PartEngine``.
-        layers: it has layers [first, second) of so many as the third says.
-        in_flight: micro-batches between their forward and their backward pass that it has memory for; 0: any number.
+        activation_bytes: of what ``forward`` makes for the next stage, the same on all stages.
+        gradient_bytes: of what ``backward`` makes for the stage before, the same on all stages.
     """
 
     activation_bytes: int
     gradient_bytes: int
-    layers: tuple[int, int, int]
-    in_flight: int
 
     def forward(self, step: int, index: int, inputs: Payload | None) -> Payload | None:
-        """See ``PartEngine``."""
+        """Run micro-batch ``index`` of step ``step`` through the part, and keep what its backward needs.
+
+        Args:
+            inputs: activations of the stage before, shape (activation_bytes,); None on the first stage. They are the
+                caller's, who changes them when this has returned: what is needed later is copied.
+
+        Returns:
+            activations for the next stage, shape (activation_bytes,), uint8, contiguous, on the host; None on the last
+            stage. They are the caller's until the step is over: nobody changes them before.
+
+        Raises:
+            ProtocolError: ``inputs`` are no activations. The stage before counts as lost.
+        """
         ...
+
+    def backward(self, index: int, gradient: Payload | None) -> Payload | None:
+        """Add the micro-batch's gradients to those of the step, and let go of what was kept for it.
+
+        Args:
+            gradient: of the loss by what ``forward`` made, shape (gradient_bytes,); None on the last stage. The
+                caller's, as ``inputs``.
+
+        Returns:
+            the gradient by the inputs, as ``forward`` returns activations; None on the first stage.
+
+        Raises:
+            ProtocolError: ``gradient`` is none. The next stage counts as lost.
+        """
+        ...
+
+
+class PipelineEngine(Engine, PartEngine, Protocol):
+    """A part whose micro-batches are passes of activations and gradients.
+
+    Attributes:
+        layers: it has layers [first, second) of so many as the third says.
+        in_flight: micro-batches between their forward and their backward pass that it has memory for; 0: any number.
+    """
+
+    layers: tuple[int, int, int]
+    in_flight: int
 
     def backward(self, index: int, gradient: Payload | None, on_final: OnFinal | None = None) -> Payload | None:
         """See ``PartEngine``. ``on_final``: given with the last one of this member's share, as in ``micro_batch``."""
@@ -184,3 +222,89 @@ class PipelineEngine(StagedEngine, Protocol):
         """In ``reduce_buffer``, the gradient of what the first and the last stage both have, shape (numel,); None on
         other stages, and where there is nothing of that kind."""
         ...
+
+
+# -------------------------------------------------------------------------------------------------------------- serving
+
+
+class StageEngine(Protocol):
+    """A part of a model, loaded, with the caches of its sessions.
+
+    Attributes:
+        width: elements of the hidden state of one position.
+        vocab_size: token ids are below it.
+        encoding: that of hidden states on the wire when nobody asks for another: what the model computes in.
+        weights_bytes: of the part.
+        cache_position_bytes: of keys and values that one position takes.
+        device: for people.
+    """
+
+    spec: PartSpec
+    width: int
+    vocab_size: int
+    encoding: str
+    weights_bytes: int
+    cache_position_bytes: int
+    device: str
+
+    def open(self, session: str, *, positions: int, sampling: Sampling) -> None:
+        """Begin a session of at most ``positions`` positions. Raises ``UserError`` where the model knows fewer."""
+        ...
+
+    def run(
+        self,
+        session: str,
+        *,
+        keep: int,
+        payload: memoryview,
+        count: int,
+        encoding: str,
+        out_encoding: str,
+        picks: int,
+        draw: int,
+    ) -> Ran:
+        """Cut the history to its first ``keep`` positions, then take ``count`` more.
+
+        Args:
+            payload: on the first stage ``count`` token ids, int32 little-endian; else hidden states in ``encoding``.
+            picks: for so many of the last positions a token is picked; only on the last stage.
+            draw: number of the first pick's draw: 0 for the first new token of the session.
+
+        Raises:
+            ProtocolError: ``keep`` is beyond the history, a token id is none of the vocabulary's, the session would
+                be longer than it was opened for, or the payload is not what it should be.
+        """
+        ...
+
+    def close(self, session: str) -> None:
+        """Forget a session, its cache included; none of that name is fine."""
+        ...
+
+
+class PartBuilder(Protocol):
+    """A part on its way: its tensors come one at a time, in any order, so that no more than it is ever in memory.
+
+    Attributes:
+        wanted: every tensor that the part owns, by its name in the model's files, with its shape.
+        weights_bytes: of the part, as it computes with them: no less than the engine's will be.
+        cache_position_bytes: as the engine's.
+    """
+
+    wanted: Mapping[str, tuple[int, ...]]
+    weights_bytes: int
+    cache_position_bytes: int
+
+    def place(self, name: str, dtype: str, data: memoryview) -> None:
+        """Take a tensor over: ``data`` are its bytes in safetensors' ``dtype`` (``F32``, ``BF16``, ...), copied before
+        this returns. Raises ``ConfigError`` where the dtype cannot be used."""
+        ...
+
+    def finish(self) -> StageEngine:
+        """The part, ready. Raises ``ConfigError`` where a tensor is missing, or where the architecture is none that
+        splits (``compute.split.check_splits``)."""
+        ...
+
+
+BuildPart = Callable[[PartSpec, tuple[str, ...]], PartBuilder]
+"""From what is wanted, and the names of all tensors in the model's files. Raises ``ConfigError`` (an architecture that
+does not split), ``ResourceError`` (too little memory)."""

@@ -1,6 +1,6 @@
 """A stage engine without torch: whole numbers modulo 127 instead of a model.
 
-It keeps every promise of ``roles.stage_engine``, costs microseconds, and is exact in every encoding, so whatever the
+It keeps every promise of ``roles.engine``, costs microseconds, and is exact in every encoding, so whatever the
 split, the order of the works or the encoding on the wire, the tokens are those of one part with all layers. They are
 others as soon as anything is wrong: each layer mixes what comes in with its weights, with the position and with what
 the session's earlier positions left behind, in their order.
@@ -270,7 +270,7 @@ def picked(logits: Values, sampling: Sampling, draw: int) -> int:
 
 
 class StandInBuilder:
-    """A ``roles.stage_engine.PartBuilder`` of stand-ins.
+    """A ``roles.engine.PartBuilder`` of stand-ins.
 
     Args:
         on_finish: called with every part that is made.

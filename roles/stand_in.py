@@ -1,7 +1,7 @@
-"""An engine without torch: a quadratic bowl instead of a model.
+"""Engines without torch: a quadratic bowl instead of a model, and parts that only take time.
 
-It keeps every promise of ``roles.engine.Engine``, costs microseconds, and lets tests and simulations run the real seed
-and workers by the hundred.
+The bowl keeps every promise of ``roles.engine.Engine``, costs microseconds, and lets tests and simulations run the real
+seed and workers by the hundred.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ import numpy.typing as npt
 
 from configs.schema import Profile
 from p2ptrain.compute.fixed import UNIT, to_fixed, to_float
-from p2ptrain.core.errors import JobFailed, StorageError
+from p2ptrain.core.errors import JobFailed, ProtocolError, StorageError
 from p2ptrain.core.training import Applied, Blob, BlobRange, FilePlan
 from p2ptrain.core.weights_index import shard_name
-from roles.engine import WHOLE, OnFinal, Stage
+from roles.engine import WHOLE, OnFinal, Payload, Stage
+
+_STAMP = struct.Struct("!4sqqi")  # kind, step, micro-batch, stage that made it
 
 
 class StandInEngine:
@@ -159,8 +162,71 @@ class StandInEngine:
         return np.float32(1.0) + np.float32(0.01) * noise[self._part]
 
     def initial_digest(self) -> bytes:
-        """See ``roles.engine.StagedEngine``."""
+        """See ``roles.engine.Engine``."""
         return hashlib.blake2b(self._initial().tobytes(), digest_size=16).digest()
 
     def _initial(self) -> npt.NDArray[np.float32]:
         return np.random.default_rng(self._seed).standard_normal(self._whole).astype(np.float32)
+
+
+class TimedPart:
+    """Takes its time and burns no CPU. Its payloads say what they are, and are checked where they arrive.
+
+    An operation never takes less than it should. A busy machine wakes a sleeper late, and that is not made up for: what
+    one operation is shortened by may not be what another one has held up.
+
+    Args:
+        stage: this part's, of ``stages``.
+        forward_s, backward_s: of one micro-batch.
+        sleep, clock: what takes the time, and tells it, in seconds; a test brings its own.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        stages: int,
+        *,
+        forward_s: float,
+        backward_s: float,
+        activation_bytes: int,
+        gradient_bytes: int,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.activation_bytes = max(activation_bytes, _STAMP.size)
+        self.gradient_bytes = max(gradient_bytes, _STAMP.size)
+        self._stage, self._stages = stage, stages
+        self._forward_s, self._backward_s = forward_s, backward_s
+        self._sleep, self._clock = sleep, clock
+        self._step = 0
+
+    def forward(self, step: int, index: int, inputs: Payload | None) -> Payload | None:
+        began, self._step = self._clock(), step
+        self._check(inputs, b"acts", index, self._stage - 1)
+        made = self._made(b"acts", index, self.activation_bytes) if self._stage < self._stages - 1 else None
+        self._take(began, self._forward_s)
+        return made
+
+    def backward(self, index: int, gradient: Payload | None) -> Payload | None:
+        began = self._clock()
+        self._check(gradient, b"grad", index, self._stage + 1)
+        made = self._made(b"grad", index, self.gradient_bytes) if self._stage else None
+        self._take(began, self._backward_s)
+        return made
+
+    def _take(self, began: float, seconds: float) -> None:
+        """Until the operation that ``began`` then has had its time, what its payloads took included."""
+        self._sleep(max(began + seconds - self._clock(), 0.0))
+
+    def _made(self, kind: bytes, index: int, nbytes: int) -> Payload:
+        payload = np.zeros(nbytes, np.uint8)
+        _STAMP.pack_into(payload.data, 0, kind, self._step, index, self._stage)
+        return payload
+
+    def _check(self, payload: Payload | None, kind: bytes, index: int, stage: int) -> None:
+        if payload is None:
+            assert not 0 <= stage < self._stages, "nothing came"
+            return
+        wanted, got = (kind, self._step, index, stage), _STAMP.unpack_from(payload.data)
+        if got != wanted:
+            raise ProtocolError(f"the payload of another operation: {got}, not {wanted}")

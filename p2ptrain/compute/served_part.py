@@ -1,6 +1,6 @@
 """A part of a model, loaded, with the sessions that run through it: what a stage computes.
 
-It is ``roles.stage_engine.StageEngine``, and its builder ``PartBuilder``, by their shape: compute imports no roles.
+It is ``roles.engine.StageEngine``, and its builder ``PartBuilder``, by their shape: compute imports no roles.
 
 A session is a cache of keys and values with room for the positions that it was opened for, and, on the last stage, who
 picks its tokens. A ``run`` that fails leaves the session at the positions that it was told to keep.
@@ -40,7 +40,7 @@ class _Session:
 
 
 def begin_part(spec: PartSpec, names: Collection[str]) -> ServedPartBuilder:
-    """A part on its way: ``roles.stage_engine.BuildPart``.
+    """A part on its way: ``roles.engine.BuildPart``.
 
     Raises:
         ConfigError: the configuration is none, the architecture does not split, the files lack a tensor of the part.
@@ -169,7 +169,7 @@ def _cache_position_bytes(config: PretrainedConfig, part: Part, dtype: torch.dty
 
 
 class ServedPart:
-    """See the module's text, and ``roles.stage_engine.StageEngine`` for what the attributes mean.
+    """See the module's text, and ``roles.engine.StageEngine`` for what the attributes mean.
 
     Attributes:
         context: as of ``PartModel``.

@@ -30,6 +30,7 @@ from p2ptrain.core.texts import human_bytes, shortened
 from p2ptrain.core.world import World
 from roles.background import Background
 from roles.compute_thread import ComputeThread
+from roles.engine import StageEngine
 from roles.speculation.cost_model import Average
 from roles.speculation.drafting import Drafting
 from roles.speculation.events import Began, DrafterEvent, Run, RunDone, RunDropped, Send, Told
@@ -44,7 +45,6 @@ from roles.speculation.received import (
     packed,
     told_untrusted,
 )
-from roles.stage_engine import StageEngine
 from roles.worker.stage_links import QUIET_S, Line
 from roles.worker.stage_requests import MAX_POSITIONS, printable
 from roles.worker.turns import Turns

@@ -23,8 +23,7 @@ from ring.links import Topology
 from ring.schedule import Schedule, extended, forwards, one_f_one_b
 from ring.session import RingSession
 from roles.compute_thread import ComputeThread
-from roles.engine import Engine, PipelineEngine
-from roles.part_engine import Payload
+from roles.engine import Engine, Payload, PipelineEngine
 from roles.strategies import Meet, StageLoad
 from roles.strategies.stage_runner import StageRunner
 from roles.strategies.staged import StagedStrategy

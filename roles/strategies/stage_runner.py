@@ -21,7 +21,7 @@ from p2ptrain.core.world import LoopClock
 from ring.chain import Chain
 from ring.schedule import Kind, Operation, Schedule
 from roles.compute_thread import ComputeThread
-from roles.part_engine import PartEngine, Payload
+from roles.engine import PartEngine, Payload
 
 T = TypeVar("T")
 

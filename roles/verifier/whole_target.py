@@ -20,7 +20,7 @@ from p2ptrain.core.texts import human_bytes
 from p2ptrain.core.world import Clock
 from roles.chain.session import CHUNK
 from roles.compute_thread import ComputeThread
-from roles.stage_engine import StageEngine
+from roles.engine import StageEngine
 from roles.verifier.target import Passed
 from wire.handshake import RefusalCode
 

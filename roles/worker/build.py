@@ -14,9 +14,8 @@ import psutil
 from configs.schema import Profile
 from p2ptrain.core.footprint import least_in_flight
 from p2ptrain.core.serving import PartSpec
-from roles.engine import Engine, Stage
+from roles.engine import BuildPart, Engine, PartBuilder, Stage
 from roles.gauges import free_memory_bytes, gpu_name
-from roles.stage_engine import BuildPart, PartBuilder
 from roles.worker.stages import Holding
 from wire.messages import Scalar
 

@@ -27,7 +27,7 @@ from p2ptrain.core.threads import Thread
 from p2ptrain.core.training import FilePlan
 from ring.token import first_lineage, is_lineage
 from roles.compute_thread import ComputeThread
-from roles.engine import WHOLE, Blob, Engine, Stage, StagedEngine
+from roles.engine import WHOLE, Blob, Engine, Stage
 from roles.worker.context import Context
 from wire.job_messages import CheckpointSaved
 
@@ -189,7 +189,7 @@ class CheckpointFiles:
 
         Args:
             restore_step: the step to go back to, -1 for the newest. Newer checkpoints are set aside.
-            split: the engine is a ``StagedEngine``, and the directory its stage's.
+            split: the engine is a ``Engine``, and the directory its stage's.
 
         Returns:
             Steps applied, lineage, the last step's squared gradient norm (0 where it is not known), the checkpoint.
@@ -302,7 +302,7 @@ def state_digest(state: list[Blob]) -> bytes:
 
 def _initial_digest(engine: Engine, split: bool) -> bytes:
     engine.load_initial()
-    return cast(StagedEngine, engine).initial_digest() if split else state_digest(engine.state())
+    return engine.initial_digest() if split else state_digest(engine.state())
 
 
 # ------------------------------------------------------------------------------------------------- when, and who hears

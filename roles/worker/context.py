@@ -28,7 +28,7 @@ class Context:
         tell: tells the person here only: the seed knows it already.
         beats: (heartbeat_s, death_s) between neighbours.
         disk: the thread of everything that touches the job's directory.
-        build_engine: blocking; called on the compute thread. ``build_part``: the same of a ``StagedEngine``.
+        build_engine: blocking; called on the compute thread. ``build_part``: the same of a ``Engine``.
         strategies: of a job's profile (``roles.strategies.strategy_of``).
         on_step: called after every commit with the metrics of the step.
     """

@@ -15,9 +15,9 @@ from p2ptrain.core.tensor_files import TensorTable
 from p2ptrain.core.threads import Thread
 from p2ptrain.core.world import World
 from roles.compute_thread import ComputeThread
+from roles.engine import BuildPart, PartBuilder
 from roles.model_directory import table_of
 from roles.model_table import FILE, digest_of
-from roles.stage_engine import BuildPart, PartBuilder
 from roles.worker.parts import Part, PartKey, Shelf, part_key
 from roles.worker.receiver import Receiver
 from roles.worker.stage_requests import LoadRequest
@@ -106,7 +106,7 @@ class Loader:
 
         Raises:
             Refused: no room; the giver lies or is gone; the model is another one than the config says.
-            ConfigError, ResourceError: as ``roles.stage_engine.BuildPart``.
+            ConfigError, ResourceError: as ``roles.engine.BuildPart``.
         """
         spec, what = request.spec, f"layers {request.spec.start} to {request.spec.stop} of {request.name}"
         records = await receiver.table(spec.config)

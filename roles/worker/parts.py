@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from p2ptrain.core.errors import Refused
 from p2ptrain.core.serving import PartSpec
 from p2ptrain.core.texts import human_bytes
-from roles.stage_engine import StageEngine
+from roles.engine import StageEngine
 from wire.chain_messages import HeldPart
 
 MAX_PARTS = 16

@@ -31,8 +31,8 @@ from p2ptrain.core.ids import is_id
 from p2ptrain.core.world import World
 from roles.background import Background
 from roles.compute_thread import ComputeThread
+from roles.engine import BuildPart
 from roles.model_directory import CACHE_FILE, DigestCache, ModelDirectory, open_model
-from roles.stage_engine import BuildPart
 from roles.worker.giver import give
 from roles.worker.links import Prober, targets_untrusted, to_result
 from roles.worker.loader import Loader, OnBytes, Progress

@@ -18,7 +18,7 @@ from p2ptrain.core.activations import activation_bytes, encode_ids
 from p2ptrain.core.errors import ConfigError, JobFailed, ProtocolError, ResourceError, UserError
 from p2ptrain.core.serving import PartSpec, Sampling
 from p2ptrain.core.tensor_files import TensorTable
-from roles.stage_engine import PartBuilder, StageEngine
+from roles.engine import PartBuilder, StageEngine
 
 from .families import VOCAB, make
 

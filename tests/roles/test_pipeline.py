@@ -17,12 +17,14 @@ from p2ptrain.core.world import Network
 from ring.local import LocalMember
 from ring.schedule import Costs, Schedule, extended, gpipe, one_f_one_b, simulate
 from roles.compute_thread import ComputeFailed, ComputeThread
-from roles.part_engine import PartEngine, Payload
-from roles.part_stand_in import ArithmeticPart, TimedPart
+from roles.engine import PartEngine, Payload
+from roles.stand_in import TimedPart
 from roles.strategies.stage_runner import StageRunner, StageStep
 from tests.ring.local import local_chain, networks_apart
 from wire.memory import MemoryNetwork, run_virtual
 from wire.transport import TcpNetwork
+
+from .arithmetic_part import ArithmeticPart
 
 T = TypeVar("T")
 

@@ -1,20 +1,13 @@
-"""Parts without torch: one that really computes, so that results can be compared, and one that only takes time."""
+"""A part of a model without torch that really computes, so that results can be compared."""
 
 from __future__ import annotations
-
-import struct
-import time
-from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
-from p2ptrain.core.errors import ProtocolError
-from roles.part_engine import Payload
+from roles.engine import Payload
 
 Vector = npt.NDArray[np.float64]
-
-_STAMP = struct.Struct("!4sqqi")  # kind, step, micro-batch, stage that made it
 
 
 class ArithmeticPart:
@@ -74,66 +67,3 @@ class ArithmeticPart:
 
     def _drawn(self, step: int, index: int, what: int) -> Vector:
         return np.random.default_rng([self._seed, step, index, what]).standard_normal(self._width)
-
-
-class TimedPart:
-    """Takes its time and burns no CPU. Its payloads say what they are, and are checked where they arrive.
-
-    An operation never takes less than it should. A busy machine wakes a sleeper late, and that is not made up for: what
-    one operation is shortened by may not be what another one has held up.
-
-    Args:
-        stage: this part's, of ``stages``.
-        forward_s, backward_s: of one micro-batch.
-        sleep, clock: what takes the time, and tells it, in seconds; a test brings its own.
-    """
-
-    def __init__(
-        self,
-        stage: int,
-        stages: int,
-        *,
-        forward_s: float,
-        backward_s: float,
-        activation_bytes: int,
-        gradient_bytes: int,
-        sleep: Callable[[float], None] = time.sleep,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self.activation_bytes = max(activation_bytes, _STAMP.size)
-        self.gradient_bytes = max(gradient_bytes, _STAMP.size)
-        self._stage, self._stages = stage, stages
-        self._forward_s, self._backward_s = forward_s, backward_s
-        self._sleep, self._clock = sleep, clock
-        self._step = 0
-
-    def forward(self, step: int, index: int, inputs: Payload | None) -> Payload | None:
-        began, self._step = self._clock(), step
-        self._check(inputs, b"acts", index, self._stage - 1)
-        made = self._made(b"acts", index, self.activation_bytes) if self._stage < self._stages - 1 else None
-        self._take(began, self._forward_s)
-        return made
-
-    def backward(self, index: int, gradient: Payload | None) -> Payload | None:
-        began = self._clock()
-        self._check(gradient, b"grad", index, self._stage + 1)
-        made = self._made(b"grad", index, self.gradient_bytes) if self._stage else None
-        self._take(began, self._backward_s)
-        return made
-
-    def _take(self, began: float, seconds: float) -> None:
-        """Until the operation that ``began`` then has had its time, what its payloads took included."""
-        self._sleep(max(began + seconds - self._clock(), 0.0))
-
-    def _made(self, kind: bytes, index: int, nbytes: int) -> Payload:
-        payload = np.zeros(nbytes, np.uint8)
-        _STAMP.pack_into(payload.data, 0, kind, self._step, index, self._stage)
-        return payload
-
-    def _check(self, payload: Payload | None, kind: bytes, index: int, stage: int) -> None:
-        if payload is None:
-            assert not 0 <= stage < self._stages, "nothing came"
-            return
-        wanted, got = (kind, self._step, index, stage), _STAMP.unpack_from(payload.data)
-        if got != wanted:
-            raise ProtocolError(f"the payload of another operation: {got}, not {wanted}")
