@@ -22,13 +22,13 @@ from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import NetworkError, P2PTrainError, UserError
 from p2ptrain.core.serving import SamplingWish
 from p2ptrain.core.world import Network, World
-from roles.in_process import Cluster, Peer
 from roles.member import ServingMember
 from roles.verifier.asking import Wish
 from roles.verifier.client import VerifierClient, verifiers_untrusted
 from roles.worker.build import holding
 from roles.worker.stage_testing import LoopThreads
 from tests.compute.tiny_trainer import tiny
+from tests.roles.in_process import Cluster, Peer
 from wire.memory import MemoryNetwork, run_virtual
 
 PATIENCE_S = 600.0

@@ -22,8 +22,8 @@ from p2ptrain.cli.up import _print_pair
 from p2ptrain.cli.up_cluster import HttpWish, Plan, SplitPlan
 from p2ptrain.core.errors import JobFailed, P2PTrainError, UserError
 from roles.engine import Engine
-from roles.in_process import Cluster
 from roles.stand_in import StandInEngine
+from tests.roles.in_process import Cluster
 from wire.records import ServingInfo
 from wire.transport import TcpNetwork
 

@@ -24,7 +24,6 @@ from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, R
 from p2ptrain.core.training import Blob
 from p2ptrain.core.world import LoopClock
 from ring.view import View
-from roles.in_process import HOST, Cluster
 from roles.seed.authority import Authority
 from roles.seed.enrolment import Gate
 from roles.seed.requests import Clerk
@@ -34,6 +33,7 @@ from roles.worker.donor import Donations
 from roles.worker.fetch import Fetch, _Donor
 from roles.worker.given import CHUNK_BYTES, chunk_untrusted
 from roles.worker.offered import Self
+from tests.roles.in_process import HOST, Cluster
 from tests.wire.doubles import credentials
 from wire.address import proof
 from wire.codec import MESSAGE_TYPES, encode

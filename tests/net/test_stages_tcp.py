@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.core.serving import Sampling
-from roles.in_process import Cluster, Peer
 from roles.model_directory import ModelDirectory
 from roles.stage_stand_in import StandIns, stand_in_config, tokens_of, write_model
 from roles.worker.stage_testing import (
@@ -24,6 +23,7 @@ from roles.worker.stage_testing import (
     model_at,
     open_params,
 )
+from tests.roles.in_process import Cluster, Peer
 from wire.chain_messages import ChainBroken, Took
 from wire.transport import TcpNetwork
 

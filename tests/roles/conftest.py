@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from roles.in_process import Cluster
+from tests.roles.in_process import Cluster
 from wire.memory import MemoryNetwork
 
 

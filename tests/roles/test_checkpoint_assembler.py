@@ -20,10 +20,10 @@ from p2ptrain.core.errors import ProtocolError
 from ring import coordination as co
 from ring.view import View
 from roles.engine import Stage
-from roles.in_process import Cluster, Peer
 from roles.stand_in import StandInEngine
 from roles.worker import checkpoint_assembler, checkpoint_store
 from roles.worker.checkpoint_assembler import OfferedFiles, assembles, offered_untrusted
+from tests.roles.in_process import Cluster, Peer
 from wire.heal_messages import FilesRequest
 from wire.job_messages import MemberRecord
 from wire.memory import MemoryNetwork

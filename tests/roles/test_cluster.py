@@ -15,9 +15,9 @@ import pytest
 from configs.schema import Profile
 from p2ptrain.core.training import Applied
 from roles.engine import OnFinal
-from roles.in_process import Cluster, Peer
 from roles.stand_in import StandInEngine
 from roles.worker.checkpoint_store import Snapshot, Snapshots
+from tests.roles.in_process import Cluster, Peer
 
 
 def small_profile(**tables: dict[str, Any]) -> Profile:

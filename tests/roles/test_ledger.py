@@ -15,10 +15,10 @@ from ring.coordination import Peer, records
 from ring.ledger import pack_counts
 from ring.token import next_lineage
 from ring.view import View
-from roles.in_process import Cluster
 from roles.seed import ledger as module
 from roles.seed.ledger import Ledger
 from roles.seed.store import JobRecord, Records
+from tests.roles.in_process import Cluster
 from wire.job_messages import LedgerRow, LedgerRows
 from wire.records import LedgerHead
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from p2ptrain.core.errors import JobFailed, ProtocolError, Refused
-from roles.in_process import DEADLINE_S, HOST, Cluster, Peer
 from roles.member import ServingMember, drafters_untrusted
+from tests.roles.in_process import DEADLINE_S, HOST, Cluster, Peer
 from tests.roles.test_cluster import done, small_profile
 from wire.connection import Connection
 from wire.handshake import RefusalCode, dial, local_hello

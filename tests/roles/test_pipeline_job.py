@@ -22,7 +22,6 @@ from p2ptrain.compute.trainer import Trainer
 from ring import coordination as co
 from ring.schedule import extended, gpipe, one_f_one_b
 from roles.compute_thread import ComputeThread
-from roles.in_process import Cluster, Peer
 from roles.seed import jobs
 from roles.stage_stand_in import StandIns
 from roles.stand_in import StandInEngine
@@ -30,6 +29,7 @@ from roles.strategies import StageLoad, strategy_of
 from roles.strategies.pipeline import PipelineStrategy
 from roles.strategies.stage_runner import StageStep
 from roles.worker.build import engine_builder, stage_builder
+from tests.roles.in_process import Cluster, Peer
 from wire.memory import MemoryNetwork
 
 STEPS = 50

@@ -16,8 +16,8 @@ from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ConnectionLost, NeighbourAway, P2PTrainError, Refused
 from p2ptrain.core.world import LoopClock
 from ring.links import dial_patiently
-from roles.in_process import DEADLINE_S, HOST, Cluster, Peer
 from roles.stand_in import StandInEngine
+from tests.roles.in_process import DEADLINE_S, HOST, Cluster, Peer
 from tests.roles.test_cluster import at, done, small_profile, state_of
 from wire.address import ROLES, Ticket
 from wire.client import SeedClient

@@ -12,10 +12,10 @@ from configs.schema import Profile
 from p2ptrain.core.errors import ConnectionLost, ProtocolError
 from p2ptrain.core.world import LoopClock
 from ring.order import LinkQuality
-from roles.in_process import Cluster
 from roles.seed import links as seed_links
 from roles.seed.links import FRESH_S, MAX_AT_ONCE, START_S, LinkTable, Survey, host_seen_from, measured_untrusted
 from roles.seed.peers import Link
+from tests.roles.in_process import Cluster
 from wire.handshake import local_hello
 from wire.memory import run_virtual
 

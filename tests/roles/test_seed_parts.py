@@ -13,8 +13,8 @@ import msgpack
 import pytest
 
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError
-from roles.in_process import HOST, Cluster
 from roles.seed.parts import Holdings, infos_of
+from tests.roles.in_process import HOST, Cluster
 from wire.chain_messages import HeldPart, PartsHeld
 from wire.connection import Connection
 from wire.frame import encode_control

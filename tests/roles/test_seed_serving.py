@@ -13,10 +13,10 @@ from unittest.mock import MagicMock
 import pytest
 
 from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused
-from roles.in_process import HOST, Cluster
 from roles.seed.peers import Link
 from roles.seed.planning import planned
 from roles.seed.serving import Services, info_of
+from tests.roles.in_process import HOST, Cluster
 from tests.roles.test_planned import PROFILE, SHAPE
 from wire.chain_messages import PartsHeld
 from wire.connection import Connection

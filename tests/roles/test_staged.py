@@ -15,11 +15,11 @@ from configs.schema import Profile
 from p2ptrain.core.errors import ProtocolError, Refused
 from ring.token import first_lineage, joined_digest, next_lineage
 from roles.engine import Stage
-from roles.in_process import Cluster, Peer
 from roles.stand_in import StandInEngine
 from roles.worker.fetch import Fetch, _Donor
 from roles.worker.offered import Self
 from roles.worker.testing import world_of
+from tests.roles.in_process import Cluster, Peer
 from wire.heal_messages import HealOffer, HealRequest, StepLogged
 from wire.memory import MemoryNetwork
 

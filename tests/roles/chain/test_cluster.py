@@ -14,8 +14,8 @@ from p2ptrain.core.serving import Sampling
 from roles.chain.client import Chain
 from roles.chain.peer import Context
 from roles.chain.plan import WorkerPool, local_model, workers_of
-from roles.in_process import Cluster, Peer
 from roles.stage_stand_in import WIDTH, StandIns, tokens_of, write_model
+from tests.roles.in_process import Cluster, Peer
 from wire.handshake import dial, local_hello
 from wire.memory import MemoryNetwork
 

@@ -98,7 +98,7 @@ class Cluster:
         self._seed_stop = asyncio.Event()
 
     def world(self, network: Network | None = None) -> World:
-        return World(LoopClock(), network or self.network, RealDisk(), random.Random(7))  # noqa: S311 - jitter
+        return World(LoopClock(), network or self.network, RealDisk(), random.Random(7))
 
     def ticket(self, role: str) -> Ticket:
         """What an encrypted seed has left for programs of its machine."""
