@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import Any
 
 from ring.order import Links, Wishes, arranged
 from ring.token import balanced
@@ -24,6 +24,8 @@ STATUSES = STANDSTILL | BESIDE | {"training", "healed", "failed"}
 """All values of ``Report.status``."""
 TORN_S = 3.0
 """A member that was healing may first have to load its state anew: the others wait no longer than this for it."""
+SPARES = 2
+"""Workers that a job keeps beside those that it has work for: they take a place that becomes free."""
 RETURN_S = 10.0
 """Longer than the longest pause of a worker that looks for its seed: who is not back by then, beside members that stand
 still and so wait, is no longer waited for."""
@@ -85,8 +87,7 @@ class Terms:
 
     Attributes:
         workers: the first view waits for this many.
-        micro_batches: of a global batch; more members than that stay spare, and of those at most two: they take a
-            place that becomes free.
+        micro_batches: of a global batch; more members than that stay spare, and of those at most ``SPARES``.
         settle_s: after a break, until members that are alive but say nothing are struck off. The dead are not waited
             for: their connections tell.
         hold_s: after a hold, the same. Long: a step may be.
@@ -110,7 +111,7 @@ class Terms:
     @property
     def most(self) -> int:
         """So many peers, and no more, are of use to the job."""
-        return max(self.workers, self.micro_batches) + 2
+        return max(self.workers, self.micro_batches) + SPARES
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,9 +235,18 @@ class Signal(Enum):
     YIELD = "another job waits for workers: a paused one whose state is on a disk lets its own go"
 
 
-Event: TypeAlias = (
-    "PeerOffered | PeerReturned | PeerReported | PeerLost | Progress | Measured | PeerTold | Saved"
-    " | Restore | Together | Signal"
+Event = (
+    PeerOffered
+    | PeerReturned
+    | PeerReported
+    | PeerLost
+    | Progress
+    | Measured
+    | PeerTold
+    | Saved
+    | Restore
+    | Together
+    | Signal
 )
 """What happened. ``handle`` takes nothing else."""
 
@@ -337,9 +347,18 @@ class Emit:
     peer_id: str = ""
 
 
-Instruction: TypeAlias = (
-    "SendAssign | SendSurvey | Planned | SendHold | SendCatchUp | SendSave | SendRelease | Mint"
-    " | SetState | SetCorpus | Emit"
+Instruction = (
+    SendAssign
+    | SendSurvey
+    | Planned
+    | SendHold
+    | SendCatchUp
+    | SendSave
+    | SendRelease
+    | Mint
+    | SetState
+    | SetCorpus
+    | Emit
 )
 """What the shell is to do, in order."""
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Hashable
+from typing import Generic, ParamSpec, TypeVar
 
 from p2ptrain.core.errors import P2PTrainError, ResourceError
 from p2ptrain.core.threads import RealThreads, Threads
 
 P = ParamSpec("P")
 T = TypeVar("T")
+H = TypeVar("H", bound=Hashable)
 
 
 class ComputeThread:
@@ -64,3 +65,26 @@ def translated(error: BaseException) -> ComputeFailed:
     failed = ComputeFailed(f"{type(error).__name__} while computing: {line}", remedy=remedy)
     failed.__cause__ = error
     return failed
+
+
+class Turns(Generic[H]):
+    """Those that have something to do, each once. Who had a turn goes to the end, so nobody waits for more than one
+    turn of each other."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[H, None] = {}
+
+    def add(self, who: H) -> None:
+        """It has something to do. Who waits already keeps its place."""
+        self._waiting.setdefault(who)
+
+    def drop(self, who: H) -> None:
+        self._waiting.pop(who, None)
+
+    def take(self, ready: Callable[[H], bool]) -> H | None:
+        """The first that is ready, which is in the queue no more; None where nobody is."""
+        for who in self._waiting:
+            if ready(who):
+                del self._waiting[who]
+                return who
+        return None

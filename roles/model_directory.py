@@ -18,16 +18,19 @@ from roles.model_table import (
     FILE,
     MAX_FILE_BYTES,
     MAX_FILES,
-    RANGE_BYTES,
+    digest_of,
+    digest_size,
     is_file_name,
     model_id,
-    new_digest,
 )
 from wire.chain_messages import TensorRecord
+from wire.heal_messages import RANGE_BYTES
 
 CACHE_FILE = "tensor-digests.json"
 MAX_CACHE_BYTES = 64 << 20
 _CACHED_FILES = 256
+MAX_TENSOR_BYTES = 4 << 30
+"""Its record, with a digest for each range, is to fit a control frame."""
 _MAX_CONFIG_BYTES = 48 << 10  # it travels in a request
 
 Stamp = tuple[int, int]
@@ -83,7 +86,7 @@ def cached_untrusted(data: bytes) -> dict[str, tuple[Stamp, dict[str, bytes]]]:
         for path, entry in files.items():
             size, mtime_ns = (int(each) for each in entry["stamp"])
             digests = {str(name): bytes.fromhex(text) for name, text in entry["digests"].items()}
-            if any(len(digest) != DIGEST_BYTES for digest in digests.values()):  # or of another kind, once
+            if any(not digest or len(digest) % DIGEST_BYTES for digest in digests.values()):  # or of another kind, once
                 raise ProtocolError("a digest that is none")
             found[str(path)] = ((size, mtime_ns), digests)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
@@ -145,6 +148,8 @@ def open_model(directory: Path, cache: DigestCache | None) -> ModelDirectory:
             config = read_range(file, 0, stamp[0]).decode()
         except UnicodeDecodeError as error:
             raise StorageError(f"{directory / 'config.json'} is no text") from error
+    if any(entry.size_bytes > MAX_TENSOR_BYTES for entry in table.entries.values()):
+        raise ConfigError(f"{directory} has a tensor of more than {MAX_TENSOR_BYTES >> 30} GiB")
     if any(not name.isprintable() for name in table.entries):
         raise StorageError(f"{directory} has a tensor whose name is not text")
     entries = dict(sorted(table.entries.items())) | {name: _whole(name, size) for name, size in small.items()}
@@ -191,14 +196,14 @@ def _digests(
     """The file's stamp, and the digests of what it holds."""
     with _opened(path) as (file, stamp):
         known = cache.get(path, stamp) if cache is not None else {}
-        if entries.keys() <= known.keys():
+        sizes = {name: digest_size(entry.size_bytes) for name, entry in entries.items()}
+        if sizes == {name: len(known[name]) for name in entries if name in known}:
             return stamp, {name: known[name] for name in entries}
         found: dict[str, bytes] = {}
         for name, entry in sorted(entries.items(), key=lambda item: item[1].start):
-            total = new_digest()
-            for start in range(entry.start, entry.stop, RANGE_BYTES):
-                total.update(read_range(file, start, min(RANGE_BYTES, entry.stop - start)))
-            found[name] = total.digest()
+            starts = range(entry.start, max(entry.stop, entry.start + 1), RANGE_BYTES)
+            ranges = (read_range(file, start, min(RANGE_BYTES, entry.stop - start)) for start in starts)
+            found[name] = b"".join(map(digest_of, ranges))
     if cache is not None:
         cache.put(path, stamp, found)
     return stamp, found

@@ -21,11 +21,10 @@ from collections.abc import Iterable, Sequence
 from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.tensor_files import ITEM_BYTES, MAX_DIMS, MAX_TENSORS
 from wire.chain_messages import TensorRecord, TensorsPage
+from wire.heal_messages import RANGE_BYTES
 
 FILE = "FILE"
 """In place of a dtype: a small file, such as the tokenizer's. Its shape is its bytes."""
-RANGE_BYTES = 4 << 20
-"""Of a tensor that is asked for, and sent, at a time."""
 DIGEST_BYTES = 32
 ID_BYTES = 28
 MAX_FILE_BYTES = 64 << 20
@@ -42,14 +41,16 @@ def is_file_name(name: str) -> bool:
     return _FILE_NAME.fullmatch(name) is not None
 
 
-def new_digest() -> hashlib.blake2b:
-    """What takes the bytes of a tensor, or small file; its ``digest()`` stands in the record."""
-    return hashlib.blake2b(digest_size=DIGEST_BYTES)
-
-
 def digest_of(data: bytes | bytearray | memoryview) -> bytes:
-    """Of the whole tensor. Lets other threads run meanwhile."""
-    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
+    """Of a tensor or small file, as it stands in its record: of each range. Lets other threads run meanwhile."""
+    view = memoryview(data)
+    ranges = (view[start : start + RANGE_BYTES] for start in range(0, max(len(view), 1), RANGE_BYTES))
+    return b"".join(hashlib.blake2b(each, digest_size=DIGEST_BYTES).digest() for each in ranges)
+
+
+def digest_size(size_bytes: int) -> int:
+    """Of what ``digest_of`` makes of so many bytes."""
+    return DIGEST_BYTES * max(1, -(-size_bytes // RANGE_BYTES))
 
 
 def model_id(config: str, records: Iterable[TensorRecord]) -> str:
@@ -73,7 +74,7 @@ def page_of(records: Sequence[TensorRecord], first: int) -> TensorsPage:
     page: list[TensorRecord] = []
     size = 0
     for record in records[max(first, 0) : max(first, 0) + _PAGE_RECORDS]:
-        size += 112 + len(record.name.encode("utf-8", "replace")) + 9 * len(record.shape)
+        size += 80 + len(record.digest) + len(record.name.encode("utf-8", "replace")) + 9 * len(record.shape)
         if size > _PAGE_BYTES:
             break
         page.append(record)
@@ -111,7 +112,7 @@ class TableTaker:
 
 def check_record_untrusted(record: TensorRecord) -> None:
     """Raises ``ProtocolError`` where there can be no such tensor, or file."""
-    if not 0 < len(record.name) <= _MAX_NAME or len(record.digest) != DIGEST_BYTES:
+    if not 0 < len(record.name) <= _MAX_NAME or len(record.digest) != digest_size(record.size_bytes):
         raise ProtocolError("a tensor without a proper name or digest")
     if len(record.shape) > MAX_DIMS or not all(0 <= each < 1 << 48 for each in record.shape):
         raise ProtocolError(f"{record.name[:80]!r} has an impossible shape")

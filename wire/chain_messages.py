@@ -9,7 +9,7 @@
     stage at which a Work ends → client     Took
     stage   → client                        ChainBroken: the next stage is lost
     receiver → giver   (purposes ``model``: the receiver dials; ``give``: the giver dials)
-                       TensorsRequest → TensorsPage; TensorRequest → bulk frame | TensorGone
+                       TensorsRequest → TensorsPage; RangeRequest → bulk frame | RangeGone
     both ways on every idle one             StillHere, so that silence means death
 """
 
@@ -113,7 +113,7 @@ class TensorRecord:
     """One tensor of a model directory, or one of its small files (dtype ``FILE``, shape its bytes).
 
     Attributes:
-        digest: BLAKE2b-256 of its bytes, 32 bytes.
+        digest: BLAKE2b-256 of each 4 MiB of its bytes, 32 bytes each, one after the other.
     """
 
     name: str
@@ -140,27 +140,6 @@ class TensorsPage(Message):
     total: int
     tensors: list[TensorRecord]
     error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorRequest(Message):
-    """Send bytes [start, stop) of a tensor as one bulk frame on ``stream``; 4 MiB at most."""
-
-    KIND: ClassVar[int] = 45
-    model: str
-    name: str
-    start: int
-    stop: int
-    stream: int
-
-
-@dataclass(frozen=True, slots=True)
-class TensorGone(Message):
-    """Those bytes cannot be given: the file changed, or is gone."""
-
-    KIND: ClassVar[int] = 46
-    stream: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)

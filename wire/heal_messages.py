@@ -3,10 +3,10 @@
 ::
 
     member → neighbour    bulk frames only (see ``ring.session``); MemberLost, on the beats' connection
-    member → donor        (purpose ``heal``)    HealRequest → HealOffer
-                          TableRequest → bulk frame; ChunkRequest → bulk frame; StepRequest → bulk frame | StepGone
-    donor → member        StepLogged, as its ring commits
-    member → member       (purpose ``files``)   FilesRequest → FilesOffer, TensorRequest → bulk frame | TensorGone
+    member → source       (purpose ``heal``)    HealRequest → HealOffer
+    source → member       StepLogged, as its ring commits
+    member → member       (purpose ``files``)   FilesRequest → FilesOffer
+    receiver → source     (these, and those of a model)   RangeRequest → bulk frame | RangeGone
     both ways when idle   StillHere
 """
 
@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from wire.messages import Message
+
+RANGE_BYTES = 4 << 20
+"""Of what lies on a disk, asked for and sent at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,23 +85,6 @@ class HealOffer(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkRequest(Message):
-    """Send chunk ``index`` of the offered state, in the order of its blobs, as one bulk frame on ``stream``."""
-
-    KIND: ClassVar[int] = 50
-    index: int
-    stream: int
-
-
-@dataclass(frozen=True, slots=True)
-class TableRequest(Message):
-    """Send the table of the offered state, 16 bytes a chunk, as one bulk frame on ``stream``."""
-
-    KIND: ClassVar[int] = 51
-    stream: int
-
-
-@dataclass(frozen=True, slots=True)
 class StepLogged(Message):
     """The donor keeps the reduced bytes of a step that its ring committed.
 
@@ -119,21 +105,27 @@ class StepLogged(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class StepRequest(Message):
-    """Send the reduced bytes of ``step`` as one bulk frame on ``stream``; or say ``StepGone``."""
+class RangeRequest(Message):
+    """Send bytes [start, stop) of what the offer calls ``name`` as one bulk frame on ``stream``, or ``RangeGone``.
 
-    KIND: ClassVar[int] = 53
-    step: int
+    Names are those of the state's blobs, of a model's tensors and small files, and of a checkpoint's files. ``#table``
+    is a state's table of digests, ``#step 12`` the reduced bytes of step 12.
+    """
+
+    KIND: ClassVar[int] = 45
+    name: str
+    start: int
+    stop: int
     stream: int
 
 
 @dataclass(frozen=True, slots=True)
-class StepGone(Message):
-    """The log is bounded: the reduced bytes that were asked for on ``stream`` are kept no more."""
+class RangeGone(Message):
+    """Those bytes cannot be given: the file changed, or the log, which is bounded, keeps the step no more."""
 
-    KIND: ClassVar[int] = 54
-    step: int
+    KIND: ClassVar[int] = 46
     stream: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +148,7 @@ class FilesRequest(Message):
 class FilesOffer(Message):
     """The answer: a checkpoint's manifest, which names them and their sums; or why there are none.
 
-    ``TensorRequest``s for ranges of them follow, whose ``model`` is the job.
+    ``RangeRequest``s follow.
     """
 
     KIND: ClassVar[int] = 58

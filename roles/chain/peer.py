@@ -17,7 +17,7 @@ from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NetworkError, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.world import World
 from roles.background import Background
-from roles.worker.stage_links import QUIET_S, Line
+from roles.line import QUIET_S, Line
 from wire.address import is_loopback
 from wire.chain_messages import CHAIN_STREAM, ChainBroken, PartLoading, Picked, Took, Work
 from wire.client import Calls

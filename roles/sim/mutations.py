@@ -20,7 +20,7 @@ from roles.seed.store import Records
 from roles.sim.disk import ProcessDisk
 from roles.sim.watching import replaced
 from roles.strategies import staged
-from roles.worker.donor import Donations
+from roles.worker.heal_source import HealSource
 from roles.worker.ledger import Ledger
 from roles.worker.runner import JobRunner
 from wire.frame import FrameDecoder
@@ -125,7 +125,7 @@ def _any_stage() -> list[Patch]:
     """A member that heals takes the state of any other, whichever part of the model that holds."""
     return [
         (View, "same_stage", lambda original: lambda self, rank: self.members),
-        (Donations, "_has_part", lambda original: lambda self, request: True),
+        (HealSource, "_has_part", lambda original: lambda self, request: True),
     ]
 
 

@@ -19,10 +19,10 @@ from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, Pr
 from p2ptrain.core.ids import is_id
 from p2ptrain.core.world import Network
 from roles.background import Background
+from roles.line import QUIET_S, Line
 from roles.verifier.asking import Piece, Wish
 from roles.verifier.door import MOST_BYTES, MOST_STOPS, MOST_TURNS, STOP_CHARS
 from roles.verifier.refusals import error_untrusted
-from roles.worker.stage_links import QUIET_S, Line
 from wire import generate_messages as wire
 from wire.address import is_loopback
 from wire.connection import Connection

@@ -14,10 +14,10 @@ from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError
 from p2ptrain.core.serving import SamplingWish
 from p2ptrain.core.texts import shortened
 from roles.background import Background
+from roles.line import QUIET_S, Line
 from roles.verifier.asking import Piece, Said, TextService, Wish, Writing
 from roles.verifier.places import BUSY
 from roles.verifier.refusals import failed, refused
-from roles.worker.stage_links import QUIET_S, Line
 from wire import generate_messages as wire
 from wire.connection import Connection
 from wire.messages import Hello, Message

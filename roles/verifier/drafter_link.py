@@ -23,11 +23,11 @@ from p2ptrain.core.errors import (
     UserError,
 )
 from roles.chain.peer import Context
+from roles.line import DIAL_S, QUIET_S, Line
 from roles.speculation.cost_model import Average, DrafterModel
 from roles.speculation.events import Drafted, DrafterLost, DrafterReady, DrafterState, Tell
 from roles.speculation.received import TOO_LONG, drafts_untrusted, packed, refused_untrusted, step_untrusted
 from roles.verifier.drafting_source import DrafterFacts, Opening
-from roles.worker.stage_links import DIAL_S, QUIET_S, Line
 from roles.worker.stage_requests import printable
 from wire.address import is_loopback
 from wire.client import Calls

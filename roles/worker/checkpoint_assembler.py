@@ -37,18 +37,16 @@ from p2ptrain.core.threads import Thread
 from ring.token import is_lineage
 from ring.view import MAX_STAGES, View
 from roles.engine import WHOLE, Stage
+from roles.line import Line, dial_worker
 from roles.worker.checkpoint_store import CheckpointFiles, Checkpointing, announce
 from roles.worker.context import Context
-from roles.worker.giver import give_range
 from roles.worker.heal import TELL_EVERY_S
-from roles.worker.receiver import Receiver
-from roles.worker.stage_links import QUIET_S, Line, dial_worker
-from wire.chain_messages import TensorRequest
+from roles.worker.transfer import Everything, Piece, Receiver, Source, send_range
 from wire.connection import Connection
 from wire.handshake import RefusalCode, local_hello
-from wire.heal_messages import FilesOffer, FilesRequest
+from wire.heal_messages import FilesOffer, FilesRequest, RangeRequest
 from wire.job_messages import MemberRecord
-from wire.messages import Hello, Refuse
+from wire.messages import Hello, Message, Refuse
 
 BESIDE_BYTES, ALONE_BYTES = 256 << 10, 1 << 20
 """Of a file that are asked for at a time: beside a ring that trains, and while nothing else goes on."""
@@ -182,13 +180,32 @@ class CheckpointAssembler:
         hello = local_hello(peer_id=around.peer_id, name=around.name, roles=["worker"], purpose="files", job=self._job)
         host = member.host or around.seed_host
         connection, _ = await dial_worker(around.world.network, host, member.port, member.peer_id, hello)
-        what = f"the files of stage {asked.stage}"
-        receiver = await stack.enter_async_context(Receiver(connection, self._job, member.name, what=what).running())
-        offer = await receiver.files(asked)
-        meta, files = offered_untrusted(offer.manifest, asked)
+        source = Source(member.peer_id, member.name, Line(connection))
+        receiver, offer = Receiver(around.world.clock.now, _unverified), source.line.pending()
 
-        def pieces(name: str, size_bytes: int) -> AsyncIterator[bytearray]:
-            return receiver.pieces(name, size_bytes, lambda: self._piece_bytes)
+        def heard(message: Message) -> None:
+            if not isinstance(message, FilesOffer) or offer.done():
+                raise ProtocolError(f"who gives files sent {type(message).__name__}")
+            offer.set_result(message)
+
+        await stack.enter_async_context(receiver.attached(source, heard))
+        connection.send(asked)
+        told: FilesOffer = await source.line.landed(offer)
+        if told.reason:
+            raise ProtocolError(f"{member.name}, who gives the files of stage {asked.stage}: {shortened(told.reason)}")
+        meta, files = offered_untrusted(told.manifest, asked)
+
+        async def pieces(name: str, size_bytes: int) -> AsyncIterator[bytearray]:
+            start = 0
+            while start < size_bytes:
+                stop = min(start + self._piece_bytes, size_bytes)
+                data = bytearray(stop - start)
+                receiver.want((name, start), Piece(name, start, stop, memoryview(data)))
+                receiver.offers(source, Everything())
+                await receiver.until(lambda start=start: receiver.has((name, start)))  # type: ignore[misc]
+                receiver.forget((name, start))
+                start = stop
+                yield data
 
         return _Part(meta, files, pieces, member.name)
 
@@ -278,6 +295,11 @@ class CheckpointAssembler:
             return await self._written(self._parts, step, part.meta, [part])
 
 
+async def _unverified(data: memoryview) -> bytes:
+    """A file is verified as a whole, by its manifest."""
+    return b""
+
+
 def offered_untrusted(manifest: bytes, asked: FilesRequest) -> tuple[Meta, dict[str, tuple[int, str]]]:
     """Meta and files of what was asked for, from what a peer sent. Raises ``ProtocolError`` where it is not of that."""
     step, meta, files = manifest_untrusted(manifest)
@@ -325,7 +347,7 @@ class FileSender:
         return None
 
     async def serve(self, connection: Connection, hello: Hello) -> None:
-        """Answer one caller until it closes. Raises as ``roles.worker.giver.give``."""
+        """Answer one caller until it closes. Raises as ``send_range``."""
         self._takers += 1
         try:
             connection.tune_for_bulk()
@@ -334,15 +356,18 @@ class FileSender:
             self._takers -= 1
 
     async def _give(self, connection: Connection, job: str) -> None:
-        line, offered = Line(connection, QUIET_S), OfferedFiles(self._disk)
+        line, offered = Line(connection), OfferedFiles(self._disk)
+
+        async def read(asked: RangeRequest) -> bytes:
+            return await self._thread.submit(partial(offered.read, asked.name, asked.start, asked.stop))
+
         async with line.alive():
             async for message in line.messages():
                 match message:
                     case FilesRequest() if message.job == job:
                         connection.send(await self._offer(connection, offered, message))
-                    case TensorRequest(model, name) if model == job:
-                        read = partial(offered.read, name, message.start, message.stop)
-                        await give_range(connection, read, self._thread, message, QUIET_S)
+                    case RangeRequest():
+                        await send_range(line, message, read)
                     case _:
                         raise ProtocolError(f"who takes checkpoints sent {type(message).__name__}, or of another job")
 

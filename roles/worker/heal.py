@@ -3,29 +3,436 @@
 Within: the view's healthy members give their live state, or, where they have logged them, only the steps that the
 member lacks. Beside: ``Follower`` fetches a snapshot, replays the steps since, and goes on step by step with the ring,
 so that the ring waits for nothing but a new view when this worker is let in.
+
+``Fetch`` asks several sources at a time. Most of them decide which table of digests is right, and what each step was.
+Then chunks land in the state's own memory, and the reduced bytes of the steps that lead on from it in buffers.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import xxhash
 
-from p2ptrain.core.errors import NetworkError, P2PTrainError, PeerError
+from p2ptrain.core.errors import NetworkError, P2PTrainError, PeerError, ProtocolError
+from p2ptrain.core.world import World
+from ring.token import is_lineage, joined_digest, next_lineage
 from ring.transaction import Event, Followed, Heal, Torn, Transaction, Unloaded
-from roles.engine import WHOLE, Applied, Engine, Stage
+from roles.engine import WHOLE, Applied, Blob, Engine, Stage
+from roles.line import Line
 from roles.worker.context import Context
-from roles.worker.fetch import Behind, Fetch, Step
-from roles.worker.offered import Self
-from wire.heal_messages import HealRequest
+from roles.worker.heal_source import ANSWER_S, CHUNK_BYTES, DIGEST_BYTES, STEP, TABLE, chunks_of, log_limit_bytes
+from roles.worker.transfer import Piece, Receiver, Source, most_said
+from wire.handshake import dial, local_hello
+from wire.heal_messages import HealOffer, HealRequest, StepLogged
 from wire.job_messages import CatchUp, MemberRecord, Report
+from wire.messages import Message
 
 TELL_EVERY_S = 10.0
 """How often people hear of a transfer that is under way."""
+SOURCES = 4
+"""Members that are asked at a time; each hashes its whole state for it. More are asked as these fail."""
+STEPS_AHEAD = 2
+"""Reduced steps in memory: one that is applied, and one that arrives meanwhile."""
+
+News = tuple[bytes, float, bytes]
+"""Of a step: digest, squared norm, and the digests of all stages of a split model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A state, and the value that those who give it agree on. Without a root: the one that this member holds."""
+
+    step: int
+    lineage: str
+    square_sum: float = 0.0
+    root: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Self:
+    """Who fetches, and what its own model is like: offers that differ are refused. ``stage``: the part of it that it
+    holds, and takes."""
+
+    peer_id: str
+    name: str
+    seed_host: str
+    state: Sequence[Blob]
+    reduce_bytes: int
+    stage: Stage = WHOLE
+
+
+def base_untrusted(offer: HealOffer, request: HealRequest, me: Self) -> Base:
+    """The state that a source offers to ``me``, who asked for it with ``request``.
+
+    Raises:
+        ProtocolError: no correct source of this member's model offers this.
+    """
+    if offer.chunk_bytes != CHUNK_BYTES:
+        raise ProtocolError(f"it gives chunks of {offer.chunk_bytes} bytes, this version takes {CHUNK_BYTES}")
+    if not is_lineage(offer.lineage) or offer.step < 0:
+        raise ProtocolError(f"it offers a state of step {offer.step} whose lineage is none")
+    if not offer.blobs:
+        if (offer.step, offer.lineage) != (request.have_step, request.have_lineage):
+            raise ProtocolError("it offers steps after a state that is not this member's")
+        return Base(offer.step, offer.lineage)
+    if request.step >= 0 and (offer.step, offer.lineage) != (request.step, request.lineage):
+        raise ProtocolError(f"it offers step {offer.step}, not step {request.step} as asked for")
+    mine = [(blob.name, blob.view.nbytes) for blob in me.state]
+    if [(record.name, record.size_bytes) for record in offer.blobs] != mine:
+        raise ProtocolError("its state has other parts or sizes than this model's")
+    if len(offer.root) != DIGEST_BYTES:
+        raise ProtocolError("its table's digest is none")
+    return Base(offer.step, offer.lineage, offer.square_sum, offer.root)
+
+
+def news_untrusted(news: StepLogged, me: Self) -> News:
+    """What a source says of a step that its ring committed.
+
+    Raises:
+        ProtocolError: no correct source of this member's model says this.
+    """
+    if len(news.digest) != DIGEST_BYTES or news.size_bytes != me.reduce_bytes:
+        raise ProtocolError(f"it tells of step {news.step} what cannot be")
+    if not _fits_the_stages(news, me.stage):
+        raise ProtocolError(f"it tells of step {news.step} what is not of {me.stage}")
+    return news.digest, news.square_sum, news.digests
+
+
+def _fits_the_stages(news: StepLogged, stage: Stage) -> bool:
+    if not stage.split:
+        return not news.digests
+    own = news.digests[DIGEST_BYTES * stage.index : DIGEST_BYTES * (stage.index + 1)]
+    return len(news.digests) == DIGEST_BYTES * stage.count and own == news.digest
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A committed step, fetched and verified. ``lineage``: after it. ``data`` may be overwritten once it was used."""
+
+    step: int
+    lineage: str
+    square_sum: float
+    data: memoryview
+
+
+class Behind(NetworkError):
+    """The steps that lead on from what this member holds are kept by nobody any more."""
+
+
+class Giver(Source):
+    """A member that gives a state, steps, or both.
+
+    Attributes:
+        offer: None before it has answered. first, last: of the steps that it keeps.
+        said: of steps to come.
+    """
+
+    def __init__(self, id: str, name: str, line: Line) -> None:
+        super().__init__(id, name, line)
+        self.offer: Base | None = None
+        self.first, self.last = 0, -1
+        self.said: dict[int, News] = {}
+
+
+async def _digest(data: memoryview) -> bytes:
+    return xxhash.xxh3_128_digest(data)
+
+
+class Fetch:
+    """See the module's docstring.
+
+    Args:
+        request: what is asked of every source; what it says that this member holds is given up with the first chunk.
+        members: who may have it, the best first.
+        on_torn: called once, before the state is overwritten.
+        on_progress: called with (bytes done, bytes in all) after every chunk.
+
+    Attributes:
+        problems: member's name → why it gives no more.
+        given: bytes of use, by member's name.
+        lost: sources of the state that went away before it was complete.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        me: Self,
+        *,
+        request: HealRequest,
+        generation: int,
+        members: Sequence[MemberRecord],
+        on_torn: Callable[[], None],
+        on_progress: Callable[[int, int], None],
+    ) -> None:
+        self._world, self._me, self._request, self._generation = world, me, request, generation
+        self._candidates = deque(member for member in members if member.peer_id != me.peer_id)
+        self._on_torn, self._on_progress = on_torn, on_progress
+        self._chunks = chunks_of(me.state)
+        self.total_bytes = sum(blob.view.nbytes for blob in me.state)
+        self._log_steps = log_limit_bytes(self.total_bytes, me.reduce_bytes) // max(me.reduce_bytes, 1)
+        self.receiver = Receiver(world.clock.now, _digest, on_landed=self._landed, on_gone=self._gone)
+        self.givers: dict[str, Giver] = {}
+        self._lanes = self._unanswered = 0
+        self._root, self._table = b"", bytearray()  # of the state that is fetched: its digest, and the digests
+        self._base: Base | None = None
+        self._buffers = [memoryview(bytearray(me.reduce_bytes)) for _ in range(STEPS_AHEAD)]
+        self._done: dict[int, News] = {}  # what was applied, as far back as a log can reach
+        self._agreed: dict[int, News] = {}  # what is known of the steps that are wanted
+        self._next = -1  # the step to apply next; -1: the state is not complete
+        self._lineage = ""
+        self._torn = False
+        self.problems = self.receiver.problems
+        self.given: Counter[str] = Counter()
+        self.lost = 0
+
+    @property
+    def received_bytes(self) -> int:
+        """All that came from sources: what is said, tables, and what came in vain, too."""
+        return self.receiver.received_bytes
+
+    @property
+    def newest(self) -> int:
+        """The newest step that a source told of; -1 where none was."""
+        return max((giver.last for giver in self.givers.values()), default=-1)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Fetch]:
+        """Talk to sources inside."""
+        self._lanes = self._unanswered = min(SOURCES, len(self._candidates))
+        lanes = [asyncio.create_task(self._lane(), name="heal") for _ in range(self._lanes)]
+        try:
+            yield self
+        finally:
+            for giver in self.givers.values():
+                giver.line.connection.abort()  # first: nothing may be written into the state from now on
+            for lane in lanes:
+                lane.cancel()
+            await asyncio.gather(*lanes, return_exceptions=True)
+
+    async def state(self) -> Base:
+        """Wait for the state. What is given has no root where it is what this member holds already.
+
+        Raises:
+            NetworkError: nobody could give it; the message names what each one said.
+            Behind: sources went on so far meanwhile that the steps since are not to be had.
+        """
+        await self._until(self._has_state)
+        assert self._base is not None
+        self._next, self._lineage = self._base.step + 1, self._base.lineage
+        self._want_steps()
+        return self._base
+
+    async def step(self) -> Step:
+        """Wait for the next step, verified by its digest, which makes the lineage. ``used`` follows.
+
+        Raises:
+            Behind: no source has it any more.
+            NetworkError: no source is left.
+        """
+        await self._until(lambda: self.receiver.has(self._next))
+        digest, square_sum, digests = self._agreed[self._next]
+        lineage = next_lineage(self._lineage, joined_digest(digests) if digests else digest)
+        return Step(self._next, lineage, square_sum, self._buffer(self._next))
+
+    def used(self, step: Step) -> None:
+        """``step`` was applied: its memory may be overwritten."""
+        self._done[step.step] = self._agreed.pop(step.step)  # what its sources said: they may be gone by now
+        self._done.pop(step.step - self._log_steps - 1, None)
+        self.receiver.forget(step.step)
+        self._next, self._lineage = step.step + 1, step.lineage
+        self._want_steps()
+
+    # --------------------------------------------------------------------------------------------------------- sources
+
+    async def _lane(self) -> None:
+        """Talk to one member after the other, until this is cancelled or nobody is left to ask."""
+        waited_for = True
+        while self._candidates:
+            member = self._candidates.popleft()
+            if not waited_for:
+                self._unanswered += 1
+            try:
+                await self._converse(member)
+            except P2PTrainError as problem:
+                self.problems[member.name] = problem.message
+            giver = self.givers.pop(member.peer_id, None)
+            waited_for = giver is None or giver.offer is None
+            complete = self._next >= 0 or not self._torn or self.given.total() >= self.total_bytes
+            self.lost += not waited_for and not complete
+            self._decide()
+        self._lanes -= 1
+        self._unanswered -= waited_for
+        self._decide()
+
+    async def _converse(self, member: MemberRecord) -> None:
+        me, job = self._me, self._request.job
+        hello = local_hello(
+            peer_id=me.peer_id, name=me.name, roles=["worker"], purpose="heal", job=job, generation=self._generation
+        )
+        host, network = member.host or me.seed_host, self._world.network
+        connection, _ = await dial(network, host, member.port, hello, timeout_s=ANSWER_S, expect_peer=member.peer_id)
+        giver = Giver(member.peer_id, member.name, Line(connection, self._request.silence_s))
+        self.givers[member.peer_id] = giver
+        connection.send(self._request)
+        await self.receiver.serve(giver, lambda message: self.heard_untrusted(giver, message))
+
+    def heard_untrusted(self, giver: Giver, message: Message) -> None:
+        """Raises ``ProtocolError`` where no correct source says this."""
+        match message:
+            case HealOffer() if giver.offer is None:
+                giver.offer = base_untrusted(message, self._request, self._me)
+                self._unanswered -= 1
+                self._decide()
+            case StepLogged():
+                self._logged_untrusted(giver, message)
+            case _:
+                raise ProtocolError(f"{type(message).__name__} from one who gives a state")
+
+    # ----------------------------------------------------------------------------------------------------------- state
+
+    def _decide(self) -> None:
+        """Somebody offered something, or is gone: most sources decide what is fetched."""
+        self.receiver.changed.set()
+        if self._next >= 0:
+            self._want_steps()
+            return
+        offers = [giver.offer for giver in self.givers.values() if giver.offer is not None]
+        if self._base is None and not self._may_begin(offers):
+            return
+        held = Base(self._request.have_step, self._request.have_lineage)
+        if held in offers and not self._torn:
+            self._base = held
+            return
+        self._base = base = most_said(offer for offer in offers if offer.root)  # who offers steps alone has no say
+        if base is None:
+            return
+        if not self._torn:
+            self._torn = True
+            self._on_torn()
+        for giver in list(self.givers.values()):
+            its = giver.offer
+            if its is not None and its != base and (its.step, its.lineage) == (base.step, base.lineage):
+                giver.end("its state of the same step differs from that of most who give it")
+        if base.root != self._root:
+            self.receiver.forget(self._root)
+            self._root, self._table = base.root, bytearray(DIGEST_BYTES * len(self._chunks))
+            self.receiver.want(base.root, Piece(TABLE, 0, len(self._table), memoryview(self._table), base.root))
+        keys: set[Hashable] = {base.root}
+        if self.receiver.has(base.root):
+            keys = {("chunk", index) for index in range(len(self._chunks))}
+            self._want_chunks()
+        for giver in list(self.givers.values()):
+            self.receiver.offers(giver, keys if giver.offer == base else ())
+
+    def _may_begin(self, offers: Sequence[Base]) -> bool:
+        """Whether what is still unanswered cannot change what is fetched: one who is frozen is not waited for."""
+        request = self._request
+        if not self._unanswered or Base(request.have_step, request.have_lineage) in offers:
+            return True
+        if request.have_step >= 0 and 0 <= request.step - request.have_step <= self._log_steps:
+            return False  # somebody may have the steps: far less than the state
+        states = [offer for offer in offers if offer.root]
+        return 2 * max((states.count(offer) for offer in states), default=0) > self._lanes
+
+    def _want_chunks(self) -> None:
+        for index, chunk in enumerate(self._chunks):
+            digest = bytes(self._table[DIGEST_BYTES * index : DIGEST_BYTES * (index + 1)])
+            stop = chunk.offset + chunk.size_bytes
+            self.receiver.want(("chunk", index), Piece(chunk.blob.name, chunk.offset, stop, chunk.view, digest))
+
+    def _has_state(self) -> bool:
+        base = self._base
+        if base is None or not base.root:
+            return base is not None
+        if self.newest - base.step > self._log_steps:
+            raise Behind(
+                f"{self.newest - base.step} steps were made since the one being fetched: it is too slow for that"
+            )
+        return self.receiver.has(base.root) and self.receiver.complete
+
+    def _landed(self, source: Source, key: Hashable) -> None:
+        """A piece is there, and right."""
+        match key:
+            case bytes():
+                self._decide()
+            case ("chunk", int(index)):
+                self.given[source.name] += self._chunks[index].size_bytes
+                self._on_progress(self.given.total(), self.total_bytes)
+            case _:
+                self.given[source.name] += self._me.reduce_bytes
+
+    # ----------------------------------------------------------------------------------------------------------- steps
+
+    def _logged_untrusted(self, giver: Giver, news: StepLogged) -> None:
+        if giver.offer is None or (giver.last >= 0 and news.step != giver.last + 1) or news.step < 1:
+            raise ProtocolError(f"it tells of step {news.step} out of turn")
+        value = news_untrusted(news, self._me)
+        giver.first = giver.first if giver.last >= 0 else news.step
+        giver.last = news.step
+        if self._done.get(news.step, value) != value:
+            raise ProtocolError(f"its step {news.step} is not the one that others gave: it is on another course")
+        most = 2 * self._log_steps + STEPS_AHEAD
+        if news.step >= self._next and (self._next < 0 or news.step < self._next + most):  # else next is kept by nobody
+            giver.said[news.step] = value
+            if self._next < 0 and len(giver.said) > most:
+                del giver.said[min(giver.said)]  # older than any state that can still be used
+        self._want_steps()
+
+    def _gone(self, source: Source, key: Hashable) -> None:
+        """Its log keeps that step no more."""
+        giver = self.givers.get(source.id)
+        if giver is None or not isinstance(key, int):
+            source.end("it has no more of what it offered")
+            return
+        giver.first = max(giver.first, key + 1)
+        self._want_steps()
+
+    def _want_steps(self) -> None:
+        self.receiver.changed.set()
+        if self._next < 0:
+            return
+        givers, ahead = list(self.givers.values()), range(self._next, self._next + STEPS_AHEAD)
+        for step in ahead:
+            news = most_said(giver.said[step] for giver in givers if step in giver.said)
+            if news is not None:
+                self._agreed[step] = news
+                self.receiver.want(step, Piece(f"{STEP}{step}", 0, self._me.reduce_bytes, self._buffer(step), news[0]))
+        for giver in givers:
+            for old in [step for step in giver.said if step < self._next]:
+                del giver.said[old]
+            right = (step for step in ahead if step in giver.said and giver.said[step] == self._agreed.get(step))
+            self.receiver.offers(giver, {step for step in right if step >= giver.first})
+
+    def _buffer(self, step: int) -> memoryview:
+        return self._buffers[step % STEPS_AHEAD]
+
+    async def _until(self, satisfied: Callable[[], bool]) -> None:
+        def reached() -> bool:
+            found = satisfied()
+            if not found and self._next >= 0 and self._nobody_has_next():
+                raise Behind(f"step {self._next} is kept by nobody any more: this member is too slow to follow")
+            return found
+
+        try:
+            await self.receiver.until(reached, waits=lambda: self._lanes > 0)
+        except Behind:
+            raise
+        except NetworkError as problem:
+            raise NetworkError(f"no member could give the state: {problem.message}") from None
+
+    def _nobody_has_next(self) -> bool:
+        known = [giver for giver in self.givers.values() if giver.offer is not None]
+        return bool(known) and not self._unanswered and all(giver.first > self._next for giver in known)
+
+
+# --------------------------------------------------------------------------------------------------- within and beside
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +563,7 @@ class Healer:
             Self(around.peer_id, around.name, around.seed_host, state, engine.reduce_buffer.nbytes, self.stage),
             request=request,
             generation=generation,
-            donors=donors,
+            members=donors,
             on_torn=on_torn,
             on_progress=on_progress,
         )
@@ -291,6 +698,3 @@ def replay(engine: Engine, step: Step) -> Applied:
 
 def fetched(fetch: Fetch, steps: int, seconds: float) -> Fetched:
     return Fetched(fetch.given.copy(), steps, seconds, dict(fetch.problems), fetch.received_bytes, fetch.lost)
-
-
-__all__ = ["Behind", "Fetched", "Follower", "Healer"]

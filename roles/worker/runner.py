@@ -49,9 +49,9 @@ from roles.worker.boundary import BoundaryWork
 from roles.worker.checkpoint_assembler import CheckpointAssembler, assembles
 from roles.worker.checkpoint_store import CheckpointFiles, Checkpointing, Snapshots, state_bytes
 from roles.worker.context import Context
-from roles.worker.donor import Donations
 from roles.worker.forming import Forming
 from roles.worker.heal import Follower, Healer
+from roles.worker.heal_source import HealSource
 from roles.worker.reports import Reports
 from wire.chain_messages import HeldPart
 from wire.connection import Connection
@@ -126,7 +126,7 @@ class JobRunner:
                 did_something=self._did_something,
             )
         self._between = BoundaryWork(around, profile=profile, checkpoints=self._saving)
-        self.donations = Donations(around, self.core, want_snapshot=lambda: self.wish(Flag.SNAPSHOT), stage=stage)
+        self.donations = HealSource(around, self.core, want_snapshot=lambda: self.wish(Flag.SNAPSHOT), stage=stage)
         self._healer = Healer(around, self.core, progress=self._did_something, stage=stage)
         self.follower = Follower(
             around, self.core, self._healer, say=self.reports.send, handle=self._brought_on, tasks=self._tasks

@@ -8,7 +8,7 @@ Who dials, and why (the ``Hello``'s purpose):
 ``give``    a client, to give the tensors of a model (``Hello.job``) over this second connection of its own.
 
 What is there for a client's sake ends with its ``chain`` connection: its sessions, and its right to give. Parts stay
-(``roles.worker.parts``).
+(``roles.worker.part_cache``).
 
 Who knows a session's id may give its stage works: ids are secrets between a client and its stages.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,16 +32,14 @@ from p2ptrain.core.world import World
 from roles.background import Background
 from roles.compute_thread import ComputeThread
 from roles.engine import BuildPart
+from roles.line import QUIET_S, Line, dial_worker
 from roles.model_directory import CACHE_FILE, DigestCache, ModelDirectory, open_model
-from roles.worker.giver import give
+from roles.worker.forward_requests import UNKNOWN_SESSION, Caller, StageWorks, of_session
 from roles.worker.links import Prober, targets_untrusted, to_result
-from roles.worker.loader import Loader, OnBytes, Progress
-from roles.worker.parts import IDLE_S, MAX_PARTS, Part, Shelf
-from roles.worker.receiver import GIVER, Receiver
-from roles.worker.stage_links import QUIET_S, Line, dial_worker, of_session
+from roles.worker.model_loading import GIVER, Loader, ModelReceiver, OnBytes, give
+from roles.worker.part_cache import IDLE_S, MAX_PARTS, Part, PartCache
 from roles.worker.stage_requests import (
     LoadRequest,
-    Place,
     load_untrusted,
     open_untrusted,
     part_untrusted,
@@ -51,8 +49,7 @@ from roles.worker.stage_requests import (
     resume_untrusted,
     session_untrusted,
 )
-from roles.worker.stage_works import UNKNOWN_SESSION, Caller, StageWorks
-from wire.chain_messages import HeldPart, PartsHeld, Work
+from wire.chain_messages import HeldPart, PartLoading, PartsHeld, Work
 from wire.connection import Connection
 from wire.handshake import RefusalCode, local_hello
 from wire.messages import Hello, Message, Refuse, Request, Response
@@ -69,6 +66,8 @@ MAX_MODELS = 16
 BEAT_S = 0.5
 """A client hears from this worker so often, before it has said what silence means to it."""
 GIVE_WAIT_S = 10.0
+LOADING_S = 0.25
+"""A client hears so often how far its part is."""
 TELL_S = 1.0
 
 
@@ -132,10 +131,10 @@ class Stages:
     def __init__(self, around: StageContext, holding: Holding) -> None:
         self._around, self._holding = around, holding
         self._world, self._now = around.world, around.world.clock.now
-        self.shelf = Shelf(holding.limit_bytes)
+        self.cache = PartCache(holding.limit_bytes)
         self.works = StageWorks(
             around.world,
-            self.shelf,
+            self.cache,
             around.compute,
             peer_id=around.peer_id,
             name=around.name,
@@ -145,12 +144,12 @@ class Stages:
         self._disk = around.world.threads.start("model files")
         self._hasher = around.world.threads.start("model digests")  # for minutes, while others are given what they ask
         self._loader = Loader(
-            around.world, self.shelf, around.compute, self._disk, holding.build_part, self.works.unload
+            around.world, self.cache, around.compute, self._disk, holding.build_part, self.works.unload
         )
         self._digests = DigestCache(around.world.disk, around.directory / CACHE_FILE)
         self._hashing = asyncio.Lock()
         self._clients: set[_Client] = set()
-        self._givers: dict[tuple[str, str], list[Receiver]] = {}  # by the client's id and the model's
+        self._givers: dict[tuple[str, str], ModelReceiver] = {}  # by the client's id and the model's
         self._giver_came = asyncio.Condition()
         self._takers = 0
         self._stream_bps = 0.0
@@ -170,13 +169,13 @@ class Stages:
 
     def seed_up(self) -> None:
         """A seed that has just been found knows nothing of this worker's parts."""
-        if self.shelf.parts:
+        if self.cache.parts:
             self._tell()
 
     async def job_assigned(self) -> None:
         """A job needs memory too: idle parts go where less than half of what they may have is free."""
-        if self._holding.free_bytes() < self.shelf.limit_bytes / 2:
-            await self.works.unload(self.shelf.expired(self._now(), idle_s=0.0))
+        if self._holding.free_bytes() < self.cache.limit_bytes / 2:
+            await self.works.unload(self.cache.expired(self._now(), idle_s=0.0))
 
     def decide(self, hello: Hello) -> Refuse | None:
         """Who is let in. Raises nothing; None where it is."""
@@ -197,7 +196,7 @@ class Stages:
                 return Refuse(RefusalCode.NOT_A_MEMBER, "who gives a model must be a client of this worker")
             case "give" if not is_id(hello.job):
                 return Refuse(RefusalCode.PROTOCOL, "a model whose id is none")
-            case "give" if sum(map(len, self._givers.values())) >= MAX_GIVERS:
+            case "give" if sum(each.sources for each in self._givers.values()) >= MAX_GIVERS:
                 return Refuse(RefusalCode.BUSY, f"{MAX_GIVERS} connections give models to this worker", "close some")
         return None
 
@@ -233,7 +232,7 @@ class Stages:
             finally:
                 self.works.close_all_of(client)
                 for part in client.parts:
-                    self.shelf.leave(part, client, self._now())
+                    self.cache.leave(part, client, self._now())
                 self.changed()
 
     async def _heard(self, client: _Client, message: Message) -> None:
@@ -288,8 +287,8 @@ class Stages:
         if not self._stream_bps:
             self._stream_bps = await self._around.compute.run(self._holding.stream_bps)
         return {
-            "memory_bytes": self.shelf.free_bytes,
-            "limit_bytes": self.shelf.limit_bytes,
+            "memory_bytes": self.cache.free_bytes,
+            "limit_bytes": self.cache.limit_bytes,
             "stream_bps": self._stream_bps,
             "device": self._around.shown,
             "parts": [
@@ -304,20 +303,20 @@ class Stages:
                     "weights_bytes": part.engine.weights_bytes,
                     "cache_position_bytes": part.engine.cache_position_bytes,
                 }
-                for part in self.shelf.parts.values()
+                for part in self.cache.parts.values()
             ],
         }
 
     async def _load(self, client: _Client, request: LoadRequest) -> dict[str, Any]:
         read_bytes = received_bytes = 0
-        progress = Progress(client.say, self._now).tell
+        progress = self._progress_of(client)
         async with client.loading, self._loader.turn(request, progress) as tell:
-            part = self.shelf.find(request.model, request.spec)
+            part = self.cache.find(request.model, request.spec)
             if part is None:
                 part, read_bytes, received_bytes = await self._load_anew(client, request, tell)
             else:
                 need_bytes = request.sessions_bytes(part.engine.cache_position_bytes)
-                gone = self.shelf.make_room(need_bytes, f"{request.positions} positions of sessions", keep=part)
+                gone = self.cache.make_room(need_bytes, f"{request.positions} positions of sessions", keep=part)
                 self._hold(client, part)
                 await self.works.unload(gone)
         self.changed()
@@ -336,66 +335,52 @@ class Stages:
         }
 
     async def _load_anew(self, client: _Client, request: LoadRequest, tell: OnBytes) -> tuple[Part, int, int]:
-        """The part, the bytes that were read, and those that were received.
-
-        A client may be several programs of one person, which go by one id: where one of them stops giving, the next
-        one that gives the same model will do.
-        """
+        """The part, the bytes that were read, and those that were received."""
         made: list[Part] = []
 
         def hold(part: Part) -> None:
             self._hold(client, part)
             made.append(part)
 
-        tried: set[Receiver] = set()
-        while True:
-            async with self._receiver(client, request, tried) as receiver:
-                before = receiver.received_bytes
-                try:
-                    read_bytes = await self._loader.load(request, receiver, on_bytes=tell, on_shelf=hold)
-                    return made[0], read_bytes, receiver.received_bytes - before
-                except Refused as problem:
-                    tried.add(receiver)
-                    others = [
-                        each for each in self._givers.get((client.peer_id, request.model), []) if each not in tried
-                    ]
-                    if problem.code != GIVER or request.giver is not None or not others:
-                        raise
+        async with self._receiver(client, request) as receiver:
+            read_bytes, received_bytes = await self._loader.load(request, receiver, on_bytes=tell, on_cached=hold)
+        return made[0], read_bytes, received_bytes
+
+    def _progress_of(self, client: _Client) -> OnBytes:
+        """Tells a client how far its part is, now and then."""
+        told_at = -LOADING_S
+
+        def tell(done_bytes: int, total_bytes: int) -> None:
+            nonlocal told_at
+            if self._now() - told_at >= LOADING_S or done_bytes == total_bytes:
+                told_at = self._now()
+                client.say(PartLoading(done_bytes, total_bytes))
+
+        return tell
 
     def _hold(self, client: _Client, part: Part) -> None:
         part.users.add(client)
         client.parts.add(part)
 
     async def _free(self, client: _Client, part_id: str) -> None:
-        part = self.shelf.parts.get(part_id)
+        part = self.cache.parts.get(part_id)
         if part is None or part not in client.parts:
             return
         client.parts.discard(part)
-        self.shelf.leave(part, client, self._now())
+        self.cache.leave(part, client, self._now())
         if not part.users:
-            del self.shelf.parts[part_id]
+            del self.cache.parts[part_id]
             gone = [part]
             del part
             await self.works.unload(gone)
 
     @asynccontextmanager
-    async def _receiver(
-        self, client: _Client, request: LoadRequest, tried: Collection[Receiver]
-    ) -> AsyncIterator[Receiver]:
-        """The connection over which the model is given, for one load: none that was tried. Raises ``Refused``."""
-        if request.giver is None:
-            receiver = await self._giver_of(client, request.model, tried)
-            try:
-                async with receiver.turn:
-                    yield receiver
-            finally:
-                receiver.settle()
+    async def _receiver(self, client: _Client, request: LoadRequest) -> AsyncIterator[ModelReceiver]:
+        """Of whoever gives the model. Raises ``Refused``."""
+        model, place = request.model, request.giver
+        if place is None:
+            yield await self._given_by(client, model)
             return
-        receiver = await self._dial_giver(request.giver, request.model)
-        async with receiver.running():
-            yield receiver
-
-    async def _dial_giver(self, place: Place, model: str) -> Receiver:
         me = self._around
         hello = local_hello(peer_id=me.peer_id, name=me.name, roles=["worker"], purpose="model", job=model)
         try:
@@ -404,36 +389,36 @@ class Stages:
         except P2PTrainError as problem:
             text = f"who gives the model was not reached: {problem.message}"
             raise Refused(GIVER, text, remedy=problem.remedy or "load it from another copy") from problem
-        return Receiver(connection, model, printable(welcome.name))
+        receiver = ModelReceiver(self._now, model, self._disk)
+        async with receiver.taking(connection, printable(welcome.name)):
+            yield receiver
 
-    async def _giver_of(self, client: _Client, model: str, tried: Collection[Receiver]) -> Receiver:
-        """The connection of purpose ``give`` that this client has dialled, or dials now. Raises ``Refused``."""
+    async def _given_by(self, client: _Client, model: str) -> ModelReceiver:
+        """That of the connections of purpose ``give`` that this client has dialled, or dials now. Raises ``Refused``.
 
-        def there() -> list[Receiver]:
-            return [each for each in self._givers.get((client.peer_id, model), []) if each not in tried]
-
+        A client may be several programs of one person, which go by one id: where one stops giving, the others do.
+        """
         try:
             async with asyncio.timeout(GIVE_WAIT_S), self._giver_came:
-                await self._giver_came.wait_for(there)
+                await self._giver_came.wait_for(lambda: (client.peer_id, model) in self._givers)
         except TimeoutError:
             text = f"the client did not come to give model {model} within {GIVE_WAIT_S:g} s"
             raise Refused(GIVER, text, remedy="dial with purpose give, and the model as job") from None
-        return there()[-1]
+        return self._givers[client.peer_id, model]
 
     async def _take_giver(self, connection: Connection, hello: Hello) -> None:
         connection.tune_for_bulk()
-        receiver = Receiver(connection, hello.job, printable(hello.name))
-        givers = self._givers.setdefault((hello.peer_id, hello.job), [])
-        givers.append(receiver)
+        key = hello.peer_id, hello.job
+        receiver = self._givers.setdefault(key, ModelReceiver(self._now, hello.job, self._disk))
         try:
-            async with receiver.running():
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(receiver.serve(connection, printable(hello.name)))
+                await asyncio.sleep(0)  # it is a source from now on
                 async with self._giver_came:
                     self._giver_came.notify_all()
-                await receiver.closed()
         finally:
-            givers.remove(receiver)
-            if not givers:
-                self._givers.pop((hello.peer_id, hello.job), None)
+            if not receiver.sources and self._givers.get(key) is receiver:
+                del self._givers[key]
 
     # ---------------------------------------------------------------------------------------------------------- giving
 
@@ -464,13 +449,13 @@ class Stages:
                 async with asyncio.timeout(self._nothing_to_do_s()):
                     await self._news.wait()
             self._news.clear()
-            await self.works.unload(self.shelf.expired(self._now()))
+            await self.works.unload(self.cache.expired(self._now()))
             self._tell()
             await asyncio.sleep(TELL_S)
 
     def _nothing_to_do_s(self) -> float | None:
         """Until there is something to do though nothing happens; None: for ever."""
-        parts = self.shelf.parts.values()
+        parts = self.cache.parts.values()
         if not all(part.pace.quiet for part in parts):
             return 0.0
         due = [part.idle_since + IDLE_S - self._now() for part in parts if not part.users]
@@ -482,5 +467,5 @@ class Stages:
 
     def _tell(self) -> None:
         now = self._now()
-        held = [self.shelf.told(part, now, self.works.count(part)) for part in self.shelf.parts.values()]
+        held = [self.cache.told(part, now, self.works.count(part)) for part in self.cache.parts.values()]
         self._around.say(PartsHeld([*self._around.training(), *held][:MAX_PARTS]))

@@ -1,131 +1,104 @@
-"""Which piece of a state comes from which donor, and which donors are believed. Pure: no clock, no sockets.
+"""Verified transfer: pieces of a named object from several sources, a digest for each, resumable.
 
-Pieces are chunks of a state, or the reduced bytes of single steps. A piece counts once its bytes have the digest that
-is wanted of it. All pieces stand in one queue from which every donor is served, so a faster donor gives more, and what
-a donor that goes away had not delivered goes back to the queue's front: no piece that arrived is asked for again.
+``Transfer`` is the pure core: it knows no clock, sockets or memory. All wanted pieces wait in one queue, from which
+every source is served, so a faster source gives more. A piece counts once its bytes have the wanted digest. A source
+that is lost, or gave other bytes, costs what was under way from it: that goes back to the front of the queue.
 
-``Agreement`` decides what is wanted: each donor names a value (the digest of its table, the digest of a step), and the
-one that most of them name leads. A change of the lead costs only the pieces in which the two differ.
+``Receiver`` is its shell: it asks sources for ranges of bytes (``RangeRequest``), which land where they belong.
+``send_range`` is the other side. Healing, models and checkpoint files differ in what they want and whom they believe.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Container, Hashable
+import asyncio
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Hashable, Iterable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from functools import partial
+from typing import TypeVar
+
+from p2ptrain.core.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    NetworkError,
+    P2PTrainError,
+    ProtocolError,
+    StorageError,
+)
+from p2ptrain.core.texts import shortened
+from roles.line import QUIET_S, Line
+from wire.heal_messages import RANGE_BYTES, RangeGone, RangeRequest
+from wire.messages import Message
 
 WINDOW = 4
-"""Pieces asked of one donor ahead of their arrival: its link stays busy for a round trip."""
-STRIKES = 3
-"""Wrong pieces of a donor beside which there is no other; one that can be done without is given up at the first."""
+"""Pieces asked of the fastest source ahead of their arrival: its link stays busy for a round trip."""
 
 V = TypeVar("V", bound=Hashable)
 
 
-class Agreement(Generic[V]):
-    """What most donors say. Ties go to what was said first."""
+def most_said(values: Iterable[V]) -> V | None:
+    """What most say; of a tie what was said first. None where nobody says anything."""
+    counted = Counter(values).most_common(1)  # which keeps the order of insertion
+    return counted[0][0] if counted else None
 
-    def __init__(self) -> None:
-        self._said: dict[str, V] = {}
 
-    def says(self, donor: str, value: V) -> None:
-        self._said[donor] = value
-
-    def withdraw(self, donor: str) -> None:
-        self._said.pop(donor, None)
-
-    @property
-    def lead(self) -> V | None:
-        """What most say; None where nobody says anything."""
-        values = list(self._said.values())
-        return max(dict.fromkeys(values), key=values.count, default=None)
-
-    def settled(self, waiting: int) -> bool:
-        """Whether another value may not win any more, should ``waiting`` donors more say something."""
-        values = list(self._said.values())
-        counts = sorted((values.count(value) for value in dict.fromkeys(values)), reverse=True)
-        return not waiting or len(counts) == 1 or (len(counts) > 1 and counts[0] > counts[1])
-
-    def said_by(self, value: V | None) -> list[str]:
-        return [donor for donor, its in self._said.items() if its == value]
-
-    def odd(self) -> list[str]:
-        """Donors that say something else than the lead."""
-        lead = self.lead
-        return [donor for donor, its in self._said.items() if its != lead]
+# ------------------------------------------------------------------------------------------------------------- the core
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Ask ``donor`` for piece ``key``."""
+    """Ask ``source`` for piece ``key``."""
 
-    donor: str
-    key: int
+    source: str
+    key: Hashable
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Close the connection to ``donor``: what it sent was wrong."""
+    """Close the connection to ``source``: what it sent was wrong."""
 
-    donor: str
+    source: str
     reason: str
 
 
 @dataclass(slots=True)
-class _Donor:
-    has: Container[int] = ()
-    under_way: list[int] = field(default_factory=list)  # in the order of asking
+class _Known:
+    has: Container[Hashable] = ()
+    under_way: list[Hashable] = field(default_factory=list)  # in the order of asking
     piece_s: float = 0.0  # between two arrivals, averaged; 0: none arrived yet
     busy_since: float = 0.0  # when the piece that is due began to be the next one
-    strikes: int = 0
 
 
 class Transfer:
-    """One fetch from several donors.
+    """See the module's docstring."""
 
-    Args:
-        limit: pieces that may be under way in all, where memory bounds them; 0: as many as the donors take.
-    """
-
-    def __init__(self, limit: int = 0) -> None:
-        self._limit = limit
-        self._wanted: dict[int, bytes] = {}
-        self._landed: dict[int, bytes] = {}  # what lies in its place, right or wrong
-        self._waiting: deque[int] = deque()
-        self._donors: dict[str, _Donor] = {}
-
-    # ---------------------------------------------------------------------------------------------------- what is known
-
-    @property
-    def donors(self) -> list[str]:
-        return list(self._donors)
+    def __init__(self) -> None:
+        self._wanted: dict[Hashable, bytes] = {}
+        self._landed: dict[Hashable, bytes] = {}  # what lies in its place, right or wrong
+        self._waiting: deque[Hashable] = deque()
+        self._sources: dict[str, _Known] = {}
 
     @property
     def complete(self) -> bool:
         """Whether all that is wanted has arrived."""
-        return not self._waiting and not any(donor.under_way for donor in self._donors.values())
+        return not self._waiting and not any(known.under_way for known in self._sources.values())
 
-    def has(self, key: int) -> bool:
+    def has(self, key: Hashable) -> bool:
         """Whether the piece lies in its place, as it is wanted."""
-        return key in self._wanted and self._landed.get(key) == self._wanted[key]
-
-    def under_way(self, donor: str) -> tuple[int, ...]:
-        return tuple(self._donors[donor].under_way) if donor in self._donors else ()
+        wanted = self._wanted.get(key)
+        return wanted is not None and key in self._landed and wanted in (b"", self._landed[key])
 
     def validate(self) -> None:
         """Raise ``AssertionError`` where an invariant does not hold."""
-        under_way = [key for donor in self._donors.values() for key in donor.under_way]
+        under_way = [key for known in self._sources.values() for key in known.under_way if key in self._wanted]
         queued = [*under_way, *self._waiting]
         assert len(queued) == len(set(queued)), "a piece is asked for twice"
         assert set(queued) == {key for key in self._wanted if not self.has(key)}, "a piece was forgotten"
-        assert all(len(donor.under_way) <= WINDOW for donor in self._donors.values())
-        assert not self._limit or len(under_way) <= self._limit
+        assert all(len(known.under_way) <= WINDOW for known in self._sources.values())
 
-    # ----------------------------------------------------------------------------------------------------- what happens
-
-    def want(self, key: int, digest: bytes) -> None:
-        """The piece is wanted with this digest. What lies there with another one is fetched anew."""
+    def want(self, key: Hashable, digest: bytes) -> None:
+        """The piece is wanted with this digest (empty: whatever comes). What lies there with another is taken anew."""
         if self._wanted.get(key) == digest:
             return
         fresh = key not in self._wanted or self.has(key)
@@ -135,101 +108,338 @@ class Transfer:
         elif self.has(key):
             self._drop_from_queue(key)
 
-    def forget(self, key: int) -> None:
-        """The piece has been used up, or is wanted no more; it must not be under way."""
+    def forget(self, key: Hashable) -> None:
+        """The piece has been used up, or is wanted no more."""
         self._wanted.pop(key, None)
         self._landed.pop(key, None)
         self._drop_from_queue(key)
 
-    def offers(self, donor: str, has: Container[int], now: float) -> list[Ask]:
-        """``donor`` can give the pieces in ``has``, which may grow; nothing, if it is not believed any more."""
-        self._donors.setdefault(donor, _Donor()).has = has
+    def offers(self, source: str, has: Container[Hashable], now: float) -> list[Ask]:
+        """``source`` can give the pieces in ``has``."""
+        self._sources.setdefault(source, _Known()).has = has
         return self.asks(now)
 
-    def lost(self, donor: str, now: float) -> list[Ask]:
-        """``donor`` is gone: what was under way from it goes to the others."""
-        gone = self._donors.pop(donor, None)
+    def lost(self, source: str, now: float) -> list[Ask]:
+        """``source`` is gone: what was under way from it goes to the others."""
+        gone = self._sources.pop(source, None)
         if gone is not None:
             self._give_back(gone.under_way)
         return self.asks(now)
 
-    def gone(self, donor: str, key: int, now: float) -> list[Ask]:
-        """``donor`` has the piece no more."""
-        it = self._donors.get(donor)
-        if it is not None and key in it.under_way:
-            it.under_way.remove(key)
+    def gone(self, source: str, key: Hashable) -> None:
+        """``source`` has the piece no more."""
+        known = self._sources.get(source)
+        if known is not None and key in known.under_way:
+            known.under_way.remove(key)
             self._give_back([key])
-        return self.asks(now)
 
-    def arrived(self, donor: str, key: int, digest: bytes, now: float) -> list[Ask | GiveUp]:
-        """The bytes of a piece that ``donor`` was asked for lie in their place, and have ``digest``."""
-        it = self._donors.get(donor)
-        if it is None or key not in it.under_way:
-            return []  # of a donor that was given up meanwhile
-        it.under_way.remove(key)
-        self._landed[key] = digest
-        took_s = max(now - it.busy_since, 0.0)
-        it.piece_s = (3 * it.piece_s + took_s) / 4 if it.piece_s else took_s
-        it.busy_since = now
-        if self.has(key):
-            return list(self.asks(now))
-        self._give_back([key])
-        it.strikes += 1
-        if it.strikes >= STRIKES or any(key in other.has for other in self._donors.values() if other is not it):
-            return [GiveUp(donor, f"what it sent as piece {key} is something else"), *self.lost(donor, now)]
+    def arrived(self, source: str, key: Hashable, digest: bytes, now: float) -> list[Ask | GiveUp]:
+        """The bytes of a piece that ``source`` was asked for lie in their place, and have ``digest``."""
+        known = self._sources.get(source)
+        if known is None or key not in known.under_way:
+            return []  # of a source that was given up meanwhile
+        known.under_way.remove(key)
+        took_s = max(now - known.busy_since, 0.0)
+        known.piece_s = (3 * known.piece_s + took_s) / 4 if known.piece_s else took_s
+        known.busy_since = now
+        if key in self._wanted:
+            self._landed[key] = digest
+            if not self.has(key):
+                self._give_back([key])
+                return [
+                    GiveUp(source, "what it sent is something else: the bytes have another digest"),
+                    *self.lost(source, now),
+                ]
         return list(self.asks(now))
 
     def asks(self, now: float) -> list[Ask]:
-        """Fill the donors' windows from the queue."""
+        """Fill the sources' windows from the queue: each piece from whoever would be done with it first."""
         asks: list[Ask] = []
-        rest = sum(len(donor.under_way) for donor in self._donors.values())
-        while self._waiting and not (self._limit and rest >= self._limit):
-            ask = self._next(rest)
-            if ask is None:
-                break
-            donor = self._donors[ask.donor]
-            if not donor.under_way:
-                donor.busy_since = now
-            donor.under_way.append(ask.key)
+        while (ask := self._next()) is not None:
+            known = self._sources[ask.source]
+            if not known.under_way:
+                known.busy_since = now
+            known.under_way.append(ask.key)
             self._waiting.remove(ask.key)
             self._landed.pop(ask.key, None)  # it is being overwritten
             asks.append(ask)
-            rest += 1
         return asks
 
-    # ---------------------------------------------------------------------------------------------------------- helpers
-
-    def _next(self, rest: int) -> Ask | None:
-        """The next piece in the queue that a donor should be asked for: by whoever would be done with it first."""
-        finish_s = self._finish_s(rest + len(self._waiting))
-        order = sorted(self._donors.items(), key=lambda item: (len(item[1].under_way) + 1) * item[1].piece_s)
-        for name, donor in order:
-            window = WINDOW if donor.piece_s else 1  # an unknown one shows first what it can
-            its_s = (len(donor.under_way) + 1) * donor.piece_s
-            # Near the end a slow donor is not asked for what faster ones have brought before it would.
-            late = its_s > finish_s and any(other.piece_s and other.piece_s < donor.piece_s for _, other in order)
-            if len(donor.under_way) < window and not late:
-                key = next((key for key in self._waiting if key in donor.has), None)
+    def _next(self) -> Ask | None:
+        fastest_s = min((known.piece_s for known in self._sources.values() if known.piece_s), default=0.0)
+        order = sorted(self._sources.items(), key=lambda item: (len(item[1].under_way) + 1) * item[1].piece_s)
+        for source, known in order:
+            # A slow source, or one that is not known yet, has one piece under way, so the end waits for little.
+            window = max(1, round(WINDOW * fastest_s / known.piece_s)) if known.piece_s else 1
+            if len(known.under_way) < window:
+                key = next((key for key in self._waiting if key in known.has), None)
                 if key is not None:
-                    return Ask(name, key)
-        return self._last_resort(order) if not rest else None
-
-    def _last_resort(self, order: list[tuple[str, _Donor]]) -> Ask | None:
-        """Nothing is under way: whoever has anything is asked, be it slow."""
-        for name, donor in order:
-            key = next((key for key in self._waiting if key in donor.has), None)
-            if key is not None:
-                return Ask(name, key)
+                    return Ask(source, key)
         return None
 
-    def _finish_s(self, pieces: int) -> float:
-        """How long all donors together need for so many pieces, as far as is known."""
-        rate = sum(1 / donor.piece_s for donor in self._donors.values() if donor.piece_s)
-        return pieces / rate if rate else 0.0
-
-    def _give_back(self, keys: list[int]) -> None:
+    def _give_back(self, keys: list[Hashable]) -> None:
         self._waiting.extendleft(key for key in reversed(keys) if key in self._wanted and not self.has(key))
 
-    def _drop_from_queue(self, key: int) -> None:
+    def _drop_from_queue(self, key: Hashable) -> None:
         if key in self._waiting:
             self._waiting.remove(key)
+
+
+# ------------------------------------------------------------------------------------------------------------ receiving
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes [start, stop) of the run ``name``, and where they land.
+
+    Attributes:
+        digest: empty where they are verified as part of something larger.
+    """
+
+    name: str
+    start: int
+    stop: int
+    into: memoryview
+    digest: bytes = b""
+
+
+class Everything:
+    """What a source has that has all of an object."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+
+class Source:
+    """A connection to one who gives. ``name``: for people."""
+
+    def __init__(self, id: str, name: str, line: Line) -> None:
+        self.id, self.name, self.line = id, name, line
+        self.streams = 0
+        self.asked: dict[int, tuple[Hashable, int, asyncio.TimerHandle | None]] = {}  # by stream; with its bytes
+
+    def end(self, reason: str) -> None:
+        """It is at fault: nothing more is taken from it."""
+        self.line.connection.abort(ProtocolError(reason))
+
+
+class Receiver:
+    """Takes pieces from several sources.
+
+    Args:
+        now: seconds. digest: of a piece that has landed, as its ``Piece.digest``.
+        on_landed: called with the source and the key of each piece that is verified.
+        on_gone: a source has a piece no more; else it is at fault.
+        slowest_bytes_s: a source that gives less, but for a silence, is given up; 0: any may take its time.
+
+    Attributes:
+        sources: by id. problems: source's name → why it gives no more.
+        changed: set whenever something did.
+    """
+
+    def __init__(
+        self,
+        now: Callable[[], float],
+        digest: Callable[[memoryview], Awaitable[bytes]],
+        *,
+        on_landed: Callable[[Source, Hashable], None] = lambda source, key: None,
+        on_gone: Callable[[Source, Hashable], None] | None = None,
+        slowest_bytes_s: float = 0.0,
+    ) -> None:
+        self._now, self._digest, self._on_landed, self._on_gone = now, digest, on_landed, on_gone
+        self._slowest_bytes_s = slowest_bytes_s
+        self._core = Transfer()
+        self._pieces: dict[Hashable, Piece] = {}
+        self._judging: set[asyncio.Task[None]] = set()
+        self._ended_bytes = 0
+        self.sources: dict[str, Source] = {}
+        self.problems: dict[str, str] = {}
+        self.changed = asyncio.Event()
+
+    @property
+    def received_bytes(self) -> int:
+        """All that came from sources, what came in vain, too."""
+        return self._ended_bytes + sum(each.line.connection.bytes_in for each in self.sources.values())
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that is wanted has arrived."""
+        return self._core.complete
+
+    def has(self, key: Hashable) -> bool:
+        """Whether the piece has arrived."""
+        return self._core.has(key)
+
+    def want(self, key: Hashable, piece: Piece) -> None:
+        """``ask`` follows."""
+        self._pieces[key] = piece
+        self._core.want(key, piece.digest)
+
+    def forget(self, key: Hashable) -> None:
+        """The piece has been used up, or is wanted no more."""
+        self._core.forget(key)
+        self._pieces.pop(key, None)
+
+    def offers(self, source: Source, has: Container[Hashable]) -> None:
+        """``source`` can give the pieces in ``has``."""
+        if source.id in self.sources:
+            self._carry_out(self._core.offers(source.id, has, self._now()))
+
+    def ask(self) -> None:
+        """Ask for what was wanted."""
+        self._carry_out(self._core.asks(self._now()))
+
+    async def serve(self, source: Source, heard: Callable[[Message], None]) -> None:
+        """Listen to ``source`` until it is gone; then what it owes is asked of others.
+
+        Args:
+            heard: takes what else it says. Raises ``ProtocolError`` where no correct source says that.
+        """
+        self.sources[source.id] = source
+        connection, problem = source.line.connection, "it closed the connection"
+        try:
+            async with source.line.alive():
+                async for message in source.line.messages():
+                    if isinstance(message, RangeGone):
+                        self.gone_untrusted(source, message)
+                    else:
+                        heard(message)
+                    self.changed.set()
+                cause = connection.close_cause
+            if cause is not None and not isinstance(cause, ConnectionLost):
+                problem = cause.message
+        except P2PTrainError as error:
+            problem = error.message
+        except asyncio.CancelledError:
+            problem = ""  # it was enough
+            raise
+        finally:
+            del self.sources[source.id]
+            self._ended_bytes += connection.bytes_in
+            for _, _, timer in source.asked.values():
+                if timer is not None:
+                    timer.cancel()
+            if problem:
+                self.problems[source.name] = problem
+            self._carry_out(self._core.lost(source.id, self._now()))
+            self.changed.set()
+
+    @asynccontextmanager
+    async def attached(self, source: Source, heard: Callable[[Message], None]) -> AsyncIterator[None]:
+        """``serve`` beside what is done inside."""
+        serving = asyncio.create_task(self.serve(source, heard), name="receive")
+        await asyncio.sleep(0)  # it is known from now on
+        try:
+            yield
+        finally:
+            source.line.connection.abort()
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+
+    async def until(self, satisfied: Callable[[], bool], *, waits: Callable[[], bool] = lambda: False) -> None:
+        """Wait.
+
+        Args:
+            waits: whether there may be a source yet, though there is none.
+
+        Raises:
+            NetworkError: no source is left; the message names what each one said.
+        """
+        while not satisfied():
+            if not self.sources and not waits():
+                said = "; ".join(f"{name}: {problem}" for name, problem in self.problems.items())
+                raise NetworkError(said or "nobody gives it")
+            self.changed.clear()
+            await self.changed.wait()
+
+    def _carry_out(self, instructions: Iterable[Ask | GiveUp]) -> None:
+        for instruction in instructions:
+            source = self.sources.get(instruction.source)
+            if source is None:
+                continue
+            if isinstance(instruction, GiveUp):
+                source.end(instruction.reason)
+            else:
+                self._ask(source, instruction.key)
+
+    def _ask(self, source: Source, key: Hashable) -> None:
+        piece = self._pieces[key]
+        source.streams += 1
+        stream = source.streams
+        with suppress(ConnectionLost):  # ``serve`` will notice, and the piece goes back to the queue
+            connection = source.line.connection
+            landed = partial(self._landed, source, stream)
+            connection.post(piece.into, generation=0, stream=stream, done=landed)
+            connection.send(RangeRequest(piece.name, piece.start, piece.stop, stream))
+            timer = None
+            if self._slowest_bytes_s:
+                owed_bytes = sum(size for _, size, _ in source.asked.values()) + piece.into.nbytes
+                patience_s = QUIET_S + owed_bytes / self._slowest_bytes_s
+                slow = f"it gives less than {self._slowest_bytes_s / 1024:.0f} KiB a second"
+                timer = asyncio.get_running_loop().call_later(patience_s, connection.abort, DeadlineExceeded(slow))
+            source.asked[stream] = key, piece.into.nbytes, timer
+
+    def _taken(self, source: Source, stream: int) -> Hashable | None:
+        key, _, timer = source.asked.pop(stream, (None, 0, None))
+        if timer is not None:
+            timer.cancel()
+        return key
+
+    def _landed(self, source: Source, stream: int) -> None:
+        key = self._taken(source, stream)
+        piece = self._pieces.get(key)
+        if piece is not None and piece.digest:
+            task = asyncio.create_task(self._judge(source, key, piece), name="judge")
+            self._judging.add(task)
+            task.add_done_callback(self._judging.discard)
+        else:
+            self._arrived(source, key, b"")
+
+    async def _judge(self, source: Source, key: Hashable, piece: Piece) -> None:
+        self._arrived(source, key, await self._digest(piece.into))
+
+    def _arrived(self, source: Source, key: Hashable, digest: bytes) -> None:
+        instructions = self._core.arrived(source.id, key, digest, self._now())
+        if self._core.has(key):
+            self._on_landed(source, key)
+        self._carry_out(instructions)
+        self.ask()
+        self.changed.set()
+
+    def gone_untrusted(self, source: Source, said: RangeGone) -> None:
+        """Raises ``ProtocolError``: it was not asked for that, or has to have it."""
+        key = self._taken(source, said.stream)
+        if key is None or self._on_gone is None:
+            raise ProtocolError(f"it cannot give what it promised: {shortened(said.reason)}")
+        self._core.gone(source.id, key)
+        self._on_gone(source, key)
+        self.ask()
+
+
+# -------------------------------------------------------------------------------------------------------------- sending
+
+
+async def send_range(
+    line: Line,
+    asked: RangeRequest,
+    read: Callable[[RangeRequest], Awaitable[bytes | bytearray | memoryview]],
+    *,
+    most_bytes: int = RANGE_BYTES,
+) -> int:
+    """Send what ``read`` gives as the range that was asked for; its bytes, 0 where there are none such any more.
+
+    Raises:
+        ProtocolError: it asked for what is not given.
+        DeadlineExceeded: it takes no bytes.
+    """
+    size = asked.stop - asked.start
+    if not 0 <= asked.start < asked.stop or size > most_bytes or not 0 <= asked.stream < 1 << 31:
+        raise ProtocolError(f"bytes {asked.start} to {asked.stop} are asked for; {most_bytes} at a time are given")
+    try:
+        data = await read(asked)
+    except StorageError as problem:
+        line.connection.send(RangeGone(asked.stream, shortened(problem.message)))
+        return 0
+    line.connection.send_bulk(memoryview(data), generation=0, stream=asked.stream)
+    await line.sent()  # it may be slow, as long as it takes something
+    return size

@@ -26,9 +26,9 @@ from roles.member import ServingMember
 from roles.verifier.asking import Wish
 from roles.verifier.client import VerifierClient, verifiers_untrusted
 from roles.worker.build import holding
-from roles.worker.stage_testing import LoopThreads
 from tests.compute.tiny_trainer import tiny
 from tests.roles.in_process import Cluster, Peer
+from tests.roles.stage_doubles import LoopThreads
 from wire.memory import MemoryNetwork, run_virtual
 
 PATIENCE_S = 600.0
@@ -127,7 +127,7 @@ def stage_of(served: Served, index: int) -> Peer:
 
 
 def _parts(worker: Any) -> list[Any]:
-    return list(worker._stages.shelf.parts.values())
+    return list(worker._stages.cache.parts.values())
 
 
 def join(cluster: Cluster, slot: int, memory_bytes: int = ONE_PART_BYTES) -> Peer:

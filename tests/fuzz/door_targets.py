@@ -20,19 +20,18 @@ from hypothesis import strategies as st
 
 from configs.schema import Profile
 from p2ptrain.core.disk import RealDisk
-from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused
+from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused, StorageError
 from p2ptrain.core.training import Blob
 from p2ptrain.core.world import LoopClock
 from ring.view import View
+from roles.line import Line
 from roles.seed.authority import Authority
 from roles.seed.enrolment import Gate
 from roles.seed.requests import Clerk
 from roles.seed.tickets import TicketRecord
 from roles.stand_in import StandInEngine
-from roles.worker.donor import Donations
-from roles.worker.fetch import Fetch, _Donor
-from roles.worker.given import CHUNK_BYTES, chunk_untrusted
-from roles.worker.offered import Self
+from roles.worker.heal import Fetch, Giver, Self
+from roles.worker.heal_source import CHUNK_BYTES, Given, HealSource, piece_untrusted
 from tests.roles.in_process import HOST, Cluster
 from tests.wire.doubles import credentials
 from wire.address import proof
@@ -41,16 +40,7 @@ from wire.connection import Connection
 from wire.credentials import PeerIdentity, unverified_context
 from wire.frame import encode_control
 from wire.handshake import local_hello, local_welcome, serve
-from wire.heal_messages import (
-    BlobRecord,
-    ChunkRequest,
-    HealOffer,
-    HealRequest,
-    StepGone,
-    StepLogged,
-    StepRequest,
-    TableRequest,
-)
+from wire.heal_messages import BlobRecord, HealOffer, HealRequest, RangeGone, RangeRequest, StepLogged
 from wire.job_messages import MemberRecord
 from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import EnrolRequest, Hello, Message, Refuse, Request, Response, Welcome
@@ -257,7 +247,7 @@ class _Heard:
         self.closed = asyncio.Event()
         self.close_cause: P2PTrainError | None = None
         self.last_heard = 0.0
-        self.unsent_bytes = 0
+        self.unsent_bytes = self.bytes_in = self.bytes_out = 0
 
     async def receive(self, *, timeout_s: float) -> Any:
         await asyncio.sleep(0)
@@ -375,10 +365,12 @@ _LINEAGE = "ab" * 16
 _HEALER = MemberRecord("healer", "healer", "", 1, 0, 8, False)
 _VIEW = View("job", 3, 7, _LINEAGE, (_HEALER,))
 _INDICES, _STEPS, _DIGESTS = st.integers(-1, 4), st.integers(5, 12), st.sampled_from([bytes(16), b"", b"x" * 16])
-_WANTED = st.one_of(
-    made(ChunkRequest, index=_INDICES, stream=_INDICES),
-    made(TableRequest, stream=_INDICES),
-    made(StepRequest, step=_STEPS, stream=_INDICES),
+_WANTED = made(
+    RangeRequest,
+    name=st.sampled_from(["#table", "#step 7", "#step -1", "#step " + "9" * 400, *_SIZES, "nothing"]),
+    start=mostly(_INDICES, WHOLE),
+    stop=mostly(st.sampled_from([1, 3000, CHUNK_BYTES]), WHOLE),
+    stream=_INDICES,
 )
 _HEAL = HealRequest("job", 7, _LINEAGE, 2.0)
 _ASKED = mostly(
@@ -387,15 +379,15 @@ _ASKED = mostly(
 )
 _OFFERED = made(
     HealOffer,
-    step=st.sampled_from([7, -1]),
-    lineage=st.sampled_from([_LINEAGE, ""]),
-    blobs=st.sampled_from([_BLOBS, [], _BLOBS[1:]]),
+    step=mostly(st.just(7), st.just(-1)),
+    lineage=mostly(st.just(_LINEAGE), st.just("")),
+    blobs=mostly(st.just(_BLOBS), st.sampled_from([[], _BLOBS[1:]])),
     chunk_bytes=mostly(st.just(CHUNK_BYTES), WHOLE),
     root=_DIGESTS,
 )
 _NEWS = st.one_of(
     made(StepLogged, step=_STEPS, digest=_DIGESTS, size_bytes=st.sampled_from([4120, 0])),
-    made(StepGone, step=_STEPS),
+    made(RangeGone, stream=_INDICES),
 )
 
 
@@ -422,30 +414,37 @@ class _Inline:
 
 
 async def _healed(case: Healing) -> None:
+    given = Given(7, _LINEAGE, 1.0, _STATE)
     for message in case.to_donor:
-        if isinstance(message, ChunkRequest):
-            with suppress(ProtocolError):
-                assert 0 < chunk_untrusted(_STATE, message).nbytes <= CHUNK_BYTES
+        if isinstance(message, RangeRequest):
+            with suppress(ProtocolError, StorageError):
+                assert piece_untrusted(given, None, message).nbytes == message.stop - message.start
     around = SimpleNamespace(world=SimpleNamespace(clock=LoopClock()), compute=_Inline(), tell=lambda *text: None)
     core = SimpleNamespace(view=_VIEW, may_give=True, torn=False, applied=7, lineage=_LINEAGE, square_sum=1.0)
-    donations = Donations(around, core, want_snapshot=lambda: None)  # type: ignore[arg-type]
+    source = HealSource(around, core, want_snapshot=lambda: None)  # type: ignore[arg-type]
     hello = local_hello(peer_id="healer", name="healer", roles=["worker"], purpose="heal", job="job", generation=3)
+    heard = _Heard(case.to_donor)
+    asyncio.get_running_loop().call_later(60, heard.closed.set)  # it goes, though nobody reads on
     with suppress(P2PTrainError):
-        await donations.give(_Heard(case.to_donor), hello, StandInEngine(Profile()))  # type: ignore[arg-type]
-    assert not donations.followers
+        await source.give(heard, hello, StandInEngine(Profile()))  # type: ignore[arg-type]
+    assert not source.followers
     fetch = Fetch(
         around.world,
         Self("healer", "healer", "seed", _STATE, 4120),
         request=next((one for one in case.to_donor if isinstance(one, HealRequest)), _HEAL),
         generation=3,
-        donors=[_HEALER],
+        members=[_HEALER],
         on_torn=lambda: None,
         on_progress=lambda *progress: None,
     )
-    donor = fetch._donors["d"] = _Donor("d", "d", _Heard([], lands=case.lands))  # type: ignore[arg-type]
+    giver = fetch.givers["d"] = Giver("d", "d", Line(_Heard([], lands=case.lands)))  # type: ignore[arg-type]
+    fetch.receiver.sources["d"] = giver
     for message in case.from_donor:
         with suppress(ProtocolError):
-            fetch._heard_untrusted(donor, message)
+            if isinstance(message, RangeGone):
+                fetch.receiver.gone_untrusted(giver, message)
+            else:
+                fetch.heard_untrusted(giver, message)
 
 
 HEALING = Target(
@@ -453,12 +452,12 @@ HEALING = Target(
     st.builds(Healing, _then(_ASKED, _WANTED), _then(_OFFERED, _NEWS), st.booleans()),
     lambda case: run_virtual(_healed(case)),
     (
-        "roles.worker.given.chunk_untrusted",
-        "roles.worker.fetch.Fetch._heard_untrusted",
-        "roles.worker.fetch.Fetch._offered_untrusted",
-        "roles.worker.fetch.Fetch._logged_untrusted",
-        "roles.worker.offered.base_untrusted",
-        "roles.worker.offered.news_untrusted",
+        "roles.worker.heal_source.piece_untrusted",
+        "roles.worker.heal.Fetch.heard_untrusted",
+        "roles.worker.heal.Fetch._logged_untrusted",
+        "roles.worker.heal.base_untrusted",
+        "roles.worker.heal.news_untrusted",
+        "roles.worker.transfer.Receiver.gone_untrusted",
     ),
     peak_bytes=1 << 20,
     weight=100,

@@ -13,7 +13,8 @@ import pytest
 from p2ptrain.core.serving import Sampling
 from roles.model_directory import ModelDirectory
 from roles.stage_stand_in import StandIns, stand_in_config, tokens_of, write_model
-from roles.worker.stage_testing import (
+from tests.roles.in_process import Cluster, Peer
+from tests.roles.stage_doubles import (
     Generation,
     TestClient,
     client_of,
@@ -23,7 +24,6 @@ from roles.worker.stage_testing import (
     model_at,
     open_params,
 )
-from tests.roles.in_process import Cluster, Peer
 from wire.chain_messages import ChainBroken, Took
 from wire.transport import TcpNetwork
 

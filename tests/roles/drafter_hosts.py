@@ -20,13 +20,13 @@ from roles.chain.peer import Context
 from roles.compute_thread import ComputeThread
 from roles.drafter.drafter import Drafter, Serves
 from roles.engine import StageEngine
+from roles.line import Line
 from roles.speculation.cost_model import CostModel
 from roles.speculation.events import Began, Drop, Finished, Give, PassDone, Run, Tell, Tick, Told, VerifierEvent
 from roles.speculation.received import told_untrusted
 from roles.speculation.verifying import Stats, Verifying
 from roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part
 from roles.verifier.drafting_source import DrafterFacts, DrafterSource, Opening
-from roles.worker.stage_links import Line
 from wire.connection import Connection
 from wire.handshake import Server, local_welcome, serve
 from wire.messages import Hello, Refuse, Request, Response, Welcome

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from p2ptrain.core.serving import Sampling
+from roles.line import MOST_BEATS
 from roles.speculation.events import Told
 from roles.speculation.received import packed
 from roles.stage_stand_in import tokens_of
 from roles.verifier.drafter_link import FARTHEST_S, MISBEHAVED_S, Tokens
 from roles.verifier.drafters import Drafters
-from roles.worker.stage_links import MOST_BEATS
 from tests.roles.drafter_hosts import (
     CONFIG,
     TOKENIZER,

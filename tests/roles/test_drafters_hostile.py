@@ -16,12 +16,12 @@ from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, ResourceError
 from p2ptrain.core.serving import Ran, Sampling
 from roles.drafter.drafter import MAX_CALLERS
+from roles.line import Line
 from roles.speculation.events import Told
 from roles.speculation.received import packed, tokens_untrusted
 from roles.stage_stand_in import tokens_of
 from roles.verifier.drafter_link import Tokens
 from roles.verifier.drafters import Drafters
-from roles.worker.stage_links import Line
 from tests.roles.drafter_hosts import (
     CONFIG,
     PORT,

@@ -13,10 +13,9 @@ import pytest
 
 from ring.transaction import Event, Heal, Loaded, Phase, Transaction, Unloaded, ViewArrived
 from roles.stand_in import StandInEngine
-from roles.worker.donor import MAX_FOLLOWERS, Taker
-from roles.worker.given import log_limit_bytes
 from roles.worker.heal import Fetched, Follower, Healer
-from roles.worker.testing import (
+from roles.worker.heal_source import MAX_FOLLOWERS, Taker, log_limit_bytes
+from tests.roles.heal_doubles import (
     FIRST,
     JOB,
     Ring,
@@ -281,7 +280,7 @@ def test_a_member_that_lacks_a_step_or_two_is_given_those_alone() -> None:
 
 def _nobody() -> Any:
     connection = SimpleNamespace(send=lambda *args, **more: None, abort=lambda *args: None)
-    return Taker(connection, "nobody", 3, inside=False, silence_s=2.0)  # type: ignore[arg-type]
+    return Taker(SimpleNamespace(connection=connection), "nobody", inside=False)  # type: ignore[arg-type]
 
 
 def test_who_is_too_slow_is_told_so_and_the_log_stays_bounded() -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from p2ptrain.core.serving import Sampling
 from roles.stage_stand_in import StandIns, stand_in_config, tokens_of, write_model
-from roles.worker.stage_testing import TestChain, client_of, giving, load_params, model_at, open_params
 from tests.roles.in_process import Cluster, Peer
+from tests.roles.stage_doubles import TestChain, client_of, giving, load_params, model_at, open_params
 from wire.memory import MemoryNetwork
 
 CONFIG = stand_in_config(layers=6)

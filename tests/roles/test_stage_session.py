@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.errors import ProtocolError, Refused
 from p2ptrain.core.serving import PartSpec
+from roles.compute_thread import Turns
 from roles.stage_stand_in import WIDTH, decode_hidden, encode, stand_in_config, stand_in_part
-from roles.worker.parts import IDLE_S, MAX_PARTS, WINDOW_S, Pace, Part, Shelf
-from roles.worker.stage_session import QUEUED_BYTES, QUEUED_FROM_STAGE, WORK_POSITIONS, History, StageSession, Terms
-from roles.worker.turns import Turns
+from roles.worker.forward_requests import QUEUED_BYTES, QUEUED_FROM_STAGE, WORK_POSITIONS, History, StageSession, Terms
+from roles.worker.part_cache import IDLE_S, MAX_PARTS, WINDOW_S, Pace, Part, PartCache
 from wire.chain_messages import Work
 
 ENCODINGS = ("fp32", "bf16", "fp16", "int8")
@@ -188,7 +188,7 @@ def part_of(name: str, idle_since: float = 0.0) -> Part:
 
 
 def test_idle_parts_make_room_longest_idle_first() -> None:
-    shelf = Shelf(3 * WEIGHTS + 100)
+    shelf = PartCache(3 * WEIGHTS + 100)
     for name, idle_since in (("a", 5.0), ("b", 3.0), ("c", 4.0)):
         shelf.parts[name] = part_of(name, idle_since)
     shelf.parts["c"].users.add("client")
@@ -210,7 +210,7 @@ def test_idle_parts_make_room_longest_idle_first() -> None:
 
 
 def test_promises_count_and_end_with_their_session() -> None:
-    shelf = Shelf(WEIGHTS + 1000)
+    shelf = PartCache(WEIGHTS + 1000)
     part = shelf.parts["a"] = part_of("a")
     part.users |= {"one", "two"}
     part.promised |= {"one": 300, "two": 700}
@@ -227,7 +227,7 @@ def test_promises_count_and_end_with_their_session() -> None:
 
 
 def test_one_part_more_than_there_may_be_takes_the_place_of_an_idle_one() -> None:
-    shelf = Shelf(1 << 30)
+    shelf = PartCache(1 << 30)
     for number in range(MAX_PARTS):
         assert shelf.check_number() == []
         shelf.parts[str(number)] = part_of(str(number), float(-number))
@@ -235,7 +235,7 @@ def test_one_part_more_than_there_may_be_takes_the_place_of_an_idle_one() -> Non
 
 
 def test_a_part_is_found_by_what_it_computes() -> None:
-    shelf = Shelf(1 << 30)
+    shelf = PartCache(1 << 30)
     part = shelf.parts["a"] = part_of("a")
     assert shelf.find("a", PartSpec("other text", 0, 2, 2, "fp32", "cuda")) is part
     for model, spec in (

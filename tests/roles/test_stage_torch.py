@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.threads import RealThreads
 from roles.worker.build import holding
-from roles.worker.stage_testing import chain_of, model_at, sampling_params
+from tests.roles.stage_doubles import chain_of, model_at, sampling_params
 from wire.memory import MemoryNetwork
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,8 @@ from p2ptrain.core.errors import ProtocolError, Refused
 from ring.token import first_lineage, joined_digest, next_lineage
 from roles.engine import Stage
 from roles.stand_in import StandInEngine
-from roles.worker.fetch import Fetch, _Donor
-from roles.worker.offered import Self
-from roles.worker.testing import world_of
+from roles.worker.heal import Fetch, Giver, Self
+from tests.roles.heal_doubles import world_of
 from tests.roles.in_process import Cluster, Peer
 from wire.heal_messages import HealOffer, HealRequest, StepLogged
 from wire.memory import MemoryNetwork
@@ -200,7 +200,7 @@ async def test_going_back_to_a_step_needs_a_checkpoint_of_every_stage(cluster: C
 # ------------------------------------------------------------------------------------------------ what followers verify
 
 
-def follower(stage: Stage) -> tuple[Fetch, _Donor, StandInEngine]:
+def follower(stage: Stage) -> tuple[Fetch, Giver, StandInEngine]:
     engine = StandInEngine(split_profile(stage.count, 1), stage=stage)
     first = first_lineage("spec")
     fetch = Fetch(
@@ -208,11 +208,11 @@ def follower(stage: Stage) -> tuple[Fetch, _Donor, StandInEngine]:
         Self("me", "me", "", engine.state(), engine.reduce_buffer.nbytes, stage),
         request=HealRequest("job", -1, "", 1.0, 0, first, stage.index),
         generation=1,
-        donors=[],
+        members=[],
         on_torn=lambda: None,
         on_progress=lambda done, total: None,
     )
-    donor = _Donor("d", "d", None)  # type: ignore[arg-type]
+    donor = Giver("d", "d", None)  # type: ignore[arg-type]
     return fetch, donor, engine
 
 
@@ -229,17 +229,16 @@ def test_a_step_is_told_with_the_digests_of_all_stages() -> None:
 
 async def test_the_lineage_of_a_step_is_made_of_all_stages_digests() -> None:
     fetch, donor, engine = follower(Stage(1, 2))
-    fetch._donors["d"] = donor
-    fetch._offered_untrusted(donor, HealOffer(0, fetch._request.have_lineage, [], 1 << 20))
+    connection = SimpleNamespace(post=lambda *_, **__: None, send=lambda *_, **__: None)
+    donor.line = SimpleNamespace(connection=connection)  # type: ignore[assignment]
+    fetch.givers["d"] = fetch.receiver.sources["d"] = donor
+    fetch.heard_untrusted(donor, HealOffer(0, fetch._request.have_lineage, [], 1 << 20))
     fetch._next, fetch._lineage = 1, fetch._request.have_lineage
     data = np.arange(engine.reduce_buffer.size, dtype=np.float32)
     mine, other = xxhash.xxh3_128_digest(data.tobytes()), bytes(16)
-    fetch._news.clear()
-    fetch._agreed[1] = (mine, 2.0, other + mine)
-    fetch._steps.want(1, mine)
-    fetch._steps.offers("d", [1], 0.0)
+    fetch.heard_untrusted(donor, StepLogged(1, mine, 2.0, data.nbytes, other + mine))
     fetch._buffer(1)[:] = data.tobytes()
-    fetch._steps.arrived("d", 1, mine, 0.0)
+    fetch.receiver._landed(donor, 1)
     async with asyncio.timeout(5):
         step = await fetch.step()
     assert step.lineage == next_lineage(first_lineage("spec"), joined_digest(other + mine))

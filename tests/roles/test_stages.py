@@ -15,8 +15,8 @@ from p2ptrain.core.errors import ProtocolError, Refused
 from p2ptrain.core.serving import Sampling
 from roles.model_directory import ModelDirectory
 from roles.stage_stand_in import WIDTH, StandIns, stand_in_config, tokens_of, write_model
-from roles.worker.stage_session import MOST_QUEUED, QUEUED_FROM_STAGE, WORK_POSITIONS
-from roles.worker.stage_testing import (
+from roles.worker.forward_requests import MOST_QUEUED, QUEUED_FROM_STAGE, REPLAY_S, WORK_POSITIONS
+from tests.roles.stage_doubles import (
     PORT,
     Generation,
     Stage,
@@ -32,7 +32,6 @@ from roles.worker.stage_testing import (
     open_params,
     sampling_params,
 )
-from roles.worker.stage_works import REPLAY_S
 from wire.chain_messages import CHAIN_STREAM, ChainBroken, Picked, Took, Work
 from wire.handshake import dial, local_hello
 from wire.memory import MemoryNetwork, run_virtual
@@ -630,7 +629,7 @@ def test_sessions_end_with_their_client_and_parts_stay(tmp_path: Path, model: Mo
         await asyncio.sleep(0.1)
         for stage in chain.stages:
             assert not stage.sessions
-            assert len(stage.stages.shelf.parts) == 1
+            assert len(stage.stages.cache.parts) == 1
         async with client_of(network.at("next"), "w0", peer_id="next") as client:
             loaded = await client.ask("part.load", load_params(model, 0, 3, 6))
             assert (loaded["part"], loaded["received_bytes"]) == (chain.parts[0], 0)
@@ -666,12 +665,12 @@ def test_a_client_that_only_listens_is_not_gone(tmp_path: Path, model: ModelDire
 def test_idle_parts_go_after_ten_minutes_and_not_before(tmp_path: Path, model: ModelDirectory) -> None:
     async def test(chain: TestChain, network: Network) -> None:
         await asyncio.sleep(700)
-        assert len(chain.stages[0].stages.shelf.parts) == 1, "its client is there"
+        assert len(chain.stages[0].stages.cache.parts) == 1, "its client is there"
         chain.clients[0].connection.abort()
         await asyncio.sleep(590)
-        assert len(chain.stages[0].stages.shelf.parts) == 1
+        assert len(chain.stages[0].stages.cache.parts) == 1
         await asyncio.sleep(20)
-        assert not chain.stages[0].stages.shelf.parts
+        assert not chain.stages[0].stages.cache.parts
         assert chain.stages[0].told[-1].parts == []
 
     with_chain(tmp_path, model, (0, 6), test)
@@ -681,7 +680,7 @@ def test_a_stage_is_not_given_more_than_it_takes(
     tmp_path: Path, model: ModelDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slow last stage: works wait at the client's side of the chain, a few of them at each stage."""
-    monkeypatch.setattr("roles.worker.stage_links.LINK_UNSENT_BYTES", 4000)  # some 5 of these works
+    monkeypatch.setattr("roles.worker.forward_requests.LINK_UNSENT_BYTES", 4000)  # some 5 of these works
 
     async def test(chain: TestChain, network: Network) -> None:
         await chain.open("s1", positions=4000)

@@ -1,4 +1,4 @@
-"""The core of healing: whatever donors do, every piece arrives once, or somebody is left who was not asked."""
+"""The core of verified transfer: whatever sources do, every piece arrives once."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roles.worker.pace import KNOWN_STEPS, ROUND, SHARE, Pace
-from roles.worker.transfer import STRIKES, WINDOW, Agreement, Ask, GiveUp, Transfer
+from roles.worker.heal_source import KNOWN_STEPS, ROUND, SHARE, Pace
+from roles.worker.transfer import WINDOW, Ask, GiveUp, Transfer, most_said
 
 
 def right(key: int) -> bytes:
@@ -37,12 +37,12 @@ class Play:
     def take(self, instructions: list[Ask | GiveUp] | list[Ask]) -> None:
         for instruction in instructions:
             if isinstance(instruction, GiveUp):
-                self.given_up.append(instruction.donor)
-                self.under_way.pop(instruction.donor, None)
+                self.given_up.append(instruction.source)
+                self.under_way.pop(instruction.source, None)
             else:
                 self.doubles += instruction.key in self.asked
                 self.asked.add(instruction.key)
-                self.under_way[instruction.donor].append(instruction.key)
+                self.under_way[instruction.source].append(instruction.key)
         self.core.validate()
 
     def deliver(self, name: str, *, wrong: bool = False) -> None:
@@ -103,16 +103,6 @@ def test_a_wrong_piece_is_fetched_elsewhere_and_its_donor_given_up() -> None:
     assert play.core.complete
 
 
-def test_the_only_donor_may_err_now_and_then_but_not_always() -> None:
-    play = Play(3, {"only": 1.0}, 1)
-    for _ in range(STRIKES - 1):
-        play.deliver("only", wrong=True)
-    assert play.given_up == []
-    play.deliver("only", wrong=True)
-    assert play.given_up == ["only"]
-    assert not play.core.complete
-
-
 def test_another_table_costs_only_the_pieces_that_differ() -> None:
     play = Play(8, {"a": 1.0}, 1)
     play.run()
@@ -132,17 +122,21 @@ def test_a_window_bounds_what_is_asked_ahead() -> None:
     assert len(play.under_way["a"]) == WINDOW
 
 
-def test_most_decide_and_ties_go_to_the_first() -> None:
-    agreement: Agreement[str] = Agreement()
-    agreement.says("a", "x")
-    assert (agreement.lead, agreement.settled(1)) == ("x", True)
-    agreement.says("b", "y")
-    assert (agreement.lead, agreement.settled(1), agreement.settled(0)) == ("x", False, True)
-    agreement.says("c", "y")
-    assert (agreement.lead, agreement.odd(), agreement.settled(1)) == ("y", ["a"], True)
-    agreement.withdraw("b")
-    agreement.withdraw("c")
-    assert (agreement.lead, agreement.odd()) == ("x", [])
+@pytest.mark.parametrize(("said", "most"), [("x", "x"), ("xy", "x"), ("xyy", "y"), ("", None)])
+def test_most_decide_and_ties_go_to_the_first(said: str, most: str | None) -> None:
+    assert most_said(said) == most
+
+
+def test_a_piece_that_is_gone_comes_from_another_and_one_that_is_forgotten_from_nobody() -> None:
+    core = Transfer()
+    core.want("p", right(1))
+    assert core.offers("a", {"p"}, 0.0) == [Ask("a", "p")]
+    core.gone("a", "p")
+    assert core.offers("a", (), 0.0) == []
+    assert core.offers("b", {"p"}, 0.0) == [Ask("b", "p")]
+    core.forget("p")
+    assert core.arrived("b", "p", b"?", 1.0) == [], "nobody minds what it is any more"
+    assert core.complete
 
 
 # --------------------------------------------------------------------------------------------------------------- pace

@@ -18,7 +18,7 @@ from roles.chain.client import Chain, Progress
 from roles.chain.peer import Context, WorkerAt
 from roles.chain.plan import Model, Plan, WorkerPool, local_model
 from roles.stage_stand_in import WIDTH, StandIns, shapes_of, stand_in_config, write_model
-from roles.worker.stage_testing import PORT, Stage
+from tests.roles.stage_doubles import PORT, Stage
 from wire.memory import MemoryNetwork, run_virtual
 
 LAYERS = 6

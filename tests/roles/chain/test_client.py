@@ -25,8 +25,8 @@ from roles.chain.generation import GenerationSession
 from roles.chain.peer import Context
 from roles.chain.plan import HeldPart, Model, Offer, WorkerPool
 from roles.stage_stand_in import WIDTH, stand_in_config, tokens_of
-from roles.worker.parts import UNKNOWN_PART
-from roles.worker.stage_works import NEXT_STAGE, UNKNOWN_SESSION
+from roles.worker.forward_requests import NEXT_STAGE, UNKNOWN_SESSION
+from roles.worker.part_cache import UNKNOWN_PART
 from roles.worker.stages import MAX_REQUESTS
 from wire.chain_messages import ChainBroken, Picked
 
@@ -60,7 +60,7 @@ def test_three_stages_give_what_one_model_gives(tmp_path: Path, sampling: Sampli
             assert all(len(token.stages_us) == 3 for token in made)
             assert all(0.02 <= token.compute_s < token.took_s < 0.1 for token in made)
         assert set(scene.sessions().values()) == {0}
-        assert [len(stage.stages.shelf.parts) for stage in scene.workers.values()] == [1, 1, 1, 0]  # they stay
+        assert [len(stage.stages.cache.parts) for stage in scene.workers.values()] == [1, 1, 1, 0]  # they stay
         done = [item for item in scene.progress if item.ready]
         assert sorted(item.index for item in done) == [0, 1, 2]
         assert all(item.done_bytes == item.total_bytes > 0 for item in done)
@@ -135,7 +135,7 @@ def test_a_stage_dies_under_four_sessions(tmp_path: Path, victim: str) -> None:
             scene.kill(victim)
             assert await running == wanted_of_four()
         assert [kind for _, kind, _ in scene.told].count("stage-replaced") == 1
-        assert len(scene.workers["w3"].stages.shelf.parts) == 1
+        assert len(scene.workers["w3"].stages.cache.parts) == 1
 
     play(tmp_path, test, delay_s=lambda source, target: NEAR_S)
 
@@ -280,7 +280,7 @@ def test_a_peer_with_room_takes_a_second_stage(tmp_path: Path) -> None:
 
     scene, session = disturbed(tmp_path, happens, names=("w0", "w1", "w2"))
     assert len(session.mendings) == 1
-    assert sorted(len(stage.stages.shelf.parts) for stage in scene.workers.values()) == [1, 1, 2]
+    assert sorted(len(stage.stages.cache.parts) for stage in scene.workers.values()) == [1, 1, 2]
 
 
 @pytest.mark.parametrize("victim", ["w0", "w1", "w2"])
@@ -318,7 +318,7 @@ def test_two_stages_that_cannot_reach_each_other_are_parted(tmp_path: Path) -> N
 
     scene, _ = disturbed(tmp_path, happens)
     assert [text for _, kind, text in scene.told if kind == "stage-lost"]
-    assert len(scene.workers["w3"].stages.shelf.parts) == 1
+    assert len(scene.workers["w3"].stages.cache.parts) == 1
 
 
 def test_only_the_stage_at_which_a_work_ends_answers_it(tmp_path: Path) -> None:
@@ -455,20 +455,20 @@ def test_who_cannot_load_is_replaced(tmp_path: Path) -> None:
         crew = await scene.crew()
         model = await scene.model()
         plan = await scene.plan(crew, model)
-        scene.workers["w1"].stages.shelf.limit_bytes = 100  # since it made its offer
+        scene.workers["w1"].stages.cache.limit_bytes = 100  # since it made its offer
         chain = await Chain.load(crew, model, plan)
         assert [stage.worker.name for stage in chain.plan.stages] == ["w0", "w3", "w2"]
         session = await chain.generate(PROMPT, max_new_tokens=5, sampling=SEEDED)
         assert await collected(session) == tokens_of(CONFIG, PROMPT, 5, SEEDED)
         await chain.close()
         for worker in scene.workers.values():
-            worker.stages.shelf.limit_bytes = 100
+            worker.stages.cache.limit_bytes = 100
         with pytest.raises(ResourceError) as caught:
             await Chain.load(crew, model, await scene.plan(crew, model, stages=4))
         assert "w" in caught.value.message
         assert caught.value.remedy
         for worker in scene.workers.values():
-            worker.stages.shelf.limit_bytes = 1 << 20
+            worker.stages.cache.limit_bytes = 1 << 20
         await crew.close()
 
     play(tmp_path, test)

@@ -17,7 +17,7 @@ from roles.chain import client as recruiting
 from roles.chain.client import Chain, Recruiting
 from roles.stage_stand_in import StandIns, tokens_of
 from roles.verifier.chain_target import ChainTarget
-from roles.worker.stage_testing import PORT, Stage
+from tests.roles.stage_doubles import PORT, Stage
 from wire.records import PeerInfo
 
 from .scene import CONFIG, Scene, play
@@ -137,7 +137,7 @@ def test_those_that_were_lost_come_back(
             for name in victims:
                 scene.kill(name)
             await asyncio.sleep(20)  # virtual: the seed tells of them all the while, and nobody is there
-            monkeypatch.setattr("roles.worker.stage_testing.PORT", port)
+            monkeypatch.setattr("tests.roles.stage_doubles.PORT", port)
             for name in victims:
                 await start(scene, name)
                 seed.here[name] = port
@@ -198,7 +198,7 @@ def test_who_cannot_be_reached_holds_up_nobody_and_is_left_in_peace(
 def test_a_spare_that_has_room_later(tmp_path: Path) -> None:
     async def test(scene: Scene) -> None:
         seed = Seed()
-        small = scene.workers["w3"].stages.shelf
+        small = scene.workers["w3"].stages.cache
         small.limit_bytes = 1000  # others' parts take the rest
         seed.here["w3"] = PORT
         async with recruited(scene, seed) as chain:

@@ -22,6 +22,7 @@ from p2ptrain.core.errors import (
     UserError,
 )
 from p2ptrain.core.serving import Sampling, SamplingWish
+from roles.line import Line
 from roles.verifier import door as door_module
 from roles.verifier.asking import Said, Wish
 from roles.verifier.client import Text, VerifierAt, VerifierClient, question, verifiers_untrusted
@@ -29,7 +30,6 @@ from roles.verifier.door import MOST_ASKED, MOST_BYTES, Door
 from roles.verifier.refusals import error_untrusted, refused
 from roles.verifier.service import VerifierService
 from roles.verifier.testing import ScriptedDrafters, ScriptedTarget, failing_at, reference, service, text_of
-from roles.worker.stage_links import Line
 from wire import generate_messages as wire
 from wire.connection import Connection
 from wire.handshake import dial, local_hello, local_welcome, serve

@@ -22,8 +22,8 @@ from roles.verifier.drafters import Drafters
 from roles.verifier.service import ServiceOptions, VerifierService
 from roles.verifier.testing import CONFIG, model_text
 from roles.verifier.whole_target import WholeTarget
-from roles.worker.stage_testing import LoopThreads
 from tests.roles.drafter_hosts import PORT, DrafterHost, around_of, drafter_hosts, model_serves
+from tests.roles.stage_doubles import LoopThreads
 from wire.emulate import EmulatedNetwork, LinkPreset
 from wire.memory import MemoryNetwork, run_virtual
 from wire.speculation_messages import DrafterAt

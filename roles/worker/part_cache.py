@@ -85,7 +85,7 @@ def part_key(model: str, spec: PartSpec) -> PartKey:
     return model, spec.start, spec.stop, spec.layers, spec.dtype
 
 
-class Shelf:
+class PartCache:
     """See the module's docstring.
 
     Args:

@@ -1,18 +1,15 @@
-"""A connection whose both ends say that they live, whatever else they have to say, and the link to the next stage."""
+"""A connection whose both ends say that they live, whatever else they have to say."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError
-from p2ptrain.core.world import World
-from roles.worker.stage_requests import LONGEST_SILENCE_S, Place
-from wire.chain_messages import CHAIN_STREAM, Work
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, ProtocolError
 from wire.connection import Connection, Received
-from wire.handshake import Dialler, dial, local_hello
+from wire.handshake import Dialler, dial
 from wire.messages import Hello, Message, StillHere, Welcome
 
 BEATS = 4
@@ -25,10 +22,10 @@ LATE = 8
 meanwhile lies unread, and the other side may have been held up as well (the loading of a library stops the loop, a
 machine that is too busy all of its processes)."""
 DIAL_S = 5.0
+SHORTEST_SILENCE_S, LONGEST_SILENCE_S = 0.1, 600.0
+"""What the two sides of a connection may agree on."""
 BEATS_PER_S, MOST_BEATS = 100.0, 4096
 """That the other side may say it lives, in the long run, and at once: after a while in which nobody listened."""
-LINK_UNSENT_BYTES = 4 << 20
-"""Bytes to the next stage that may wait unsent; beyond, the session that they are of computes no further."""
 
 T = TypeVar("T")
 
@@ -120,6 +117,16 @@ class Line:
         if self._beats > MOST_BEATS:
             raise ProtocolError(f"it said {MOST_BEATS} times that it lives, and little else")
 
+    async def sent(self) -> None:
+        """Wait until the kernel has all that was sent, however long, while some of it goes. Raises as ``flush``."""
+        while True:
+            unsent_bytes = self.connection.unsent_bytes
+            try:
+                return await self.connection.flush(timeout_s=self.silence_s)
+            except DeadlineExceeded:
+                if self.connection.unsent_bytes >= unsent_bytes or self.connection.close_cause is not None:
+                    raise
+
     async def bulk(self, size_bytes: int, *, stream: int) -> bytearray:
         """The bulk frame that was announced: ``size_bytes`` have been checked, and are allocated here.
 
@@ -208,99 +215,3 @@ class Line:
 def _done(arrived: asyncio.Future[None]) -> None:
     if not arrived.done():
         arrived.set_result(None)
-
-
-class NextStage:
-    """This stage's link to the next one of a session.
-
-    Args:
-        on_lost: called once, when it ends and was not closed here.
-        on_room: called when what waited unsent is gone.
-    """
-
-    def __init__(
-        self,
-        place: Place,
-        line: Line,
-        *,
-        on_lost: Callable[[P2PTrainError], None],
-        on_room: Callable[[], None],
-    ) -> None:
-        self.place = place
-        self._line = line
-        self._on_lost = on_lost
-        self.closed = False
-        line.connection.on_drained = on_room
-        self._task = asyncio.create_task(self._listen(), name="next stage")
-
-    @classmethod
-    async def dial(
-        cls,
-        world: World,
-        place: Place,
-        *,
-        peer_id: str,
-        name: str,
-        seed_host: str,
-        session: str,
-        index: int,
-        silence_s: float,
-        on_lost: Callable[[P2PTrainError], None],
-        on_room: Callable[[], None],
-    ) -> NextStage:
-        """Raises as ``wire.handshake.dial``.
-
-        Args:
-            index: of the stage that is dialled, the ``Hello``'s generation: one worker may have several.
-        """
-        hello = local_hello(
-            peer_id=peer_id, name=name, roles=["worker"], purpose="stage", job=session, generation=index
-        )
-        connection, _ = await dial_worker(world.network, place.host or seed_host, place.port, place.peer, hello)
-        return cls(place, Line(connection, silence_s), on_lost=on_lost, on_room=on_room)
-
-    @property
-    def crowded(self) -> bool:
-        """Whether the next stage takes less than it is given."""
-        return self._line.connection.unsent_bytes > LINK_UNSENT_BYTES
-
-    def give(self, work: Work, payload: memoryview) -> None:
-        """Hand over what the next stage takes; ``payload`` stays unchanged. Raises ``ConnectionLost``."""
-        self._line.connection.send_with_bulk(work, payload, generation=0, stream=CHAIN_STREAM)
-
-    async def room(self) -> None:
-        """Wait until all that was given is in the kernel. That may take long, as long as the next stage lives.
-
-        Raises:
-            ConnectionLost, DeadlineExceeded, ProtocolError, Refused: it does not.
-        """
-        while True:
-            try:
-                return await self._line.connection.flush(timeout_s=self._line.silence_s)
-            except DeadlineExceeded:
-                if self._line.connection.close_cause is not None:
-                    raise
-
-    def close(self) -> None:
-        """Let go of it. Nobody is told."""
-        self.closed = True
-        self._line.connection.abort()
-        self._task.cancel()
-
-    async def _listen(self) -> None:
-        problem: P2PTrainError = ConnectionLost("the next stage closed the connection")
-        try:
-            async with self._line.alive():
-                while True:
-                    message = await self._line.receive()
-                    raise ProtocolError(f"the next stage sent {type(message).__name__}, and it has nothing to say here")
-        except P2PTrainError as error:
-            problem = error
-        if not self.closed:
-            self.closed = True
-            self._on_lost(problem)
-
-
-def of_session(hello: Hello) -> tuple[str, int]:
-    """Which session, and which of its stages, a caller of purpose ``stage`` means."""
-    return hello.job, hello.generation

@@ -21,10 +21,10 @@ from ring.token import first_lineage, next_lineage
 from ring.view import View
 from roles.stand_in import StandInEngine
 from roles.worker.checkpoint_store import Snapshots
-from roles.worker.donor import Donations
+from roles.worker.heal_source import HealSource
 from wire.connection import Connection
 from wire.handshake import local_welcome, serve
-from wire.heal_messages import HealOffer, HealRequest, TableRequest
+from wire.heal_messages import HealOffer, HealRequest, RangeRequest
 from wire.job_messages import LedgerRow, MemberRecord
 from wire.messages import Hello, Message, Welcome
 
@@ -42,7 +42,7 @@ class Inline:
 
 
 def world_of(network: Network) -> World:
-    return World(LoopClock(), network, RealDisk(), random.Random(1))  # noqa: S311 - a test's jitter
+    return World(LoopClock(), network, RealDisk(), random.Random(1))
 
 
 def around_of(world: World, told: list[tuple[str, str, str]], peer_id: str = "me") -> Any:
@@ -75,7 +75,7 @@ class Member:
     name: str
     engine: StandInEngine
     core: Any
-    donations: Donations
+    donations: HealSource
     snapshots: Snapshots
     record: MemberRecord
     served: list[Connection] = field(default_factory=list)
@@ -166,7 +166,7 @@ async def ring_of(
         )
         wanted: list[None] = []
         around = around_of(world, told, name)
-        donations = Donations(around, core, want_snapshot=lambda wanted=wanted: wanted.append(None))  # type: ignore[arg-type, misc]
+        donations = HealSource(around, core, want_snapshot=lambda wanted=wanted: wanted.append(None))  # type: ignore[arg-type, misc]
         engine = engine_of(numel, ring.members[0].engine if ring.members else None)
         donations.state_bytes = sum(blob.view.nbytes for blob in engine.state())
         snapshots = Snapshots(Inline())  # type: ignore[arg-type]
@@ -307,7 +307,7 @@ async def goes_silent(member: Member, connection: Connection, hello: Hello) -> N
 
 async def speaks_nonsense(member: Member, connection: Connection, hello: Hello) -> None:
     await connection.expect(HealRequest, timeout_s=5)
-    connection.send(TableRequest(1))
+    connection.send(RangeRequest("#table", 0, 1, 1))
     await connection.flush(timeout_s=5)
 
 

@@ -18,11 +18,11 @@ from p2ptrain.core.serving import Sampling
 from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, Network, World
 from roles.compute_thread import ComputeThread
+from roles.line import Line
 from roles.model_directory import DigestCache, ModelDirectory, open_model
 from roles.stage_stand_in import WIDTH, StandIns
-from roles.worker.giver import give
 from roles.worker.links import Prober, Sink
-from roles.worker.stage_links import Line
+from roles.worker.model_loading import give
 from roles.worker.stages import StageContext, Stages
 from wire.chain_messages import CHAIN_STREAM, ChainBroken, PartLoading, PartsHeld, Picked, Took, Work
 from wire.client import Calls
@@ -50,11 +50,11 @@ class Stage:
     told: list[PartsHeld] = field(default_factory=list)
     problems: list[P2PTrainError] = field(default_factory=list)
     sink: Sink = field(default_factory=Sink)
-    host: str = "0.0.0.0"  # noqa: S104 - under its own name
+    host: str = "0.0.0.0"
     port: int | None = None
 
     async def start(self) -> None:
-        world = World(LoopClock(), self.network, RealDisk(), random.Random(1), self.threads)  # noqa: S311 - jitter
+        world = World(LoopClock(), self.network, RealDisk(), random.Random(1), self.threads)
         around = StageContext(
             world=world,
             peer_id=self.name,
@@ -90,7 +90,7 @@ class Stage:
         self._run.cancel()
         result = await asyncio.gather(self._run, return_exceptions=True)
         await self.server.close()
-        self.stages.shelf.validate()
+        self.stages.cache.validate()
         unexpected = [item for item in result if not isinstance(item, asyncio.CancelledError)]
         assert not unexpected, unexpected
 

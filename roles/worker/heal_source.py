@@ -1,0 +1,663 @@
+"""The giving side of healing: a state and the steps since, for members that heal and for workers that follow the ring.
+
+A member of the source's view gets the live state, which stands still: no step commits without the healing member's
+token. It ends with the view. A worker beside the ring gets a *snapshot*, which the ring makes at its next step
+boundary, and then the reduced bytes of every step committed since, from a *log*; that outlasts views, and ends when
+the follower is in, gone, or silent. Whoever holds a state that the log reaches back to is given steps and no state.
+
+The log is bounded by the size of the state and two steps (``log_limit_bytes``). That is just where catching up stops
+to be possible: while the state is fetched at r bytes/s, a ring that makes G bytes of sums every t seconds logs
+q = G/(t r) of the state's size. With q < 1 the log holds, and each round of fetching leaves q of the one before, so the
+follower is level after 1/(1-q) of the first round's time. With q >= 1 it would never be, and it is told that what it
+wants is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from statistics import median
+
+import numpy as np
+import xxhash
+
+from p2ptrain.core.errors import (
+    ConnectionLost,
+    P2PTrainError,
+    PeerError,
+    ProtocolError,
+    Refused,
+    ResourceError,
+    StorageError,
+)
+from ring.transaction import Transaction
+from ring.view import View
+from roles.engine import WHOLE, Blob, Engine, Stage
+from roles.line import LONGEST_SILENCE_S, SHORTEST_SILENCE_S, Line
+from roles.worker.checkpoint_store import Snapshot, Snapshots
+from roles.worker.context import Context
+from roles.worker.transfer import send_range
+from wire.connection import Connection
+from wire.handshake import RefusalCode
+from wire.heal_messages import BlobRecord, HealOffer, HealRequest, RangeRequest, StepLogged
+from wire.job_messages import LedgerRow
+from wire.messages import Hello, Message, Refuse
+
+CHUNK_BYTES = 1 << 20
+DIGEST_BYTES = 16
+TABLE, STEP = "#table", "#step "
+ANSWER_S = 15.0
+"""To a dial and to the first word: the far-peer death interval. From then on the silence that was agreed on counts."""
+MAX_FOLLOWERS = 4
+"""Whom one member serves at a time beside its ring; others ask other members, or heal within the ring."""
+_NOT_HERE = "not-here"
+
+
+# ------------------------------------------------------------------------------------------------------- what is given
+
+
+def log_limit_bytes(state_bytes: int, reduce_bytes: int) -> int:
+    """How much of the steps since a snapshot a donor keeps: see the module's docstring.
+
+    For a small state, of which round trips take longer than bytes, it is a little memory of a fixed size.
+    """
+    return max(state_bytes + 2 * reduce_bytes, 16 << 20)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    blob: Blob
+    offset: int
+    size_bytes: int
+
+    @property
+    def view(self) -> memoryview:
+        return self.blob.view[self.offset : self.offset + self.size_bytes]
+
+
+def chunks_of(blobs: Sequence[Blob]) -> list[Chunk]:
+    """All bytes of all blobs, in order, in chunks of at most ``CHUNK_BYTES``."""
+    return [
+        Chunk(blob, offset, min(CHUNK_BYTES, blob.view.nbytes - offset))
+        for blob in blobs
+        for offset in range(0, blob.view.nbytes, CHUNK_BYTES)
+    ]
+
+
+@dataclass(slots=True)
+class Given:
+    """A state that can be given: it does not change while this is used.
+
+    Attributes:
+        snapshot: what it is a copy in; None for the live state.
+        table: digests of the chunks, 16 bytes each; empty until somebody asked for it.
+    """
+
+    step: int
+    lineage: str
+    square_sum: float
+    blobs: list[Blob]
+    snapshot: Snapshot | None = None
+    table: bytes = b""
+    users: int = 0
+    making: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def root(self) -> bytes:
+        """The table's digest. The chunks are hashed between other turns of the loop, once for all who ask."""
+        async with self.making:
+            if not self.table:
+                digests = []
+                for chunk in chunks_of(self.blobs):
+                    digests.append(xxhash.xxh3_128_digest(chunk.view))
+                    await asyncio.sleep(0)
+                self.table = b"".join(digests)
+        return xxhash.xxh3_128_digest(self.table)
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """The reduced bytes of a committed step. ``lineage``: after it; ``users``: those to whom it is being sent;
+    ``digests``: of all stages of a split model."""
+
+    step: int
+    lineage: str
+    digest: bytes
+    square_sum: float
+    data: memoryview
+    users: int = 0
+    digests: bytes = b""
+
+    @property
+    def news(self) -> StepLogged:
+        return StepLogged(self.step, self.digest, self.square_sum, self.data.nbytes, self.digests)
+
+
+class StepLog:
+    """The newest committed steps, without a gap. Bounded in bytes; the oldest go first, but one is always kept.
+
+    Attributes:
+        spare: memory of a step that was dropped, for the next one: touching new memory costs many times the copying.
+    """
+
+    def __init__(self) -> None:
+        self.limit_bytes = 0
+        self.held_bytes = 0
+        self.spare: memoryview | None = None
+        self._start = (-1, "")
+        self._entries: deque[Entry] = deque()
+
+    def begin(self, step: int, lineage: str) -> None:
+        """Forget all; the next entry is that after ``step``."""
+        self._entries.clear()
+        self.held_bytes, self.spare, self._start = 0, None, (step, lineage)
+
+    def add(self, entry: Entry) -> None:
+        assert entry.step == self.newest + 1, "a gap in the log"
+        self._entries.append(entry)
+        self.held_bytes += entry.data.nbytes
+        while self.held_bytes > self.limit_bytes and len(self._entries) > 1:
+            oldest = self._entries.popleft()
+            self.held_bytes -= oldest.data.nbytes
+            self._start = (oldest.step, oldest.lineage)
+            if not oldest.users:
+                self.spare = oldest.data
+
+    @property
+    def newest(self) -> int:
+        return self._start[0] + len(self._entries)
+
+    def since(self, step: int, lineage: str) -> list[Entry] | None:
+        """What leads on from a state; None where the log does not reach back to it, or knows another of that step."""
+        known = self.find(step)
+        if (step, lineage) != (self._start if known is None else (known.step, known.lineage)):
+            return None
+        return [entry for entry in self._entries if entry.step > step]
+
+    def find(self, step: int) -> Entry | None:
+        index = step - self._start[0] - 1
+        return self._entries[index] if 0 <= index < len(self._entries) else None
+
+    def named(self, name: str) -> Entry | None:
+        """The entry that a receiver calls ``name``."""
+        number = name.removeprefix(STEP)
+        return self.find(int(number)) if number.isascii() and number.isdecimal() and len(number) < 16 else None
+
+    def all(self) -> list[Entry]:
+        return list(self._entries)
+
+
+def copied(engine: Engine, into: memoryview | None) -> memoryview:
+    """On the compute thread; numpy lets the event loop run meanwhile."""
+    source = engine.reduce_buffer.view(np.uint8).reshape(-1)
+    target = np.empty_like(source) if into is None else np.frombuffer(into, np.uint8)
+    np.copyto(target, source)
+    return target.data
+
+
+@dataclass(slots=True, eq=False)
+class Taker:
+    """One who is being given to.
+
+    Attributes:
+        inside: it is a member of the view, and all others wait for it.
+        waits: it wants the next copy of the state.
+        told: the newest step that it was told of; -1: it has no offer yet.
+    """
+
+    line: Line
+    name: str
+    inside: bool
+    given: Given | None = None
+    waits: bool = False
+    told: int = -1
+    given_bytes: int = 0
+    ended: bool = False
+
+    def say(self, message: Message) -> None:
+        self.line.connection.send(message)
+
+    def end(self, reason: str) -> None:
+        """This side ends it: that is nobody's fault."""
+        self.ended = True
+        self.line.connection.abort(PeerError(reason))
+
+    def tell(self, entries: list[Entry]) -> None:
+        for entry in entries:
+            if entry.step > self.told:
+                self.say(entry.news)
+                self.told = entry.step
+
+
+# -------------------------------------------------------------------------------------------------------------- giving
+
+
+class HealSource:
+    """All that one worker gives in one job. ``core`` is only looked at.
+
+    Args:
+        want_snapshot: ask the ring for one at its next step boundary.
+        stage: the part of the model that this worker holds, and gives.
+
+    Attributes:
+        state_bytes: the size of the engine's state; the log may become as large.
+    """
+
+    def __init__(
+        self, around: Context, core: Transaction, *, want_snapshot: Callable[[], None], stage: Stage = WHOLE
+    ) -> None:
+        self._around, self._core, self._want_snapshot, self._stage = around, core, want_snapshot, stage
+        self.state_bytes = 0
+        self._takers: set[Taker] = set()
+        self._live: Given | None = None
+        self._copy: Given | None = None
+        self._log = StepLog()
+        self._logging = False
+        self._kept: memoryview | None = None
+        self._applying = False
+        self._pace = Pace(CHUNK_BYTES)
+        self._turn = asyncio.Event()  # replaced when it is set: everybody who waits has a turn
+        self._stepped_at: float | None = None
+
+    # ----------------------------------------------------------------------------------------- what the runner calls
+
+    @property
+    def followers(self) -> int:
+        """Workers beside the ring that are being given to."""
+        return sum(not taker.inside for taker in self._takers)
+
+    @property
+    def log_bytes(self) -> int:
+        return self._log.held_bytes
+
+    def view_began(self) -> None:
+        """A ring runs, whose steps are not to be hindered."""
+        self._pace.ring_began()
+        self._stepped_at = None
+        self._ask_for_snapshot()
+
+    def view_ended(self, reason: str) -> None:
+        """The live state may move on: whoever is given it is cut off. What is copied and logged goes on."""
+        self._pace.ring_ended()
+        self._live, self._applying = None, False
+        self._next_turn()
+        for taker in [taker for taker in self._takers if taker.inside]:
+            taker.end(f"the donor's view ended: {reason}")
+
+    def cut(self, reason: str) -> None:
+        """The state is replaced by another: nothing that was given leads on from here."""
+        self.view_ended(reason)
+        self._logging, self._kept = False, None
+        self._log.begin(-1, "")
+        for taker in list(self._takers):
+            taker.end(f"the donor's state was replaced: {reason}")
+
+    async def keep(self, engine: Engine) -> None:
+        """A step is being committed: copy its reduced bytes, if there is somebody who follows."""
+        self._applying = True
+        if not self.followers:
+            self._logging = False  # not when they left: who did may be back, as a member that lacks a step or two
+            self._log.begin(-1, "")
+        if self._logging:
+            self._kept = await self._around.compute.run(copied, engine, self._log.spare)
+            self._log.spare = None
+
+    def committed(self, row: LedgerRow, digests: bytes = b"") -> None:
+        """The step whose reduced bytes were kept is applied; ``row`` and the core tell of it, and of a split model
+        ``digests``, as in ``Contribution``."""
+        self._applying = False
+        now, before = self._around.world.clock.now(), self._stepped_at
+        self._stepped_at = now
+        if before is not None:
+            self._pace.stepped(now - before)
+        self._ask_for_snapshot()
+        kept, self._kept = self._kept, None
+        if self._logging and kept is not None:
+            place = DIGEST_BYTES * self._stage.index
+            digest = digests[place : place + DIGEST_BYTES] if digests else row.digest
+            entry = Entry(row.step, self._core.lineage, digest, self._core.square_sum, kept, digests=digests)
+            self._log.add(entry)
+            for taker in self._takers:
+                if taker.told >= 0 and not taker.inside:
+                    with suppress(ConnectionLost):  # it has gone: who serves it will notice
+                        taker.tell([entry])
+        self._next_turn()
+
+    async def snapshot(self, engine: Engine, snapshots: Snapshots) -> None:
+        """The ring stands between two steps, and some donor asked for this: copy the state for those who wait."""
+        waiting = [taker for taker in self._takers if taker.waits]
+        if not waiting:
+            return
+        core = self._core
+        try:
+            copy = await snapshots.take(engine, step=core.applied, lineage=core.lineage, square_sum=core.square_sum)
+        except ResourceError:
+            return  # the other copies are being written to disk: after a later step, then
+        self._copy = Given(copy.step, copy.lineage, copy.square_sum, copy.blobs, copy)
+        copy_users = [taker for taker in waiting if taker in self._takers]
+        for taker in copy_users:
+            self._use(taker, self._copy)
+        if not copy_users:
+            self._copy = None
+            copy.release()
+        self._next_turn()
+
+    async def give(self, connection: Connection, hello: Hello, engine: Engine) -> None:
+        """Serve one who heals or follows, until it closes.
+
+        Raises:
+            NetworkError, PeerError: the connection ended otherwise, or what it asks for is not to be had.
+        """
+        request = await connection.expect(HealRequest, timeout_s=ANSWER_S)
+        name = hello.name[:64]
+        if not SHORTEST_SILENCE_S <= request.silence_s <= LONGEST_SILENCE_S:
+            raise ProtocolError(f"{name} would give up after {request.silence_s} s of silence")
+        if request.stage != self._stage.index:  # sizes and names of two parts may be alike
+            raise PeerError(f"{name} asks for stage {request.stage}, this member holds {self._stage}")
+        line = Line(connection, request.silence_s)
+        taker = Taker(line, hello.name, request.step >= 0)
+        view = self._core.view
+        its_view = view is not None and view.generation == hello.generation and view.rank_of(hello.peer_id) is not None
+        if taker.inside and not its_view:
+            raise PeerError(f"{name} is not in this member's view")
+        if not taker.inside and self.followers >= MAX_FOLLOWERS:
+            taker.say(Refuse(RefusalCode.BUSY, f"this member already serves {self.followers} workers beside its ring"))
+            await line.sent()
+            return
+        self._takers.add(taker)
+        try:
+            async with line.alive():
+                await self._serve(taker, request, engine)
+        except ConnectionLost:
+            pass  # that is how it says that it has enough
+        except P2PTrainError:
+            if not taker.ended:
+                raise
+        finally:
+            self._takers.discard(taker)
+            self._let_go(taker)
+            if taker.given_bytes:
+                size = f"{taker.given_bytes / 1e6:.1f} MB"
+                self._around.tell("info", "gave", f"gave {size} of state and steps to {taker.name}")
+
+    # ------------------------------------------------------------------------------------------------------ internals
+
+    async def _serve(self, taker: Taker, request: HealRequest, engine: Engine) -> None:
+        try:
+            if taker.inside:
+                await self._offer_inside(taker, request, engine)
+            else:
+                await self._offer_beside(taker, request, engine)
+        except Refused as refused:
+            taker.say(Refuse(refused.code, refused.message))
+            await taker.line.sent()
+            return
+        async for message in taker.line.messages():
+            if not isinstance(message, RangeRequest):
+                raise ProtocolError(f"{taker.name} sent {type(message).__name__} to one who gives it a state")
+            await self._give_range(taker, message)
+
+    async def _give_range(self, taker: Taker, asked: RangeRequest) -> None:
+        entry: Entry | None = None
+        if asked.name.startswith(STEP):
+            if not taker.inside:
+                self._let_go(taker)  # it has all of the state
+            entry = self._log.named(asked.name)
+            most_bytes = entry.data.nbytes if entry is not None else asked.stop
+        else:
+            most_bytes = max(CHUNK_BYTES, len(taker.given.table) if taker.given is not None else 0)
+
+        async def read(asked: RangeRequest) -> memoryview:
+            piece = piece_untrusted(taker.given, entry, asked)
+            while not taker.inside and not self._pace.open:
+                await self._turn_of(taker)
+            self._pace.gives(piece.nbytes)
+            return piece
+
+        now, began = self._around.world.clock.now, self._around.world.clock.now()
+        if entry is not None:
+            entry.users += 1
+        try:
+            given_bytes = await send_range(taker.line, asked, read, most_bytes=most_bytes)
+        finally:
+            if entry is not None:
+                entry.users -= 1
+        if given_bytes:
+            self._pace.gave(given_bytes, now() - began)
+        taker.given_bytes += given_bytes
+
+    async def _turn_of(self, taker: Taker) -> None:
+        """Wait until something changed. Raises ``ConnectionLost``: the taker is gone."""
+        waiting = [asyncio.ensure_future(self._turn.wait()), asyncio.ensure_future(taker.line.connection.closed.wait())]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in waiting:
+                each.cancel()
+        if taker.line.connection.closed.is_set():
+            raise ConnectionLost("it has gone")
+
+    async def _offer_inside(self, taker: Taker, request: HealRequest, engine: Engine) -> None:
+        core, view = self._core, self._core.view
+        if view is None or not core.may_give or (request.step, request.lineage) != (view.step, view.lineage):
+            raise Refused(_NOT_HERE, f"this member stands at step {core.applied}, not at {request.step} as asked for")
+        entries = self._log.since(request.have_step, request.have_lineage)
+        if entries and (entries[-1].step, entries[-1].lineage) == (view.step, view.lineage):
+            self._offer_steps(taker, request, entries)
+            return
+        if self._live is None or (self._live.step, self._live.lineage) != (view.step, view.lineage):
+            self._live = await self._stands_still(engine, view)
+        taker.given = self._live
+        taker.given.users += 1
+        await self._offer_state(taker, self._live)
+
+    async def _offer_beside(self, taker: Taker, request: HealRequest, engine: Engine) -> None:
+        while self._applying:
+            await self._turn_of(taker)  # where the log begins must be known
+        if not self._logging:
+            self._begin_log(engine)
+        entries = self._log.since(request.have_step, request.have_lineage)
+        if entries is not None:
+            self._offer_steps(taker, request, entries)
+            return
+        copy = self._copy
+        if copy is not None and self._log.since(copy.step, copy.lineage) is not None:
+            self._use(taker, copy)
+        else:
+            taker.waits = True
+            self._ask_for_snapshot()
+        while taker.given is None:
+            await self._turn_of(taker)
+        await self._offer_state(taker, taker.given)
+        taker.told = taker.given.step
+        taker.tell(self._log.all())
+
+    async def _stands_still(self, engine: Engine, view: View) -> Given:
+        blobs = await self._around.compute.run(engine.state)
+        if self._core.view is not view or not self._core.may_give:
+            raise Refused(_NOT_HERE, "the view ended before the state was at hand")
+        return Given(view.step, view.lineage, view.square_sum, blobs)
+
+    def _begin_log(self, engine: Engine) -> None:
+        if self._core.torn or not self._core.lineage:
+            raise Refused(_NOT_HERE, "this member has no state to give")
+        self._logging = True
+        self._log.limit_bytes = log_limit_bytes(self.state_bytes, engine.reduce_buffer.nbytes)
+        self._log.begin(self._core.applied, self._core.lineage)
+
+    def _offer_steps(self, taker: Taker, request: HealRequest, entries: list[Entry]) -> None:
+        taker.say(HealOffer(request.have_step, request.have_lineage, [], CHUNK_BYTES))
+        taker.told = request.have_step
+        taker.tell(entries)
+
+    async def _offer_state(self, taker: Taker, given: Given) -> None:
+        root = await given.root()
+        records = [BlobRecord(blob.name, blob.view.nbytes) for blob in given.blobs]
+        taker.say(HealOffer(given.step, given.lineage, records, CHUNK_BYTES, root, given.square_sum))
+
+    def _use(self, taker: Taker, copy: Given) -> None:
+        taker.waits, taker.given = False, copy
+        copy.users += 1
+
+    def _let_go(self, taker: Taker) -> None:
+        given, taker.given, taker.waits = taker.given, None, False
+        if given is None:
+            return
+        given.users -= 1
+        if given.snapshot is not None and not given.users:
+            self._copy = None if self._copy is given else self._copy
+            given.snapshot.release()
+
+    def _ask_for_snapshot(self) -> None:
+        """If somebody waits for one, and it would be given at once: it grows old from then on."""
+        if self._pace.ready and any(taker.waits for taker in self._takers):
+            self._want_snapshot()
+
+    def _next_turn(self) -> None:
+        self._turn.set()
+        self._turn = asyncio.Event()
+
+
+def piece_untrusted(given: Given | None, entry: Entry | None, asked: RangeRequest) -> memoryview:
+    """What is asked for of the state that was offered, or of a step.
+
+    Raises:
+        ProtocolError: there are no such bytes. StorageError: the log keeps the step no more.
+    """
+    if asked.name.startswith(STEP):
+        if entry is None:
+            raise StorageError("that step is kept no more")
+        data = entry.data
+    elif given is None:
+        raise ProtocolError(f"{asked.name[:80]!r} is asked for, of a state that was not offered")
+    elif asked.name == TABLE:
+        data = memoryview(given.table)
+    else:
+        found = next((blob.view for blob in given.blobs if blob.name == asked.name), None)
+        if found is None:
+            raise ProtocolError(f"{asked.name[:80]!r} is asked for, which there is not")
+        data = found
+    if not 0 <= asked.start < asked.stop <= data.nbytes:
+        raise ProtocolError(
+            f"bytes {asked.start} to {asked.stop} of {asked.name[:80]!r} are asked for, which there are not"
+        )
+    return data[asked.start : asked.stop]
+
+
+# ------------------------------------------------------------------------------------------- how much, beside a ring
+
+
+SHARE = 0.05
+"""Of a usual step: so much longer may a step take because this member gives."""
+ROUND = 8
+"""Steps, of which the first is quiet."""
+KNOWN_STEPS = 3
+"""So many quiet steps make a usual one; before, nothing is given."""
+RISE = 1.5
+
+
+class Pace:
+    """How much a member may give beside its own ring's work: its steps must not take noticeably longer. Pure.
+
+    A step gets an *allowance* of bytes. It begins with what can be sent within half of ``SHARE`` of a usual step, and
+    doubles from step to step, for computing and sending may hinder one another little, until a step takes longer by
+    ``SHARE``. From then on the mean of a *round* of steps judges, for single ones scatter: halved where the round took
+    longer, else raised a little. A usual step is measured in steps in which nothing is given; each round begins with
+    one. A new view begins with half the allowance of the one before, after a single quiet step.
+
+    Args:
+        piece_bytes: the least that a step allows: whoever waits is always served at last.
+    """
+
+    def __init__(self, piece_bytes: int) -> None:
+        self._piece_bytes = piece_bytes
+        self._quiet_s: deque[float] = deque(maxlen=2 * ROUND)
+        self._busy: list[tuple[float, int]] = []  # seconds and bytes given, of this round's steps that were not quiet
+        self._byte_s = 0.0  # to give one byte, averaged over what was given
+        self._allowance_bytes = 0.0
+        self._doubling = True
+        self._given_bytes = 0
+        self._credit_bytes = 0.0
+        self._steps_left = 0  # of this round
+        self._known_steps = KNOWN_STEPS
+        self.free = True
+
+    @property
+    def usual_s(self) -> float:
+        """Of a step in which nothing is given; 0 where it is not known."""
+        return median(self._quiet_s) if len(self._quiet_s) >= self._known_steps else 0.0
+
+    @property
+    def allowance_bytes(self) -> float:
+        """Of a step."""
+        first_bytes = SHARE / 2 * self.usual_s / self._byte_s if self._byte_s and not self._allowance_bytes else 0.0
+        return max(self._piece_bytes, self._allowance_bytes, first_bytes)
+
+    @property
+    def ready(self) -> bool:
+        """Whether anything will be given before long; else a usual step is not known yet."""
+        return self.free or self.usual_s > 0
+
+    @property
+    def open(self) -> bool:
+        """Whether the next piece may be given now; what goes over the allowance is taken off the steps to come."""
+        return self.free or self._credit_bytes > 0
+
+    def ring_began(self) -> None:
+        """Steps are computed from now on, by other members perhaps: how long they took before counts no more."""
+        self.free, self._doubling = False, True
+        self._quiet_s.clear()
+        self._busy.clear()
+        self._known_steps, self._steps_left = (1, ROUND) if self._allowance_bytes else (KNOWN_STEPS, 0)
+        self._allowance_bytes /= 2
+        self._credit_bytes = 0.0
+        self._given_bytes = 0
+
+    def ring_ended(self) -> None:
+        self.free = True
+
+    def gives(self, size_bytes: int) -> None:
+        """A piece is given now."""
+        self._given_bytes += size_bytes
+        if not self.free:
+            self._credit_bytes -= size_bytes
+
+    def gave(self, size_bytes: int, seconds: float) -> None:
+        """It was, and the kernel took ``seconds`` to take it."""
+        byte_s, before_bytes = max(seconds, 0.0) / max(size_bytes, 1), self.allowance_bytes
+        if self._byte_s:
+            self._byte_s = (7 * self._byte_s + byte_s) / 8
+        else:  # the first piece ever: the step under way need not pass before that is made use of
+            self._byte_s = byte_s
+            self._credit_bytes += max(0.0, self.allowance_bytes - before_bytes)
+
+    def stepped(self, seconds: float) -> None:
+        """The ring committed a step that took ``seconds``."""
+        given_bytes, self._given_bytes = self._given_bytes, 0
+        if not given_bytes:
+            self._quiet_s.append(seconds)
+        elif self.usual_s:
+            self._busy.append((seconds, given_bytes))
+            if self._doubling:
+                self._judge(2.0)
+        self._steps_left -= 1
+        if self._steps_left < 0 and self._busy:
+            self._judge(RISE)
+        # A debt is paid off before anything more is given, or a piece larger than the allowance would go unbounded.
+        if self._steps_left < 0 or not self.usual_s:
+            self._steps_left, self._credit_bytes = ROUND - 1, min(self._credit_bytes, 0.0)
+        else:
+            self._credit_bytes = min(self._credit_bytes, 0.0) + self.allowance_bytes
+
+    def _judge(self, rise: float) -> None:
+        """Raise or halve the allowance by what the steps since the last time took."""
+        mean_s = sum(seconds for seconds, _ in self._busy) / len(self._busy)
+        most_bytes = max(given_bytes for _, given_bytes in self._busy)
+        self._busy.clear()
+        if mean_s <= (1 + SHARE) * self.usual_s:
+            # Only so far beyond what was really given: what is not asked for is not measured either.
+            self._allowance_bytes = min(rise * max(self.allowance_bytes, most_bytes), rise * most_bytes)
+        else:
+            self._allowance_bytes, self._doubling = min(self.allowance_bytes, most_bytes) / 2, False

@@ -1,0 +1,417 @@
+"""A model's tensors, given and taken: its table by pages, its bytes by ranges; and parts of models, loaded from them.
+
+The receiver verifies every range against a table that leads to the model's id. Of what a part owns it reads what this
+worker's own copy has, if that is the same, and takes the rest from whoever gives the model. A client gives over a
+connection that it dialled (purpose ``give``), a worker to whoever dials it (purpose ``model``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from p2ptrain.core.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    NetworkError,
+    P2PTrainError,
+    ProtocolError,
+    Refused,
+    ResourceError,
+    StorageError,
+)
+from p2ptrain.core.ids import new_id
+from p2ptrain.core.tensor_files import TensorTable
+from p2ptrain.core.texts import shortened
+from p2ptrain.core.threads import Thread
+from p2ptrain.core.world import World
+from roles.compute_thread import ComputeThread
+from roles.engine import BuildPart, PartBuilder
+from roles.line import QUIET_S, Line
+from roles.model_directory import ModelDirectory, table_of
+from roles.model_table import DIGEST_BYTES, FILE, TableTaker, digest_of, model_id, page_of
+from roles.worker.part_cache import Part, PartCache, PartKey, part_key
+from roles.worker.stage_requests import LoadRequest
+from roles.worker.transfer import Everything, Piece, Receiver, Source, send_range
+from wire.chain_messages import TensorRecord, TensorsPage, TensorsRequest
+from wire.connection import Connection
+from wire.handshake import RefusalCode
+from wire.heal_messages import RANGE_BYTES, RangeGone, RangeRequest
+from wire.messages import Message
+
+AHEAD_BYTES = 32 << 20
+"""Of tensors in memory behind the one that is being placed: the wire is busy meanwhile."""
+SLOWEST_BYTES_S = 64 << 10
+"""Who gives less keeps memory, and a place, from others. An uplink of 10 Mbit/s gives so much to 16 at once."""
+BEHIND_S = QUIET_S + RANGE_BYTES / SLOWEST_BYTES_S
+"""So long a range may take, and a model's table."""
+MAX_LOADS = 4
+"""Parts on their way at a time: each has, beside what it reserves, the tensors in memory that are being received."""
+GIVER = "giver"
+"""Code of the refusal that says that whoever gives the tensors is at fault."""
+GIVEN_NO_MORE = "the model is not given here any more: whoever had it given is gone"
+
+OnBytes = Callable[[int, int], None]
+"""Told of (bytes placed, bytes in all)."""
+
+
+# --------------------------------------------------------------------------------------------------------------- giving
+
+
+async def give(
+    connection: Connection,
+    model: ModelDirectory,
+    disk: Thread,
+    *,
+    silence_s: float = QUIET_S,
+    still: Callable[[], bool] = lambda: True,
+) -> int:
+    """Answer one receiver until it closes; bytes of tensors given.
+
+    Args:
+        disk: the thread that reads.
+        still: whether it is to be given; what is asked for afterwards is refused.
+
+    Raises:
+        ProtocolError: it asked for what there is not.
+        DeadlineExceeded: it was silent for too long, or takes no bytes.
+    """
+    line, given_bytes = Line(connection, silence_s), 0
+
+    async def read(asked: RangeRequest) -> bytearray:
+        return await disk.submit(partial(model.read, asked.name, asked.start, asked.stop))
+
+    async with line.alive():
+        async for message in line.messages():
+            match message:
+                case TensorsRequest() if not still():
+                    connection.send(TensorsPage(0, [], GIVEN_NO_MORE))
+                case RangeRequest() if not still():
+                    connection.send(RangeGone(message.stream, GIVEN_NO_MORE))
+                case TensorsRequest(name, first) if name == model.model and 0 <= first < len(model.records):
+                    connection.send(page_of(model.records, first))
+                case TensorsRequest(name):
+                    connection.send(TensorsPage(0, [], f"model {name[:40]} is not what is given here"))
+                case RangeRequest():
+                    given_bytes += await send_range(line, message, read)
+                case _:
+                    raise ProtocolError(f"a receiver of tensors sent {type(message).__name__}")
+    return given_bytes
+
+
+# --------------------------------------------------------------------------------------------------------------- taking
+
+
+class ModelReceiver:
+    """Takes one model's tensors from those who give it, for several loads at a time.
+
+    Args:
+        thread: hashes what has come.
+    """
+
+    def __init__(self, now: Callable[[], float], model: str, thread: Thread) -> None:
+        self._model = model
+
+        async def digest(data: memoryview) -> bytes:
+            return await thread.submit(partial(digest_of, data))
+
+        self._receiver = Receiver(now, digest, slowest_bytes_s=SLOWEST_BYTES_S)
+        self._pages: dict[str, asyncio.Future[TensorsPage]] = {}
+        self._loads = 0
+
+    @property
+    def sources(self) -> int:
+        return len(self._receiver.sources)
+
+    async def serve(self, connection: Connection, giver: str) -> None:
+        """Take from that connection until it is closed. ``giver``: who it is, for people."""
+        self._loads += 1
+        source = Source(f"{giver} {self._loads}", giver, Line(connection, QUIET_S))
+
+        def heard(message: Message) -> None:
+            page = self._pages.get(source.id)
+            if not isinstance(message, TensorsPage) or page is None or page.done():
+                raise ProtocolError(f"a giver of tensors sent {type(message).__name__}")
+            page.set_result(message)
+
+        await self._receiver.serve(source, heard)
+
+    @asynccontextmanager
+    async def taking(self, connection: Connection, giver: str) -> AsyncIterator[ModelReceiver]:
+        """``serve`` beside what is done inside."""
+        serving = asyncio.create_task(self.serve(connection, giver), name="receive tensors")
+        await asyncio.sleep(0)  # it is known from now on
+        try:
+            yield self
+        finally:
+            connection.abort()
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+
+    async def table(self, config: str) -> dict[str, TensorRecord]:
+        """What the model has, by name, verified by its id.
+
+        Raises:
+            Refused: everybody who gives it lies, refuses, or is gone; they are named.
+        """
+        while self._receiver.sources:
+            source = next(iter(self._receiver.sources.values()))
+            try:
+                async with asyncio.timeout(BEHIND_S):
+                    return await self._table_of(source, config)
+            except TimeoutError:
+                problem: P2PTrainError = DeadlineExceeded(f"it gives less than {SLOWEST_BYTES_S >> 10} KiB a second")
+            except (NetworkError, ProtocolError) as error:
+                problem = error
+            finally:
+                self._pages.pop(source.id, None)
+            source.line.connection.abort(problem)
+            await self._receiver.until(partial(self._without, source), waits=lambda: True)
+            self._receiver.problems.setdefault(source.name, problem.message)
+        raise self._refusal()
+
+    async def _table_of(self, source: Source, config: str) -> dict[str, TensorRecord]:
+        taker = TableTaker()
+        while not taker.complete:
+            waiting = self._pages[source.id] = source.line.pending()
+            source.line.connection.send(TensorsRequest(self._model, len(taker.records)))
+            page = await source.line.landed(waiting)
+            if page.error:
+                raise ProtocolError(shortened(page.error))
+            taker.take_untrusted(page)
+        found = model_id(config, taker.records.values())
+        if found != self._model:
+            raise ProtocolError(f"its table is that of model {found}, not of {self._model}")
+        return taker.records
+
+    async def tensors(self, records: Sequence[TensorRecord]) -> AsyncIterator[tuple[TensorRecord, bytearray]]:
+        """The bytes of each, in order, verified.
+
+        Raises:
+            Refused: those who give it have them no more, lie, or are gone; they are named.
+            ResourceError: no memory for one.
+        """
+        self._loads += 1
+        load, receiver = self._loads, self._receiver
+        ahead: deque[tuple[TensorRecord, bytearray, list[tuple[int, str, int]]]] = deque()
+        rest, ahead_bytes = deque(records), 0
+        try:
+            while rest or ahead:
+                while rest and (not ahead or ahead_bytes + rest[0].size_bytes <= AHEAD_BYTES):
+                    record = rest.popleft()
+                    ahead.append((record, *self._wanted(load, record)))
+                    ahead_bytes += record.size_bytes
+                for source in list(receiver.sources.values()):
+                    receiver.offers(source, Everything())
+                record, data, keys = ahead[0]
+                try:
+                    await receiver.until(lambda keys=keys: all(map(receiver.has, keys)))  # type: ignore[misc]
+                except NetworkError:
+                    raise self._refusal() from None
+                for key in keys:
+                    receiver.forget(key)
+                ahead.popleft()
+                ahead_bytes -= record.size_bytes
+                yield record, data
+        finally:
+            for _, _, keys in ahead:
+                for key in keys:
+                    receiver.forget(key)
+
+    def _wanted(self, load: int, record: TensorRecord) -> tuple[bytearray, list[tuple[int, str, int]]]:
+        try:
+            data = bytearray(record.size_bytes)
+        except MemoryError:
+            raise ResourceError(f"no memory for {record.name[:80]}: {record.size_bytes} bytes") from None
+        keys = []
+        for number, start in enumerate(range(0, record.size_bytes, RANGE_BYTES)):
+            stop = min(start + RANGE_BYTES, record.size_bytes)
+            digest = record.digest[DIGEST_BYTES * number : DIGEST_BYTES * (number + 1)]
+            keys.append((load, record.name, start))
+            self._receiver.want(keys[-1], Piece(record.name, start, stop, memoryview(data)[start:stop], digest))
+        return data, keys
+
+    def _without(self, source: Source) -> bool:
+        return source.id not in self._receiver.sources
+
+    def _refusal(self) -> Refused:
+        said = "; ".join(f"{name}, who gives the model: {why}" for name, why in self._receiver.problems.items())
+        return Refused(GIVER, said or "nobody gives the model", remedy="load it from another copy")
+
+
+# ------------------------------------------------------------------------------------------------------------- loading
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """A part that is being loaded, and those who wait for it. ``told``: how far it is."""
+
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    told: list[OnBytes] = field(default_factory=list)
+
+    def tell(self, done_bytes: int, total_bytes: int) -> None:
+        for each in self.told:
+            each(done_bytes, total_bytes)
+
+
+class Loader:
+    """Makes parts. Loads of different parts do not wait for one another, for how long one takes its giver decides; who
+    wants a part that is on its way waits for it, as long as its giver is fast enough.
+
+    Args:
+        disk: the thread that reads and hashes.
+        unload: lets parts go that are in the way.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        cache: PartCache,
+        compute: ComputeThread,
+        disk: Thread,
+        build_part: BuildPart,
+        unload: Callable[[list[Part]], Awaitable[None]],
+    ) -> None:
+        self._world, self._cache, self._compute, self._disk = world, cache, compute, disk
+        self._build_part, self._unload = build_part, unload
+        self._under_way: dict[PartKey, _UnderWay] = {}
+
+    @asynccontextmanager
+    async def turn(self, request: LoadRequest, on_bytes: OnBytes) -> AsyncIterator[OnBytes]:
+        """Nobody else loads the same part inside: who came first may have done so, meanwhile.
+
+        Args:
+            on_bytes: told of the part while it is on its way, whoever loads it.
+
+        Yields:
+            what is to be told by who loads it.
+
+        Raises:
+            Refused: ``MAX_LOADS`` other parts are on their way.
+        """
+        key = part_key(request.model, request.spec)
+        if key not in self._under_way and len(self._under_way) >= MAX_LOADS:
+            raise Refused(
+                RefusalCode.BUSY, f"{MAX_LOADS} other parts are being loaded by this worker", remedy="try again later"
+            )
+        under_way = self._under_way.setdefault(key, _UnderWay())
+        under_way.told.append(on_bytes)
+        try:
+            async with under_way.turn:
+                yield under_way.tell
+        finally:
+            under_way.told.remove(on_bytes)
+            if not under_way.told:
+                del self._under_way[key]
+
+    async def load(
+        self, request: LoadRequest, receiver: ModelReceiver, *, on_bytes: OnBytes, on_cached: Callable[[Part], None]
+    ) -> tuple[int, int]:
+        """Put the part into the cache; how many bytes were read from this worker's own copy, and how many received.
+
+        Args:
+            on_cached: called with the part in the moment in which it is there: it must be held, or may go again.
+
+        Raises:
+            Refused: no room; the giver lies or is gone; the model is another one than the config says.
+            ConfigError, ResourceError: as ``roles.engine.BuildPart``.
+        """
+        spec, what = request.spec, f"layers {request.spec.start} to {request.spec.stop} of {request.name}"
+        records = await receiver.table(spec.config)
+        names = tuple(name for name, record in records.items() if record.dtype != FILE)
+        builder = await self._compute.run(self._build_part, spec, names)
+        wanted = _owned_untrusted(builder, records)
+        need_bytes = builder.weights_bytes + request.sessions_bytes(builder.cache_position_bytes)
+        me = object()
+        try:
+            # All of it before the first byte is taken: who hears later that the caches have no room loaded in vain.
+            await self._make_room(me, need_bytes, f"{what} and {request.positions} positions of sessions")
+            own = await self._own(request.path)
+            counted = await self._place_all(builder, wanted, own, receiver, on_bytes)
+            engine = await self._compute.run(builder.finish)
+        finally:
+            self._cache.release(me)
+        part = Part(new_id(), request.model, request.name, spec, engine, self._world.clock.now())
+        self._cache.parts[part.id] = part
+        on_cached(part)
+        return counted
+
+    async def _make_room(self, who: object, need_bytes: int, what: str) -> None:
+        """Reserve room for ``who`` at once: others ask for memory, too, while parts that are in the way are let go."""
+        self._cache.release(who)
+        gone = self._cache.check_number()
+        try:
+            gone += self._cache.make_room(need_bytes, what)
+            self._cache.reserve(who, need_bytes)
+        finally:
+            await self._unload(gone)
+
+    async def _place_all(
+        self,
+        builder: PartBuilder,
+        wanted: list[TensorRecord],
+        own: TensorTable | None,
+        receiver: ModelReceiver,
+        on_bytes: OnBytes,
+    ) -> tuple[int, int]:
+        total_bytes = sum(record.size_bytes for record in wanted)
+        done_bytes = read_bytes = 0
+        from_giver: list[TensorRecord] = []
+        for record in wanted:
+            data = await self._read(own, record) if own is not None else None
+            if data is None:
+                from_giver.append(record)
+                continue
+            await self._compute.run(builder.place, record.name, record.dtype, memoryview(data))
+            read_bytes += record.size_bytes
+            done_bytes += record.size_bytes
+            on_bytes(done_bytes, total_bytes)
+        async for record, data in receiver.tensors(from_giver):
+            await self._compute.run(builder.place, record.name, record.dtype, memoryview(data))
+            done_bytes += record.size_bytes
+            on_bytes(done_bytes, total_bytes)
+        return read_bytes, total_bytes - read_bytes
+
+    async def _own(self, path: str) -> TensorTable | None:
+        """This worker's copy, where it has one that can be read."""
+        if not path:
+            return None
+        with suppress(StorageError, ConfigError):
+            return await self._disk.submit(partial(table_of, Path(path)))
+        return None
+
+    async def _read(self, own: TensorTable, record: TensorRecord) -> bytearray | None:
+        """The tensor from the own copy; None where that is not the same tensor."""
+        entry = own.entries.get(record.name)
+        if entry is None or (entry.dtype, list(entry.shape)) != (record.dtype, record.shape):
+            return None
+
+        def read() -> bytearray | None:
+            data = own.read(record.name)
+            return data if digest_of(data) == record.digest else None
+
+        with suppress(StorageError):
+            return await self._disk.submit(read)
+        return None
+
+
+def _owned_untrusted(builder: PartBuilder, records: dict[str, TensorRecord]) -> list[TensorRecord]:
+    """The records of what ``builder`` wants.
+
+    Raises:
+        ProtocolError: the model has other tensors than its config says. No memory was taken for them.
+    """
+    owned = []
+    for name, shape in builder.wanted.items():
+        record = records.get(name)
+        if record is None or record.dtype == FILE or tuple(record.shape) != tuple(shape):
+            found = "is missing" if record is None else f"has shape {record.shape}"
+            text = f"{name[:80]} {found}, and by its config the model has it with {list(shape)}"
+            raise ProtocolError(text, remedy="is config.json that of these weights?")
+        owned.append(record)
+    return owned
