@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from configs.schema import Profile
-from p2ptrain.compute.fixed import UNIT, to_fixed, to_float
+from p2ptrain.compute.gradients import UNIT, to_fixed, to_float
 from p2ptrain.core.errors import JobFailed, ProtocolError, StorageError
 from p2ptrain.core.training import Applied, Blob, BlobRange, FilePlan
 from p2ptrain.core.weights_index import shard_name

@@ -24,7 +24,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from p2ptrain.compute.flat import FlatModel, Segment
 from p2ptrain.compute.model import ATTENTION, load_model
@@ -139,17 +138,20 @@ class CheckpointFiles:
             optimizer.append((_TIED, "F32", self._copied.shape, [_range(self._copied.offset, self._copied.numel)]))
         if part is None:
             model = cast(PreTrainedModel, flat.model)
-            small, weights = _small_files(model, self._tokenizer), [*_weights(flat, model), *_buffers(model)]
+            small = _small_files(model, self._tokenizer)
+            names = {segment.name: segment.name for segment in flat.segments}
+            buffers = list(_buffers(model))
         else:
             small = self._of_all_stages() if part.part.first else []
-            weights = [
-                (part.names[segment.name], "F32", segment.shape, [_range(segment.offset, segment.numel)])
-                for segment in flat.segments
-                if segment != self._copied
-            ]
+            names, buffers = part.names, []
+        weights: list[PlannedTensor] = [
+            (names[segment.name], "F32", segment.shape, [_range(segment.offset, segment.numel)])
+            for segment in flat.segments
+            if segment != self._copied
+        ]
         return [
             *small,
-            _safetensors_plan(self.weights, weights, {"format": "pt"}),
+            _safetensors_plan(self.weights, [*weights, *buffers], {"format": "pt"}),
             _safetensors_plan(self.optimizer, optimizer, {"layout": flat.layout}),
         ]
 
@@ -198,46 +200,6 @@ def _safetensors_plan(name: str, tensors: list[PlannedTensor], metadata: dict[st
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     return FilePlan(name, (len(encoded).to_bytes(8, "little") + encoded, *parts))
-
-
-def _weights(flat: FlatModel, model: PreTrainedModel) -> list[PlannedTensor]:
-    """Every parameter, tied ones once, under the names and in the shapes that the architecture's files have.
-
-    transformers joins some tensors as it loads them (the experts of a mixture, say) and takes them apart again as it
-    saves. Where that is more than other names, it is done to the elements' numbers instead of their values, which
-    tells which range each tensor is. What is not a few ranges stays joined: transformers opens that, too.
-    """
-    views = _views(flat, flat.parameters)
-    renamed = revert_weight_conversion(model, dict(views))
-    places = {name: _place(tensor, flat.parameters) for name, tensor in renamed.items()}
-    if None in places.values():
-        renamed = revert_weight_conversion(model, _views(flat, torch.arange(flat.numel)))
-        places = {name: _numbered(tensor) for name, tensor in renamed.items()}
-    if None in places.values():
-        renamed, places = views, {name: _place(tensor, flat.parameters) for name, tensor in views.items()}
-    return [
-        (name, "F32", tuple(renamed[name].shape), [_range(start, renamed[name].numel())])
-        for name, start in sorted(places.items(), key=lambda item: item[1] or 0)
-        if start is not None
-    ]
-
-
-def _views(flat: FlatModel, array: Tensor) -> dict[str, Tensor]:
-    """The parameters' parts of a flat array."""
-    return {s.name: array[s.offset : s.offset + s.numel].view(s.shape) for s in flat.segments}
-
-
-def _place(tensor: Tensor, flat: Tensor) -> int | None:
-    """Where in ``flat`` the tensor lies, in elements; None where it is no contiguous view of it."""
-    shares = tensor.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
-    return int(tensor.storage_offset()) if shares and tensor.is_contiguous() else None
-
-
-def _numbered(numbers: Tensor) -> int | None:
-    """The first of consecutive numbers; None where they are not."""
-    ordered = numbers.flatten()
-    start = int(ordered[0])
-    return start if torch.equal(ordered, torch.arange(start, start + len(ordered))) else None
 
 
 def _range(start: int, numel: int) -> bytes | BlobRange:

@@ -1,4 +1,4 @@
-"""Gradients whose bits depend on their micro-batch alone, and their sum in fixed point (``compute.fixed``).
+"""Gradients whose bits depend on their micro-batch alone, and their sum in fixed point (``compute.gradients``).
 
 A micro-batch's gradient is computed into zeroed memory, whatever was computed before, and by a constant number of
 threads: where the work is cut decides the order of float sums, so the number must follow neither from the machine nor
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from p2ptrain.compute.fixed import UNIT, largest
+from p2ptrain.compute.gradients import UNIT, largest
 from p2ptrain.core.errors import ConfigError
 
 _HOST_BLOCK_NUMEL = 1 << 15  # its integers and its floats stay within a core's cache

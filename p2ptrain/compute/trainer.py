@@ -4,7 +4,7 @@ Memory. Weights, gradients and moments are flat arrays (``compute.flat``). On a 
 memory: nothing is copied between backward and the ring. On a GPU the gradients live there and are copied to a (pinned,
 for CUDA) host buffer, and back once it is reduced. With CUDA the copies run on a stream of their own, piece by piece
 while backward still computes. In the last micro-batch of a share a hook on each parameter tells how far the gradients
-are final (``compute.buckets``), so that the ring may begin with the front of the buffer. The hooks run on autograd's
+are final (``compute.gradients``), so that the ring may begin with the front of the buffer. The hooks run on autograd's
 thread, inside backward. In *exact* mode the reduce buffer holds the sum of the micro-batches' gradients in fixed point
 (``compute.exact``), beside the gradients; the rest is the same.
 
@@ -44,13 +44,12 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from p2ptrain.compute.activations import decode_untrusted, encode
-from p2ptrain.compute.buckets import Ferry, OnFinal, Watch, bucket_bounds
 from p2ptrain.compute.checkpoint_files import PARAMETERS, CheckpointFiles
 from p2ptrain.compute.data import Corpus, DataSpec, load_corpus
 from p2ptrain.compute.device import Device, flushed_denormals, share_cores
 from p2ptrain.compute.exact import FixedSum, constant_arithmetic, prepare_device
-from p2ptrain.compute.fixed import UNIT
 from p2ptrain.compute.flat import FlatAdamW, FlatModel, OptimizerSpec, Segment, square_sum
+from p2ptrain.compute.gradients import UNIT, Ferry, OnFinal, Watch, bucket_bounds
 from p2ptrain.compute.model import ModelSpec, build_model, model_config
 from p2ptrain.compute.part import PartModel
 from p2ptrain.compute.sampling import Indices, WindowSampler

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
-from p2ptrain.compute.buckets import OnFinal
+from p2ptrain.compute.gradients import OnFinal
 from ring.chain import Chain
 from ring.links import Topology
 from ring.schedule import Schedule, extended, forwards, one_f_one_b

@@ -1,6 +1,6 @@
 """Synchronous data parallelism: each member computes its micro-batches, one all-reduce, one identical step.
 
-The gradients are reduced in buckets (``compute.buckets``), each as soon as the backward pass of this member's last
+The gradients are reduced in buckets (``compute.gradients``), each as soon as the backward pass of this member's last
 micro-batch has made it, so most of the exchange is hidden behind that pass. A codec may carry the buckets in fewer
 bytes; the loss and the vectors (norms, biases) follow as a small operation of their own, exact whatever the codec.
 
@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import xxhash
 
-from p2ptrain.compute.buckets import OnFinal, bucket_bounds
+from p2ptrain.compute.gradients import OnFinal, bucket_bounds
 from p2ptrain.core.world import LoopClock
 from ring.collectives import owned_range
 from ring.session import RingSession

@@ -9,12 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2ptrain.compute.buckets import (
-    MAX_BUCKETS,
-    MIN_BUCKET_BYTES,
-    USUAL_BUCKETS,
+from p2ptrain.compute.gradients import (
     Ferry,
-    Front,
     Watch,
     bucket_bounds,
 )
@@ -27,7 +23,7 @@ from p2ptrain.compute.buckets import (
 )
 def test_buckets_cover_everything_in_order_and_are_about_equal(numel: int, itemsize: int, bucket_bytes: int) -> None:
     bounds = bucket_bounds(numel, itemsize, bucket_bytes)
-    assert len(bounds) <= MAX_BUCKETS
+    assert len(bounds) <= 256
     assert [start for start, _ in bounds] == [0, *(stop for _, stop in bounds)][: len(bounds)]
     assert (bounds[-1][1] if bounds else 0) == numel
     assert all(start < stop and start % 16 == 0 for start, stop in bounds)
@@ -36,35 +32,38 @@ def test_buckets_cover_everything_in_order_and_are_about_equal(numel: int, items
 
 
 def test_buckets_that_choose_their_size() -> None:
-    for total_bytes in (1000, MIN_BUCKET_BYTES, 3_400_000, 10**8, 10**10):
+    for total_bytes in (1000, (1 << 20), 3_400_000, 10**8, 10**10):
         bounds = bucket_bounds(total_bytes // 4, 4)
-        assert len(bounds) == min(max(total_bytes // MIN_BUCKET_BYTES, 1), USUAL_BUCKETS)
-        assert len(bounds) == 1 or all((stop - start) * 4 >= MIN_BUCKET_BYTES - 64 for start, stop in bounds)
+        assert len(bounds) == min(max(total_bytes // (1 << 20), 1), 16)
+        assert len(bounds) == 1 or all((stop - start) * 4 >= (1 << 20) - 64 for start, stop in bounds)
 
 
 def test_buckets_of_a_given_size() -> None:
     assert bucket_bounds(1000, 4, 1024) == [(0, 240), (240, 496), (496, 736), (736, 1000)]
-    assert len(bucket_bounds(10**6, 4, 4096)) == MAX_BUCKETS, "so small that the number would run away"
+    assert len(bucket_bounds(10**6, 4, 4096)) == 256, "so small that the number would run away"
 
 
 @given(sizes=st.lists(st.integers(0, 50), min_size=1, max_size=12), seed=st.integers(0, 2**32))
 def test_the_front_is_where_the_first_part_is_missing(sizes: list[int], seed: int) -> None:
     stops = [sum(sizes[: number + 1]) for number in range(len(sizes))]
-    front = Front(stops)
+    watch, told = Watch(stops, None), list[int]()
     for _ in range(2):
-        front.begin()
+        watch.begin()
         marked: set[int] = set()
         for index in random.Random(seed).sample(range(len(sizes)), len(sizes)):
             marked.add(index)
             missing = min(set(range(len(sizes))) - marked, default=len(sizes))
-            assert front.mark(index) == (stops[missing - 1] if missing else 0)
+            with watch.telling(told.append):
+                watch.gradient_final(index, None)
+            assert told[-1] == (stops[missing - 1] if missing else 0)
 
 
 def test_what_became_final_cannot_become_so_again() -> None:
-    front = Front([4, 8])
-    front.mark(1)
-    with pytest.raises(ValueError, match="twice"):
-        front.mark(1)
+    watch = Watch([4, 8], None)
+    with watch.telling(lambda numel: None):
+        watch.gradient_final(1, None)
+        with pytest.raises(ValueError, match="twice"):
+            watch.gradient_final(1, None)
 
 
 class Stream:

@@ -19,11 +19,10 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from p2ptrain.compute.buckets import Ferry, bucket_bounds
 from p2ptrain.compute.data import DataSpec, load_corpus
 from p2ptrain.compute.device import Device, flushed_denormals, pick_device
 from p2ptrain.compute.exact import constant_arithmetic
-from p2ptrain.compute.fixed import FRACTION_BITS, UNIT
+from p2ptrain.compute.gradients import FRACTION_BITS, UNIT, Ferry, bucket_bounds
 from p2ptrain.compute.model import ModelSpec, build_model
 from p2ptrain.compute.sampling import WindowSampler
 from p2ptrain.compute.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.compute.exact import FixedSum
-from p2ptrain.compute.fixed import FRACTION_BITS, largest, to_fixed, to_float
+from p2ptrain.compute.gradients import FRACTION_BITS, largest, to_fixed, to_float
 
 fp32 = st.floats(-(2.0**15), 2.0**15, width=32)  # such as fit into one of eight
 

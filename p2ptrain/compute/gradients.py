@@ -1,16 +1,31 @@
-"""Which part of the gradients goes into the ring when. Arithmetic and bookkeeping only, no torch.
+"""Gradients on their way to the ring, without torch: which part of them goes when, and sums in fixed point.
 
-Theory of operation
--------------------
+Buckets
+-------
 The flat gradients are laid out in the order in which a backward pass makes them (``compute.flat``): the last layer's
 first. So what is *final* at any moment of the last micro-batch's backward pass is a front part of the array, but for
-the few parameters that come out of turn. A ``Front`` follows how far it reaches. The array is cut into *buckets*, and
+the few parameters that come out of turn. A ``Watch`` follows how far it reaches. The array is cut into *buckets*, and
 a bucket is handed to the ring when the front has passed its end. The cuts follow from sizes alone and buckets go out
 in their order, so all members hand over the same operations in the same order, whatever each one's backward pass did
 first and whatever its share of the work is.
 
 On a GPU the gradients must come to the host before the ring can have them: a ``Ferry`` starts a copy of each piece as
 soon as the front has passed it, and tells which pieces have landed. It never blocks the thread that runs backward.
+
+Fixed point
+-----------
+A micro-batch's contribution v (the gradient of its mean loss / M, fp32) becomes the integer round(v * 2^44), ties to
+even, in an int64. Integers add without rounding, so it does not matter who adds what to what, and when.
+
+**Range.** |v| <= 2^18 / M: then no sum over any of a step's M micro-batches is beyond 2^62, and none overflows on the
+way. That is a micro-batch's own gradient (not divided by M) of 262,144 in one element, whatever M is: with clipping at
+1 a run is lost long before. What is beyond, or not finite, does not *fit*: the contribution is void, and its step must
+not be committed.
+
+**Error.** What is 2^-20 or larger in magnitude keeps all 24 bits of fp32. What is smaller is rounded to a multiple of
+2^-44 (5.7e-14): half of that each, hence M * 2^-45 in a sum, at most. AdamW divides by sqrt(v) + 1e-8, beside which
+that is nothing; a sum in fp32 errs by up to (M - 1) * 2^-24 of its largest partial sum. The sum is rounded to fp32 as
+it is applied, once.
 """
 
 from __future__ import annotations
@@ -21,69 +36,30 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 OnFinal = Callable[[int], None]
 """Told how many elements from the buffer's start on are final; see ``roles.engine``."""
-
-MIN_BUCKET_BYTES = 1 << 20
-"""Where buckets choose their size. Below, a bucket's own cost (frames, and the loop's turns, taken from the backward
-pass) is no longer small beside what it sends: 3 MiB of gradients on a loopback trained 2 % slower in twelve."""
-
-USUAL_BUCKETS = 16
-"""Where buckets choose their size, at most. What stays exposed when backward ends is about one bucket: more and smaller
-ones save less than 1/16 of the exchange, on links of any speed."""
-
-MAX_BUCKETS = 256
-"""Whatever the size that was asked for: operations under way cost memory at both neighbours."""
-
-_ALIGN_NUMEL = 16  # as the parameters in the flat arrays: 64 bytes of fp32
+FRACTION_BITS = 44
+UNIT = 2.0**-FRACTION_BITS
+"""What an integer's 1 stands for."""
 
 
 def bucket_bounds(numel: int, itemsize: int, bucket_bytes: int = 0) -> list[tuple[int, int]]:
     """Cut ``range(numel)`` into equal runs [start, stop), in order; the same on every member.
 
     Args:
-        bucket_bytes: of a bucket, about; 0 for 1/16 of the whole, 1 MiB at least. A size that would make more than
-            ``MAX_BUCKETS`` is raised.
+        bucket_bytes: of a bucket, about; 0 for 1/16 of the whole, 1 MiB at least: more and smaller ones save less than
+            1/16 of the exchange, and cost as much as they send. There are 256 at most, for operations under way cost
+            memory at both neighbours.
     """
     total_bytes = numel * itemsize
-    if bucket_bytes:
-        count = min(-(-total_bytes // bucket_bytes), MAX_BUCKETS)
-    else:
-        count = min(total_bytes // MIN_BUCKET_BYTES, USUAL_BUCKETS)
+    count = min(-(-total_bytes // bucket_bytes), 256) if bucket_bytes else min(total_bytes >> 20, 16)
     count = max(count, 1)
-    cuts = [numel * number // count // _ALIGN_NUMEL * _ALIGN_NUMEL for number in range(count)] + [numel]
+    # On boundaries of 64 bytes of fp32, as the parameters in the flat arrays.
+    cuts = [numel * number // count // 16 * 16 for number in range(count)] + [numel]
     return [(start, stop) for start, stop in pairwise(cuts) if start < stop]
-
-
-class Front:
-    """How far from its start an array is final, while its parts become final in whatever order.
-
-    Args:
-        stops: where each part ends, ascending; part i begins where part i - 1 ends.
-    """
-
-    def __init__(self, stops: Sequence[int]) -> None:
-        self._stops = tuple(stops)
-        self._final = [False] * len(self._stops)
-        self._reached = 0  # parts before this one are final
-
-    def begin(self) -> None:
-        """Nothing is final."""
-        self._final = [False] * len(self._stops)
-        self._reached = 0
-
-    def mark(self, index: int) -> int:
-        """Part ``index`` is final. The elements that are final from the array's start without a gap.
-
-        Raises:
-            ValueError: it was final already: what the ring was given changed afterwards.
-        """
-        if self._final[index]:
-            raise ValueError(f"part {index} became final twice in one pass")
-        self._final[index] = True
-        while self._reached < len(self._stops) and self._final[self._reached]:
-            self._reached += 1
-        return self._stops[self._reached - 1] if self._reached else 0
 
 
 class Landing(Protocol):
@@ -147,20 +123,22 @@ class Watch:
     garbage collector.
 
     Args:
-        stops: where each parameter's elements end in the flat array.
+        stops: where each parameter's elements end in the flat array, ascending.
         ferry: where the reduce buffer is in other memory than what backward writes.
         convert: where it holds the gradients in another form: told how much of the front to bring into it.
     """
 
     def __init__(self, stops: Sequence[int], ferry: Ferry | None, convert: OnFinal | None = None) -> None:
-        self._front = Front(stops)
+        self._stops = tuple(stops)
         self._ferry = ferry
         self._convert = convert
         self._on_final: OnFinal | None = None
+        self.begin()
 
     def begin(self) -> None:
         """A step begins: nothing is final."""
-        self._front.begin()
+        self._final = [False] * len(self._stops)
+        self._reached = 0  # parameters before this one are final
         if self._ferry is not None:
             self._ferry.begin()
 
@@ -174,10 +152,40 @@ class Watch:
             self._on_final = None
 
     def gradient_final(self, index: int, parameter: object) -> None:
-        """Autograd's hook: all that this pass adds to the gradient of parameter ``index`` was added."""
+        """Autograd's hook: all that this pass adds to the gradient of parameter ``index`` was added.
+
+        Raises:
+            ValueError: it was final already: what the ring was given changed afterwards.
+        """
         if self._on_final is None:
             return
-        numel = self._front.mark(index)
+        if self._final[index]:
+            raise ValueError(f"part {index} became final twice in one pass")
+        self._final[index] = True
+        while self._reached < len(self._stops) and self._final[self._reached]:
+            self._reached += 1
+        numel = self._stops[self._reached - 1] if self._reached else 0
         if self._convert is not None:
             self._convert(numel)
         self._on_final(numel if self._ferry is None else self._ferry.final(numel))
+
+
+# --------------------------------------------------------------------------------------------------------- fixed point
+
+
+def largest(micro_batches: int) -> float:
+    """The largest magnitude of a contribution that fits, where a step has so many."""
+    return 2.0 ** (62 - FRACTION_BITS) / micro_batches
+
+
+def to_fixed(values: npt.NDArray[np.float32], micro_batches: int) -> tuple[npt.NDArray[np.int64], bool]:
+    """Contribution ``values`` in fixed point, of the same shape, and whether all fit; zeros where they do not."""
+    fits = bool(np.all(np.abs(values) <= largest(micro_batches)))
+    if not fits:
+        return np.zeros(values.shape, np.int64), False
+    return np.rint(np.multiply(values, 1 / UNIT, dtype=np.float64)).astype(np.int64), True
+
+
+def to_float(fixed: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """The nearest fp32 values, of the same shape."""
+    return fixed.astype(np.float32) * np.float32(UNIT)
